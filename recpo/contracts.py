@@ -1,0 +1,90 @@
+"""The plug points: what recpo asks of a policy, an objective, an advantage estimator and a reward function."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from recpo.types import FeedbackBatch, Histories, LossOutput, ObjectiveInputs, Recommendations, Slates
+
+
+class Policy(nn.Module, ABC):
+    """A distribution over the catalogue given a history.
+
+    Attributes:
+        num_items: catalogue size ``V``; valid item ids are 1..V.
+        num_tokens: ``T``, tokens per item.
+        max_history: ``H``, the most history events it can read; callers keep the most recent ones.
+        has_exact_log_prob: False where ``log_prob`` is an estimate (a sampled normaliser).
+    """
+
+    num_items: int
+    max_history: int
+    num_tokens: int = 1
+    has_exact_log_prob: bool = True
+
+    @abstractmethod
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
+        """Log-probability of every slate item given the first ``visible`` events of its history.
+
+        Args:
+            batch: contexts and items.
+            needed: ``[B, S]`` bool; positions outside it are not scored and come back as 0. None = ``slates.mask``.
+
+        Returns:
+            ``[B, S, T]`` float32; masked positions are 0.
+        """
+
+    @abstractmethod
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """The ``k`` most probable items after the whole history, best first; ties go to the smaller id.
+
+        Args:
+            histories: contexts; an empty history is allowed.
+            k: list length; at most ``num_items``.
+            exclude: ``[B, M]`` item ids that must not be recommended, 0 pads.
+        """
+
+    @abstractmethod
+    def sample(self, histories: Histories, group_size: int) -> tuple[Tensor, Tensor]:
+        """Draws ``group_size`` items per context with replacement: ids ``[B, G]`` and their ``logp [B, G, T]``."""
+
+
+class Objective(ABC):
+    """A loss over ``ObjectiveInputs``; implementations are frozen dataclasses whose fields are the hyper-parameters.
+
+    Attributes:
+        requires: what the module must compute beyond ``logp.policy``, out of ``{"advantages", "chosen", "old",
+            "reference", "value", "entropy", "q_value", "score"}``.
+        zero_advantage_is_inert: positions with ``advantage == 0`` add nothing to the loss, its gradient or its metrics
+            except through the denominator, so that the module need not score them.
+    """
+
+    requires: ClassVar[frozenset[str]] = frozenset()
+    zero_advantage_is_inert: ClassVar[bool] = False
+
+    @abstractmethod
+    def count(self, inputs: ObjectiveInputs) -> Tensor:
+        """The denominator that this batch adds to the optimiser step: tokens, sequences or lists; a scalar tensor."""
+
+    @abstractmethod
+    def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
+        """The loss, divided by ``inputs.count`` where given and by ``self.count(inputs)`` otherwise."""
+
+
+class AdvantageEstimator(ABC):
+    """Turns feedback, rewards and values into advantages; implementations are frozen dataclasses."""
+
+    @abstractmethod
+    def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
+        """Returns advantages ``[B, S]``, 0 at masked positions, without gradient."""
+
+
+class RewardFunction(ABC):
+    """Scores candidates that the policy generated."""
+
+    @abstractmethod
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        """Returns rewards ``[B, S]``, without gradient."""

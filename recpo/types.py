@@ -1,0 +1,144 @@
+"""The nouns of recpo: NamedTuples of tensors, which Lightning moves between devices as they are.
+
+Shapes: ``B`` contexts (one user history each), ``H`` history events, ``S`` slate positions, ``T`` tokens per item (1 for
+a catalogue softmax, the codebook depth for semantic ids), ``k`` recommended items. Item ids are internal: 1..V, 0 pads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Histories(NamedTuple):
+    """What the policy knows of each context, oldest event first, padded on the right.
+
+    Attributes:
+        item_ids: ``[B, H]`` int64, 0 pads.
+        lengths: ``[B]`` int64, number of events, 0..H.
+        feedback: ``[B, H]`` int64 feedback levels (see ``recpo.data.shaping``), 0 = unknown or padding.
+        timestamps: ``[B, H]`` int64, milliseconds since the epoch.
+    """
+
+    item_ids: Tensor
+    lengths: Tensor
+    feedback: Tensor | None = None
+    timestamps: Tensor | None = None
+
+
+class Slates(NamedTuple):
+    """The items that are scored: an impression, a preference list, a group, a session or a shifted history.
+
+    Attributes:
+        item_ids: ``[B, S]`` int64, 0 pads.
+        visible: ``[B, S]`` int64, after how many history events the position is scored: 0 (nothing is known) .. H.
+        mask: ``[B, S]`` bool, True keeps; False is padding.
+        watch_quantile: ``[B, S]`` float, the preference label in [0, 1]; nan = missing.
+        dislike: ``[B, S]`` bool.
+        reward: ``[B, S]`` float, a given reward (simulator, reward model).
+        logp_behavior: ``[B, S]`` float, log-probability under the policy that made the log; nan = not logged.
+        is_logged: ``[B, S]`` bool, False for sampled negatives and generated candidates.
+    """
+
+    item_ids: Tensor
+    visible: Tensor
+    mask: Tensor
+    watch_quantile: Tensor | None = None
+    dislike: Tensor | None = None
+    reward: Tensor | None = None
+    logp_behavior: Tensor | None = None
+    is_logged: Tensor | None = None
+
+
+class FeedbackBatch(NamedTuple):
+    """One batch: what is known and what is scored.
+
+    Attributes:
+        histories: the contexts.
+        slates: the positions to score.
+        row_ids: ``[B]`` int64, stable over epochs; they key cached reference log-probabilities.
+        step_quantiles: ``[N]`` the watch quantiles of the whole optimiser step that this batch is a part of (every
+            micro-batch, every rank), over which a batch threshold is taken; None = this batch is the whole step.
+    """
+
+    histories: Histories
+    slates: Slates
+    row_ids: Tensor
+    step_quantiles: Tensor | None = None
+
+
+class EvaluationBatch(NamedTuple):
+    """A batch of held-out users: the history stands at the start of the period, the slate holds the period's events.
+
+    Attributes:
+        feedback: histories and held-out events; ``visible`` is the length of the history throughout.
+        seen: ``[B, M]`` int64, every item of the user's past (not only of the last H events), 0 pads.
+    """
+
+    feedback: FeedbackBatch
+    seen: Tensor
+
+
+class LogProbs(NamedTuple):
+    """Natural-log probabilities ``[B, S, T]`` of the same tokens under several policies; None where nobody asked.
+
+    Attributes:
+        policy: under the trained policy; carries the gradient.
+        mask: ``[B, S, T]`` bool, True keeps.
+        old: under the last snapshot or the behaviour policy; no gradient.
+        reference: under the fixed anchor policy; no gradient.
+    """
+
+    policy: Tensor
+    mask: Tensor
+    old: Tensor | None = None
+    reference: Tensor | None = None
+
+
+class ObjectiveInputs(NamedTuple):
+    """All that an objective may look at; the module computes what ``Objective.requires`` names and leaves None elsewhere.
+
+    Attributes:
+        logp: the log-probabilities and their mask.
+        advantages: ``[B, S]``; no gradient.
+        rewards: ``[B, S]``; no gradient.
+        chosen: ``[B, S]`` bool, the preferred items of a preference list; every other kept position is rejected.
+        values: ``[B, S]`` state values, with gradient ("value").
+        values_old: ``[B, S]`` state values at the time of the rollout ("value").
+        returns: ``[B, S]`` value targets ("value").
+        entropy: ``[B, S]`` entropy of the policy at the position's state, with gradient ("entropy").
+        q_values: ``[B, S]`` Q(state, item), with gradient ("q_value").
+        q_targets: ``[B, S]`` Bellman targets, no gradient ("q_value").
+        scores: ``[B, S]`` reward-model scores, with gradient ("score").
+        count: scalar, the denominator of the whole optimiser step (all micro-batches and ranks) where this batch is only
+            a part of it; None = this batch is the whole step.
+    """
+
+    logp: LogProbs
+    advantages: Tensor | None = None
+    rewards: Tensor | None = None
+    chosen: Tensor | None = None
+    values: Tensor | None = None
+    values_old: Tensor | None = None
+    returns: Tensor | None = None
+    entropy: Tensor | None = None
+    q_values: Tensor | None = None
+    q_targets: Tensor | None = None
+    scores: Tensor | None = None
+    count: Tensor | None = None
+
+
+class LossOutput(NamedTuple):
+    """A scalar loss and detached scalar tensors to log."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Recommendations(NamedTuple):
+    """Top-k items, best first: ``item_ids [B, k]`` (0 where fewer than k items are allowed) and ``scores [B, k]``
+    (log-probabilities; -inf where the id is 0)."""
+
+    item_ids: Tensor
+    scores: Tensor
