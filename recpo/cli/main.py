@@ -1,0 +1,94 @@
+"""The command line: a verb is a typed function; flags, YAML keys, types, defaults and help come from its signature.
+
+Only the module of the verb that was asked for is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from recpo import __version__
+from recpo.cli.config import RESOLVED
+from recpo.errors import RecpoError
+
+VERBS = {
+    "simulate": "make an interaction log whose true preferences are known",
+    "prepare": "turn an interaction log into training, validation and test shards",
+    "train": "train or align a policy on prepared data",
+    "evaluate": "rank the full catalogue for held-out users and report metrics",
+    "export": "write a trained policy as a bundle for serving",
+    "recommend": "run a bundle over a Parquet file of histories",
+    "doctor": "say what is installed and whether it works",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit status (0 done, 1 the user must mend something, 2 unknown verb or option)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if arguments[0] == "--version":
+        print(f"recpo {__version__}   (recpo doctor: versions of everything else)")
+        return 0
+    verb, *options = arguments
+    if verb not in VERBS:
+        print(f"error: unknown verb {verb!r}\n\n{_overview()}", file=sys.stderr)
+        return 2
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    try:
+        run(_function(verb), options)
+    except RecpoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(function: Callable[..., None], options: Sequence[str]) -> None:
+    """Parses ``options`` (flags and ``--config FILE.yaml``) for ``function`` and calls it."""
+    parser = parser_of(function)
+    configuration = parser.parse_args(list(options))
+    configuration.pop("config", None)
+    token = RESOLVED.set(parser.dump(configuration, skip_unset=False))
+    try:
+        function(**parser.instantiate(configuration).as_dict())
+    finally:
+        RESOLVED.reset(token)
+
+
+def parser_of(function: Callable[..., Any]) -> ArgumentParser:
+    """The parser that a verb's signature and docstring define; abbreviations and unknown keys are refused."""
+    parser = ArgumentParser(prog=f"recpo {function.__name__}", description=_summary(function), allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
+    parser.add_function_arguments(function, as_positional=False)
+    return parser
+
+
+def _function(verb: str) -> Callable[..., None]:
+    function: Callable[..., None] = getattr(importlib.import_module(f"recpo.cli.{verb}"), verb)
+    return function
+
+
+def _summary(function: Callable[..., Any]) -> str:
+    return (function.__doc__ or "").split("\n\n    Args:")[0]
+
+
+def _overview() -> str:
+    verbs = "\n".join(f"  {verb:<10} {text}" for verb, text in VERBS.items())
+    return (
+        f"recpo {__version__}: preference optimisation for recommender systems\n\n"
+        f"usage: recpo VERB [options]      recpo VERB --help      recpo --version\n\n{verbs}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Reading what ``recpo prepare`` wrote: the manifest and, one at a time, the shards."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from recpo.errors import RecpoError
+
+Split = Literal["train", "valid", "test"]
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+
+
+class Events(NamedTuple):
+    """The events of one shard as flat arrays of equal length, sorted by user, then time.
+
+    ``offsets [U + 1]`` cuts them into users: user ``u`` owns ``offsets[u] : offsets[u + 1]``. ``request_start[i]`` is the
+    index of the first event of event i's request: what happened from there on was not known when i was shown.
+    """
+
+    user_index: np.ndarray
+    item_index: np.ndarray
+    timestamp: np.ndarray
+    watch_quantile: np.ndarray
+    dislike: np.ndarray
+    feedback: np.ndarray
+    propensity: np.ndarray
+    is_target: np.ndarray
+    request_start: np.ndarray
+    offsets: np.ndarray
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared directory.
+
+    Attributes:
+        root: the directory.
+        manifest: the parsed ``manifest.json``.
+    """
+
+    root: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, root: Path | str) -> Prepared:
+        """Opens a directory written by ``recpo prepare``.
+
+        Raises:
+            RecpoError: no manifest (not a prepared directory, or a preparation that did not end), another format version,
+                or a shard that is missing.
+        """
+        root = Path(root)
+        file = root / MANIFEST
+        if not file.is_file():
+            raise RecpoError(f"{root} is no prepared directory: {MANIFEST} is missing; make it with `recpo prepare`")
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        if manifest.get("format_version") != FORMAT_VERSION:
+            raise RecpoError(
+                f"{file}: format_version {manifest.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; "
+                "prepare the log again"
+            )
+        missing = [s["file"] for shards in manifest["shards"].values() for s in shards if not (root / s["file"]).is_file()]
+        if missing:
+            raise RecpoError(f"{root}: {len(missing)} shards are missing, the first is {missing[0]}; prepare the log again")
+        return cls(root, manifest)
+
+    @property
+    def num_items(self) -> int:
+        """Catalogue size V; item indices are 1..V."""
+        return int(self.manifest["num_items"])
+
+    @property
+    def catalogue_checksum(self) -> str:
+        """Identifies the id map: a policy serves only the catalogue it was trained on."""
+        return str(self.manifest["files"]["items.parquet"])
+
+    def num_shards(self, split: Split) -> int:
+        """Number of shards of ``split``."""
+        return len(self.manifest["shards"][split])
+
+    def load(self, split: Split, shard: int) -> Events:
+        """Reads one shard into memory."""
+        path = self.root / self.manifest["shards"][split][shard]["file"]
+        table = pq.read_table(path)
+        columns = {name: table.column(name).to_numpy() for name in table.column_names}
+        user, request = columns["user_index"], columns["request"]
+        offsets = _run_offsets(user)
+        return Events(
+            user_index=user,
+            item_index=columns["item_index"].astype(np.int64),
+            timestamp=columns["timestamp"],
+            watch_quantile=columns["watch_quantile"],
+            dislike=columns["dislike"],
+            feedback=columns["feedback"].astype(np.int64),
+            propensity=columns["propensity"],
+            is_target=columns["is_target"],
+            request_start=_run_starts(user, request),
+            offsets=offsets,
+        )
+
+    def keys(self, split: Split, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """``(user_index, request)`` of one shard: enough to plan an epoch without reading the rest."""
+        path = self.root / self.manifest["shards"][split][shard]["file"]
+        table = pq.read_table(path, columns=["user_index", "request"])
+        return table.column("user_index").to_numpy(), table.column("request").to_numpy()
+
+
+def run_change(*keys: np.ndarray) -> np.ndarray:
+    """True at the first row of every run of rows with equal ``keys``."""
+    change = np.ones(len(keys[0]), dtype=bool)
+    change[1:] = False
+    for key in keys:
+        change[1:] |= key[1:] != key[:-1]
+    return change
+
+
+def _run_offsets(*keys: np.ndarray) -> np.ndarray:
+    return np.append(np.flatnonzero(run_change(*keys)), len(keys[0]))
+
+
+def _run_starts(*keys: np.ndarray) -> np.ndarray:
+    change = run_change(*keys)
+    return np.flatnonzero(change)[np.cumsum(change) - 1]
