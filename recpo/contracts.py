@@ -71,7 +71,7 @@ class Objective(ABC):
 
     @abstractmethod
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
-        """The loss, divided by ``inputs.count`` where given and by ``self.count(inputs)`` otherwise."""
+        """The loss, divided by ``inputs.denominator`` where given and by ``self.count(inputs)`` otherwise."""
 
 
 class AdvantageEstimator(ABC):

@@ -111,7 +111,7 @@ class ObjectiveInputs(NamedTuple):
         q_values: ``[B, S]`` Q(state, item), with gradient ("q_value").
         q_targets: ``[B, S]`` Bellman targets, no gradient ("q_value").
         scores: ``[B, S]`` reward-model scores, with gradient ("score").
-        count: scalar, the denominator of the whole optimiser step (all micro-batches and ranks) where this batch is only
+        denominator: scalar, the denominator of the whole optimiser step (all micro-batches and ranks) where this batch is only
             a part of it; None = this batch is the whole step.
     """
 
@@ -126,7 +126,7 @@ class ObjectiveInputs(NamedTuple):
     q_values: Tensor | None = None
     q_targets: Tensor | None = None
     scores: Tensor | None = None
-    count: Tensor | None = None
+    denominator: Tensor | None = None
 
 
 class LossOutput(NamedTuple):

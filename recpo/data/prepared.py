@@ -66,9 +66,13 @@ class Prepared:
                 f"{file}: format_version {manifest.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; "
                 "prepare the log again"
             )
-        missing = [s["file"] for shards in manifest["shards"].values() for s in shards if not (root / s["file"]).is_file()]
+        missing = [
+            s["file"] for shards in manifest["shards"].values() for s in shards if not (root / s["file"]).is_file()
+        ]
         if missing:
-            raise RecpoError(f"{root}: {len(missing)} shards are missing, the first is {missing[0]}; prepare the log again")
+            raise RecpoError(
+                f"{root}: {len(missing)} shards are missing, the first is {missing[0]}; prepare the log again"
+            )
         return cls(root, manifest)
 
     @property

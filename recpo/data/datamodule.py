@@ -1,0 +1,229 @@
+"""Prepared shards -> batches: streamed shard by shard, split over ranks and workers, resumable in mid-epoch.
+
+The order of an epoch is a function of ``(seed, epoch)`` alone: shards in a random order, the windows of a shard in a
+random order, batches cut within a shard. Batch ``g`` of that order belongs to rank ``g % world_size``; within a rank the
+workers take turns. So neither the number of workers nor a resume changes what a rank sees, and a process holds one shard
+at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from lightning import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from recpo.data.prepared import Events, Prepared, Split
+from recpo.data.slates import Layout, SequenceLayout, Windows, evaluation_batch, feedback_batch
+from recpo.errors import RecpoError
+from recpo.types import EvaluationBatch, FeedbackBatch
+
+
+class Rank(NamedTuple):
+    """This process among its peers, and how many micro-batches make one optimiser step."""
+
+    rank: int = 0
+    world_size: int = 1
+    accumulate: int = 1
+
+
+class _Part(NamedTuple):
+    """A batch before it is gathered: windows of one shard."""
+
+    events: Events
+    windows: Windows
+    row_ids: np.ndarray
+
+
+class TrainBatches(IterableDataset[FeedbackBatch]):
+    """One rank's batches of an epoch.
+
+    Attributes:
+        epoch: which epoch to yield next.
+        start: local batches of that epoch to leave out (they were consumed before a resume).
+    """
+
+    def __init__(self, prepared: Prepared, layout: Layout, batch_size: int, seed: int, rank: Rank) -> None:
+        self._prepared, self._layout, self._batch_size, self._seed, self._rank = (
+            prepared,
+            layout,
+            batch_size,
+            seed,
+            rank,
+        )
+        cuts = [layout.windows(*prepared.keys("train", shard)) for shard in range(prepared.num_shards("train"))]
+        self._windows = np.array([len(windows.slate_start) for windows in cuts], np.int64)
+        if self.num_rows == 0:
+            raise RecpoError(f"{prepared.root}: the training split holds no events")
+        self.epoch = 0
+        self.start = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Number of windows; row ids are 0 .. num_rows - 1."""
+        return int(self._windows.sum())
+
+    def __len__(self) -> int:
+        batches = int((-(-self._windows // self._batch_size)).sum())
+        return -(-batches // self._rank.world_size)
+
+    def __iter__(self) -> Iterator[FeedbackBatch]:
+        worker = get_worker_info()
+        workers, mine = (worker.num_workers, worker.id) if worker else (1, 0)
+        local = -1
+        for step in self._steps():
+            quantiles = _step_quantiles(step) if self._rank.world_size * self._rank.accumulate > 1 else None
+            for part in step[self._rank.rank :: self._rank.world_size]:
+                local += 1
+                if local >= self.start and (local - self.start) % workers == mine:
+                    batch = feedback_batch(part.events, part.windows, part.row_ids)
+                    yield batch._replace(step_quantiles=quantiles)
+
+    def _steps(self) -> Iterator[list[_Part]]:
+        """The epoch's batches of all ranks, grouped into optimiser steps."""
+        step: list[_Part] = []
+        for part in self._parts():
+            step.append(part)
+            if len(step) == self._rank.world_size * self._rank.accumulate:
+                yield step
+                step = []
+        if step:
+            # every rank must take part in every step: those that would fall short get an empty batch
+            short = -len(step) % self._rank.world_size
+            nothing = step[-1]._replace(windows=step[-1].windows.empty(1), row_ids=np.zeros(1, np.int64))
+            yield step + [nothing] * short
+
+    def _parts(self) -> Iterator[_Part]:
+        order = np.random.default_rng([self._seed, self.epoch])
+        first_row = np.concatenate([[0], np.cumsum(self._windows)])
+        for shard in order.permutation(len(self._windows)):
+            events = self._prepared.load("train", int(shard))
+            windows = self._layout.windows(events.user_index, events.request_start)
+            rows = order.permutation(self._windows[shard])
+            for begin in range(0, len(rows), self._batch_size):
+                batch = rows[begin : begin + self._batch_size]
+                yield _Part(events, windows.take(batch), batch + first_row[shard])
+
+
+def _step_quantiles(step: list[_Part]) -> Tensor:
+    """The known watch quantiles of a whole optimiser step, so that its threshold does not depend on how it is split."""
+    quantiles = [
+        part.events.watch_quantile[begin:end]
+        for part in step
+        for begin, end in zip(part.windows.slate_start, part.windows.slate_stop, strict=True)
+    ]
+    known = np.concatenate(quantiles)
+    return torch.from_numpy(known[~np.isnan(known)])
+
+
+class HeldOutBatches(IterableDataset[EvaluationBatch]):
+    """The users of a held-out split, batch by batch; every rank takes every ``world_size``-th batch."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        split: Split,
+        history_length: int,
+        batch_size: int,
+        rank: Rank,
+        max_users: int | None = None,
+    ) -> None:
+        self._prepared, self._split, self._history_length = prepared, split, history_length
+        self._batch_size, self._rank, self._max_users = batch_size, rank, max_users
+
+    def __iter__(self) -> Iterator[EvaluationBatch]:
+        number, left = 0, self._max_users
+        for shard in range(self._prepared.num_shards(self._split)):
+            events = self._prepared.load(self._split, shard)
+            users = np.arange(len(events.offsets) - 1)[:left]
+            left = None if left is None else left - len(users)
+            for begin in range(0, len(users), self._batch_size):
+                if number % self._rank.world_size == self._rank.rank:
+                    yield evaluation_batch(events, users[begin : begin + self._batch_size], self._history_length)
+                number += 1
+
+
+class ResumableLoader(DataLoader[FeedbackBatch]):
+    """A loader that knows where it stands, so that a resumed epoch goes on with the next batch.
+
+    Lightning keeps ``state_dict`` in its checkpoints and hands it back.
+    """
+
+    def __init__(self, batches: TrainBatches, num_workers: int) -> None:
+        super().__init__(batches, batch_size=None, num_workers=num_workers, pin_memory=torch.cuda.is_available())
+        self._batches = batches
+        self._yielded = 0
+
+    def __iter__(self) -> Iterator[FeedbackBatch]:  # type: ignore[override]
+        self._yielded = self._batches.start
+        for batch in super().__iter__():
+            self._yielded += 1
+            yield batch
+        self._batches.epoch += 1
+        self._batches.start = self._yielded = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Epoch and local batches consumed in it."""
+        return {"epoch": self._batches.epoch, "batch": self._yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on after ``state``."""
+        self._batches.epoch, self._batches.start = state["epoch"], state["batch"]
+
+
+class FeedbackDataModule(LightningDataModule):
+    """Batches of logged feedback from a prepared directory.
+
+    Args:
+        prepared: directory written by ``recpo prepare``.
+        batch_size: contexts of one micro-batch on one rank.
+        layout: how events become contexts and slates: ``SequenceLayout`` (every position of a user's history in one
+            pass) or ``ImpressionLayout`` (one request at a time).
+        num_workers: processes that gather batches; 0 gathers in the training process. The batches are the same.
+        seed: order of the epochs.
+        evaluation_batch_size: users of one validation batch.
+        max_validation_users: validate on the first so many users of the validation split; null = all.
+    """
+
+    def __init__(
+        self,
+        prepared: Path,
+        batch_size: int = 128,
+        layout: Layout = SequenceLayout(),  # noqa: B008  frozen
+        num_workers: int = 0,
+        seed: int = 0,
+        evaluation_batch_size: int = 512,
+        max_validation_users: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.prepared = Prepared.open(prepared)
+        self.layout = layout
+        self._batch_size, self._num_workers, self._seed = batch_size, num_workers, seed
+        self._evaluation_batch_size, self._max_validation_users = evaluation_batch_size, max_validation_users
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Batches of the training period, in the order of ``(seed, epoch)``."""
+        batches = TrainBatches(self.prepared, self.layout, self._batch_size, self._seed, self._rank())
+        return ResumableLoader(batches, self._num_workers)
+
+    def val_dataloader(self) -> DataLoader[EvaluationBatch]:
+        """Held-out users of the validation period."""
+        length, size = self.layout.history_length, self._evaluation_batch_size
+        held_out = HeldOutBatches(self.prepared, "valid", length, size, self._rank(), self._max_validation_users)
+        return DataLoader(held_out, batch_size=None)
+
+    def _rank(self) -> Rank:
+        trainer = self.trainer
+        if trainer is None:
+            return Rank()
+        return Rank(trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
+
+
+def evaluation_batches(prepared: Path, split: Split, history_length: int, batch_size: int) -> Iterator[EvaluationBatch]:
+    """Streams the held-out users of ``split`` with their last ``history_length`` earlier events."""
+    return iter(HeldOutBatches(Prepared.open(prepared), split, history_length, batch_size, Rank()))
