@@ -1,7 +1,8 @@
 """The nouns of recpo: NamedTuples of tensors, which Lightning moves between devices as they are.
 
-Shapes: ``B`` contexts (one user history each), ``H`` history events, ``S`` slate positions, ``T`` tokens per item (1 for
-a catalogue softmax, the codebook depth for semantic ids), ``k`` recommended items. Item ids are internal: 1..V, 0 pads.
+Shapes: ``B`` contexts (one user history each), ``H`` history events, ``S`` slate positions, ``T`` tokens per item (1
+for a catalogue softmax, the codebook depth for semantic ids), ``k`` recommended items. Item ids are internal: 1..V,
+0 pads.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class LogProbs(NamedTuple):
 
 
 class ObjectiveInputs(NamedTuple):
-    """All that an objective may look at; the module computes what ``Objective.requires`` names and leaves None elsewhere.
+    """All that an objective may look at: what ``Objective.requires`` names; None elsewhere.
 
     Attributes:
         logp: the log-probabilities and their mask.
@@ -111,8 +112,8 @@ class ObjectiveInputs(NamedTuple):
         q_values: ``[B, S]`` Q(state, item), with gradient ("q_value").
         q_targets: ``[B, S]`` Bellman targets, no gradient ("q_value").
         scores: ``[B, S]`` reward-model scores, with gradient ("score").
-        denominator: scalar, the denominator of the whole optimiser step (all micro-batches and ranks) where this batch is only
-            a part of it; None = this batch is the whole step.
+        denominator: scalar, the denominator of the whole optimiser step (all micro-batches and ranks) where this batch
+            is only a part of it; None = this batch is the whole step.
     """
 
     logp: LogProbs
@@ -137,8 +138,12 @@ class LossOutput(NamedTuple):
 
 
 class Recommendations(NamedTuple):
-    """Top-k items, best first: ``item_ids [B, k]`` (0 where fewer than k items are allowed) and ``scores [B, k]``
-    (log-probabilities; -inf where the id is 0)."""
+    """Top-k items, best first.
+
+    Attributes:
+        item_ids: ``[B, k]``, 0 where fewer than k items are allowed.
+        scores: ``[B, k]`` log-probabilities, -inf where the id is 0.
+    """
 
     item_ids: Tensor
     scores: Tensor

@@ -1,9 +1,9 @@
 """Prepared shards -> batches: streamed shard by shard, split over ranks and workers, resumable in mid-epoch.
 
 The order of an epoch is a function of ``(seed, epoch)`` alone: shards in a random order, the windows of a shard in a
-random order, batches cut within a shard. Batch ``g`` of that order belongs to rank ``g % world_size``; within a rank the
-workers take turns. So neither the number of workers nor a resume changes what a rank sees, and a process holds one shard
-at a time.
+random order, batches cut within a shard. Batch ``g`` of that order belongs to rank ``g % world_size``; within a rank
+the workers take turns. So neither the number of workers nor a resume changes what a rank sees, and a process holds one
+shard at a time.
 """
 
 from __future__ import annotations

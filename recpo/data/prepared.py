@@ -20,8 +20,8 @@ FORMAT_VERSION = 1
 class Events(NamedTuple):
     """The events of one shard as flat arrays of equal length, sorted by user, then time.
 
-    ``offsets [U + 1]`` cuts them into users: user ``u`` owns ``offsets[u] : offsets[u + 1]``. ``request_start[i]`` is the
-    index of the first event of event i's request: what happened from there on was not known when i was shown.
+    ``offsets [U + 1]`` cuts them into users: user ``u`` owns ``offsets[u] : offsets[u + 1]``. ``request_start[i]`` is
+    the index of the first event of event i's request: what happened from there on was not known when i was shown.
     """
 
     user_index: np.ndarray
@@ -53,8 +53,8 @@ class Prepared:
         """Opens a directory written by ``recpo prepare``.
 
         Raises:
-            RecpoError: no manifest (not a prepared directory, or a preparation that did not end), another format version,
-                or a shard that is missing.
+            RecpoError: no manifest (not a prepared directory, or a preparation that did not end), another format
+                version, or a shard that is missing.
         """
         root = Path(root)
         file = root / MANIFEST

@@ -1,7 +1,8 @@
 """From the events of a shard to ``FeedbackBatch``: which history a context sees and which positions are scored.
 
-A *window* is one context: history events ``[history_start, history_stop)`` and slate events ``[slate_start, slate_stop)``,
-all indices into the shard's flat arrays. Every event of the training period is a slate position of exactly one window.
+A *window* is one context: history events ``[history_start, history_stop)`` and slate events
+``[slate_start, slate_stop)``, all indices into the shard's flat arrays. Every event of the training period is a slate
+position of exactly one window.
 No position ever sees an event of its own request or a later one (``visible``).
 """
 
@@ -55,9 +56,9 @@ class Layout(ABC):
 class SequenceLayout(Layout):
     """The slate is the user's own sequence: every event is scored after the events before it, in one pass.
 
-    A user with n events gives ``ceil(n / history_length)`` windows, cut from the end so that the most recent one is full;
-    the S = H positions of a window share one encoding of at most H events. This is next-item pre-training, and, with the
-    feedback of the same events, alignment from logs.
+    A user with n events gives ``ceil(n / history_length)`` windows, cut from the end so that the most recent one is
+    full; the S = H positions of a window share one encoding of at most H events. This is next-item pre-training, and,
+    with the feedback of the same events, alignment from logs.
 
     Attributes:
         history_length: H, also the number of positions of a slate.
@@ -134,7 +135,7 @@ def feedback_batch(events: Events, windows: Windows, row_ids: np.ndarray) -> Fee
 
 
 def evaluation_batch(events: Events, users: np.ndarray, history_length: int) -> EvaluationBatch:
-    """Held-out users ``users`` (rows of ``events.offsets``): context before the period, the period's events as slate."""
+    """Held-out users ``users`` (rows of ``events.offsets``): the context before the period and the period's events."""
     starts, stops = events.offsets[users], events.offsets[users + 1]
     targets_before = np.concatenate([[0], np.cumsum(events.is_target)])
     boundary = stops - (targets_before[stops] - targets_before[starts])

@@ -1,0 +1,1 @@
+"""Small pure functions on tensors: reductions, divergences, surrogates, the catalogue head, sampling."""

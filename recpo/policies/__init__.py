@@ -1,0 +1,1 @@
+"""Policies: distributions over the catalogue given a history."""

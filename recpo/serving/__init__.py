@@ -1,0 +1,1 @@
+"""Bundles: export, load, recommend."""

@@ -1,0 +1,1 @@
+"""A simulated world whose true preferences are known."""

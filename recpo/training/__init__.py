@@ -1,0 +1,1 @@
+"""The one Lightning module and what surrounds it."""
