@@ -1,0 +1,195 @@
+"""Draws the interaction log, block of users after block of users, and streams it to Parquet in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from recpo.atomic import atomic_directory
+from recpo.simulation.logging_policy import LoggingPolicy
+from recpo.simulation.parameters import MILLISECONDS_PER_DAY
+from recpo.simulation.preferences import FloatArray, IntArray, Preferences
+from recpo.simulation.truth import Truth
+
+SCHEMA = pa.schema(
+    [
+        pa.field("user_id", pa.int64(), nullable=False),
+        pa.field("item_id", pa.int64(), nullable=False),
+        pa.field("timestamp", pa.int64(), nullable=False),
+        pa.field("watch_time", pa.float32(), nullable=False),
+        pa.field("duration", pa.float32(), nullable=False),
+        pa.field("dislike", pa.bool_(), nullable=False),
+        pa.field("propensity", pa.float32(), nullable=False),
+        pa.field("is_random", pa.bool_(), nullable=False),
+        pa.field("request_id", pa.int64(), nullable=False),
+    ]
+)
+
+_COUNT_STREAM, _BLOCK_STREAM = 3, 4
+_EVENTS_PER_BLOCK = 1 << 17  # what is in memory at once; a part of the format: other sizes draw other numbers
+_EVENTS_PER_FILE = 1 << 20
+_PAUSE_MS = (200, 2_000)  # between two exposures of a session
+_SKIP_SECONDS = (0.3, 3.0)
+_MAX_WATCH_RATIO = 5.0
+_FULL_WATCH = 0.2, 1.0  # watch ratio of what is not skipped: offset + slope * affinity, at the median duration
+_WAKING_HOURS = (6.0, 20.0, 23.5)  # sessions start between the outer two, most often at the middle one
+
+
+class Sessions(NamedTuple):
+    """When the exposures of a block happen.
+
+    Attributes:
+        start: ``[E]`` int64, when the event's session means to start, milliseconds since day 0.
+        opens_user: ``[E]`` bool, the first event of its user.
+        opens_session: ``[E]`` bool.
+        opens_request: ``[E]`` bool.
+    """
+
+    start: IntArray
+    opens_user: NDArray[np.bool_]
+    opens_session: NDArray[np.bool_]
+    opens_request: NDArray[np.bool_]
+
+
+def write_simulation(preferences: Preferences, out: Path, *, overwrite: bool = False) -> Truth:
+    """Writes ``out/log/part-*.parquet`` and ``out/truth/``, whole or not at all.
+
+    Rows are sorted by user and time. A row's day, on which its feedback depends, is the day on which its session was
+    due. ``propensity`` is the marginal probability of the item under the logging policy, whether ``is_random`` or not
+    (a random row was drawn from the uniform part, with probability 1 / V). ``request_id`` is the global number of the
+    request's first event. Memory grows with users and items, not with events.
+
+    Args:
+        preferences: users, items and all parameters.
+        out: directory to make.
+        overwrite: replace an existing ``out``.
+
+    Raises:
+        RecpoError: ``out`` exists and ``overwrite`` is False.
+    """
+    truth = Truth(preferences, LoggingPolicy.of(preferences))
+    with atomic_directory(out, overwrite=overwrite) as partial:
+        truth.save(partial / "truth")
+        _write_parts(draw_log(truth), partial / "log", preferences.parameters.events)
+    return truth
+
+
+def draw_log(truth: Truth) -> Iterator[pa.Table]:
+    """Yields the log in blocks of whole users; each block has random numbers of its own, so memory is bounded."""
+    parameters, users, _ = truth.preferences
+    activity = users.activity.astype(np.float64)
+    counts = parameters.generator(_COUNT_STREAM).multinomial(parameters.events, activity / activity.sum())
+    total = np.cumsum(counts)
+    edges = np.searchsorted(total, np.arange(_EVENTS_PER_BLOCK, parameters.events, _EVENTS_PER_BLOCK)) + 1
+    edges = np.unique(np.concatenate([[0], edges, [parameters.users]]))
+    for block, (begin, end) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+        user_rows = np.repeat(np.arange(begin, end), counts[begin:end])
+        if len(user_rows):
+            first_event = int(total[begin] - counts[begin])
+            yield _draw_block(truth, user_rows, first_event, parameters.generator(_BLOCK_STREAM, block))
+
+
+def _write_parts(blocks: Iterator[pa.Table], directory: Path, events: int) -> None:
+    directory.mkdir()
+    writer: pq.ParquetWriter | None = None
+    parts = written = 0
+    try:
+        # disable=None: a bar on a terminal, silence in a log file.
+        with tqdm(total=events, unit="event", unit_scale=True, desc="simulate", disable=None) as bar:
+            for block in blocks:
+                if writer is None or written >= _EVENTS_PER_FILE:
+                    if writer is not None:
+                        writer.close()
+                    writer = pq.ParquetWriter(directory / f"part-{parts:05d}.parquet", SCHEMA, compression="zstd")
+                    parts, written = parts + 1, 0
+                writer.write_table(block)
+                written += block.num_rows
+                bar.update(block.num_rows)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _draw_block(truth: Truth, user_rows: IntArray, first_event: int, rng: np.random.Generator) -> pa.Table:
+    preferences, policy = truth.preferences, truth.logging_policy
+    items = preferences.items
+    sessions = draw_sessions(preferences, user_rows, rng)
+    item_rows, is_random = policy.sample(user_rows, rng)
+    affinity = preferences.affinity(user_rows, item_rows[:, None], sessions.start // MILLISECONDS_PER_DAY)[:, 0]
+    watch_time = draw_watch_time(preferences, affinity, items.duration[item_rows], rng)
+    dislike = rng.random(len(affinity)) < preferences.dislike_probability(affinity, items.clickbait[item_rows])
+    event = first_event + np.arange(len(user_rows))
+    columns = {
+        "user_id": preferences.users.user_id[user_rows],
+        "item_id": items.item_id[item_rows],
+        "timestamp": preferences.parameters.start_ms + event_times(sessions, watch_time, rng),
+        "watch_time": watch_time.astype(np.float32),
+        "duration": items.duration[item_rows],
+        "dislike": dislike,
+        "propensity": policy.propensity(user_rows, item_rows[:, None])[:, 0].astype(np.float32),
+        "is_random": is_random,
+        "request_id": np.maximum.accumulate(np.where(sessions.opens_request, event, 0)),
+    }
+    return pa.table(columns, schema=SCHEMA)
+
+
+def draw_sessions(preferences: Preferences, user_rows: IntArray, rng: np.random.Generator) -> Sessions:
+    """Cuts each user's exposures into sessions of geometric length on uniformly drawn days, and those into requests."""
+    parameters = preferences.parameters
+    size = len(user_rows)
+    opens_user = np.concatenate([[True], user_rows[1:] != user_rows[:-1]])
+    opens_session = opens_user | (rng.random(size) < 1 / parameters.session_length)
+    first = np.flatnonzero(opens_session)
+    hour = rng.triangular(*_WAKING_HOURS, size=len(first))
+    start = rng.integers(0, parameters.days, len(first)) * MILLISECONDS_PER_DAY + np.rint(hour * 3_600_000)
+    start = start.astype(np.int64)
+    start = start[np.lexsort((start, user_rows[first]))]
+    session = np.cumsum(opens_session) - 1
+    position = np.arange(size) - first[session]
+    return Sessions(start[session], opens_user, opens_session, position % parameters.request_size == 0)
+
+
+def draw_watch_time(
+    preferences: Preferences, affinity: FloatArray, duration: FloatArray, rng: np.random.Generator
+) -> FloatArray:
+    """Watch times ``[E]`` in seconds, whole milliseconds, of exposures with these affinities and durations.
+
+    With probability ``skip_share (1 - affinity)`` the user swipes on within three seconds. Otherwise
+
+        ratio = (0.2 + affinity) (duration_median / duration)^duration_bias exp(watch_noise z),    z ~ N(0, 1)
+
+    at most 5: short videos are watched again, long ones are left. So a watch time means something only beside others
+    of the same duration.
+    """
+    parameters = preferences.parameters
+    seconds = duration.astype(np.float64)
+    offset, slope = _FULL_WATCH
+    level = offset + slope * affinity
+    bias = (parameters.duration_median / seconds) ** parameters.duration_bias
+    noise = np.exp(parameters.watch_noise * rng.standard_normal(len(affinity)))
+    watched = np.minimum(level * bias * noise, _MAX_WATCH_RATIO) * seconds
+    skipped = np.minimum(rng.uniform(*_SKIP_SECONDS, len(affinity)), seconds)
+    is_skip = rng.random(len(affinity)) < parameters.skip_share * (1 - affinity)
+    return np.round(np.where(is_skip, skipped, watched), 3)
+
+
+def event_times(sessions: Sessions, watch_time: FloatArray, rng: np.random.Generator) -> IntArray:
+    """Milliseconds since day 0 ``[E]``, strictly increasing within a user.
+
+    Every exposure starts when the one before it was watched, plus a pause; a session that is due before the last one
+    has ended waits for it: ``t_j = elapsed_j + max over the user's sessions l <= j of (start_l - elapsed_l)``.
+    """
+    busy = np.rint(watch_time * 1000).astype(np.int64) + rng.integers(*_PAUSE_MS, len(watch_time))
+    elapsed = np.cumsum(busy) - busy
+    lead = sessions.start - elapsed
+    # Users are kept apart by adding to each more than the whole range of the block, so one running maximum serves all.
+    user = (np.cumsum(sessions.opens_user) - 1) * (np.ptp(lead) + 1)
+    lowest = np.iinfo(np.int64).min
+    return elapsed + np.maximum.accumulate(np.where(sessions.opens_session, lead + user, lowest)) - user

@@ -1,0 +1,121 @@
+"""Every number of the simulation: what a run is asked for, and the constants of the user model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from recpo.errors import RecpoError
+
+MILLISECONDS_PER_DAY = 86_400_000
+# Beyond this the busiest user (ten times the mean) would watch for longer than a day has hours.
+MAX_EVENTS_PER_USER_DAY = 200
+
+
+@dataclass(frozen=True)
+class SimulationParameters:
+    """The complete description of a simulation: equal parameters give equal bytes.
+
+    Attributes:
+        users: number of users.
+        items: number of items, V.
+        events: number of rows of the log, exactly.
+        days: the log covers days 0..days-1; a session that starts before midnight may run past it.
+        random_share: probability epsilon that an exposure is drawn uniformly from the catalogue.
+        topics: number of topics; a topic may be empty when the catalogue is small.
+        drift: mean speed at which a taste turns, radians per day; 0 = tastes stand still.
+        dislike_cost: what one dislike takes from the reward.
+        seed: every random number follows from it.
+        latent_dim: dimension d of tastes and item latents.
+        start_ms: time of day 0, 00:00 UTC, milliseconds since the epoch (2026-01-05, a Monday).
+        topic_share: share of an item latent's squared length that is its topic's centre; the rest is its own.
+        taste_scale: weight of ``<taste, latent>`` in the affinity logit.
+        quality_scale: weight of the item quality (standard normal) in the affinity logit.
+        affinity_bias: constant of the affinity logit.
+        clickbait_share: probability that an item is clickbait.
+        clickbait_boost: what clickbait adds to an item's log-popularity.
+        dislike_base: dislike probability of an ordinary item as its affinity goes to 0.
+        clickbait_dislike: what clickbait adds to the dislike probability as the affinity goes to 0.
+        popularity_spread: standard deviation of the log-popularity.
+        topic_sharpness: inverse temperature of the logging policy's topic softmax.
+        topic_noise: standard deviation of the logging policy's error about a user's affinity for a topic.
+        activity_spread: standard deviation of the log-activity of users.
+        session_length: mean number of exposures in a session (geometric).
+        request_size: exposures that share a request; the last request of a session may be shorter.
+        duration_bias: exponent by which the watch ratio falls with duration: ``(duration_median / duration)^bias``.
+        duration_median: median duration, seconds.
+        duration_spread: standard deviation of the log-duration.
+        skip_share: probability of an immediate skip as the affinity goes to 0.
+        watch_noise: standard deviation of the log-watch-ratio of what is not skipped.
+    """
+
+    users: int = 2000
+    items: int = 1000
+    events: int = 200_000
+    days: int = 14
+    random_share: float = 0.1
+    topics: int = 16
+    drift: float = 0.03
+    dislike_cost: float = 2.0
+    seed: int = 0
+    latent_dim: int = 8
+    start_ms: int = 1_767_571_200_000
+    topic_share: float = 0.5
+    taste_scale: float = 4.0
+    quality_scale: float = 0.8
+    affinity_bias: float = -1.5
+    clickbait_share: float = 0.08
+    clickbait_boost: float = 1.0
+    dislike_base: float = 0.05
+    clickbait_dislike: float = 0.25
+    popularity_spread: float = 1.0
+    topic_sharpness: float = 4.0
+    topic_noise: float = 0.2
+    activity_spread: float = 0.8
+    session_length: float = 12.0
+    request_size: int = 6
+    duration_bias: float = 0.25
+    duration_median: float = 30.0
+    duration_spread: float = 0.8
+    skip_share: float = 0.35
+    watch_noise: float = 0.35
+
+    def __post_init__(self) -> None:
+        self._require_types()
+        for name in ("users", "items", "events", "days", "topics", "request_size"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        self._require("latent_dim", self.latent_dim >= 2, "at least 2, or a taste has nowhere to drift to")
+        for name in ("random_share", "topic_share", "clickbait_share", "skip_share"):
+            self._require(name, 0 <= getattr(self, name) <= 1, "a probability between 0 and 1")
+        for name in ("drift", "dislike_cost", "seed", "start_ms", "duration_bias", "topic_noise", "dislike_base"):
+            self._require(name, getattr(self, name) >= 0, "at least 0")
+        for name in ("popularity_spread", "activity_spread", "duration_spread", "watch_noise"):
+            self._require(name, 0 <= getattr(self, name) <= 3, "between 0 and 3")
+        self._require("session_length", self.session_length >= 1, "at least 1")
+        self._require("duration_median", self.duration_median > 0, "a positive number of seconds")
+        total_dislike = self.dislike_base + self.clickbait_dislike
+        self._require("clickbait_dislike", 0 <= self.clickbait_dislike and total_dislike <= 1, "0 .. 1 - dislike_base")
+        limit = MAX_EVENTS_PER_USER_DAY * self.users * self.days
+        self._require(
+            "events",
+            self.events <= limit,
+            f"at most {limit:,} ({MAX_EVENTS_PER_USER_DAY} per user and day): ask for fewer events, more users or days",
+        )
+
+    def _require_types(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or (field.type == "int" and not isinstance(value, int)):
+                self._require(field.name, False, "a whole number" if field.type == "int" else "a number")
+            self._require(field.name, isinstance(value, int | float) and math.isfinite(value), "a finite number")
+
+    def _require(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise RecpoError(f"simulate: {name} is {getattr(self, name)!r}, expected {expected}")
+
+    def generator(self, *stream: int) -> np.random.Generator:
+        """The random numbers of one independent stream of this seed, so that no part depends on the order of drawing."""
+        return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=stream))

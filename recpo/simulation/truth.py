@@ -1,0 +1,237 @@
+"""The saved truth of a simulation: the exact value of any policy, by external user and item ids."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import ArrayLike, NDArray
+
+from recpo.atomic import write_json
+from recpo.errors import RecpoError
+from recpo.simulation.logging_policy import LoggingPolicy
+from recpo.simulation.parameters import MILLISECONDS_PER_DAY, SimulationParameters
+from recpo.simulation.preferences import FloatArray, IntArray, Items, Preferences, Users
+
+FORMAT_VERSION = 1
+_CELLS_PER_CHUNK = 1 << 20  # of a users x items matrix: 8 MiB each, whatever the size of the catalogue
+_SUM_TOLERANCE = 1e-3  # a float32 softmax over a million items sums to 1 within this
+
+
+class Truth:
+    """True expected rewards by external ids; users are taken in chunks, so memory does not grow with their number.
+
+    The reward of an item is ``P(satisfied) - dislike_cost P(dislike)``, in (-dislike_cost, 1), a deterministic function
+    of user, item and day (see ``recpo.simulation.preferences``). ``day`` counts from the log's first day, may have a
+    fraction and may lie beyond the log; it is one number or one per user.
+    """
+
+    def __init__(self, preferences: Preferences, logging_policy: LoggingPolicy) -> None:
+        self.preferences = preferences
+        self.logging_policy = logging_policy
+
+    @classmethod
+    def load(cls, path: Path) -> Truth:
+        """Reads the truth of a simulation.
+
+        Args:
+            path: the directory that ``recpo simulate`` wrote, or the ``truth/`` in it.
+
+        Raises:
+            RecpoError: there is none, it is of another version or it is damaged.
+        """
+        path = Path(path)
+        directory = path / "truth" if (path / "truth").is_dir() else path
+        try:
+            content = json.loads((directory / "truth.json").read_text(encoding="utf-8"))
+            if content.get("format_version") != FORMAT_VERSION:
+                found = content.get("format_version")
+                raise RecpoError(f"{directory}: format version {found}, expected {FORMAT_VERSION}: simulate again")
+            parameters = SimulationParameters(**content["parameters"])
+            users = Users(**_read_arrays(directory / "users.parquet"))
+            items = Items(**_read_arrays(directory / "items.parquet"))
+        except FileNotFoundError as error:
+            raise RecpoError(f"{error.filename} is missing: {path} was not written by `recpo simulate`") from error
+        except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
+            raise RecpoError(f"{directory} is damaged ({error}): simulate again") from error
+        preferences = Preferences(parameters, users, items)
+        return cls(preferences, LoggingPolicy.of(preferences))
+
+    def save(self, directory: Path) -> None:
+        """Writes ``users.parquet``, ``items.parquet`` and ``truth.json`` into the new ``directory``."""
+        parameters, users, items = self.preferences
+        directory.mkdir(parents=True)
+        _write_arrays(directory / "users.parquet", users._asdict())
+        _write_arrays(directory / "items.parquet", items._asdict())
+        content = {"format_version": FORMAT_VERSION, "parameters": dataclasses.asdict(parameters)}
+        write_json(directory / "truth.json", content)
+
+    @property
+    def user_ids(self) -> IntArray:
+        """Every user ``[U]``, ascending; some may have no event in the log."""
+        return self.preferences.users.user_id
+
+    @property
+    def item_ids(self) -> IntArray:
+        """The whole catalogue ``[V]``, ascending; some items may never have been exposed."""
+        return self.preferences.items.item_id
+
+    def day_of(self, timestamp: ArrayLike) -> FloatArray:
+        """Days since the start of the log, with fraction, of milliseconds since the epoch."""
+        elapsed = np.asarray(timestamp, dtype=np.int64) - self.preferences.parameters.start_ms
+        return elapsed / MILLISECONDS_PER_DAY
+
+    def expected_reward(self, user_ids: ArrayLike, item_ids: ArrayLike, day: ArrayLike) -> FloatArray:
+        """True expected reward ``[N, k]`` of items ``[N, k]`` for users ``[N]``."""
+        return self._by_pairs(self.preferences.reward, user_ids, item_ids, day)
+
+    def dislike_probability(self, user_ids: ArrayLike, item_ids: ArrayLike, day: ArrayLike) -> FloatArray:
+        """True probability of a dislike ``[N, k]`` of items ``[N, k]`` exposed to users ``[N]``."""
+        return self._by_pairs(self.preferences.dislike_probability, user_ids, item_ids, day)
+
+    def propensity(self, user_ids: ArrayLike, item_ids: ArrayLike) -> FloatArray:
+        """Probability ``[N, k]`` of items ``[N, k]`` under the logging policy, the same on every day."""
+        users, items = self._rows_of_pairs(user_ids, item_ids)
+        return self.logging_policy.propensity(users, items)
+
+    def top_k_value(self, user_ids: ArrayLike, item_ids: ArrayLike, day: ArrayLike) -> FloatArray:
+        """Value ``[N]`` of recommending the lists ``[N, k]``: the mean expected reward over the positions."""
+        return self.expected_reward(user_ids, item_ids, day).mean(axis=1)
+
+    def policy_value(
+        self, user_ids: ArrayLike, probabilities: FloatArray, day: ArrayLike, item_ids: ArrayLike | None = None
+    ) -> FloatArray:
+        """Value ``[N]`` of a stochastic policy: its expectation ``sum_i pi(i | u) r(u, i, day)``.
+
+        Args:
+            user_ids: ``[N]``; hand over a few users at a time where ``[N, V]`` is too large.
+            probabilities: ``[N, V]``, rows sum to 1.
+            day: one number, or ``[N]``.
+            item_ids: ``[V]`` items of the columns; None = ``self.item_ids``.
+
+        Raises:
+            RecpoError: unknown ids, a wrong shape, or rows that are no probabilities.
+        """
+        users = _rows(user_ids, self.user_ids, "user_ids")
+        columns = None if item_ids is None else _rows(item_ids, self.item_ids, "item_ids")
+        expected = (len(users), len(self.item_ids) if columns is None else len(columns))
+        probabilities = np.asarray(probabilities)
+        if probabilities.shape != expected:
+            raise RecpoError(f"probabilities has shape {probabilities.shape}, expected [users, items] = {expected}")
+        value = np.empty(len(users))
+        for part, reward in self._reward_to_all(users, day):
+            chunk = probabilities[part].astype(np.float64)
+            # Written so that nan fails too.
+            if not ((chunk >= 0).all() and (np.abs(chunk.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()):
+                raise RecpoError("probabilities: every row must be non-negative and sum to 1")
+            value[part] = np.einsum("nv,nv->n", chunk, reward if columns is None else reward[:, columns])
+        return value
+
+    def logging_value(self, user_ids: ArrayLike, day: ArrayLike) -> FloatArray:
+        """Exact value ``[N]`` of the policy that made the log."""
+        users = _rows(user_ids, self.user_ids, "user_ids")
+        value = np.empty(len(users))
+        for part, reward in self._reward_to_all(users, day):
+            value[part] = np.einsum("nv,nv->n", self.logging_policy.propensity_of_all(users[part]), reward)
+        return value
+
+    def uniform_value(self, user_ids: ArrayLike, day: ArrayLike) -> FloatArray:
+        """Exact value ``[N]`` of recommending items uniformly at random."""
+        users = _rows(user_ids, self.user_ids, "user_ids")
+        value = np.empty(len(users))
+        for part, reward in self._reward_to_all(users, day):
+            value[part] = reward.mean(axis=1)
+        return value
+
+    def oracle_top_k(self, user_ids: ArrayLike, k: int, day: ArrayLike) -> IntArray:
+        """The ``k`` best item ids ``[N, k]`` by true reward, best first: no policy's list has a higher value."""
+        users = _rows(user_ids, self.user_ids, "user_ids")
+        if not 1 <= k <= len(self.item_ids):
+            raise RecpoError(f"k is {k}, expected 1 to {len(self.item_ids)}, the number of items")
+        best = np.empty((len(users), k), dtype=np.int64)
+        for part, reward in self._reward_to_all(users, day):
+            top = np.argpartition(-reward, k - 1, axis=1)[:, :k]
+            order = np.argsort(-np.take_along_axis(reward, top, axis=1), axis=1, kind="stable")
+            best[part] = np.take_along_axis(top, order, axis=1)
+        return self.item_ids[best]
+
+    def _by_pairs(
+        self,
+        formula: Callable[[FloatArray, NDArray[np.bool_]], FloatArray],
+        user_ids: ArrayLike,
+        item_ids: ArrayLike,
+        day: ArrayLike,
+    ) -> FloatArray:
+        users, items = self._rows_of_pairs(user_ids, item_ids)
+        days = _days(day, len(users))
+        result = np.empty(items.shape)
+        latent_dim = self.preferences.parameters.latent_dim
+        for part in _parts(len(users), items.shape[1] * latent_dim):
+            affinity = self.preferences.affinity(users[part], items[part], days[part])
+            result[part] = formula(affinity, self.preferences.items.clickbait[items[part]])
+        return result
+
+    def _reward_to_all(self, users: IntArray, day: ArrayLike) -> Iterator[tuple[slice, FloatArray]]:
+        days = _days(day, len(users))
+        for part in _parts(len(users), len(self.item_ids)):
+            affinity = self.preferences.affinity_to_all(users[part], days[part])
+            yield part, self.preferences.reward(affinity, self.preferences.items.clickbait)
+
+    def _rows_of_pairs(self, user_ids: ArrayLike, item_ids: ArrayLike) -> tuple[IntArray, IntArray]:
+        users, items = _rows(user_ids, self.user_ids, "user_ids"), _rows(item_ids, self.item_ids, "item_ids", 2)
+        if len(users) != len(items):
+            raise RecpoError(f"item_ids has {len(items)} rows, expected one per user ({len(users)})")
+        return users, items
+
+
+def _rows(ids: ArrayLike, known: IntArray, name: str, dimensions: int = 1) -> IntArray:
+    ids = np.asarray(ids)
+    if ids.ndim != dimensions or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
+        raise RecpoError(f"{name} has shape {ids.shape} and type {ids.dtype}, expected {dimensions}-d integers")
+    rows = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    unknown = known[rows] != ids
+    if unknown.any():
+        first = ", ".join(map(str, np.unique(ids[unknown])[:5]))
+        raise RecpoError(f"{name}: {int(unknown.sum())} unknown to this simulation, such as {first}")
+    return rows
+
+
+def _days(day: ArrayLike, users: int) -> FloatArray:
+    days = np.asarray(day, dtype=np.float64)
+    if days.shape not in ((), (users,)) or not (days >= 0).all():
+        raise RecpoError(f"day has shape {days.shape}, expected one number >= 0, or one for each of the {users} users")
+    return np.broadcast_to(days, (users,))
+
+
+def _parts(users: int, cells_per_user: int) -> Iterator[slice]:
+    step = max(1, _CELLS_PER_CHUNK // max(1, cells_per_user))
+    for begin in range(0, users, step):
+        yield slice(begin, begin + step)
+
+
+def _write_arrays(file: Path, arrays: dict[str, NDArray[Any]]) -> None:
+    columns = {
+        name: pa.array(values)
+        if values.ndim == 1
+        else pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
+        for name, values in arrays.items()
+    }
+    pq.write_table(pa.table(columns), file, compression="zstd")
+
+
+def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
+    table = pq.read_table(file).combine_chunks()
+    arrays = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if pa.types.is_fixed_size_list(column.type):
+            flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            arrays[name] = flat.reshape(-1, column.type.list_size)
+        else:
+            arrays[name] = column.to_numpy()
+    return arrays
