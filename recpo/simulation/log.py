@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ def draw_log(truth: Truth) -> Iterator[pa.Table]:
     total = np.cumsum(counts)
     edges = np.searchsorted(total, np.arange(_EVENTS_PER_BLOCK, parameters.events, _EVENTS_PER_BLOCK)) + 1
     edges = np.unique(np.concatenate([[0], edges, [parameters.users]]))
-    for block, (begin, end) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+    for block, (begin, end) in enumerate(pairwise(edges)):
         user_rows = np.repeat(np.arange(begin, end), counts[begin:end])
         if len(user_rows):
             first_event = int(total[begin] - counts[begin])

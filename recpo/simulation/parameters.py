@@ -39,7 +39,8 @@ class SimulationParameters:
         clickbait_boost: what clickbait adds to an item's log-popularity.
         dislike_base: dislike probability of an ordinary item as its affinity goes to 0.
         clickbait_dislike: what clickbait adds to the dislike probability as the affinity goes to 0.
-        popularity_spread: standard deviation of the log-popularity.
+        popularity_spread: standard deviation of the log-popularity of items of equal quality.
+        popularity_quality: how much of an item's quality its log-popularity knows; small, so that popular is not best.
         topic_sharpness: inverse temperature of the logging policy's topic softmax.
         topic_noise: standard deviation of the logging policy's error about a user's affinity for a topic.
         activity_spread: standard deviation of the log-activity of users.
@@ -72,6 +73,7 @@ class SimulationParameters:
     dislike_base: float = 0.05
     clickbait_dislike: float = 0.25
     popularity_spread: float = 1.0
+    popularity_quality: float = 0.3
     topic_sharpness: float = 4.0
     topic_noise: float = 0.2
     activity_spread: float = 0.8
@@ -97,7 +99,7 @@ class SimulationParameters:
         self._require("session_length", self.session_length >= 1, "at least 1")
         self._require("duration_median", self.duration_median > 0, "a positive number of seconds")
         total_dislike = self.dislike_base + self.clickbait_dislike
-        self._require("clickbait_dislike", 0 <= self.clickbait_dislike and total_dislike <= 1, "0 .. 1 - dislike_base")
+        self._require("clickbait_dislike", self.clickbait_dislike >= 0 and total_dislike <= 1, "0 .. 1 - dislike_base")
         limit = MAX_EVENTS_PER_USER_DAY * self.users * self.days
         self._require(
             "events",
@@ -117,5 +119,5 @@ class SimulationParameters:
             raise RecpoError(f"simulate: {name} is {getattr(self, name)!r}, expected {expected}")
 
     def generator(self, *stream: int) -> np.random.Generator:
-        """The random numbers of one independent stream of this seed, so that no part depends on the order of drawing."""
+        """Random numbers of one independent stream of this seed, so that no part depends on the order of drawing."""
         return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=stream))

@@ -79,7 +79,7 @@ def topic_centres(parameters: SimulationParameters) -> FloatArray:
 
 
 def draw_items(parameters: SimulationParameters) -> Items:
-    """Draws the catalogue; popularity is independent of quality, and clickbait is more popular."""
+    """Draws the catalogue; popularity knows little of quality, and clickbait is more popular."""
     rng = parameters.generator(_ITEM_STREAM)
     size = parameters.items
     topic = rng.choice(parameters.topics, size=size, p=rng.dirichlet(np.full(parameters.topics, 5.0)))
@@ -87,15 +87,16 @@ def draw_items(parameters: SimulationParameters) -> Items:
     share = parameters.topic_share
     clickbait = rng.random(size) < parameters.clickbait_share
     duration = parameters.duration_median * np.exp(parameters.duration_spread * rng.standard_normal(size))
-    popularity = parameters.popularity_spread * rng.standard_normal(size) + parameters.clickbait_boost * clickbait
+    quality = rng.standard_normal(size)
+    popularity = parameters.popularity_spread * rng.standard_normal(size) + parameters.popularity_quality * quality
     return Items(
         item_id=_identifiers(rng, size),
         topic=topic.astype(np.int32),
         latent=(np.sqrt(share) * topic_centres(parameters)[topic] + np.sqrt(1 - share) * own).astype(np.float32),
-        quality=rng.standard_normal(size).astype(np.float32),
+        quality=quality.astype(np.float32),
         clickbait=clickbait,
         duration=np.clip(duration, _MIN_DURATION, _MAX_DURATION).round(3).astype(np.float32),
-        popularity=popularity.astype(np.float32),
+        popularity=(popularity + parameters.clickbait_boost * clickbait).astype(np.float32),
     )
 
 
@@ -164,7 +165,8 @@ class Preferences(NamedTuple):
 
     def _from_match(self, match: FloatArray, quality: FloatArray) -> FloatArray:
         scale, quality_scale = self.parameters.taste_scale, self.parameters.quality_scale
-        return 1 / (1 + np.exp(-(scale * match + quality_scale * quality + self.parameters.affinity_bias)))
+        logit = scale * match + quality_scale * quality.astype(np.float64) + self.parameters.affinity_bias
+        return 1 / (1 + np.exp(-logit))
 
 
 def _draw_tastes(rng: np.random.Generator, centres: FloatArray, size: int) -> FloatArray:

@@ -60,6 +60,8 @@ class Truth:
             raise RecpoError(f"{error.filename} is missing: {path} was not written by `recpo simulate`") from error
         except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
             raise RecpoError(f"{directory} is damaged ({error}): simulate again") from error
+        if (len(users.user_id), len(items.item_id)) != (parameters.users, parameters.items):
+            raise RecpoError(f"{directory} is damaged (rows are missing): simulate again")
         preferences = Preferences(parameters, users, items)
         return cls(preferences, LoggingPolicy.of(preferences))
 
@@ -102,7 +104,10 @@ class Truth:
 
     def top_k_value(self, user_ids: ArrayLike, item_ids: ArrayLike, day: ArrayLike) -> FloatArray:
         """Value ``[N]`` of recommending the lists ``[N, k]``: the mean expected reward over the positions."""
-        return self.expected_reward(user_ids, item_ids, day).mean(axis=1)
+        rewards = self.expected_reward(user_ids, item_ids, day)
+        if rewards.shape[1] == 0:
+            raise RecpoError("item_ids has no columns: an empty list has no value")
+        return rewards.mean(axis=1)
 
     def policy_value(
         self, user_ids: ArrayLike, probabilities: FloatArray, day: ArrayLike, item_ids: ArrayLike | None = None
@@ -204,7 +209,7 @@ def _rows(ids: ArrayLike, known: IntArray, name: str, dimensions: int = 1) -> In
 
 def _days(day: ArrayLike, users: int) -> FloatArray:
     days = np.asarray(day, dtype=np.float64)
-    if days.shape not in ((), (users,)) or not (days >= 0).all():
+    if days.shape not in ((), (users,)) or not (np.isfinite(days) & (days >= 0)).all():
         raise RecpoError(f"day has shape {days.shape}, expected one number >= 0, or one for each of the {users} users")
     return np.broadcast_to(days, (users,))
 
