@@ -69,11 +69,11 @@ class SimulationParameters:
     quality_scale: float = 0.8
     affinity_bias: float = -1.5
     clickbait_share: float = 0.08
-    clickbait_boost: float = 1.0
+    clickbait_boost: float = 0.7
     dislike_base: float = 0.05
     clickbait_dislike: float = 0.25
     popularity_spread: float = 1.0
-    popularity_quality: float = 0.3
+    popularity_quality: float = 0.5
     topic_sharpness: float = 4.0
     topic_noise: float = 0.2
     activity_spread: float = 0.8
