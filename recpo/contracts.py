@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -53,17 +52,21 @@ class Policy(nn.Module, ABC):
 
 
 class Objective(ABC):
-    """A loss over ``ObjectiveInputs``; implementations are frozen dataclasses whose fields are the hyper-parameters.
+    """A loss over ``ObjectiveInputs``; implementations are frozen dataclasses whose fields are the hyper-parameters."""
 
-    Attributes:
-        requires: what the module must compute beyond ``logp.policy``, out of ``{"advantages", "chosen", "old",
-            "reference", "value", "entropy", "q_value", "score"}``.
-        zero_advantage_is_inert: positions with ``advantage == 0`` add nothing to the loss, its gradient or its metrics
-            except through the denominator, so that the module need not score them.
-    """
+    @property
+    def requires(self) -> frozenset[str]:
+        """What the module must compute beyond ``logp.policy``.
 
-    requires: ClassVar[frozenset[str]] = frozenset()
-    zero_advantage_is_inert: ClassVar[bool] = False
+        Out of ``{"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score"}``; it
+        may depend on the fields (no reference policy is scored for a KL penalty of 0).
+        """
+        return frozenset()
+
+    @property
+    def zero_advantage_is_inert(self) -> bool:
+        """Positions with ``advantage == 0`` change nothing but the denominator: the module need not score them."""
+        return False
 
     @abstractmethod
     def count(self, inputs: ObjectiveInputs) -> Tensor:

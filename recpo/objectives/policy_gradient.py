@@ -1,0 +1,127 @@
+"""The common part of the objectives that weigh ``grad logp`` of every token by an advantage.
+
+They differ in four choices: at which level the ratio is taken, how it is clipped (both in ``token_loss``), how token
+losses are aggregated, and which penalties are added before the aggregation. Notation: ``rho = exp(logp - logp_old)``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recpo.contracts import Objective
+from recpo.errors import RecpoError
+from recpo.objectives.health import advantage_shares, masked_mean, negative_gradient_share, ratio_metrics
+from recpo.objectives.inputs import required
+from recpo.ops.kl import KLKind, kl_estimate
+from recpo.ops.reduce import Aggregation, aggregate, denominator, over_tokens, zero_masked
+from recpo.types import LossOutput, ObjectiveInputs
+
+
+@dataclass(frozen=True)
+class PolicyGradientObjective(Objective):
+    """``aggregate(token_loss + kl_coef * KL(policy, reference) - entropy_coef * entropy)``.
+
+    Penalties join the token losses before the aggregation, so that all terms share one denominator, and a step split
+    over micro-batches or ranks stays the same step.
+
+    Attributes:
+        aggregation: how token losses become one number (see ``recpo.ops.reduce.aggregate``).
+        length: the constant of ``seq-mean-token-sum-norm``; none = tokens per item.
+        kl_coef: weight of the penalty that keeps the policy near the reference policy; 0 = none.
+        kl_kind: its estimator (see ``recpo.ops.kl.kl_estimate``).
+        entropy_coef: weight of the entropy bonus; 0 = none.
+    """
+
+    aggregation: Aggregation = "seq-mean-token-mean"
+    length: float | None = None
+    kl_coef: float = 0.0
+    kl_kind: KLKind = "k3"
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("clip_low", "kl_coef", "clip_high"):
+            if getattr(self, name, 0.0) < 0:
+                raise RecpoError(f"{type(self).__name__}.{name} must not be negative, got {getattr(self, name)}.")
+        dual_clip = getattr(self, "dual_clip", None)
+        if dual_clip is not None and dual_clip <= 1.0:
+            raise RecpoError(f"{type(self).__name__}.dual_clip must be above 1, got {dual_clip}.")
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``Objective.requires``."""
+        optional = {"reference": self.kl_coef, "entropy": self.entropy_coef}
+        return frozenset({"advantages", "old"} | {name for name, weight in optional.items() if weight})
+
+    @property
+    def zero_advantage_is_inert(self) -> bool:
+        """True unless a penalty applies to every position."""
+        return not (self.kl_coef or self.entropy_coef)
+
+    def count(self, inputs: ObjectiveInputs) -> Tensor:
+        """Kept tokens or items, by ``aggregation``; those with a zero advantage included."""
+        return denominator(inputs.logp.mask, self.aggregation)
+
+    @abstractmethod
+    def token_loss(self, logp: Tensor, logp_old: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
+        """The unreduced loss ``[B, S, T]``; ``advantages`` is ``[B, S]``, and ``logp_old`` is as ``old`` returns it."""
+
+    def gradient_weight(self, loss: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        """The weight on ``grad logp`` of each token, ``[B, S, T]``, for the metrics; by default the loss itself."""
+        return loss
+
+    def old(self, inputs: ObjectiveInputs) -> Tensor | None:
+        """Log-probabilities under the old policy."""
+        return required(inputs.logp.old, "old", self)
+
+    def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
+        """See ``Objective``."""
+        mask = inputs.logp.mask.bool()
+        logp = zero_masked(inputs.logp.policy, mask)
+        old = self.old(inputs)
+        old = None if old is None else zero_masked(old.detach(), mask)
+        advantages = zero_masked(required(inputs.advantages, "advantages", self).detach(), mask.any(-1))
+        surrogate = self.token_loss(logp, old, advantages, mask)
+        total, metrics = self._add_penalties(surrogate, logp, mask, inputs)
+        loss = aggregate(total, mask, self.aggregation, count=inputs.denominator, length=self.length)
+        metrics |= {"policy_loss": aggregate(surrogate.detach(), mask, self.aggregation, length=self.length)}
+        metrics |= self._health(surrogate.detach(), logp.detach(), old, advantages, mask)
+        return LossOutput(loss, metrics)
+
+    def _add_penalties(
+        self, loss: Tensor, logp: Tensor, mask: Tensor, inputs: ObjectiveInputs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        metrics = {}
+        if self.kl_coef:
+            reference = zero_masked(required(inputs.logp.reference, "reference", self), mask)
+            divergence = kl_estimate(logp, reference, self.kl_kind)
+            loss = loss + self.kl_coef * divergence
+            metrics["kl_reference"] = masked_mean(divergence.detach(), mask)
+        if self.entropy_coef:
+            kept = mask.any(-1)
+            entropy = zero_masked(required(inputs.entropy, "entropy", self), kept)
+            loss = loss - self.entropy_coef * over_tokens(entropy, loss)
+            metrics["entropy"] = masked_mean(entropy.detach(), kept)
+        return loss, metrics
+
+    @torch.no_grad()
+    def _health(
+        self, loss: Tensor, logp: Tensor, old: Tensor | None, advantages: Tensor, mask: Tensor
+    ) -> dict[str, Tensor]:
+        metrics = advantage_shares(advantages, mask.any(-1))
+        advantages = over_tokens(advantages, logp)
+        log_ratio = torch.zeros_like(logp) if old is None else logp - old
+        # The module need not score inert positions: what stands there is no log-probability.
+        scored = mask & (advantages != 0) if self.zero_advantage_is_inert else mask
+        weight = self.gradient_weight(loss, log_ratio, advantages)
+        metrics["negative_gradient_share"] = negative_gradient_share(weight, advantages, mask)
+        if old is not None:
+            metrics |= ratio_metrics(log_ratio, scored) | self.clip_metrics(log_ratio, advantages, scored)
+        return metrics
+
+    def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Shares of the tokens whose ratio was clipped; each ``[B, S, T]``."""
+        return {}

@@ -1,0 +1,110 @@
+"""Masks and the one reduction that every objective shares.
+
+Shapes: any leading axes; the last axis holds the tokens of a sequence. Masks are True (or 1) where an entry is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+"""How token losses become one number; see ``aggregate``."""
+
+
+def zero_masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    """``values`` where kept, 0 elsewhere: a masked entry equals a removed one, even when it holds nan or inf.
+
+    No gradient reaches a masked entry. Apply it to the *inputs* of a formula: applied to its result alone, the backward
+    pass would still multiply 0 by the nan inside.
+
+    Args:
+        values: any shape.
+        mask: broadcasts to ``values``; None keeps everything.
+    """
+    return values if mask is None else torch.where(mask.bool(), values, torch.zeros_like(values))
+
+
+def over_tokens(values: Tensor, logp: Tensor) -> Tensor:
+    """Gives ``values`` the shape of ``logp``: broadcast over the token axis where it has none.
+
+    Args:
+        values: ``[..., T]`` or ``[...]``.
+        logp: ``[..., T]``.
+
+    Raises:
+        ValueError: ``values`` has neither shape.
+    """
+    if values.shape == logp.shape:
+        return values
+    if values.shape == logp.shape[:-1]:
+        return values.unsqueeze(-1).expand(logp.shape)
+    raise ValueError(f"expected shape {tuple(logp.shape)} or {tuple(logp.shape[:-1])}, got {tuple(values.shape)}")
+
+
+def denominator(mask: Tensor, mode: Aggregation = "token-mean") -> Tensor:
+    """What a batch adds to the denominator of its optimiser step.
+
+    Kept tokens for ``token-mean``, non-empty sequences otherwise.
+
+    Args:
+        mask: ``[..., T]``.
+        mode: the aggregation that it belongs to.
+
+    Returns:
+        A scalar int64 tensor; sums of it over micro-batches and ranks are exact.
+    """
+    kept = mask.bool()
+    return kept.sum() if mode == "token-mean" else kept.any(-1).sum()
+
+
+def aggregate(
+    values: Tensor,
+    mask: Tensor,
+    mode: Aggregation = "token-mean",
+    *,
+    count: Tensor | float | None = None,
+    length: float | None = None,
+) -> Tensor:
+    """Reduces per-token values to a scalar.
+
+    - ``token-mean``: sum over kept tokens / number of kept tokens.
+    - ``seq-mean-token-sum``: token sums, averaged over the non-empty sequences.
+    - ``seq-mean-token-mean``: token means, averaged over the non-empty sequences.
+    - ``seq-mean-token-sum-norm``: token sums / ``length``, averaged over the non-empty sequences (Dr.GRPO,
+      arXiv 2503.20783, as in TRL; verl's mode of this name does not divide by the number of sequences).
+
+    Half-precision values are summed in float32.
+
+    Args:
+        values: ``[..., T]``; masked entries may hold anything.
+        mask: shape of ``values``; True keeps.
+        mode: see above.
+        count: the denominator of the whole optimiser step where this batch is only a part of it (the sum of
+            ``denominator`` over its parts); None = this batch is the whole step. With it, the sum of the parts equals
+            the value of the whole.
+        length: the constant of ``seq-mean-token-sum-norm``; None = the size of the token axis.
+
+    Returns:
+        A scalar; 0 with zero gradients where nothing is kept.
+
+    Raises:
+        ValueError: unknown mode, or a mask of another shape (which would silently broadcast into a wrong average).
+    """
+    if mode not in get_args(Aggregation):
+        raise ValueError(f"unknown aggregation {mode!r}; expected one of {', '.join(get_args(Aggregation))}")
+    if values.shape != mask.shape:
+        raise ValueError(f"values {tuple(values.shape)} and mask {tuple(mask.shape)} must have one shape")
+    kept = mask.bool()
+    half = values.dtype in (torch.float16, torch.bfloat16)
+    values = zero_masked(values, kept).to(torch.float32 if half else values.dtype)
+    if mode == "seq-mean-token-mean":
+        total = (values.sum(-1) / kept.sum(-1).clamp(min=1)).sum()
+    elif mode == "seq-mean-token-sum-norm":
+        total = values.sum() / (values.shape[-1] if length is None else length)
+    else:
+        total = values.sum()
+    divisor = denominator(kept, mode) if count is None else torch.as_tensor(count, device=values.device)
+    return total / divisor.clamp(min=1)

@@ -1,0 +1,79 @@
+"""Probability ratios in log space and the clipped surrogate that most policy objectives share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from recpo.ops.reduce import over_tokens, zero_masked
+
+LOG_RATIO_GUARD = 20.0
+"""Bound on |log ratio| before ``exp``: e^20 = 4.9e8 is far outside every clip range, while e^89 overflows float32."""
+
+
+def guarded_ratio(log_ratio: Tensor) -> Tensor:
+    """``exp(log_ratio)`` with ``log_ratio`` held within +-``LOG_RATIO_GUARD``; no gradient beyond it."""
+    return log_ratio.clamp(-LOG_RATIO_GUARD, LOG_RATIO_GUARD).exp()
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """``log(1 - exp(x))`` for ``x <= 0`` without cancellation; -inf at 0.
+
+    Machler (2012): ``log(-expm1(x))`` near 0 and ``log1p(-exp(x))`` elsewhere, parted at ``-log 2``.
+    """
+    return torch.where(x > -math.log(2.0), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
+
+
+def weighted_score(weight: Tensor, logp: Tensor) -> Tensor:
+    """A tensor whose value is ``weight`` and whose gradient is ``weight * grad logp``; none flows into ``weight``."""
+    return weight.detach() * (1.0 + logp - logp.detach())
+
+
+def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Mean log-ratio over the kept tokens of each sequence: the log of the geometric-mean ratio (arXiv 2507.18071).
+
+    Args:
+        log_ratio: ``[..., T]``.
+        mask: ``[..., T]``.
+
+    Returns:
+        ``[...]``; 0 for an empty sequence.
+    """
+    return zero_masked(log_ratio, mask).sum(-1) / mask.bool().sum(-1).clamp(min=1)
+
+
+def clipped_surrogate(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """The clipped surrogate of PPO as a loss, per token (arXiv 1707.06347; dual clip arXiv 1912.09729).
+
+    ``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)``; with ``dual_clip`` and ``A < 0``: ``min(that,
+    -dual_clip A)``.
+
+    Args:
+        log_ratio: ``[..., T]``, ``logp - logp_old``; guarded at +-``LOG_RATIO_GUARD``.
+        advantages: ``[..., T]`` or ``[...]``; no gradient flows into it.
+        clip_low: how far below 1 the ratio still pays, in [0, 1].
+        clip_high: how far above 1 the ratio still pays.
+        dual_clip: bound on the ratio of negative advantages, above 1.
+
+    Returns:
+        ``[..., T]``, to be minimised.
+
+    Raises:
+        ValueError: ``dual_clip`` is not above 1, or the shapes do not fit.
+    """
+    if dual_clip is not None and dual_clip <= 1.0:
+        raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
+    advantages = over_tokens(advantages.detach(), log_ratio)
+    ratio = guarded_ratio(log_ratio)
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
