@@ -1,0 +1,62 @@
+"""Recommenders that learn nothing from histories: what every policy must beat."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recpo.evaluation.ranking import is_member
+from recpo.types import Histories, Recommendations
+
+
+class Popularity:
+    """The items with the highest counts, the same for everybody except for what is excluded; ties go to the smaller id.
+
+    Scores are ``log((count + 1) / (sum of counts + V))``.
+    """
+
+    def __init__(self, counts: Tensor) -> None:
+        """``counts [V]``: of item 1, 2, ..., V."""
+        self._ranking = counts.argsort(descending=True, stable=True) + 1
+        self._logp = torch.log((counts.double() + 1) / (counts.double().sum() + len(counts))).float()
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """See ``Policy.recommend``."""
+        depth = min(len(self._ranking), k + (0 if exclude is None else exclude.shape[1]))
+        device = histories.item_ids.device
+        candidates = self._ranking[:depth].to(device).expand(len(histories.item_ids), -1)
+        item_ids = first_allowed(candidates, k, exclude)
+        scores = self._logp.to(device)[(item_ids - 1).clamp_min(0)]
+        return Recommendations(item_ids, scores.masked_fill(item_ids == 0, -torch.inf))
+
+
+class UniformlyRandom:
+    """A random list per user: every allowed item is equally likely at every place.
+
+    One random order of the catalogue is drawn, and every list begins at a place of its own in it, so that a list of
+    distinct items costs nothing that grows with the catalogue. Scores are ``-log V``.
+    """
+
+    def __init__(self, num_items: int, seed: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._order = torch.randperm(num_items, generator=self._generator) + 1
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """See ``Policy.recommend``; every call draws anew."""
+        num_items, batch = len(self._order), len(histories.item_ids)
+        depth = min(num_items, k + (0 if exclude is None else exclude.shape[1]))
+        begin = torch.randint(num_items, (batch, 1), generator=self._generator)
+        candidates = self._order[(begin + torch.arange(depth)) % num_items].to(histories.item_ids.device)
+        item_ids = first_allowed(candidates, k, exclude)
+        score = -torch.log(torch.tensor(float(num_items), device=item_ids.device))
+        return Recommendations(item_ids, torch.where(item_ids > 0, score, -torch.inf))
+
+
+def first_allowed(candidates: Tensor, k: int, exclude: Tensor | None) -> Tensor:
+    """The first ``k`` of ``candidates [B, C]`` that are not in ``exclude [B, M]``: ``[B, k]``, 0 where none is left."""
+    allowed = candidates.new_ones(candidates.shape, dtype=torch.bool)
+    if exclude is not None:
+        allowed = ~is_member(candidates, exclude)
+    order = (~allowed).int().argsort(dim=1, stable=True)[:, :k]
+    chosen = candidates.gather(1, order).masked_fill(~allowed.gather(1, order), 0)
+    return torch.nn.functional.pad(chosen, (0, k - chosen.shape[1]))

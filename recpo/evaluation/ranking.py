@@ -1,0 +1,155 @@
+"""Ranking metrics of top-K lists against sets of held-out items, vectorised over users.
+
+Conventions, the same for every metric
+    * Relevance is binary. The targets of a user are a set: an item that occurs several times counts once.
+    * A recommended list holds distinct items, best first; id 0 is an empty place and never a hit.
+    * A user without targets gets nan: such users are left out of every mean, and counted.
+    * A list shorter than k is a list whose remaining places are empty: Precision@k still divides by k.
+    * NDCG@k divides by the best DCG that this user's targets allow, ``min(k, number of targets)`` items, not k items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_NO_ITEM = torch.iinfo(torch.int64).max  # sorts behind every item id and equals none
+_NARROW = 32  # up to this many targets, comparing with each of them beats a binary search (measured)
+
+
+class RankedHits(NamedTuple):
+    """Which places of the lists hold a target.
+
+    Attributes:
+        hit: ``[B, K]`` float32, 1 where the list's place holds a target, else 0.
+        num_targets: ``[B]`` int64, distinct targets of each user.
+    """
+
+    hit: Tensor
+    num_targets: Tensor
+
+
+def ranked_hits(item_ids: Tensor, targets: Tensor, mask: Tensor) -> RankedHits:
+    """Looks the lists up in the target sets, in ``O(B (P + K) log P)`` time.
+
+    Args:
+        item_ids: ``[B, K]`` recommended items, best first, 0 = empty place.
+        targets: ``[B, P]`` held-out items, in any order, repeats allowed.
+        mask: ``[B, P]`` bool, True keeps a target.
+    """
+    if item_ids.ndim != 2 or targets.ndim != 2 or len(item_ids) != len(targets) or mask.shape != targets.shape:
+        raise ValueError(
+            f"expected item_ids [B, K], targets [B, P], mask [B, P]; got {tuple(item_ids.shape)}, "
+            f"{tuple(targets.shape)}, {tuple(mask.shape)}"
+        )
+    kept = _sorted_set(targets, mask)
+    distinct = kept != _NO_ITEM
+    distinct[:, 1:] &= kept[:, 1:] != kept[:, :-1]
+    return RankedHits(_found(item_ids, kept).float(), distinct.sum(1))
+
+
+def is_member(items: Tensor, of: Tensor, mask: Tensor | None = None) -> Tensor:
+    """``[B, N]`` bool: which of ``items [B, N]`` occur in the same row of ``of [B, M]``; 0 is a member of nothing.
+
+    Args:
+        items: the items to look up.
+        of: the sets; 0 pads.
+        mask: ``[B, M]`` bool, True keeps an element of ``of``; None keeps all.
+    """
+    return _found(items, _sorted_set(of, torch.ones_like(of, dtype=torch.bool) if mask is None else mask))
+
+
+def hit_rate(hits: RankedHits, ks: Sequence[int]) -> Tensor:
+    """HitRate@k: 1 if any target is among the first k items, else 0. ``[B, len(ks)]``."""
+    return _defined((_sum_to_k(hits, ks) > 0).float(), hits)
+
+
+def recall(hits: RankedHits, ks: Sequence[int]) -> Tensor:
+    """Recall@k: targets among the first k items / number of targets. ``[B, len(ks)]``."""
+    return _defined(_sum_to_k(hits, ks) / hits.num_targets[:, None], hits)
+
+
+def precision(hits: RankedHits, ks: Sequence[int]) -> Tensor:
+    """Precision@k: targets among the first k items / k. ``[B, len(ks)]``."""
+    return _defined(_sum_to_k(hits, ks) / hits.hit.new_tensor(ks), hits)
+
+
+def ndcg(hits: RankedHits, ks: Sequence[int]) -> Tensor:
+    """NDCG@k: ``sum_{r<=k} hit_r / log2(r + 1)`` over the same sum of the ideal list. ``[B, len(ks)]``.
+
+    The ideal list begins with ``min(k, number of targets)`` hits (Järvelin and Kekäläinen, 2002, with binary gains).
+    With one target that is ``1 / log2(rank + 1)``. Libraries that always divide by k ideal items print less.
+    """
+    longest = max(*ks, hits.hit.shape[1])
+    discount = 1 / torch.log2(torch.arange(2, longest + 2, device=hits.hit.device, dtype=torch.float32))
+    ideal = torch.cat([discount.new_zeros(1), discount.cumsum(0)])
+    best = torch.stack([ideal[hits.num_targets.clamp(max=k)] for k in ks], 1)
+    return _defined(_sum_to_k(hits, ks, discount) / best, hits)
+
+
+def mrr(hits: RankedHits, ks: Sequence[int]) -> Tensor:
+    """MRR@k: 1 / rank of the first target, 0 if it is not among the first k items. ``[B, len(ks)]``."""
+    places = hits.hit.shape[1]
+    reciprocal = 1 / torch.arange(1, places + 1, device=hits.hit.device, dtype=torch.float32)
+    first = (hits.hit * reciprocal).amax(1) if places else hits.hit.new_zeros(len(hits.hit))
+    return _defined(torch.stack([first * (first >= 1 / k - 1e-7) for k in ks], 1), hits)
+
+
+def mean_average_precision(hits: RankedHits, ks: Sequence[int]) -> Tensor:
+    """MAP@k: ``sum_{r<=k} hit_r Precision@r / min(k, number of targets)``. ``[B, len(ks)]``."""
+    rank = torch.arange(1, hits.hit.shape[1] + 1, device=hits.hit.device, dtype=torch.float32)
+    gained = RankedHits(hits.hit * hits.hit.cumsum(1) / rank, hits.num_targets)
+    best = torch.stack([hits.num_targets.clamp(max=k) for k in ks], 1)
+    return _defined(_sum_to_k(gained, ks) / best, hits)
+
+
+class Coverage:
+    """coverage@k: the share of the catalogue that is among the first k items of at least one list.
+
+    Keeps one bit per item and k, whatever the number of users.
+    """
+
+    def __init__(self, num_items: int, ks: Sequence[int]) -> None:
+        self._ks = tuple(ks)
+        self._shown = torch.zeros(len(self._ks), num_items + 1, dtype=torch.bool)
+
+    def update(self, item_ids: Tensor) -> None:
+        """Adds the lists ``[B, K]``."""
+        for shown, k in zip(self._shown, self._ks, strict=True):
+            shown[item_ids[:, :k].reshape(-1).to(shown.device)] = True
+
+    def compute(self) -> list[float]:
+        """The coverage for each k."""
+        shown = self._shown[:, 1:]
+        return (shown.sum(1).double() / max(1, shown.shape[1])).tolist()
+
+
+def _sorted_set(items: Tensor, mask: Tensor) -> Tensor:
+    kept = items.long().masked_fill(~mask | (items == 0), _NO_ITEM)
+    return kept.sort(1).values if kept.shape[1] else kept.new_full((len(kept), 1), _NO_ITEM)
+
+
+def _found(items: Tensor, sorted_set: Tensor) -> Tensor:
+    items = items.long().contiguous()
+    if sorted_set.shape[1] <= _NARROW:
+        found = torch.zeros_like(items, dtype=torch.bool)
+        for column in sorted_set.unbind(1):
+            found |= items == column[:, None]
+        return found
+    place = torch.searchsorted(sorted_set, items).clamp_(max=sorted_set.shape[1] - 1)
+    return sorted_set.gather(1, place) == items
+
+
+def _sum_to_k(hits: RankedHits, ks: Sequence[int], weight: Tensor | None = None) -> Tensor:
+    """``sum_{r<=k} hit_r weight_r`` for every k at once, ``[B, len(ks)]``, as one matrix product."""
+    places = hits.hit.shape[1]
+    within = torch.arange(places, device=hits.hit.device)[:, None] < torch.tensor(ks, device=hits.hit.device)
+    weights = within.float() if weight is None else within * weight[:places, None]
+    return hits.hit @ weights
+
+
+def _defined(values: Tensor, hits: RankedHits) -> Tensor:
+    return values.masked_fill((hits.num_targets == 0)[:, None], torch.nan)

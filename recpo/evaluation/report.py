@@ -1,0 +1,146 @@
+"""The evaluation of several contenders as one JSON document and as a table for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any, Literal, NamedTuple
+
+from rich.table import Table
+
+from recpo.evaluation.held_out import Estimate, RankingResult
+
+SCHEMA_VERSION = 1
+_LOWER_IS_BETTER = ("disliked", "true_dislike")
+
+
+class Contender(NamedTuple):
+    """A recommender and how it did.
+
+    Attributes:
+        name: unique among the contenders.
+        kind: a trained run or a baseline.
+        result: its metrics.
+    """
+
+    name: str
+    kind: Literal["run", "baseline"]
+    result: RankingResult
+
+
+def metrics_document(contenders: Sequence[Contender], *, setting: dict[str, Any]) -> dict[str, Any]:
+    """What ``metrics.json`` holds; numbers that are not defined (no user, one user) are null.
+
+    Args:
+        contenders: all evaluated on the same users.
+        setting: split, threshold and the like; it goes into the document as it is.
+
+    Returns:
+        ``schema_version``, ``setting``, ``conventions``; ``contenders``: for each its ``name``, ``kind``, ``counts``,
+        ``metrics`` (name to ``mean``, ``half_width``, ``n``) and ``coverage``; ``differences``: for each pair
+        ``contender``, ``against`` and the paired ``metrics`` of contender - against.
+    """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "setting": setting,
+        "conventions": conventions(bool(setting["exclude_seen"]), float(setting["positive_threshold"])),
+        "contenders": [
+            {
+                "name": contender.name,
+                "kind": contender.kind,
+                "counts": contender.result.counts,
+                "coverage": contender.result.coverage,
+                "metrics": {
+                    metric: _as_json(contender.result.estimate(metric)) for metric in contender.result.per_user
+                },
+            }
+            for contender in contenders
+        ],
+        "differences": [
+            {
+                "contender": later.name,
+                "against": earlier.name,
+                "metrics": {m: _as_json(later.result.difference(earlier.result, m)) for m in later.result.per_user},
+            }
+            for earlier, later in combinations(contenders, 2)
+        ],
+    }
+
+
+def conventions(exclude_seen: bool, positive_threshold: float) -> dict[str, str]:
+    """How the numbers are to be read, in words, for the document and beside the table."""
+    seen = (
+        "excluded from the lists; held-out events of seen items are removed from the targets and counted"
+        if exclude_seen
+        else "kept: they may be recommended, and held-out events of seen items are targets"
+    )
+    return {
+        "catalogue": "every item is ranked, no sampled negatives",
+        "seen_items": seen,
+        "positives": f"distinct held-out items with watch_quantile >= {positive_threshold:g} that were not disliked",
+        "disliked": "distinct held-out items that were disliked; disliked@k is their share of the k places",
+        "ndcg": "binary gains, divided by the DCG of an ideal list of min(k, number of targets) items",
+        "map": "divided by min(k, number of targets)",
+        "users": "means over the users who have such targets (n); half_width is the normal 95 % interval of the mean",
+    }
+
+
+def metrics_table(contenders: Sequence[Contender], k: int, *, title: str) -> Table:
+    """One row per contender, the metrics at ``k`` with their 95 % half-widths; the best mean of a column is bold."""
+    names = [m for m in contenders[0].result.per_user if m.endswith(f"@{k}") and not m.startswith(("MAP", "Precision"))]
+    table = Table(
+        title=title, title_justify="left", caption="mean ± half of the 95 % interval over users", caption_justify="left"
+    )
+    table.add_column("contender")
+    for name in names:
+        table.add_column(name, justify="right")
+    table.add_column(f"coverage@{k}", justify="right")
+    estimates = {name: [contender.result.estimate(name) for contender in contenders] for name in names}
+    best = {name: _best(name, [e.mean for e in column]) for name, column in estimates.items()}
+    for row, contender in enumerate(contenders):
+        cells = [_cell(estimates[name][row], bold=row == best[name]) for name in names]
+        table.add_row(contender.name, *cells, f"{contender.result.coverage[f'coverage@{k}']:.3f}")
+    return table
+
+
+def differences_table(contenders: Sequence[Contender], k: int) -> Table:
+    """Paired differences of the metrics at ``k`` for every pair; bold where the interval excludes 0."""
+    shown = [
+        m
+        for m in contenders[0].result.per_user
+        if m.endswith(f"@{k}") and m.startswith(("NDCG", "Recall", "disliked@", "true_"))
+    ]
+    table = Table(title="paired differences, same users", title_justify="left")
+    table.add_column("contender - against")
+    for name in shown:
+        table.add_column(name, justify="right")
+    for earlier, later in combinations(contenders, 2):
+        values = [later.result.difference(earlier.result, name) for name in shown]
+        table.add_row(
+            f"{later.name} - {earlier.name}", *[_cell(v, bold=abs(v.mean) > v.half_width, signed=True) for v in values]
+        )
+    return table
+
+
+def _best(metric: str, means: list[float]) -> int | None:
+    defined = [(mean, row) for row, mean in enumerate(means) if not math.isnan(mean)]
+    if len(defined) < 2:
+        return None
+    return min(defined)[1] if metric.startswith(_LOWER_IS_BETTER) else max(defined)[1]
+
+
+def _cell(value: Estimate, *, bold: bool = False, signed: bool = False) -> str:
+    if math.isnan(value.mean):
+        return "-"
+    text = f"{value.mean:{'+' if signed else ''}.4f}"
+    text += "" if math.isnan(value.half_width) else f" ±{value.half_width:.4f}"
+    return f"[bold]{text}[/bold]" if bold else text
+
+
+def _as_json(value: Estimate) -> dict[str, float | int | None]:
+    return {
+        "mean": None if math.isnan(value.mean) else value.mean,
+        "half_width": None if math.isnan(value.half_width) else value.half_width,
+        "n": value.n,
+    }

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from recpo.atomic import write_json
+from recpo.errors import RecpoError
+from recpo.evaluation.baselines import Popularity, UniformlyRandom, first_allowed
+from recpo.evaluation.held_out import estimate, evaluate_ranking, held_out_targets
+from recpo.evaluation.report import Contender, differences_table, metrics_document, metrics_table
+from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
+from tests.reference import ranking_loops
+
+
+def batch_of(items, quantiles, dislikes=None, seen=None, row_ids=None):
+    items = torch.tensor(items)
+    mask = items > 0
+    slates = Slates(
+        items,
+        torch.zeros_like(items),
+        mask,
+        watch_quantile=torch.tensor(quantiles, dtype=torch.float32),
+        dislike=None if dislikes is None else torch.tensor(dislikes),
+    )
+    seen = torch.zeros(len(items), 1, dtype=torch.long) if seen is None else torch.tensor(seen)
+    histories = Histories(seen, (seen > 0).sum(1))
+    rows = torch.arange(len(items)) if row_ids is None else torch.tensor(row_ids)
+    return EvaluationBatch(FeedbackBatch(histories, slates, rows), seen)
+
+
+def always(*lists):
+    def recommend(histories, k, exclude):
+        ids = torch.tensor(lists)[:, :k]
+        return Recommendations(ids, torch.zeros(ids.shape))
+
+    return recommend
+
+
+def columns_of(batch):
+    slates = batch.feedback.slates
+    return slates.item_ids, slates.watch_quantile, slates.dislike, batch.seen
+
+
+def random_batches(users=200, items=50, batch=64, seed=0):
+    rng = np.random.default_rng(seed)
+    for start in range(0, users, batch):
+        n = min(batch, users - start)
+        yield batch_of(
+            rng.integers(0, items + 1, (n, 9)).tolist(),
+            rng.random((n, 9)).tolist(),
+            (rng.random((n, 9)) < 0.15).tolist(),
+            rng.integers(0, items + 1, (n, 40)).tolist(),
+            list(range(start, start + n)),
+        )
+
+
+def test_positives_are_liked_and_never_disliked():
+    batch = batch_of([[1, 2, 3, 1, 0]], [[0.9, 0.75, math.nan, 0.2, 1.0]], [[False, False, False, True, False]])
+    targets = held_out_targets(batch, 0.75)
+    assert targets.positive.tolist() == [[False, True, False, False, False]]  # item 1 was disliked later on
+    assert targets.disliked.tolist() == [[False, False, False, True, False]]
+
+
+def test_hand_worked_evaluation():
+    batch = batch_of([[1, 2, 3], [4, 5, 0]], [[0.9, 0.9, 0.1], [0.1, 0.1, 0.0]], [[False, False, True], [False] * 3])
+    result = evaluate_ranking(always([1, 3], [2, 6]), [batch], num_items=6, ks=(1, 2))
+    assert result.estimate("Recall@2") == (0.5, pytest.approx(math.nan, nan_ok=True), 1)
+    assert result.estimate("NDCG@2").mean == pytest.approx(1 / (1 + 1 / math.log2(3)))
+    assert result.estimate("disliked@2").mean == pytest.approx(1 / 2)
+    assert result.estimate("disliked_hit_rate@1").mean == 0
+    assert result.coverage == {"coverage@1": 2 / 6, "coverage@2": 4 / 6}
+    assert result.counts["users"] == 2
+    assert result.counts["users_with_positives"] == 1
+
+
+@pytest.mark.parametrize("exclude_seen", [True, False])
+def test_streamed_evaluation_agrees_with_loops(exclude_seen):
+    recommender = UniformlyRandom(50, seed=3)
+    shown = []
+
+    def recommend(histories, k, exclude):
+        answer = recommender.recommend(histories, k, exclude)
+        shown.extend(answer.item_ids.tolist())
+        return answer
+
+    result = evaluate_ranking(recommend, random_batches(), num_items=50, ks=(5, 20), exclude_seen=exclude_seen)
+    rows = [row for batch in random_batches() for row in zip(*map(Tensor.tolist, columns_of(batch)), strict=True)]
+    for k in (5, 20):
+        for user, (items, quantiles, dislikes, seen) in enumerate(rows):
+            disliked = {i for i, d in zip(items, dislikes, strict=True) if d and i}
+            liked = {i for i, q in zip(items, quantiles, strict=True) if q >= 0.75 and i} - disliked
+            removed = set(seen) if exclude_seen else set()
+            for name, value in ranking_loops.metrics(shown[user], liked - removed, k).items():
+                got = result.per_user[f"{name}@{k}"][user].item()
+                assert got == pytest.approx(value, rel=1e-5, nan_ok=True)
+            expected = ranking_loops.metrics(shown[user], disliked - removed, k)["Precision"]
+            assert result.per_user[f"disliked@{k}"][user].item() == pytest.approx(expected, rel=1e-5, nan_ok=True)
+
+
+def test_seen_targets_are_removed_and_counted_only_when_seen_items_are_excluded():
+    batch = batch_of([[1, 2]], [[0.9, 0.9]], seen=[[2, 9]])
+    without = evaluate_ranking(always([1, 3]), [batch], num_items=9, ks=(2,))
+    assert without.estimate("Recall@2").mean == 1
+    assert without.counts["positive_events_removed_as_seen"] == 1
+    kept = evaluate_ranking(always([1, 3]), [batch], num_items=9, ks=(2,), exclude_seen=False)
+    assert kept.estimate("Recall@2").mean == 0.5
+    assert kept.counts["positive_events_removed_as_seen"] == 0
+
+
+def test_a_recommender_that_ignores_exclusions_is_refused():
+    batch = batch_of([[1]], [[0.9]], seen=[[2]])
+    with pytest.raises(RecpoError, match="told to exclude"):
+        evaluate_ranking(always([2, 3]), [batch], num_items=9, ks=(2,))
+
+
+@pytest.mark.parametrize(("batches", "ks"), [([], (10,)), ([batch_of([[1]], [[1.0]])], (0,)), ([], (5, 5)), ([], ())])
+def test_nothing_to_evaluate_is_an_error(batches, ks):
+    with pytest.raises(RecpoError):
+        evaluate_ranking(always([1]), batches, num_items=3, ks=ks)
+
+
+def test_judge_adds_metrics_of_the_lists():
+    batch = batch_of([[1], [2]], [[0.9], [0.9]])
+    result = evaluate_ranking(
+        always([1, 2], [3, 4]), [batch], num_items=4, ks=(1,), judge=lambda rows, ids: {"sum@1": ids[:, 0] + 10 * rows}
+    )
+    assert result.per_user["sum@1"].tolist() == [1, 13]
+
+
+def test_interval_is_normal_and_paired_differences_are_narrower():
+    values = torch.tensor([0.0, 1.0, 1.0, 0.0, math.nan])
+    mean, half_width, n = estimate(values)
+    assert (mean, n) == (0.5, 4)
+    assert half_width == pytest.approx(1.96 * np.std([0, 1, 1, 0], ddof=1) / 2, rel=1e-3)
+    assert math.isnan(estimate(torch.tensor([math.nan])).mean)
+    batches = list(random_batches())
+    a, b = (
+        evaluate_ranking(Popularity(counts).recommend, batches, num_items=50, ks=(10,))
+        for counts in (torch.arange(50), torch.arange(50).flip(0))
+    )
+    same = a.difference(a, "NDCG@10")
+    assert same.mean == same.half_width == 0
+    assert a.difference(b, "NDCG@10").mean == pytest.approx(a.estimate("NDCG@10").mean - b.estimate("NDCG@10").mean)
+    with pytest.raises(ValueError, match="same users"):
+        a.difference(evaluate_ranking(Popularity(torch.ones(50)).recommend, batches[:1], num_items=50), "NDCG@10")
+
+
+def test_popularity_ranks_by_count_then_id_without_the_excluded():
+    recommender = Popularity(torch.tensor([5, 9, 5, 0]))
+    histories = Histories(torch.zeros(3, 1, dtype=torch.long), torch.zeros(3, dtype=torch.long))
+    ids, scores = recommender.recommend(histories, 3, torch.tensor([[0, 0, 0], [2, 2, 0], [1, 2, 3]]))
+    assert ids.tolist() == [[2, 1, 3], [1, 3, 4], [4, 0, 0]]
+    assert scores[0, 0].item() == pytest.approx(math.log(10 / 23))
+    assert scores[2].tolist()[1:] == [-math.inf, -math.inf]
+
+
+def test_random_lists_are_distinct_allowed_and_uniform_at_every_place():
+    recommender = UniformlyRandom(20, seed=1)
+    histories = Histories(torch.zeros(4000, 1, dtype=torch.long), torch.zeros(4000, dtype=torch.long))
+    exclude = torch.tensor([[3, 7]]).expand(4000, -1)
+    ids = recommender.recommend(histories, 5, exclude).item_ids
+    assert not torch.isin(ids, torch.tensor([3, 7, 0])).any()
+    assert (ids.sort(1).values.diff(dim=1) > 0).all()
+    free = recommender.recommend(histories, 5).item_ids
+    frequencies = torch.stack([torch.bincount(column, minlength=21)[1:] for column in free.T])
+    assert (frequencies - 200).abs().max() < 5 * math.sqrt(200)
+
+
+def test_first_allowed_pads_with_zero():
+    assert first_allowed(torch.tensor([[4, 2, 1]]), 5, torch.tensor([[2]])).tolist() == [[4, 1, 0, 0, 0]]
+
+
+def test_document_and_tables(tmp_path):
+    batches = list(random_batches())
+    contenders = [
+        Contender(name, "baseline", evaluate_ranking(baseline.recommend, batches, num_items=50))
+        for name, baseline in (("popularity", Popularity(torch.ones(50))), ("random", UniformlyRandom(50)))
+    ]
+    document = metrics_document(contenders, setting={"exclude_seen": True, "positive_threshold": 0.75})
+    write_json(tmp_path / "metrics.json", document)
+    read = json.loads((tmp_path / "metrics.json").read_text())
+    assert read["schema_version"] == 1
+    assert read["contenders"][0]["metrics"]["NDCG@10"]["n"] == contenders[0].result.counts["users_with_positives"]
+    assert read["differences"][0]["contender"] == "random"
+    assert "excluded" in read["conventions"]["seen_items"]
+    assert metrics_table(contenders, 10, title="t").row_count == 2
+    assert differences_table(contenders, 10).row_count == 1
+
+
+def test_undefined_numbers_are_null_in_the_document():
+    result = evaluate_ranking(always([1]), [batch_of([[1]], [[0.0]])], num_items=3, ks=(1,))
+    setting = {"exclude_seen": False, "positive_threshold": 0.75}
+    document = metrics_document([Contender("x", "run", result)], setting=setting)
+    assert document["contenders"][0]["metrics"]["NDCG@1"] == {"mean": None, "half_width": None, "n": 0}
+
+
+@pytest.mark.slow
+def test_six_thousand_users_are_evaluated_in_a_second():
+    rng = np.random.default_rng(0)
+    batches = []
+    for _ in range(12):
+        items, quantiles = rng.integers(1, 3401, (500, 12)), rng.random((500, 12))
+        seen = rng.integers(1, 3401, (500, 200))
+        batches.append(batch_of(items.tolist(), quantiles.tolist(), None, seen.tolist()))
+    scores = torch.randn(500, 3401)
+
+    def recommend(histories, k, exclude):
+        top = scores.scatter(1, exclude, -math.inf)[:, 1:].topk(k)
+        return Recommendations(top.indices + 1, top.values)
+
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        evaluate_ranking(recommend, batches, num_items=3400)
+        times.append(time.process_time() - start)
+    assert min(times) / torch.get_num_threads() < 1
