@@ -211,6 +211,10 @@ class FeedbackDataModule(LightningDataModule):
         batches = TrainBatches(self.prepared, self.layout, self._batch_size, self._seed, self._rank())
         return ResumableLoader(batches, self._num_workers)
 
+    def every_row(self) -> TrainBatches:
+        """Every row of the training period once, on every rank."""
+        return TrainBatches(self.prepared, self.layout, self._batch_size, self._seed, Rank())
+
     def val_dataloader(self) -> DataLoader[EvaluationBatch]:
         """Held-out users of the validation period."""
         length, size = self.layout.history_length, self._evaluation_batch_size

@@ -1,0 +1,34 @@
+# make setup   create .venv from the lock file (DEVICE=cpu, the default, or DEVICE=gpu)
+# make demo    the whole road on a simulated log: prepare, train, align, evaluate, export, recommend, report
+# make test    the tests (without the slow ones, which .ci/run adds)
+# make lint    ruff and mypy
+
+DEVICE ?= cpu
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed-$(DEVICE)
+SHIM := $(if $(filter cpu,$(DEVICE)),./requirements/shim-fbgemm-gpu)
+
+.PHONY: setup demo test lint clean
+
+setup: $(INSTALLED)
+
+$(INSTALLED): requirements/$(DEVICE).lock pyproject.toml requirements/shim-fbgemm-gpu/pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "recpo needs Python 3.11 or newer: make PYTHON=python3.11 setup")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $(SHIM) -r requirements/$(DEVICE).lock -e .
+	touch $@
+
+demo: setup
+	$(BIN)/python -m recpo.cli.main demo --out demo --overwrite true
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow" -n 2
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy recpo
+
+clean:
+	rm -rf .venv demo build *.egg-info

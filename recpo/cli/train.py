@@ -1,0 +1,150 @@
+"""``recpo train``: pre-training and alignment are the same verb with another objective."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from torch.nn import Parameter
+from torch.optim import Adam, Optimizer, SparseAdam
+from torch.optim.lr_scheduler import LRScheduler
+
+import recpo.objectives
+import recpo.policies.catalog_softmax  # noqa: F401  so that a class path may be the bare class name
+from recpo.atomic import atomic_file
+from recpo.cli.config import RESOLVED as RESOLVED_CONFIGURATION
+from recpo.contracts import AdvantageEstimator, Objective, Policy
+from recpo.data.datamodule import FeedbackDataModule
+from recpo.errors import RecpoError
+from recpo.training.allocator import tune_allocator
+from recpo.training.module import OldPolicy, PreferenceModule, ReferencePolicy
+from recpo.training.run import (
+    FINISHED,
+    RESOLVED,
+    checkpoint_path,
+    load_weights,
+    mark_finished,
+    read_finished,
+)
+from recpo.training.trainer import TrainerOptions
+
+
+def train(
+    data: FeedbackDataModule,
+    policy: Callable[[int], Policy],
+    objective: Objective,
+    trainer: TrainerOptions,
+    out: Path,
+    advantage: AdvantageEstimator | None = None,
+    init_from: Path | None = None,
+    optimizer: Callable[[Iterable[Parameter]], Optimizer] = Adam,
+    sparse_optimizer: Callable[[Iterable[Parameter]], Optimizer] = SparseAdam,
+    lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    old_policy: OldPolicy = "current",
+    snapshot_every: int = 100,
+    reference: ReferencePolicy = "frozen",
+    anchor_coef: float = 0.0,
+    validation_k: int = 10,
+    positive_threshold: float = 0.75,
+    checkpoint_every: int | None = None,
+    allocator: bool = True,
+    seed: int = 0,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Trains a policy on prepared data, or aligns a trained one.
+
+    The result is a run directory: checkpoints, logs, the resolved configuration that repeats it, and run.json, which
+    says that it is finished. A run that was killed goes on with --resume true, to the same result.
+
+    Args:
+        data: the batches.
+        policy: the policy to train; the catalogue size comes from the data.
+        objective: what is minimised: Likelihood pre-trains, every other objective aligns.
+        trainer: options of lightning.Trainer.
+        out: run directory to write.
+        advantage: turns feedback into advantages, for the objectives that weigh by them.
+        init_from: run directory whose best policy training starts from; the same policy options and the same items.
+        optimizer: optimiser of the dense parameters.
+        sparse_optimizer: optimiser of sparse embedding tables.
+        lr_scheduler: learning-rate schedule, stepped once per optimiser step.
+        old_policy: where old log-probabilities come from: the trained policy itself (current), the propensity column of
+            the log (logged), or a frozen copy (snapshot).
+        snapshot_every: optimiser steps between two refreshes of the snapshot.
+        reference: keep a frozen copy of the starting policy, or its cached log-probabilities of the training rows.
+        anchor_coef: weight of the likelihood of all kept positions, trained jointly on the same batches.
+        validation_k: list length of the validation metrics.
+        positive_threshold: watch quantile from which a held-out event is positive.
+        checkpoint_every: also write last.ckpt every so many optimiser steps, not only after every epoch.
+        allocator: keep freed memory in the process (glibc only): up to a third faster on CPU, some more memory.
+        seed: of initialisation, dropout and sampling; the order of the data has its own (data.seed).
+        resume: go on from last.ckpt in out.
+        overwrite: replace out if it exists.
+    """
+    if allocator:
+        tune_allocator()
+    torch.manual_seed(seed)
+    model = policy(data.prepared.num_items)
+    if init_from is not None:
+        _start_from(model, init_from, data)
+    module = PreferenceModule(
+        model,
+        objective,
+        advantage=advantage,
+        optimizer=optimizer,
+        sparse_optimizer=sparse_optimizer,
+        lr_scheduler=lr_scheduler,
+        old_policy=old_policy,
+        snapshot_every=snapshot_every,
+        reference=reference,
+        anchor_coef=anchor_coef,
+        validation_k=validation_k,
+        positive_threshold=positive_threshold,
+        seed=seed,
+    )
+    last = _open_run(out, resume=resume, overwrite=overwrite)
+    lightning_trainer = trainer.build(out, module.monitor, checkpoint_every)
+    lightning_trainer.fit(module, datamodule=data, ckpt_path=last, weights_only=True)
+    if lightning_trainer.interrupted:
+        raise KeyboardInterrupt
+    if lightning_trainer.is_global_zero:
+        results = {name: float(value) for name, value in lightning_trainer.callback_metrics.items()}
+        mark_finished(out, model, data.prepared.catalogue_checksum, results)
+        best = lightning_trainer.checkpoint_callback
+        score = None if best is None else getattr(best, "best_model_score", None)
+        print(
+            f"{out}: {lightning_trainer.global_step} steps"
+            + ("" if score is None else f", {module.monitor} {score:.4f}")
+        )
+
+
+def _start_from(model: Policy, run: Path, data: FeedbackDataModule) -> None:
+    if read_finished(run)["catalogue_checksum"] != data.prepared.catalogue_checksum:
+        raise RecpoError(
+            f"init_from: {run} was trained on other items than {data.prepared.root} holds (items.parquet differs); "
+            "use the prepared directory it was trained on"
+        )
+    load_weights(model, checkpoint_path(run))
+
+
+def _open_run(out: Path, *, resume: bool, overwrite: bool) -> Path | None:
+    """Makes the run directory; returns the checkpoint to go on from, None to start anew."""
+    if rank_zero_only.rank:  # another process of the same run makes it
+        return checkpoint_path(out, "last") if resume else None
+    if out.exists() and resume:
+        last = checkpoint_path(out, "last")
+        (out / FINISHED).unlink(missing_ok=True)
+        return last if last.is_file() else None
+    if out.exists():
+        if not overwrite:
+            raise RecpoError(f"{out} exists already: pass --resume true to go on, --overwrite true to start anew")
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    configuration = RESOLVED_CONFIGURATION.get()
+    if configuration is not None:
+        with atomic_file(out / RESOLVED) as partial:
+            partial.write_text(configuration, encoding="utf-8")
+    return None

@@ -1,0 +1,104 @@
+"""A run directory: what it holds while training, when it counts as finished, and how its policy is loaded again.
+
+::
+
+    run/resolved.yaml      every option of the run; `recpo train --config run/resolved.yaml` repeats it
+    run/checkpoints/       best.ckpt (by validation NDCG) and last.ckpt: plain tensors and numbers, weights_only
+    run/logs/              metrics.csv and TensorBoard events
+    run/run.json           written last: the run is finished
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+from torch import Tensor
+
+from recpo.atomic import write_json
+from recpo.contracts import Policy
+from recpo.errors import RecpoError
+
+RESOLVED, FINISHED, CHECKPOINTS = "resolved.yaml", "run.json", "checkpoints"
+_PREFIX = "policy."
+
+PolicyFactory = Callable[[int], Policy]
+
+
+def checkpoint_path(run: Path, checkpoint: str = "best") -> Path:
+    """Where a run keeps the checkpoint called ``best`` or ``last``."""
+    return Path(run) / CHECKPOINTS / f"{checkpoint}.ckpt"
+
+
+def mark_finished(run: Path, policy: Policy, catalogue_checksum: str, results: dict[str, float]) -> None:
+    """Writes ``run.json``, after which other verbs take the run for a whole one."""
+    value = {"num_items": policy.num_items, "catalogue_checksum": catalogue_checksum, "results": results}
+    write_json(Path(run) / FINISHED, value)
+
+
+def read_finished(run: Path) -> dict[str, Any]:
+    """Reads ``run.json``.
+
+    Raises:
+        RecpoError: the run is not there or did not end.
+    """
+    file = Path(run) / FINISHED
+    if not file.is_file():
+        if (Path(run) / RESOLVED).is_file():
+            raise RecpoError(
+                f"{run} did not finish: resume it with `recpo train --config {run}/{RESOLVED} --resume true`"
+            )
+        raise RecpoError(f"{run} is no run directory: {FINISHED} is missing; make one with `recpo train`")
+    finished: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return finished
+
+
+def load_policy(run: Path, checkpoint: str = "best") -> Policy:
+    """Rebuilds the policy of a finished run, in evaluation mode.
+
+    Args:
+        run: the run directory.
+        checkpoint: ``best`` or ``last``.
+
+    Raises:
+        RecpoError: the run did not finish, or the checkpoint does not fit the resolved configuration.
+    """
+    finished = read_finished(run)
+    configuration = yaml.safe_load((Path(run) / RESOLVED).read_text(encoding="utf-8"))
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--policy", type=PolicyFactory)
+    factory: PolicyFactory = parser.instantiate(parser.parse_object({"policy": configuration["policy"]})).policy
+    policy = factory(finished["num_items"])
+    load_weights(policy, checkpoint_path(run, checkpoint))
+    return policy.eval()
+
+
+def load_weights(policy: Policy, checkpoint: Path) -> None:
+    """Copies the weights of the trained policy in ``checkpoint`` into ``policy``; nothing is unpickled.
+
+    Raises:
+        RecpoError: the file is missing, or a weight is missing, left over, or of another shape.
+    """
+    if not checkpoint.is_file():
+        raise RecpoError(f"{checkpoint} is missing: the run kept no such checkpoint")
+    saved: dict[str, Tensor] = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
+    weights = {name.removeprefix(_PREFIX): value for name, value in saved.items() if name.startswith(_PREFIX)}
+    own = policy.state_dict()
+    faults = [f"{name}: only in the checkpoint" for name in weights.keys() - own.keys()]
+    faults += [f"{name}: only in the policy" for name in own.keys() - weights.keys()]
+    faults += [
+        f"{name}: {tuple(weights[name].shape)} in the checkpoint, {tuple(own[name].shape)} in the policy"
+        for name in weights.keys() & own.keys()
+        if weights[name].shape != own[name].shape
+    ]
+    if faults:
+        listed = "\n  ".join(sorted(faults)[:10])
+        raise RecpoError(
+            f"{checkpoint} does not fit the policy ({len(faults)} faults); use that run's policy options:\n  {listed}"
+        )
+    policy.load_state_dict(weights)

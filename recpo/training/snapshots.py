@@ -1,0 +1,58 @@
+"""Other policies than the trained one: frozen copies, and reference log-probabilities kept in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from torch import Tensor, nn
+
+from recpo.contracts import Policy
+from recpo.types import FeedbackBatch
+
+
+class Snapshot(nn.Module):
+    """A frozen copy of a policy, always in evaluation mode; its weights travel with the module's checkpoints."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy = copy.deepcopy(policy).requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> Snapshot:
+        """Stays in evaluation mode: Lightning switches every submodule to training."""
+        return self
+
+    @torch.no_grad()
+    def refresh(self, policy: Policy) -> None:
+        """Takes over the weights of ``policy``."""
+        self.policy.load_state_dict(policy.state_dict())
+
+    @torch.no_grad()
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
+        """See ``Policy.log_prob``."""
+        return self.policy.log_prob(batch, needed)
+
+
+class ReferenceCache:
+    """Reference log-probabilities of every training row, from one pass before training.
+
+    Memory: ``rows * S * T`` floats on the CPU, in place of a second policy and its forward pass in each step. Only
+    slates that are the same in every epoch can be cached.
+    """
+
+    def __init__(self, policy: Policy, batches: Iterable[FeedbackBatch], num_rows: int, device: torch.device) -> None:
+        frozen = Snapshot(policy).to(device)
+        self._table = torch.zeros(num_rows, 0, policy.num_tokens)
+        for batch in batches:
+            logp = frozen.log_prob(move_data_to_device(batch, device)).cpu()
+            wider = logp.shape[1] - self._table.shape[1]
+            if wider > 0:
+                self._table = nn.functional.pad(self._table, (0, 0, 0, wider))
+            kept = batch.slates.mask.any(-1)  # an empty row pads a rank's last step and has no id of its own
+            self._table[batch.row_ids[kept], : logp.shape[1]] = logp[kept]
+
+    def log_prob(self, batch: FeedbackBatch) -> Tensor:
+        """``[B, S, T]``, as ``Policy.log_prob`` gave it."""
+        return self._table[batch.row_ids.cpu(), : batch.slates.mask.shape[1]].to(batch.row_ids.device)

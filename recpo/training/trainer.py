@@ -1,0 +1,72 @@
+"""Lightning's Trainer with the defaults of a run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from recpo.training.run import CHECKPOINTS
+
+
+class ProgressBar(TQDMProgressBar):
+    """Lightning's bar without the version number of the logger."""
+
+    def get_metrics(self, trainer: Trainer, pl_module: Any) -> dict[str, Any]:
+        """See ``lightning.pytorch.callbacks.ProgressBar``."""
+        metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        return metrics
+
+
+class TrainerOptions:
+    """Every option of ``lightning.Trainer``, by its own name.
+
+    Left alone, ``logger`` writes CSV and TensorBoard files into the run directory, and checkpoints keep the best policy
+    (by validation NDCG) and the last state; any logger, callback or strategy is set by its class path.
+
+    Args:
+        options: see https://lightning.ai/docs/pytorch/stable/common/trainer.html
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    def build(self, run: Path, monitor: str, checkpoint_every: int | None) -> Trainer:
+        """Makes the trainer of a run.
+
+        Args:
+            run: the run directory.
+            monitor: validation metric whose largest value marks the best policy.
+            checkpoint_every: also keep the state every so many optimiser steps, to resume from; None = every epoch.
+        """
+        callbacks = self._options.get("callbacks") or []
+        callbacks = [*callbacks] if isinstance(callbacks, list) else [callbacks]
+        if self._options.get("enable_progress_bar") is not False:
+            callbacks.append(ProgressBar())
+        if self._options.get("enable_checkpointing") is not False:
+            callbacks += _checkpoints(run / CHECKPOINTS, monitor, checkpoint_every)
+        if self._options.get("logger") in (None, True):
+            csv = CSVLogger(run, name="logs")
+            self._options["logger"] = [csv, TensorBoardLogger(run, name="logs", version=csv.version)]
+        self._options.update(callbacks=callbacks, default_root_dir=run, enable_model_summary=False)
+        return Trainer(**self._options)
+
+
+def _checkpoints(directory: Path, monitor: str, every: int | None) -> list[ModelCheckpoint]:
+    best = ModelCheckpoint(
+        directory, filename="best", monitor=monitor, mode="max", save_top_k=1, enable_version_counter=False
+    )
+    last = ModelCheckpoint(
+        directory,
+        filename="last",
+        save_top_k=1,
+        every_n_train_steps=every,
+        every_n_epochs=None if every else 1,
+        save_on_train_epoch_end=True,
+        enable_version_counter=False,
+    )
+    return [best, last]

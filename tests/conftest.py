@@ -1,0 +1,21 @@
+"""Shared settings of the tests."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("recpo", deadline=None, max_examples=40)
+settings.load_profile("recpo")
+# the suite runs on shared two-core machines: more threads than cores per worker only get in each other's way
+torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))))
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,156 @@
+"""The data module: one order per epoch whatever the workers, ranks and resumes; held-out users without the future."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from recpo.data.datamodule import FeedbackDataModule, HeldOutBatches, Rank, ResumableLoader, TrainBatches
+from recpo.data.prepared import Prepared
+from recpo.data.slates import ImpressionLayout, SequenceLayout
+from recpo.errors import RecpoError
+
+LAYOUT = SequenceLayout(history_length=6)
+
+
+def write_shard(path, users, first_item, is_target=None):
+    counts = [3 + 5 * (user % 4) for user in users]
+    total = sum(counts)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(first_item)
+    columns = {
+        "user_index": np.repeat(users, counts).astype(np.int32),
+        "item_index": np.arange(first_item, first_item + total, dtype=np.int32),
+        "timestamp": np.arange(total, dtype=np.int64),
+        "watch_quantile": np.where(rng.random(total) < 0.2, np.nan, rng.random(total)).astype(np.float32),
+        "dislike": rng.random(total) < 0.1,
+        "feedback": rng.integers(0, 6, total).astype(np.int8),
+        "watch_time": np.ones(total, np.float32),
+        "duration": np.ones(total, np.float32),
+        "propensity": np.full(total, 0.5, np.float32),
+        "is_random": np.zeros(total, bool),
+        "request": np.arange(total, dtype=np.int64),
+        "is_target": np.ones(total, bool) if is_target is None else is_target(total),
+    }
+    pq.write_table(pa.table(columns), path)
+    return total
+
+
+@pytest.fixture()
+def prepared(tmp_path):
+    """Two training shards of 7 and 4 users, one validation shard."""
+    first = write_shard(tmp_path / "train/00000.parquet", list(range(7)), 1)
+    second = write_shard(tmp_path / "train/00001.parquet", list(range(7, 11)), first + 1)
+    third = write_shard(tmp_path / "valid/00000.parquet", list(range(11)), 1, lambda n: np.arange(n) % 3 == 2)
+    manifest = {
+        "format_version": 1,
+        "num_users": 11,
+        "num_items": max(first + second, third),
+        "shards": {
+            "train": [{"file": "train/00000.parquet"}, {"file": "train/00001.parquet"}],
+            "valid": [{"file": "valid/00000.parquet"}],
+            "test": [],
+        },
+        "files": {"items.parquet": "0"},
+    }
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    return Prepared.open(tmp_path)
+
+
+def rows_of(batches):
+    return [batch.row_ids.tolist() for batch in batches]
+
+
+def test_an_epoch_holds_every_event_once_and_the_next_is_in_another_order(prepared):
+    batches = TrainBatches(prepared, LAYOUT, 3, seed=0, rank=Rank())
+    first = list(batches)
+    assert len(first) == len(batches)
+    rows = sorted(sum(rows_of(first), []))
+    assert rows == list(range(batches.num_rows))
+    items = torch.cat([batch.slates.item_ids[batch.slates.mask] for batch in first])
+    assert len(items) == len(items.unique())
+    batches.epoch = 1
+    second = rows_of(batches)
+    assert sorted(sum(second, [])) == rows
+    assert second != rows_of(first)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, ImpressionLayout(history_length=6, slate_length=4)])
+def test_workers_do_not_change_the_batches(prepared, layout):
+    alone = list(ResumableLoader(TrainBatches(prepared, layout, 3, seed=1, rank=Rank()), num_workers=0))
+    helped = list(ResumableLoader(TrainBatches(prepared, layout, 3, seed=1, rank=Rank()), num_workers=2))
+    assert rows_of(alone) == rows_of(helped)
+    for a, b in zip(alone, helped, strict=True):
+        assert torch.equal(a.slates.item_ids, b.slates.item_ids)
+        assert torch.equal(a.histories.item_ids, b.histories.item_ids)
+
+
+def test_ranks_share_every_row_once_and_take_the_same_number_of_steps(prepared):
+    ranks = [list(TrainBatches(prepared, LAYOUT, 2, seed=0, rank=Rank(rank, 3))) for rank in range(3)]
+    assert len({len(batches) for batches in ranks}) == 1
+    rows = [row for batches in ranks for b in batches for row in b.row_ids[b.slates.mask.any(1)].tolist()]
+    assert sorted(rows) == list(range(TrainBatches(prepared, LAYOUT, 2, 0, Rank()).num_rows))
+
+
+def test_the_step_quantiles_are_those_of_every_micro_batch_and_rank(prepared):
+    whole = list(TrainBatches(prepared, LAYOUT, 4, seed=0, rank=Rank()))
+    split = list(TrainBatches(prepared, LAYOUT, 2, seed=0, rank=Rank(accumulate=2)))
+    known = whole[0].slates.watch_quantile[~whole[0].slates.watch_quantile.isnan()]
+    assert whole[0].step_quantiles is None
+    for batch in split[:2]:
+        assert torch.equal(batch.step_quantiles.sort().values, known.sort().values)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_epoch_goes_on_with_the_next_batch(prepared, workers):
+    def loader():
+        return ResumableLoader(TrainBatches(prepared, LAYOUT, 2, seed=3, rank=Rank()), num_workers=workers)
+
+    whole = loader()
+    expected = rows_of(whole) + rows_of(whole)
+    stopped = loader()
+    list(stopped)
+    iterator = iter(stopped)
+    for _ in range(3):
+        next(iterator)
+    resumed = loader()
+    resumed.load_state_dict(stopped.state_dict())
+    assert rows_of(resumed) == expected[len(stopped) + 3 :]
+    assert resumed.state_dict() == {"epoch": 2, "batch": 0}
+
+
+def test_held_out_users_are_split_over_ranks_and_can_be_limited(prepared):
+    def users(rank, limit=None):
+        held_out = HeldOutBatches(prepared, "valid", 6, 4, rank, limit)
+        return [row for batch in held_out for row in batch.feedback.row_ids.tolist()]
+
+    assert users(Rank()) == list(range(11))
+    assert sorted(users(Rank(0, 2)) + users(Rank(1, 2))) == list(range(11))
+    assert users(Rank(), 5) == list(range(5))
+
+
+def test_the_module_yields_what_the_trainer_needs(prepared):
+    module = FeedbackDataModule(prepared.root, batch_size=4, layout=LAYOUT)
+    assert len(list(module.train_dataloader())) == len(module.train_dataloader())
+    batch = next(iter(module.val_dataloader()))
+    assert batch.feedback.histories.item_ids.shape[1] <= 6
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda root: (root / "manifest.json").unlink(), "is no prepared directory"),
+        (
+            lambda root: (root / "train/00001.parquet").unlink(),
+            "1 shards are missing, the first is train/00001.parquet",
+        ),
+        (lambda root: (root / "manifest.json").write_text('{"format_version": 99}'), "format_version 99"),
+    ],
+)
+def test_a_damaged_directory_is_refused(prepared, spoil, message):
+    spoil(prepared.root)
+    with pytest.raises(RecpoError, match=message):
+        FeedbackDataModule(prepared.root)

@@ -1,0 +1,82 @@
+"""Who may import whom: walks the imports of every module of the package."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "recpo"
+BASE = {"types", "contracts", "errors", "atomic"}
+L1 = {"ops"}
+MAY_IMPORT = {
+    **{name: BASE for name in BASE},
+    "ops": {"ops"},
+    "advantages": BASE | L1 | {"advantages"},
+    "objectives": BASE | L1 | {"objectives"},
+    "policies": BASE | L1 | {"policies"},
+    "data": BASE | {"data"},
+    "simulation": BASE | {"simulation"},
+    "evaluation": BASE | L1 | {"evaluation"},
+    "training": BASE | L1 | {"advantages", "objectives", "policies", "evaluation", "training"},
+    "sharding": BASE | {"policies", "training"},
+    "serving": BASE | {"policies", "data", "serving"},
+    "cli": None,
+}
+FOREIGN = {
+    "ops": {"torch", "math", "typing", "collections", "__future__", "functools"},
+    "objectives": {"torch", "math", "typing", "collections", "__future__", "dataclasses", "functools", "abc"},
+}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+
+
+def layer(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_imports_only_what_its_layer_may(path):
+    own = layer(path)
+    if own == "__init__":
+        return
+    allowed = MAY_IMPORT[own]
+    for name in imports(path):
+        root, _, rest = name.partition(".")
+        if root == "recpo":
+            target = rest.split(".")[0]
+            assert own == "cli" or target != "cli", f"{path}: nothing imports the command line"
+            assert allowed is None or not target or target in allowed, f"{path}: {own} may not import {name}"
+        elif own in FOREIGN:
+            assert root in FOREIGN[own], f"{path}: {own} may not import {name}"
+        if root == "torchrec":
+            assert own == "sharding", f"{path}: only sharding.py imports torchrec"
+        if root in ("lightning", "pytorch_lightning") and own not in ("training", "sharding", "cli"):
+            assert path.name == "datamodule.py", f"{path}: lightning belongs to training and the data module"
+
+
+def test_serving_uses_only_the_id_map_of_data():
+    for path in (PACKAGE / "serving").glob("*.py"):
+        for name in imports(path):
+            assert not name.startswith("recpo.data") or name == "recpo.data.id_map", f"{path}: {name}"
+
+
+@pytest.mark.parametrize("module", ["recpo.training.module", "recpo.cli.main", "recpo.serving.bundle"])
+def test_the_core_imports_without_torchrec(module):
+    code = f"import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None; import {module}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_command_line_imports_only_the_verb_asked_for():
+    code = "import sys; from recpo.cli.main import main; main(['--help']); print(sorted({'torch', 'lightning', 'pandas'} & set(sys.modules)))"
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert printed.splitlines()[-1] == "[]"
