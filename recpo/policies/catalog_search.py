@@ -1,0 +1,112 @@
+"""Search and sampling in a softmax over the catalogue, scored in blocks of items."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recpo.ops.linear_logprob import column_blocks
+from recpo.types import Recommendations
+
+# Scores of one block of items for the whole batch: beyond this the catalogue is searched block by block.
+SCORE_BYTES = 64 << 20
+
+
+def top_k(states: Tensor, table: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+    """The ``k`` best items by log-probability, ties to the smaller id.
+
+    Args:
+        states: ``[B, d]``, divided by the temperature.
+        table: ``[V + 1, d]``; row 0 is padding and never recommended.
+        k: list length, at most V.
+        exclude: ``[B, M]`` ids that are not recommended, 0 pads; they stay in the normaliser.
+    """
+    if torch.compiler.is_exporting():
+        return _top_k_of_one_block(states, table, k, exclude)
+    return _top_k_by_blocks(states.detach(), table.detach(), k, exclude)
+
+
+def _top_k_of_one_block(states: Tensor, table: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+    """Without branches on data, for exported programs; of items tied for the last place any may be taken."""
+    scores = states @ table.T.float()
+    lse = scores[:, 1:].logsumexp(1)
+    padding = torch.zeros_like(scores[:, :1], dtype=torch.long)
+    barred = padding if exclude is None else torch.cat([padding, exclude], 1)
+    scores = scores.scatter(1, barred, -torch.inf)
+    best, ids = scores.topk(k, 1)
+    best, ids = _ordered(best, ids)
+    return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])
+
+
+def _top_k_by_blocks(states: Tensor, table: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+    best = states.new_full((len(states), 0), -torch.inf)
+    ids = torch.empty_like(best, dtype=torch.long)
+    lse = states.new_full((len(states),), -torch.inf)
+    for rows in _blocks(states, table):
+        scores = states @ table[rows].T.float()
+        lse = torch.logaddexp(lse, scores.logsumexp(1))
+        if exclude is not None:
+            context, column = ((exclude >= rows.start) & (exclude < rows.stop)).nonzero(as_tuple=True)
+            scores[context, exclude[context, column] - rows.start] = -torch.inf
+        best_here, ids_here = _block_top_k(scores, k)
+        # the smaller ids stand first and the sort is stable, so ties go to them
+        best, order = torch.cat([best, best_here], 1).sort(dim=1, descending=True, stable=True)
+        ids = torch.cat([ids, ids_here + rows.start], 1).gather(1, order)[:, :k]
+        best = best[:, :k]
+    return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])
+
+
+def _block_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """``topk`` with ties to the smaller index: sorted inside the list, and searched again where the last place is tied."""
+    if scores.shape[1] <= k:
+        return scores.sort(dim=1, descending=True, stable=True)
+    best, ids = scores.topk(k + 1, 1)
+    tied = ((best[:, k - 1] == best[:, k]) & (best[:, k] > -torch.inf)).nonzero().squeeze(1)
+    best, ids = _ordered(best[:, :k], ids[:, :k])
+    if len(tied):
+        order = scores[tied].sort(dim=1, descending=True, stable=True).indices[:, :k]
+        best[tied], ids[tied] = scores[tied].gather(1, order), order
+    return best, ids
+
+
+def _ordered(best: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """By score, then by id."""
+    ids, by_id = ids.sort(1)
+    best, by_score = best.gather(1, by_id).sort(dim=1, descending=True, stable=True)
+    return best, ids.gather(1, by_score)
+
+
+def draw(states: Tensor, table: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """``count`` items per state with replacement, by inversion of the cumulative distribution, block by block.
+
+    Args:
+        states: ``[B, d]``, divided by the temperature.
+        table: ``[V + 1, d]``; row 0 is padding and never drawn.
+        count: number of draws G.
+
+    Returns:
+        ids ``[B, G]`` and their log-probabilities ``[B, G]``; no gradient.
+    """
+    states, table = states.detach(), table.detach()
+    lse = states.new_full((len(states),), -torch.inf)
+    for rows in _blocks(states, table):
+        lse = torch.logaddexp(lse, (states @ table[rows].T.float()).logsumexp(1))
+    remaining = torch.rand(len(states), count, dtype=torch.float64, device=states.device)
+    ids = torch.zeros(len(states), count, dtype=torch.long, device=states.device)
+    logp = states.new_zeros(len(states), count)
+    for rows in _blocks(states, table):
+        log_probabilities = states @ table[rows].T.float() - lse[:, None]
+        cdf = log_probabilities.double().exp_().cumsum_(1)
+        index = torch.searchsorted(cdf, remaining, right=True)
+        # rounding may leave the last total a little below 1: such a draw takes the last item
+        last = rows.stop == len(table)
+        here = (ids == 0) & ((index < cdf.shape[1]) | last)
+        index = index.clamp_max(cdf.shape[1] - 1)
+        ids = torch.where(here, index + rows.start, ids)
+        logp = torch.where(here, log_probabilities.gather(1, index), logp)
+        remaining = remaining - cdf[:, -1:]
+    return ids, logp
+
+
+def _blocks(states: Tensor, table: Tensor) -> list[slice]:
+    return list(column_blocks(len(table), 1, max(1024, SCORE_BYTES // (4 * max(1, len(states))))))

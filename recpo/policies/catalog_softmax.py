@@ -1,0 +1,198 @@
+"""A softmax over the whole catalogue on top of a causal history encoder."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from recpo.contracts import Policy
+from recpo.errors import RecpoError
+from recpo.ops.linear_logprob import linear_entropy, linear_logprob
+from recpo.ops.sampling import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
+from recpo.policies import catalog_search
+from recpo.policies.encoder import HistoryEncoder
+from recpo.policies.item_table import ItemTable
+from recpo.types import FeedbackBatch, Histories, Recommendations, Slates
+
+
+class CatalogSoftmaxPolicy(Policy):
+    """``pi(item | history) = softmax_v(state · vector_v / temperature)``, every item of the catalogue in the normaliser.
+
+    Args:
+        num_items: catalogue size V; items are 1..V.
+        dim: width d of item vectors and states.
+        blocks: "sasrec" (transformer, arXiv 1808.09781) or "hstu" (pointwise attention that also reads the time between
+            events, arXiv 2402.17152).
+        layers: number of blocks.
+        heads: attention heads; divides ``dim``.
+        max_history: H, the most recent events that are read.
+        dropout: probability in the encoder.
+        feedback_levels: levels of ``Histories.feedback`` that the encoder reads, 0 (unknown) included; 0 = none.
+        similarity: "dot", or "cosine": states and vectors have length 1, so popularity cannot hide in a vector's length;
+            it wants a temperature of about 0.05.
+        temperature: divides the scores.
+        tie_weights: the input vectors of the items are also the output vectors; False = a second table.
+        sparse: lookups give sparse gradients; worth it with ``normalizer="sampled"`` and a large catalogue, and it needs
+            an optimiser that takes them.
+        normalizer: "full" is exact; "sampled" estimates the normaliser from ``num_negatives`` shared items while training
+            (in evaluation mode log-probabilities are exact all the same).
+        num_negatives: K, sampled items per batch.
+        proposal: what they are drawn from: "uniform", or "popularity", ``(count + 1)^0.75`` of the counts given to
+            ``set_item_counts``.
+    """
+
+    cdf: Tensor
+
+    def __init__(
+        self,
+        num_items: int,
+        *,
+        dim: int = 64,
+        blocks: Literal["sasrec", "hstu"] = "sasrec",
+        layers: int = 2,
+        heads: int = 2,
+        max_history: int = 50,
+        dropout: float = 0.2,
+        feedback_levels: int = 6,
+        similarity: Literal["dot", "cosine"] = "dot",
+        temperature: float = 1.0,
+        tie_weights: bool = True,
+        sparse: bool = False,
+        normalizer: Literal["full", "sampled"] = "full",
+        num_negatives: int = 1024,
+        proposal: Literal["uniform", "popularity"] = "uniform",
+    ) -> None:
+        super().__init__()
+        if num_items < 1:
+            raise RecpoError(f"the catalogue is empty (num_items = {num_items}): a policy needs at least one item")
+        self.num_items, self.max_history = num_items, max_history
+        self.similarity, self.temperature = similarity, temperature
+        self.normalizer, self.num_negatives, self.proposal = normalizer, num_negatives, proposal
+        self.has_exact_log_prob = normalizer == "full"
+        self.item_table = ItemTable(num_items, dim, sparse=sparse)
+        self.output_table = None if tie_weights else ItemTable(num_items, dim, sparse=sparse)
+        self.encoder = HistoryEncoder(
+            dim,
+            blocks=blocks,
+            layers=layers,
+            heads=heads,
+            max_history=max_history,
+            dropout=dropout,
+            feedback_levels=feedback_levels,
+        )
+        uniform = proposal_cdf(torch.zeros(num_items), 0.0) if proposal == "popularity" else torch.empty(0)
+        self.register_buffer("cdf", uniform)
+        self._has_counts = False
+
+    def set_item_counts(self, counts: Tensor) -> None:
+        """Sets the popularity proposal from the training counts ``[V]`` of the items 1..V; no effect on other proposals."""
+        if self.proposal == "popularity":
+            self.cdf.copy_(proposal_cdf(counts, 0.75))
+
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
+        """See ``Policy.log_prob``. Positions that share a state share its normaliser.
+
+        With ``normalizer="sampled"`` and in training mode, the estimate of ``recpo.ops.sampling.sampled_logprob``.
+        """
+        slates = batch.slates
+        wanted = slates.mask if needed is None else slates.mask & needed
+        positions = wanted.reshape(-1).nonzero().squeeze(1)
+        targets = slates.item_ids.reshape(-1)[positions]
+        if self.normalizer == "sampled" and self.training:
+            logp = self._sampled_log_prob(batch.histories, slates, positions, targets)
+        else:
+            states = self._states(batch.histories, self.item_table(self._ids(batch.histories)))
+            rows, state_index = _shared_states(slates, positions, states.shape[1])
+            logp = linear_logprob(
+                _take(states, rows), self._output_weight(), targets, state_index, temperature=self.temperature
+            )
+        return logp.new_zeros(wanted.numel()).index_copy(0, positions, logp).view(*wanted.shape, 1)
+
+    def entropy(self, batch: FeedbackBatch) -> Tensor:
+        """Entropy in nats of the policy at the state of every slate position, ``[B, S]``; masked positions are 0."""
+        slates = batch.slates
+        positions = slates.mask.reshape(-1).nonzero().squeeze(1)
+        states = self._states(batch.histories, self.item_table(self._ids(batch.histories)))
+        rows, state_index = _shared_states(slates, positions, states.shape[1])
+        entropy = linear_entropy(_take(states, rows), self._output_weight(), temperature=self.temperature)
+        entropy = entropy if state_index is None else entropy[state_index]
+        return entropy.new_zeros(slates.mask.numel()).index_copy(0, positions, entropy).view(slates.mask.shape)
+
+    def encode(self, histories: Histories) -> Tensor:
+        """States ``[B, H + 1, d]``: state v is what the policy knows after the first v events."""
+        return self.encoder(self.item_table(self._ids(histories)), histories.feedback, histories.timestamps)
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """See ``Policy.recommend``; the catalogue is scored in blocks where ``B x V`` is large."""
+        if not 1 <= k <= self.num_items:
+            raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalogue, got {k}")
+        return catalog_search.top_k(self._last_states(histories), self._output_weight(), k, exclude)
+
+    def sample(self, histories: Histories, group_size: int) -> tuple[Tensor, Tensor]:
+        """See ``Policy.sample``."""
+        ids, logp = catalog_search.draw(self._last_states(histories), self._output_weight(), group_size)
+        return ids, logp[..., None]
+
+    def _ids(self, histories: Histories) -> Tensor:
+        length = histories.item_ids.shape[1]
+        if length > self.max_history:
+            raise RecpoError(
+                f"a history has {length} events and the policy reads {self.max_history}: keep the most recent ones, "
+                f"or build the policy with max_history={length}"
+            )
+        return histories.item_ids
+
+    def _states(self, histories: Histories, items: Tensor) -> Tensor:
+        states = self.encoder(items, histories.feedback, histories.timestamps)
+        return F.normalize(states, dim=-1) if self.similarity == "cosine" else states
+
+    def _last_states(self, histories: Histories) -> Tensor:
+        """States ``[B, d]`` after the whole history, divided by the temperature."""
+        states = self._states(histories, self.item_table(self._ids(histories)))
+        last = histories.lengths[:, None, None].expand(-1, 1, states.shape[2])
+        return states.gather(1, last).squeeze(1).float() / self.temperature
+
+    def _output_weight(self) -> Tensor:
+        table = self.item_table if self.output_table is None else self.output_table
+        return F.normalize(table.weight, dim=-1) if self.similarity == "cosine" else table.weight
+
+    def _sampled_log_prob(self, histories: Histories, slates: Slates, positions: Tensor, targets: Tensor) -> Tensor:
+        """Estimated log-probabilities; the tied table is looked up once: history, targets and negatives together."""
+        if self.proposal == "popularity":
+            negatives, log_expected_count = draw_from_cdf(self.cdf, self.num_negatives)
+        else:
+            negatives, log_expected_count = draw_uniform(self.num_items, self.num_negatives, targets.device)
+        history, output_ids = self._ids(histories), torch.cat([targets, negatives])
+        if self.output_table is None:
+            vectors = self.item_table(torch.cat([history.reshape(-1), output_ids]))
+            history_vectors, output = vectors[: history.numel()], vectors[history.numel() :]
+        else:
+            history_vectors, output = self.item_table(history.reshape(-1)), self.output_table(output_ids)
+        states = self._states(histories, history_vectors.view(*history.shape, -1))
+        output = F.normalize(output, dim=-1) if self.similarity == "cosine" else output
+        rows, state_index = _shared_states(slates, positions, states.shape[1])
+        scored = _take(states, rows) / self.temperature
+        scores = (scored @ output[len(targets) :].T).float()
+        if state_index is not None:
+            scores, scored = scores[state_index], scored[state_index]
+        target_scores = (scored * output[: len(targets)]).sum(-1).float()
+        return sampled_logprob(target_scores, scores, targets, negatives, log_expected_count)
+
+
+def _shared_states(slates: Slates, positions: Tensor, num_states: int) -> tuple[Tensor, Tensor | None]:
+    """Which of the ``B x num_states`` states the positions need, and the place of each position's state among them.
+
+    Neighbours with the same state are grouped, which is all there is in impressions, lists and sequences; the second
+    result is None where every position has its own.
+    """
+    keys = positions // slates.mask.shape[1] * num_states + slates.visible.reshape(-1)[positions]
+    rows, index = torch.unique_consecutive(keys, return_inverse=True)
+    return rows, None if len(rows) == len(keys) else index
+
+
+def _take(states: Tensor, rows: Tensor) -> Tensor:
+    # an embedding lookup, because its gradient is several times faster than that of indexing on a CPU
+    return F.embedding(rows, states.reshape(-1, states.shape[-1]))

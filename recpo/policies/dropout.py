@@ -1,0 +1,42 @@
+"""Dropout whose random numbers cost an eighth."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+_LEAST_INT64 = -(2**63)
+
+
+class ByteDropout(nn.Module):
+    """Inverted dropout that decides with one random byte per element.
+
+    On a CPU the Bernoulli numbers of ``torch.nn.Dropout`` cost more than a transformer's matrix products of that size;
+    a random 64-bit word decides eight elements here. The rate is rounded to a multiple of 1/256 and the survivors are
+    scaled by the reciprocal of the rounded keep rate, so the expectation is untouched. On other devices it is
+    ``torch.nn.functional.dropout`` at the rounded rate.
+
+    Args:
+        rate: probability that an element is set to zero, in [0, 1).
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"a dropout rate lies in [0, 1), got {rate}")
+        self.threshold = round(rate * 256)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """``values`` in evaluation mode; in training mode with elements dropped."""
+        if not self.training or self.threshold == 0:
+            return values
+        if values.device.type != "cpu":
+            return F.dropout(values, self.threshold / 256)
+        words = torch.empty((values.numel() + 7) // 8, dtype=torch.int64).random_(_LEAST_INT64, None)
+        keep = words.view(torch.uint8)[: values.numel()].view(values.shape) >= self.threshold
+        # this kernel multiplies by a mask and a scale in one pass, and is its own derivative
+        return torch.ops.aten.native_dropout_backward(values, keep, 256.0 / (256 - self.threshold))
+
+    def extra_repr(self) -> str:
+        return f"rate={self.threshold / 256:g}"

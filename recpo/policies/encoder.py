@@ -1,0 +1,77 @@
+"""The causal history encoder: events in, one state per number of visible events out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from recpo.policies.dropout import ByteDropout
+from recpo.policies.hstu import HSTUBlock, time_gap_buckets
+from recpo.policies.sasrec import SASRecBlock
+
+
+class HistoryEncoder(nn.Module):
+    """Sums item vector, position and feedback level of every event and runs causal blocks over them.
+
+    State ``v`` is what is known after the first ``v`` events: state 0 is a learned start state, state v > 0 the output
+    at event v - 1. It depends on no later event and, histories being padded on the right, on no padding.
+
+    Args:
+        dim: d.
+        blocks: "sasrec" or "hstu" (see the modules of that name).
+        layers: number of blocks.
+        heads: attention heads per block.
+        max_history: the most events of a history.
+        dropout: probability, on the summed inputs and in the blocks.
+        feedback_levels: number of feedback levels, 0 (unknown) included; 0 = feedback is not an input.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        blocks: Literal["sasrec", "hstu"],
+        layers: int,
+        heads: int,
+        max_history: int,
+        dropout: float,
+        feedback_levels: int,
+    ) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"dim must be divisible by heads, got {dim} and {heads}")
+        self.reads_time = blocks == "hstu"
+        self.position = nn.Parameter(torch.empty(max_history, dim))
+        self.start = nn.Parameter(torch.empty(dim))
+        nn.init.normal_(self.position, std=0.02)
+        nn.init.normal_(self.start, std=0.02)
+        self.feedback = nn.Embedding(feedback_levels, dim, padding_idx=0) if feedback_levels else None
+        if self.feedback is not None:
+            nn.init.normal_(self.feedback.weight[1:], std=0.02)
+        self.dropout = ByteDropout(dropout)
+        self.blocks = nn.ModuleList(
+            SASRecBlock(dim, heads, dropout=dropout)
+            if blocks == "sasrec"
+            else HSTUBlock(dim, heads, max_history=max_history, dropout=dropout)
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, items: Tensor, feedback: Tensor | None = None, timestamps: Tensor | None = None) -> Tensor:
+        """States ``[B, H + 1, d]`` of histories.
+
+        Args:
+            items: ``[B, H, d]`` item vectors.
+            feedback: ``[B, H]`` feedback levels; None = unknown.
+            timestamps: ``[B, H]`` milliseconds; HSTU blocks read them, None = no time bias.
+        """
+        states = items + self.position[: items.shape[1]]
+        if self.feedback is not None and feedback is not None:
+            states = states + self.feedback(feedback)
+        states = self.dropout(states)
+        gaps = time_gap_buckets(timestamps) if self.reads_time and timestamps is not None else None
+        for block in self.blocks:
+            states = block(states, gaps)
+        return self.norm(torch.cat([self.start.expand(len(items), 1, -1), states], 1))

@@ -1,0 +1,44 @@
+"""Pre-norm causal transformer blocks: SASRec (Kang and McAuley, arXiv 1808.09781)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from recpo.policies.dropout import ByteDropout
+
+
+class SASRecBlock(nn.Module):
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``, each with dropout on its output.
+
+    Departures from the paper: normalisation precedes both sub-layers, the feed-forward layer is ``expansion`` times
+    wider and uses GELU, attention weights are not dropped (the fused kernels have no dropout on a CPU).
+
+    Args:
+        dim: d, divisible by ``heads``.
+        heads: attention heads.
+        expansion: width of the feed-forward layer over d.
+        dropout: probability on the output of each sub-layer.
+    """
+
+    def __init__(self, dim: int, heads: int, *, expansion: int = 4, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(dim)
+        self.query_key_value = nn.Linear(dim, 3 * dim)
+        self.attention_output = nn.Linear(dim, dim)
+        self.feed_forward_norm = nn.LayerNorm(dim)
+        self.expand = nn.Linear(dim, expansion * dim)
+        self.contract = nn.Linear(expansion * dim, dim)
+        self.dropout = ByteDropout(dropout)
+
+    def forward(self, states: Tensor, time_gaps: Tensor | None = None) -> Tensor:
+        """Maps ``[B, H, d]`` to ``[B, H, d]``; position j depends on positions <= j. ``time_gaps`` are not used."""
+        batch, length, dim = states.shape
+        heads = self.query_key_value(self.attention_norm(states)).view(batch, length, 3, self.heads, dim // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = self.attention_output(attended.transpose(1, 2).reshape(batch, length, dim))
+        states = states + self.dropout(attended)
+        hidden = self.contract(F.gelu(self.expand(self.feed_forward_norm(states))))
+        return states + self.dropout(hidden)
