@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from recpo.ops.linear_logprob import column_blocks
@@ -34,7 +35,7 @@ def _top_k_of_one_block(states: Tensor, table: Tensor, k: int, exclude: Tensor |
     barred = padding if exclude is None else torch.cat([padding, exclude], 1)
     scores = scores.scatter(1, barred, -torch.inf)
     best, ids = scores.topk(k, 1)
-    best, ids = _ordered(best, ids)
+    ids = _ties_to_smaller_id(best, ids, scores.shape[1])
     return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])
 
 
@@ -57,23 +58,24 @@ def _top_k_by_blocks(states: Tensor, table: Tensor, k: int, exclude: Tensor | No
 
 
 def _block_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """``topk`` with ties to the smaller index: sorted inside the list, and searched again where the last place is tied."""
+    """``topk`` with ties to the smaller index; where the last place is tied, by a full sort."""
     if scores.shape[1] <= k:
         return scores.sort(dim=1, descending=True, stable=True)
     best, ids = scores.topk(k + 1, 1)
     tied = ((best[:, k - 1] == best[:, k]) & (best[:, k] > -torch.inf)).nonzero().squeeze(1)
-    best, ids = _ordered(best[:, :k], ids[:, :k])
+    best, ids = best[:, :k], ids[:, :k]
+    ids = _ties_to_smaller_id(best, ids, scores.shape[1])
     if len(tied):
         order = scores[tied].sort(dim=1, descending=True, stable=True).indices[:, :k]
-        best[tied], ids[tied] = scores[tied].gather(1, order), order
+        ids[tied] = order
     return best, ids
 
 
-def _ordered(best: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """By score, then by id."""
-    ids, by_id = ids.sort(1)
-    best, by_score = best.gather(1, by_id).sort(dim=1, descending=True, stable=True)
-    return best, ids.gather(1, by_score)
+def _ties_to_smaller_id(best: Tensor, ids: Tensor, num_rows: int) -> Tensor:
+    """The ids of a list that is sorted by score, with the ids inside every run of equal scores in ascending order."""
+    new_run = F.pad(best[:, 1:] != best[:, :-1], (1, 0))
+    # one integer sort, because the interchange format has no stable one
+    return (new_run.long().cumsum(1) * num_rows + ids).sort(1).values % num_rows
 
 
 def draw(states: Tensor, table: Tensor, count: int) -> tuple[Tensor, Tensor]:

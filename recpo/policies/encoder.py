@@ -74,4 +74,4 @@ class HistoryEncoder(nn.Module):
         gaps = time_gap_buckets(timestamps) if self.reads_time and timestamps is not None else None
         for block in self.blocks:
             states = block(states, gaps)
-        return self.norm(torch.cat([self.start.expand(len(items), 1, -1), states], 1))
+        return self.norm(torch.cat([self.start.expand(items.shape[0], 1, -1), states], 1))
