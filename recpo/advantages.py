@@ -108,3 +108,177 @@ class TernaryAdvantage(AdvantageEstimator):
             step = quantile if batch.step_quantiles is None else batch.step_quantiles
             threshold = positive_threshold(step, self.positive_fraction)
         return ternary_advantage(quantile, slates.dislike, threshold=threshold)
+
+
+def _kept(values: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+
+
+def _is_constant(rewards: Tensor, kept: Tensor) -> Tensor:
+    """``[..., 1]``: all kept rewards of the group are equal (or there is at most one)."""
+    top = rewards.masked_fill(~kept, -torch.inf).amax(-1, keepdim=True)
+    return top <= rewards.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+
+
+def group_normalized_advantage(
+    rewards: Tensor, mask: Tensor | None = None, *, scale: bool = True, unbiased: bool = True, eps: float = 1e-6
+) -> Tensor:
+    """``(r - mean) / (std + eps)`` over the group, the last axis (GRPO, arXiv 2402.03300).
+
+    Args:
+        rewards: ``[..., S]``.
+        mask: ``[..., S]``; masked entries are left out of the group and get 0.
+        scale: divide by the standard deviation; False is Dr.GRPO (arXiv 2503.20783).
+        unbiased: divide the squared deviations by n - 1 instead of n.
+        eps: added to the standard deviation.
+
+    Returns:
+        ``[..., S]``; exactly 0 for a group of one or of equal rewards, where rounding would be blown up by 1 / eps.
+    """
+    kept = _kept(rewards, mask)
+    rewards = zero_masked(rewards.detach(), kept)
+    size = kept.sum(-1, keepdim=True)
+    deviation = zero_masked(rewards - rewards.sum(-1, keepdim=True) / size.clamp(min=1), kept)
+    deviation = deviation.masked_fill(_is_constant(rewards, kept), 0.0)
+    if not scale:
+        return deviation
+    variance = deviation.square().sum(-1, keepdim=True) / (size - int(unbiased)).clamp(min=1)
+    return deviation / (variance.sqrt() + eps)
+
+
+def leave_one_out_advantage(rewards: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Reward minus the mean reward of the *others* of the group, the last axis (RLOO, arXiv 2402.14740).
+
+    Args:
+        rewards: ``[..., S]``.
+        mask: ``[..., S]``; masked entries are left out of the group and get 0.
+
+    Returns:
+        ``[..., S]``; exactly 0 for a group of one or of equal rewards.
+    """
+    kept = _kept(rewards, mask)
+    deviation = group_normalized_advantage(rewards, mask, scale=False)
+    size = kept.sum(-1, keepdim=True)
+    # r_i - (sum - r_i) / (n - 1) = (r_i - mean) n / (n - 1)
+    return deviation * size / (size - 1).clamp(min=1)
+
+
+def generalized_advantage_estimate(
+    rewards: Tensor,
+    values: Tensor,
+    dones: Tensor | None,
+    next_value: Tensor | float,
+    *,
+    gamma: float = 0.99,
+    lam: float = 0.95,
+    mask: Tensor | None = None,
+    truncations: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation along the last axis (GAE, arXiv 1506.02438).
+
+    ``delta_t = r_t + gamma (1 - d_t) v_{t+1} - v_t``; ``A_t = delta_t + gamma lam (1 - d_t) A_{t+1}``; the return is
+    ``A + v``. Termination (``dones``) says that nothing follows; truncation that something follows which was not
+    recorded: there the recursion stops and ``bootstrap_values`` stands for the next value.
+
+    Args:
+        rewards: ``[..., S]``, the last axis is time.
+        values: ``[..., S]`` state values before each step.
+        dones: ``[..., S]`` bool or 0/1, 1 = the step ends its session; None = none does.
+        next_value: ``[...]`` or a number, the value after the last step.
+        gamma: discount.
+        lam: 0 = one-step temporal difference, 1 = Monte Carlo.
+        mask: ``[..., S]``; masked steps are skipped (their successor follows their predecessor) and return 0.
+        truncations: ``[..., S]`` bool or 0/1.
+        bootstrap_values: ``[..., S]``, read where truncated.
+
+    Returns:
+        advantages and returns, each ``[..., S]``, without gradient.
+
+    Raises:
+        ValueError: ``truncations`` without ``bootstrap_values``.
+    """
+    if truncations is not None and bootstrap_values is None:
+        raise ValueError("truncations need bootstrap_values: the value that stands for the unrecorded next state")
+    kept = _kept(rewards, mask)
+    rewards, values = zero_masked(rewards.detach(), kept), zero_masked(values.detach(), kept)
+    ends = torch.zeros_like(kept) if dones is None else dones.bool()
+    cut = torch.zeros_like(kept) if truncations is None else truncations.bool()
+    bootstrap = values if bootstrap_values is None else bootstrap_values.detach()
+    following = torch.as_tensor(next_value, dtype=values.dtype, device=values.device).detach()
+    following = following.expand(values.shape[:-1])
+    running = torch.zeros_like(following)
+    steps = []
+    for t in reversed(range(rewards.shape[-1])):
+        goes_on = ~ends[..., t]
+        next_t = zero_masked(torch.where(cut[..., t], bootstrap[..., t], following), goes_on)
+        delta = rewards[..., t] + gamma * next_t - values[..., t]
+        advantage = delta + gamma * lam * zero_masked(running, goes_on & ~cut[..., t])
+        steps.append(zero_masked(advantage, kept[..., t]))
+        running = torch.where(kept[..., t], advantage, running)
+        following = torch.where(kept[..., t], values[..., t], following)
+    advantages = torch.stack(steps[::-1], -1) if steps else torch.zeros_like(rewards)
+    return advantages, advantages + values
+
+
+def _rewards(batch: FeedbackBatch, estimator: object) -> Tensor:
+    if batch.slates.reward is None:
+        raise RecpoError(f"{type(estimator).__name__} needs rewards, which this batch lacks: configure a reward.")
+    return batch.slates.reward
+
+
+@dataclass(frozen=True)
+class GroupNormalizedAdvantage(AdvantageEstimator):
+    """Rewards normalised over the slate axis, the group of GRPO (see ``group_normalized_advantage``).
+
+    Attributes:
+        scale: divide by the group's standard deviation; False for ``DrGRPO``.
+        unbiased: divide the squared deviations by n - 1 instead of n.
+        eps: added to the standard deviation.
+    """
+
+    scale: bool = True
+    unbiased: bool = True
+    eps: float = 1e-6
+
+    def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
+        """See ``AdvantageEstimator``; ``values`` is not used."""
+        rewards = _rewards(batch, self)
+        return group_normalized_advantage(
+            rewards, batch.slates.mask, scale=self.scale, unbiased=self.unbiased, eps=self.eps
+        )
+
+
+@dataclass(frozen=True)
+class LeaveOneOutAdvantage(AdvantageEstimator):
+    """Reward minus the mean reward of the others on the slate (see ``leave_one_out_advantage``)."""
+
+    def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
+        """See ``AdvantageEstimator``; ``values`` is not used."""
+        return leave_one_out_advantage(_rewards(batch, self), batch.slates.mask)
+
+
+@dataclass(frozen=True)
+class GAEAdvantage(AdvantageEstimator):
+    """Generalised advantage estimation over the slate axis, a session that ends with its last kept position.
+
+    Attributes:
+        gamma: discount.
+        lam: 0 = one-step temporal difference, 1 = Monte Carlo.
+    """
+
+    gamma: float = 0.99
+    lam: float = 0.95
+
+    def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
+        """See ``AdvantageEstimator``; needs ``values [B, S]``."""
+        return self.advantages_and_returns(batch, values)[0]
+
+    def advantages_and_returns(self, batch: FeedbackBatch, values: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The advantages and the value targets, each ``[B, S]``."""
+        if values is None:
+            raise RecpoError("GAEAdvantage needs state values: configure a critic.")
+        rewards = _rewards(batch, self)
+        return generalized_advantage_estimate(
+            rewards, values, None, 0.0, gamma=self.gamma, lam=self.lam, mask=batch.slates.mask
+        )

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from recpo.objectives.policy_gradient import PolicyGradientObjective
 from recpo.ops.reduce import over_tokens, zero_masked
-from recpo.ops.surrogate import LOG_RATIO_GUARD, log1mexp, weighted_score
+from recpo.ops.surrogate import LOG_RATIO_GUARD, RatioLevel, log1mexp, weighted_score
 from recpo.types import ObjectiveInputs
-
-Level = Literal["token", "sequence"]
 
 
 def gbpo_loss(
@@ -22,7 +19,7 @@ def gbpo_loss(
     *,
     logp_old: Tensor | None = None,
     mask: Tensor | None = None,
-    level: Level = "token",
+    level: RatioLevel = "token",
 ) -> Tensor:
     """Policy loss whose gradient never exceeds that of binary cross-entropy, per token.
 
@@ -43,12 +40,17 @@ def gbpo_loss(
 
     Returns:
         ``[..., T]``; 0 at masked tokens.
+
+    Raises:
+        ValueError: unknown level.
     """
     logp = zero_masked(logp, mask)
     advantages = zero_masked(over_tokens(advantages.detach(), logp), mask)
     old = logp.detach() if logp_old is None else zero_masked(logp_old.detach(), mask)
     if level == "sequence":
         logp, old = (x.sum(-1, keepdim=True).expand_as(logp) for x in (logp, old))
+    elif level != "token":
+        raise ValueError(f"unknown level {level!r}; expected token or sequence")
     current = logp.detach()
     # A float32 log-softmax may end a rounding above 0, where log(1 - pi) is nan.
     complement = log1mexp(current.clamp(max=0.0))
@@ -72,14 +74,9 @@ class GBPO(PolicyGradientObjective):
 
     Attributes:
         level: ``token`` bounds each token by its own probability; ``sequence`` by that of the item.
-        aggregation: how token losses become one number (see ``recpo.ops.reduce.aggregate``).
-        length: the constant of ``seq-mean-token-sum-norm``; none = tokens per item.
-        kl_coef: weight of the penalty that keeps the policy near the reference policy; 0 = none.
-        kl_kind: its estimator (see ``recpo.ops.kl.kl_estimate``).
-        entropy_coef: weight of the entropy bonus; 0 = none.
     """
 
-    level: Level = "token"
+    level: RatioLevel = "token"
 
     @property
     def requires(self) -> frozenset[str]:

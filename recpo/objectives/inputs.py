@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from recpo.errors import RecpoError
+from recpo.ops.reduce import zero_masked
+from recpo.types import ObjectiveInputs
 
 SOURCES = {
     "advantages": "an advantage estimator",
@@ -32,3 +36,36 @@ def required(value: Tensor | None, name: str, objective: object) -> Tensor:
     if value is None:
         raise RecpoError(f"{type(objective).__name__} needs {name}, which come from {SOURCES[name]}: configure one.")
     return value
+
+
+class PreferenceLists(NamedTuple):
+    """Preference lists: one chosen and up to ``L`` rejected items per context.
+
+    Attributes:
+        kept: ``[B]`` bool, rows with exactly one chosen item; the others are dropped.
+        is_chosen: ``[B, L]`` bool, the chosen position of kept rows.
+        is_rejected: ``[B, L]`` bool, every other kept position of kept rows.
+    """
+
+    kept: Tensor
+    is_chosen: Tensor
+    is_rejected: Tensor
+
+    def chosen(self, values: Tensor) -> Tensor:
+        """``values [B, L]`` of the chosen item, ``[B]``; 0 in dropped rows."""
+        return zero_masked(values, self.is_chosen).sum(-1)
+
+    def pair_mean(self, values: Tensor) -> Tensor:
+        """Mean of ``values [B, L]`` over the rejected items, ``[B]``; 0 without any."""
+        return zero_masked(values, self.is_rejected).sum(-1) / self.is_rejected.sum(-1).clamp(min=1)
+
+
+def preference_lists(inputs: ObjectiveInputs, objective: object) -> PreferenceLists:
+    """Splits the slate axis into the chosen item and the rejected ones.
+
+    An item is kept when any of its tokens is. Rows without exactly one kept chosen item are dropped.
+    """
+    kept = inputs.logp.mask.bool().any(-1)
+    is_chosen = required(inputs.chosen, "chosen", objective).bool() & kept
+    rows = is_chosen.sum(-1) == 1
+    return PreferenceLists(rows, is_chosen & rows.unsqueeze(-1), kept & ~is_chosen & rows.unsqueeze(-1))

@@ -69,6 +69,10 @@ class PolicyGradientObjective(Objective):
     def token_loss(self, logp: Tensor, logp_old: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
         """The unreduced loss ``[B, S, T]``; ``advantages`` is ``[B, S]``, and ``logp_old`` is as ``old`` returns it."""
 
+    def log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """The token log-ratios ``[B, S, T]`` at the level at which this objective clips them."""
+        return log_ratio
+
     def gradient_weight(self, loss: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """The weight on ``grad logp`` of each token, ``[B, S, T]``, for the metrics; by default the loss itself."""
         return loss
@@ -85,15 +89,16 @@ class PolicyGradientObjective(Objective):
         old = None if old is None else zero_masked(old.detach(), mask)
         advantages = zero_masked(required(inputs.advantages, "advantages", self).detach(), mask.any(-1))
         surrogate = self.token_loss(logp, old, advantages, mask)
-        total, metrics = self._add_penalties(surrogate, logp, mask, inputs)
+        total, metrics = self.penalised(surrogate, logp, mask, inputs)
         loss = aggregate(total, mask, self.aggregation, count=inputs.denominator, length=self.length)
         metrics |= {"policy_loss": aggregate(surrogate.detach(), mask, self.aggregation, length=self.length)}
         metrics |= self._health(surrogate.detach(), logp.detach(), old, advantages, mask)
         return LossOutput(loss, metrics)
 
-    def _add_penalties(
+    def penalised(
         self, loss: Tensor, logp: Tensor, mask: Tensor, inputs: ObjectiveInputs
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Adds the penalties to the token losses ``[B, S, T]``, and measures them."""
         metrics = {}
         if self.kl_coef:
             reference = zero_masked(required(inputs.logp.reference, "reference", self), mask)
@@ -113,7 +118,7 @@ class PolicyGradientObjective(Objective):
     ) -> dict[str, Tensor]:
         metrics = advantage_shares(advantages, mask.any(-1))
         advantages = over_tokens(advantages, logp)
-        log_ratio = torch.zeros_like(logp) if old is None else logp - old
+        log_ratio = torch.zeros_like(logp) if old is None else self.log_ratio(logp - old, mask)
         # The module need not score inert positions: what stands there is no log-probability.
         scored = mask & (advantages != 0) if self.zero_advantage_is_inert else mask
         weight = self.gradient_weight(loss, log_ratio, advantages)
@@ -123,5 +128,5 @@ class PolicyGradientObjective(Objective):
         return metrics
 
     def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """Shares of the tokens whose ratio was clipped; each ``[B, S, T]``."""
+        """Shares of the tokens whose ratio was clipped; every argument is ``[B, S, T]``."""
         return {}

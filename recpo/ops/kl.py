@@ -1,8 +1,8 @@
 """Divergences between the trained and the reference policy.
 
 Facts that the tests check (``logp`` sampled on-policy): k1 and k3 have the right expected *value* of KL(pi || ref);
-used as a loss, k1 has zero expected gradient, k3 has the gradient of the other direction, KL(ref || pi), and only k2 has
-the gradient of KL(pi || ref).
+used as a loss, k1 has zero expected gradient, k3 has the gradient of the other direction, KL(ref || pi), and only k2
+has the gradient of KL(pi || ref).
 """
 
 from __future__ import annotations

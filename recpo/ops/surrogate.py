@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from recpo.ops.reduce import over_tokens, zero_masked
+
+RatioLevel = Literal["token", "sequence"]
+"""Whether an objective looks at the probability of each token or at that of the whole item."""
 
 LOG_RATIO_GUARD = 20.0
 """Bound on |log ratio| before ``exp``: e^20 = 4.9e8 is far outside every clip range, while e^89 overflows float32."""
@@ -42,6 +46,21 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
         ``[...]``; 0 for an empty sequence.
     """
     return zero_masked(log_ratio, mask).sum(-1) / mask.bool().sum(-1).clamp(min=1)
+
+
+def is_clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Where the clipped surrogate is flat.
+
+    ``A > 0`` and ``rho > 1 + clip_high``, or ``A < 0`` and ``rho < 1 - clip_low``.
+
+    Args:
+        log_ratio: ``[..., T]``.
+        advantages: ``[..., T]``.
+        clip_low: see ``clipped_surrogate``.
+        clip_high: see ``clipped_surrogate``.
+    """
+    ratio = guarded_ratio(log_ratio)
+    return ((advantages > 0) & (ratio > 1.0 + clip_high)) | ((advantages < 0) & (ratio < 1.0 - clip_low))
 
 
 def clipped_surrogate(

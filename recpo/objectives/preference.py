@@ -1,0 +1,81 @@
+"""The common part of the objectives over preference lists against a reference policy."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recpo.contracts import Objective
+from recpo.errors import RecpoError
+from recpo.objectives.health import masked_mean
+from recpo.objectives.inputs import PreferenceLists, preference_lists, required
+from recpo.ops.reduce import aggregate, zero_masked
+from recpo.types import LossOutput, ObjectiveInputs
+
+
+@dataclass(frozen=True)
+class PreferenceObjective(Objective):
+    """One chosen item against the rejected items of its list: ``mean over lists (list loss - nll_coef * logp_chosen)``.
+
+    Log-probabilities are summed over the tokens of an item. For semantic ids, tokens that a rejected item shares with
+    the chosen one can be left out of the rejected side (RAD-DPO, arXiv 2602.23964): mask them there.
+
+    Attributes:
+        beta: temperature of the implicit rewards ``beta (logp - logp_ref)``; larger = nearer to the reference policy.
+        nll_coef: weight of the likelihood of the chosen item, which keeps its probability from falling; 0 = none.
+    """
+
+    beta: float = 0.1
+    nll_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise RecpoError(f"{type(self).__name__}.beta must be above 0, got {self.beta}.")
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``Objective.requires``."""
+        return frozenset({"chosen", "reference"})
+
+    def count(self, inputs: ObjectiveInputs) -> Tensor:
+        """Lists with exactly one chosen item, those without any rejected item included."""
+        return preference_lists(inputs, self).kept.sum()
+
+    @abstractmethod
+    def list_loss(self, logp: Tensor, logp_ref: Tensor, lists: PreferenceLists, inputs: ObjectiveInputs) -> Tensor:
+        """The preference loss ``[B]`` of token-summed log-probabilities ``[B, L]``, without the likelihood term."""
+
+    def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
+        """See ``Objective``."""
+        lists = preference_lists(inputs, self)
+        logp = self.item_logp(inputs.logp.policy, inputs.logp.mask)
+        logp_ref = self.item_logp(required(inputs.logp.reference, "reference", self).detach(), inputs.logp.mask)
+        total = self.list_loss(logp, logp_ref, lists, inputs)
+        if self.nll_coef:
+            total = total - self.nll_coef * lists.chosen(logp)
+        loss = aggregate(total, lists.kept, count=inputs.denominator)
+        return LossOutput(loss, self._health(logp.detach(), logp_ref, lists))
+
+    def item_logp(self, logp: Tensor, mask: Tensor) -> Tensor:
+        """Log-probability of each item, ``[B, L]``: the sum over its kept tokens."""
+        return zero_masked(logp, mask).sum(-1)
+
+    @torch.no_grad()
+    def _health(self, logp: Tensor, logp_ref: Tensor, lists: PreferenceLists) -> dict[str, Tensor]:
+        rewards = self.beta * (logp - logp_ref)
+        margin = lists.chosen(rewards).unsqueeze(-1) - rewards
+        paired = lists.is_rejected.any(-1)
+        return {
+            "reward_chosen": masked_mean(rewards, lists.is_chosen),
+            "reward_rejected": masked_mean(rewards, lists.is_rejected),
+            "reward_margin": masked_mean(margin, lists.is_rejected),
+            "reward_accuracy": masked_mean(margin > 0, lists.is_rejected),
+            "best_of_list": masked_mean(((margin > 0) | ~lists.is_rejected).all(-1), paired),
+            "logp_chosen": masked_mean(logp, lists.is_chosen),
+            "logp_rejected": masked_mean(logp, lists.is_rejected),
+            "dropped_list_share": masked_mean(~lists.kept, torch.ones_like(lists.kept)),
+            "lone_list_share": masked_mean(~paired, lists.kept),
+        }
