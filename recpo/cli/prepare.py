@@ -1,0 +1,131 @@
+"""`recpo prepare`: from an interaction log to training, validation and test shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from recpo.data.labels import BinaryColumn, EveryEvent, NumericColumn
+from recpo.data.prepare import Preparation
+from recpo.data.presets import PresetName
+from recpo.data.schema import ColumnMapping
+from recpo.data.shaping import D2Q, Label, WatchQuantiles, WatchRatio, WatchTimeGain
+from recpo.data.splits import LeaveLastOut, Split, TemporalSplit
+
+# Imported so that their short names work as class paths.
+__all__ = [
+    "D2Q",
+    "BinaryColumn",
+    "EveryEvent",
+    "LeaveLastOut",
+    "NumericColumn",
+    "WatchRatio",
+    "WatchTimeGain",
+    "prepare",
+]
+
+
+def prepare(
+    log: str | list[str],
+    out: Path,
+    preset: PresetName = "plain",
+    columns: ColumnMapping = ColumnMapping(),  # noqa: B008 frozen
+    split: Split = TemporalSplit(),  # noqa: B008 frozen
+    label: Label = WatchQuantiles(),  # noqa: B008 frozen
+    max_context: int = 200,
+    rows_per_shard: int = 500_000,
+    min_user_events: int = 0,
+    min_item_events: int = 1,
+    catalogue: Literal["train", "log"] = "train",
+    max_watch_time: float = 86_400.0,
+    strict: bool = False,
+    memory_limit: str = "4GB",
+    threads: int | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> None:
+    """Checks an interaction log and writes it as indexed, labelled, split and sorted shards.
+
+    One error lists every fault of the log. Refused: files that cannot be read, missing columns, wrong types, null
+    users, items or times, times that do not parse. Neutralised and counted (the event stays, without that value):
+    missing or impossible watch times, durations, labels and propensities. Dropped and counted: exact duplicates (equal
+    in every column that is used), events of items outside the catalogue. The counts stand in ``manifest.json``. Whatever
+    is fitted is fitted on the train period. Equal logs give equal bytes, in whatever order their rows are.
+
+    Args:
+        log: Parquet or CSV file, directory of such files, or glob pattern; or a list of them.
+        out: directory to make.
+        preset: column names and units to start from.
+        columns: columns and units that differ from the preset.
+        split: TemporalSplit or LeaveLastOut.
+        label: how the preference label is made: WatchQuantiles, WatchRatio, D2Q, WatchTimeGain, BinaryColumn,
+            NumericColumn or EveryEvent.
+        max_context: number of earlier events that a held-out user keeps as context, and of events in a serving history.
+        rows_per_shard: a shard ends with the user who reaches this number of rows.
+        min_user_events: drop users with fewer train events; 0 keeps users who first appear later.
+        min_item_events: drop items with fewer events in the period that ``catalogue`` names; counted before users.
+        catalogue: items of the train period, so that nothing is known of the future, or of the whole log.
+        max_watch_time: longest possible watch time in seconds.
+        strict: refuse impossible values and exact duplicates instead of neutralising or dropping them.
+        memory_limit: what the engine may hold in memory before it writes to disk beside ``out``.
+        threads: worker threads; null = one for each core.
+        overwrite: replace ``out`` where it exists.
+        progress: show a progress bar on a terminal.
+    """
+    preparation = Preparation(
+        preset=preset,
+        columns=columns,
+        split=split,
+        label=label,
+        max_context=max_context,
+        rows_per_shard=rows_per_shard,
+        min_user_events=min_user_events,
+        min_item_events=min_item_events,
+        catalogue=catalogue,
+        max_watch_time=max_watch_time,
+        strict=strict,
+    )
+    manifest = preparation.run(
+        log, out, memory_limit=memory_limit, threads=threads, overwrite=overwrite, progress=progress
+    )
+    _report(manifest, out)
+
+
+def _report(manifest: dict[str, Any], out: Path) -> None:
+    counts, console = manifest["counts"], Console()
+    found = ", ".join(f"{column}={name}" for column, name in manifest["columns"].items() if name)
+    absent = ", ".join(column for column, name in manifest["columns"].items() if not name)
+    console.print(f"columns used: {found}" + (f"; absent: {absent}" if absent else ""), highlight=False)
+    console.print(_events_table(counts))
+    console.print(_periods_table(counts["splits"]))
+    console.print(
+        f"{out}: {manifest['num_users']:,} users, {manifest['num_items']:,} items", highlight=False, soft_wrap=True
+    )
+
+
+def _events_table(counts: dict[str, Any]) -> Table:
+    table = Table(title="events of the log", title_justify="left")
+    table.add_column("what became of them")
+    table.add_column("events", justify="right")
+    table.add_row("read", f"{counts['read']:,}")
+    for reason, count in sorted(counts["dropped"].items()):
+        table.add_row(f"dropped: {reason}", f"{count:,}")
+    table.add_row("kept", f"{counts['read'] - sum(counts['dropped'].values()):,}", end_section=True)
+    for reason, count in sorted(counts["neutralised"].items()):
+        table.add_row(f"value neutralised: {reason}", f"{count:,}")
+    if counts["empty_files"]:
+        table.add_row("empty files skipped", f"{counts['empty_files']:,}")
+    return table
+
+
+def _periods_table(periods: dict[str, dict[str, int]]) -> Table:
+    table = Table(title="periods", title_justify="left")
+    for name in ("period", "users", "events", "without a label", "rows with context"):
+        table.add_column(name, justify="left" if name == "period" else "right")
+    for name, period in periods.items():
+        cells = (period[key] for key in ("users", "targets", "targets_without_label", "rows"))
+        table.add_row(name, *(f"{cell:,}" for cell in cells))
+    return table

@@ -1,0 +1,125 @@
+"""From the columns of a log to standard events: one unit, one type and one meaning for each column."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import ibis
+import ibis.expr.datatypes as dt
+import ibis.expr.types as ir
+
+from recpo.data.engine import Engine
+from recpo.data.schema import MILLISECONDS_PER_UNIT, TIE_RULE, ColumnMapping, Columns, Events
+
+#: Times outside 1971-01-01 .. 2100-01-01 UTC come from a wrong unit: seconds read as milliseconds fall into 1970.
+EARLIEST_MS: Final = 31_536_000_000
+LATEST_MS: Final = 4_102_444_800_000
+
+
+def select_columns(rows: ir.Table, columns: dict[str, str]) -> ir.Table:
+    """The rows of the log under standard names, values untouched, with the engine's file and row number."""
+    chosen = {column: rows[name] for column, name in columns.items()}
+    return rows.select(**{Engine.FILE: rows[Engine.FILE], Engine.ROW: rows[Engine.ROW]}, **chosen)
+
+
+def number(column: ir.Value) -> ir.FloatingColumn:
+    """Any numeric or boolean column as float64."""
+    return (column.cast("int8") if column.type().is_boolean() else column).cast("float64")
+
+
+def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
+    """Milliseconds since the epoch; null where the value is null, does not parse, or is no plausible time."""
+    kind = column.type()
+    if kind.is_timestamp() or kind.is_date():
+        return _plausible(_clock_ms(column.cast("timestamp")))
+    if kind.is_string():
+        counted = _numeric_ms(column.try_cast("int64"), unit)
+        # An offset in the string counts; without one the string is UTC.
+        return counted.coalesce(_plausible(_clock_ms(column.try_cast("timestamp('UTC')").cast("timestamp"))))
+    return _numeric_ms(column, unit)
+
+
+def _clock_ms(time: ir.TimestampColumn) -> ir.IntegerColumn:
+    return time.truncate("s").epoch_seconds().cast("int64") * 1000 + time.millisecond().cast("int64")
+
+
+def _plausible(milliseconds: ir.IntegerColumn) -> ir.IntegerColumn:
+    return ibis.ifelse(milliseconds.between(EARLIEST_MS, LATEST_MS - 1), milliseconds, ibis.null("int64"))
+
+
+def _numeric_ms(column: ir.NumericColumn, unit: str) -> ir.IntegerColumn:
+    if unit == "order":
+        return column.try_cast("int64")
+    factor = MILLISECONDS_PER_UNIT[unit]
+    rough = column.cast("float64") * factor
+    # Only plausible values reach the exact conversion, so that it cannot overflow.
+    kept = ibis.ifelse(rough.between(float(EARLIEST_MS), float(LATEST_MS)), column, ibis.null(column.type()))
+    if not column.type().is_integer():
+        return _plausible((kept * factor).floor().cast("int64"))
+    whole = kept.cast("int64")
+    return _plausible(whole * int(factor) if factor >= 1 else (whole // round(1 / factor)).cast("int64"))
+
+
+def standardise(raw: ir.Table, mapping: ColumnMapping, max_watch_time: float) -> ir.Table:
+    """Standard events of raw rows that passed the checks of ``recpo.data.validate``.
+
+    Values that cannot be true (and missing ones) become null, dislike and is_random become False: such an event stays,
+    without the label or the input that it lacks.
+
+    Args:
+        raw: rows under standard names.
+        mapping: units.
+        max_watch_time: longest possible watch time in seconds.
+
+    Returns:
+        ``user_id``, ``item_id``, ``timestamp`` (int64 ms), ``watch_ms``, ``duration_ms`` (int64), ``dislike``,
+        ``is_random`` (bool), ``label``, ``propensity`` (float64), ``request_id``.
+    """
+    watch = length_ms(raw, Columns.WATCH_TIME, mapping.watch_time_unit)
+    duration = length_ms(raw, Columns.DURATION, mapping.duration_unit)
+    label, propensity = _optional_number(raw, Columns.LABEL), _optional_number(raw, Columns.PROPENSITY)
+    return raw.select(
+        user_id=raw[Columns.USER_ID],
+        item_id=raw[Columns.ITEM_ID],
+        timestamp=timestamp_ms(raw[Columns.TIMESTAMP], mapping.time_unit or "ms"),
+        watch_ms=_kept(watch, watch.between(0, max_watch_time * 1000)).round().cast("int64"),
+        duration_ms=_kept(duration, (duration > 0) & ~duration.isinf()).round().cast("int64"),
+        dislike=_flag(raw, Columns.DISLIKE),
+        label=_kept(label, ~label.isnan() & ~label.isinf()),
+        propensity=_kept(propensity, (propensity > 0) & (propensity <= 1)),
+        is_random=_flag(raw, Columns.IS_RANDOM),
+        request_id=raw[Columns.REQUEST_ID] if Columns.REQUEST_ID in raw.columns else ibis.null("int64"),
+    )
+
+
+def length_ms(raw: ir.Table, column: str, unit: str | None) -> ir.FloatingColumn:
+    """A watch time or duration in milliseconds as float64; null where the log has no such column or value."""
+    return _optional_number(raw, column) * MILLISECONDS_PER_UNIT[unit or "s"]
+
+
+def _optional_number(raw: ir.Table, column: str) -> ir.FloatingColumn:
+    return number(raw[column]) if column in raw.columns else ibis.null("float64")
+
+
+def _kept(value: ir.FloatingColumn, valid: ir.BooleanColumn) -> ir.FloatingColumn:
+    # nan compares as the largest number in DuckDB, so it is excluded by name.
+    return ibis.ifelse(valid & ~value.isnan(), value, ibis.null("float64"))
+
+
+def _flag(raw: ir.Table, column: str) -> ir.BooleanColumn:
+    return (number(raw[column]) == 1).fill_null(False) if column in raw.columns else ibis.literal(False)
+
+
+def time_order(events: ir.Table, *, newest_first: bool = False) -> list[ir.Column]:
+    """Sort keys that put a user's events into their one order (``TIE_RULE``)."""
+    keys = [events[column] for column in TIE_RULE]
+    return [key.desc() if newest_first else key.asc(nulls_first=True) for key in keys]
+
+
+def bucket(events: ir.Table, base: float) -> ir.IntegerColumn:
+    """Duration bucket ``floor(log_base(d + 1e-6))`` with ``d`` in seconds; null where the duration is unknown.
+
+    OneRec-V2, arXiv 2508.20900, section 3.1.
+    """
+    seconds = events[Events.DURATION_MS] / 1000.0 + 1e-6
+    return (seconds.ln() / ibis.literal(base, type=dt.float64).ln()).floor().cast("int32")

@@ -1,0 +1,74 @@
+"""What is wrong with a log, gathered so that one report shows every fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recpo.errors import RecpoError
+
+
+@dataclass(frozen=True)
+class Example:
+    """One offending row: its file, its number in that file (data rows count from 0) and the value found there."""
+
+    file: str
+    row: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One reason why a log cannot be prepared.
+
+    Attributes:
+        where: the file, or the log where a fault spans files.
+        column: the column as it is called in the log; None where the fault is the file's.
+        problem: what was found.
+        mend: what to do about it.
+        count: number of offending rows; None where rows do not apply.
+        examples: the first offending rows.
+    """
+
+    where: str
+    column: str | None
+    problem: str
+    mend: str
+    count: int | None = None
+    examples: Sequence[Example] = ()
+
+    def __str__(self) -> str:
+        place = self.where if self.column is None else f"{self.where}, column {self.column}"
+        number = "" if self.count is None else f"{self.count:,} {'row' if self.count == 1 else 'rows'}: "
+        return f"{place}: {number}{self.problem}{self._first_rows()}; {self.mend}"
+
+    def _first_rows(self) -> str:
+        if not self.examples:
+            return ""
+        several = len({example.file for example in self.examples}) > 1
+        rows = (
+            f"{example.file + ' ' if several else ''}row {example.row} ({_shown(example.value)})"
+            for example in self.examples
+        )
+        return f" [first: {', '.join(rows)}]"
+
+
+def refuse(faults: Sequence[Fault]) -> None:
+    """Raises one error that lists all ``faults``; does nothing where there are none.
+
+    Raises:
+        RecpoError: there is at least one fault.
+    """
+    if not faults:
+        return
+    lines = [f"  {number}. {fault}" for number, fault in enumerate(faults, start=1)]
+    noun = "fault" if len(faults) == 1 else "faults"
+    raise RecpoError(
+        "\n".join([f"the log cannot be prepared: {len(faults)} {noun} (rows count from 0), nothing written", *lines])
+    )
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

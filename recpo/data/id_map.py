@@ -1,0 +1,121 @@
+"""The one bridge between external item ids and internal ones: 1..V, 0 pads and means unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recpo.atomic import atomic_file
+from recpo.errors import RecpoError
+
+
+class IdMap:
+    """External ids of the items 1..V.
+
+    Args:
+        external: the external ids (integers or strings) of item 1, item 2 and so on; distinct, without nulls.
+
+    Raises:
+        RecpoError: nulls, repeated ids, or ids that are neither integers nor strings.
+    """
+
+    def __init__(self, external: pa.Array) -> None:
+        if not pa.types.is_integer(external.type) and not _is_text(external.type):
+            raise RecpoError(f"item ids are integers or strings, got {external.type}")
+        if external.null_count:
+            raise RecpoError(f"item ids: {external.null_count} nulls among {len(external)} items")
+        self._external = external
+        self._is_text = _is_text(external.type)
+        # An object index keeps its hash table, so that a request for a few ids does not cost a pass over the catalogue.
+        values = external.to_numpy(zero_copy_only=False)
+        self._index = pd.Index(values.astype(object) if self._is_text else values)
+        if not self._index.is_unique:
+            raise RecpoError(
+                f"item ids: {int(self._index.duplicated().sum())} ids occur twice among {len(external)} items"
+            )
+
+    @classmethod
+    def from_values(cls, values: Iterable[Any]) -> IdMap:
+        """Distinct values in ascending order become 1..V."""
+        distinct = pc.unique(_to_array(values))
+        return cls(distinct.take(pc.sort_indices(distinct)))
+
+    @classmethod
+    def load(cls, path: Path) -> IdMap:
+        """Reads ``items.parquet``: ``item_index`` (1..V, ascending) and ``item_id``; other columns are left alone.
+
+        Raises:
+            RecpoError: the file cannot be read or its indices are not 1..V.
+        """
+        try:
+            table = pq.read_table(path, columns=["item_index", "item_id"])
+        except (OSError, pa.ArrowException) as error:
+            raise RecpoError(f"{path}: expected a Parquet file with item_index and item_id ({error})") from error
+        index = table["item_index"].to_numpy()
+        if not np.array_equal(index, np.arange(1, len(index) + 1)):
+            raise RecpoError(f"{path}: item_index must count 1..{len(index)} in ascending order")
+        return cls(table["item_id"].combine_chunks())
+
+    def save(self, path: Path) -> None:
+        """Writes ``item_index`` int32 and ``item_id`` in its own type."""
+        index = pa.array(np.arange(1, len(self) + 1, dtype=np.int32))
+        with atomic_file(path) as partial:
+            pq.write_table(pa.table({"item_index": index, "item_id": self._external}), partial)
+
+    def __len__(self) -> int:
+        return len(self._external)
+
+    @property
+    def type(self) -> pa.DataType:
+        """Type of the external ids."""
+        return self._external.type
+
+    def to_internal(self, values: Iterable[Any]) -> np.ndarray:
+        """Internal ids, int64, one for each value; unknown and null values become 0.
+
+        Raises:
+            RecpoError: strings where ids are integers, or the other way round.
+        """
+        given = _to_array(values)
+        if not len(given) or pa.types.is_null(given.type):
+            return np.zeros(len(given), dtype=np.int64)
+        if _is_text(given.type) != self._is_text or not (_is_text(given.type) or pa.types.is_integer(given.type)):
+            raise RecpoError(f"item ids of this catalogue are {self.type}, got {given.type}: cast them")
+        known = given.is_valid().to_numpy(zero_copy_only=False)
+        found = np.zeros(len(given), dtype=np.int64)
+        plain = given.filter(given.is_valid()).to_numpy(zero_copy_only=False)
+        found[known] = self._index.get_indexer(plain.astype(object) if self._is_text else plain) + 1
+        return found
+
+    def to_external(self, item_ids: np.ndarray | Iterable[int]) -> pa.Array:
+        """External ids in their own type, flattened in order; null where the internal id is 0.
+
+        Raises:
+            RecpoError: an id outside 0..V.
+        """
+        flat = np.asarray(item_ids, dtype=np.int64).ravel()
+        if flat.size and (flat.min() < 0 or flat.max() > len(self)):
+            raise RecpoError(f"internal item ids run from 1 to {len(self)}, got {flat.min()}..{flat.max()}")
+        return self._external.take(pa.array(flat - 1, mask=flat == 0))
+
+
+def _to_array(values: Iterable[Any]) -> pa.Array:
+    if isinstance(values, pa.ChunkedArray):
+        return values.combine_chunks()
+    if isinstance(values, pa.Array):
+        return values
+    try:
+        return pa.array(values if isinstance(values, np.ndarray) else list(values))
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise RecpoError(f"item ids must all be integers or all be strings ({error})") from error
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)

@@ -1,0 +1,261 @@
+"""From the files of a log to a prepared directory: checked, indexed, split, labelled, sorted and cut into shards."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import ibis.expr.types as ir
+from tqdm import tqdm
+
+from recpo import __version__
+from recpo.atomic import atomic_directory, write_json
+from recpo.data.catalogue import (
+    CatalogueScope,
+    add_positions,
+    count_dropped,
+    item_indices,
+    item_table,
+    place_events,
+    user_indices,
+)
+from recpo.data.engine import Engine
+from recpo.data.events import select_columns, standardise, time_order
+from recpo.data.faults import Fault, refuse
+from recpo.data.feedback import add_feedback, cutoff_table, describe_cutoffs, quantile_table
+from recpo.data.files import Log, find_files, open_log
+from recpo.data.manifest import describe, sha256
+from recpo.data.periods import last_events, period_rows
+from recpo.data.prepared import FORMAT_VERSION, MANIFEST
+from recpo.data.presets import PRESETS, PresetName
+from recpo.data.schema import PERIODS, ColumnMapping, Columns, Events
+from recpo.data.shaping import Label, WatchQuantiles
+from recpo.data.splits import Split, TemporalSplit
+from recpo.data.validate import check_rows
+from recpo.data.writing import write_histories, write_parquet, write_shards
+from recpo.errors import RecpoError
+
+_STAGES: Final = ("reading", "checking", "splitting", "shaping", *PERIODS, "histories")
+_HISTORY_ROWS: Final = 500_000
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Everything that decides what a prepared directory holds; see ``recpo.cli.prepare.prepare`` for the meaning."""
+
+    preset: PresetName = "plain"
+    columns: ColumnMapping = field(default_factory=ColumnMapping)
+    split: Split = field(default_factory=TemporalSplit)
+    label: Label = field(default_factory=WatchQuantiles)
+    max_context: int = 200
+    rows_per_shard: int = 500_000
+    min_user_events: int = 0
+    min_item_events: int = 1
+    catalogue: CatalogueScope = "train"
+    max_watch_time: float = 86_400.0
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise RecpoError(f"preset {self.preset!r}: expected one of {', '.join(PRESETS)}")
+        for name, least in (("max_context", 1), ("rows_per_shard", 1), ("min_user_events", 0), ("min_item_events", 0)):
+            if getattr(self, name) < least:
+                raise RecpoError(f"{name} {getattr(self, name)} must be at least {least}")
+        if not self.max_watch_time > 0:
+            raise RecpoError(f"max_watch_time {self.max_watch_time} must be positive (seconds)")
+
+    @property
+    def mapping(self) -> ColumnMapping:
+        """The preset with the user's columns over it."""
+        return self.columns.over(PRESETS[self.preset])
+
+    def describe(self, log: Log) -> dict[str, Any]:
+        """The arguments as they are, with the mapping in full and the log's files by name."""
+        plain = ("preset", "max_context", "rows_per_shard", "min_user_events", "min_item_events", "catalogue")
+        return {
+            **{name: getattr(self, name) for name in (*plain, "max_watch_time", "strict")},
+            "log": sorted(file.shown for file in log.files),
+            "columns": asdict(self.mapping),
+            "split": describe(self.split),
+            "label": describe(self.label),
+        }
+
+    def run(
+        self,
+        log: str | Sequence[str],
+        out: Path,
+        *,
+        memory_limit: str = "4GB",
+        threads: int | None = None,
+        overwrite: bool = False,
+        progress: bool = True,
+    ) -> dict[str, Any]:
+        """Writes the prepared directory ``out`` and returns its manifest.
+
+        Raises:
+            RecpoError: the log has faults (all of them in one message), cannot be split, or ``out`` exists.
+        """
+        paths = find_files(log)
+        with atomic_directory(Path(out), overwrite=overwrite) as partial:
+            work = partial / ".work"
+            work.mkdir()
+            with (
+                Engine(work, memory_limit, threads) as engine,
+                tqdm(total=len(_STAGES), desc="prepare", unit="stage", disable=None if progress else True) as bar,
+            ):
+                manifest = _Run(self, engine, partial, work, bar).manifest(paths)
+            shutil.rmtree(work)
+            write_json(partial / MANIFEST, manifest)
+        return manifest
+
+
+class _Run:
+    """One pass from files to shards."""
+
+    def __init__(self, choice: Preparation, engine: Engine, partial: Path, work: Path, bar: tqdm[Any]) -> None:
+        self.choice, self.engine, self.partial, self.work, self.bar = choice, engine, partial, work, bar
+        self.stages = iter(_STAGES)
+        self.counts: dict[str, Any] = {}
+        self.dropped: dict[str, int] = {}
+        self.rows_written = 0
+
+    def manifest(self, paths: Sequence[Path]) -> dict[str, Any]:
+        self._stage()
+        log, events = self._read(paths)
+        self._stage()
+        events, boundaries = self._split(events)
+        items, users, events = self._keep(events)
+        self._stage()
+        events, feedback = self._shape(events, log)
+        sizes = self._write_tables(items, users, events)
+        shards = {name: self._write_period(events, number) for number, name in enumerate(PERIODS)}
+        self._stage()
+        rows = last_events(events, items, users, self.choice.max_context)
+        write_histories(self.engine.stream(rows), self.partial / "histories.parquet", _HISTORY_ROWS, self._written)
+        self.bar.update()
+        files = ("items.parquet", "users.parquet", "quantiles.parquet", "histories.parquet")
+        return {
+            "format_version": FORMAT_VERSION,
+            "recpo_version": __version__,
+            "config": self.choice.describe(log),
+            "columns": {column: log.columns.get(column) for column in Columns.ALL},
+            "max_context": self.choice.max_context,
+            "boundaries": boundaries,
+            "label": describe(self.choice.label),
+            "feedback": feedback,
+            "counts": {**self.counts, "dropped": self.dropped, "splits": self._totals(events, shards)},
+            "shards": shards,
+            "files": {name: sha256(self.partial / name) for name in files},
+            **sizes,
+        }
+
+    def _stage(self) -> None:
+        name = next(self.stages)
+        if name != _STAGES[0]:
+            self.bar.update()
+        self.bar.set_description(f"prepare: {name}")
+
+    def _read(self, paths: Sequence[Path]) -> tuple[Log, ir.Table]:
+        choice, mapping = self.choice, self.choice.mapping
+        log, faults = open_log(paths, mapping, choice.columns, self.work)
+        faults += _label_faults(choice.label, log)
+        self._stage()
+        if log.files and log.columns:
+            rows = self.engine.read_parquet([file.path for file in log.files])
+            raw = select_columns(rows, log.columns)
+            read, neutralised, row_faults = check_rows(
+                self.engine, raw, log, mapping, choice.label, choice.max_watch_time, choice.strict
+            )
+            faults += row_faults
+        refuse(faults)
+        distinct = self.engine.materialise("distinct", raw.drop(Engine.FILE, Engine.ROW).distinct())
+        kept = self.engine.row(distinct.aggregate(rows=distinct.count()))["rows"]
+        self.counts = {"read": read, "empty_files": len(log.empty_files), "neutralised": neutralised}
+        if read > kept:
+            self.dropped["exact duplicate of another event"] = read - kept
+        return log, standardise(distinct, mapping, choice.max_watch_time)
+
+    def _split(self, events: ir.Table) -> tuple[ir.Table, dict[str, Any]]:
+        time = events[Columns.TIMESTAMP]
+        ends = self.engine.row(events.aggregate(first=time.min(), last=time.max()))
+        has_clock = self.choice.mapping.time_unit != "order"
+        boundaries = self.choice.split.boundaries(ends["first"], ends["last"], has_clock)
+        events = self.engine.materialise("events", self.choice.split.assign(events, boundaries))
+        self.engine.drop("distinct")
+        return events, {"first_ms": ends["first"], "last_ms": ends["last"], **boundaries}
+
+    def _keep(self, events: ir.Table) -> tuple[ir.Table, ir.Table, ir.Table]:
+        choice, engine = self.choice, self.engine
+        items = engine.materialise("items", item_indices(events, choice.catalogue, choice.min_item_events))
+        known = events.semi_join(items, Columns.ITEM_ID)
+        users = engine.materialise("users", user_indices(known, choice.min_user_events))
+        self.dropped |= count_dropped(engine, events, known, "item outside the catalogue")
+        if choice.min_user_events:
+            active = known.semi_join(users, Columns.USER_ID)
+            self.dropped |= count_dropped(engine, known, active, "user below min_user_events")
+        return items, users, place_events(events, items, users)
+
+    def _shape(self, events: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
+        engine, base = self.engine, self.choice.label.duration_base
+        placed = engine.materialise("placed", add_positions(events, time_order(events)))
+        engine.drop("events")
+        quantiles = engine.materialise("quantiles", quantile_table(placed, base))
+        write_parquet(engine.table(quantiles.order_by(quantiles.columns[:2])), self.partial / "quantiles.parquet")
+        cutoffs = engine.materialise("cutoffs", cutoff_table(quantiles))
+        timed = {Columns.WATCH_TIME, Columns.DURATION} <= set(log.columns)
+        shaped = add_feedback(self.choice.label.add(placed), cutoffs if timed else None, base)
+        shaped = engine.materialise("shaped", shaped)
+        engine.drop("placed")
+        feedback = describe_cutoffs(engine.table(cutoffs.order_by("bucket")), base)
+        return shaped, feedback
+
+    def _write_tables(self, items: ir.Table, users: ir.Table, events: ir.Table) -> dict[str, int]:
+        item_rows = self.engine.table(item_table(items, events))
+        user_rows = self.engine.table(users.select(Events.USER_INDEX, Columns.USER_ID).order_by(Events.USER_INDEX))
+        write_parquet(item_rows, self.partial / "items.parquet")
+        write_parquet(user_rows, self.partial / "users.parquet")
+        return {"num_items": item_rows.num_rows, "num_users": user_rows.num_rows}
+
+    def _write_period(self, events: ir.Table, period: int) -> list[dict[str, Any]]:
+        self._stage()
+        rows = period_rows(events, period, self.choice.max_context)
+        directory = self.partial / PERIODS[period]
+        shards = write_shards(self.engine.stream(rows), directory, self.choice.rows_per_shard, self._written)
+        if not any(shard["targets"] for shard in shards):
+            dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
+            raise RecpoError(
+                f"the {PERIODS[period]} period has no events (dropped: {dropped or 'nothing'}): choose another split, "
+                "a smaller min_item_events or min_user_events, or catalogue log"
+            )
+        return shards
+
+    def _totals(self, events: ir.Table, shards: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, int]]:
+        neutral = events.filter(events[Events.WATCH_QUANTILE].isnull())
+        counted = neutral.group_by(Events.PERIOD).aggregate(rows=neutral.count())
+        by_period = {row[Events.PERIOD]: row["rows"] for row in self.engine.table(counted).to_pylist()}
+        return {
+            name: {
+                **{key: sum(shard[key] for shard in shards[name]) for key in ("rows", "targets", "users")},
+                "targets_without_label": by_period.get(number, 0),
+            }
+            for number, name in enumerate(PERIODS)
+        }
+
+    def _written(self, rows: int) -> None:
+        self.rows_written += rows
+        self.bar.set_postfix_str(f"{self.rows_written:,} rows written")
+
+
+def _label_faults(label: Label, log: Log) -> list[Fault]:
+    lacking = [column for column in label.needs if column not in log.columns]
+    if not lacking or not log.files:
+        return []
+    name = type(label).__name__
+    mend = (
+        "name the column with --columns.NAME, or choose another --label: WatchQuantiles, WatchRatio, D2Q and "
+        "WatchTimeGain read watch_time and duration, BinaryColumn and NumericColumn read label, EveryEvent reads nothing"
+    )
+    return [Fault(log.name, None, f"label {name} needs {' and '.join(lacking)}, which the log has not", mend)]

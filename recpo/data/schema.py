@@ -1,0 +1,155 @@
+"""The columns of an interaction log, their units, and the columns of what ``recpo prepare`` writes.
+
+Every name is written once, here. ``Columns`` names the standard columns of a log, ``ColumnMapping`` says what they are
+called in the log at hand and in which units, ``EVENT_SCHEMA`` is the layout of the prepared shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Final, Literal
+
+import pyarrow as pa
+
+TimeUnit = Literal["s", "ms", "us", "ns", "order"]
+DurationUnit = Literal["s", "ms", "us", "min"]
+
+MILLISECONDS_PER_UNIT: Final[dict[str, float]] = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "min": 6e4}
+
+
+class Columns:
+    """Standard names of the columns of an interaction log; only the first three are required.
+
+    Attributes:
+        USER_ID: who; an integer or a string.
+        ITEM_ID: what; an integer or a string.
+        TIMESTAMP: when the item was shown; a number (in ``ColumnMapping.time_unit``), a time, or a string that parses.
+        WATCH_TIME: for how long it was watched.
+        DURATION: how long the item is.
+        DISLIKE: an explicit negative signal; bool or 0/1.
+        LABEL: a number that a label method reads (a rating, a binary "long view").
+        PROPENSITY: probability in (0, 1] with which the logging policy showed the item.
+        IS_RANDOM: the exposure was uniformly random; bool or 0/1.
+        REQUEST_ID: events of one request (impression) share it.
+    """
+
+    USER_ID: Final = "user_id"
+    ITEM_ID: Final = "item_id"
+    TIMESTAMP: Final = "timestamp"
+    WATCH_TIME: Final = "watch_time"
+    DURATION: Final = "duration"
+    DISLIKE: Final = "dislike"
+    LABEL: Final = "label"
+    PROPENSITY: Final = "propensity"
+    IS_RANDOM: Final = "is_random"
+    REQUEST_ID: Final = "request_id"
+
+    REQUIRED: Final = (USER_ID, ITEM_ID, TIMESTAMP)
+    OPTIONAL: Final = (WATCH_TIME, DURATION, DISLIKE, LABEL, PROPENSITY, IS_RANDOM, REQUEST_ID)
+    ALL: Final = REQUIRED + OPTIONAL
+
+
+class Events:
+    """Names of the columns that the Ibis expressions of this package add on the way to the prepared shards.
+
+    Attributes:
+        WATCH_MS: watch time in whole milliseconds, null = unknown; counts over it make quantiles exact.
+        DURATION_MS: duration in whole milliseconds, null = unknown.
+        PERIOD: 0 train, 1 valid, 2 test (``PERIODS``).
+        WATCH_QUANTILE: the preference label in [0, 1], null = neutral.
+        FEEDBACK: feedback level 0..5 (``recpo.data.feedback``).
+        POSITION: place of the event in its user's history, from 0.
+    """
+
+    WATCH_MS: Final = "watch_ms"
+    DURATION_MS: Final = "duration_ms"
+    PERIOD: Final = "period"
+    WATCH_QUANTILE: Final = "watch_quantile"
+    FEEDBACK: Final = "feedback"
+    POSITION: Final = "position"
+    USER_INDEX: Final = "user_index"
+    ITEM_INDEX: Final = "item_index"
+    REQUEST: Final = "request"
+    IS_TARGET: Final = "is_target"
+
+
+TRAIN, VALID, TEST = 0, 1, 2
+PERIODS: Final = ("train", "valid", "test")
+
+#: A user's events are in this one order, nulls first, whatever the order of rows and files in the log.
+TIE_RULE: Final = (
+    Columns.TIMESTAMP,
+    Columns.REQUEST_ID,
+    Columns.ITEM_ID,
+    Events.WATCH_MS,
+    Events.DURATION_MS,
+    Columns.DISLIKE,
+    Columns.LABEL,
+    Columns.PROPENSITY,
+    Columns.IS_RANDOM,
+)
+
+EVENT_SCHEMA: Final = pa.schema(
+    [
+        (Events.USER_INDEX, pa.int32()),
+        (Events.ITEM_INDEX, pa.int32()),
+        (Columns.TIMESTAMP, pa.int64()),
+        (Events.WATCH_QUANTILE, pa.float32()),
+        (Columns.DISLIKE, pa.bool_()),
+        (Events.FEEDBACK, pa.int8()),
+        (Columns.WATCH_TIME, pa.float32()),
+        (Columns.DURATION, pa.float32()),
+        (Columns.PROPENSITY, pa.float32()),
+        (Columns.IS_RANDOM, pa.bool_()),
+        (Events.REQUEST, pa.int64()),
+        (Events.IS_TARGET, pa.bool_()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class ColumnMapping:
+    """What the standard columns are called in the log, and in which units they are.
+
+    A column named here must exist in the log. A column left out keeps the name that the preset gives it, and is used
+    where the log has it.
+
+    Args:
+        user_id: column of the user, integer or string.
+        item_id: column of the item, integer or string.
+        timestamp: column of the time of the event: number, time, or string that parses.
+        watch_time: column of the time watched.
+        duration: column of the item's duration.
+        dislike: column of an explicit negative signal, bool or 0/1.
+        label: column of a number that the label method reads (a rating, a binary signal).
+        propensity: column of the logging policy's probability of the item, in (0, 1].
+        is_random: column that is true where the exposure was uniformly random, bool or 0/1.
+        request_id: column that the events of one request share.
+        time_unit: unit of a numeric ``timestamp``, since 1970-01-01 UTC; "order" = a bare position without a clock.
+        watch_time_unit: unit of ``watch_time``.
+        duration_unit: unit of ``duration``.
+    """
+
+    user_id: str | None = None
+    item_id: str | None = None
+    timestamp: str | None = None
+    watch_time: str | None = None
+    duration: str | None = None
+    dislike: str | None = None
+    label: str | None = None
+    propensity: str | None = None
+    is_random: str | None = None
+    request_id: str | None = None
+    time_unit: TimeUnit | None = None
+    watch_time_unit: DurationUnit | None = None
+    duration_unit: DurationUnit | None = None
+
+    def over(self, preset: ColumnMapping) -> ColumnMapping:
+        """This mapping where it says something, ``preset`` elsewhere."""
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(preset, **{name: value for name, value in said.items() if value is not None})
+
+    def named(self) -> dict[str, str]:
+        """Standard name -> name in the log, of every column that this mapping names."""
+        names = {column: getattr(self, column) for column in Columns.ALL}
+        return {column: name for column, name in names.items() if name is not None}

@@ -1,0 +1,225 @@
+"""Checks every row of a log in one pass and tells what cannot be used, what is neutralised, and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import ibis
+import ibis.expr.types as ir
+
+from recpo.data.engine import Engine
+from recpo.data.events import length_ms, number, timestamp_ms
+from recpo.data.faults import Example, Fault
+from recpo.data.files import Log
+from recpo.data.schema import ColumnMapping, Columns
+from recpo.data.shaping import Label
+
+#: fatal: the log is refused. impossible: the value is neutralised and counted, or fatal if strict. missing: neutralised
+#: and counted.
+Severity = Literal["fatal", "impossible", "missing"]
+
+_EXAMPLES: Final = 3
+
+
+@dataclass(frozen=True)
+class Check:
+    """A question to every row.
+
+    Attributes:
+        column: standard name of the column.
+        problem: what an offending row has.
+        severity: what follows.
+        mend: what the user can do.
+        offends: the offending rows.
+    """
+
+    column: str
+    problem: str
+    severity: Severity
+    mend: str
+    offends: ir.BooleanColumn
+
+    @property
+    def reason(self) -> str:
+        """Key of the count in the manifest."""
+        return f"{self.column}: {self.problem}"
+
+
+def check_rows(
+    engine: Engine,
+    raw: ir.Table,
+    log: Log,
+    mapping: ColumnMapping,
+    label: Label,
+    max_watch_time: float = 86_400.0,
+    strict: bool = False,
+) -> tuple[int, dict[str, int], list[Fault]]:
+    """Counts the offending rows of every check.
+
+    Args:
+        engine: runs the expressions.
+        raw: rows under standard names (``select_columns``).
+        log: names of files and columns for the report.
+        mapping: units.
+        label: the label method, which may refuse values of the label column.
+        max_watch_time: longest possible watch time in seconds.
+        strict: impossible values and exact duplicates are fatal instead of neutralised or dropped.
+
+    Returns:
+        Number of rows, neutralised values by reason, faults.
+    """
+    checks = [*row_checks(raw, mapping, max_watch_time), *_label_checks(raw, label)]
+    counts = {f"c{number}": check.offends.fill_null(False).sum() for number, check in enumerate(checks)}
+    found = engine.row(raw.aggregate(rows=raw.count(), **counts))
+    neutralised, faults = {}, []
+    for place, check in enumerate(checks):
+        count = int(found[f"c{place}"] or 0)
+        if not count:
+            continue
+        if check.severity == "fatal" or (strict and check.severity == "impossible"):
+            examples = _examples(engine, raw.filter(check.offends), check.column, log)
+            faults.append(Fault(log.name, log.columns[check.column], check.problem, check.mend, count, examples))
+        else:
+            neutralised[check.reason] = count
+    if strict:
+        faults += _duplicates(engine, raw, log)
+    return int(found["rows"]), neutralised, faults
+
+
+def row_checks(raw: ir.Table, mapping: ColumnMapping, max_watch_time: float) -> list[Check]:
+    """All checks that apply to the columns which ``raw`` has."""
+    return [
+        *_key_checks(raw),
+        *_time_checks(raw, mapping),
+        *_length_checks(raw, mapping, max_watch_time),
+        *_flag_checks(raw),
+        *_number_checks(raw),
+    ]
+
+
+def _key_checks(raw: ir.Table) -> list[Check]:
+    mend = "an event needs a user, an item and a time: remove these rows or fill the key"
+    return [
+        Check(column, "null key", "fatal", mend, raw[column].isnull())
+        for column in (Columns.USER_ID, Columns.ITEM_ID)
+        if column in raw.columns
+    ]
+
+
+def _time_checks(raw: ir.Table, mapping: ColumnMapping) -> list[Check]:
+    if Columns.TIMESTAMP not in raw.columns:
+        return []
+    time, unit = raw[Columns.TIMESTAMP], mapping.time_unit or "ms"
+    absent = time.isnull() | time.isnan() if time.type().is_floating() else time.isnull()
+    useless = timestamp_ms(time, unit).isnull() & ~absent
+    if unit == "order":
+        mend = "time_unit order takes whole numbers"
+    elif time.type().is_string():
+        mend = f"write ISO times such as 2024-05-01T12:00:00+08:00, or whole numbers in {unit} (--columns.time_unit)"
+    else:
+        mend = f"times lie in 1971..2099; these were read in {unit}: set --columns.time_unit to s, ms, us, ns or order"
+    missing = "an event needs a user, an item and a time: remove these rows or fill the time"
+    return [
+        Check(Columns.TIMESTAMP, "null time", "fatal", missing, absent),
+        Check(Columns.TIMESTAMP, "unparseable or impossible time", "fatal", mend, useless),
+    ]
+
+
+def _length_checks(raw: ir.Table, mapping: ColumnMapping, max_watch_time: float) -> list[Check]:
+    checks = []
+    if Columns.WATCH_TIME in raw.columns:
+        watch = length_ms(raw, Columns.WATCH_TIME, mapping.watch_time_unit)
+        unit = f"check --columns.watch_time_unit (now {mapping.watch_time_unit or 's'})"
+        known = ~watch.isnan()
+        checks += [
+            Check(Columns.WATCH_TIME, "missing", "missing", unit, watch.isnull() | watch.isnan()),
+            Check(Columns.WATCH_TIME, "negative", "impossible", "a watch time is at least 0", known & (watch < 0)),
+            Check(
+                Columns.WATCH_TIME,
+                f"infinite or longer than max_watch_time = {max_watch_time:g} s",
+                "impossible",
+                f"{unit} or raise max_watch_time",
+                known & (watch > max_watch_time * 1000),
+            ),
+        ]
+    if Columns.DURATION in raw.columns:
+        duration = length_ms(raw, Columns.DURATION, mapping.duration_unit)
+        unit = f"check --columns.duration_unit (now {mapping.duration_unit or 's'})"
+        missing = duration.isnull() | duration.isnan()
+        checks += [
+            Check(Columns.DURATION, "missing or zero", "missing", unit, missing | (duration == 0)),
+            Check(Columns.DURATION, "negative or infinite", "impossible", unit, (duration < 0) | duration.isinf()),
+        ]
+    return checks
+
+
+def _flag_checks(raw: ir.Table) -> list[Check]:
+    checks = []
+    for column in (Columns.DISLIKE, Columns.IS_RANDOM):
+        if column in raw.columns:
+            value, mend = number(raw[column]), "expected a boolean, or 0 and 1"
+            absent = value.isnull() | value.isnan()
+            checks += [
+                Check(column, "missing, taken as false", "missing", mend, absent),
+                Check(column, "neither 0 nor 1", "fatal", mend, ~absent & (value != 0) & (value != 1)),
+            ]
+    return checks
+
+
+def _number_checks(raw: ir.Table) -> list[Check]:
+    checks = []
+    if Columns.LABEL in raw.columns:
+        label = number(raw[Columns.LABEL])
+        checks += [
+            Check(
+                Columns.LABEL,
+                "missing",
+                "missing",
+                "an event without a label is neutral",
+                label.isnull() | label.isnan(),
+            ),
+            Check(Columns.LABEL, "infinite", "impossible", "a label is a finite number", label.isinf()),
+        ]
+    if Columns.PROPENSITY in raw.columns:
+        value, mend = number(raw[Columns.PROPENSITY]), "a propensity is a probability above 0 and at most 1"
+        absent = value.isnull() | value.isnan()
+        checks += [
+            Check(Columns.PROPENSITY, "missing", "missing", mend, absent),
+            Check(Columns.PROPENSITY, "outside (0, 1]", "impossible", mend, ~absent & ((value <= 0) | (value > 1))),
+        ]
+    return checks
+
+
+def _label_checks(raw: ir.Table, label: Label) -> list[Check]:
+    if Columns.LABEL not in raw.columns:
+        return []
+    value = number(raw[Columns.LABEL])
+    refused = label.refuses(value)
+    if refused is None:
+        return []
+    name = type(label).__name__
+    mend = "map another column to label, or choose another label such as NumericColumn"
+    return [Check(Columns.LABEL, f"a value that {name} cannot read", "fatal", mend, refused & ~value.isnan())]
+
+
+def _examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> list[Example]:
+    first = offending.order_by([Engine.FILE, Engine.ROW]).limit(_EXAMPLES)
+    rows = engine.table(first.select(file=first[Engine.FILE], row=first[Engine.ROW], value=first[column])).to_pylist()
+    shown = {str(file.path): file.shown for file in log.files}
+    return [Example(shown[row["file"]], row["row"], row["value"]) for row in rows]
+
+
+def _duplicates(engine: Engine, raw: ir.Table, log: Log) -> Sequence[Fault]:
+    columns = [column for column in raw.columns if column in Columns.ALL]
+    if not set(Columns.REQUIRED) <= set(columns):
+        return []
+    place = ibis.row_number().over(group_by=columns, order_by=[raw[Engine.FILE], raw[Engine.ROW]])
+    again = raw.mutate(copy=place).filter(ibis._.copy > 0)
+    count = engine.row(again.aggregate(rows=again.count()))["rows"]
+    if not count:
+        return []
+    examples = _examples(engine, again, Columns.ITEM_ID, log)
+    mend = "remove the copies, or leave strict off and they are dropped and counted"
+    return [Fault(log.name, None, "exact duplicates of an earlier event", mend, count, examples)]

@@ -1,0 +1,120 @@
+"""Writes prepared shards: whole users, a bounded number of rows in memory, the same bytes every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recpo.data.manifest import sha256
+from recpo.data.schema import EVENT_SCHEMA, Events
+
+_ROW_GROUP: Final = 1 << 16
+
+
+def user_blocks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
+    """Regroups rows sorted by ``user_index`` into tables of whole users.
+
+    A block ends at the first change of user after ``rows`` rows, so its size does not depend on how the engine cut its
+    batches; at most one block and one batch are held in memory.
+    """
+    pending: list[pa.RecordBatch] = []
+    held = 0
+    last_user = -1
+    for batch in batches:
+        while batch.num_rows:
+            users = batch.column(Events.USER_INDEX).to_numpy()
+            changes = np.flatnonzero(np.diff(users, prepend=last_user))
+            cuts = changes[changes + held >= rows]
+            take = int(cuts[0]) if len(cuts) else batch.num_rows
+            if take:
+                pending.append(batch.slice(0, take))
+                held += take
+                last_user = int(users[take - 1])
+            if len(cuts):
+                yield pa.Table.from_batches(pending)
+                pending, held = [], 0
+            batch = batch.slice(take)
+    if pending:
+        yield pa.Table.from_batches(pending)
+
+
+def write_parquet(table: pa.Table, file: Path) -> None:
+    """One writer setting for every file, so that equal tables are equal bytes."""
+    pq.write_table(table, file, row_group_size=_ROW_GROUP, compression="zstd")
+
+
+def write_shards(
+    batches: Iterable[pa.RecordBatch], directory: Path, rows_per_shard: int, progress: Callable[[int], object]
+) -> list[dict[str, Any]]:
+    """Writes ``00000.parquet``, ``00001.parquet`` and so on.
+
+    Args:
+        batches: rows with the columns of ``EVENT_SCHEMA``, sorted by user and time.
+        directory: made here.
+        rows_per_shard: a shard ends at the first change of user after this many rows.
+        progress: called with the number of rows written.
+
+    Returns:
+        For each shard its file (relative to the directory's parent), rows, users, targets, sha256.
+    """
+    directory.mkdir()
+    shards = []
+    for number, block in enumerate(user_blocks(batches, rows_per_shard)):
+        table = block.select(EVENT_SCHEMA.names).cast(EVENT_SCHEMA).combine_chunks()
+        file = directory / f"{number:05d}.parquet"
+        write_parquet(table, file)
+        users = table[Events.USER_INDEX].to_numpy()
+        shards.append(
+            {
+                "file": f"{directory.name}/{file.name}",
+                "rows": table.num_rows,
+                "users": int(np.count_nonzero(np.diff(users, prepend=-1))),
+                "targets": int(np.count_nonzero(table[Events.IS_TARGET].to_numpy())),
+                "sha256": sha256(file),
+            }
+        )
+        progress(table.num_rows)
+    return shards
+
+
+def write_histories(
+    batches: Iterable[pa.RecordBatch], file: Path, rows_per_block: int, progress: Callable[[int], object]
+) -> None:
+    """Writes one row per user: ``user_id``, ``item_ids`` and ``feedback``, oldest event first.
+
+    Args:
+        batches: rows with ``user_index``, ``user_id``, ``item_id``, ``feedback``, sorted by user and time.
+        file: the Parquet file.
+        rows_per_block: events held in memory.
+        progress: called with the number of rows written.
+    """
+    writer: pq.ParquetWriter | None = None
+    try:
+        for block in user_blocks(batches, rows_per_block):
+            table = _one_row_per_user(block.combine_chunks())
+            writer = writer or pq.ParquetWriter(file, table.schema, compression="zstd")
+            writer.write_table(table, row_group_size=_ROW_GROUP)
+            progress(block.num_rows)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _one_row_per_user(events: pa.Table) -> pa.Table:
+    users = events[Events.USER_INDEX].to_numpy()
+    starts = np.flatnonzero(np.diff(users, prepend=-1))
+    offsets = pa.array(np.append(starts, len(users)).astype(np.int32))
+    lists = {
+        name: pa.ListArray.from_arrays(offsets, _flat(events[column]))
+        for name, column in (("item_ids", "item_id"), (Events.FEEDBACK, Events.FEEDBACK))
+    }
+    return pa.table({"user_id": _flat(events["user_id"]).take(pa.array(starts)), **lists})
+
+
+def _flat(column: pa.ChunkedArray) -> pa.Array:
+    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
