@@ -19,3 +19,23 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """A small simulated log: ``log/`` and ``truth/``."""
+    from recpo.cli.simulate import simulate
+
+    out = tmp_path_factory.mktemp("world") / "simulated"
+    simulate(out, users=80, items=60, events=5000, days=10)
+    return out
+
+
+@pytest.fixture(scope="session")
+def prepared(world, tmp_path_factory):
+    """The small log, prepared."""
+    from recpo.cli.prepare import prepare
+
+    out = tmp_path_factory.mktemp("prepared") / "prepared"
+    prepare(str(world / "log"), out)
+    return out

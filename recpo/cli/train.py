@@ -12,7 +12,9 @@ from torch.nn import Parameter
 from torch.optim import Adam, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
-import recpo.objectives
+import recpo.advantages
+import recpo.objectives.gbpo
+import recpo.objectives.likelihood
 import recpo.policies.catalog_softmax  # noqa: F401  so that a class path may be the bare class name
 from recpo.atomic import atomic_file
 from recpo.cli.config import RESOLVED as RESOLVED_CONFIGURATION

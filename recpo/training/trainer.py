@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
-from lightning import Trainer
+from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -13,9 +16,21 @@ from recpo.training.run import CHECKPOINTS
 
 
 class ProgressBar(TQDMProgressBar):
-    """Lightning's bar without the version number of the logger."""
+    """Lightning's bar without the version number of the logger; on anything but a terminal, one line per epoch."""
 
-    def get_metrics(self, trainer: Trainer, pl_module: Any) -> dict[str, Any]:
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        super().__init__(refresh_rate=1 if self._terminal else 0)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the epoch's line where there is no bar."""
+        super().on_train_epoch_end(trainer, pl_module)
+        if not self._terminal:
+            shown = self.get_metrics(trainer, pl_module).items()
+            line = "  ".join(f"{name} {float(value):.4f}" for name, value in shown)
+            print(f"epoch {trainer.current_epoch}  step {trainer.global_step}  {line}", file=sys.stderr, flush=True)
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """See ``lightning.pytorch.callbacks.ProgressBar``."""
         metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
@@ -43,6 +58,7 @@ class TrainerOptions:
             monitor: validation metric whose largest value marks the best policy.
             checkpoint_every: also keep the state every so many optimiser steps, to resume from; None = every epoch.
         """
+        _quieten()
         callbacks = self._options.get("callbacks") or []
         callbacks = [*callbacks] if isinstance(callbacks, list) else [callbacks]
         if self._options.get("enable_progress_bar") is not False:
@@ -54,6 +70,13 @@ class TrainerOptions:
             self._options["logger"] = [csv, TensorBoardLogger(run, name="logs", version=csv.version)]
         self._options.update(callbacks=callbacks, default_root_dir=run, enable_model_summary=False)
         return Trainer(**self._options)
+
+
+def _quieten() -> None:
+    """Leaves out what Lightning says about itself; warnings about the user's options stay."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    for message in (".*LeafSpec.*", ".*IterableDataset. has .__len__. defined.*", ".*does not have many workers.*"):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def _checkpoints(directory: Path, monitor: str, every: int | None) -> list[ModelCheckpoint]:

@@ -39,8 +39,8 @@ def write_shard(path, users, first_item, is_target=None):
     return total
 
 
-@pytest.fixture()
-def prepared(tmp_path):
+@pytest.fixture
+def shards(tmp_path):
     """Two training shards of 7 and 4 users, one validation shard."""
     first = write_shard(tmp_path / "train/00000.parquet", list(range(7)), 1)
     second = write_shard(tmp_path / "train/00001.parquet", list(range(7, 11)), first + 1)
@@ -64,40 +64,40 @@ def rows_of(batches):
     return [batch.row_ids.tolist() for batch in batches]
 
 
-def test_an_epoch_holds_every_event_once_and_the_next_is_in_another_order(prepared):
-    batches = TrainBatches(prepared, LAYOUT, 3, seed=0, rank=Rank())
+def test_an_epoch_holds_every_event_once_and_the_next_is_in_another_order(shards):
+    batches = TrainBatches(shards, LAYOUT, 3, seed=0, rank=Rank())
     first = list(batches)
     assert len(first) == len(batches)
-    rows = sorted(sum(rows_of(first), []))
+    rows = sorted(row for rows in rows_of(first) for row in rows)
     assert rows == list(range(batches.num_rows))
     items = torch.cat([batch.slates.item_ids[batch.slates.mask] for batch in first])
     assert len(items) == len(items.unique())
     batches.epoch = 1
     second = rows_of(batches)
-    assert sorted(sum(second, [])) == rows
+    assert sorted(row for batch in second for row in batch) == rows
     assert second != rows_of(first)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, ImpressionLayout(history_length=6, slate_length=4)])
-def test_workers_do_not_change_the_batches(prepared, layout):
-    alone = list(ResumableLoader(TrainBatches(prepared, layout, 3, seed=1, rank=Rank()), num_workers=0))
-    helped = list(ResumableLoader(TrainBatches(prepared, layout, 3, seed=1, rank=Rank()), num_workers=2))
+def test_workers_do_not_change_the_batches(shards, layout):
+    alone = list(ResumableLoader(TrainBatches(shards, layout, 3, seed=1, rank=Rank()), num_workers=0))
+    helped = list(ResumableLoader(TrainBatches(shards, layout, 3, seed=1, rank=Rank()), num_workers=2))
     assert rows_of(alone) == rows_of(helped)
     for a, b in zip(alone, helped, strict=True):
         assert torch.equal(a.slates.item_ids, b.slates.item_ids)
         assert torch.equal(a.histories.item_ids, b.histories.item_ids)
 
 
-def test_ranks_share_every_row_once_and_take_the_same_number_of_steps(prepared):
-    ranks = [list(TrainBatches(prepared, LAYOUT, 2, seed=0, rank=Rank(rank, 3))) for rank in range(3)]
+def test_ranks_share_every_row_once_and_take_the_same_number_of_steps(shards):
+    ranks = [list(TrainBatches(shards, LAYOUT, 2, seed=0, rank=Rank(rank, 3))) for rank in range(3)]
     assert len({len(batches) for batches in ranks}) == 1
     rows = [row for batches in ranks for b in batches for row in b.row_ids[b.slates.mask.any(1)].tolist()]
-    assert sorted(rows) == list(range(TrainBatches(prepared, LAYOUT, 2, 0, Rank()).num_rows))
+    assert sorted(rows) == list(range(TrainBatches(shards, LAYOUT, 2, 0, Rank()).num_rows))
 
 
-def test_the_step_quantiles_are_those_of_every_micro_batch_and_rank(prepared):
-    whole = list(TrainBatches(prepared, LAYOUT, 4, seed=0, rank=Rank()))
-    split = list(TrainBatches(prepared, LAYOUT, 2, seed=0, rank=Rank(accumulate=2)))
+def test_the_step_quantiles_are_those_of_every_micro_batch_and_rank(shards):
+    whole = list(TrainBatches(shards, LAYOUT, 4, seed=0, rank=Rank()))
+    split = list(TrainBatches(shards, LAYOUT, 2, seed=0, rank=Rank(accumulate=2)))
     known = whole[0].slates.watch_quantile[~whole[0].slates.watch_quantile.isnan()]
     assert whole[0].step_quantiles is None
     for batch in split[:2]:
@@ -105,9 +105,9 @@ def test_the_step_quantiles_are_those_of_every_micro_batch_and_rank(prepared):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_resumed_epoch_goes_on_with_the_next_batch(prepared, workers):
+def test_a_resumed_epoch_goes_on_with_the_next_batch(shards, workers):
     def loader():
-        return ResumableLoader(TrainBatches(prepared, LAYOUT, 2, seed=3, rank=Rank()), num_workers=workers)
+        return ResumableLoader(TrainBatches(shards, LAYOUT, 2, seed=3, rank=Rank()), num_workers=workers)
 
     whole = loader()
     expected = rows_of(whole) + rows_of(whole)
@@ -122,9 +122,9 @@ def test_a_resumed_epoch_goes_on_with_the_next_batch(prepared, workers):
     assert resumed.state_dict() == {"epoch": 2, "batch": 0}
 
 
-def test_held_out_users_are_split_over_ranks_and_can_be_limited(prepared):
+def test_held_out_users_are_split_over_ranks_and_can_be_limited(shards):
     def users(rank, limit=None):
-        held_out = HeldOutBatches(prepared, "valid", 6, 4, rank, limit)
+        held_out = HeldOutBatches(shards, "valid", 6, 4, rank, limit)
         return [row for batch in held_out for row in batch.feedback.row_ids.tolist()]
 
     assert users(Rank()) == list(range(11))
@@ -132,8 +132,8 @@ def test_held_out_users_are_split_over_ranks_and_can_be_limited(prepared):
     assert users(Rank(), 5) == list(range(5))
 
 
-def test_the_module_yields_what_the_trainer_needs(prepared):
-    module = FeedbackDataModule(prepared.root, batch_size=4, layout=LAYOUT)
+def test_the_module_yields_what_the_trainer_needs(shards):
+    module = FeedbackDataModule(shards.root, batch_size=4, layout=LAYOUT)
     assert len(list(module.train_dataloader())) == len(module.train_dataloader())
     batch = next(iter(module.val_dataloader()))
     assert batch.feedback.histories.item_ids.shape[1] <= 6
@@ -150,7 +150,7 @@ def test_the_module_yields_what_the_trainer_needs(prepared):
         (lambda root: (root / "manifest.json").write_text('{"format_version": 99}'), "format_version 99"),
     ],
 )
-def test_a_damaged_directory_is_refused(prepared, spoil, message):
-    spoil(prepared.root)
+def test_a_damaged_directory_is_refused(shards, spoil, message):
+    spoil(shards.root)
     with pytest.raises(RecpoError, match=message):
-        FeedbackDataModule(prepared.root)
+        FeedbackDataModule(shards.root)
