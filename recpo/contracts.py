@@ -17,12 +17,14 @@ class Policy(nn.Module, ABC):
         num_tokens: ``T``, tokens per item.
         max_history: ``H``, the most history events it can read; callers keep the most recent ones.
         has_exact_log_prob: False where ``log_prob`` is an estimate (a sampled normaliser).
+        reads_timestamps: it uses ``Histories.timestamps``, so whoever serves it must hand them over too.
     """
 
     num_items: int
     max_history: int
     num_tokens: int = 1
     has_exact_log_prob: bool = True
+    reads_timestamps: bool = False
 
     @abstractmethod
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from pathlib import Path
+
+from recpo.atomic import atomic_file
 
 #: YAML of every option of the running verb, defaults included; None when a verb is called from Python.
 RESOLVED: ContextVar[str | None] = ContextVar("resolved_configuration", default=None)
+
+
+def save_resolved(result: Path) -> None:
+    """Writes the running verb's options beside the file ``result``: ``metrics.json`` gets ``metrics.resolved.yaml``."""
+    resolved = RESOLVED.get()
+    if resolved is not None:
+        with atomic_file(result.with_suffix(".resolved.yaml")) as partial:
+            partial.write_text(resolved, encoding="utf-8")

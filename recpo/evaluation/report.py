@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from recpo.evaluation.held_out import Estimate, RankingResult
 
 SCHEMA_VERSION = 1
 _LOWER_IS_BETTER = ("disliked", "true_dislike")
+_HEADINGS = ("NDCG", "Recall", "HitRate", "MRR", "disliked", "true_reward")
+_MOST_FOR_ALL_PAIRS = 4
 
 
 class Contender(NamedTuple):
@@ -87,15 +90,13 @@ def conventions(exclude_seen: bool, positive_threshold: float) -> dict[str, str]
 
 
 def metrics_table(contenders: Sequence[Contender], k: int, *, title: str) -> Table:
-    """One row per contender, the metrics at ``k`` with their 95 % half-widths; the best mean of a column is bold."""
-    names = [m for m in contenders[0].result.per_user if m.endswith(f"@{k}") and not m.startswith(("MAP", "Precision"))]
-    table = Table(
-        title=title, title_justify="left", caption="mean ± half of the 95 % interval over users", caption_justify="left"
-    )
+    """One row per contender, the main metrics at ``k`` with their 95 % half-widths; the best mean of a column is bold."""
+    names = _shown(contenders, _HEADINGS, k)
+    table = _table(f"{title}; lists of {k}", "mean ± half of the 95 % interval over users")
     table.add_column("contender")
     for name in names:
-        table.add_column(name, justify="right")
-    table.add_column(f"coverage@{k}", justify="right")
+        table.add_column(_heading(name), justify="right")
+    table.add_column("coverage", justify="right")
     estimates = {name: [contender.result.estimate(name) for contender in contenders] for name in names}
     best = {name: _best(name, [e.mean for e in column]) for name, column in estimates.items()}
     for row, contender in enumerate(contenders):
@@ -105,22 +106,34 @@ def metrics_table(contenders: Sequence[Contender], k: int, *, title: str) -> Tab
 
 
 def differences_table(contenders: Sequence[Contender], k: int) -> Table:
-    """Paired differences of the metrics at ``k`` for every pair; bold where the interval excludes 0."""
-    shown = [
-        m
-        for m in contenders[0].result.per_user
-        if m.endswith(f"@{k}") and m.startswith(("NDCG", "Recall", "disliked@", "true_"))
-    ]
-    table = Table(title="paired differences, same users", title_justify="left")
+    """Paired differences of metrics at ``k``, bold where the interval excludes 0.
+
+    Every pair up to four contenders, from there on each against the first; the document has every pair.
+    """
+    names = _shown(contenders, ("NDCG", "Recall", "disliked", "true_reward", "true_dislike"), k)
+    table = _table(f"paired differences on the same users; lists of {k}", "bold: the interval excludes 0")
     table.add_column("contender - against")
-    for name in shown:
-        table.add_column(name, justify="right")
-    for earlier, later in combinations(contenders, 2):
-        values = [later.result.difference(earlier.result, name) for name in shown]
-        table.add_row(
-            f"{later.name} - {earlier.name}", *[_cell(v, bold=abs(v.mean) > v.half_width, signed=True) for v in values]
-        )
+    for name in names:
+        table.add_column(_heading(name), justify="right")
+    pairs = list(combinations(contenders, 2))
+    for earlier, later in pairs if len(contenders) <= _MOST_FOR_ALL_PAIRS else pairs[: len(contenders) - 1]:
+        values = [later.result.difference(earlier.result, name) for name in names]
+        cells = [_cell(value, bold=abs(value.mean) > value.half_width, signed=True) for value in values]
+        table.add_row(f"{later.name} - {earlier.name}", *cells)
     return table
+
+
+def _shown(contenders: Sequence[Contender], headings: Sequence[str], k: int) -> list[str]:
+    return [f"{heading}@{k}" for heading in headings if f"{heading}@{k}" in contenders[0].result.per_user]
+
+
+def _heading(metric: str) -> str:
+    return metric.split("@")[0].replace("_", "\n")
+
+
+def _table(title: str, caption: str) -> Table:
+    # narrow enough for a terminal of 80 columns
+    return Table(title=title, caption=caption, box=SIMPLE_HEAD, title_justify="left", caption_justify="left")
 
 
 def _best(metric: str, means: list[float]) -> int | None:
@@ -134,7 +147,7 @@ def _cell(value: Estimate, *, bold: bool = False, signed: bool = False) -> str:
     if math.isnan(value.mean):
         return "-"
     text = f"{value.mean:{'+' if signed else ''}.4f}"
-    text += "" if math.isnan(value.half_width) else f" ±{value.half_width:.4f}"
+    text += "" if math.isnan(value.half_width) else f"\n±{value.half_width:.4f}"
     return f"[bold]{text}[/bold]" if bold else text
 
 
