@@ -1,13 +1,13 @@
 """Exact log-probabilities of a softmax over a large catalogue, in bounded memory.
 
-``s = h Eᵀ`` are the logits of a state ``h [d]`` over a table ``E [V, d]``. Nothing of size ``[N, V]`` outlives a block unless
-it fits ``KEEP_BYTES``: logits are made block by block (a block fits the cache), reduced, and made again in the backward
-pass. Everything is computed in float32 (float64 for float64 inputs), under autocast too: a log-probability of -14 in
+``s = h Eᵀ`` are the logits of a state ``h [d]`` over a table ``E [V, d]``. Nothing of size ``[N, V]`` outlives a block
+unless it fits ``KEEP_BYTES``: logits are made block by block (a block fits the cache), reduced, and made again in the
+backward pass. Everything is computed in float32 (float64 for float64 inputs), under autocast too: a log-probability of -14 in
 bfloat16 would be wrong by 0.03.
 
 Gradients, with ``p`` the softmax, ``u = Σ_v p_v E_v`` the expected row and ``g`` the incoming gradients of a state's
-log-probabilities:  ``dh = Σ_k g_k E[t_k] - (Σ_k g_k) u`` and ``dE = Σ_k g_k h at row t_k, minus (Σ_k g_k) p hᵀ``. ``u`` is
-gathered in the forward pass, while the block is in the cache, so the backward pass needs the blocks only for ``dE``.
+log-probabilities: ``dh = Σ_k g_k E[t_k] - (Σ_k g_k) u`` and ``dE = Σ_k g_k h at row t_k, minus (Σ_k g_k) p hᵀ``. ``u``
+is gathered in the forward pass, while the block is in the cache, so the backward pass needs blocks only for ``dE``.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from recpo.ops.matmul import matmul_transposed
+
 # One block of logits: small enough for a CPU's last-level cache, large enough to fill a GPU.
-BLOCK_BYTES = {"cpu": 4 << 20}
+BLOCK_BYTES = {"cpu": 8 << 20}
 BLOCK_BYTES_ACCELERATOR = 256 << 20
-# Up to this many bytes of exponentials are kept for the backward pass instead of being computed again.
+# Up to this many bytes of softmax are kept for the backward pass instead of being computed again.
 KEEP_BYTES = 256 << 20
 # Table rows per block: at d = 64 the rows and the logits of a few hundred states stay in the cache together.
 BLOCK_ROWS_OF_TABLE = 8192
 
 
 class _Block(NamedTuple):
-    """Exponentials ``exp(s - shift)`` of the logits of some states over some table rows."""
+    """Some states over some table rows: the log-sum-exp of their logits ``[n]`` and, where kept, their softmax."""
 
     states: slice
     rows: slice
-    exponentials: Tensor
-    shift: Tensor
+    lse: Tensor
+    softmax: Tensor | None
 
 
 class _CatalogSums(NamedTuple):
-    """``lse [N]``, the expected table row ``[N, d]`` (None if not asked for) and the blocks that were kept."""
+    """``lse [N]``, the expected table row ``[N, d]`` (None if not asked for) and the blocks they were made of."""
 
     lse: Tensor
     expected_row: Tensor | None
-    kept: list[_Block]
+    blocks: list[_Block]
 
 
 def linear_logprob(
@@ -63,10 +65,10 @@ def linear_logprob(
         states: ``[N, d]``.
         table: ``[V + padding_rows, d]``; its first ``padding_rows`` rows are not in the softmax and get no gradient.
         targets: rows of the table: ``[N]`` or ``[N, K]``; ``[M]`` with ``state_index``. A padding row is no target.
-        state_index: ``[M]``, the state of each target; None = target ``n`` (row ``n`` of targets) belongs to state ``n``.
+        state_index: ``[M]``, the state of each target; None = target (or row of targets) ``n`` belongs to state ``n``.
         temperature: divides the logits.
         padding_rows: rows of the table before the first item.
-        keep_bytes: exponentials up to this size are kept for the backward pass (faster); above, they are recomputed.
+        keep_bytes: a softmax up to this size is kept for the backward pass (faster); above, they are recomputed.
 
     Returns:
         float32 (float64 for float64 states), of the shape of ``targets``. Differentiable once, in states and table.
@@ -87,15 +89,6 @@ def linear_logprob(
     with torch.autocast(states.device.type, enabled=False):
         logp = _LinearLogProb.apply(scaled, rows_of_table, targets.reshape(-1), state_index, padding_rows, keep_bytes)
     return logp.view(targets.shape)
-
-
-def linear_logsumexp(
-    states: Tensor, table: Tensor, *, temperature: float = 1.0, padding_rows: int = 1, keep_bytes: int = KEEP_BYTES
-) -> Tensor:
-    """``logsumexp_v(states tableᵀ / temperature)``, ``[N]``; arguments as in ``linear_logprob``."""
-    _check(states, table, padding_rows)
-    with torch.autocast(states.device.type, enabled=False):
-        return _LinearLogSumExp.apply(_as_float(states, temperature), _as_float(table), padding_rows, keep_bytes)
 
 
 def linear_entropy(states: Tensor, table: Tensor, *, temperature: float = 1.0, padding_rows: int = 1) -> Tensor:
@@ -131,76 +124,72 @@ def column_blocks(num_rows: int, padding_rows: int, block_rows: int) -> Iterator
 
 
 class _Grid:
-    """Walks the logits in blocks of states within blocks of table rows, in one reused buffer.
+    """Walks the logits in blocks of states within blocks of table rows.
 
     Args:
         states: ``[N, d]``.
         table: ``[V + padding_rows, d]``.
         padding_rows: rows of the table to leave out.
-        reuse: False where the caller keeps the blocks.
     """
 
-    def __init__(self, states: Tensor, table: Tensor, padding_rows: int, *, reuse: bool = True) -> None:
+    def __init__(self, states: Tensor, table: Tensor, padding_rows: int) -> None:
         self.states, self.table, self.padding_rows = states, table, padding_rows
         self.block_bytes = BLOCK_BYTES.get(states.device.type, BLOCK_BYTES_ACCELERATOR)
-        self.reuse, self.buffer = reuse, states.new_empty(0)
 
     def __iter__(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yields the states' slice, the rows' slice and their logits, which the caller may overwrite."""
         for rows in column_blocks(len(self.table), self.padding_rows, BLOCK_ROWS_OF_TABLE):
-            items = self.table[rows].T
-            height = max(64, self.block_bytes // (self.states.element_size() * items.shape[1]))
+            height = max(64, self.block_bytes // (self.states.element_size() * (rows.stop - rows.start)))
             for start in range(0, len(self.states), height):
                 part = slice(start, min(start + height, len(self.states)))
-                yield part, rows, self._logits(self.states[part], items)
+                yield part, rows, self.logits(part, rows)
 
-    def _logits(self, states: Tensor, items: Tensor) -> Tensor:
-        if not self.reuse:
-            return torch.mm(states, items)
-        size = len(states) * items.shape[1]
-        if self.buffer.numel() < size:
-            self.buffer = states.new_empty(size)
-        return torch.mm(states, items, out=self.buffer[:size].view(len(states), items.shape[1]))
+    def logits(self, part: slice, rows: slice) -> Tensor:
+        """The logits of some states over some table rows."""
+        return matmul_transposed(self.states[part], self.table[rows])
+
+
+def _softmax_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the rows of a block, which it overwrites, and its log-sum-exp.
+
+    The fused kernel is twice as fast as maximum, difference, exponential and sum one by one; its largest probability is
+    ``exp(maximum - lse)``, at least 1/V, so the log-sum-exp loses nothing by being read off it.
+    """
+    maximum = logits.amax(1)
+    # only the CPU kernel is known to allow its output to be its input
+    softmax = torch.softmax(logits, 1, out=logits) if logits.device.type == "cpu" else logits.softmax(1)
+    return softmax, maximum - softmax.amax(1).log()
 
 
 def _sum_over_catalog(
     states: Tensor, table: Tensor, padding_rows: int, *, want_expected_row: bool, keep_bytes: int = 0
 ) -> _CatalogSums:
-    """One pass over the catalogue: log-sum-exp with a running maximum, and the expected table row."""
-    shift = states.new_full((len(states),), -torch.inf)
-    total = states.new_zeros(len(states))
+    """One pass over the catalogue: log-sum-exp and the expected table row."""
+    lse = states.new_full((len(states),), -torch.inf)
     expected = torch.zeros_like(states) if want_expected_row else None
-    keep = 0 < len(states) * (len(table) - padding_rows) * states.element_size() <= keep_bytes
-    kept: list[_Block] = []
-    for part, rows, logits in _Grid(states, table, padding_rows, reuse=not keep):
-        new_shift = torch.maximum(shift[part], logits.amax(1))
-        exponentials = logits.sub_(new_shift[:, None]).exp_()
-        rescale = (shift[part] - new_shift).exp_()
-        total[part].mul_(rescale).add_(exponentials.sum(1))
+    keep = len(states) * (len(table) - padding_rows) * states.element_size() <= keep_bytes
+    blocks: list[_Block] = []
+    for part, rows, logits in _Grid(states, table, padding_rows):
+        softmax, block_lse = _softmax_in_place(logits)
+        before, lse[part] = lse[part].clone(), torch.logaddexp(lse[part], block_lse)
         if expected is not None:
-            expected[part].mul_(rescale[:, None]).addmm_(exponentials, table[rows])
-        shift[part] = new_shift
-        if keep:
-            kept.append(_Block(part, rows, exponentials, new_shift))
-    if expected is not None:
-        expected.div_(total[:, None])
-    return _CatalogSums(total.log_().add_(shift), expected, kept)
+            of_block = matmul_transposed(softmax, table[rows].T).mul_((block_lse - lse[part]).exp_()[:, None])
+            expected[part].mul_((before - lse[part]).exp_()[:, None]).add_(of_block)
+        blocks.append(_Block(part, rows, block_lse, softmax if keep else None))
+    return _CatalogSums(lse, expected, blocks)
 
 
 def _add_softmax_gradient(
     gradient: Tensor, weights: Tensor, states: Tensor, table: Tensor, padding_rows: int, sums: _CatalogSums
 ) -> None:
-    """Adds ``Σ_n weights_n p_n h_nᵀ`` to the table's gradient, from the kept blocks or from new ones."""
+    """Adds ``Σ_n weights_n p_n h_nᵀ`` to the table's gradient, from the kept softmax or from a new one."""
     weighted = states * weights[:, None]
-    if sums.kept:
-        for part, rows, exponentials, shift in sums.kept:
-            # the blocks stay as they are: the scale goes onto the states, which are smaller
-            scale = (shift - sums.lse[part]).exp_()
-            gradient[rows].addmm_(exponentials.T, weighted[part] * scale[:, None])
-        return
-    for part, rows, logits in _Grid(states, table, padding_rows):
-        probabilities = logits.sub_(sums.lse[part, None]).exp_()
-        gradient[rows].addmm_(probabilities.T, weighted[part])
+    grid = _Grid(states, table, padding_rows)
+    for part, rows, block_lse, kept in sums.blocks:
+        softmax = _softmax_in_place(grid.logits(part, rows))[0] if kept is None else kept
+        # the block sums to one over its own rows: its share of the catalogue goes onto the states, which are smaller
+        share = (block_lse - sums.lse[part]).exp_()
+        gradient[rows] += matmul_transposed((weighted[part] * share[:, None]).T, softmax.T).T
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -239,46 +228,18 @@ class _LinearLogProb(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_states = ctx.sums.expected_row * -per_state[:, None]
             chosen = ctx.target_rows * grad[:, None]
-            grad_states = (
-                grad_states.add_(chosen) if state_index is None else _add_rows(grad_states, state_index, chosen)
-            )
+            grad_states += chosen if state_index is None else _sum_rows(chosen, state_index, len(states))
         if ctx.needs_input_grad[1]:
             of_target = states if state_index is None else states[state_index]
-            # the backward kernel of an embedding: a sum of rows by index, several times faster than index_add_ on a CPU
-            grad_table = torch.ops.aten.embedding_dense_backward(
-                of_target * grad[:, None], targets, len(table), -1, False
-            )
+            grad_table = _sum_rows(of_target * grad[:, None], targets, len(table))
             grad_table[: ctx.padding_rows] = 0
             _add_softmax_gradient(grad_table, -per_state, states, table, ctx.padding_rows, ctx.sums)
         return grad_states, grad_table, None, None, None, None
 
 
-def _add_rows(base: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-    """``base`` plus ``rows`` summed by ``index``."""
-    return base.add_(torch.ops.aten.embedding_dense_backward(rows, index, len(base), -1, False))
-
-
-class _LinearLogSumExp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, table: Tensor, padding_rows: int, keep_bytes: int) -> Tensor:
-        needs_states, needs_table = ctx.needs_input_grad[:2]
-        ctx.sums = _sum_over_catalog(
-            states, table, padding_rows, want_expected_row=needs_states, keep_bytes=keep_bytes if needs_table else 0
-        )
-        ctx.save_for_backward(states, table)
-        ctx.padding_rows = padding_rows
-        return ctx.sums.lse.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        states, table = ctx.saved_tensors
-        grad_states = ctx.sums.expected_row * grad[:, None] if ctx.needs_input_grad[0] else None
-        grad_table = None
-        if ctx.needs_input_grad[1]:
-            grad_table = torch.zeros_like(table)
-            _add_softmax_gradient(grad_table, grad, states, table, ctx.padding_rows, ctx.sums)
-        return grad_states, grad_table, None, None
+def _sum_rows(rows: Tensor, index: Tensor, size: int) -> Tensor:
+    """``[size, d]``, the rows summed by index: an embedding's backward kernel, which beats ``index_add_`` on a CPU."""
+    return torch.ops.aten.embedding_dense_backward(rows, index, size, -1, False)
 
 
 class _LinearEntropy(torch.autograd.Function):
@@ -302,7 +263,7 @@ class _LinearEntropy(torch.autograd.Function):
             logp = logits.sub_(lse[part, None])
             grad_logits = logp.exp().mul_(logp.add_(entropy[part, None])).mul_(-grad[part, None])
             if grad_states is not None:
-                grad_states[part].addmm_(grad_logits, table[rows])
+                grad_states[part] += matmul_transposed(grad_logits, table[rows].T)
             if grad_table is not None:
-                grad_table[rows].addmm_(grad_logits.T, states[part])
+                grad_table[rows] += matmul_transposed(states[part].T, grad_logits.T).T
         return grad_states, grad_table, None

@@ -19,7 +19,7 @@ from recpo.types import FeedbackBatch, Histories, Recommendations, Slates
 
 
 class CatalogSoftmaxPolicy(Policy):
-    """``pi(item | history) = softmax_v(state · vector_v / temperature)``, every item of the catalogue in the normaliser.
+    """``pi(item | history) = softmax_v(state · vector_v / temperature)`` over every item of the catalogue.
 
     Args:
         num_items: catalogue size V; items are 1..V.
@@ -31,20 +31,20 @@ class CatalogSoftmaxPolicy(Policy):
         max_history: H, the most recent events that are read.
         dropout: probability in the encoder.
         feedback_levels: levels of ``Histories.feedback`` that the encoder reads, 0 (unknown) included; 0 = none.
-        similarity: "dot", or "cosine": states and vectors have length 1, so popularity cannot hide in a vector's length;
-            it wants a temperature of about 0.05.
+        similarity: "dot", or "cosine": states and vectors have length 1, so popularity cannot hide in a
+            vector's length; it wants a temperature of about 0.05.
         temperature: divides the scores.
         tie_weights: the input vectors of the items are also the output vectors; False = a second table.
-        sparse: lookups give sparse gradients; worth it with ``normalizer="sampled"`` and a large catalogue, and it needs
-            an optimiser that takes them.
-        normalizer: "full" is exact; "sampled" estimates the normaliser from ``num_negatives`` shared items while training
-            (in evaluation mode log-probabilities are exact all the same).
+        sparse: lookups give sparse gradients; worth it with ``normalizer="sampled"`` and a large catalogue, and it
+            needs an optimiser that takes them.
+        normalizer: "full" is exact; "sampled" estimates the normaliser from ``num_negatives`` shared items while
+            training (in evaluation mode log-probabilities are exact all the same).
         num_negatives: K, sampled items per batch.
         proposal: what they are drawn from: "uniform", or "popularity", ``(count + 1)^0.75`` of the counts given to
             ``set_item_counts``.
     """
 
-    cdf: Tensor
+    cdf: Tensor | None
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class CatalogSoftmaxPolicy(Policy):
             raise RecpoError(f"the catalogue is empty (num_items = {num_items}): a policy needs at least one item")
         self.num_items, self.max_history = num_items, max_history
         self.similarity, self.temperature = similarity, temperature
-        self.normalizer, self.num_negatives, self.proposal = normalizer, num_negatives, proposal
+        self.normalizer, self.num_negatives = normalizer, num_negatives
         self.has_exact_log_prob = normalizer == "full"
         self.item_table = ItemTable(num_items, dim, sparse=sparse)
         self.output_table = None if tie_weights else ItemTable(num_items, dim, sparse=sparse)
@@ -83,13 +83,13 @@ class CatalogSoftmaxPolicy(Policy):
             dropout=dropout,
             feedback_levels=feedback_levels,
         )
-        uniform = proposal_cdf(torch.zeros(num_items), 0.0) if proposal == "popularity" else torch.empty(0)
+        # uniform until the counts are set; a buffer, so that a checkpoint brings its proposal along
+        uniform = proposal_cdf(torch.zeros(num_items), 0.0) if proposal == "popularity" else None
         self.register_buffer("cdf", uniform)
-        self._has_counts = False
 
     def set_item_counts(self, counts: Tensor) -> None:
-        """Sets the popularity proposal from the training counts ``[V]`` of the items 1..V; no effect on other proposals."""
-        if self.proposal == "popularity":
+        """Sets the popularity proposal from the training counts ``[V]`` of the items 1..V; others ignore them."""
+        if self.cdf is not None:
             self.cdf.copy_(proposal_cdf(counts, 0.75))
 
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
@@ -161,7 +161,7 @@ class CatalogSoftmaxPolicy(Policy):
 
     def _sampled_log_prob(self, histories: Histories, slates: Slates, positions: Tensor, targets: Tensor) -> Tensor:
         """Estimated log-probabilities; the tied table is looked up once: history, targets and negatives together."""
-        if self.proposal == "popularity":
+        if self.cdf is not None:
             negatives, log_expected_count = draw_from_cdf(self.cdf, self.num_negatives)
         else:
             negatives, log_expected_count = draw_uniform(self.num_items, self.num_negatives, targets.device)

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from recpo.policies.dropout import ByteDropout
+from recpo.policies.layers import ByteDropout
 from recpo.policies.hstu import HSTUBlock, time_gap_buckets
 from recpo.policies.sasrec import SASRecBlock
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.policies.dropout import ByteDropout
+from recpo.policies.layers import ByteDropout, Linear
 
 # Gaps in milliseconds fall into buckets of their logarithm to base 2^(1/1): 2^42 ms is 139 years.
 TIME_BUCKETS = 44
@@ -32,9 +32,9 @@ class HSTUBlock(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm = nn.LayerNorm(dim)
-        self.gate_value_query_key = nn.Linear(dim, 4 * dim)
+        self.gate_value_query_key = Linear(dim, 4 * dim)
         self.attention_norm = nn.LayerNorm(dim)
-        self.output = nn.Linear(dim, dim)
+        self.output = Linear(dim, dim)
         self.position_bias = nn.Parameter(torch.zeros(heads, max_history))
         self.time_bias = nn.Parameter(torch.zeros(heads, TIME_BUCKETS))
         self.dropout = ByteDropout(dropout)

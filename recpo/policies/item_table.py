@@ -33,4 +33,5 @@ class ItemTable(nn.Module):
         return F.embedding(ids, self.weight, padding_idx=0, sparse=self.sparse)
 
     def extra_repr(self) -> str:
+        """What ``repr`` shows."""
         return f"{self.num_items}, {self.dim}, sparse={self.sparse}"

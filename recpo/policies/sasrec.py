@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from recpo.policies.dropout import ByteDropout
+from recpo.policies.layers import ByteDropout, Linear
 
 
 class SASRecBlock(nn.Module):
@@ -25,11 +25,11 @@ class SASRecBlock(nn.Module):
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(dim)
-        self.query_key_value = nn.Linear(dim, 3 * dim)
-        self.attention_output = nn.Linear(dim, dim)
+        self.query_key_value = Linear(dim, 3 * dim)
+        self.attention_output = Linear(dim, dim)
         self.feed_forward_norm = nn.LayerNorm(dim)
-        self.expand = nn.Linear(dim, expansion * dim)
-        self.contract = nn.Linear(expansion * dim, dim)
+        self.expand = Linear(dim, expansion * dim)
+        self.contract = Linear(expansion * dim, dim)
         self.dropout = ByteDropout(dropout)
 
     def forward(self, states: Tensor, time_gaps: Tensor | None = None) -> Tensor:

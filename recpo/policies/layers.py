@@ -1,4 +1,4 @@
-"""Dropout whose random numbers cost an eighth."""
+"""Layers that a CPU runs faster than their namesakes in ``torch.nn``; the state-dict keys are the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from recpo.ops.matmul import linear
+
 _LEAST_INT64 = -(2**63)
+
+
+class Linear(nn.Linear):
+    """``torch.nn.Linear`` through ``recpo.ops.matmul.linear``."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``."""
+        return linear(inputs, self.weight, self.bias)
 
 
 class ByteDropout(nn.Module):
@@ -39,4 +49,5 @@ class ByteDropout(nn.Module):
         return torch.ops.aten.native_dropout_backward(values, keep, 256.0 / (256 - self.threshold))
 
     def extra_repr(self) -> str:
+        """What ``repr`` shows."""
         return f"rate={self.threshold / 256:g}"
