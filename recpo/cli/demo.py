@@ -100,7 +100,9 @@ def _summary(document: dict[str, Any], seeds: int) -> dict[str, Any]:
     for label, kind in (("pre-trained", "pretrain"), ("GBPO-aligned", "gbpo")):
         summary[label] = {name: estimate_over_seeds(of(kind, name))._asdict() for name in _METRICS}
     summary["aligned - pre-trained"] = {
-        name: estimate_over_seeds([a - p for a, p in zip(of("gbpo", name), of("pretrain", name), strict=True)])._asdict()
+        name: estimate_over_seeds(
+            [a - p for a, p in zip(of("gbpo", name), of("pretrain", name), strict=True)]
+        )._asdict()
         for name in _METRICS
     }
     return summary

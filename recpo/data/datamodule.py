@@ -75,12 +75,12 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
     def __iter__(self) -> Iterator[FeedbackBatch]:
         worker = get_worker_info()
         workers, mine = (worker.num_workers, worker.id) if worker else (1, 0)
-        local = -1
+        local, start = -1, self.start
         for step in self._steps():
             quantiles = _step_quantiles(step) if self._rank.world_size * self._rank.accumulate > 1 else None
             for part in step[self._rank.rank :: self._rank.world_size]:
                 local += 1
-                if local >= self.start and (local - self.start) % workers == mine:
+                if local >= start and (local - start) % workers == mine:
                     batch = feedback_batch(part.events, part.windows, part.row_ids)
                     yield batch._replace(step_quantiles=quantiles)
 
@@ -163,9 +163,10 @@ class ResumableLoader(DataLoader[FeedbackBatch]):
         self._yielded = self._batches.start
         for batch in super().__iter__():
             self._yielded += 1
+            if self._yielded == len(self):  # now, not after the loop: a trainer that counts never asks for one more
+                self._batches.epoch += 1
+                self._batches.start = self._yielded = 0
             yield batch
-        self._batches.epoch += 1
-        self._batches.start = self._yielded = 0
 
     def state_dict(self) -> dict[str, int]:
         """Epoch and local batches consumed in it."""

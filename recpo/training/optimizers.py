@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recpo.policies.item_table import ItemTable
+
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -49,8 +51,8 @@ class JointOptimizer(Optimizer):
 
 
 def build_optimizer(model: nn.Module, dense: OptimizerFactory, sparse: OptimizerFactory) -> Optimizer:
-    """Gives the weights of sparse embedding tables to ``sparse`` and every other trainable parameter to ``dense``."""
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and m.sparse}
+    """Gives the weights of sparse item tables to ``sparse`` and every other trainable parameter to ``dense``."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, ItemTable) and m.sparse}
     trainable = [p for p in model.parameters() if p.requires_grad]
     sparse_parameters = [p for p in trainable if id(p) in tables]
     dense_parameters = [p for p in trainable if id(p) not in tables]

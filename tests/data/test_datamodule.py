@@ -104,6 +104,13 @@ def test_the_step_quantiles_are_those_of_every_micro_batch_and_rank(shards):
         assert torch.equal(batch.step_quantiles.sort().values, known.sort().values)
 
 
+def test_a_trainer_that_counts_its_batches_gets_the_next_epoch_too(shards):
+    loader = ResumableLoader(TrainBatches(shards, LAYOUT, 3, seed=0, rank=Rank()), num_workers=0)
+    first, second = ([next(iterator) for _ in range(len(loader))] for iterator in (iter(loader), iter(loader)))
+    assert rows_of(first) != rows_of(second)
+    assert loader.state_dict() == {"epoch": 2, "batch": 0}
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_epoch_goes_on_with_the_next_batch(shards, workers):
     def loader():

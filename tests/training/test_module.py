@@ -97,7 +97,7 @@ def test_one_seed_gives_one_result(prepared):
     first, second = (fit(prepared, Likelihood(), **options)[0] for _ in range(2))
     assert_same_weights(first, second, rtol=0, atol=0)
     other, _ = fit(prepared, Likelihood(), policy={"dropout": 0.3}, module={"seed": 2})
-    assert not torch.equal(first.state_dict()["items.weight"], other.state_dict()["items.weight"])
+    assert not torch.equal(first.state_dict()["item_table.weight"], other.state_dict()["item_table.weight"])
 
 
 def test_the_likelihood_falls_and_validation_is_logged(prepared):
@@ -122,7 +122,7 @@ def test_the_anchor_adds_the_likelihood_of_every_exposure(prepared):
     alone, _ = fit(prepared, GBPO(), module={**TERNARY})
     anchored, trainer = fit(prepared, GBPO(), module={**TERNARY, "anchor_coef": 1.0})
     assert "train/anchor_nll" in trainer.callback_metrics
-    assert not torch.equal(alone.state_dict()["items.weight"], anchored.state_dict()["items.weight"])
+    assert not torch.equal(alone.state_dict()["item_table.weight"], anchored.state_dict()["item_table.weight"])
 
 
 def test_logged_propensities_are_the_old_policy(prepared):
@@ -132,7 +132,9 @@ def test_logged_propensities_are_the_old_policy(prepared):
 
 def test_a_snapshot_is_refreshed_when_due(prepared):
     data = FeedbackDataModule(prepared, batch_size=16, layout=LAYOUT)
-    learner = PreferenceModule(new_policy(data), GBPO(), **TERNARY, old_policy="snapshot", snapshot_every=2, optimizer=sgd)
+    learner = PreferenceModule(
+        new_policy(data), GBPO(), **TERNARY, old_policy="snapshot", snapshot_every=2, optimizer=sgd
+    )
     seen = []
     learner.old.refresh = lambda policy: seen.append(learner.global_step)
     trainer = Trainer(
