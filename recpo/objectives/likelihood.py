@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from recpo.contracts import Objective
 from recpo.objectives.inputs import required
-from recpo.ops.reduce import Aggregation, aggregate, denominator, zero_masked
+from recpo.ops.reduce import aggregate, denominator, zero_masked
 from recpo.types import LossOutput, ObjectiveInputs
 
 
@@ -26,7 +27,7 @@ class Likelihood(Objective):
     """
 
     positive_only: bool = False
-    aggregation: Aggregation = "token-mean"
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
 
     @property
     def requires(self) -> frozenset[str]:
@@ -54,6 +55,5 @@ class Likelihood(Objective):
         logp = zero_masked(inputs.logp.policy, mask)
         loss = aggregate(-logp, mask, self.aggregation, count=inputs.denominator)
         with torch.no_grad():
-            item_nll = aggregate(-logp, mask, "seq-mean-token-sum")
-            metrics = {"nll": item_nll, "perplexity": item_nll.exp()}
+            metrics = {"nll": aggregate(-logp, mask, "seq-mean-token-sum")}
         return LossOutput(loss, metrics)

@@ -1,0 +1,226 @@
+"""Identities between the algorithms, and the exact gradient of the expected reward."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from recpo.objectives.aspo import ASPO
+from recpo.objectives.cispo import CISPO
+from recpo.objectives.dpo import DPO, dpo_loss
+from recpo.objectives.ecpo import ECPO
+from recpo.objectives.gbpo import GBPO
+from recpo.objectives.grpo import DAPO, GRPO, DrGRPO
+from recpo.objectives.gspo import GSPO
+from recpo.objectives.likelihood import Likelihood
+from recpo.objectives.listwise_dpo import SoftmaxDPO, margin_listwise_dpo_loss, softmax_dpo_loss
+from recpo.objectives.ppo import PPO
+from recpo.objectives.reinforce import Reinforce
+from recpo.types import LogProbs, ObjectiveInputs
+
+ON_POLICY = {
+    "PPO": PPO(value_coef=0.0),
+    "PPO-dual": PPO(value_coef=0.0, dual_clip=3.0),
+    "GRPO": GRPO(kl_coef=0.0),
+    "DrGRPO": DrGRPO(),
+    "DAPO": DAPO(),
+    "GSPO": GSPO(),
+    "GSPO-token": GSPO(level="token"),
+    "ASPO": ASPO(),
+    "ECPO": ECPO(),
+    "CISPO": CISPO(),
+    "Reinforce": Reinforce(),
+    "Reinforce-off-policy": Reinforce(off_policy=True),
+}
+
+
+def batch(seed=0, shape=(3, 4, 1), spread=0.3):
+    torch.manual_seed(seed)
+    policy = (-torch.rand(shape, dtype=torch.float64) * 3 - 0.1).requires_grad_()
+    old = (policy + spread * torch.randn(shape)).detach()
+    reference = (policy + 0.5 * torch.randn(shape)).detach()
+    mask = torch.rand(shape) < 0.9
+    return ObjectiveInputs(LogProbs(policy, mask, old, reference), torch.randn(shape[:2], dtype=torch.float64))
+
+
+def outcome(objective, inputs):
+    loss = objective(inputs).loss
+    return loss.detach(), torch.autograd.grad(loss, inputs.logp.policy)[0]
+
+
+def assert_identical(first, second, inputs):
+    for a, b in zip(outcome(first, inputs), outcome(second, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_one_token_per_item_makes_gspo_grpo_and_ppo_one():
+    inputs = batch()
+    clips = {"clip_low": 0.1, "clip_high": 0.25}
+    ppo = PPO(value_coef=0.0, **clips)
+    for other in (GRPO(kl_coef=0.0, **clips), GSPO(**clips), GSPO(level="token", **clips), DrGRPO(**clips)):
+        assert_identical(ppo, other, inputs)
+
+
+def test_dapo_with_equal_clips_is_grpo_with_a_token_mean():
+    inputs = batch(shape=(3, 4, 5))
+    grpo = GRPO(aggregation="token-mean", kl_coef=0.0, clip_low=0.2, clip_high=0.2)
+    assert_identical(DAPO(clip_low=0.2, clip_high=0.2), grpo, inputs)
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+def test_one_rejected_item_makes_softmax_dpo_dpo(beta):
+    inputs = batch(shape=(5, 2, 3))
+    inputs = inputs._replace(chosen=torch.tensor([[True, False]] * 5))
+    inputs = inputs._replace(logp=inputs.logp._replace(mask=torch.ones(5, 2, 3, dtype=torch.bool)))
+    assert_identical(DPO(beta=beta), SoftmaxDPO(beta=beta), inputs)
+
+
+def test_softmax_dpo_is_cross_entropy_over_implicit_rewards():
+    torch.manual_seed(1)
+    logp, reference = torch.randn(2, 6, 5, dtype=torch.float64)
+    loss = softmax_dpo_loss(logp[:, 0], logp[:, 1:], reference[:, 0], reference[:, 1:], beta=0.3)
+    target = torch.zeros(6, dtype=torch.long)
+    want = torch.nn.functional.cross_entropy(0.3 * (logp - reference), target, reduction="none")
+    torch.testing.assert_close(loss, want)
+
+
+def test_margin_form_gives_misordered_pairs_no_preference_gradient():
+    chosen = torch.tensor([-3.0], requires_grad=True)
+    rejected = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    loss = margin_listwise_dpo_loss(chosen, rejected, chosen.detach() * 0, rejected.detach() * 0, nll_coef=0.0)
+    gradients = torch.autograd.grad(loss.sum(), (chosen, rejected))
+    assert all((g == 0).all() for g in gradients)
+    softmax = softmax_dpo_loss(chosen, rejected, chosen.detach() * 0, rejected.detach() * 0)
+    assert torch.autograd.grad(softmax.sum(), chosen)[0] < 0
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
+def test_at_ratio_one_the_gradient_is_that_of_reinforce(name):
+    inputs = batch()
+    inputs = inputs._replace(logp=inputs.logp._replace(old=inputs.logp.policy.detach()))
+    _, gradient = outcome(ON_POLICY[name], inputs)
+    _, want = outcome(Reinforce(), inputs)
+    torch.testing.assert_close(gradient, want)
+
+
+def test_gbpo_of_positives_without_old_is_likelihood_weighted_by_the_advantage():
+    inputs = batch(shape=(3, 4, 2))
+    inputs = inputs._replace(advantages=torch.ones(3, 4), logp=inputs.logp._replace(old=None))
+    _, gradient = outcome(GBPO(aggregation="token-mean"), inputs)
+    _, want = outcome(Likelihood(), inputs)
+    torch.testing.assert_close(gradient, want)
+
+
+def test_gbpo_never_exceeds_binary_cross_entropy():
+    logp = torch.linspace(-12, -1e-3, 200, dtype=torch.float64).view(1, -1, 1).requires_grad_()
+    mask = torch.ones_like(logp, dtype=torch.bool)
+    for sign, old in itertools.product((1.0, -1.0), (None, torch.full_like(logp, -4.0), torch.full_like(logp, -0.5))):
+        inputs = ObjectiveInputs(LogProbs(logp, mask, old=old), torch.full((1, 200), sign, dtype=torch.float64))
+        _, gradient = outcome(GBPO(), inputs)
+        pi = logp.detach().exp()
+        bound = torch.ones_like(pi) if sign > 0 else pi / (1 - pi)
+        assert (gradient.abs() * 200 <= bound + 1e-12).all()
+
+
+def exact_gradient(logits, rewards):
+    """Minus the gradient of sum_i p(i) r(i), the expected reward of one item drawn from the policy."""
+    return -torch.autograd.grad((joint(logits).exp() * rewards).sum(), logits)[0]
+
+
+def joint(logits):
+    """log p of every item: ``[V]`` for one token, ``[V, V]`` -> flattened for two (the second given the first)."""
+    if logits.dim() == 1:
+        return logits.log_softmax(-1)
+    return (logits[0].log_softmax(-1).unsqueeze(1) + logits[1:].log_softmax(-1)).flatten()
+
+
+def token_logp(logits):
+    """``[items, T]``."""
+    if logits.dim() == 1:
+        return logits.log_softmax(-1).unsqueeze(-1)
+    first = logits[0].log_softmax(-1).unsqueeze(1).expand(-1, logits.shape[1])
+    return torch.stack([first, logits[1:].log_softmax(-1)], -1).flatten(0, 1)
+
+
+def enumerated_gradient(objective, logits, rewards):
+    """The expectation over the policy of the gradient of each item's loss."""
+    logp = token_logp(logits)
+    total = 0.0
+    for item, probability in enumerate(joint(logits).exp().detach()):
+        one = logp[item].view(1, 1, -1)
+        inputs = ObjectiveInputs(
+            LogProbs(one, torch.ones_like(one, dtype=torch.bool), old=one.detach()), rewards[item].view(1, 1)
+        )
+        total = total + probability * objective(inputs).loss
+    return torch.autograd.grad(total, logits)[0]
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("baseline", [0.0, 0.7])
+def test_enumerated_policy_gradient_is_the_gradient_of_the_expected_reward(name, tokens, baseline):
+    torch.manual_seed(2)
+    size = (6,) if tokens == 1 else (4, 3)
+    if tokens == 2:
+        logits = torch.randn(4, 3, dtype=torch.float64).requires_grad_()
+        rewards = torch.randn(9, dtype=torch.float64)
+    else:
+        logits = torch.randn(size, dtype=torch.float64).requires_grad_()
+        rewards = torch.randn(size, dtype=torch.float64)
+    gradient = enumerated_gradient(ON_POLICY[name], logits, rewards - baseline)
+    # a mean over the tokens of an item is 1/T of the sum that the policy-gradient theorem asks for
+    scale = 1.0 if name.startswith("Reinforce") else float(tokens)
+    torch.testing.assert_close(scale * gradient, exact_gradient(logits, rewards))
+
+
+def test_gbpo_of_positive_rewards_climbs_the_expected_reward_exactly():
+    torch.manual_seed(3)
+    logits = torch.randn(6, dtype=torch.float64).requires_grad_()
+    rewards = torch.rand(6, dtype=torch.float64)
+    torch.testing.assert_close(enumerated_gradient(GBPO(), logits, rewards), exact_gradient(logits, rewards))
+
+
+def test_off_policy_reinforce_is_exact_under_the_behaviour_policy():
+    torch.manual_seed(4)
+    logits = torch.randn(6, dtype=torch.float64).requires_grad_()
+    behaviour = torch.randn(6, dtype=torch.float64).log_softmax(-1)
+    rewards = torch.randn(6, dtype=torch.float64)
+    logp = logits.log_softmax(-1).view(6, 1, 1)
+    inputs = ObjectiveInputs(
+        LogProbs(logp, torch.ones_like(logp, dtype=torch.bool), old=behaviour.view(6, 1, 1)),
+        (rewards * behaviour.exp() * 6).view(6, 1),
+    )
+    loss = Reinforce(off_policy=True, ratio_cap=None)(inputs).loss
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], exact_gradient(logits, rewards))
+
+
+def test_top_k_correction_climbs_the_reward_of_k_draws():
+    """The gradient is that of sum_i r_i (1 - (1 - p_i)^K), the reward of the items seen among K draws."""
+    torch.manual_seed(5)
+    k, logits = 4, torch.randn(6, dtype=torch.float64).requires_grad_()
+    rewards = torch.randn(6, dtype=torch.float64)
+    seen = 1 - (1 - logits.softmax(-1)) ** k
+    want = -torch.autograd.grad((seen * rewards).sum(), logits)[0]
+    torch.testing.assert_close(enumerated_gradient(Reinforce(top_k=k), logits, rewards), want)
+
+
+def test_dpo_weighs_misordered_pairs_most():
+    gap = torch.linspace(-5, 5, 11, dtype=torch.float64).requires_grad_()
+    zero = torch.zeros_like(gap)
+    weight = -torch.autograd.grad(dpo_loss(gap, zero, zero, zero, beta=1.0).sum(), gap)[0]
+    assert (weight.diff() < 0).all()
+    torch.testing.assert_close(weight, torch.sigmoid(-gap.detach()))
+
+
+def test_kl_penalty_is_zero_at_the_reference_and_pulls_back_to_it():
+    inputs = batch()
+    at = inputs._replace(advantages=torch.zeros(3, 4), logp=inputs.logp._replace(reference=inputs.logp.policy.detach()))
+    assert (outcome(GRPO(), at)[1] == 0).all()
+    away = at._replace(logp=inputs.logp)
+    above = (inputs.logp.policy > inputs.logp.reference) & inputs.logp.mask
+    below = (inputs.logp.policy < inputs.logp.reference) & inputs.logp.mask
+    gradient = outcome(GRPO(), away)[1]
+    assert (gradient[above] > 0).all()
+    assert (gradient[below] < 0).all()

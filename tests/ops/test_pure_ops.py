@@ -1,0 +1,106 @@
+"""What the small pure functions refuse, and their behaviour at the edges."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from recpo.objectives.dpo import dpo_loss
+from recpo.objectives.gbpo import gbpo_loss
+from recpo.objectives.gspo import gspo_loss
+from recpo.objectives.ppo import entropy, ppo_loss, value_loss
+from recpo.objectives.reinforce import reinforce_loss
+from recpo.ops.kl import categorical_kl, kl_estimate
+from recpo.ops.reduce import aggregate, denominator, over_tokens
+from recpo.ops.surrogate import clipped_surrogate, log1mexp, sequence_log_ratio
+
+X = torch.zeros(2, 3)
+MASK = torch.ones(2, 3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: aggregate(X, MASK[0]), "one shape"),
+        (lambda: aggregate(X, MASK, "mean"), "unknown aggregation"),
+        (lambda: over_tokens(torch.zeros(3), X), "expected shape"),
+        (lambda: kl_estimate(X, X, "k4"), "unknown KL"),
+        (lambda: clipped_surrogate(X, X, dual_clip=1.0), "dual_clip"),
+        (lambda: ppo_loss(X, X, torch.zeros(3)), "expected shape"),
+        (lambda: value_loss(X, None, X, clip=0.1), "values_old"),
+        (lambda: gspo_loss(X, X, X, MASK, level="item"), "unknown level"),
+        (lambda: gbpo_loss(X, X, level="item"), "unknown level"),
+        (lambda: reinforce_loss(X, X, top_k=0), "top_k"),
+        (lambda: dpo_loss(X, X, X, X, variant="slic"), "unknown variant"),
+        (lambda: dpo_loss(X, X, X, X, label_smoothing=0.5), "label_smoothing"),
+    ],
+)
+def test_mistakes_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_log1mexp_keeps_its_digits():
+    x = torch.tensor([-1e-15, -1e-5, -0.5, -0.7, -5.0, -40.0, -1e3], dtype=torch.float64)
+    want = [math.log(-math.expm1(v)) if v > -1 else math.log1p(-math.exp(v)) for v in x.tolist()]
+    assert log1mexp(x).tolist() == pytest.approx(want, rel=1e-13)
+    assert log1mexp(torch.zeros(1)) == -math.inf
+
+
+def test_k3_far_from_the_reference_is_finite_and_pulls_back():
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        logp = torch.tensor([-1e3, -100.0, -1.0], dtype=dtype, requires_grad=True)
+        divergence = kl_estimate(logp, torch.tensor([-1.0, -1.0, -1e3], dtype=dtype))
+        (gradient,) = torch.autograd.grad(divergence.sum(), logp)
+        assert divergence.isfinite().all()
+        assert gradient.isfinite().all()
+        assert gradient.sign().tolist() == [-1, -1, 1]
+
+
+def test_k3_keeps_its_digits_near_the_reference():
+    difference = 1e-6
+    got = kl_estimate(torch.tensor([-1.0 + difference], dtype=torch.float64), torch.tensor([-1.0], dtype=torch.float64))
+    assert got.item() == pytest.approx(difference**2 / 2, rel=1e-3)
+
+
+def test_rows_without_classes_have_neither_entropy_nor_divergence():
+    logits = torch.full((2, 3), math.nan, requires_grad=True)
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    total = entropy(logits, nothing) + categorical_kl(logits, logits, nothing)
+    assert total.tolist() == [0.0, 0.0]
+    assert (torch.autograd.grad(total.sum(), logits)[0] == 0).all()
+
+
+def test_divergence_where_the_policy_excludes_a_class():
+    logits = torch.tensor([0.0, 0.0, -math.inf], requires_grad=True)
+    reference = torch.tensor([0.0, 0.0, 5.0])
+    divergence = categorical_kl(logits, reference)
+    assert divergence.item() == pytest.approx(math.log(1 / 2) - math.log(1 / (2 + math.exp(5))), rel=1e-6)
+    assert torch.autograd.grad(divergence, logits)[0].isfinite().all()
+    assert categorical_kl(reference, logits.detach()) == math.inf
+
+
+def test_integer_and_float_masks_and_any_leading_shape():
+    values = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    keep = torch.rand(2, 3, 4, 5) < 0.5
+    for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
+        flat = aggregate(values.view(-1, 5), keep.view(-1, 5), mode)
+        for mask in (keep, keep.long(), keep.double()):
+            torch.testing.assert_close(aggregate(values, mask, mode), flat)
+            assert denominator(mask, mode) == denominator(keep, mode)
+            torch.testing.assert_close(aggregate(values, mask, mode, count=denominator(mask, mode).item()), flat)
+
+
+def test_half_precision_is_summed_in_float32():
+    values = torch.ones(1, 5000, dtype=torch.bfloat16)
+    mean = aggregate(values, torch.ones_like(values))
+    assert mean.dtype == torch.float32
+    assert mean == 1.0
+
+
+def test_empty_sequence_has_ratio_one():
+    log_ratio = torch.tensor([[1.0, 3.0], [math.nan, math.inf]])
+    mask = torch.tensor([[1, 1], [0, 0]])
+    assert sequence_log_ratio(log_ratio, mask).tolist() == [2.0, 0.0]

@@ -1,0 +1,119 @@
+"""Advantage estimators on batches: masks, thresholds of the whole step, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from recpo.advantages import (
+    GAEAdvantage,
+    GroupNormalizedAdvantage,
+    LeaveOneOutAdvantage,
+    TernaryAdvantage,
+    generalized_advantage_estimate,
+    group_normalized_advantage,
+    positive_threshold,
+    ternary_advantage,
+)
+from recpo.errors import RecpoError
+from recpo.types import FeedbackBatch, Histories, Slates
+
+
+def feedback(step_quantiles=None, **columns):
+    shape = next(iter(columns.values())).shape
+    ids = torch.ones(shape, dtype=torch.long)
+    slates = Slates(ids, torch.zeros_like(ids), **({"mask": torch.ones(shape, dtype=torch.bool)} | columns))
+    histories = Histories(ids[:, :1], torch.ones(shape[0], dtype=torch.long))
+    return FeedbackBatch(histories, slates, torch.arange(shape[0]), step_quantiles)
+
+
+QUANTILE = torch.tensor([[0.9, 0.2, 0.5, math.nan], [0.8, 0.1, 0.3, 0.95]])
+DISLIKE = torch.tensor([[False, True, False, True], [False, False, False, True]])
+
+
+def test_ternary_estimator_leaves_padding_out():
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    mask[1, 3] = False
+    advantage = TernaryAdvantage()(feedback(watch_quantile=QUANTILE, dislike=DISLIKE, mask=mask))
+    # known: .9 .2 .5 .8 .1 .3, whose 0.75-quantile is 0.725
+    assert advantage.tolist() == [[1, -1, 0, 0], [1, 0, 0, 0]]
+    assert TernaryAdvantage(threshold=0.85)(feedback(watch_quantile=QUANTILE, dislike=DISLIKE, mask=mask)).tolist() == [
+        [1, -1, 0, 0],
+        [0, 0, 0, 0],
+    ]
+
+
+def test_micro_batches_share_the_threshold_of_the_step():
+    estimator = TernaryAdvantage(positive_fraction=0.4)
+    whole = estimator(feedback(watch_quantile=QUANTILE, dislike=DISLIKE))
+    parts = [
+        estimator(feedback(watch_quantile=QUANTILE[i : i + 1], dislike=DISLIKE[i : i + 1], step_quantiles=QUANTILE))
+        for i in range(2)
+    ]
+    assert torch.cat(parts).tolist() == whole.tolist()
+
+
+def test_threshold_edges():
+    assert positive_threshold(torch.tensor([math.nan])).isnan()
+    assert positive_threshold(torch.tensor([])).isnan()
+    assert ternary_advantage(torch.tensor([math.nan, math.nan]), torch.tensor([True, False])).tolist() == [0, 0]
+    ties = torch.tensor([0.5, 0.5, 0.5, 0.1])
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        assert ternary_advantage(ties.to(dtype), None).tolist() == [1, 1, 1, 0]
+        assert ternary_advantage(ties.to(dtype), None, threshold=0.5).tolist() == [0, 0, 0, 0]
+    with pytest.raises(ValueError, match="positive_fraction"):
+        positive_threshold(ties, 1.0)
+
+
+def test_rewards_may_sit_far_from_zero():
+    advantages = group_normalized_advantage(torch.full((1, 3), 0.1, dtype=torch.float64) + 1e6)
+    assert (advantages == 0).all()
+
+
+@pytest.mark.parametrize("estimator", [GroupNormalizedAdvantage(scale=False), LeaveOneOutAdvantage()])
+def test_group_estimators_stay_inside_their_context(estimator):
+    rewards = torch.tensor([[1.0, 0.0, 5.0], [7.0, 7.0, 7.0]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    advantage = estimator(feedback(reward=rewards, mask=mask))
+    assert advantage[0, 0] == -advantage[0, 1] > 0
+    assert advantage[0, 2] == 0
+    assert (advantage[1] == 0).all()
+
+
+def test_gae_estimator_ends_a_session_with_its_last_kept_position():
+    rewards = torch.tensor([[1.0, 2.0, 99.0]])
+    values = torch.tensor([[0.5, 0.25, 99.0]])
+    mask = torch.tensor([[True, True, False]])
+    advantage, returns = GAEAdvantage(gamma=0.5, lam=1.0).advantages_and_returns(
+        feedback(reward=rewards, mask=mask), values
+    )
+    assert returns.tolist() == [[2.0, 2.0, 0.0]]
+    assert advantage.tolist() == [[1.5, 1.75, 0.0]]
+    assert GAEAdvantage(gamma=0.5, lam=1.0)(feedback(reward=rewards, mask=mask), values).equal(advantage)
+
+
+def test_termination_and_truncation_differ():
+    rewards, values = torch.ones(1, 3), torch.zeros(1, 3)
+    flag, bootstrap = torch.tensor([[0, 1, 0]]), torch.full((1, 3), 10.0)
+    ended, _ = generalized_advantage_estimate(rewards, values, flag, 0.0, gamma=0.5, lam=1.0)
+    cut, _ = generalized_advantage_estimate(
+        rewards, values, None, 0.0, gamma=0.5, lam=1.0, truncations=flag, bootstrap_values=bootstrap
+    )
+    assert ended.tolist() == [[1.5, 1.0, 1.0]]
+    assert cut.tolist() == [[4.0, 6.0, 1.0]]
+    with pytest.raises(ValueError, match="bootstrap"):
+        generalized_advantage_estimate(rewards, values, None, 0.0, truncations=flag)
+
+
+def test_estimators_say_what_they_lack():
+    with pytest.raises(RecpoError, match="watch quantiles"):
+        TernaryAdvantage()(feedback(reward=torch.ones(1, 2)))
+    for estimator in (GroupNormalizedAdvantage(), LeaveOneOutAdvantage(), GAEAdvantage()):
+        with pytest.raises(RecpoError, match="rewards"):
+            estimator(feedback(watch_quantile=torch.ones(1, 2)), torch.zeros(1, 2))
+    with pytest.raises(RecpoError, match="critic"):
+        GAEAdvantage()(feedback(reward=torch.ones(1, 2)))
+    with pytest.raises(RecpoError, match="positive_fraction"):
+        TernaryAdvantage(positive_fraction=0.0)
