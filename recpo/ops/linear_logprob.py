@@ -2,8 +2,8 @@
 
 ``s = h Eᵀ`` are the logits of a state ``h [d]`` over a table ``E [V, d]``. Nothing of size ``[N, V]`` outlives a block
 unless it fits ``KEEP_BYTES``: logits are made block by block (a block fits the cache), reduced, and made again in the
-backward pass. Everything is computed in float32 (float64 for float64 inputs), under autocast too: a log-probability of -14 in
-bfloat16 would be wrong by 0.03.
+backward pass. Everything is computed in float32 (float64 for float64 inputs), under autocast too: a log-probability of
+-14 in bfloat16 would be wrong by 0.03.
 
 Gradients, with ``p`` the softmax, ``u = Σ_v p_v E_v`` the expected row and ``g`` the incoming gradients of a state's
 log-probabilities: ``dh = Σ_k g_k E[t_k] - (Σ_k g_k) u`` and ``dE = Σ_k g_k h at row t_k, minus (Σ_k g_k) p hᵀ``. ``u``

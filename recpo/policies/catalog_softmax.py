@@ -83,9 +83,9 @@ class CatalogSoftmaxPolicy(Policy):
             dropout=dropout,
             feedback_levels=feedback_levels,
         )
-        # uniform until the counts are set; a buffer, so that a checkpoint brings its proposal along
-        uniform = proposal_cdf(torch.zeros(num_items), 0.0) if proposal == "popularity" else None
-        self.register_buffer("cdf", uniform)
+        # a buffer, so that a checkpoint brings its proposal along; zero until the counts are set
+        unset = torch.zeros(num_items + 1, dtype=torch.float64) if proposal == "popularity" else None
+        self.register_buffer("cdf", unset)
 
     def set_item_counts(self, counts: Tensor) -> None:
         """Sets the popularity proposal from the training counts ``[V]`` of the items 1..V; others ignore them."""
@@ -162,6 +162,8 @@ class CatalogSoftmaxPolicy(Policy):
     def _sampled_log_prob(self, histories: Histories, slates: Slates, positions: Tensor, targets: Tensor) -> Tensor:
         """Estimated log-probabilities; the tied table is looked up once: history, targets and negatives together."""
         if self.cdf is not None:
+            if self.cdf[-1] == 0:
+                raise RecpoError('proposal="popularity" needs the training counts of the items: call set_item_counts')
             negatives, log_expected_count = draw_from_cdf(self.cdf, self.num_negatives)
         else:
             negatives, log_expected_count = draw_uniform(self.num_items, self.num_negatives, targets.device)

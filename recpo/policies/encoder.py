@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from recpo.policies.layers import ByteDropout
+from recpo.errors import RecpoError
 from recpo.policies.hstu import HSTUBlock, time_gap_buckets
+from recpo.policies.layers import ByteDropout
 from recpo.policies.sasrec import SASRecBlock
 
 
@@ -41,7 +42,7 @@ class HistoryEncoder(nn.Module):
     ) -> None:
         super().__init__()
         if dim % heads:
-            raise ValueError(f"dim must be divisible by heads, got {dim} and {heads}")
+            raise RecpoError(f"dim must be divisible by heads, got {dim} and {heads}")
         self.reads_time = blocks == "hstu"
         self.position = nn.Parameter(torch.empty(max_history, dim))
         self.start = nn.Parameter(torch.empty(dim))

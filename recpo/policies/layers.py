@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from recpo.errors import RecpoError
 from recpo.ops.matmul import linear
 
 _LEAST_INT64 = -(2**63)
@@ -34,7 +35,7 @@ class ByteDropout(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
         if not 0.0 <= rate < 1.0:
-            raise ValueError(f"a dropout rate lies in [0, 1), got {rate}")
+            raise RecpoError(f"a dropout rate lies in [0, 1), got {rate}")
         self.threshold = round(rate * 256)
 
     def forward(self, values: Tensor) -> Tensor:

@@ -1,0 +1,174 @@
+"""The chunked softmax head against dense log-softmax in float64, by value, gradient and memory."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recpo.ops.linear_logprob import linear_entropy, linear_logprob
+
+head = importlib.import_module("recpo.ops.linear_logprob")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Many blocks in both directions on problems that a test can afford."""
+    monkeypatch.setattr(head, "BLOCK_ROWS_OF_TABLE", 13)
+    monkeypatch.setitem(head.BLOCK_BYTES, "cpu", 1)
+    return
+
+
+def problem(n: int, v: int, d: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(n * 1000 + v)
+    states = torch.randn(n, d, generator=generator, dtype=torch.float64) * scale
+    table = torch.randn(v + 1, d, generator=generator, dtype=torch.float64)
+    return states.to(dtype).requires_grad_(), table.to(dtype).requires_grad_()
+
+
+def dense(states: Tensor, table: Tensor, targets: Tensor, temperature: float = 1.0, padding_rows: int = 1) -> Tensor:
+    logp = (states @ table[padding_rows:].T / temperature).log_softmax(-1)
+    targets = targets - padding_rows
+    return logp.gather(1, targets.view(len(states), -1)).view(targets.shape)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("padding_rows", [0, 1])
+@pytest.mark.usefixtures("small_blocks")
+def test_equals_the_dense_softmax_in_value_and_gradient(keep_bytes: int, padding_rows: int) -> None:
+    states, table = problem(150, 90, 8)
+    targets = torch.randint(padding_rows, 91, (150, 3))
+    weights = torch.randn(150, 3, dtype=torch.float64)
+    ours = linear_logprob(states, table, targets, temperature=0.7, padding_rows=padding_rows, keep_bytes=keep_bytes)
+    theirs = dense(states, table, targets, 0.7, padding_rows)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    got = torch.autograd.grad((ours * weights).sum(), (states, table))
+    expected = torch.autograd.grad((theirs * weights).sum(), (states, table))
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+    if padding_rows:
+        assert (got[1][0] == 0).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 70), st.integers(1, 60), st.integers(0, 90), st.booleans())
+def test_state_index_scores_any_target_of_any_state(n: int, v: int, m: int, keep: bool) -> None:
+    states, table = problem(n, v, 4)
+    m = m if n else 0
+    index, targets = torch.randint(0, max(n, 1), (m,)), torch.randint(1, v + 1, (m,))
+    ours = linear_logprob(states, table, targets, index, keep_bytes=keep * (1 << 20))
+    theirs = (states @ table[1:].T).log_softmax(-1)[index, targets - 1]
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(m, dtype=torch.float64)
+    got = torch.autograd.grad((ours * weights).sum(), (states, table))
+    expected = torch.autograd.grad((theirs * weights).sum(), (states, table))
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_gradcheck_and_either_gradient_alone() -> None:
+    states, table = problem(5, 30, 3)
+    targets = torch.randint(1, 31, (5, 2))
+    assert torch.autograd.gradcheck(lambda h, e: linear_logprob(h, e, targets), (states, table))
+    assert torch.autograd.gradcheck(lambda h: linear_logprob(h, table.detach(), targets), (states,))
+    assert torch.autograd.gradcheck(lambda e: linear_logprob(states.detach(), e, targets), (table,))
+    assert torch.autograd.gradcheck(linear_entropy, (states, table))
+
+
+def test_agrees_with_linear_cross_entropy_in_float32() -> None:
+    states, table = problem(300, 2000, 32, torch.float32)
+    targets = torch.randint(0, 2001, (300,))
+    ours = linear_logprob(states, table, targets, padding_rows=0)
+    theirs = -F.linear_cross_entropy(states, table, targets, reduction="none")
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
+def test_float32_gradients_are_those_of_float64(keep_bytes: int) -> None:
+    states, table = problem(400, 20_000, 16, torch.float32)
+    targets = torch.randint(1, 20_001, (400,))
+    logp = linear_logprob(states, table, targets, keep_bytes=keep_bytes)
+    got = torch.autograd.grad(logp.mean(), (states, table))
+    states64, table64 = states.detach().double().requires_grad_(), table.detach().double().requires_grad_()
+    reference = dense(states64, table64, targets)
+    expected = torch.autograd.grad(reference.mean(), (states64, table64))
+    assert (logp - reference).abs().max() < 1e-5
+    for one, other in zip(got, expected, strict=True):
+        assert (one - other).norm() / other.norm() < 1e-5
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_survives_extreme_logits() -> None:
+    states, table = problem(70, 40, 4, torch.float32, scale=1e4)
+    targets = torch.randint(1, 41, (70,))
+    logp = linear_logprob(states, table, targets)
+    gradients = torch.autograd.grad(logp.sum(), (states, table))
+    assert all(value.isfinite().all() for value in (logp, *gradients))
+    torch.testing.assert_close(logp.double(), dense(states.double(), table.double(), targets), rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_entropy_is_minus_the_mean_log_probability() -> None:
+    states, table = problem(100, 50, 8)
+    logp = (states @ table[1:].T / 2).log_softmax(-1)
+    reference = -(logp.exp() * logp).sum(1)
+    ours = linear_entropy(states, table, temperature=2.0)
+    torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(100, dtype=torch.float64)
+    got = torch.autograd.grad((ours * weights).sum(), (states, table))
+    expected = torch.autograd.grad((reference * weights).sum(), (states, table))
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_autocast_and_bfloat16_inputs_are_summed_in_float32() -> None:
+    states, table = problem(64, 500, 16, torch.float32)
+    targets = torch.randint(1, 501, (64,))
+    plain = linear_logprob(states, table, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = linear_logprob(states, table, targets)
+    assert cast.dtype == torch.float32
+    assert torch.equal(cast, plain)
+    half = linear_logprob(states.bfloat16(), table.bfloat16(), targets)
+    assert half.dtype == torch.float32
+    reference = dense(states.bfloat16().double(), table.bfloat16().double(), targets)
+    torch.testing.assert_close(half.double(), reference, rtol=0, atol=1e-5)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple) else (result,):
+            if isinstance(value, Tensor):
+                self.numel = max(self.numel, value.numel())
+        return result
+
+
+def test_never_makes_an_n_by_v_tensor() -> None:
+    states, table = problem(2000, 30_000, 4, torch.float32)
+    with _LargestTensor() as largest:
+        linear_logprob(states, table, torch.randint(1, 30_001, (2000,)), keep_bytes=0).sum().backward()
+    assert largest.numel * 4 <= 2 * head.BLOCK_BYTES["cpu"] < 2000 * 30_000 * 4 / 10
+
+
+@pytest.mark.parametrize(
+    ("states", "table", "targets", "index"),
+    [((3, 4), (5, 3), (3,), None), ((3, 4), (1, 4), (3,), None), ((3, 4), (5, 4), (2,), None),
+     ((3, 4), (5, 4), (3, 2, 2), None), ((3, 4), (5, 4), (4,), (3,))],
+)  # fmt: skip
+def test_refuses_shapes_that_do_not_fit(
+    states: tuple[int, ...], table: tuple[int, ...], targets: tuple[int, ...], index: tuple[int, ...] | None
+) -> None:
+    place = None if index is None else torch.zeros(index, dtype=torch.long)
+    with pytest.raises(ValueError, match="must"):
+        linear_logprob(torch.zeros(states), torch.zeros(table), torch.ones(targets, dtype=torch.long), place)

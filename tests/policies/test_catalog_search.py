@@ -1,0 +1,135 @@
+"""recommend and sample against brute force, block by block and in one block, eager and exported."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from recpo.policies import catalog_search
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.types import Histories
+
+V, H = 300, 7
+
+
+def brute_force(states: Tensor, table: Tensor, k: int, exclude: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    logits = (states.double() @ table[1:].double().T).numpy()
+    logp = (
+        logits
+        - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+        - logits.max(1, keepdims=True)
+    )
+    ids, scores = np.zeros((len(logits), k), np.int64), np.full((len(logits), k), -np.inf)
+    for row in range(len(logits)):
+        barred = set(exclude[row].tolist())
+        allowed = [item for item in range(1, len(table)) if item not in barred]
+        best = sorted(allowed, key=lambda item: (-logits[row, item - 1], item))[:k]
+        ids[row, : len(best)] = best
+        scores[row, : len(best)] = logp[row, np.array(best, int) - 1]
+    return ids, scores
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 4), st.integers(1, 60), st.integers(1, 60), st.booleans(), st.integers(0, 10**6), st.integers(3, 50)
+)
+def test_top_k_is_the_brute_force_ranking(contexts: int, items: int, k: int, ties: bool, seed: int, block: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    k = min(k, items)
+    states = torch.randn(contexts, 3, generator=generator)
+    table = torch.randn(items + 1, 3, generator=generator)
+    if ties:  # small integers: exact scores and many ties, also at the last place
+        states, table = states.round(), table.round()
+    exclude = torch.randint(0, items + 1, (contexts, 2 * items // 3 + 1), generator=generator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog_search, "_blocks", lambda *_: list(catalog_search.column_blocks(items + 1, 1, block)))
+        got = catalog_search.top_k(states, table, k, exclude)
+    ids, scores = brute_force(states, table, k, exclude)
+    assert (got.item_ids.numpy() == ids).all()
+    np.testing.assert_allclose(got.scores.numpy(), scores, rtol=1e-5, atol=1e-5)
+
+
+def test_a_large_catalogue_is_searched_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, table = torch.randn(20, 8), torch.randn(9001, 8)
+    whole = catalog_search.top_k(states, table, 10, None)
+    monkeypatch.setattr(catalog_search, "SCORE_BYTES", 1)
+    assert len(catalog_search._blocks(states, table)) > 5
+    assert torch.equal(catalog_search.top_k(states, table, 10, None).item_ids, whole.item_ids)
+
+
+@pytest.mark.parametrize("blocks", [1, 7])
+def test_samples_follow_the_distribution(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    states, table = torch.randn(2, 4), torch.randn(21, 4)
+    monkeypatch.setattr(
+        catalog_search, "_blocks", lambda *_: list(catalog_search.column_blocks(21, 1, -(-20 // blocks)))
+    )
+    ids, logp = catalog_search.draw(states, table, 40_000)
+    exact = (states @ table[1:].T).log_softmax(1)
+    torch.testing.assert_close(logp, exact.gather(1, ids - 1), rtol=0, atol=1e-5)
+    for row in range(2):
+        expected = 40_000 * exact[row].exp().double()
+        observed = torch.bincount(ids[row], minlength=21)[1:].double()
+        assert ((observed - expected) ** 2 / expected).sum() < 43.8  # chi-square, 19 degrees of freedom, 0.1 %
+
+
+def test_sample_of_the_policy_gives_tokens() -> None:
+    policy = CatalogSoftmaxPolicy(V, dim=8, max_history=H).eval()
+    ids, logp = policy.sample(_inputs(3)[0], 5)
+    assert ids.shape == (3, 5)
+    assert logp.shape == (3, 5, 1)
+    assert ids.min() >= 1
+
+
+class _Recommend(nn.Module):
+    def __init__(self, policy: CatalogSoftmaxPolicy) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, item_ids: Tensor, lengths: Tensor, feedback: Tensor, exclude: Tensor) -> tuple[Tensor, Tensor]:
+        best = self.policy.recommend(Histories(item_ids, lengths, feedback), 10, exclude)
+        return best.item_ids, best.scores
+
+
+def _inputs(rows: int, seen: int = 6) -> tuple[Histories, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    lengths = torch.randint(0, H + 1, (rows,), generator=generator)
+    ids = torch.randint(1, V + 1, (rows, H), generator=generator) * (torch.arange(H) < lengths[:, None])
+    return Histories(ids, lengths, ids % 6), torch.randint(0, V + 1, (rows, seen), generator=generator)
+
+
+@pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
+def test_exported_programs_recommend_the_same(blocks: str, tmp_path: Path) -> None:
+    import onnxruntime
+
+    torch.manual_seed(0)
+    policy = CatalogSoftmaxPolicy(V, dim=16, max_history=H, blocks=blocks).eval()  # type: ignore[arg-type]
+    module = _Recommend(policy).eval()
+    (known, exclude), batch = _inputs(2), torch.export.Dim("batch", min=1, max=4096)
+    seen = torch.export.Dim("seen", min=1, max=1024)
+    shapes = {name: {0: batch} for name in ("item_ids", "lengths", "feedback")} | {"exclude": {0: batch, 1: seen}}
+    example = (*known[:3], exclude)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(module, example, dynamic_shapes=shapes)
+        torch.onnx.export(program, dynamo=True, verbose=False).save(str(tmp_path / "policy.onnx"))
+    session = onnxruntime.InferenceSession(tmp_path / "policy.onnx")
+    for rows, width in ((1, 6), (2, 1), (33, 50)):
+        known, exclude = _inputs(rows, width)
+        inputs = (*known[:3], exclude)
+        ids, scores = module(*inputs)
+        exported_ids, exported_scores = program.module()(*inputs)
+        onnx_ids, onnx_scores = session.run(
+            None, {slot.name: value.numpy() for slot, value in zip(session.get_inputs(), inputs, strict=True)}
+        )
+        assert torch.equal(ids, exported_ids)
+        assert (ids.numpy() == onnx_ids).all()
+        torch.testing.assert_close(scores, exported_scores, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(scores.detach().numpy(), onnx_scores, rtol=0, atol=1e-5)
