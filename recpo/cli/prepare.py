@@ -52,8 +52,8 @@ def prepare(
     One error lists every fault of the log. Refused: files that cannot be read, missing columns, wrong types, null
     users, items or times, times that do not parse. Neutralised and counted (the event stays, without that value):
     missing or impossible watch times, durations, labels and propensities. Dropped and counted: exact duplicates (equal
-    in every column that is used), events of items outside the catalogue. The counts stand in ``manifest.json``. Whatever
-    is fitted is fitted on the train period. Equal logs give equal bytes, in whatever order their rows are.
+    in every column that is used), events of items outside the catalogue. The counts stand in ``manifest.json``.
+    Whatever is fitted is fitted on the train period. Equal logs give equal bytes, in whatever order their rows are.
 
     Args:
         log: Parquet or CSV file, directory of such files, or glob pattern; or a list of them.

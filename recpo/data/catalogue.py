@@ -94,7 +94,7 @@ def _median_duration(train: ir.Table) -> ir.Table:
 
 
 def place_events(events: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
-    """Events of kept items and users with both indices, their ``position`` in the history and their ``request``."""
+    """Events of kept items and users, with both indices."""
     known = events.inner_join(items, Columns.ITEM_ID).inner_join(users, Columns.USER_ID)
     return known.select(*events.columns, Events.ITEM_INDEX, Events.USER_INDEX)
 
@@ -107,4 +107,6 @@ def add_positions(events: ir.Table, order: list[ir.Column]) -> ir.Table:
     first = position.min().over(group_by=[placed[Events.USER_INDEX], request])
     # A request is named after its first event: user index in the upper, position in the lower 32 bits.
     name = placed[Events.USER_INDEX].cast("int64") * (1 << 32) + ibis.ifelse(request.isnull(), position, first)
-    return placed.mutate(**{Events.REQUEST: name.cast("int64")})
+    named = placed.mutate(**{Events.REQUEST: name.cast("int64")})
+    # The indices stand for the external ids from here on; less to sort and to spill.
+    return named.drop(Columns.USER_ID, Columns.ITEM_ID, Columns.REQUEST_ID)

@@ -29,6 +29,9 @@ def number(column: ir.Value) -> ir.FloatingColumn:
 
 def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
     """Milliseconds since the epoch; null where the value is null, does not parse, or is no plausible time."""
+    if column.type().is_unknown():
+        # DuckDB's nanoseconds with a time zone, a type that Ibis does not know.
+        column = column.cast("timestamp('UTC')")
     kind = column.type()
     if kind.is_timestamp() or kind.is_date():
         return _plausible(_clock_ms(column.cast("timestamp")))

@@ -18,6 +18,7 @@ from recpo.data.schema import ColumnMapping, Columns
 from recpo.errors import RecpoError
 
 _SUFFIXES: Final = (".parquet", ".csv")
+_LIKE: Final = 0.6  # share of common letters at which two column names are alike
 
 
 @dataclass(frozen=True)
@@ -159,20 +160,19 @@ def _settle_columns(
         elif column in needed or len(lacking) < len(schemas):
             shown, schema = lacking[0]
             where = shown if len(lacking) == 1 else f"{shown} and {len(lacking) - 1} more"
-            faults.append(
-                Fault(where, name, f"no such column (wanted as {column})", _mend_missing(column, name, schema))
-            )
+            free = [known for known in schema.names if known not in mapping.named().values()]
+            mend = _mend_missing(column, name, schema, free)
+            faults.append(Fault(where, name, f"no such column (wanted as {column})", mend))
     return columns, faults
 
 
-def _mend_missing(column: str, name: str, schema: pa.Schema) -> str:
-    near = dict.fromkeys(
-        match
-        for wanted in (name, column, column.removesuffix("_id"))
-        for match in difflib.get_close_matches(wanted.lower(), [known.lower() for known in schema.names], cutoff=0.5)
-    )
-    exact = [known for known in schema.names if known.lower() in near]
-    hint = f"near: {', '.join(exact)}; " if exact else ""
+def _mend_missing(column: str, name: str, schema: pa.Schema, free: Sequence[str]) -> str:
+    wanted = (name.lower(), column.lower(), column.removesuffix("_id"))
+    likeness = {
+        known: max(difflib.SequenceMatcher(None, known.lower(), word).ratio() for word in wanted) for known in free
+    }
+    near = sorted((known for known in free if likeness[known] >= _LIKE), key=lambda known: -likeness[known])
+    hint = f"near: {', '.join(near)}; " if near else ""
     return f"{hint}the file has {', '.join(schema.names)}; choose another preset or pass --columns.{column} NAME"
 
 

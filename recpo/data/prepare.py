@@ -183,8 +183,9 @@ class _Run:
         ends = self.engine.row(events.aggregate(first=time.min(), last=time.max()))
         has_clock = self.choice.mapping.time_unit != "order"
         boundaries = self.choice.split.boundaries(ends["first"], ends["last"], has_clock)
-        events = self.engine.materialise("events", self.choice.split.assign(events, boundaries))
-        self.engine.drop("distinct")
+        events = self.choice.split.assign(events, boundaries)
+        if not self.choice.split.is_per_event:
+            events = self.engine.materialise("events", events)
         return events, {"first_ms": ends["first"], "last_ms": ends["last"], **boundaries}
 
     def _keep(self, events: ir.Table) -> tuple[ir.Table, ir.Table, ir.Table]:
@@ -201,7 +202,6 @@ class _Run:
     def _shape(self, events: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
         engine, base = self.engine, self.choice.label.duration_base
         placed = engine.materialise("placed", add_positions(events, time_order(events)))
-        engine.drop("events")
         quantiles = engine.materialise("quantiles", quantile_table(placed, base))
         write_parquet(engine.table(quantiles.order_by(quantiles.columns[:2])), self.partial / "quantiles.parquet")
         cutoffs = engine.materialise("cutoffs", cutoff_table(quantiles))
@@ -256,6 +256,6 @@ def _label_faults(label: Label, log: Log) -> list[Fault]:
     name = type(label).__name__
     mend = (
         "name the column with --columns.NAME, or choose another --label: WatchQuantiles, WatchRatio, D2Q and "
-        "WatchTimeGain read watch_time and duration, BinaryColumn and NumericColumn read label, EveryEvent reads nothing"
+        "WatchTimeGain read watch_time and duration; BinaryColumn and NumericColumn read label; EveryEvent none"
     )
     return [Fault(log.name, None, f"label {name} needs {' and '.join(lacking)}, which the log has not", mend)]

@@ -94,7 +94,8 @@ class WatchQuantiles(Label):
         fitted = _is_fitted(keyed)
         keyed = keyed.mutate(
             own_at_most=fitted.sum().over(up_to).cast("float64"),
-            own_total=fitted.sum().over(group_by=own).cast("float64"),
+            # With the same order as above one sort serves both sums.
+            own_total=fitted.sum().over(group_by=own, order_by=Events.WATCH_MS, rows=(None, None)).cast("float64"),
         )
         quantile = ibis.cases(
             (keyed[Events.WATCH_MS].isnull() | keyed.bucket.isnull(), ibis.null("float64")),

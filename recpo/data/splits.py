@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import ibis
@@ -20,7 +20,13 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Split(ABC):
-    """Says for each event to which period it belongs; implementations are frozen dataclasses."""
+    """Says for each event to which period it belongs; implementations are frozen dataclasses.
+
+    Attributes:
+        is_per_event: the period follows from the event alone, so that it costs nothing to find it again.
+    """
+
+    is_per_event: ClassVar[bool] = False
 
     @abstractmethod
     def boundaries(self, first_ms: int, last_ms: int, has_clock: bool) -> dict[str, Any]:
@@ -60,6 +66,8 @@ class TemporalSplit(Split):
     valid_start: str | None = None
     test_start: str | None = None
     timezone: str = "+00:00"
+
+    is_per_event: ClassVar[bool] = True
 
     def boundaries(self, first_ms: int, last_ms: int, has_clock: bool) -> dict[str, Any]:
         """The two moments in milliseconds since the epoch, and as ISO times in ``timezone``."""

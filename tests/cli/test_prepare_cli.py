@@ -1,0 +1,58 @@
+import json
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def recpo(*arguments):
+    command = [sys.executable, "-m", "recpo.cli.main", "prepare", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_from_a_foreign_log_through_yaml(tmp_path):
+    rows = [
+        (user, item, 1_700_000_000 + 60 * (7 * user + item), user % 2 == item % 2)
+        for user in (1, 2, 3)
+        for item in (5, 6, 7)
+    ]
+    who, what, when, click = map(list, zip(*rows, strict=True))
+    pq.write_table(pa.table({"who": who, "what": what, "when": when, "click": click}), tmp_path / "clicks.parquet")
+    (tmp_path / "prepare.yaml").write_text(
+        f"""
+log: [{tmp_path}/clicks.parquet]
+out: {tmp_path}/prepared
+columns: {{user_id: who, item_id: what, timestamp: when, label: click, time_unit: s}}
+split: {{class_path: LeaveLastOut}}
+label: BinaryColumn
+catalogue: log
+"""
+    )
+    done = recpo("--config", tmp_path / "prepare.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "3 users, 3 items" in done.stdout
+    assert "user_id=who" in done.stdout
+    manifest = json.loads((tmp_path / "prepared/manifest.json").read_text())
+    assert manifest["config"]["label"]["class_path"].endswith("BinaryColumn")
+    assert manifest["config"]["log"] == ["clicks.parquet"]
+    again = recpo("--config", tmp_path / "prepare.yaml")
+    assert again.returncode == 1
+    assert "exists already" in again.stderr
+    assert recpo("--config", tmp_path / "prepare.yaml", "--overwrite", "true").returncode == 0
+
+
+def test_faults_end_without_a_traceback(tmp_path):
+    pq.write_table(pa.table({"user": [1, None], "item_id": [1, 2], "timestamp": [1, 2]}), tmp_path / "log.parquet")
+    failed = recpo("--log", tmp_path / "log.parquet", "--out", tmp_path / "out", "--label", "EveryEvent")
+    assert failed.returncode == 1
+    assert "Traceback" not in failed.stderr
+    assert "2 faults" in failed.stderr
+    assert "near: user;" in failed.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_help_explains_every_option():
+    text = " ".join(recpo("--help").stdout.split())
+    assert "One error lists every fault of the log" in text
+    assert 'unit of a numeric ``timestamp``, since 1970-01-01 UTC; "order" = a bare position without a clock.' in text

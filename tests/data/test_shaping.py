@@ -1,0 +1,157 @@
+import json
+from pathlib import Path
+
+import ibis
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from recpo.data.feedback import add_feedback, cutoff_table, describe_cutoffs, quantile_table
+from recpo.data.labels import BinaryColumn, EveryEvent, NumericColumn
+from recpo.data.shaping import D2Q, WatchQuantiles, WatchRatio, WatchTimeGain
+from recpo.errors import RecpoError
+from tests.reference import watch_labels as reference
+
+VECTORS = Path(__file__).parent / "objectives.json"
+QUICK = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+# Few distinct values, so that ties, thin buckets and users without history are common.
+EVENT = st.tuples(
+    st.integers(0, 2),
+    st.one_of(st.none(), st.integers(0, 12).map(lambda x: x * 500)),
+    st.one_of(st.none(), st.sampled_from([300, 1000, 2000, 4000, 5000, 8000, 15_000, 16_000, 60_000])),
+    st.integers(0, 2),
+    st.booleans(),
+)
+EVENTS = st.lists(EVENT, min_size=5, max_size=60).map(lambda rows: [list(column) for column in zip(*rows, strict=True)])
+
+
+def table(user, watch_ms, duration_ms, period, dislike=None, label=None):
+    rows = len(user)
+    return ibis.memtable(
+        pa.table(
+            {
+                "row": pa.array(range(rows), pa.int64()),
+                "user_index": pa.array(user, pa.int32()),
+                "watch_ms": pa.array(watch_ms, pa.int64()),
+                "duration_ms": pa.array(duration_ms, pa.int64()),
+                "period": pa.array(period, pa.int8()),
+                "dislike": pa.array(dislike or [False] * rows, pa.bool_()),
+                "label": pa.array(label or [None] * rows, pa.float64()),
+            }
+        )
+    )
+
+
+def labelled(engine, method, *columns, **more):
+    result = engine.table(method.add(table(*columns, **more)).order_by("row"))
+    return result["watch_quantile"].to_numpy(zero_copy_only=False).astype(float)
+
+
+def test_published_vector(engine):
+    vector = next(v for v in json.loads(VECTORS.read_text())["vectors"] if v["id"] == "duration_reward.quantile")
+    history, targets = vector["inputs"]["history_dur_play"], vector["inputs"]["targets"]
+    duration, watch = zip(*[(1000 * d, 1000 * p) for d, p in history + targets], strict=True)
+    period = [0] * len(history) + [1] * len(targets)
+    found = labelled(engine, WatchQuantiles(min_history=1), [0] * len(watch), list(watch), list(duration), period)
+    expected = [np.nan if q is None else q for q in vector["expected"]["q"]]
+    np.testing.assert_allclose(found[len(history) :], expected, rtol=1e-12)
+
+
+@QUICK
+@given(events=EVENTS, min_history=st.integers(1, 6), base=st.sampled_from([2.0, 10.0, 1.5]))
+def test_watch_quantiles_equal_the_formula(engine, events, min_history, base):
+    columns = events[:4]
+    found = labelled(engine, WatchQuantiles(base, min_history), *columns)
+    np.testing.assert_allclose(found, reference.watch_quantiles(*columns, base, min_history), rtol=1e-12)
+
+
+@QUICK
+@given(events=EVENTS, groups=st.integers(1, 5), min_history=st.integers(1, 4))
+def test_d2q_equals_the_formula(engine, events, groups, min_history):
+    found = labelled(engine, D2Q(groups, min_history), *events[:4])
+    np.testing.assert_allclose(found, reference.duration_quantiles(*events[1:4], groups, min_history), rtol=1e-12)
+
+
+@QUICK
+@given(events=EVENTS, min_history=st.integers(1, 4))
+def test_watch_time_gain_equals_the_formula(engine, events, min_history):
+    found = labelled(engine, WatchTimeGain(min_history=min_history), *events[:4])
+    np.testing.assert_allclose(found, reference.watch_time_gain(*events[1:4], min_history=min_history), rtol=1e-12)
+
+
+@QUICK
+@given(events=EVENTS)
+def test_feedback_levels_equal_the_formula(engine, events):
+    rows = table(*events)
+    cutoffs = cutoff_table(quantile_table(rows, 2.0))
+    found = engine.table(add_feedback(rows, cutoffs, 2.0).order_by("row"))["feedback"].to_pylist()
+    assert found == reference.feedback_levels(*events[1:3], events[4], events[3])
+
+
+@pytest.mark.parametrize("label", [WatchQuantiles(min_history=1), D2Q(3, 1), WatchTimeGain(min_history=1)])
+@QUICK
+@given(events=EVENTS, later=EVENTS)
+def test_later_events_change_no_earlier_label(engine, label, events, later):
+    train = [*events[:3], [0] * len(events[0])]
+    both = [a + b for a, b in zip(train, [*later[:3], [2] * len(later[0])], strict=True)]
+    found = labelled(engine, label, *both)[: len(train[0])]
+    np.testing.assert_array_equal(found, labelled(engine, label, *train))
+
+
+@QUICK
+@given(events=EVENTS)
+def test_labels_lie_in_the_unit_interval_and_are_neutral_without_a_duration(engine, events):
+    for label in (WatchQuantiles(min_history=1), WatchRatio(), D2Q(3, 1), WatchTimeGain(min_history=1)):
+        found = labelled(engine, label, *events[:4])
+        known = np.array([w is not None and d is not None for w, d in zip(events[1], events[2], strict=True)])
+        assert np.isnan(found[~known]).all()
+        assert ((found[~np.isnan(found)] >= 0) & (found[~np.isnan(found)] <= 1)).all()
+
+
+def test_watch_ratio_is_clipped_at_its_cap(engine):
+    columns = [0] * 4, [0, 5000, 10_000, 30_000], [10_000] * 4, [0] * 4
+    np.testing.assert_allclose(labelled(engine, WatchRatio(), *columns), [0, 0.5, 1, 1])
+    np.testing.assert_allclose(labelled(engine, WatchRatio(cap=2.0), *columns), [0, 0.25, 0.5, 1])
+
+
+def test_column_labels(engine):
+    columns = [0] * 4, [None] * 4, [None] * 4, [0] * 4
+    ratings = [0.5, 3.0, 4.0, None]
+    np.testing.assert_allclose(labelled(engine, EveryEvent(), *columns), [1, 1, 1, 1])
+    line = labelled(engine, NumericColumn(0.5, 4.5), *columns, label=ratings)
+    np.testing.assert_allclose(line, [0, 0.625, 0.875, np.nan])
+    step = labelled(engine, NumericColumn(threshold=4), *columns, label=ratings)
+    np.testing.assert_allclose(step, [0, 0, 1, np.nan])
+    np.testing.assert_allclose(labelled(engine, BinaryColumn(), *columns, label=[0, 1, 1, None]), [0, 1, 1, np.nan])
+
+
+def test_feedback_without_watch_times_follows_the_label(engine):
+    rows = table([0] * 4, [None] * 4, [None] * 4, [0] * 4, dislike=[False, False, False, True])
+    labels = ibis.memtable(pa.table({"row": [0, 1, 2, 3], "watch_quantile": [0.4, 0.5, None, 1.0]}))
+    found = engine.table(add_feedback(rows.inner_join(labels, "row"), None, 2.0).order_by("row"))
+    assert found["feedback"].to_pylist() == [2, 5, 0, 1]
+
+
+def test_cutoffs_are_described_in_seconds(engine):
+    rows = table([0] * 5, [1000, 2000, 3000, 4000, 999_000], [9000] * 5, [0, 0, 0, 0, 1])
+    described = describe_cutoffs(engine.table(cutoff_table(quantile_table(rows, 2.0))), 2.0)
+    assert described == {"duration_base": 2.0, "cutoffs": {"3": [1.0, 2.0, 3.0]}}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: WatchQuantiles(base=1.0),
+        lambda: WatchQuantiles(min_history=0),
+        lambda: WatchTimeGain(base=0.5),
+        lambda: WatchRatio(cap=0.0),
+        lambda: D2Q(groups=0),
+        lambda: NumericColumn(low=5, high=1),
+    ],
+)
+def test_impossible_options_are_refused(make):
+    with pytest.raises(RecpoError, match="must be"):
+        make()

@@ -1,0 +1,89 @@
+"""Slow NumPy versions of the watch-time labels; written from the formulas, event by event."""
+
+import functools
+import math
+
+import numpy as np
+
+
+@functools.cache
+def bucket_of(duration_ms, base=2.0):
+    return math.floor(math.log(duration_ms / 1000 + 1e-6) / math.log(base))
+
+
+def _known(watch_ms, duration_ms):
+    return watch_ms is not None and duration_ms is not None
+
+
+def share_at_most(value, values):
+    return sum(other <= value for other in values) / len(values)
+
+
+def watch_quantiles(user, watch_ms, duration_ms, period, base=2.0, min_history=5):
+    """nan = neutral. All arguments are lists of equal length; None = unknown; period 0 is train."""
+    rows = range(len(user))
+    known = [i for i in rows if _known(watch_ms[i], duration_ms[i])]
+    label = np.full(len(user), np.nan)
+    for i in known:
+        bucket = bucket_of(duration_ms[i], base)
+        alike = [j for j in known if period[j] == 0 and bucket_of(duration_ms[j], base) == bucket]
+        own = [watch_ms[j] for j in alike if user[j] == user[i]]
+        everyone = [watch_ms[j] for j in alike]
+        for pool in (own, everyone):
+            if len(pool) >= min_history:
+                label[i] = share_at_most(watch_ms[i], pool)
+                break
+    return label
+
+
+def duration_quantiles(watch_ms, duration_ms, period, groups, min_history=5):
+    """D2Q with groups of equally many train durations."""
+    train = [i for i in range(len(watch_ms)) if period[i] == 0 and _known(watch_ms[i], duration_ms[i])]
+    label = np.full(len(watch_ms), np.nan)
+    if not train:
+        return label
+
+    def group(duration):
+        below = sum(duration_ms[j] < duration for j in train)
+        return min(groups - 1, groups * below // len(train))
+
+    for i in range(len(watch_ms)):
+        if _known(watch_ms[i], duration_ms[i]):
+            pool = [watch_ms[j] for j in train if group(duration_ms[j]) == group(duration_ms[i])]
+            if len(pool) >= max(1, min_history):
+                label[i] = share_at_most(watch_ms[i], pool)
+    return label
+
+
+def watch_time_gain(watch_ms, duration_ms, period, base=2.0, min_history=5):
+    known = [i for i in range(len(watch_ms)) if _known(watch_ms[i], duration_ms[i])]
+    gain = {}
+    for i in known:
+        bucket = bucket_of(duration_ms[i], base)
+        pool = [watch_ms[j] for j in known if period[j] == 0 and bucket_of(duration_ms[j], base) == bucket]
+        if len(pool) >= max(1, min_history):
+            deviation = np.std(pool)
+            gain[i] = round((watch_ms[i] - np.mean(pool)) / (deviation if deviation > 0 else 1.0), 5)
+    label = np.full(len(watch_ms), np.nan)
+    train = [gain[i] for i in gain if period[i] == 0]
+    for i, value in gain.items():
+        label[i] = share_at_most(value, train)
+    return label
+
+
+def feedback_levels(watch_ms, duration_ms, dislike, period, base=2.0):
+    known = [i for i in range(len(watch_ms)) if _known(watch_ms[i], duration_ms[i])]
+    levels = []
+    for i in range(len(watch_ms)):
+        pool = []
+        if i in known:
+            bucket = bucket_of(duration_ms[i], base)
+            pool = [watch_ms[j] for j in known if period[j] == 0 and bucket_of(duration_ms[j], base) == bucket]
+        if dislike[i]:
+            levels.append(1)
+        elif not pool:
+            levels.append(0)
+        else:
+            cutoffs = [min(w for w in pool if 4 * sum(p <= w for p in pool) >= k * len(pool)) for k in (1, 2, 3)]
+            levels.append(2 + sum(watch_ms[i] > cutoff for cutoff in cutoffs))
+    return levels
