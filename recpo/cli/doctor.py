@@ -19,7 +19,7 @@ _TIMEOUT_SECONDS = 120
 
 
 class _Part(NamedTuple):
-    """A library: the distributions that may provide it, a program that fails unless it works, whether recpo needs it."""
+    """A library: the distributions that may provide it, a program that fails unless it works, whether it is needed."""
 
     name: str
     distributions: tuple[str, ...]
@@ -91,8 +91,8 @@ def advice(findings: list[_Finding]) -> str:
     words = fbgemm.words + torchrec.words
     if "libnvidia-ml" in words or "libcuda" in words or "Could not load this library" in words:
         return (
-            "fbgemm is a CUDA build and this machine has no NVIDIA driver, so torchrec cannot be imported. Mend it with\n"
-            "    pip uninstall fbgemm-gpu && pip install --force-reinstall --no-deps -r requirements/cpu.lock\n"
+            "fbgemm is a CUDA build and this machine has no NVIDIA driver: torchrec cannot be imported. Mend it with\n"
+            "    pip uninstall fbgemm-gpu fbgemm-gpu-cpu && pip install -r requirements/cpu.lock\n"
             "Everything else in recpo works without it."
         )
     return (

@@ -90,7 +90,7 @@ def conventions(exclude_seen: bool, positive_threshold: float) -> dict[str, str]
 
 
 def metrics_table(contenders: Sequence[Contender], k: int, *, title: str) -> Table:
-    """One row per contender, the main metrics at ``k`` with their 95 % half-widths; the best mean of a column is bold."""
+    """One row per contender: the main metrics at ``k`` with 95 % half-widths; the best mean of a column is bold."""
     names = _shown(contenders, _HEADINGS, k)
     table = _table(f"{title}; lists of {k}", "mean ± half of the 95 % interval over users")
     table.add_column("contender")
@@ -133,7 +133,15 @@ def _heading(metric: str) -> str:
 
 def _table(title: str, caption: str) -> Table:
     # narrow enough for a terminal of 80 columns
-    return Table(title=title, caption=caption, box=SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    return Table(
+        title=title,
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
 
 
 def _best(metric: str, means: list[float]) -> int | None:

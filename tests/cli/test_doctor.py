@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from recpo.cli import doctor as module
+from recpo.cli.doctor import _Finding, _Part, advice, doctor
+from recpo.errors import RecpoError
+
+
+def finding(name, works, words="", version="1.0"):
+    return _Finding(_Part(name, (name,), "", False), version, works, words)
+
+
+@pytest.mark.parametrize(
+    ("fbgemm", "torchrec", "expected"),
+    [
+        (finding("fbgemm", True), finding("torchrec", True), "can be used"),
+        (finding("fbgemm", False, version=None), finding("torchrec", False, version=None), "not installed"),
+        (
+            finding("fbgemm", False, "OSError: libnvidia-ml.so.1: cannot open shared object file"),
+            finding("torchrec", False),
+            "pip uninstall fbgemm-gpu",
+        ),
+        (finding("fbgemm", False, "undefined symbol"), finding("torchrec", False), "one torch version"),
+    ],
+)
+def test_advice_says_what_to_do(fbgemm, torchrec, expected):
+    assert expected in advice([fbgemm, torchrec])
+
+
+def test_a_broken_core_library_fails_and_a_broken_extra_does_not(monkeypatch, capsys):
+    works, broken = "pass", "raise OSError('libnvidia-ml.so.1: cannot open shared object file')"
+    parts = [_Part("torch", ("pip",), works, True), _Part("fbgemm", ("pip",), broken, False)]
+    parts += [_Part("torchrec", ("no-such-distribution",), works, False)]
+    monkeypatch.setattr(module, "_PARTS", parts)
+    doctor()
+    printed = capsys.readouterr().out
+    assert "works" in printed
+    assert "pip uninstall fbgemm-gpu" in printed
+    monkeypatch.setattr(module, "_PARTS", [parts[0]._replace(program=broken), *parts[1:]])
+    with pytest.raises(RecpoError, match="torch must work"):
+        doctor()
+
+
+@pytest.mark.slow
+def test_doctor_finds_this_environment_whole():
+    done = subprocess.run(
+        [sys.executable, "-m", "recpo.cli.main", "doctor"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "onnxruntime" in done.stdout
