@@ -124,10 +124,8 @@ def test_the_bundle_gives_every_test_user_the_policys_list(road, engine):
             expected = policy.recommend(histories, 10, batch.seen)
         lengths = histories.lengths.tolist()
         columns = {"user_id": batch.feedback.row_ids.numpy(), "blocked": external(items, batch.seen)}
-        columns["item_ids"] = [
-            items.to_external(i[r]).to_pylist() for i, r in zip(histories.item_ids, rows, strict=True)
-        ]
-        columns["feedback"] = [f[r].tolist() for f, r in zip(histories.feedback, rows, strict=True)]
+        columns["item_ids"] = external(items, histories.item_ids)
+        columns["feedback"] = [row[:n].tolist() for row, n in zip(histories.feedback, lengths, strict=True)]
         served = bundle.recommend(pd.DataFrame(columns), k=10).table
         assert served["item_id"].to_pylist() == items.to_external(expected.item_ids.numpy()).to_pylist()
         np.testing.assert_allclose(served["score"].to_numpy(), expected.scores.flatten(), atol=1e-4)
