@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -207,6 +208,13 @@ def test_leave_last_out_without_a_clock(tmp_path):
     assert (test.groupby("user_index")["is_target"].last()).all()
     assert (test["feedback"] == 5).all()
     assert pq.read_schema(tmp_path / "out/items.parquet").field("item_id").type == pa.int32()
+
+
+def test_the_sample_log_prepares(tmp_path):
+    sample = Path(__file__).parents[2] / "data" / "sample.parquet"
+    manifest = run(str(sample), tmp_path / "out")
+    assert manifest["counts"]["dropped"] == manifest["counts"]["neutralised"] == {}
+    assert sample.stat().st_size <= 60_000
 
 
 def test_checksums_find_a_changed_file(small, tmp_path):

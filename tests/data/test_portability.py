@@ -1,0 +1,76 @@
+"""The expressions of preparation know nothing of DuckDB: they compile for Spark as they are."""
+
+import ibis
+import pytest
+from ibis.config import Config
+
+from recpo.data.catalogue import add_positions, item_indices, item_table, place_events, user_indices
+from recpo.data.events import select_columns, standardise, time_order
+from recpo.data.feedback import add_feedback, cutoff_table, quantile_table
+from recpo.data.labels import BinaryColumn, EveryEvent, NumericColumn
+from recpo.data.periods import last_events, period_rows
+from recpo.data.presets import PRESETS
+from recpo.data.schema import Columns
+from recpo.data.shaping import D2Q, WatchQuantiles, WatchRatio, WatchTimeGain
+from recpo.data.splits import LeaveLastOut, TemporalSplit
+from recpo.data.validate import row_checks
+
+LABELS = [WatchQuantiles(), WatchRatio(), D2Q(), WatchTimeGain(), BinaryColumn(), NumericColumn(), EveryEvent()]
+DAY_MS = 86_400_000
+
+
+class SparkOptions(Config):
+    treat_nan_as_null: bool = False
+
+
+@pytest.fixture(autouse=True)
+def _spark_options():
+    """What Ibis sets when pyspark is installed."""
+    before, ibis.options.pyspark = ibis.options.pyspark, SparkOptions()
+    yield
+    ibis.options.pyspark = before
+
+
+def log(time):
+    kinds = {**dict.fromkeys(Columns.ALL, "float64"), "user_id": "string", "item_id": "int64", "request_id": "int64"}
+    kinds |= {"timestamp": time, "dislike": "boolean", "is_random": "int8", "__file": "string", "__row": "int64"}
+    return ibis.table(kinds, name="log")
+
+
+@pytest.mark.parametrize("time", ["int64", "string", "timestamp"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_checks_and_standard_columns_compile_for_spark(time):
+    raw = select_columns(log(time), {column: column for column in Columns.ALL})
+    assert "SELECT" in ibis.to_sql(standardise(raw, PRESETS["plain"], 86_400.0), dialect="pyspark")
+    for check in row_checks(raw, PRESETS["plain"], 86_400.0):
+        assert "SELECT" in ibis.to_sql(raw.aggregate(count=check.offends.sum()), dialect="pyspark"), check.reason
+
+
+def compiles(*tables):
+    return all("SELECT" in ibis.to_sql(table, dialect="pyspark") for table in tables)
+
+
+def unbound(table, name):
+    return ibis.table(table.schema(), name=name)
+
+
+def test_the_pipeline_compiles_for_spark():
+    events = unbound(standardise(log("int64"), PRESETS["plain"], 86_400.0), "standard")
+    split = TemporalSplit()
+    boundaries = split.boundaries(1_700_000_000_000, 1_700_000_000_000 + 9 * DAY_MS, True)
+    assert compiles(split.assign(events, boundaries), LeaveLastOut().assign(events, {}))
+    events = unbound(split.assign(events, boundaries), "events")
+    items, users = item_indices(events, "train", 1), user_indices(events, 0)
+    assert compiles(items, users)
+    items, users = unbound(items, "items"), unbound(users, "users")
+    placed = place_events(events, items, users)
+    placed = add_positions(placed, time_order(placed))
+    assert compiles(placed)
+    placed = unbound(placed, "placed")
+    quantiles = quantile_table(placed, 2.0)
+    cutoffs = cutoff_table(unbound(quantiles, "quantiles"))
+    assert compiles(quantiles, cutoffs, *(label.add(placed) for label in LABELS))
+    shaped = add_feedback(EveryEvent().add(placed), unbound(cutoffs, "cutoffs"), 2.0)
+    assert compiles(shaped)
+    shaped = unbound(shaped, "shaped")
+    assert compiles(item_table(items, shaped), last_events(shaped, items, users, 9), period_rows(shaped, 2, 9))
