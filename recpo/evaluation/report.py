@@ -80,7 +80,7 @@ def conventions(exclude_seen: bool, positive_threshold: float) -> dict[str, str]
     )
     return {
         "catalogue": "every item is ranked, no sampled negatives",
-        "seen_items": seen,
+        "seen_items": f"the items of a user's last max_context events before the period are {seen}",
         "positives": f"distinct held-out items with watch_quantile >= {positive_threshold:g} that were not disliked",
         "disliked": "distinct held-out items that were disliked; disliked@k is their share of the k places",
         "ndcg": "binary gains, divided by the DCG of an ideal list of min(k, number of targets) items",
