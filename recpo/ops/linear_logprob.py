@@ -30,21 +30,20 @@ KEEP_BYTES = 256 << 20
 BLOCK_ROWS_OF_TABLE = 8192
 
 
-class _Block(NamedTuple):
-    """Some states over some table rows: the log-sum-exp of their logits ``[n]`` and, where kept, their softmax."""
-
-    states: slice
-    rows: slice
-    lse: Tensor
-    softmax: Tensor | None
-
-
 class _CatalogSums(NamedTuple):
-    """``lse [N]``, the expected table row ``[N, d]`` (None if not asked for) and the blocks they were made of."""
+    """What one pass over the catalogue leaves.
+
+    Attributes:
+        lse: ``[N]`` log-sum-exp of all logits.
+        expected_row: ``[N, d]``, None if not asked for.
+        block_lse: ``[blocks of table rows, N]`` log-sum-exp within each block of table rows.
+        softmax: the softmax within each block, in the order of ``_Grid``; empty if they were too large to keep.
+    """
 
     lse: Tensor
     expected_row: Tensor | None
-    blocks: list[_Block]
+    block_lse: Tensor
+    softmax: list[Tensor]
 
 
 def linear_logprob(
@@ -124,7 +123,7 @@ def column_blocks(num_rows: int, padding_rows: int, block_rows: int) -> Iterator
 
 
 class _Grid:
-    """Walks the logits in blocks of states within blocks of table rows.
+    """Cuts the logits into blocks of states within blocks of table rows.
 
     Args:
         states: ``[N, d]``.
@@ -133,16 +132,16 @@ class _Grid:
     """
 
     def __init__(self, states: Tensor, table: Tensor, padding_rows: int) -> None:
-        self.states, self.table, self.padding_rows = states, table, padding_rows
+        self.states, self.table = states, table
+        self.columns = list(column_blocks(len(table), padding_rows, BLOCK_ROWS_OF_TABLE))
         self.block_bytes = BLOCK_BYTES.get(states.device.type, BLOCK_BYTES_ACCELERATOR)
 
-    def __iter__(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yields the states' slice, the rows' slice and their logits, which the caller may overwrite."""
-        for rows in column_blocks(len(self.table), self.padding_rows, BLOCK_ROWS_OF_TABLE):
+    def __iter__(self) -> Iterator[tuple[int, slice, slice]]:
+        """Yields the number of the block of table rows, the states' slice and the rows' slice."""
+        for column, rows in enumerate(self.columns):
             height = max(64, self.block_bytes // (self.states.element_size() * (rows.stop - rows.start)))
             for start in range(0, len(self.states), height):
-                part = slice(start, min(start + height, len(self.states)))
-                yield part, rows, self.logits(part, rows)
+                yield column, slice(start, min(start + height, len(self.states))), rows
 
     def logits(self, part: slice, rows: slice) -> Tensor:
         """The logits of some states over some table rows."""
@@ -165,31 +164,37 @@ def _sum_over_catalog(
     states: Tensor, table: Tensor, padding_rows: int, *, want_expected_row: bool, keep_bytes: int = 0
 ) -> _CatalogSums:
     """One pass over the catalogue: log-sum-exp and the expected table row."""
+    grid = _Grid(states, table, padding_rows)
     lse = states.new_full((len(states),), -torch.inf)
+    # one tensor for all blocks: small ones that live on between the large ones that do not would fragment the heap
+    block_lse = states.new_empty(len(grid.columns), len(states))
     expected = torch.zeros_like(states) if want_expected_row else None
     keep = len(states) * (len(table) - padding_rows) * states.element_size() <= keep_bytes
-    blocks: list[_Block] = []
-    for part, rows, logits in _Grid(states, table, padding_rows):
-        softmax, block_lse = _softmax_in_place(logits)
-        before, lse[part] = lse[part].clone(), torch.logaddexp(lse[part], block_lse)
+    kept: list[Tensor] = []
+    for column, part, rows in grid:
+        softmax, block_lse[column, part] = _softmax_in_place(grid.logits(part, rows))
+        before = lse[part].clone()
+        torch.logaddexp(before, block_lse[column, part], out=lse[part])
         if expected is not None:
-            of_block = matmul_transposed(softmax, table[rows].T).mul_((block_lse - lse[part]).exp_()[:, None])
+            share = (block_lse[column, part] - lse[part]).exp_()
+            of_block = matmul_transposed(softmax, table[rows].T).mul_(share[:, None])
             expected[part].mul_((before - lse[part]).exp_()[:, None]).add_(of_block)
-        blocks.append(_Block(part, rows, block_lse, softmax if keep else None))
-    return _CatalogSums(lse, expected, blocks)
+        if keep:
+            kept.append(softmax)
+    return _CatalogSums(lse, expected, block_lse, kept)
 
 
 def _add_softmax_gradient(
     gradient: Tensor, weights: Tensor, states: Tensor, table: Tensor, padding_rows: int, sums: _CatalogSums
 ) -> None:
     """Adds ``Σ_n weights_n p_n h_nᵀ`` to the table's gradient, from the kept softmax or from a new one."""
-    weighted = states * weights[:, None]
     grid = _Grid(states, table, padding_rows)
-    for part, rows, block_lse, kept in sums.blocks:
-        softmax = _softmax_in_place(grid.logits(part, rows))[0] if kept is None else kept
+    kept = iter(sums.softmax)
+    for column, part, rows in grid:
+        softmax = next(kept) if sums.softmax else _softmax_in_place(grid.logits(part, rows))[0]
         # the block sums to one over its own rows: its share of the catalogue goes onto the states, which are smaller
-        share = (block_lse - sums.lse[part]).exp_()
-        gradient[rows] += matmul_transposed((weighted[part] * share[:, None]).T, softmax.T).T
+        share = (sums.block_lse[column, part] - sums.lse[part]).exp_().mul_(weights[part])
+        gradient[rows] += matmul_transposed((states[part] * share[:, None]).T, softmax.T).T
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -259,8 +264,9 @@ class _LinearEntropy(torch.autograd.Function):
         states, table, lse, entropy = ctx.saved_tensors
         grad_states = torch.zeros_like(states) if ctx.needs_input_grad[0] else None
         grad_table = torch.zeros_like(table) if ctx.needs_input_grad[1] else None
-        for part, rows, logits in _Grid(states, table, ctx.padding_rows):
-            logp = logits.sub_(lse[part, None])
+        grid = _Grid(states, table, ctx.padding_rows)
+        for _, part, rows in grid:
+            logp = grid.logits(part, rows).sub_(lse[part, None])
             grad_logits = logp.exp().mul_(logp.add_(entropy[part, None])).mul_(-grad[part, None])
             if grad_states is not None:
                 grad_states[part] += matmul_transposed(grad_logits, table[rows].T)
