@@ -84,15 +84,18 @@ class PolicyGradientObjective(Objective):
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""
         mask = inputs.logp.mask.bool()
-        logp = zero_masked(inputs.logp.policy, mask)
-        old = self.old(inputs)
-        old = None if old is None else zero_masked(old.detach(), mask)
         advantages = zero_masked(required(inputs.advantages, "advantages", self).detach(), mask.any(-1))
+        # The module need not score inert positions: what stands there is no log-probability.
+        scored = mask & (advantages != 0).unsqueeze(-1) if self.zero_advantage_is_inert else mask
+        logp = zero_masked(inputs.logp.policy, scored)
+        old = self.old(inputs)
+        old = None if old is None else zero_masked(old.detach(), scored)
         surrogate = self.token_loss(logp, old, advantages, mask)
         total, metrics = self.penalised(surrogate, logp, mask, inputs)
         loss = aggregate(total, mask, self.aggregation, count=inputs.denominator, length=self.length)
         metrics |= {"policy_loss": aggregate(surrogate.detach(), mask, self.aggregation, length=self.length)}
-        metrics |= self._health(surrogate.detach(), logp.detach(), old, advantages, mask)
+        metrics |= advantage_shares(advantages, mask.any(-1))
+        metrics |= self._health(surrogate.detach(), logp.detach(), old, advantages, scored)
         return LossOutput(loss, metrics)
 
     def penalised(
@@ -116,15 +119,12 @@ class PolicyGradientObjective(Objective):
     def _health(
         self, loss: Tensor, logp: Tensor, old: Tensor | None, advantages: Tensor, mask: Tensor
     ) -> dict[str, Tensor]:
-        metrics = advantage_shares(advantages, mask.any(-1))
         advantages = over_tokens(advantages, logp)
         log_ratio = torch.zeros_like(logp) if old is None else self.log_ratio(logp - old, mask)
-        # The module need not score inert positions: what stands there is no log-probability.
-        scored = mask & (advantages != 0) if self.zero_advantage_is_inert else mask
         weight = self.gradient_weight(loss, log_ratio, advantages)
-        metrics["negative_gradient_share"] = negative_gradient_share(weight, advantages, mask)
+        metrics = {"negative_gradient_share": negative_gradient_share(weight, advantages, mask)}
         if old is not None:
-            metrics |= ratio_metrics(log_ratio, scored) | self.clip_metrics(log_ratio, advantages, scored)
+            metrics |= ratio_metrics(log_ratio, mask) | self.clip_metrics(log_ratio, advantages, mask)
         return metrics
 
     def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -90,6 +90,11 @@ class QLearning(Objective):
         """See ``Objective.requires``."""
         return frozenset({"q_value"})
 
+    @property
+    def reads_log_prob(self) -> bool:
+        """False for Q-learning alone."""
+        return self.likelihood_coef != 0
+
     def count(self, inputs: ObjectiveInputs) -> Tensor:
         """Kept items."""
         return denominator(inputs.logp.mask, "seq-mean-token-sum")

@@ -191,7 +191,7 @@ def test_zero_advantage_gives_zero_gradient_and_need_not_be_scored(objective):
     assert (zero & named["mask"].any(-1)).any()
     output, gradients = run(objective, named)
     assert (gradients["policy"][zero] == 0).all()
-    unscored = named | {n: named[n].masked_fill(zero.unsqueeze(-1), 0.0) for n in ("policy", "old")}
+    unscored = named | {n: named[n].masked_fill(zero.unsqueeze(-1), math.nan) for n in ("policy", "old")}
     other, other_gradients = run(objective, unscored)
     assert_same(
         [output.loss, *gradients.values(), *output.metrics.values()],

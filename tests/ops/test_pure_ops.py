@@ -7,10 +7,15 @@ import math
 import pytest
 import torch
 
+from recpo.objectives.aspo import aspo_loss
+from recpo.objectives.cispo import cispo_loss
 from recpo.objectives.dpo import dpo_loss
+from recpo.objectives.ecpo import ecpo_loss
 from recpo.objectives.gbpo import gbpo_loss
 from recpo.objectives.gspo import gspo_loss
+from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.ppo import entropy, ppo_loss, value_loss
+from recpo.objectives.q_learning import q_loss
 from recpo.objectives.reinforce import reinforce_loss
 from recpo.ops.kl import categorical_kl, kl_estimate
 from recpo.ops.reduce import aggregate, denominator, over_tokens
@@ -40,6 +45,33 @@ MASK = torch.ones(2, 3, dtype=torch.bool)
 def test_mistakes_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("function", "free", "fixed"),
+    [
+        (ppo_loss, 1, 2),
+        (lambda *x: gspo_loss(*x, MASK), 1, 2),
+        (lambda logp, old, a: gbpo_loss(logp, a, logp_old=old), 1, 2),
+        (lambda logp, old, a: reinforce_loss(logp, a, logp_old=old), 1, 2),
+        (aspo_loss, 1, 2),
+        (ecpo_loss, 1, 2),
+        (cispo_loss, 1, 2),
+        (dpo_loss, 2, 2),
+        (lambda *x: softmax_dpo_loss(x[0][:, 0], x[1], x[2][:, 0], x[3]), 2, 2),
+        (lambda *x: margin_listwise_dpo_loss(x[0][:, 0], x[1], x[2][:, 0], x[3]), 2, 2),
+        (lambda *x: value_loss(*x, clip=0.1), 1, 2),
+        (q_loss, 1, 1),
+        (categorical_kl, 1, 1),
+        *[(lambda *x, kind=kind: kl_estimate(*x, kind), 1, 1) for kind in ("k1", "abs", "k2", "k3", "low_var")],
+    ],
+)
+def test_only_the_trained_policy_gets_a_gradient(function, free, fixed):
+    torch.manual_seed(0)
+    leaves = [(-torch.rand(2, 3) - 0.1).requires_grad_() for _ in range(free + fixed)]
+    gradients = torch.autograd.grad(function(*leaves).sum(), leaves, allow_unused=True)
+    assert all(g is not None for g in gradients[:free])
+    assert gradients[free:] == (None,) * fixed
 
 
 def test_log1mexp_keeps_its_digits():
