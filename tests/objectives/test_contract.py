@@ -231,6 +231,12 @@ def test_gradient_has_the_right_sign(objective):
             torch.testing.assert_close(gradients["q_values"].sign()[kept], error.sign()[kept])
 
 
+@every_objective
+def test_reads_log_probabilities_or_says_that_it_does_not(objective):
+    _, gradients = run(objective, tensors())
+    assert objective.reads_log_prob == bool((gradients["policy"] != 0).any())
+
+
 def hostile_padding(named, axis, amount=2):
     """Appends masked entries that hold nan (or inf) everywhere along ``axis``: 0 rows, 1 slate positions, 2 tokens."""
     padded = {}
