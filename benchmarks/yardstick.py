@@ -27,7 +27,7 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         b, h, d = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, h, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, h, d)
@@ -49,13 +49,13 @@ class Yardstick(nn.Module):
             rate,
         )
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:  # noqa: D102
         x = F.dropout(self.items(ids) + self.position.weight[: ids.shape[1]], self.rate, self.training)
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
 
-    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
         valid = targets > 0
         return F.cross_entropy(self(ids)[valid] @ self.items.weight.T, targets[valid])
 

@@ -25,7 +25,7 @@ from recpo.ops.matmul import matmul_transposed
 BLOCK_BYTES = {"cpu": 8 << 20}
 BLOCK_BYTES_ACCELERATOR = 256 << 20
 # Up to this many bytes of softmax are kept for the backward pass instead of being computed again.
-KEEP_BYTES = 256 << 20
+KEEP_BYTES = 192 << 20
 # Table rows per block: at d = 64 the rows and the logits of a few hundred states stay in the cache together.
 BLOCK_ROWS_OF_TABLE = 8192
 

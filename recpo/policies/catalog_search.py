@@ -7,6 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from recpo.ops.linear_logprob import column_blocks
+from recpo.ops.matmul import matmul_transposed
 from recpo.types import Recommendations
 
 # Scores of one block of items for the whole batch: beyond this the catalogue is searched block by block.
@@ -44,7 +45,7 @@ def _top_k_by_blocks(states: Tensor, table: Tensor, k: int, exclude: Tensor | No
     ids = torch.empty_like(best, dtype=torch.long)
     lse = states.new_full((len(states),), -torch.inf)
     for rows in _blocks(states, table):
-        scores = states @ table[rows].T.float()
+        scores = matmul_transposed(states, table[rows].float())
         lse = torch.logaddexp(lse, scores.logsumexp(1))
         if exclude is not None:
             context, column = ((exclude >= rows.start) & (exclude < rows.stop)).nonzero(as_tuple=True)
@@ -92,12 +93,12 @@ def draw(states: Tensor, table: Tensor, count: int) -> tuple[Tensor, Tensor]:
     states, table = states.detach(), table.detach()
     lse = states.new_full((len(states),), -torch.inf)
     for rows in _blocks(states, table):
-        lse = torch.logaddexp(lse, (states @ table[rows].T.float()).logsumexp(1))
+        lse = torch.logaddexp(lse, matmul_transposed(states, table[rows].float()).logsumexp(1))
     remaining = torch.rand(len(states), count, dtype=torch.float64, device=states.device)
     ids = torch.zeros(len(states), count, dtype=torch.long, device=states.device)
     logp = states.new_zeros(len(states), count)
     for rows in _blocks(states, table):
-        log_probabilities = states @ table[rows].T.float() - lse[:, None]
+        log_probabilities = matmul_transposed(states, table[rows].float()) - lse[:, None]
         cdf = log_probabilities.double().exp_().cumsum_(1)
         index = torch.searchsorted(cdf, remaining, right=True)
         # rounding may leave the last total a little below 1: such a draw takes the last item

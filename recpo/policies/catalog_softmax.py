@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.contracts import Policy
+from recpo.contracts import StatePolicy
 from recpo.errors import RecpoError
 from recpo.ops.linear_logprob import linear_entropy, linear_logprob
 from recpo.ops.sampling import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
@@ -18,7 +18,7 @@ from recpo.policies.item_table import ItemTable
 from recpo.types import FeedbackBatch, Histories, Recommendations, Slates
 
 
-class CatalogSoftmaxPolicy(Policy):
+class CatalogSoftmaxPolicy(StatePolicy):
     """``pi(item | history) = softmax_v(state · vector_v / temperature)`` over every item of the catalogue.
 
     Args:
@@ -68,7 +68,7 @@ class CatalogSoftmaxPolicy(Policy):
         super().__init__()
         if num_items < 1:
             raise RecpoError(f"the catalogue is empty (num_items = {num_items}): a policy needs at least one item")
-        self.num_items, self.max_history = num_items, max_history
+        self.num_items, self.max_history, self.dim = num_items, max_history, dim
         self.similarity, self.temperature = similarity, temperature
         self.normalizer, self.num_negatives = normalizer, num_negatives
         self.has_exact_log_prob = normalizer == "full"
@@ -92,37 +92,39 @@ class CatalogSoftmaxPolicy(Policy):
         if self.cdf is not None:
             self.cdf.copy_(proposal_cdf(counts, 0.75))
 
-    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
-        """See ``Policy.log_prob``. Positions that share a state share its normaliser.
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """See ``StatePolicy.log_prob``. Positions that share a state share its normaliser.
 
-        With ``normalizer="sampled"`` and in training mode, the estimate of ``recpo.ops.sampling.sampled_logprob``.
+        With ``normalizer="sampled"``, in training mode and without ``states``, the estimate of
+        ``recpo.ops.sampling.sampled_logprob``.
         """
         slates = batch.slates
         wanted = slates.mask if needed is None else slates.mask & needed
         positions = wanted.reshape(-1).nonzero().squeeze(1)
         targets = slates.item_ids.reshape(-1)[positions]
-        if self.normalizer == "sampled" and self.training:
+        if self.normalizer == "sampled" and self.training and states is None:
             logp = self._sampled_log_prob(batch.histories, slates, positions, targets)
         else:
-            states = self._states(batch.histories, self.item_table(self._ids(batch.histories)))
+            states = self._scored_states(batch.histories, states)
             rows, state_index = _shared_states(slates, positions, states.shape[1])
             logp = linear_logprob(
                 _take(states, rows), self._output_weight(), targets, state_index, temperature=self.temperature
             )
         return logp.new_zeros(wanted.numel()).index_copy(0, positions, logp).view(*wanted.shape, 1)
 
-    def entropy(self, batch: FeedbackBatch) -> Tensor:
-        """Entropy in nats of the policy at the state of every slate position, ``[B, S]``; masked positions are 0."""
+    def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """See ``StatePolicy.entropy``."""
         slates = batch.slates
-        positions = slates.mask.reshape(-1).nonzero().squeeze(1)
-        states = self._states(batch.histories, self.item_table(self._ids(batch.histories)))
+        wanted = slates.mask if needed is None else slates.mask & needed
+        positions = wanted.reshape(-1).nonzero().squeeze(1)
+        states = self._scored_states(batch.histories, states)
         rows, state_index = _shared_states(slates, positions, states.shape[1])
         entropy = linear_entropy(_take(states, rows), self._output_weight(), temperature=self.temperature)
         entropy = entropy if state_index is None else entropy[state_index]
-        return entropy.new_zeros(slates.mask.numel()).index_copy(0, positions, entropy).view(slates.mask.shape)
+        return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy).view(wanted.shape)
 
     def encode(self, histories: Histories) -> Tensor:
-        """States ``[B, H + 1, d]``: state v is what the policy knows after the first v events."""
+        """See ``StatePolicy.encode``."""
         return self.encoder(self.item_table(self._ids(histories)), histories.feedback, histories.timestamps)
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
@@ -145,13 +147,14 @@ class CatalogSoftmaxPolicy(Policy):
             )
         return histories.item_ids
 
-    def _states(self, histories: Histories, items: Tensor) -> Tensor:
-        states = self.encoder(items, histories.feedback, histories.timestamps)
+    def _scored_states(self, histories: Histories, states: Tensor | None = None) -> Tensor:
+        """The states as the softmax takes them, from those of ``encode`` where they are at hand."""
+        states = self.encode(histories) if states is None else states
         return F.normalize(states, dim=-1) if self.similarity == "cosine" else states
 
     def _last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the whole history, divided by the temperature."""
-        states = self._states(histories, self.item_table(self._ids(histories)))
+        states = self._scored_states(histories)
         last = histories.lengths[:, None, None].expand(-1, 1, states.shape[2])
         return states.gather(1, last).squeeze(1).float() / self.temperature
 
@@ -173,7 +176,8 @@ class CatalogSoftmaxPolicy(Policy):
             history_vectors, output = vectors[: history.numel()], vectors[history.numel() :]
         else:
             history_vectors, output = self.item_table(history.reshape(-1)), self.output_table(output_ids)
-        states = self._states(histories, history_vectors.view(*history.shape, -1))
+        encoded = self.encoder(history_vectors.view(*history.shape, -1), histories.feedback, histories.timestamps)
+        states = self._scored_states(histories, encoded)
         output = F.normalize(output, dim=-1) if self.similarity == "cosine" else output
         rows, state_index = _shared_states(slates, positions, states.shape[1])
         scored = _take(states, rows) / self.temperature

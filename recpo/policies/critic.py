@@ -1,0 +1,97 @@
+"""Heads on the states of a policy: state values, and values of items in a state."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from recpo.policies.item_table import ItemTable
+
+# Values of one block of states and items, beyond which the catalogue is searched block by block.
+BLOCK_BYTES = 64 << 20
+_ITEMS_PER_BLOCK = 8192
+
+
+def states_at(states: Tensor, visible: Tensor) -> Tensor:
+    """The state of every slate position.
+
+    Args:
+        states: ``[B, H + 1, d]``, state v after the first v events.
+        visible: ``[B, S]``, number of events that a position sees.
+
+    Returns:
+        ``[B, S, d]``.
+    """
+    batch, width, dim = states.shape
+    rows = torch.arange(batch, device=states.device)[:, None] * width + visible
+    # an embedding lookup, because its gradient is several times faster than that of indexing on a CPU
+    return F.embedding(rows, states.reshape(-1, dim))
+
+
+class StateValue(nn.Module):
+    """``V(s)``: one hidden layer on the state. It starts at 0 everywhere.
+
+    Args:
+        dim: width of the states.
+        hidden: width of the hidden layer.
+    """
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(dim, hidden)
+        self.output = nn.Linear(hidden, 1)
+        nn.init.zeros_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Values ``[...]`` of states ``[..., d]``."""
+        return self.output(F.gelu(self.hidden(states))).squeeze(-1)
+
+
+class ItemValue(nn.Module):
+    """``f(s, item) = <g(s), vector_item> + bias_item`` with one hidden layer ``g`` and vectors of its own.
+
+    It is Q(s, item) of Q-learning and the score of a reward model. It starts near 0.
+
+    Args:
+        num_items: catalogue size V.
+        dim: width of the states and of the vectors.
+        hidden: width of the hidden layer.
+    """
+
+    def __init__(self, num_items: int, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(dim, hidden)
+        self.output = nn.Linear(hidden, dim)
+        self.item_table = ItemTable(num_items, dim)
+        self.bias = nn.Parameter(torch.zeros(num_items + 1))
+
+    def forward(self, states: Tensor, item_ids: Tensor) -> Tensor:
+        """Values ``[...]`` of the items ``[...]`` in states ``[..., d]``; one item per state."""
+        return (self.project(states) * self.item_table(item_ids)).sum(-1) + self.bias[item_ids]
+
+    def project(self, states: Tensor) -> Tensor:
+        """``g(s)``, of the shape of ``states``."""
+        return self.output(F.gelu(self.hidden(states)))
+
+    @torch.no_grad()
+    def best_items(self, states: Tensor) -> Tensor:
+        """The item ``[N]`` of the largest value in each of the states ``[N, d]``; ties go to the smaller id.
+
+        States and catalogue are taken in blocks, so that memory is bounded by ``BLOCK_BYTES``.
+        """
+        count = max(1, BLOCK_BYTES // (4 * _ITEMS_PER_BLOCK))
+        best = [self._best_items(self.project(part)) for part in states.split(count)]
+        return torch.cat(best) if best else torch.zeros(0, dtype=torch.long, device=states.device)
+
+    def _best_items(self, projected: Tensor) -> Tensor:
+        weight, bias = self.item_table.weight, self.bias
+        best = projected.new_full((len(projected),), -torch.inf)
+        ids = torch.zeros(len(projected), dtype=torch.long, device=projected.device)
+        for start in range(1, len(weight), _ITEMS_PER_BLOCK):
+            stop = min(start + _ITEMS_PER_BLOCK, len(weight))
+            top, index = torch.addmm(bias[start:stop], projected, weight[start:stop].T).max(1)
+            ids = torch.where(top > best, index + start, ids)
+            best = torch.maximum(best, top)
+        return ids
