@@ -1,0 +1,145 @@
+"""What the documents tell a reader to type exists and runs."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from recpo.cli.main import VERBS, parser_of
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / "README.md", ROOT / "data" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+_NEEDED = {
+    "simulate": ("out",),
+    "prepare": ("log", "out"),
+    "evaluate": ("prepared", "out"),
+    "export": ("run", "prepared", "out"),
+    "recommend": ("bundle", "histories", "out"),
+}
+_FOLDERS = ("recpo", "configs", "data", "docs", "notebooks", "benchmarks", "tests", "requirements", ".ci")
+
+
+def _text(document):
+    if document.suffix != ".ipynb":
+        return document.read_text(encoding="utf-8")
+    cells = json.loads(document.read_text(encoding="utf-8"))["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+def _commands(document):
+    """Every ``recpo VERB ...`` in code: whole lines (also commented ones) and inline."""
+    text = _text(document)
+    lines = re.findall(r"^[#$ ]*(recpo [a-z]+ -.*)$", text, re.MULTILINE)
+    inline = re.findall(r"`(recpo [a-z]+ -[^`\n]*)`", text)  # a whole line begins with no backtick
+    return [command for command in lines + inline if "<" not in command]  # <class> stands for anything
+
+
+def _blocks(language):
+    """The README's blocks of one language that are marked as tested, in order."""
+    return re.findall(rf"<!-- tested -->\n```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def _named_file(name):
+    found = re.search(rf"<!-- file: {re.escape(name)} -->\n```\w+\n(.*?)```", README, re.DOTALL)
+    assert found is not None, f"README.md shows no {name}"
+    return found.group(1)
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A directory with what the commands read: the configurations, the sample and the README's ``prepare.yaml``."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    shutil.copytree(ROOT / "data", tmp_path / "data")
+    (tmp_path / "prepare.yaml").write_text(_named_file("prepare.yaml"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _complete(verb, words):
+    """A document may show one option alone: what the verb cannot do without is filled in."""
+    words = ["--config", "configs/gbpo.yaml", *words] if verb == "train" and "--config" not in words else words
+    for option in _NEEDED.get(verb, ()):
+        if f"--{option}" not in words and "--config" not in words:
+            words = [*words, f"--{option}", "anything"]
+    return words
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS, *CONFIGS], ids=lambda path: path.name)
+def test_every_command_of_the_documents_is_understood(document, clone, capsys):
+    for command in _commands(document):
+        _, verb, *words = shlex.split(command, comments=True)
+        assert verb in VERBS, f"{document.name}: {command}"
+        for word in words:
+            if word.endswith("resolved.yaml"):
+                (clone / word).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(clone / "configs" / "gbpo.yaml", clone / word)
+        parser = parser_of(getattr(importlib.import_module(f"recpo.cli.{verb}"), verb))
+        try:
+            parser.parse_args(_complete(verb, words))
+        except SystemExit as stop:
+            assert not stop.code, f"{document.name}: {command}\n{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS], ids=lambda path: path.name)
+def test_every_file_and_target_that_the_documents_name_exists(document):
+    text = _text(document)
+    for link in re.findall(r"\]\(([^)#:\s]+)\)", text):
+        assert (document.parent / link).exists(), f"{document.name} links to {link}"
+    for path in re.findall(rf"`((?:{'|'.join(map(re.escape, _FOLDERS))})(?:/[\w./-]+)?)`", text):
+        assert (ROOT / path).exists(), f"{document.name} names {path}"
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document.name}: make {target}"
+    for verb in re.findall(r"`recpo ([a-z]+)`", text):
+        assert verb in VERBS, f"{document.name}: recpo {verb}"
+
+
+def _write_own_log(directory):
+    """A simulated log under the column names and units that the README's ``prepare.yaml`` speaks of."""
+    from recpo.cli.simulate import simulate
+
+    simulate(directory / "world", users=80, items=60, events=5000, days=10)
+    log = pq.read_table(directory / "world" / "log").to_pandas()
+    log = log.assign(
+        ts=log["timestamp"] // 1000,
+        played_ms=(log["watch_time"] * 1000).round().astype("int64"),
+        length_ms=(log["duration"] * 1000).round().astype("int64"),
+    )
+    log = log.rename(columns={"user_id": "uid", "item_id": "video", "dislike": "thumbs_down"})
+    (directory / "logs").mkdir()
+    log[["uid", "video", "ts", "played_ms", "length_ms", "thumbs_down"]].to_parquet(directory / "logs" / "0.parquet")
+
+
+@pytest.mark.slow
+def test_the_road_of_the_readme_runs(clone):
+    _write_own_log(clone)
+    (commands,) = _blocks("bash")
+    (serving,) = _blocks("python")
+    tools = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands], env=tools, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert {line["name"] for line in json.loads((clone / "runs/metrics.json").read_text())["contenders"]} == {
+        "popularity",
+        "pretrain",
+        "gbpo",
+    }
+    assert pq.read_table(clone / "runs/lists.parquet").num_rows == 80 * 10
+    unavailable = "import sys; sys.modules.update(torch=None, lightning=None, torchrec=None)\n"
+    served = subprocess.run(
+        [sys.executable, "-c", unavailable + serving], env=tools, capture_output=True, text=True, check=False
+    )
+    assert served.returncode == 0, served.stderr
+    assert "ServingCounts(users=2" in served.stdout
