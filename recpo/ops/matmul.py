@@ -81,6 +81,9 @@ class _Linear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         grad = grad.reshape(-1, len(weight))
         grad_inputs = _onednn(grad, weight.T).view(ctx.shape) if ctx.needs_input_grad[0] else None
-        # transposed operands in this order keep oneDNN from copying the larger one
-        grad_weight = _onednn(rows.T, grad.T).T.contiguous() if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            # oneDNN copies a transposed left operand: let that be the narrower one
+            narrow_inputs = rows.shape[1] < grad.shape[1]
+            grad_weight = _onednn(rows.T, grad.T).T.contiguous() if narrow_inputs else _onednn(grad.T, rows.T)
         return grad_inputs, grad_weight, grad.sum(0)
