@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.contracts import AdvantageEstimator
+from recpo.contracts import AdvantageEstimator, ReturnEstimator
 from recpo.errors import RecpoError
 from recpo.ops.reduce import zero_masked
 from recpo.types import FeedbackBatch
@@ -241,6 +241,11 @@ class GroupNormalizedAdvantage(AdvantageEstimator):
     unbiased: bool = True
     eps: float = 1e-6
 
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.requires``."""
+        return frozenset({"rewards"})
+
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
         rewards = _rewards(batch, self)
@@ -253,13 +258,18 @@ class GroupNormalizedAdvantage(AdvantageEstimator):
 class LeaveOneOutAdvantage(AdvantageEstimator):
     """Reward minus the mean reward of the others on the slate (see ``leave_one_out_advantage``)."""
 
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.requires``."""
+        return frozenset({"rewards"})
+
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
         return leave_one_out_advantage(_rewards(batch, self), batch.slates.mask)
 
 
 @dataclass(frozen=True)
-class GAEAdvantage(AdvantageEstimator):
+class GAEAdvantage(ReturnEstimator):
     """Generalised advantage estimation over the slate axis, a session that ends with its last kept position.
 
     Attributes:
@@ -270,12 +280,17 @@ class GAEAdvantage(AdvantageEstimator):
     gamma: float = 0.99
     lam: float = 0.95
 
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.requires``."""
+        return frozenset({"rewards", "value"})
+
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; needs ``values [B, S]``."""
         return self.advantages_and_returns(batch, values)[0]
 
     def advantages_and_returns(self, batch: FeedbackBatch, values: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The advantages and the value targets, each ``[B, S]``."""
+        """See ``ReturnEstimator``."""
         if values is None:
             raise RecpoError("GAEAdvantage needs state values: configure a critic.")
         rewards = _rewards(batch, self)

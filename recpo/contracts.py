@@ -53,6 +53,31 @@ class Policy(nn.Module, ABC):
         """Draws ``group_size`` items per context with replacement: ids ``[B, G]`` and their ``logp [B, G, T]``."""
 
 
+class StatePolicy(Policy):
+    """A policy that scores items from one state per number of visible events, which a critic may read too.
+
+    Attributes:
+        dim: width ``d`` of the states.
+    """
+
+    dim: int
+
+    @abstractmethod
+    def encode(self, histories: Histories) -> Tensor:
+        """States ``[B, H + 1, d]``: state v is what the policy knows after the first v events."""
+
+    @abstractmethod
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """See ``Policy.log_prob``; ``states`` are those of ``encode``, where they are at hand already."""
+
+    @abstractmethod
+    def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """Entropy in nats of the policy at the state of every slate position, ``[B, S]``.
+
+        Arguments as in ``log_prob``; positions that are masked or not needed are 0.
+        """
+
+
 class Objective(ABC):
     """A loss over ``ObjectiveInputs``; implementations are frozen dataclasses whose fields are the hyper-parameters."""
 
@@ -64,6 +89,11 @@ class Objective(ABC):
         may depend on the fields (no reference policy is scored for a KL penalty of 0).
         """
         return frozenset()
+
+    @property
+    def reads_log_prob(self) -> bool:
+        """False where the loss does not depend on ``logp.policy``: then it is 0 throughout."""
+        return True
 
     @property
     def zero_advantage_is_inert(self) -> bool:
@@ -82,14 +112,27 @@ class Objective(ABC):
 class AdvantageEstimator(ABC):
     """Turns feedback, rewards and values into advantages; implementations are frozen dataclasses."""
 
+    @property
+    def requires(self) -> frozenset[str]:
+        """What it reads beyond watch quantiles and dislikes, out of ``{"rewards", "value"}``."""
+        return frozenset()
+
     @abstractmethod
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """Returns advantages ``[B, S]``, 0 at masked positions, without gradient."""
 
 
+class ReturnEstimator(AdvantageEstimator):
+    """An advantage estimator that also gives what a critic of state values learns."""
+
+    @abstractmethod
+    def advantages_and_returns(self, batch: FeedbackBatch, values: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The advantages and the value targets, each ``[B, S]``, without gradient."""
+
+
 class RewardFunction(ABC):
-    """Scores candidates that the policy generated."""
+    """Scores candidates: those of the log, or those that the policy generated; implementations are dataclasses."""
 
     @abstractmethod
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
-        """Returns rewards ``[B, S]``, without gradient."""
+        """Returns rewards ``[B, S]``, without gradient; nan = unknown: the candidate is left out of its slate."""

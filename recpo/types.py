@@ -61,12 +61,29 @@ class FeedbackBatch(NamedTuple):
         row_ids: ``[B]`` int64, stable over epochs; they key cached reference log-probabilities.
         step_quantiles: ``[N]`` the watch quantiles of the whole optimiser step that this batch is a part of (every
             micro-batch, every rank), over which a batch threshold is taken; None = this batch is the whole step.
+        known_positives: ``[B, M]`` int64, items that the context's user is known to like and that are therefore no
+            negatives, 0 pads; only where the policy is to add hard negatives.
     """
 
     histories: Histories
     slates: Slates
     row_ids: Tensor
     step_quantiles: Tensor | None = None
+    known_positives: Tensor | None = None
+
+
+class SlateTraits(NamedTuple):
+    """What a data layout says about its slates, so that training can refuse an objective that does not fit them.
+
+    Attributes:
+        chosen_first: a slate is a preference list: its first item is the chosen one, the others are rejected.
+        hard_negatives: how many of the policy's own top ranks training has to append to every slate.
+        resampled: slates hold sampled items, other ones in every epoch.
+    """
+
+    chosen_first: bool = False
+    hard_negatives: int = 0
+    resampled: bool = False
 
 
 class EvaluationBatch(NamedTuple):

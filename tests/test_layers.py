@@ -14,6 +14,7 @@ MAY_IMPORT = {
     **dict.fromkeys(BASE, BASE),
     "ops": {"ops"},
     "advantages": BASE | L1 | {"advantages"},
+    "rewards": BASE | L1 | {"rewards"},
     "objectives": BASE | L1 | {"objectives"},
     "policies": BASE | L1 | {"policies"},
     "data": BASE | {"data"},

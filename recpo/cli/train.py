@@ -13,16 +13,19 @@ from torch.optim import Adam, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
 import recpo.advantages
-import recpo.objectives.gbpo
-import recpo.objectives.likelihood
-import recpo.policies.catalog_softmax  # noqa: F401  so that a class path may be the bare class name
+import recpo.data.preference_lists
+import recpo.objectives
+import recpo.policies.catalog_softmax
+import recpo.rewards  # noqa: F401  these imports are why a class path may be the bare class name
 from recpo.atomic import atomic_file
 from recpo.cli.config import RESOLVED as RESOLVED_CONFIGURATION
-from recpo.contracts import AdvantageEstimator, Objective, Policy
+from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
 from recpo.data.datamodule import FeedbackDataModule
 from recpo.errors import RecpoError
 from recpo.training.allocator import tune_allocator
-from recpo.training.module import OldPolicy, PreferenceModule, ReferencePolicy
+from recpo.training.critic import CriticOptions
+from recpo.training.inputs import OldPolicy, ReferencePolicy
+from recpo.training.module import PreferenceModule
 from recpo.training.run import (
     FINISHED,
     RESOLVED,
@@ -41,6 +44,7 @@ def train(
     trainer: TrainerOptions,
     out: Path,
     advantage: AdvantageEstimator | None = None,
+    reward: RewardFunction | None = None,
     init_from: Path | None = None,
     optimizer: Callable[[Iterable[Parameter]], Optimizer] = Adam,
     sparse_optimizer: Callable[[Iterable[Parameter]], Optimizer] = SparseAdam,
@@ -48,6 +52,7 @@ def train(
     old_policy: OldPolicy = "current",
     snapshot_every: int = 100,
     reference: ReferencePolicy = "frozen",
+    critic: CriticOptions = CriticOptions(),  # noqa: B008  frozen
     anchor_coef: float = 0.0,
     validation_k: int = 10,
     positive_threshold: float = 0.75,
@@ -69,14 +74,16 @@ def train(
         trainer: options of lightning.Trainer.
         out: run directory to write.
         advantage: turns feedback into advantages, for the objectives that weigh by them.
+        reward: turns feedback into rewards, for the advantages and objectives that read them.
         init_from: run directory whose best policy training starts from; the same policy options and the same items.
         optimizer: optimiser of the dense parameters.
         sparse_optimizer: optimiser of sparse embedding tables.
         lr_scheduler: learning-rate schedule, stepped once per optimiser step.
-        old_policy: where old log-probabilities come from: the trained policy itself (current), the propensity column of
-            the log (logged), or a frozen copy (snapshot).
+        old_policy: where old log-probabilities come from: there are none, every ratio is 1 (current), the propensity
+            column of the log (logged), or a frozen copy (snapshot).
         snapshot_every: optimiser steps between two refreshes of the snapshot.
         reference: keep a frozen copy of the starting policy, or its cached log-probabilities of the training rows.
+        critic: heads that the objective trains beside the policy (state values, Q-values, scores).
         anchor_coef: weight of the likelihood of all kept positions, trained jointly on the same batches.
         validation_k: list length of the validation metrics.
         positive_threshold: watch quantile from which a held-out event is positive.
@@ -96,12 +103,15 @@ def train(
         model,
         objective,
         advantage=advantage,
+        reward=reward,
         optimizer=optimizer,
         sparse_optimizer=sparse_optimizer,
         lr_scheduler=lr_scheduler,
         old_policy=old_policy,
         snapshot_every=snapshot_every,
         reference=reference,
+        critic=critic,
+        slates=data.layout.traits,
         anchor_coef=anchor_coef,
         validation_k=validation_k,
         positive_threshold=positive_threshold,
@@ -134,7 +144,7 @@ def _start_from(model: Policy, run: Path, data: FeedbackDataModule) -> None:
 
 def _open_run(out: Path, *, resume: bool, overwrite: bool) -> Path | None:
     """Makes the run directory; returns the checkpoint to go on from, None to start anew."""
-    if rank_zero_only.rank:  # another process of the same run makes it
+    if getattr(rank_zero_only, "rank", 0):  # another process of the same run makes it
         return checkpoint_path(out, "last") if resume else None
     if out.exists() and resume:
         last = checkpoint_path(out, "last")

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from recpo.data.prepared import Events, Prepared, Split
-from recpo.data.slates import Layout, SequenceLayout, Windows, evaluation_batch, feedback_batch
+from recpo.data.slates import Catalogue, Layout, SequenceLayout, Windows, evaluation_batch
 from recpo.errors import RecpoError
 from recpo.types import EvaluationBatch, FeedbackBatch
 
@@ -56,10 +56,16 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
             seed,
             rank,
         )
-        cuts = [layout.windows(*prepared.keys("train", shard)) for shard in range(prepared.num_shards("train"))]
+        shards = range(prepared.num_shards("train"))
+        cuts = [layout.windows(*prepared.keys("train", shard, layout.cuts_by_label)) for shard in shards]
         self._windows = np.array([len(windows.slate_start) for windows in cuts], np.int64)
         if self.num_rows == 0:
-            raise RecpoError(f"{prepared.root}: the training split holds no events")
+            raise RecpoError(
+                f"{prepared.root}: the training split holds no "
+                + (f"context for {layout}: no event is positive" if layout.cuts_by_label else "events")
+            )
+        counts = prepared.train_counts() if layout.samples_by_popularity else None
+        self._make_batch = layout.batch_maker(Catalogue(prepared.num_items, counts), seed)
         self.epoch = 0
         self.start = 0
 
@@ -75,13 +81,13 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
     def __iter__(self) -> Iterator[FeedbackBatch]:
         worker = get_worker_info()
         workers, mine = (worker.num_workers, worker.id) if worker else (1, 0)
-        local, start = -1, self.start
+        local, start, epoch = -1, self.start, self.epoch
         for step in self._steps():
             quantiles = _step_quantiles(step) if self._rank.world_size * self._rank.accumulate > 1 else None
             for part in step[self._rank.rank :: self._rank.world_size]:
                 local += 1
                 if local >= start and (local - start) % workers == mine:
-                    batch = feedback_batch(part.events, part.windows, part.row_ids)
+                    batch = self._make_batch(part.events, part.windows, part.row_ids, epoch)
                     yield batch._replace(step_quantiles=quantiles)
 
     def _steps(self) -> Iterator[list[_Part]]:
@@ -103,7 +109,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         first_row = np.concatenate([[0], np.cumsum(self._windows)])
         for shard in order.permutation(len(self._windows)):
             events = self._prepared.load("train", int(shard))
-            windows = self._layout.windows(events.user_index, events.request_start)
+            windows = self._layout.windows_of(events)
             rows = order.permutation(self._windows[shard])
             for begin in range(0, len(rows), self._batch_size):
                 batch = rows[begin : begin + self._batch_size]
@@ -184,9 +190,10 @@ class FeedbackDataModule(LightningDataModule):
         prepared: directory written by ``recpo prepare``.
         batch_size: contexts of one micro-batch on one rank.
         layout: how events become contexts and slates: ``SequenceLayout`` (every position of a user's history in one
-            pass) or ``ImpressionLayout`` (one request at a time).
+            pass), ``ImpressionLayout`` (one request at a time) or ``PreferenceListLayout`` (one positive event against
+            rejected items).
         num_workers: processes that gather batches; 0 gathers in the training process. The batches are the same.
-        seed: order of the epochs.
+        seed: order of the epochs, and items that the layout samples.
         evaluation_batch_size: users of one validation batch.
         max_validation_users: validate on the first so many users of the validation split; null = all.
     """

@@ -109,11 +109,19 @@ class Prepared:
             offsets=offsets,
         )
 
-    def keys(self, split: Split, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """``(user_index, request)`` of one shard: enough to plan an epoch without reading the rest."""
+    def keys(self, split: Split, shard: int, labels: bool = False) -> tuple[np.ndarray, ...]:
+        """``(user_index, request)`` of one shard: enough to plan an epoch without reading the rest.
+
+        With ``labels``, also ``watch_quantile`` and ``dislike``.
+        """
         path = self.root / self.manifest["shards"][split][shard]["file"]
-        table = pq.read_table(path, columns=["user_index", "request"])
-        return table.column("user_index").to_numpy(), table.column("request").to_numpy()
+        names = ["user_index", "request"] + ["watch_quantile", "dislike"] * labels
+        table = pq.read_table(path, columns=names)
+        return tuple(table.column(name).to_numpy() for name in names)
+
+    def train_counts(self) -> np.ndarray:
+        """Events of the items 1..V in the training period, ``[V]`` int64."""
+        return pq.read_table(self.root / "items.parquet", columns=["train_count"]).column(0).to_numpy()
 
 
 def run_change(*keys: np.ndarray) -> np.ndarray:

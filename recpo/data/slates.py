@@ -1,23 +1,25 @@
 """From the events of a shard to ``FeedbackBatch``: which history a context sees and which positions are scored.
 
 A *window* is one context: history events ``[history_start, history_stop)`` and slate events
-``[slate_start, slate_stop)``, all indices into the shard's flat arrays. Every event of the training period is a slate
-position of exactly one window.
-No position ever sees an event of its own request or a later one (``visible``).
+``[slate_start, slate_stop)``, all indices into the shard's flat arrays. In the layouts of this module every event of
+the training period is a slate position of exactly one window.
+No position ever sees an event of its own request or a later one (``visible``). Layouts that sample other items into
+their slates are in ``recpo.data.preference_lists``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from recpo.data.prepared import Events, run_change
-from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Slates
+from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Slates, SlateTraits
 
 
 class Windows(NamedTuple):
@@ -38,18 +40,61 @@ class Windows(NamedTuple):
         return Windows(nothing, nothing, nothing, nothing)
 
 
+BatchMaker = Callable[[Events, Windows, np.ndarray, int], FeedbackBatch]
+"""Gathers windows of a shard: ``(events, windows, row_ids, epoch) -> batch``. It may keep what it knows of a shard."""
+
+
+class Catalogue(NamedTuple):
+    """The items that a layout may sample.
+
+    Attributes:
+        num_items: V.
+        train_counts: ``[V]`` events of the items 1..V in the training period; None where the layout asks for none.
+    """
+
+    num_items: int
+    train_counts: np.ndarray | None = None
+
+
 class Layout(ABC):
     """How a user's events are cut into contexts and slates.
 
     Attributes:
         history_length: H, the most history events of a context.
+        cuts_by_label: ``windows`` reads watch quantiles and dislikes too.
     """
 
     history_length: int
+    cuts_by_label: ClassVar[bool] = False
 
     @abstractmethod
-    def windows(self, user: np.ndarray, request: np.ndarray) -> Windows:
-        """Cuts the events of a shard, sorted by user and time, given their user and request ``[N]``."""
+    def windows(self, user: np.ndarray, request: np.ndarray, *labels: np.ndarray) -> Windows:
+        """Cuts the events of a shard, sorted by user and time.
+
+        Args:
+            user: ``[N]``, equal for the events of a user.
+            request: ``[N]``, equal for the events of a request.
+            labels: watch quantile and dislike, ``[N]`` each, where ``cuts_by_label``.
+        """
+
+    def windows_of(self, events: Events) -> Windows:
+        """The windows of a shard that is in memory."""
+        labels = (events.watch_quantile, events.dislike) if self.cuts_by_label else ()
+        return self.windows(events.user_index, events.request_start, *labels)
+
+    @property
+    def traits(self) -> SlateTraits:
+        """What training has to know about the slates."""
+        return SlateTraits()
+
+    @property
+    def samples_by_popularity(self) -> bool:
+        """Whether ``batch_maker`` reads ``Catalogue.train_counts``."""
+        return False
+
+    def batch_maker(self, catalogue: Catalogue, seed: int) -> BatchMaker:
+        """What gathers windows into batches; ``seed`` is that of whatever it samples."""
+        return _logged_batch
 
 
 @dataclass(frozen=True)
@@ -68,7 +113,7 @@ class SequenceLayout(Layout):
     history_length: int = 50
     last_window_only: bool = False
 
-    def windows(self, user: np.ndarray, request: np.ndarray) -> Windows:
+    def windows(self, user: np.ndarray, request: np.ndarray, *labels: np.ndarray) -> Windows:
         """See ``Layout.windows``."""
         starts = np.flatnonzero(run_change(user))
         stops = np.append(starts[1:], len(user))
@@ -97,7 +142,7 @@ class ImpressionLayout(Layout):
     history_length: int = 50
     slate_length: int = 20
 
-    def windows(self, user: np.ndarray, request: np.ndarray) -> Windows:
+    def windows(self, user: np.ndarray, request: np.ndarray, *labels: np.ndarray) -> Windows:
         """See ``Layout.windows``."""
         starts = np.flatnonzero(run_change(user, request))
         stops = np.append(starts[1:], len(user))
@@ -109,6 +154,10 @@ class ImpressionLayout(Layout):
         slate_stop = np.minimum(slate_start + self.slate_length, stops[owner])
         history_start = np.maximum(starts[owner] - self.history_length, user_start[owner])
         return Windows(history_start, starts[owner], slate_start, slate_stop)
+
+
+def _logged_batch(events: Events, windows: Windows, row_ids: np.ndarray, epoch: int) -> FeedbackBatch:
+    return feedback_batch(events, windows, row_ids)
 
 
 def feedback_batch(events: Events, windows: Windows, row_ids: np.ndarray) -> FeedbackBatch:
@@ -130,7 +179,7 @@ def feedback_batch(events: Events, windows: Windows, row_ids: np.ndarray) -> Fee
         is_logged=torch.from_numpy(valid),
     )
     return FeedbackBatch(
-        _histories(events, windows.history_start, windows.history_stop), slates, torch.from_numpy(row_ids)
+        histories_of(events, windows.history_start, windows.history_stop), slates, torch.from_numpy(row_ids)
     )
 
 
@@ -139,7 +188,7 @@ def evaluation_batch(events: Events, users: np.ndarray, history_length: int) -> 
     starts, stops = events.offsets[users], events.offsets[users + 1]
     targets_before = np.concatenate([[0], np.cumsum(events.is_target)])
     boundary = stops - (targets_before[stops] - targets_before[starts])
-    histories = _histories(events, np.maximum(starts, boundary - history_length), boundary)
+    histories = histories_of(events, np.maximum(starts, boundary - history_length), boundary)
     index, valid = _ranges(boundary, stops)
     slates = Slates(
         item_ids=_padded(events.item_index[index], valid),
@@ -155,7 +204,8 @@ def evaluation_batch(events: Events, users: np.ndarray, history_length: int) -> 
     return EvaluationBatch(FeedbackBatch(histories, slates, row_ids), seen)
 
 
-def _histories(events: Events, start: np.ndarray, stop: np.ndarray) -> Histories:
+def histories_of(events: Events, start: np.ndarray, stop: np.ndarray) -> Histories:
+    """Gathers the events ``[start, stop)`` of every context."""
     index, valid = _ranges(start, stop)
     return Histories(
         item_ids=_padded(events.item_index[index], valid),

@@ -50,6 +50,11 @@ class PairwiseReward(Objective):
         """See ``Objective.requires``."""
         return frozenset({"chosen", "score"})
 
+    @property
+    def reads_log_prob(self) -> bool:
+        """False: only scores are compared."""
+        return False
+
     def count(self, inputs: ObjectiveInputs) -> Tensor:
         """Lists with exactly one chosen item."""
         return preference_lists(inputs, self).kept.sum()

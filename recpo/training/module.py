@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +10,11 @@ from lightning import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recpo.contracts import AdvantageEstimator, Objective, Policy
-from recpo.errors import RecpoError
+from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
 from recpo.objectives.likelihood import Likelihood
+from recpo.training.contradictions import refuse_feedback, refuse_old_policy, refuse_policy, refuse_slates
+from recpo.training.critic import CriticOptions
+from recpo.training.inputs import InputBuilder, InputSources, OldPolicy, ReferencePolicy
 from recpo.training.optimizers import (
     OptimizerFactory,
     SchedulerFactory,
@@ -20,12 +22,9 @@ from recpo.training.optimizers import (
     clip_gradients,
     scale_gradients,
 )
-from recpo.training.snapshots import ReferenceCache, Snapshot
+from recpo.training.snapshots import ReferenceCache
 from recpo.training.validation import ValidationMetrics
-from recpo.types import EvaluationBatch, FeedbackBatch, LogProbs, ObjectiveInputs
-
-OldPolicy = Literal["current", "logged", "snapshot"]
-ReferencePolicy = Literal["frozen", "cached"]
+from recpo.types import EvaluationBatch, FeedbackBatch, SlateTraits
 
 
 class PreferenceModule(LightningModule):
@@ -38,14 +37,17 @@ class PreferenceModule(LightningModule):
         policy: the trained policy.
         objective: what is minimised.
         advantage: turns the feedback of a batch into advantages; needed by objectives that weigh by them.
+        reward: turns the feedback of a batch into rewards; needed by advantages and objectives that read them.
         optimizer: makes the optimiser of the dense parameters.
         sparse_optimizer: makes the optimiser of sparse embedding tables.
         lr_scheduler: makes the learning-rate schedule, stepped once per optimiser step.
-        old_policy: where the old log-probabilities come from: ``current`` (the trained policy itself, detached),
+        old_policy: where the old log-probabilities come from: ``current`` (there are none: every ratio is 1),
             ``logged`` (the propensity column of the log) or ``snapshot`` (a frozen copy).
         snapshot_every: optimiser steps between two refreshes of the snapshot.
         reference: ``frozen`` keeps a copy of the policy that training starts from; ``cached`` computes its
             log-probabilities once before training.
+        critic: the heads that some objectives train beside the policy; they are not a part of it.
+        slates: what the data says about its slates.
         anchor_coef: weight of the likelihood of every kept position, added to the loss on the same batches; 0 = none.
         validation_k: length of the lists whose NDCG, HitRate and dislikes are reported on the validation split.
         positive_threshold: watch quantile from which a held-out event counts as positive.
@@ -58,28 +60,34 @@ class PreferenceModule(LightningModule):
         objective: Objective,
         *,
         advantage: AdvantageEstimator | None = None,
+        reward: RewardFunction | None = None,
         optimizer: OptimizerFactory = torch.optim.Adam,
         sparse_optimizer: OptimizerFactory = torch.optim.SparseAdam,
         lr_scheduler: SchedulerFactory | None = None,
         old_policy: OldPolicy = "current",
         snapshot_every: int = 100,
         reference: ReferencePolicy = "frozen",
+        critic: CriticOptions = CriticOptions(),  # noqa: B008  frozen
+        slates: SlateTraits = SlateTraits(),  # noqa: B008  immutable
         anchor_coef: float = 0.0,
         validation_k: int = 10,
         positive_threshold: float = 0.75,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.policy, self.objective, self.advantage = policy, objective, advantage
+        refuse_policy(policy, objective)
+        refuse_feedback(objective, advantage, reward)
+        refuse_old_policy(objective, old_policy)
+        refuse_slates(objective, slates, reference, anchor_coef)
+        self.policy, self.objective = policy, objective
         self._optimizer, self._sparse_optimizer, self._lr_scheduler = optimizer, sparse_optimizer, lr_scheduler
-        self._old_policy, self._snapshot_every, self._reference = old_policy, snapshot_every, reference
+        self._snapshot_every, self._reference = snapshot_every, reference
         self._anchor, self._anchor_coef, self._seed = Likelihood(), anchor_coef, seed
         self._step_count: Tensor | None = None
-        self._cache: ReferenceCache | None = None
-        self._refuse_contradictions()
-        needs_reference = "reference" in objective.requires
-        self.reference = Snapshot(policy) if needs_reference and reference == "frozen" else None
-        self.old = Snapshot(policy) if old_policy == "snapshot" else None
+        sources = InputSources(
+            advantage, reward, old_policy, reference, critic, slates.hard_negatives, scores_inert=anchor_coef != 0
+        )
+        self.inputs = InputBuilder(policy, objective, sources)
         self._validation = ValidationMetrics(validation_k, positive_threshold, policy.num_items)
 
     @property
@@ -87,28 +95,16 @@ class PreferenceModule(LightningModule):
         """The validation metric whose largest value marks the best policy."""
         return f"val/{self._validation.names[0]}"
 
-    def _refuse_contradictions(self) -> None:
-        name, requires = type(self.objective).__name__, self.objective.requires
-        if "advantages" in requires and self.advantage is None:
-            raise RecpoError(f"objective {name} weighs by advantages: set advantage, e.g. class_path: TernaryAdvantage")
-        if requires - {"advantages", "chosen", "old", "reference"}:
-            raise RecpoError(f"objective {name} asks for {sorted(requires)}, which training from a log does not give")
-        if not self.policy.has_exact_log_prob and not isinstance(self.objective, Likelihood):
-            raise RecpoError(
-                f"objective {name} needs exact log-probabilities, the policy's normalizer is an estimate: set its "
-                "normalizer to full (a policy pre-trained with sampled negatives loads as it is)"
-            )
-
     def setup(self, stage: str) -> None:
         """Makes the reference cache before any checkpoint is restored, from the weights that training starts with."""
         if stage == "fit" and self._reference == "cached" and "reference" in self.objective.requires:
             batches = self.trainer.datamodule.every_row()  # type: ignore[attr-defined]
             device = self.trainer.strategy.root_device
-            self._cache = ReferenceCache(self.policy, batches, batches.num_rows, device)
+            self.inputs.cache = ReferenceCache(self.policy, batches, batches.num_rows, device)
 
     def configure_optimizers(self) -> Any:
         """Dense and sparse parameters under one optimiser; the schedule steps with it."""
-        optimizer = build_optimizer(self.policy, self._optimizer, self._sparse_optimizer)
+        optimizer = build_optimizer(self, self._optimizer, self._sparse_optimizer)
         if self._lr_scheduler is None:
             return optimizer
         return {
@@ -117,78 +113,39 @@ class PreferenceModule(LightningModule):
         }
 
     def on_train_batch_start(self, batch: FeedbackBatch, batch_idx: int) -> None:
-        """Seeds the step, so that a resumed run draws the same dropout, and refreshes the snapshot when it is due."""
+        """Seeds the step, so that a resumed run draws the same dropout, and refreshes frozen copies when due."""
         key = [self._seed, self.current_epoch, batch_idx, self.global_rank]
         torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
-        first_micro_batch = self._step_count is None
-        if self.old is not None and first_micro_batch and self.global_step % self._snapshot_every == 0:
-            self.old.refresh(self.policy)
+        if self._step_count is None:  # the first micro-batch of the step
+            self.inputs.refresh(self.policy, self.global_step, self._snapshot_every)
 
     def training_step(self, batch: FeedbackBatch, batch_idx: int) -> Tensor:
         """One micro-batch; see the class for the denominator."""
-        inputs = self._inputs(batch)
+        inputs, slate_metrics = self.inputs(self.policy, batch)
         inputs = inputs._replace(denominator=self._nominal_denominator(self.objective.count(inputs)))
         loss, metrics = self.objective(inputs)
+        metrics = {**metrics, **slate_metrics}
         if self._anchor_coef:
             anchor = self._anchor(inputs)
             loss = loss + self._anchor_coef * anchor.loss
             metrics = {**metrics, **{f"anchor_{name}": value for name, value in anchor.metrics.items()}}
         if not loss.requires_grad:  # nothing to learn here, but every parameter must see a gradient on every rank
-            loss = loss + 0.0 * torch.stack([p.sum() for p in self.policy.parameters() if p.requires_grad]).sum()
+            loss = loss + 0.0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum()
         size = int(batch.row_ids.shape[0])
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=size)
         self.log_dict({f"train/{name}": value for name, value in metrics.items()}, batch_size=size)
         return loss * self.trainer.accumulate_grad_batches  # Lightning divides by it; the denominator is right already
-
-    def _inputs(self, batch: FeedbackBatch) -> ObjectiveInputs:
-        slates, requires = batch.slates, self.objective.requires
-        advantages = None if self.advantage is None else self.advantage(batch)
-        needed = slates.mask
-        if self.objective.zero_advantage_is_inert and advantages is not None and not self._anchor_coef:
-            needed = needed & (advantages != 0)
-        logp = self.policy.log_prob(batch, needed)
-        mask = slates.mask[..., None].expand_as(logp)
-        chosen = None
-        if "chosen" in requires:  # preference lists hold the chosen item first
-            chosen = torch.zeros_like(slates.mask)
-            chosen[:, 0] = slates.mask[:, 0]
-        log_probs = LogProbs(logp, mask, self._old_logp(batch, logp, needed), self._reference_logp(batch, needed))
-        return ObjectiveInputs(log_probs, advantages=advantages, rewards=slates.reward, chosen=chosen)
-
-    def _old_logp(self, batch: FeedbackBatch, logp: Tensor, needed: Tensor) -> Tensor | None:
-        if self._old_policy == "snapshot":
-            assert self.old is not None
-            return self.old.log_prob(batch, needed)
-        if self._old_policy == "logged":
-            return self._logged(batch, logp, needed)
-        return logp.detach() if "old" in self.objective.requires else None
-
-    def _logged(self, batch: FeedbackBatch, logp: Tensor, needed: Tensor) -> Tensor:
-        logged = batch.slates.logp_behavior
-        missing = needed.sum() if logged is None else (needed & ~logged.isfinite()).sum()
-        if logged is None or missing:
-            raise RecpoError(
-                f"old_policy: logged needs a propensity in (0, 1] for every scored event; {int(missing)} of "
-                f"{int(needed.sum())} in this batch have none. Map the log's propensity column in `recpo prepare`, "
-                "or set old_policy: current"
-            )
-        if logp.shape[-1] > 1:
-            raise RecpoError(
-                "old_policy: logged gives one probability per item, this policy scores several tokens per item"
-            )
-        return torch.where(needed, logged, 0.0)[..., None].to(logp.dtype)
-
-    def _reference_logp(self, batch: FeedbackBatch, needed: Tensor) -> Tensor | None:
-        if self._cache is not None:
-            return self._cache.log_prob(batch)
-        return None if self.reference is None else self.reference.log_prob(batch, needed)
 
     def _nominal_denominator(self, count: Tensor) -> Tensor:
         """The denominator of this rank's micro-batches: an equal share of the first micro-batch's total over the ranks.
 
         ``on_before_optimizer_step`` corrects it to the total of the whole step, which is known only then.
         """
-        total = self.all_gather(count).sum() if self.trainer.world_size > 1 else count.detach()
+        total = count.detach()
+        if self.trainer.world_size > 1:
+            gathered = self.all_gather(total)
+            assert isinstance(gathered, Tensor)
+            total = gathered.sum()
         if self._step_count is None:
             self._step_count = torch.zeros_like(total)
             self._nominal = (total / self.trainer.world_size).clamp(min=1.0)
@@ -200,15 +157,15 @@ class PreferenceModule(LightningModule):
         assert self._step_count is not None
         if self.trainer.accumulate_grad_batches > 1:
             true = (self._step_count / self.trainer.world_size).clamp(min=1.0)
-            scale_gradients(self.policy.parameters(), self._nominal / true)
+            scale_gradients(self.parameters(), self._nominal / true)
         self._step_count = None
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Lightning's clipping, and the same for sparse gradients, which PyTorch's own refuses."""
-        if gradient_clip_val and any(p.grad is not None and p.grad.is_sparse for p in self.policy.parameters()):
-            clip_gradients(self.policy.parameters(), gradient_clip_val, gradient_clip_algorithm or "norm")
+        if gradient_clip_val and any(p.grad is not None and p.grad.is_sparse for p in self.parameters()):
+            clip_gradients(self.parameters(), gradient_clip_val, gradient_clip_algorithm or "norm")
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 

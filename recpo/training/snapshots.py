@@ -9,30 +9,64 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor, nn
 
-from recpo.contracts import Policy
-from recpo.types import FeedbackBatch
+from recpo.contracts import Policy, StatePolicy
+from recpo.policies.critic import states_at
+from recpo.types import FeedbackBatch, Histories
 
 
 class Snapshot(nn.Module):
-    """A frozen copy of a policy, always in evaluation mode; its weights travel with the module's checkpoints."""
+    """A frozen copy of a policy, always in evaluation mode; its weights travel with the module's checkpoints.
 
-    def __init__(self, policy: Policy) -> None:
+    Args:
+        policy: what is copied.
+        head: a head on the policy's states that is copied along: state values, or values of items.
+    """
+
+    def __init__(self, policy: Policy, head: nn.Module | None = None) -> None:
         super().__init__()
         self.policy = copy.deepcopy(policy).requires_grad_(False).eval()
+        self.head = None if head is None else copy.deepcopy(head).requires_grad_(False).eval()
 
     def train(self, mode: bool = True) -> Snapshot:
         """Stays in evaluation mode: Lightning switches every submodule to training."""
         return self
 
     @torch.no_grad()
-    def refresh(self, policy: Policy) -> None:
-        """Takes over the weights of ``policy``."""
-        self.policy.load_state_dict(policy.state_dict())
+    def refresh(self, policy: Policy, head: nn.Module | None = None, rate: float = 1.0) -> None:
+        """Moves the weights by ``rate`` of the way to those of ``policy`` and ``head``; 1 takes them over."""
+        for own, other in ((self.policy, policy), (self.head, head)):
+            if own is not None and other is not None:
+                _move_towards(own, other, rate)
 
     @torch.no_grad()
-    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
-        """See ``Policy.log_prob``."""
-        return self.policy.log_prob(batch, needed)
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """See ``Policy.log_prob``; ``states`` are those of ``encode``, where they are at hand already."""
+        if states is None:
+            return self.policy.log_prob(batch, needed)
+        assert isinstance(self.policy, StatePolicy)
+        return self.policy.log_prob(batch, needed, states)
+
+    @torch.no_grad()
+    def encode(self, histories: Histories) -> Tensor:
+        """See ``StatePolicy.encode``."""
+        assert isinstance(self.policy, StatePolicy)
+        return self.policy.encode(histories)
+
+    @torch.no_grad()
+    def state_values(self, states: Tensor, visible: Tensor) -> Tensor:
+        """The values ``[B, S]`` of the head at every slate position."""
+        assert self.head is not None
+        values: Tensor = self.head(states_at(states, visible))
+        return values
+
+
+def _move_towards(own: nn.Module, other: nn.Module, rate: float) -> None:
+    weights = other.state_dict()
+    for name, value in own.state_dict().items():
+        if rate < 1.0 and value.is_floating_point():
+            value.lerp_(weights[name], rate)
+        else:
+            value.copy_(weights[name])
 
 
 class ReferenceCache:

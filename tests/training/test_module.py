@@ -15,6 +15,7 @@ from recpo.errors import RecpoError
 from recpo.objectives.gbpo import GBPO
 from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.training.inputs import logged_logp
 from recpo.training.module import PreferenceModule
 from recpo.training.run import checkpoint_path, load_weights
 from recpo.training.snapshots import ReferenceCache, Snapshot
@@ -136,7 +137,7 @@ def test_a_snapshot_is_refreshed_when_due(prepared):
         new_policy(data), GBPO(), **TERNARY, old_policy="snapshot", snapshot_every=2, optimizer=sgd
     )
     seen = []
-    learner.old.refresh = lambda policy: seen.append(learner.global_step)
+    learner.inputs.old.refresh = lambda policy, head: seen.append(learner.global_step)
     trainer = Trainer(
         max_steps=5, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
     )
@@ -180,7 +181,7 @@ class NeedsCritic(GBPO):
     ("objective", "options", "policy", "message"),
     [
         (GBPO(), {}, {}, "GBPO weighs by advantages"),
-        (NeedsCritic(), TERNARY, {}, "asks for"),
+        (NeedsCritic(), TERNARY, {}, "trains a critic, which TernaryAdvantage has no targets for: set advantage to"),
         (GBPO(), TERNARY, {"normalizer": "sampled"}, "needs exact log-probabilities"),
     ],
 )
@@ -199,4 +200,4 @@ def test_missing_propensities_are_counted_not_guessed(prepared):
     needed = batch.slates.mask
     logp = learner.policy.log_prob(batch)
     with pytest.raises(RecpoError, match="1 of"):
-        learner._logged(batch._replace(slates=batch.slates._replace(logp_behavior=spoiled)), logp, needed)
+        logged_logp(batch._replace(slates=batch.slates._replace(logp_behavior=spoiled)), logp, needed)

@@ -1,0 +1,263 @@
+"""Preference lists: one chosen item against rejected ones, for DPO, its list-wise forms and reward models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from recpo.data.counter_random import uniform
+from recpo.data.prepared import Events, run_change
+from recpo.data.slates import BatchMaker, Catalogue, Layout, Windows, histories_of
+from recpo.errors import RecpoError
+from recpo.types import FeedbackBatch, Slates, SlateTraits
+
+# How often a place is drawn anew when it got an item that the user likes or that the list holds already.
+_ATTEMPTS = 8
+_DISLIKES, _UNWATCHED, _UNIFORM, _POPULARITY, _IN_BATCH = range(5)
+
+
+@dataclass(frozen=True)
+class PreferenceListLayout(Layout):
+    """The slate is ``[chosen, rejected, ...]``: one context per positive event of the training period.
+
+    An event is positive from ``positive_threshold`` on unless it was disliked. Its context is what happened before its
+    request. The rejected items come from the sources below, a number of each. No list holds an item twice, and no
+    rejected item is one of the user's positives of the training period: a place for which no such item is found
+    in a few draws stays empty.
+
+    A draw is a function of (seed, epoch, row, place) alone, except that ``in_batch`` depends on what else is in the
+    batch.
+
+    Attributes:
+        history_length: H, the events before the request that the policy sees.
+        positive_threshold: watch quantile from which an event is positive.
+        dislikes: items that the user disliked, at any time of the training period.
+        unwatched: items that the user was shown and left, below ``unwatched_below``, without a dislike.
+        uniform: items drawn uniformly from the catalogue.
+        popularity: items drawn in proportion to ``train_count ** popularity_power``.
+        in_batch: chosen items of other rows of the batch.
+        hard: the policy's own top ranks, which training appends; the better the policy, the more of them the user would
+            have liked.
+        unwatched_below: watch quantile below which an exposure counts as not watched.
+        popularity_power: 1 = as often as in the log, 0 = uniformly over the items that occur in it.
+        fill: where a user has fewer dislikes or unwatched exposures than asked for, items drawn uniformly take their
+            places, so that all lists are equally long; false = such places stay empty.
+    """
+
+    history_length: int = 50
+    positive_threshold: float = 0.75
+    dislikes: int = 4
+    unwatched: int = 4
+    uniform: int = 8
+    popularity: int = 4
+    in_batch: int = 0
+    hard: int = 0
+    unwatched_below: float = 0.25
+    popularity_power: float = 0.75
+    fill: bool = True
+
+    cuts_by_label: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        counts = {name: getattr(self, name) for name in ("dislikes", "unwatched", "uniform", "popularity", "in_batch")}
+        counts["hard"] = self.hard
+        negative = [f"{name}: {count}" for name, count in counts.items() if count < 0]
+        if negative or not any(counts.values()):
+            raise RecpoError(
+                f"PreferenceListLayout: {negative[0] + ' is negative' if negative else 'every source is 0'}; "
+                f"give at least one of {', '.join(counts)} a number of rejected items"
+            )
+        if self.unwatched and self.unwatched_below > self.positive_threshold:
+            raise RecpoError(
+                f"PreferenceListLayout: unwatched_below ({self.unwatched_below}) must not exceed positive_threshold "
+                f"({self.positive_threshold}), or an exposure would be chosen and rejected at once"
+            )
+
+    @property
+    def traits(self) -> SlateTraits:
+        """See ``Layout.traits``."""
+        return SlateTraits(chosen_first=True, hard_negatives=self.hard, resampled=True)
+
+    @property
+    def samples_by_popularity(self) -> bool:
+        """See ``Layout.samples_by_popularity``."""
+        return self.popularity > 0
+
+    def is_positive(self, watch_quantile: np.ndarray, dislike: np.ndarray) -> np.ndarray:
+        """Which events are positive."""
+        return (watch_quantile >= self.positive_threshold) & ~dislike
+
+    def windows(self, user: np.ndarray, request: np.ndarray, *labels: np.ndarray) -> Windows:
+        """See ``Layout.windows``; the slate range is the chosen event."""
+        chosen = np.flatnonzero(self.is_positive(*labels))
+        request_start = _last_true(run_change(user, request))[chosen]
+        user_start = _last_true(run_change(user))[chosen]
+        return Windows(np.maximum(request_start - self.history_length, user_start), request_start, chosen, chosen + 1)
+
+    def batch_maker(self, catalogue: Catalogue, seed: int) -> BatchMaker:
+        """See ``Layout.batch_maker``."""
+        return _PreferenceBatches(self, catalogue, seed)
+
+
+def _last_true(change: np.ndarray) -> np.ndarray:
+    """For every row the index of the last True up to it; the first row is True."""
+    return np.maximum.accumulate(np.where(change, np.arange(len(change)), 0))
+
+
+class _Pairs(NamedTuple):
+    """Distinct (user, item) pairs of a shard, sorted: ``key`` = user * (V + 1) + item; ``event`` is one of each."""
+
+    key: np.ndarray
+    event: np.ndarray
+
+    def holds(self, keys: np.ndarray) -> np.ndarray:
+        """Whether each of ``keys``, of any shape, is one of the pairs."""
+        if not len(self.key):
+            return np.zeros(keys.shape, bool)
+        return self.key[np.minimum(np.searchsorted(self.key, keys), len(self.key) - 1)] == keys
+
+
+class _ShardIndex(NamedTuple):
+    """What the users of a shard like, disliked and left."""
+
+    events: Events
+    positives: _Pairs
+    dislikes: _Pairs
+    unwatched: _Pairs
+
+
+class _Drawn(NamedTuple):
+    """Rejected items ``[B, L]``, 0 = empty, and the event that tells about them, -1 = sampled."""
+
+    items: np.ndarray
+    events: np.ndarray
+
+
+class _PreferenceBatches:
+    """Gathers preference lists; knows the users of the shard at hand.
+
+    Args:
+        layout: how many rejected items of which source.
+        catalogue: what is sampled from.
+        seed: of the samples.
+    """
+
+    def __init__(self, layout: PreferenceListLayout, catalogue: Catalogue, seed: int) -> None:
+        self._layout, self._stride, self._seed = layout, catalogue.num_items + 1, seed
+        counts = [layout.dislikes, layout.unwatched, layout.uniform, layout.popularity, layout.in_batch]
+        self._source = np.repeat(np.arange(len(counts)), counts)
+        self._cdf: np.ndarray | None = None
+        if catalogue.train_counts is not None:
+            counted = catalogue.train_counts > 0
+            total = np.cumsum(np.where(counted, catalogue.train_counts.astype(float) ** layout.popularity_power, 0.0))
+            self._cdf = total / total[-1]
+        self._index: _ShardIndex | None = None
+
+    def __call__(self, events: Events, windows: Windows, row_ids: np.ndarray, epoch: int) -> FeedbackBatch:
+        """See ``BatchMaker``."""
+        if self._index is None or self._index.events is not events:
+            self._index = self._index_of(events)
+        valid = windows.slate_stop > windows.slate_start
+        event = np.where(valid, windows.slate_start, 0)
+        chosen = events.item_index[event] * valid
+        user = events.user_index[event].astype(np.int64)
+        drawn = self._rejected(self._index, user, chosen, row_ids, epoch)
+        items = np.concatenate([chosen[:, None], drawn.items * valid[:, None]], 1)
+        source = np.concatenate([np.where(valid, event, -1)[:, None], drawn.events], 1)
+        source = np.where(items > 0, source, -1)
+        lengths = windows.history_stop - windows.history_start
+        logged = source >= 0
+        slates = Slates(
+            item_ids=torch.from_numpy(items),
+            visible=torch.from_numpy(np.where(items > 0, lengths[:, None], 0)),
+            mask=torch.from_numpy(items > 0),
+            watch_quantile=torch.from_numpy(np.where(logged, events.watch_quantile[source], np.float32(np.nan))),
+            dislike=torch.from_numpy(logged & events.dislike[source]),
+            is_logged=torch.from_numpy(logged),
+        )
+        histories = histories_of(events, windows.history_start, windows.history_stop)
+        known = torch.from_numpy(self._positives_of(self._index, user)) if self._layout.hard else None
+        return FeedbackBatch(histories, slates, torch.from_numpy(row_ids), known_positives=known)
+
+    def _index_of(self, events: Events) -> _ShardIndex:
+        layout, quantile = self._layout, events.watch_quantile
+        positives = self._pairs(events, layout.is_positive(quantile, events.dislike))
+        liked = positives.holds(self._keys(events.user_index, events.item_index))
+        dislikes = self._pairs(events, events.dislike & ~liked)
+        disliked = dislikes.holds(self._keys(events.user_index, events.item_index))
+        left = (quantile < layout.unwatched_below) & ~liked & ~disliked
+        return _ShardIndex(events, positives, dislikes, self._pairs(events, left))
+
+    def _pairs(self, events: Events, which: np.ndarray) -> _Pairs:
+        rows = np.flatnonzero(which)
+        key, first = np.unique(self._keys(events.user_index[rows], events.item_index[rows]), return_index=True)
+        return _Pairs(key, rows[first])
+
+    def _keys(self, user: np.ndarray, item: np.ndarray) -> np.ndarray:
+        return user.astype(np.int64) * self._stride + item
+
+    def _rejected(
+        self, index: _ShardIndex, user: np.ndarray, chosen: np.ndarray, row_ids: np.ndarray, epoch: int
+    ) -> _Drawn:
+        drawn = self._logged(index, user, row_ids, epoch)
+        items, place = drawn.items, np.arange(len(self._source))
+        wanted = (self._source > _UNWATCHED) | self._layout.fill
+        for attempt in range(_ATTEMPTS):
+            empty = (items == 0) & wanted
+            if not empty.any():
+                break
+            numbers = uniform(self._seed, epoch, row_ids[:, None], place, attempt)
+            candidates = self._candidates(numbers, chosen)
+            is_liked = index.positives.holds(self._keys(user[:, None], candidates))
+            items = np.where(empty & ~is_liked, candidates, items)
+            items = _without_repeats(items, empty)
+        return _Drawn(items, np.where(drawn.items > 0, drawn.events, -1))
+
+    def _logged(self, index: _ShardIndex, user: np.ndarray, row_ids: np.ndarray, epoch: int) -> _Drawn:
+        """Dislikes and unwatched exposures: a run of each of the user's, from a random start."""
+        items = np.zeros((len(user), len(self._source)), np.int64)
+        event = np.full_like(items, -1)
+        for source, pairs in ((_DISLIKES, index.dislikes), (_UNWATCHED, index.unwatched)):
+            places = np.flatnonzero(self._source == source)
+            if not len(places) or not len(pairs.key):
+                continue
+            first = np.searchsorted(pairs.key, user * self._stride)[:, None]
+            count = np.searchsorted(pairs.key, (user + 1) * self._stride)[:, None] - first
+            start = (uniform(self._seed, epoch, row_ids, -1 - source)[:, None] * count).astype(np.int64)
+            offset = (start + np.arange(len(places))) % np.maximum(count, 1)
+            has = np.arange(len(places)) < count
+            event[:, places] = np.where(has, pairs.event[np.where(has, first + offset, 0)], -1)
+            items[:, places] = np.where(has, index.events.item_index[event[:, places]], 0)
+        return _Drawn(items, event)
+
+    def _candidates(self, numbers: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """An item for every place from one uniform number each; 0 where there is none to take."""
+        candidates = 1 + (numbers * (self._stride - 1)).astype(np.int64)
+        popular, others = self._source == _POPULARITY, self._source == _IN_BATCH
+        if self._cdf is not None:
+            candidates[:, popular] = 1 + np.searchsorted(self._cdf, numbers[:, popular], side="right")
+        if others.any():
+            rows, away = len(chosen), (numbers[:, others] * (len(chosen) - 1)).astype(np.int64)
+            candidates[:, others] = chosen[(np.arange(rows)[:, None] + 1 + away) % rows] if rows > 1 else 0
+        return candidates
+
+    def _positives_of(self, index: _ShardIndex, user: np.ndarray) -> np.ndarray:
+        """Every item that the user is known to like, ``[B, M]``, 0 pads."""
+        keys = index.positives.key
+        first = np.searchsorted(keys, user * self._stride)
+        count = np.searchsorted(keys, (user + 1) * self._stride) - first
+        place = np.arange(max(1, int(count.max(initial=0))))
+        has = place < count[:, None]
+        return np.where(has, keys[np.where(has, first[:, None] + place, 0)] % self._stride, 0)
+
+
+def _without_repeats(items: np.ndarray, is_new: np.ndarray) -> np.ndarray:
+    """Every item of a row once: the ones that were there stay, repeats become 0."""
+    order = np.argsort(items * 2 + is_new, axis=1, kind="stable")
+    ascending = np.take_along_axis(items, order, 1)
+    repeats = np.zeros_like(items, bool)
+    np.put_along_axis(repeats, order[:, 1:], ascending[:, 1:] == ascending[:, :-1], 1)
+    return np.where(repeats, 0, items)

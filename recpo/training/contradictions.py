@@ -1,0 +1,98 @@
+"""What does not fit together, said before training starts and with the option that mends it."""
+
+from __future__ import annotations
+
+from recpo.contracts import AdvantageEstimator, Objective, Policy, ReturnEstimator, RewardFunction, StatePolicy
+from recpo.errors import RecpoError
+from recpo.objectives.likelihood import Likelihood
+from recpo.types import SlateTraits
+
+KNOWN = frozenset({"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score"})
+OF_STATES = frozenset({"value", "entropy", "q_value", "score"})
+"""Requirements that are computed from the states of the policy."""
+
+
+def all_requirements(objective: Objective, advantage: AdvantageEstimator | None) -> frozenset[str]:
+    """What the objective asks for, and what that needs in turn."""
+    requires = objective.requires
+    if "advantages" in requires and advantage is not None:
+        requires |= advantage.requires
+    return requires | ({"rewards"} if "q_value" in requires else frozenset())
+
+
+def refuse_policy(policy: Policy, objective: Objective) -> None:
+    """Raises where the policy cannot give what the objective asks for."""
+    name = type(objective).__name__
+    asked = objective.requires & OF_STATES
+    if asked and not isinstance(policy, StatePolicy):
+        raise RecpoError(
+            f"objective {name} asks for {', '.join(sorted(asked))}, which {type(policy).__name__} has no states for: "
+            "set policy, e.g. class_path: CatalogSoftmaxPolicy"
+        )
+    if not policy.has_exact_log_prob and objective.reads_log_prob and not isinstance(objective, Likelihood):
+        raise RecpoError(
+            f"objective {name} needs exact log-probabilities, the policy's normalizer is an estimate: set its "
+            "normalizer to full (a policy pre-trained with sampled negatives loads as it is)"
+        )
+
+
+def refuse_feedback(objective: Objective, advantage: AdvantageEstimator | None, reward: RewardFunction | None) -> None:
+    """Raises where advantages, rewards or values are asked for and not given."""
+    name, requires = type(objective).__name__, objective.requires
+    if requires - KNOWN:
+        raise RecpoError(f"objective {name} asks for {sorted(requires - KNOWN)}, which training does not know")
+    if "advantages" in requires and advantage is None:
+        raise RecpoError(f"objective {name} weighs by advantages: set advantage, e.g. class_path: TernaryAdvantage")
+    if "rewards" in all_requirements(objective, advantage) and reward is None:
+        asker = name if advantage is None else type(advantage).__name__
+        raise RecpoError(f"{asker} needs rewards: set reward, e.g. class_path: LoggedReward")
+    if "value" in requires and not isinstance(advantage, ReturnEstimator):
+        raise RecpoError(
+            f"objective {name} trains a critic, which {type(advantage).__name__} has no targets for: set advantage to "
+            "class_path: GAEAdvantage, or objective.init_args.value_coef to 0"
+        )
+    if advantage is not None and "value" in advantage.requires - requires:
+        raise RecpoError(
+            f"{type(advantage).__name__} needs the values of a critic, which objective {name} does not train: set "
+            "objective to class_path: PPO, or advantage to class_path: GroupNormalizedAdvantage"
+        )
+
+
+def refuse_old_policy(objective: Objective, old_policy: str) -> None:
+    """Raises where ratios would be 1 throughout.
+
+    One step on the policy's own samples has them at 1 by right; that is what ``Reinforce`` (and ``GBPO`` without an old
+    policy) computes. An objective whose point is the ratio must be told which policy is old.
+    """
+    name = type(objective).__name__
+    if "old" in objective.requires and old_policy == "current":
+        raise RecpoError(
+            f"objective {name} weighs or clips by the ratio to an old policy, and against the current one every ratio "
+            "is 1: set old_policy to snapshot, or to logged where the log has propensities; without an old policy use "
+            "class_path: Reinforce"
+        )
+
+
+def refuse_slates(objective: Objective, slates: SlateTraits, reference: str, anchor_coef: float) -> None:
+    """Raises where the slates of the data are not of the kind that the objective compares."""
+    name, wants_lists = type(objective).__name__, "chosen" in objective.requires
+    if wants_lists and not slates.chosen_first:
+        raise RecpoError(
+            f"objective {name} compares a chosen item with rejected ones: set data.layout to "
+            "class_path: PreferenceListLayout"
+        )
+    if slates.chosen_first and not wants_lists:
+        raise RecpoError(
+            f"objective {name} takes every item of a slate for feedback, but PreferenceListLayout holds sampled "
+            "rejected items: set data.layout to class_path: SequenceLayout or ImpressionLayout"
+        )
+    if slates.resampled and reference == "cached" and "reference" in objective.requires:
+        raise RecpoError(
+            "reference: cached keeps the log-probabilities of fixed slates, but data.layout samples other items in "
+            "every epoch: set reference to frozen"
+        )
+    if slates.chosen_first and anchor_coef:
+        raise RecpoError(
+            "anchor_coef adds the likelihood of every item of a slate, rejected ones too: set "
+            "objective.init_args.nll_coef instead, which adds that of the chosen item"
+        )
