@@ -6,6 +6,7 @@ Nothing outside this file knows which engine runs: an expression is read, materi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -52,7 +53,9 @@ class Engine:
             ) from error
         # Strings without an offset are UTC whatever the machine's zone is.
         self._connection.raw_sql("SET TimeZone = 'UTC'")
-        self._connection.raw_sql("SET enable_progress_bar = false")
+        # In a notebook without ipywidgets DuckDB has no bar to turn off, and says so with an error.
+        with suppress(duckdb.InvalidInputException):
+            self._connection.raw_sql("SET enable_progress_bar = false")
 
     def __enter__(self) -> Engine:
         return self
