@@ -85,10 +85,12 @@ def test_every_command_of_the_documents_is_understood(document, clone, capsys):
                 (clone / word).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(clone / "configs" / "gbpo.yaml", clone / word)
         parser = parser_of(getattr(importlib.import_module(f"recpo.cli.{verb}"), verb))
+        status = None
         try:
             parser.parse_args(_complete(verb, words))
         except SystemExit as stop:
-            assert not stop.code, f"{document.name}: {command}\n{capsys.readouterr().err}"
+            status = stop.code
+        assert not status, f"{document.name}: {command}\n{capsys.readouterr().err}"
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS], ids=lambda path: path.name)
@@ -126,7 +128,12 @@ def test_the_road_of_the_readme_runs(clone):
     _write_own_log(clone)
     (commands,) = _blocks("bash")
     (serving,) = _blocks("python")
-    tools = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    tools = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers)),
+    }
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands], env=tools, capture_output=True, text=True, check=False
     )
@@ -143,3 +150,19 @@ def test_the_road_of_the_readme_runs(clone):
     )
     assert served.returncode == 0, served.stderr
     assert "ServingCounts(users=2" in served.stdout
+
+
+def test_the_feedback_level_of_the_documents_is_that_of_prepare(prepared):
+    """A server that follows docs/serving.md hands the policy what it was trained on."""
+    (source,) = re.findall(r"<!-- tested -->\n```python\n(.*?)```", _text(ROOT / "docs" / "serving.md"), re.DOTALL)
+    scope = {}
+    exec(source, scope)
+    feedback = json.loads((prepared / "manifest.json").read_text())["feedback"]
+    events = pq.read_table(prepared / "train").to_pandas().head(2000)
+    columns = (events[name] for name in ("watch_time", "duration", "dislike"))
+    levels = [scope["feedback_level"](feedback, *event) for event in zip(*columns, strict=True)]
+    assert levels == events["feedback"].tolist()
+    assert set(levels) == {1, 2, 3, 4, 5}
+    assert scope["feedback_level"](feedback, None, 10.0, False) == 0
+    assert scope["feedback_level"](feedback, 3.0, 0.0, False) == 0
+    assert scope["feedback_level"](feedback, 3.0, None, True) == 1
