@@ -26,6 +26,9 @@ class Policy(nn.Module, ABC):
     has_exact_log_prob: bool = True
     reads_timestamps: bool = False
 
+    def set_item_counts(self, counts: Tensor) -> None:
+        """Hands over the training counts ``[V]`` of the items 1..V, for policies that use them; others ignore them."""
+
     @abstractmethod
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
         """Log-probability of every slate item given the first ``visible`` events of its history.

@@ -38,10 +38,10 @@ def demo(
     epochs: int | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Simulates a log, prepares it, pre-trains and aligns policies, evaluates them, exports one and recommends with it.
+    """Simulates a log, prepares it, pre-trains and aligns policies, evaluates them, exports one and recommends.
 
-    Ends with a table of popularity, pre-trained and aligned policies in which the true expected reward is known, because
-    the users are simulated.
+    Ends with a table of popularity, pre-trained and aligned policies in which the true expected reward is known,
+    because the users are simulated.
 
     Args:
         out: directory for everything that the demo writes.

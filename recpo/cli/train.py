@@ -97,6 +97,7 @@ def train(
         tune_allocator()
     torch.manual_seed(seed)
     model = policy(data.prepared.num_items)
+    model.set_item_counts(torch.tensor(data.prepared.item_counts()))
     if init_from is not None:
         _start_from(model, init_from, data)
     module = PreferenceModule(

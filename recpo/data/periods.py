@@ -35,9 +35,10 @@ def last_events(events: ir.Table, items: ir.Table, users: ir.Table, max_context:
     lengths = events.group_by(Events.USER_INDEX).aggregate(length=events[Events.POSITION].max() + 1)
     near = events.inner_join(lengths, Events.USER_INDEX)
     near = near.filter(near[Events.POSITION] >= near.length - max_context)
-    near = near.select(Events.USER_INDEX, Events.ITEM_INDEX, Events.POSITION, Events.FEEDBACK)
+    kept = [Events.USER_INDEX, Events.ITEM_INDEX, Events.POSITION, Events.FEEDBACK, Columns.TIMESTAMP]
+    near = near.select(*kept)
     named = near.inner_join(items, Events.ITEM_INDEX).inner_join(users, Events.USER_INDEX)
-    columns = [Events.USER_INDEX, Columns.USER_ID, Columns.ITEM_ID, Events.FEEDBACK]
+    columns = [Events.USER_INDEX, Columns.USER_ID, Columns.ITEM_ID, Events.FEEDBACK, Columns.TIMESTAMP]
     return named.order_by([Events.USER_INDEX, Events.POSITION]).select(*columns)
 
 

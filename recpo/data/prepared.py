@@ -80,6 +80,11 @@ class Prepared:
         """Catalogue size V; item indices are 1..V."""
         return int(self.manifest["num_items"])
 
+    def item_counts(self) -> np.ndarray:
+        """Training events ``[V]`` of the items 1..V."""
+        counts: np.ndarray = pq.read_table(self.root / "items.parquet", columns=["train_count"])[0].to_numpy()
+        return counts
+
     @property
     def catalogue_checksum(self) -> str:
         """Identifies the id map: a policy serves only the catalogue it was trained on."""

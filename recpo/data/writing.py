@@ -14,6 +14,11 @@ from recpo.data.manifest import sha256
 from recpo.data.schema import EVENT_SCHEMA, Columns, Events
 
 _ROW_GROUP: Final = 1 << 16
+_HISTORY_COLUMNS: Final = {
+    "item_ids": Columns.ITEM_ID,
+    "feedback": Events.FEEDBACK,
+    "timestamps": Columns.TIMESTAMP,
+}
 _REPEATING: Final = (Events.USER_INDEX, Events.ITEM_INDEX, Events.FEEDBACK, Columns.DURATION)
 
 
@@ -88,10 +93,10 @@ def write_shards(
 def write_histories(
     batches: Iterable[pa.RecordBatch], file: Path, rows_per_block: int, progress: Callable[[int], object]
 ) -> None:
-    """Writes one row per user: ``user_id``, ``item_ids`` and ``feedback``, oldest event first.
+    """Writes one row per user: ``user_id`` and its ``item_ids``, ``feedback`` and ``timestamps``, oldest event first.
 
     Args:
-        batches: rows with ``user_index``, ``user_id``, ``item_id``, ``feedback``, sorted by user and time.
+        batches: rows with ``user_index``, ``user_id``, ``item_id``, ``feedback``, ``timestamp``, by user and time.
         file: the Parquet file.
         rows_per_block: events held in memory.
         progress: called with the number of rows written.
@@ -114,7 +119,7 @@ def _one_row_per_user(events: pa.Table) -> pa.Table:
     offsets = pa.array(np.append(starts, len(users)).astype(np.int32))
     lists = {
         name: pa.ListArray.from_arrays(offsets, _flat(events[column]))
-        for name, column in (("item_ids", "item_id"), (Events.FEEDBACK, Events.FEEDBACK))
+        for name, column in _HISTORY_COLUMNS.items()
     }
     return pa.table({"user_id": _flat(events["user_id"]).take(pa.array(starts)), **lists})
 

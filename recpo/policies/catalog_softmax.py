@@ -83,6 +83,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
             dropout=dropout,
             feedback_levels=feedback_levels,
         )
+        self.reads_timestamps = self.encoder.reads_time
         # a buffer, so that a checkpoint brings its proposal along; zero until the counts are set
         unset = torch.zeros(num_items + 1, dtype=torch.float64) if proposal == "popularity" else None
         self.register_buffer("cdf", unset)

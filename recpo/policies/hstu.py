@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from recpo.policies.layers import ByteDropout, Linear
 
-# Gaps in milliseconds fall into buckets of their logarithm to base 2^(1/1): 2^42 ms is 139 years.
+# Gaps in milliseconds fall into buckets of their logarithm to base 2: 2^42 ms is 139 years.
 TIME_BUCKETS = 44
 
 
@@ -63,5 +63,6 @@ class HSTUBlock(nn.Module):
 
 def time_gap_buckets(timestamps: Tensor) -> Tensor:
     """Buckets ``floor(log2(1 + gap))`` of the milliseconds between events, ``[B, H, H]``; 0 for gaps into the past."""
-    gaps = (timestamps[:, :, None] - timestamps[:, None, :]).clamp_min(0)
-    return (gaps + 1).double().log2().long().clamp_max(TIME_BUCKETS - 1)
+    # in floating point: ONNX Runtime clips int64 wrongly from 2^31 on; the half keeps powers of 2 on their side
+    gaps = (timestamps[:, :, None] - timestamps[:, None, :]).double().clamp_min(0)
+    return (gaps + 1.5).log2().long().clamp_max(TIME_BUCKETS - 1)

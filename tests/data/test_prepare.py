@@ -129,6 +129,10 @@ def test_items_users_and_histories(small):
         u: i[-5:] for u, i in by_user.items()
     }
     assert [len(levels) for levels in histories["feedback"]] == [len(ids) for ids in histories["item_ids"]]
+    times = events.groupby("user_id")["timestamp"].apply(list)
+    assert dict(zip(histories["user_id"], histories["timestamps"], strict=True)) == {
+        user: moments[-5:] for user, moments in times.items()
+    }
     assert IdMap.load(out / "items.parquet").to_internal(log["item_id"].to_numpy()).min() >= 0
     assert Prepared.open(out).num_items == manifest["num_items"]
 
