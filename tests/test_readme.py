@@ -93,6 +93,24 @@ def test_every_command_of_the_documents_is_understood(document, clone, capsys):
         assert not status, f"{document.name}: {command}\n{capsys.readouterr().err}"
 
 
+def test_the_trainer_options_of_the_documents_are_understood(clone):
+    from recpo.cli.train import train
+
+    (options,) = re.findall(r"```yaml\n(.*?)```", _text(ROOT / "docs" / "training.md"), re.DOTALL)
+    (clone / "trainer.yaml").write_text(options, encoding="utf-8")
+    configuration = parser_of(train).parse_args(["--config", "configs/gbpo.yaml", "--config", "trainer.yaml"])
+    assert configuration.trainer.init_args.devices == 2
+
+
+def test_the_sample_is_what_the_command_beside_it_makes(clone):
+    from recpo.cli.main import main
+
+    (command,) = [line for line in _commands(ROOT / "data" / "README.md") if line.startswith("recpo simulate")]
+    assert main(shlex.split(command)[1:]) == 0
+    made = pq.read_table(clone / "world" / "log")
+    assert made.equals(pq.read_table(ROOT / "data" / "sample.parquet"))
+
+
 @pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS], ids=lambda path: path.name)
 def test_every_file_and_target_that_the_documents_name_exists(document):
     text = _text(document)
