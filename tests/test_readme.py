@@ -39,7 +39,7 @@ def _text(document):
 
 def _commands(document):
     """Every ``recpo VERB ...`` in code: whole lines (also commented ones) and inline."""
-    text = _text(document)
+    text = re.sub(r" \\\n[#$ ]*", " ", _text(document))  # continued lines
     lines = re.findall(r"^[#$ ]*(recpo [a-z]+ -.*)$", text, re.MULTILINE)
     inline = re.findall(r"`(recpo [a-z]+ -[^`\n]*)`", text)  # a whole line begins with no backtick
     return [command for command in lines + inline if "<" not in command]  # <class> stands for anything
