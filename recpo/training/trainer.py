@@ -75,7 +75,13 @@ class TrainerOptions:
 def _quieten() -> None:
     """Leaves out what Lightning says about itself; warnings about the user's options stay."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    for message in (".*LeafSpec.*", ".*IterableDataset. has .__len__. defined.*", ".*does not have many workers.*"):
+    # frozen copies stay in evaluation mode on purpose
+    for message in (
+        ".*LeafSpec.*",
+        ".*in eval mode at the start.*",
+        ".*IterableDataset. has .__len__. defined.*",
+        ".*does not have many workers.*",
+    ):
         warnings.filterwarnings("ignore", message=message)
 
 

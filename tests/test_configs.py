@@ -1,0 +1,74 @@
+"""Every YAML parses, does one step on real batches, and its header says how to run it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import recpo.objectives
+from recpo.cli.main import main, parser_of
+from recpo.cli.train import train
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+SMALL = {
+    "data.batch_size": 16,
+    "data.evaluation_batch_size": 16,
+    "data.layout.init_args.history_length": 12,
+    "policy.init_args.dim": 8,
+    "policy.init_args.heads": 1,
+    "policy.init_args.layers": 1,
+    "policy.init_args.max_history": 12,
+    "trainer.accelerator": "cpu",
+    "trainer.max_epochs": 1,
+    "trainer.limit_train_batches": 1,
+    "trainer.limit_val_batches": 1,
+    "trainer.num_sanity_val_steps": 0,
+    "trainer.log_every_n_steps": 1,
+    "trainer.enable_progress_bar": "false",
+    "allocator": "false",
+}
+
+
+def options(config, prepared, out):
+    pairs = {"config": config, "data.prepared": prepared, "out": out, **SMALL}
+    return [word for key, value in pairs.items() for word in (f"--{key}", str(value))]
+
+
+@pytest.fixture(scope="module")
+def pretrained(prepared, tmp_path_factory):
+    out = tmp_path_factory.mktemp("pretrained") / "run"
+    assert main(["train", *options(CONFIGS[0].parent / "pretrain.yaml", prepared, out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_a_configuration_does_one_step_and_logs_its_health(config, prepared, pretrained, tmp_path):
+    out = tmp_path / "run"
+    arguments = options(config, prepared, out)
+    if config.stem != "pretrain":
+        arguments += ["--init_from", str(pretrained)]
+    assert main(["train", *arguments]) == 0
+    state = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert all(value.isfinite().all() for value in state.values())
+    header, row = (out / "logs" / "version_0" / "metrics.csv").read_text().splitlines()[:2]
+    logged = dict(zip(header.split(","), row.split(","), strict=True))
+    measured = {name: value for name, value in logged.items() if name.startswith("train/")}
+    assert len(measured) >= 2
+    assert all(torch.tensor(float(value)).isfinite() for value in measured.values()), measured
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_the_header_holds_the_command_that_runs_it(config):
+    text = config.read_text()
+    header = text.split("\n\n")[0].replace("\\\n#", "")
+    assert f"recpo train --config configs/{config.name} --data.prepared demo/prepared" in " ".join(header.split())
+    assert f"\nout: runs/{config.stem}\n" in text
+
+
+def test_every_objective_has_a_configuration(prepared):
+    parser = parser_of(train)
+    configured = set()
+    for config in CONFIGS:
+        parsed = parser.parse_args(["--config", str(config), "--data.prepared", str(prepared)])
+        configured.add(parsed.objective.class_path.split(".")[-1])
+    assert configured == set(recpo.objectives.__all__)
