@@ -1,0 +1,267 @@
+"""Sequential pre-training: positions per second and ranking quality after equal processor time.
+
+SASRec, d = 64, 2 blocks, 2 heads, L = 50, batches of 128, dropout 0.2, full softmax, Adam (1e-3, betas 0.9 and 0.98).
+Each user's last event is the test, the one before it is not trained on but stands in the history that is recommended
+from. The whole catalogue is ranked without the items of the history; HR@10 and NDCG@10 (one target: 1 / log2(1 + rank))
+are computed here, from the lists of every contender.
+
+Contenders run in processes of their own and take turns of a few seconds, so that a busy machine is equally busy for
+all (their threads wait for each other without spinning, which a busy machine punishes); compare the ratios. Speed is measured with --threads threads in wall time and with one thread in processor time;
+the turns of the latter add up to the training whose quality is reported. Peers run in environments of their own:
+
+    python benchmarks/pretrain.py --ratings ml-1m/ratings.dat --peer replay=ENV/bin/python --peer rectools=ENV/bin/python
+    python benchmarks/pretrain.py              # no ratings: a simulated log of the same shape; no peers
+    python benchmarks/pretrain.py --quick      # tiny, recpo and the yardstick only
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from ratings import Sequences, read_ratings, simulate
+
+from recpo.data.labels import EveryEvent
+from recpo.data.prepare import Preparation
+from recpo.data.schema import ColumnMapping
+from recpo.data.splits import LeaveLastOut
+
+HERE = Path(__file__).resolve().parent
+YARDSTICK = "yardstick"
+
+
+class Contender(NamedTuple):
+    """A script under ``peers/``, its variant, how it makes windows, and the environment it needs ("" = this one)."""
+
+    script: str
+    variant: str
+    windows: str
+    environment: str = ""
+
+
+ONE, EVERY = "one per user: the last length + 1 events", "every length events of a user"
+CONTENDERS = {
+    "recpo": Contender("recpo_sasrec.py", "trainer+last", ONE),
+    "recpo, every window": Contender("recpo_sasrec.py", "trainer+every", EVERY),
+    "recpo, plain loop": Contender("recpo_sasrec.py", "loop+last", ONE),
+    YARDSTICK: Contender("yardstick_sasrec.py", "plain", ONE),
+    "yardstick, tuned allocator": Contender("yardstick_sasrec.py", "allocator", ONE),
+    "replay": Contender("replay_sasrec.py", "", ONE, "replay"),
+    "rectools": Contender("rectools_sasrec.py", "", ONE, "rectools"),
+}
+FULL = {"dim": 64, "layers": 2, "heads": 2, "length": 50, "batch": 128, "dropout": 0.2, "rate": 1e-3}
+QUICK = {**FULL, "dim": 16, "length": 20, "batch": 64}
+
+
+class Running:
+    """A contender's process."""
+
+    def __init__(self, name: str, python: str, setting: dict[str, float], data: Path, threads: int, seed: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(dir=data.parent)
+        self.folder = Path(self._folder.name)
+        for file in data.iterdir():
+            (self.folder / file.name).symlink_to(file)
+        script, variant, *_ = CONTENDERS[name]
+        flags = {"folder": self.folder, **setting, "seed": seed, "variant": variant}
+        environment = {
+            **os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "passive",
+        }  # fmt: skip
+        self._log = (self.folder / "messages").open("w")
+        self._process = subprocess.Popen(
+            [python, str(HERE / "peers" / script), *(f"--{key}={value}" for key, value in flags.items())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment,
+        )  # fmt: skip
+        self.name = name
+        self.setup_cpu_s: float = self._answer()["setup_cpu_s"]
+
+    def turn(self, clock: str, seconds: float) -> dict[str, float]:
+        """Lets it train for so long by the ``wall`` or the ``cpu`` clock: positions, steps, seconds, cpu_seconds."""
+        self._say({"clock": clock, "seconds": seconds})
+        return self._answer()
+
+    def finish(self) -> tuple[dict[str, object], np.ndarray]:
+        """Stops the training; its last words and its lists."""
+        self._say({})
+        return self._answer(), np.load(self.folder / "lists.npy")
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+        self._folder.cleanup()
+
+    def _say(self, command: dict[str, object]) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps(command), file=self._process.stdin, flush=True)
+
+    def _answer(self) -> dict:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            sys.exit(f"{self.name} failed:\n" + (self.folder / "messages").read_text()[-4000:])
+        return json.loads(line)
+
+
+def write_data(sequences: Sequences, data: Path) -> np.ndarray:
+    """Writes what contenders read; returns the test items ``[U]``."""
+    log = data.parent / "log.parquet"
+    sequences.frame().to_parquet(log)
+    data.mkdir()
+    columns = ColumnMapping(time_unit="order")
+    preparation = Preparation(
+        columns=columns, split=LeaveLastOut(), label=EveryEvent(), max_context=10_000, catalogue="log"
+    )
+    preparation.run(str(log), data / "prepared", progress=False)
+    last = sequences.offsets[1:] - 1
+    offsets = sequences.offsets - np.arange(len(sequences.offsets))
+    np.savez(
+        data / "histories.npz", items=np.delete(sequences.items, last), offsets=offsets, num_items=sequences.num_items
+    )
+    return sequences.items[last]
+
+
+def quality(lists: np.ndarray, test: np.ndarray) -> dict[str, float]:
+    """Hit rate and NDCG at 10 with their standard errors over users."""
+    hit = lists == test[:, None]
+    gains = {"hr@10": hit.any(1).astype(float), "ndcg@10": (hit / np.log2(np.arange(2, 12))).sum(1)}
+    values = {}
+    for name, gain in gains.items():
+        values[name] = round(float(gain.mean()), 4)
+        values[f"{name}_standard_error"] = round(float(gain.std() / len(gain) ** 0.5), 4)
+    return values
+
+
+def spread(name: str, values: list[float]) -> dict[str, int]:
+    return {
+        name: round(statistics.median(values)),
+        f"{name}_min": round(min(values)),
+        f"{name}_max": round(max(values)),
+    }
+
+
+def measure(args: argparse.Namespace, pythons: dict[str, str], data: Path, test: np.ndarray) -> dict[str, dict]:
+    """Both passes over all contenders; per contender its figures, and ``turns``: the rates turn by turn."""
+    results: dict[str, dict] = {name: {"turns": {}} for name in pythons}
+
+    def start(threads: int) -> list[Running]:
+        return [Running(name, python, args.setting, data, threads, args.seed) for name, python in pythons.items()]
+
+    running = start(args.threads)
+    rates: dict[str, list[float]] = {name: [] for name in pythons}
+    for turn in range(args.turns + 1):
+        for contender in running:
+            done = contender.turn("wall", args.turn_seconds)
+            if turn:  # the first one warms up
+                rates[contender.name].append(done["positions"] / done["seconds"])
+    for contender in running:
+        contender.end()
+        results[contender.name]["turns"]["wall"] = rates[contender.name]
+        results[contender.name] |= spread("positions_per_s", rates[contender.name])
+
+    running = start(1)
+    done = {contender.name: [contender.turn("cpu", 0)] for contender in running}
+    share = args.cpu_seconds / args.turns
+    for _ in range(args.turns):
+        for contender in running:
+            spent = sum(turn["cpu_seconds"] for turn in done[contender.name])
+            if spent < args.cpu_seconds:
+                done[contender.name].append(contender.turn("cpu", min(share, args.cpu_seconds - spent)))
+    for contender in running:
+        result, turns = results[contender.name], done[contender.name]
+        rates[contender.name] = [turn["positions"] / turn["cpu_seconds"] for turn in turns[1:]]
+        result["turns"]["cpu"] = rates[contender.name]
+        last_words, lists = contender.finish()
+        contender.end()
+        result |= spread("positions_per_cpu_s", rates[contender.name])
+        result |= quality(lists, test)
+        result["trained_cpu_s"] = round(sum(turn["cpu_seconds"] for turn in turns), 1)
+        result["trained_positions"] = int(sum(turn["positions"] for turn in turns))
+        result["setup_cpu_s"] = round(contender.setup_cpu_s, 1)
+        result |= last_words
+    return results
+
+
+def ratio(results: dict[str, dict], name: str, clock: str) -> str:
+    """Median, least and largest ratio to the yardstick of the same turn."""
+    pairs = zip(results[name]["turns"][clock], results[YARDSTICK]["turns"][clock], strict=False)
+    ratios = [own / base for own, base in pairs]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+def table(results: dict[str, dict], threads: int) -> str:
+    """Ratios to the yardstick, and quality."""
+    head = ("contender", f"positions/s, {threads} threads", "positions/CPU-s", "NDCG@10", "HR@10", "peak RSS MiB")
+    rows = [head, *(
+        (name, ratio(results, name, "wall"), ratio(results, name, "cpu"),
+         f"{result['ndcg@10']:.4f}", f"{result['hr@10']:.4f}", f"{result['peak_rss_mib']}")
+        for name, result in results.items()
+    )]  # fmt: skip
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ratings", type=Path, help="ratings.dat of MovieLens-1M; without it a log is simulated")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="replay or rectools")
+    parser.add_argument("--only", default="", help="contenders whose name starts with this, and the yardstick")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--threads", type=int, default=2, help="of the first measurement")
+    parser.add_argument("--turns", type=int, default=7, help="turns of every contender in each measurement")
+    parser.add_argument("--turn-seconds", type=float, default=3.0, help="of the first measurement")
+    parser.add_argument("--cpu-seconds", type=float, default=60.0, help="of training, with one thread")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.setting = FULL
+    if args.quick:
+        args.setting, args.turns, args.turn_seconds, args.cpu_seconds = QUICK, 2, 0.3, 1.5
+        args.threads = 1
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    given = dict(peer.split("=", 1) for peer in args.peer)
+    pythons = {}
+    for name, contender in CONTENDERS.items():
+        if not (name.startswith(args.only) or name == YARDSTICK):
+            continue
+        if contender.environment and contender.environment not in given:
+            reason = f"no --peer {contender.environment}=PYTHON"
+            print(json.dumps({"benchmark": "pretrain", "contender": name, "skipped": reason}), flush=True)
+            continue
+        pythons[name] = given.get(contender.environment, sys.executable)
+    if args.ratings:
+        sequences = read_ratings(args.ratings)
+    else:
+        sequences = simulate(200, 300, 8_000) if args.quick else simulate(6_040, 3_416, 1_000_209)
+    log = {
+        "log": sequences.source, "sha256": sequences.sha256[:16], "users": len(sequences.offsets) - 1,
+        "items": sequences.num_items, "events": len(sequences.items),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        test = write_data(sequences, data)
+        results = measure(args, pythons, data, test)
+    for name, result in results.items():
+        facts = {key: value for key, value in result.items() if key != "turns"}
+        about = {**log, **args.setting, "threads": args.threads, "windows": CONTENDERS[name].windows}
+        print(json.dumps({"benchmark": "pretrain", "contender": name, **about, **facts}))
+    print(f"\nspeed over the yardstick's in the same turn, and quality after {args.cpu_seconds:g} CPU-seconds")
+    print(f"log: {sequences.source}; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")
+    print(table(results, args.threads))
+
+
+if __name__ == "__main__":
+    main()

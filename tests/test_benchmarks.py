@@ -1,0 +1,45 @@
+"""The benchmarks run, print what they promise and hold what they claim at tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+pytestmark = pytest.mark.slow
+
+
+def lines_of(script: str, *flags: str) -> list[dict]:
+    command = [sys.executable, str(BENCHMARKS / script), "--quick", *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+def test_pretrain_measures_recpo_and_the_yardstick_and_skips_absent_peers():
+    lines = {line["contender"]: line for line in lines_of("pretrain.py")}
+    assert {name for name, line in lines.items() if "skipped" in line} == {"replay", "rectools"}
+    measured = {name: line for name, line in lines.items() if "skipped" not in line}
+    assert {"recpo", "yardstick"} <= set(measured)
+    assert len({line["sha256"] for line in measured.values()}) == 1
+    for line in measured.values():
+        assert line["positions_per_s_min"] <= line["positions_per_s"] <= line["positions_per_s_max"]
+        assert line["positions_per_cpu_s"] > 0
+        assert line["trained_cpu_s"] >= 1.5
+        assert 0 < line["ndcg@10"] <= line["hr@10"] <= 1
+        assert line["versions"]["torch"]
+
+
+def test_catalog_head_gradients_agree_with_float64():
+    lines = lines_of("catalog_head.py", "--repeats=1")
+    assert any("recpo" in line["contender"] for line in lines)
+    for line in lines:
+        errors = [value for key, value in line.items() if key.startswith("relative_error")]
+        assert len(errors) == 2, line
+        assert all(math.isfinite(error) and error < 1e-5 for error in errors), line
