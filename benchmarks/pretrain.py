@@ -6,10 +6,11 @@ from. The whole catalogue is ranked without the items of the history; HR@10 and 
 are computed here, from the lists of every contender.
 
 Contenders run in processes of their own and take turns of a few seconds, so that a busy machine is equally busy for
-all (their threads wait for each other without spinning, which a busy machine punishes); compare the ratios. Speed is measured with --threads threads in wall time and with one thread in processor time;
-the turns of the latter add up to the training whose quality is reported. Peers run in environments of their own:
+all (their threads wait for each other without spinning, which a busy machine punishes); compare the ratios. Speed is
+measured with --threads threads in wall time and with one thread in processor time; the turns of the latter add up to
+the training whose quality is reported. Peers run in environments of their own:
 
-    python benchmarks/pretrain.py --ratings ml-1m/ratings.dat --peer replay=ENV/bin/python --peer rectools=ENV/bin/python
+    python benchmarks/pretrain.py --ratings ratings.dat --peer replay=ENV/bin/python --peer rectools=ENV/bin/python
     python benchmarks/pretrain.py              # no ratings: a simulated log of the same shape; no peers
     python benchmarks/pretrain.py --quick      # tiny, recpo and the yardstick only
 """

@@ -14,7 +14,7 @@ from yardstick import Yardstick
 
 
 def windows(histories: Histories, length: int) -> tuple[Tensor, Tensor]:
-    """Inputs and next items ``[U, length]`` of every user's last ``length + 1`` training events, padded on the right."""
+    """Inputs and next items ``[U, length]`` of everybody's last ``length + 1`` training events, padded right."""
     ids = torch.zeros(len(histories), length, dtype=torch.long)
     targets = torch.zeros_like(ids)
     for user in range(len(histories)):
