@@ -77,7 +77,7 @@ def doctor() -> None:
     print(advice(findings))
     broken = [finding.part.name for finding in findings if finding.part.is_core and not finding.works]
     if broken:
-        raise RecpoError(f"{', '.join(broken)} must work: install again with `pip install -r requirements/cpu.lock`")
+        raise RecpoError(f"{', '.join(broken)} must work: remove .venv and install again with `make setup`")
 
 
 def advice(findings: list[_Finding]) -> str:
@@ -92,7 +92,8 @@ def advice(findings: list[_Finding]) -> str:
     if "libnvidia-ml" in words or "libcuda" in words or "Could not load this library" in words:
         return (
             "fbgemm is a CUDA build and this machine has no NVIDIA driver: torchrec cannot be imported. Mend it with\n"
-            "    pip uninstall fbgemm-gpu fbgemm-gpu-cpu && pip install -r requirements/cpu.lock\n"
+            "    pip uninstall fbgemm-gpu fbgemm-gpu-cpu\n"
+            "    pip install ./requirements/shim-fbgemm-gpu -r requirements/cpu.lock\n"
             "Everything else in recpo works without it."
         )
     return (

@@ -32,7 +32,7 @@ Baseline = Literal["popularity", "positives", "random"]
 def evaluate(
     prepared: Path,
     out: Path,
-    run: list[Path] = [],  # noqa: B006  jsonargparse prints it
+    run: list[Path] | Path = [],  # noqa: B006  jsonargparse prints it
     baselines: list[Baseline] = ["popularity"],  # noqa: B006
     split: Literal["valid", "test"] = "test",
     ks: list[int] = [10, 50],  # noqa: B006
@@ -51,7 +51,7 @@ def evaluate(
     Args:
         prepared: directory written by ``recpo prepare``.
         out: JSON document to write; an existing one is replaced.
-        run: run directories written by ``recpo train`` on the same items.
+        run: run directory written by ``recpo train``, or a list of them, ``[runs/a, runs/b]``, on the same items.
         baselines: popularity (training events), positives (training positives), random.
         split: held-out period.
         ks: list lengths; the tables show the first.
@@ -67,13 +67,14 @@ def evaluate(
     target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     judge = None if truth is None else true_rewards(truth, data, split, ks)
     setting = _Setting(data, split, ks, positive_threshold, exclude_seen, judge, batch_size, target)
-    for path in run:
+    runs = [run] if isinstance(run, Path) else run
+    for path in runs:
         if read_finished(path)["catalogue_checksum"] != data.catalogue_checksum:
             raise RecpoError(
                 f"{path} was trained on other items than {prepared} holds: name its own prepared directory"
             )
     contenders = [Contender(name, "baseline", setting.evaluate(_baseline(name, data), 1, name)) for name in baselines]
-    for name, path in zip(_names(run), run, strict=True):
+    for name, path in zip(_names(runs), runs, strict=True):
         policy = load_policy(path, checkpoint).to(target)
         contenders.append(Contender(name, "run", setting.evaluate(policy.recommend, policy.max_history, name)))
         del policy
