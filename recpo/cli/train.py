@@ -145,12 +145,13 @@ def _start_from(model: Policy, run: Path, data: FeedbackDataModule) -> None:
 
 def _open_run(out: Path, *, resume: bool, overwrite: bool) -> Path | None:
     """Makes the run directory; returns the checkpoint to go on from, None to start anew."""
+    last = checkpoint_path(out, "last")
+    goes_on = last if resume and last.is_file() else None
     if getattr(rank_zero_only, "rank", 0):  # another process of the same run makes it
-        return checkpoint_path(out, "last") if resume else None
+        return goes_on
     if out.exists() and resume:
-        last = checkpoint_path(out, "last")
         (out / FINISHED).unlink(missing_ok=True)
-        return last if last.is_file() else None
+        return goes_on
     if out.exists():
         if not overwrite:
             raise RecpoError(f"{out} exists already: pass --resume true to go on, --overwrite true to start anew")

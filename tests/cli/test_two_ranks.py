@@ -1,0 +1,65 @@
+"""Two gloo ranks do what one process does with twice the batch."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from recpo.training.run import checkpoint_path
+
+CONFIG = """
+data:
+  prepared: {prepared}
+  layout: {layout}
+policy:
+  class_path: CatalogSoftmaxPolicy
+  init_args: {{dim: 8, layers: 1, heads: 1, max_history: 12, dropout: 0.0}}
+objective: {{class_path: {objective}}}
+{extra}
+optimizer: {{class_path: torch.optim.SGD, init_args: {{lr: 0.5}}}}
+trainer:
+  max_steps: 12
+  accelerator: cpu
+  num_sanity_val_steps: 0
+  gradient_clip_val: 0.1
+  enable_progress_bar: false
+"""
+CASES = {
+    "GBPO": (
+        "{class_path: SequenceLayout, init_args: {history_length: 12}}",
+        "advantage: {class_path: TernaryAdvantage}",
+    ),
+    "SoftmaxDPO": (
+        "{class_path: PreferenceListLayout, init_args: {history_length: 12, in_batch: 0, hard: 2}}",
+        "reference: frozen",
+    ),
+    "PPO": (
+        "{class_path: SequenceLayout, init_args: {history_length: 12}}",
+        "advantage: {class_path: GAEAdvantage}\nreward: {class_path: LoggedReward}\n"
+        "old_policy: snapshot\nsnapshot_every: 3",
+    ),
+}
+
+
+def train(config, out, *options):
+    command = [sys.executable, "-m", "recpo.cli.main", "train", "--config", str(config), "--out", str(out), *options]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return torch.load(checkpoint_path(out, "last"), weights_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", CASES)
+def test_two_ranks_equal_one_process_with_twice_the_batch(tmp_path, prepared, objective):
+    layout, extra = CASES[objective]
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.format(prepared=prepared, layout=layout, objective=objective, extra=extra))
+    one = train(config, tmp_path / "one", "--data.batch_size", "32")
+    ranks = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    two = train(config, tmp_path / "two", "--data.batch_size", "16", *ranks)
+    assert one["global_step"] == two["global_step"] == 12
+    assert one["state_dict"].keys() == two["state_dict"].keys()
+    for name, weights in one["state_dict"].items():
+        torch.testing.assert_close(weights, two["state_dict"][name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)
+    assert (tmp_path / "two" / "run.json").is_file()
