@@ -18,7 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +67,8 @@ def align(name, seed, options):
         "trainer.limit_val_batches": 1,
         "trainer.enable_progress_bar": "false",
     }
-    run(train, [word for key, value in arguments.items() for word in (f"--{key}", str(value))])
+    with redirect_stdout(sys.stderr):
+        run(train, [word for key, value in arguments.items() for word in (f"--{key}", str(value))])
     seconds = time.perf_counter() - started
     after = values(load_policy(out, "last"), options.prepared, options.truth)
     difference = after[0] - before[0]

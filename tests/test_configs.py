@@ -1,5 +1,8 @@
 """Every YAML parses, does one step on real batches, and its header says how to run it."""
 
+import importlib
+import inspect
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 import recpo.objectives
 from recpo.cli.main import main, parser_of
 from recpo.cli.train import train
+from recpo.contracts import Objective
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 SMALL = {
@@ -63,6 +67,15 @@ def test_the_header_holds_the_command_that_runs_it(config):
     header = text.split("\n\n")[0].replace("\\\n#", "")
     assert f"recpo train --config configs/{config.name} --data.prepared demo/prepared" in " ".join(header.split())
     assert f"\nout: runs/{config.stem}\n" in text
+
+
+def test_every_objective_is_known_by_its_bare_name():
+    named = set()
+    for module in pkgutil.iter_modules(recpo.objectives.__path__, "recpo.objectives."):
+        for name, cls in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
+            if issubclass(cls, Objective) and cls.__module__ == module.name and not inspect.isabstract(cls):
+                named.add(name)
+    assert named == set(recpo.objectives.__all__)
 
 
 def test_every_objective_has_a_configuration(prepared):

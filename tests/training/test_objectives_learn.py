@@ -12,6 +12,7 @@ import torch
 from lightning import Trainer
 from torch.optim import Adam
 
+import recpo.objectives
 from recpo.advantages import GAEAdvantage, GroupNormalizedAdvantage, LeaveOneOutAdvantage, TernaryAdvantage
 from recpo.cli.prepare import prepare
 from recpo.cli.simulate import simulate
@@ -195,6 +196,11 @@ def test_the_true_value_does_not_rise_where_the_objective_does_not_aim_at_it(sma
     fit(small_world, policy, objective, layout, seed, rate=2e-3, steps=60, **module)
     difference = true_value(small_world, of_policy(policy)) - before
     assert difference.mean() < noise_of(difference)
+
+
+def test_every_objective_is_tried():
+    tried = {type(objective).__name__ for objective, *_ in (*LEARNERS.values(), *BYSTANDERS.values())}
+    assert tried == set(recpo.objectives.__all__)
 
 
 HEADS = {
