@@ -157,5 +157,6 @@ def _print(contenders: Sequence[Contender], setting: _Setting, out: Path) -> Non
     seen = f"excluded ({removed:,} positive events of seen items removed)" if setting.exclude_seen else "kept"
     console.print(
         f"seen items: {seen}; positives: watch quantile >= {setting.positive_threshold:g} and not disliked, "
-        f"{counts['users_with_positives']:,} users have some; {counts['users_with_dislikes']:,} have dislikes\n{out}"
+        f"{counts['users_with_positives']:,} users have some; {counts['users_with_dislikes']:,} have dislikes"
     )
+    console.print(f"{out}", highlight=False, soft_wrap=True)

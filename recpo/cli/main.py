@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser
 
 from recpo import __version__
 from recpo.cli.config import RESOLVED
@@ -45,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     try:
         run(_function(verb), options)
+    except ArgumentError as error:
+        print(f"error: {error}\nsee: recpo {verb} --help", file=sys.stderr)
+        return 2
     except RecpoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -68,7 +71,9 @@ def run(function: Callable[..., None], options: Sequence[str]) -> None:
 
 def parser_of(function: Callable[..., Any]) -> ArgumentParser:
     """The parser that a verb's signature and docstring define; abbreviations and unknown keys are refused."""
-    parser = ArgumentParser(prog=f"recpo {function.__name__}", description=_summary(function), allow_abbrev=False)
+    parser = ArgumentParser(
+        prog=f"recpo {function.__name__}", description=_summary(function), allow_abbrev=False, exit_on_error=False
+    )
     parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
     parser.add_function_arguments(function, as_positional=False)
     return parser

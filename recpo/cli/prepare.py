@@ -96,9 +96,10 @@ def prepare(
 
 def _report(manifest: dict[str, Any], out: Path) -> None:
     counts, console = manifest["counts"], Console()
-    found = ", ".join(f"{column}={name}" for column, name in manifest["columns"].items() if name)
-    absent = ", ".join(column for column, name in manifest["columns"].items() if not name)
-    console.print(f"columns used: {found}" + (f"; absent: {absent}" if absent else ""), highlight=False)
+    columns = manifest["columns"].items()
+    found = ", ".join(column if column == name else f"{column} (from {name})" for column, name in columns if name)
+    absent = ", ".join(column for column, name in columns if not name)
+    console.print(f"columns: {found}" + (f"; absent: {absent}" if absent else ""), highlight=False)
     console.print(_events_table(counts))
     console.print(_periods_table(counts["splits"]))
     console.print(

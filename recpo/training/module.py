@@ -132,7 +132,7 @@ class PreferenceModule(LightningModule):
         if not loss.requires_grad:  # nothing to learn here, but every parameter must see a gradient on every rank
             loss = loss + 0.0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum()
         size = int(batch.row_ids.shape[0])
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=size)
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=size, sync_dist=True)
         self.log_dict({f"train/{name}": value for name, value in metrics.items()}, batch_size=size)
         return loss * self.trainer.accumulate_grad_batches  # Lightning divides by it; the denominator is right already
 

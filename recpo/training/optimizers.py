@@ -24,7 +24,7 @@ class JointOptimizer(Optimizer):
         # the base class copied the groups; a schedule must reach the ones that the members step with
         self.param_groups = [group for o in optimizers for group in o.param_groups]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Runs ``closure`` once, then steps every member."""
         loss = None
         if closure is not None:

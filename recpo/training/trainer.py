@@ -8,9 +8,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor
 
 from recpo.training.run import CHECKPOINTS
 
@@ -21,14 +23,24 @@ class ProgressBar(TQDMProgressBar):
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
         super().__init__(refresh_rate=1 if self._terminal else 0)
+        self._losses: list[Tensor] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keeps the loss for the epoch's mean."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if not self._terminal and "train/loss" in trainer.callback_metrics:
+            self._losses.append(trainer.callback_metrics["train/loss"])
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the epoch's line where there is no bar."""
+        """Writes the epoch's line, with its mean loss, where there is no bar."""
         super().on_train_epoch_end(trainer, pl_module)
-        if not self._terminal:
-            shown = self.get_metrics(trainer, pl_module).items()
-            line = "  ".join(f"{name} {float(value):.4f}" for name, value in shown)
-            print(f"epoch {trainer.current_epoch}  step {trainer.global_step}  {line}", file=sys.stderr, flush=True)
+        if self._losses and trainer.is_global_zero:
+            shown = self.get_metrics(trainer, pl_module) | {"train/loss": torch.stack(self._losses).mean()}
+            line = "  ".join(f"{name} {float(value):.4f}" for name, value in shown.items())
+            print(f"epoch {trainer.current_epoch}  step {trainer.global_step}  {line}", flush=True)
+        self._losses.clear()
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """See ``lightning.pytorch.callbacks.ProgressBar``."""
@@ -41,7 +53,8 @@ class TrainerOptions:
     """Every option of ``lightning.Trainer``, by its own name.
 
     Left alone, ``logger`` writes CSV and TensorBoard files into the run directory, and checkpoints keep the best policy
-    (by validation NDCG) and the last state; any logger, callback or strategy is set by its class path.
+    (by validation NDCG) and the last state; any logger, callback or strategy is set by its class path. The run
+    directory takes the place of ``default_root_dir``.
 
     Args:
         options: see https://lightning.ai/docs/pytorch/stable/common/trainer.html
@@ -68,7 +81,9 @@ class TrainerOptions:
         if self._options.get("logger") in (None, True):
             csv = CSVLogger(run, name="logs")
             self._options["logger"] = [csv, TensorBoardLogger(run, name="logs", version=csv.version)]
-        self._options.update(callbacks=callbacks, default_root_dir=run, enable_model_summary=False)
+        if self._options.get("enable_model_summary") is None:
+            self._options["enable_model_summary"] = False
+        self._options.update(callbacks=callbacks, default_root_dir=run)
         return Trainer(**self._options)
 
 
@@ -81,6 +96,9 @@ def _quieten() -> None:
         ".*in eval mode at the start.*",
         ".*IterableDataset. has .__len__. defined.*",
         ".*does not have many workers.*",
+        ".*smaller than the logging interval.*",
+        ".*recommended to use `self.log.*sync_dist=True.*",  # what is logged per epoch is reduced already
+        ".*all_gather.*deprecated.*",
     ):
         warnings.filterwarnings("ignore", message=message)
 

@@ -32,7 +32,7 @@ catalogue: log
     done = recpo("--config", tmp_path / "prepare.yaml")
     assert done.returncode == 0, done.stderr
     assert "3 users, 3 items" in done.stdout
-    assert "user_id=who" in done.stdout
+    assert "user_id (from who)" in done.stdout
     manifest = json.loads((tmp_path / "prepared/manifest.json").read_text())
     assert manifest["config"]["label"]["class_path"].endswith("BinaryColumn")
     assert manifest["config"]["log"] == ["clicks.parquet"]
