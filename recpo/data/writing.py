@@ -118,8 +118,7 @@ def _one_row_per_user(events: pa.Table) -> pa.Table:
     starts = np.flatnonzero(np.diff(users, prepend=-1))
     offsets = pa.array(np.append(starts, len(users)).astype(np.int32))
     lists = {
-        name: pa.ListArray.from_arrays(offsets, _flat(events[column]))
-        for name, column in _HISTORY_COLUMNS.items()
+        name: pa.ListArray.from_arrays(offsets, _flat(events[column])) for name, column in _HISTORY_COLUMNS.items()
     }
     return pa.table({"user_id": _flat(events["user_id"]).take(pa.array(starts)), **lists})
 
