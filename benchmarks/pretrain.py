@@ -151,63 +151,70 @@ def spread(name: str, values: list[float]) -> dict[str, int]:
     }
 
 
-def measure(args: argparse.Namespace, pythons: dict[str, str], data: Path, test: np.ndarray) -> dict[str, dict]:
-    """Both passes over all contenders; per contender its figures, and ``turns``: the rates turn by turn."""
-    results: dict[str, dict] = {name: {"turns": {}} for name in pythons}
+class Figures(NamedTuple):
+    """What is known of a contender: its printed facts, and its rates turn by turn under either clock."""
 
-    def start(threads: int) -> list[Running]:
-        return [Running(name, python, args.setting, data, threads, args.seed) for name, python in pythons.items()]
+    facts: dict[str, object]
+    wall: list[float]
+    cpu: list[float]
 
-    running = start(args.threads)
-    rates: dict[str, list[float]] = {name: [] for name in pythons}
-    for turn in range(args.turns + 1):
+
+def start(pythons: dict[str, str], args: argparse.Namespace, data: Path, threads: int) -> list[Running]:
+    return [Running(name, python, args.setting, data, threads, args.seed) for name, python in pythons.items()]
+
+
+def measure_speed(figures: dict[str, Figures], running: list[Running], turns: int, seconds: float) -> None:
+    """Positions per second of wall time."""
+    for turn in range(turns + 1):
         for contender in running:
-            done = contender.turn("wall", args.turn_seconds)
+            done = contender.turn("wall", seconds)
             if turn:  # the first one warms up
-                rates[contender.name].append(done["positions"] / done["seconds"])
+                figures[contender.name].wall.append(done["positions"] / done["seconds"])
     for contender in running:
         contender.end()
-        results[contender.name]["turns"]["wall"] = rates[contender.name]
-        results[contender.name] |= spread("positions_per_s", rates[contender.name])
+        figures[contender.name].facts.update(spread("positions_per_s", figures[contender.name].wall))
 
-    running = start(1)
-    done = {contender.name: [contender.turn("cpu", 0)] for contender in running}
-    share = args.cpu_seconds / args.turns
-    for _ in range(args.turns):
+
+def measure_training(
+    figures: dict[str, Figures], running: list[Running], turns: int, cpu_seconds: float, test: np.ndarray
+) -> None:
+    """Positions per second of processor time, and what all of the training was good for."""
+    done = {contender.name: [contender.turn("cpu", 0)] for contender in running}  # one step to warm up
+    for _ in range(turns):
         for contender in running:
-            spent = sum(turn["cpu_seconds"] for turn in done[contender.name])
-            if spent < args.cpu_seconds:
-                done[contender.name].append(contender.turn("cpu", min(share, args.cpu_seconds - spent)))
+            left = cpu_seconds - sum(turn["cpu_seconds"] for turn in done[contender.name])
+            if left > 0:
+                turn = contender.turn("cpu", min(cpu_seconds / turns, left))
+                done[contender.name].append(turn)
+                figures[contender.name].cpu.append(turn["positions"] / turn["cpu_seconds"])
     for contender in running:
-        result, turns = results[contender.name], done[contender.name]
-        rates[contender.name] = [turn["positions"] / turn["cpu_seconds"] for turn in turns[1:]]
-        result["turns"]["cpu"] = rates[contender.name]
         last_words, lists = contender.finish()
         contender.end()
-        result |= spread("positions_per_cpu_s", rates[contender.name])
-        result |= quality(lists, test)
-        result["trained_cpu_s"] = round(sum(turn["cpu_seconds"] for turn in turns), 1)
-        result["trained_positions"] = int(sum(turn["positions"] for turn in turns))
-        result["setup_cpu_s"] = round(contender.setup_cpu_s, 1)
-        result |= last_words
-    return results
+        figures[contender.name].facts.update(
+            spread("positions_per_cpu_s", figures[contender.name].cpu)
+            | quality(lists, test)
+            | {
+                "trained_cpu_s": round(sum(turn["cpu_seconds"] for turn in done[contender.name]), 1),
+                "trained_positions": int(sum(turn["positions"] for turn in done[contender.name])),
+                "setup_cpu_s": round(contender.setup_cpu_s, 1),
+            }
+            | last_words
+        )
 
 
-def ratio(results: dict[str, dict], name: str, clock: str) -> str:
-    """Median, least and largest ratio to the yardstick of the same turn."""
-    pairs = zip(results[name]["turns"][clock], results[YARDSTICK]["turns"][clock], strict=False)
-    ratios = [own / base for own, base in pairs]
+def ratio(own: list[float], base: list[float]) -> str:
+    """Median, least and largest ratio to the yardstick in the same turn."""
+    ratios = [a / b for a, b in zip(own, base, strict=False)]  # the last turn may have been spared one of them
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
-def table(results: dict[str, dict], threads: int) -> str:
+def table(figures: dict[str, Figures], threads: int) -> str:
     """Ratios to the yardstick, and quality."""
     head = ("contender", f"positions/s, {threads} threads", "positions/CPU-s", "NDCG@10", "HR@10", "peak RSS MiB")
-    rows = [head, *(
-        (name, ratio(results, name, "wall"), ratio(results, name, "cpu"),
-         f"{result['ndcg@10']:.4f}", f"{result['hr@10']:.4f}", f"{result['peak_rss_mib']}")
-        for name, result in results.items()
-    )]  # fmt: skip
+    base, rows = figures[YARDSTICK], [head]
+    for name, own in figures.items():
+        values = (f"{own.facts['ndcg@10']:.4f}", f"{own.facts['hr@10']:.4f}", f"{own.facts['peak_rss_mib']}")
+        rows.append((name, ratio(own.wall, base.wall), ratio(own.cpu, base.cpu), *values))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -231,8 +238,8 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = arguments()
+def chosen(args: argparse.Namespace) -> dict[str, str]:
+    """The interpreter of every contender that takes part."""
     given = dict(peer.split("=", 1) for peer in args.peer)
     pythons = {}
     for name, contender in CONTENDERS.items():
@@ -243,6 +250,12 @@ def main() -> None:
             print(json.dumps({"benchmark": "pretrain", "contender": name, "skipped": reason}), flush=True)
             continue
         pythons[name] = given.get(contender.environment, sys.executable)
+    return pythons
+
+
+def main() -> None:
+    args = arguments()
+    pythons = chosen(args)
     if args.ratings:
         sequences = read_ratings(args.ratings)
     else:
@@ -254,14 +267,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         test = write_data(sequences, data)
-        results = measure(args, pythons, data, test)
-    for name, result in results.items():
-        facts = {key: value for key, value in result.items() if key != "turns"}
+        figures = {name: Figures({}, [], []) for name in pythons}
+        measure_speed(figures, start(pythons, args, data, args.threads), args.turns, args.turn_seconds)
+        measure_training(figures, start(pythons, args, data, 1), args.turns, args.cpu_seconds, test)
+    for name, own in figures.items():
         about = {**log, **args.setting, "threads": args.threads, "windows": CONTENDERS[name].windows}
-        print(json.dumps({"benchmark": "pretrain", "contender": name, **about, **facts}))
+        print(json.dumps({"benchmark": "pretrain", "contender": name, **about, **own.facts}))
     print(f"\nspeed over the yardstick's in the same turn, and quality after {args.cpu_seconds:g} CPU-seconds")
     print(f"log: {sequences.source}; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")
-    print(table(results, args.threads))
+    print(table(figures, args.threads))
 
 
 if __name__ == "__main__":
