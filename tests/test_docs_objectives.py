@@ -1,4 +1,4 @@
-"""docs/objectives.md has an entry for every objective, complete, with a configuration that builds it."""
+"""docs/objectives.md has an entry for every objective, complete, with a picture and a configuration that builds it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib
 import inspect
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from jsonargparse import ArgumentParser
 import recpo.objectives
 from recpo.contracts import AdvantageEstimator, Objective
 
-TEXT = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parent.parent / "docs"
+TEXT = (DOCS / "objectives.md").read_text(encoding="utf-8")
 ENTRIES = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 PARTS = ("Formula", "Paper", "Gradient", "Configuration", "Departures")
 
@@ -56,3 +59,23 @@ def test_the_configuration_builds_it(name):
     assert type(built.objective) is CLASSES[name]
     options = config["objective"]["init_args"]
     assert dataclasses.asdict(built.objective) == dataclasses.asdict(built.objective) | options
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_entry_shows_its_picture(name):
+    (picture,) = re.findall(r"!\[[^\]]+\]\((images/\w+\.svg)\)", ENTRIES[name])
+    assert Path(picture).stem.replace("_", "") == name.lower()
+    assert (DOCS / picture).read_text(encoding="utf-8").startswith("<?xml")
+    assert (DOCS / picture).stat().st_size < 40_000, f"{picture} is large: fewer points or ticks"
+
+
+def test_the_script_draws_the_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    script = [sys.executable, str(DOCS / "plot_objectives.py")]
+    subprocess.run([*script, "--out", str(tmp_path), "--only", "gbpo", "margin_listwise_dpo"], check=True)
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert drawn == ["gbpo.svg", "margin_listwise_dpo.svg"]
+    offered = subprocess.run([*script, "--help"], check=True, capture_output=True, text=True).stdout
+    committed = {path.stem for path in (DOCS / "images").iterdir()}
+    assert committed <= set(re.findall(r"\w+", offered))
+    assert {re.sub("_", "", name) for name in committed} == {name.lower() for name in CLASSES}
