@@ -150,7 +150,7 @@ def dpo(axes: Axes) -> None:
     variants = (("sigmoid", 0.0, UP), ("robust", 0.2, DOWN), ("hinge", 0.0, FOURTH), ("ipo", 0.0, OTHER))
     for variant, smoothing, style in variants:
         loss = dpo_loss(h, zero, zero, zero, beta=1.0, variant=variant, label_smoothing=smoothing)
-        label = f"{variant}, smoothing {smoothing}" if smoothing else variant
+        label = f"{variant}, {smoothing}" if smoothing else variant
         axes.plot(h.detach(), push(loss, h)[0], label=label, **style)
     axes.axvline(0.0, color=GREY, linewidth=0.6, zorder=0)
     axes.set_ylim(-1.5, 2.6)
@@ -169,9 +169,9 @@ def against_list(axes: Axes, list_loss: Callable[..., Tensor], reach: float) -> 
     names = ("hardest rejected", "1 behind it", "3 behind it")
     for column, name, style in zip(on_rejected.T, names, (DOWN, FOURTH, OTHER), strict=True):
         axes.plot(margin, column, label=name, **style)
-    axes.set(xlim=(-6, 6), ylim=(-reach, 1.2 * reach))
+    axes.set(xlim=(-6, 6), ylim=(-1.35 * reach, 1.2 * reach))
     axes.text(-5.8, 1.15 * reach, "hardest pair mis-ordered", fontsize=8, va="top")
-    framed(axes, "reward of the chosen, less that of the hardest rejected", legend="lower right")
+    framed(axes, "lead of the chosen over the hardest rejected", legend="lower right")
 
 
 def softmax_dpo(axes: Axes) -> None:
@@ -276,8 +276,7 @@ PICTURES = (
 def write(picture: Callable[[Axes], None], out: Path) -> None:
     """``out/<picture>.svg``."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.8, 2.9))
-        picture(figure.subplots())
+        picture((figure := Figure(figsize=(4.8, 2.9))).subplots())
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     with atomic_file(out / f"{picture.__name__}.svg") as path:
