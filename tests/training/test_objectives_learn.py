@@ -136,14 +136,16 @@ def lists(**counts):
 SEQUENCES, IMPRESSIONS = SequenceLayout(HISTORY), ImpressionLayout(HISTORY, 6)
 MIXED = lists(dislikes=2, unwatched=2, uniform=4, popularity=2)
 TERNARY = {"advantage": TernaryAdvantage()}
-RATIOS = {"reward": LoggedReward(), "old_policy": "snapshot", "snapshot_every": 4}
+RATIOS = {"reward": LoggedReward(), "old_policy": "snapshot", "snapshot_every": 15}
 GROUPS = {"advantage": GroupNormalizedAdvantage(), **RATIOS}
 
+# DPO at beta = 0.1 goes on pulling pairs apart long after they are in order, and the items that no pair names drift with
+# them: its value rises, then falls. A stiffer beta, IPO and list-wise losses stop by themselves.
 LEARNERS = {
     "likelihood_positives": (Likelihood(positive_only=True), SEQUENCES, TERNARY),
     "gbpo": (GBPO(), SEQUENCES, TERNARY),
     "gbpo_logged": (GBPO(), SEQUENCES, {**TERNARY, "old_policy": "logged"}),
-    "dpo": (DPO(), lists(dislikes=1, unwatched=2), {}),
+    "dpo": (DPO(beta=0.5), lists(dislikes=1, unwatched=2), {}),
     "dpo_ipo": (DPO(variant="ipo"), lists(dislikes=1, unwatched=2), {}),
     "softmax_dpo": (SoftmaxDPO(), MIXED, {}),
     "softmax_dpo_hard": (SoftmaxDPO(), lists(unwatched=2, in_batch=2, hard=4), {}),
@@ -171,7 +173,7 @@ LEARNERS = {
 def test_the_true_value_rises_by_more_than_its_noise(small_world, pretrained, name, seed):
     objective, layout, module = LEARNERS[name]
     policy, before = pretrained(seed)
-    fit(small_world, policy, objective, layout, seed, rate=1e-3, steps=90, **module)
+    fit(small_world, policy, objective, layout, seed, **{"rate": 1e-3, "steps": 90, **module})
     difference = true_value(small_world, of_policy(policy)) - before
     assert difference.mean() > noise_of(difference)
 
