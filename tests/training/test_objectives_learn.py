@@ -139,7 +139,7 @@ TERNARY = {"advantage": TernaryAdvantage()}
 RATIOS = {"reward": LoggedReward(), "old_policy": "snapshot", "snapshot_every": 15}
 GROUPS = {"advantage": GroupNormalizedAdvantage(), **RATIOS}
 
-# DPO at beta = 0.1 goes on pulling pairs apart long after they are in order, and the items that no pair names drift with
+# DPO at beta = 0.1 goes on pulling pairs apart long after they are in order, and items that no pair names drift with
 # them: its value rises, then falls. A stiffer beta, IPO and list-wise losses stop by themselves.
 LEARNERS = {
     "likelihood_positives": (Likelihood(positive_only=True), SEQUENCES, TERNARY),
