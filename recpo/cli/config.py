@@ -13,7 +13,12 @@ RESOLVED: ContextVar[str | None] = ContextVar("resolved_configuration", default=
 
 def save_resolved(result: Path) -> None:
     """Writes the running verb's options beside the file ``result``: ``metrics.json`` gets ``metrics.resolved.yaml``."""
+    write_resolved(result.with_suffix(".resolved.yaml"))
+
+
+def write_resolved(file: Path) -> None:
+    """Writes the running verb's options to ``file``; nothing where a verb was called from Python."""
     resolved = RESOLVED.get()
     if resolved is not None:
-        with atomic_file(result.with_suffix(".resolved.yaml")) as partial:
+        with atomic_file(file) as partial:
             partial.write_text(resolved, encoding="utf-8")

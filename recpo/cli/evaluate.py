@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import pyarrow.parquet as pq
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from rich.console import Console
@@ -132,9 +131,8 @@ class _Setting:
 def _baseline(name: Baseline, data: Prepared) -> Recommender:
     if name == "random":
         return UniformlyRandom(data.num_items).recommend
-    column = "train_count" if name == "popularity" else "train_positives"
-    counts = pq.read_table(data.root / "items.parquet", columns=[column]).column(0)
-    return Popularity(torch.from_numpy(counts.to_numpy().copy())).recommend
+    counts = data.item_counts("train_count" if name == "popularity" else "train_positives")
+    return Popularity(torch.from_numpy(counts)).recommend
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

@@ -17,8 +17,7 @@ import recpo.data.preference_lists
 import recpo.objectives
 import recpo.policies.catalog_softmax
 import recpo.rewards  # noqa: F401  these imports are why a class path may be the bare class name
-from recpo.atomic import atomic_file
-from recpo.cli.config import RESOLVED as RESOLVED_CONFIGURATION
+from recpo.cli.config import write_resolved
 from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
 from recpo.data.datamodule import FeedbackDataModule
 from recpo.errors import RecpoError
@@ -97,7 +96,7 @@ def train(
         tune_allocator()
     torch.manual_seed(seed)
     model = policy(data.prepared.num_items)
-    model.set_item_counts(torch.tensor(data.prepared.item_counts()))
+    model.set_item_counts(torch.from_numpy(data.prepared.item_counts()))
     if init_from is not None:
         _start_from(model, init_from, data)
     module = PreferenceModule(
@@ -157,8 +156,5 @@ def _open_run(out: Path, *, resume: bool, overwrite: bool) -> Path | None:
             raise RecpoError(f"{out} exists already: pass --resume true to go on, --overwrite true to start anew")
         shutil.rmtree(out)
     out.mkdir(parents=True)
-    configuration = RESOLVED_CONFIGURATION.get()
-    if configuration is not None:
-        with atomic_file(out / RESOLVED) as partial:
-            partial.write_text(configuration, encoding="utf-8")
+    write_resolved(out / RESOLVED)
     return None

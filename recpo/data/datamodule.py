@@ -64,7 +64,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
                 f"{prepared.root}: the training split holds no "
                 + (f"context for {layout}: no event is positive" if layout.cuts_by_label else "events")
             )
-        counts = prepared.train_counts() if layout.samples_by_popularity else None
+        counts = prepared.item_counts() if layout.samples_by_popularity else None
         self._make_batch = layout.batch_maker(Catalogue(prepared.num_items, counts), seed)
         self.epoch = 0
         self.start = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,6 +16,18 @@ from recpo.errors import RecpoError
 Split = Literal["train", "valid", "test"]
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
+# what batches are made of; shards also hold columns for people: watch_time, duration, is_random
+_EVENT_COLUMNS = (
+    "user_index",
+    "item_index",
+    "timestamp",
+    "watch_quantile",
+    "dislike",
+    "feedback",
+    "propensity",
+    "is_target",
+    "request",
+)
 
 
 class Events(NamedTuple):
@@ -80,10 +93,9 @@ class Prepared:
         """Catalogue size V; item indices are 1..V."""
         return int(self.manifest["num_items"])
 
-    def item_counts(self) -> np.ndarray:
-        """Training events ``[V]`` of the items 1..V."""
-        counts: np.ndarray = pq.read_table(self.root / "items.parquet", columns=["train_count"])[0].to_numpy()
-        return counts
+    def item_counts(self, column: Literal["train_count", "train_positives"] = "train_count") -> np.ndarray:
+        """Training events, or training positives, of the items 1..V: ``[V]`` int64, writable."""
+        return pq.read_table(self.root / "items.parquet", columns=[column]).column(0).to_numpy().copy()
 
     @property
     def catalogue_checksum(self) -> str:
@@ -96,9 +108,7 @@ class Prepared:
 
     def load(self, split: Split, shard: int) -> Events:
         """Reads one shard into memory."""
-        path = self.root / self.manifest["shards"][split][shard]["file"]
-        table = pq.read_table(path)
-        columns = {name: table.column(name).to_numpy() for name in table.column_names}
+        columns = self._columns(split, shard, _EVENT_COLUMNS)
         user, request = columns["user_index"], columns["request"]
         offsets = _run_offsets(user)
         return Events(
@@ -119,14 +129,12 @@ class Prepared:
 
         With ``labels``, also ``watch_quantile`` and ``dislike``.
         """
-        path = self.root / self.manifest["shards"][split][shard]["file"]
         names = ["user_index", "request"] + ["watch_quantile", "dislike"] * labels
-        table = pq.read_table(path, columns=names)
-        return tuple(table.column(name).to_numpy() for name in names)
+        return tuple(self._columns(split, shard, names).values())
 
-    def train_counts(self) -> np.ndarray:
-        """Events of the items 1..V in the training period, ``[V]`` int64."""
-        return pq.read_table(self.root / "items.parquet", columns=["train_count"]).column(0).to_numpy()
+    def _columns(self, split: Split, shard: int, names: Sequence[str]) -> dict[str, np.ndarray]:
+        table = pq.read_table(self.root / self.manifest["shards"][split][shard]["file"], columns=list(names))
+        return {name: table.column(name).to_numpy() for name in names}
 
 
 def run_change(*keys: np.ndarray) -> np.ndarray:
