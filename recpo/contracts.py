@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from recpo.types import FeedbackBatch, Histories, LossOutput, ObjectiveInputs, Recommendations, Slates
+from recpo.types import FeedbackBatch, Histories, LossOutput, ObjectiveInputs, Recommendations, SamplingOptions, Slates
 
 
 class Policy(nn.Module, ABC):
@@ -18,6 +18,8 @@ class Policy(nn.Module, ABC):
         max_history: ``H``, the most history events it can read; callers keep the most recent ones.
         has_exact_log_prob: False where ``log_prob`` is an estimate (a sampled normaliser).
         reads_timestamps: it uses ``Histories.timestamps``, so whoever serves it must hand them over too.
+        catalogue_checksum: of the items that it was built for, where that is fixed before training (semantic ids);
+            None = any catalogue of ``num_items``.
     """
 
     num_items: int
@@ -25,6 +27,7 @@ class Policy(nn.Module, ABC):
     num_tokens: int = 1
     has_exact_log_prob: bool = True
     reads_timestamps: bool = False
+    catalogue_checksum: str | None = None
 
     def set_item_counts(self, counts: Tensor) -> None:
         """Hands over the training counts ``[V]`` of the items 1..V, for policies that use them; others ignore them."""
@@ -52,8 +55,19 @@ class Policy(nn.Module, ABC):
         """
 
     @abstractmethod
-    def sample(self, histories: Histories, group_size: int) -> tuple[Tensor, Tensor]:
-        """Draws ``group_size`` items per context with replacement: ids ``[B, G]`` and their ``logp [B, G, T]``."""
+    def sample(
+        self,
+        histories: Histories,
+        group_size: int,
+        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+    ) -> tuple[Tensor, Tensor]:
+        """Draws ``group_size`` items per context.
+
+        Returns:
+            ids ``[B, G]``, 0 where fewer than G items can be drawn or a draw is no item, and their log-probabilities
+            ``[B, G, T]`` under the distribution that ``options`` describe, from which one item is drawn (without
+            replacement: the first); no gradient.
+        """
 
 
 class StatePolicy(Policy):

@@ -40,6 +40,7 @@ class Slates(NamedTuple):
         reward: ``[B, S]`` float, a given reward (simulator, reward model).
         logp_behavior: ``[B, S]`` float, log-probability under the policy that made the log; nan = not logged.
         is_logged: ``[B, S]`` bool, False for sampled negatives and generated candidates.
+        is_random: ``[B, S]`` bool, the log showed the item at random, not because a policy chose it.
     """
 
     item_ids: Tensor
@@ -50,6 +51,7 @@ class Slates(NamedTuple):
     reward: Tensor | None = None
     logp_behavior: Tensor | None = None
     is_logged: Tensor | None = None
+    is_random: Tensor | None = None
 
 
 class FeedbackBatch(NamedTuple):
@@ -164,3 +166,19 @@ class Recommendations(NamedTuple):
 
     item_ids: Tensor
     scores: Tensor
+
+
+class SamplingOptions(NamedTuple):
+    """How candidates are drawn from a policy.
+
+    Attributes:
+        temperature: divides the scores before the softmax (at every token); 1 = the policy itself, towards 0 = greedy.
+        top_p: draw only from the smallest set of choices (at every token) whose probability reaches this share
+            (nucleus sampling, arXiv 1904.09751); 1 = from all.
+        replacement: False draws different items, by Gumbel top-k (arXiv 1903.06059): the first is a draw from the
+            policy, every next one a draw from what is left.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    replacement: bool = True

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "recpo"
-BASE = {"types", "contracts", "errors", "atomic"}
+BASE = {"types", "contracts", "errors", "atomic", "semantic_codes"}
 L1 = {"ops"}
 MAY_IMPORT = {
     **dict.fromkeys(BASE, BASE),
@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "policies": BASE | L1 | {"policies"},
     "data": BASE | {"data"},
     "simulation": BASE | {"simulation"},
+    "tokenizer": BASE | {"tokenizer"},
     "evaluation": BASE | L1 | {"evaluation"},
     "training": BASE | L1 | {"advantages", "objectives", "policies", "evaluation", "training"},
     "sharding": BASE | {"policies", "training"},
