@@ -32,6 +32,10 @@ class Policy(nn.Module, ABC):
     def set_item_counts(self, counts: Tensor) -> None:
         """Hands over the training counts ``[V]`` of the items 1..V, for policies that use them; others ignore them."""
 
+    def tokens(self, item_ids: Tensor) -> Tensor:
+        """The tokens ``[..., T]`` of items ``[...]``: their codes, or the items themselves where T = 1."""
+        return item_ids[..., None]
+
     @abstractmethod
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
         """Log-probability of every slate item given the first ``visible`` events of its history.

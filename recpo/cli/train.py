@@ -53,6 +53,7 @@ def train(
     reference: ReferencePolicy = "frozen",
     critic: CriticOptions = CriticOptions(),  # noqa: B008  frozen
     anchor_coef: float = 0.0,
+    mask_shared_prefix: bool = False,
     validation_k: int = 10,
     positive_threshold: float = 0.75,
     checkpoint_every: int | None = None,
@@ -84,6 +85,8 @@ def train(
         reference: keep a frozen copy of the starting policy, or its cached log-probabilities of the training rows.
         critic: heads that the objective trains beside the policy (state values, Q-values, scores).
         anchor_coef: weight of the likelihood of all kept positions, trained jointly on the same batches.
+        mask_shared_prefix: of semantic ids, leave codes that a rejected item shares with the chosen one out of its side
+            of a preference list (RAD-DPO, arXiv 2602.23964).
         validation_k: list length of the validation metrics.
         positive_threshold: watch quantile from which a held-out event is positive.
         checkpoint_every: also write last.ckpt every so many optimiser steps, not only after every epoch.
@@ -96,6 +99,7 @@ def train(
         tune_allocator()
     torch.manual_seed(seed)
     model = policy(data.prepared.num_items)
+    _refuse_other_items(model, data)
     model.set_item_counts(torch.from_numpy(data.prepared.item_counts()))
     if init_from is not None:
         _start_from(model, init_from, data)
@@ -113,6 +117,7 @@ def train(
         critic=critic,
         slates=data.layout.traits,
         anchor_coef=anchor_coef,
+        mask_shared_prefix=mask_shared_prefix,
         validation_k=validation_k,
         positive_threshold=positive_threshold,
         seed=seed,
@@ -130,6 +135,14 @@ def train(
         print(
             f"{out}: {lightning_trainer.global_step} steps"
             + ("" if score is None else f", {module.monitor} {score:.4f}")
+        )
+
+
+def _refuse_other_items(model: Policy, data: FeedbackDataModule) -> None:
+    if model.catalogue_checksum not in (None, data.prepared.catalogue_checksum):
+        raise RecpoError(
+            f"policy: its codes were made for other items than {data.prepared.root} holds (items.parquet differs); "
+            "make them for this directory with `recpo tokenize`"
         )
 
 

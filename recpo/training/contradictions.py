@@ -96,3 +96,13 @@ def refuse_slates(objective: Objective, slates: SlateTraits, reference: str, anc
             "anchor_coef adds the likelihood of every item of a slate, rejected ones too: set "
             "objective.init_args.nll_coef instead, which adds that of the chosen item"
         )
+
+
+def refuse_shared_prefix(policy: Policy, objective: Objective) -> None:
+    """Raises where there is no prefix that a rejected item could share with the chosen one."""
+    if policy.num_tokens == 1 or "chosen" not in objective.requires:
+        raise RecpoError(
+            "mask_shared_prefix leaves out codes that a rejected item shares with the chosen one: it needs a policy of "
+            f"several codes per item and an objective over preference lists, got {type(policy).__name__} and "
+            f"{type(objective).__name__}; set it to false"
+        )

@@ -32,6 +32,7 @@ class InputSources:
         critic: options of the heads.
         hard_negatives: how many of the policy's top ranks are appended to every slate.
         scores_inert: also score positions whose advantage is 0.
+        mask_shared_prefix: codes that a rejected item shares with the chosen one are left out of its side.
     """
 
     advantage: AdvantageEstimator | None = None
@@ -41,6 +42,7 @@ class InputSources:
     critic: CriticOptions = field(default_factory=CriticOptions)
     hard_negatives: int = 0
     scores_inert: bool = False
+    mask_shared_prefix: bool = False
 
 
 class _Values(NamedTuple):
@@ -100,7 +102,7 @@ class InputBuilder(nn.Module):
         logp = self._logp(policy, batch, needed, states)
         log_probs = LogProbs(
             logp,
-            mask[..., None].expand_as(logp),
+            self._token_mask(policy, batch.slates).expand_as(logp),
             self._old_logp(batch, logp, needed, values.old_states),
             self._reference_logp(batch, needed),
         )
@@ -123,6 +125,10 @@ class InputBuilder(nn.Module):
         reward = self._sources.reward(batch, slates).detach()
         known = slates.mask & ~reward.isnan()
         return batch._replace(slates=slates._replace(reward=torch.where(known, reward, 0.0), mask=known))
+
+    def _token_mask(self, policy: Policy, slates: Slates) -> Tensor:
+        mask = slates.mask[..., None]
+        return without_shared_prefix(mask, policy.tokens(slates.item_ids)) if self._sources.mask_shared_prefix else mask
 
     def _values(self, states: Tensor | None, batch: FeedbackBatch) -> _Values:
         if self.critic is None or self.critic.state_value is None:
@@ -245,6 +251,21 @@ def with_hard_negatives(batch: FeedbackBatch, policy: Policy, count: int) -> Fee
             is_logged=appended(slates.is_logged, 0),
         )
     )
+
+
+def without_shared_prefix(mask: Tensor, tokens: Tensor) -> Tensor:
+    """Keeps of every rejected item the tokens from the first one on in which it differs from the chosen item.
+
+    The chosen and a rejected item are generated through the same first codes, so pushing these down for one pushes them
+    down for the other (RAD-DPO, arXiv 2602.23964).
+
+    Args:
+        mask: ``[B, S, T]`` or ``[B, S, 1]``, True keeps; the chosen item stands first in its list.
+        tokens: ``[B, S, T]``.
+    """
+    shared = (tokens == tokens[:, :1]).long().cumprod(-1).bool()
+    shared[:, 0] = False
+    return mask & ~shared
 
 
 def _first_position(mask: Tensor) -> Tensor:

@@ -12,7 +12,13 @@ from torch.optim import Optimizer
 
 from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
 from recpo.objectives.likelihood import Likelihood
-from recpo.training.contradictions import refuse_feedback, refuse_old_policy, refuse_policy, refuse_slates
+from recpo.training.contradictions import (
+    refuse_feedback,
+    refuse_old_policy,
+    refuse_policy,
+    refuse_shared_prefix,
+    refuse_slates,
+)
 from recpo.training.critic import CriticOptions
 from recpo.training.inputs import InputBuilder, InputSources, OldPolicy, ReferencePolicy
 from recpo.training.optimizers import (
@@ -49,6 +55,7 @@ class PreferenceModule(LightningModule):
         critic: the heads that some objectives train beside the policy; they are not a part of it.
         slates: what the data says about its slates.
         anchor_coef: weight of the likelihood of every kept position, added to the loss on the same batches; 0 = none.
+        mask_shared_prefix: leave codes that a rejected item shares with the chosen one out of its side (RAD-DPO).
         validation_k: length of the lists whose NDCG, HitRate and dislikes are reported on the validation split.
         positive_threshold: watch quantile from which a held-out event counts as positive.
         seed: of dropout and sampling.
@@ -70,6 +77,7 @@ class PreferenceModule(LightningModule):
         critic: CriticOptions = CriticOptions(),  # noqa: B008  frozen
         slates: SlateTraits = SlateTraits(),  # noqa: B008  immutable
         anchor_coef: float = 0.0,
+        mask_shared_prefix: bool = False,
         validation_k: int = 10,
         positive_threshold: float = 0.75,
         seed: int = 0,
@@ -79,13 +87,22 @@ class PreferenceModule(LightningModule):
         refuse_feedback(objective, advantage, reward)
         refuse_old_policy(objective, old_policy)
         refuse_slates(objective, slates, reference, anchor_coef)
+        if mask_shared_prefix:
+            refuse_shared_prefix(policy, objective)
         self.policy, self.objective = policy, objective
         self._optimizer, self._sparse_optimizer, self._lr_scheduler = optimizer, sparse_optimizer, lr_scheduler
         self._snapshot_every, self._reference = snapshot_every, reference
         self._anchor, self._anchor_coef, self._seed = Likelihood(), anchor_coef, seed
         self._step_count: Tensor | None = None
         sources = InputSources(
-            advantage, reward, old_policy, reference, critic, slates.hard_negatives, scores_inert=anchor_coef != 0
+            advantage,
+            reward,
+            old_policy,
+            reference,
+            critic,
+            slates.hard_negatives,
+            scores_inert=anchor_coef != 0,
+            mask_shared_prefix=mask_shared_prefix,
         )
         self.inputs = InputBuilder(policy, objective, sources)
         self._validation = ValidationMetrics(validation_k, positive_threshold, policy.num_items)

@@ -1,0 +1,233 @@
+"""The lazy decoder: generates the codes of an item from the states of a history (OneRec-V2, arXiv 2508.20900).
+
+It is lazy in that it does nothing to the context but attend to it: keys and values are made once from the history's
+states, without a projection in the cross-attention itself, and are shared by decoder layers and groups of query heads.
+
+Shapes: ``B`` contexts, ``H + 1`` states, ``S`` items (slate positions or beams) per context, ``N`` items in all, ``T``
+codes per item, ``G`` key-value groups, ``c = d / heads``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from recpo.errors import RecpoError
+from recpo.policies.layers import ByteDropout, Linear
+
+#: Keys and values ``[N, heads, t, c]`` of the codes so far, for every layer.
+Cache = list[tuple[Tensor, Tensor]]
+
+
+class Context(NamedTuple):
+    """What every item of a context may attend to.
+
+    Attributes:
+        keys: for every key-value layer ``[B, G, H + 1, c]``.
+        values: for every key-value layer ``[B, G, H + 1, c]``.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+class Placement(NamedTuple):
+    """Where the N items stand among the contexts.
+
+    Attributes:
+        visible: ``[B, S]``, the last state that the item in that place may attend to.
+        places: ``[N]`` their places in the flattened ``[B, S]``; None = every place holds one, N = B x S.
+    """
+
+    visible: Tensor
+    places: Tensor | None = None
+
+
+class LazyDecoder(nn.Module):
+    """Causal decoder over the T codes of an item with one output head per position.
+
+    Args:
+        dim: d, width of the states and of the decoder.
+        codebook_sizes: ``K_t`` of every code.
+        layers: decoder layers.
+        heads: query heads; divides ``dim``.
+        kv_groups: G, groups of query heads that share keys and values; divides ``heads``.
+        kv_layers: how many different sets of keys and values there are; layer l uses set ``l kv_layers // layers``.
+        dropout: probability, on the output of each sub-layer.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        codebook_sizes: tuple[int, ...],
+        *,
+        layers: int,
+        heads: int,
+        kv_groups: int,
+        kv_layers: int,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        if dim % heads or heads % kv_groups:
+            raise RecpoError(
+                f"heads must divide dim and kv_groups must divide heads, got dim {dim}, heads {heads}, "
+                f"kv_groups {kv_groups}"
+            )
+        if not 1 <= kv_layers <= layers:
+            raise RecpoError(f"kv_layers must be between 1 and the {layers} decoder layers, got {kv_layers}")
+        self.groups, self.kv_layers, width = kv_groups, kv_layers, dim // heads
+        self.context = Linear(dim, 2 * kv_layers * kv_groups * width, bias=False)
+        self.key_norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(kv_layers))
+        self.value_norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(kv_layers))
+        self.start = nn.Parameter(torch.empty(dim))
+        self.position = nn.Parameter(torch.empty(len(codebook_sizes), dim))
+        nn.init.normal_(self.start, std=0.02)
+        nn.init.normal_(self.position, std=0.02)
+        self.dropout = ByteDropout(dropout)
+        self.blocks = nn.ModuleList(LazyDecoderBlock(dim, heads, kv_groups, dropout=dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.code_heads = nn.ModuleList(Linear(dim, size) for size in codebook_sizes)
+
+    def read(self, states: Tensor) -> Context:
+        """Keys and values of the states ``[B, H + 1, d]``, once for all layers and items."""
+        batch, length, _ = states.shape
+        split = self.context(states).view(batch, length, self.kv_layers, 2, self.groups, -1)
+        keys, values = split.permute(2, 3, 0, 4, 1, 5).unbind(1)
+        return Context(
+            [norm(part) for norm, part in zip(self.key_norms, keys, strict=True)],
+            [norm(part) for norm, part in zip(self.value_norms, values, strict=True)],
+        )
+
+    def forward(self, codes: Tensor, context: Context, placement: Placement) -> Tensor:
+        """Teacher forcing: all T positions of all items in one pass.
+
+        Args:
+            codes: ``[N, T - 1, d]`` vectors of the codes of the items, without the last one.
+            context: see ``read``.
+            placement: where the N items stand.
+
+        Returns:
+            ``[N, T, d]``: row t is what head t reads to tell code t.
+        """
+        start = self.start.expand(len(codes), 1, -1)
+        hidden, _ = self._run(torch.cat([start, codes], 1) + self.position, context, placement, None)
+        return hidden
+
+    def step(
+        self, level: int, codes: Tensor | None, context: Context, placement: Placement, cache: Cache | None
+    ) -> tuple[Tensor, Cache]:
+        """One more code for every item.
+
+        Args:
+            level: which code is to be told, 0 .. T - 1.
+            codes: ``[N, d]`` vectors of the code before it; None at level 0.
+            context: see ``read``.
+            placement: where the N items stand.
+            cache: of the step before, None at level 0.
+
+        Returns:
+            Logits ``[N, K_level]`` over the codebook, and the cache for the next step.
+        """
+        rows = self.start.expand(placement.visible.numel(), -1) if codes is None else codes
+        hidden, cache = self._run((rows + self.position[level])[:, None], context, placement, cache)
+        return self.logits(level, hidden[:, 0]), cache
+
+    def logits(self, level: int, hidden: Tensor) -> Tensor:
+        """Logits ``[..., K_level]`` (float32) of ``hidden [..., d]``."""
+        scores: Tensor = self.code_heads[level](hidden)
+        return scores.float()
+
+    def _run(self, hidden: Tensor, context: Context, placement: Placement, cache: Cache | None) -> tuple[Tensor, Cache]:
+        hidden = self.dropout(hidden)
+        seen = torch.arange(context.keys[0].shape[2], device=hidden.device) <= placement.visible[..., None]
+        grown: Cache = []
+        for layer, block in enumerate(self.blocks):
+            shared = layer * self.kv_layers // len(self.blocks)
+            past = None if cache is None else cache[layer]
+            hidden, kept = block(hidden, context.keys[shared], context.values[shared], seen, placement.places, past)
+            grown.append(kept)
+        return self.norm(hidden), grown
+
+
+class LazyDecoderBlock(nn.Module):
+    """Cross-attention to the context, causal self-attention over the codes, feed-forward; each pre-norm, residual.
+
+    Args:
+        dim: d, divisible by ``heads``.
+        heads: query heads, divisible by ``groups``.
+        groups: G.
+        dropout: probability on the output of each sub-layer.
+    """
+
+    def __init__(self, dim: int, heads: int, groups: int, *, dropout: float) -> None:
+        super().__init__()
+        self.num_heads, self.groups = heads, groups
+        self.cross_norm = nn.LayerNorm(dim)
+        self.query = Linear(dim, dim)
+        self.cross_output = Linear(dim, dim)
+        self.self_norm = nn.LayerNorm(dim)
+        self.query_key_value = Linear(dim, 3 * dim)
+        self.self_output = Linear(dim, dim)
+        self.feed_forward_norm = nn.LayerNorm(dim)
+        self.expand = Linear(dim, 4 * dim)
+        self.contract = Linear(4 * dim, dim)
+        self.dropout = ByteDropout(dropout)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        seen: Tensor,
+        places: Tensor | None,
+        past: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Maps ``hidden [N, t, d]``.
+
+        Args:
+            hidden: ``[N, t, d]``.
+            keys: ``[B, G, H + 1, c]`` of the context.
+            values: ``[B, G, H + 1, c]`` of the context.
+            seen: ``[B, S, H + 1]`` bool, which states the item in that place may attend to.
+            places: see ``Placement``.
+            past: keys and values of earlier codes; then t = 1.
+
+        Returns:
+            ``[N, t, d]`` and the keys and values of all codes so far.
+        """
+        attended = self._cross(self.query(self.cross_norm(hidden)), keys, values, seen, places)
+        hidden = hidden + self.dropout(self.cross_output(attended))
+        attended, kept = self._causal(self.query_key_value(self.self_norm(hidden)), past)
+        hidden = hidden + self.dropout(self.self_output(attended))
+        fed = self.contract(F.gelu(self.expand(self.feed_forward_norm(hidden))))
+        return hidden + self.dropout(fed), kept
+
+    def _cross(self, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, places: Tensor | None) -> Tensor:
+        """Every item and every query head of a group is one more query to the same keys: nothing is repeated."""
+        items, tokens, dim = queries.shape
+        batch, positions, length = seen.shape
+        flat = queries.reshape(items, tokens * dim)
+        if places is not None:
+            flat = flat.new_zeros(batch * positions, tokens * dim).index_copy(0, places, flat)
+        folded = flat.view(batch, positions, tokens, self.groups, self.num_heads // self.groups, -1)
+        folded = folded.permute(0, 3, 1, 2, 4, 5).reshape(batch, self.groups, -1, keys.shape[-1])
+        repeats = folded.shape[2] // positions
+        mask = seen[:, None, :, None].expand(batch, 1, positions, repeats, length).reshape(batch, 1, -1, length)
+        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+        attended = attended.view(batch, self.groups, positions, tokens, self.num_heads // self.groups, -1)
+        flat = attended.permute(0, 2, 3, 1, 4, 5).reshape(batch * positions, tokens * dim)
+        return (flat if places is None else flat[places]).view(items, tokens, dim)
+
+    def _causal(
+        self, query_key_value: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        items, tokens, width = query_key_value.shape
+        split = query_key_value.view(items, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = split.unbind(0)
+        if past is not None:
+            key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=past is None and tokens > 1)
+        return attended.transpose(1, 2).reshape(items, tokens, width // 3), (key, value)
