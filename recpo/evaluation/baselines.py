@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,3 +61,24 @@ def first_allowed(candidates: Tensor, k: int, exclude: Tensor | None) -> Tensor:
     order = (~allowed).int().argsort(dim=1, stable=True)[:, :k]
     chosen = candidates.gather(1, order).masked_fill(~allowed.gather(1, order), 0)
     return torch.nn.functional.pad(chosen, (0, k - chosen.shape[1]))
+
+
+def decayed_counts(
+    item_index: np.ndarray, timestamp: np.ndarray, *, num_items: int, end: int, half_life: float
+) -> np.ndarray:
+    """Training events of the items 1..V, newer ones counting more: ``c_i = sum_e 2 ** ((t_e - end) / half_life)``.
+
+    What ``Popularity`` ranks by to be a recency baseline. Sums of several chunks of events are added.
+
+    Args:
+        item_index: ``[N]``, the item of each event.
+        timestamp: ``[N]``, its time.
+        num_items: V.
+        end: the time at which an event counts 1: the last of the training period.
+        half_life: in the unit of the timestamps; after it an event counts half.
+
+    Returns:
+        ``[V]`` float64.
+    """
+    weight = np.exp2((timestamp - end) / half_life)
+    return np.bincount(item_index, weight, minlength=num_items + 1)[1:]

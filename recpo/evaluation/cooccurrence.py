@@ -1,0 +1,175 @@
+"""Items that occur near each other in training histories: the strongest recommender that learns no parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from scipy.sparse import csr_array
+from torch import Tensor
+
+from recpo.evaluation.baselines import first_allowed
+from recpo.evaluation.ranking import is_member
+from recpo.types import Histories, Recommendations
+
+
+class EventChunk(NamedTuple):
+    """Consecutive training events, sorted by user and time; no user is in two chunks.
+
+    Attributes:
+        user_index: ``[N]``, equal for the events of a user.
+        item_index: ``[N]``, items 1..V.
+    """
+
+    user_index: np.ndarray
+    item_index: np.ndarray
+
+
+@dataclass(frozen=True)
+class CooccurrenceOptions:
+    """How neighbours are counted and weighed.
+
+    Attributes:
+        window: two events of a user are near if at most so many events lie from one to the other.
+        neighbours: how many neighbours of an item are kept, the heaviest.
+        weight: ``cosine`` = ``c_ij / (sqrt(n_i n_j) + shrinkage)``, ``conditional`` = ``c_ij / (n_i + shrinkage)``,
+            where ``c_ij`` counts the near pairs of i and j (i != j) and ``n_i = sum_j c_ij``.
+        shrinkage: keeps items with few events from being near to everything that they occurred with once.
+        recent_events: of a history, the last so many are looked up.
+        pairs_in_memory: near pairs that are counted at once; more pairs are counted in several passes over the events.
+    """
+
+    window: int = 5
+    neighbours: int = 100
+    weight: Literal["cosine", "conditional"] = "cosine"
+    shrinkage: float = 10.0
+    recent_events: int = 10
+    pairs_in_memory: int = 1 << 24
+
+
+class Neighbours(NamedTuple):
+    """The heaviest neighbours of every item, heaviest first, ties to the smaller id; row 0 is the padding's.
+
+    Attributes:
+        item_ids: ``[V + 1, N]`` int32, 0 = none.
+        weights: ``[V + 1, N]`` float32, 0 where there is none.
+    """
+
+    item_ids: Tensor
+    weights: Tensor
+
+
+class Cooccurrence:
+    """Items near those of the user's last events: ``score_j = sum_{r=1..n} weight(h_r, j) / r``.
+
+    ``h_1`` is the most recent event. Item-based neighbourhoods (Sarwar et al., WWW 2001; Deshpande and Karypis, TOIS
+    2004) with windows in place of whole baskets. Ties go to the smaller id; where fewer than k items have a score, the
+    most popular of the others follow with score 0.
+    """
+
+    def __init__(self, neighbours: Neighbours, counts: Tensor, recent_events: int = 10) -> None:
+        """``counts [V]``: training events of item 1, 2, ..., V, for the places that no neighbour takes."""
+        self._neighbours, self._recent_events = neighbours, recent_events
+        self._ranking = counts.argsort(descending=True, stable=True) + 1
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """See ``Policy.recommend``; scores are the sums above. Everything is computed on the CPU."""
+        device, exclude = histories.item_ids.device, None if exclude is None else exclude.cpu()
+        near, scores = _summed(*self._near(histories))
+        if exclude is not None:
+            scores = scores.masked_fill(is_member(near, exclude), 0.0)
+        scores, order = scores.sort(dim=1, descending=True, stable=True)
+        scores, near = scores[:, :k], near.gather(1, order[:, :k]).masked_fill(scores[:, :k] <= 0, 0)
+        taken = near if exclude is None else torch.cat([near, exclude], 1)
+        popular = self._ranking[: k + taken.shape[1]].expand(len(near), -1)
+        both = torch.cat([near, first_allowed(popular, k, taken)], 1)
+        item_ids = both.gather(1, (both == 0).int().argsort(dim=1, stable=True)[:, :k])
+        scores = torch.nn.functional.pad(scores, (0, k - scores.shape[1])).masked_fill(item_ids == 0, -torch.inf)
+        return Recommendations(item_ids.to(device), scores.to(device))
+
+    def _near(self, histories: Histories) -> tuple[Tensor, Tensor]:
+        """Neighbours of the last events and their weights over the rank of the event, ``[B, n N]`` each."""
+        lengths = histories.lengths.cpu()[:, None]
+        rank = torch.arange(1, self._recent_events + 1)
+        history = torch.nn.functional.pad(histories.item_ids.cpu(), (0, 1))  # where all are empty there is a place too
+        recent = history.gather(1, (lengths - rank).clamp_min(0)).masked_fill(lengths < rank, 0)
+        weights = self._neighbours.weights[recent] / rank[:, None]
+        return self._neighbours.item_ids[recent].flatten(1).long(), weights.flatten(1)
+
+
+def neighbours_of(
+    events: Callable[[], Iterable[EventChunk]],
+    num_items: int,
+    options: CooccurrenceOptions = CooccurrenceOptions(),
+) -> Neighbours:
+    """Counts near pairs of training events and keeps every item's heaviest neighbours.
+
+    Exact, and in memory that does not grow with the log: pairs are counted for as many items at once as have
+    ``pairs_in_memory`` of them, and the events are read again for the next items.
+
+    Args:
+        events: opens the training events from the beginning; called once more than there are groups of items.
+        num_items: V.
+        options: window, weight and the like.
+    """
+    totals = np.zeros(num_items + 1)
+    for chunk in events():
+        for one, other in _near_pairs(chunk, options.window):
+            totals += np.bincount(one, minlength=num_items + 1) + np.bincount(other, minlength=num_items + 1)
+    item_ids = np.zeros((num_items + 1, options.neighbours), np.int32)
+    weights = np.zeros((num_items + 1, options.neighbours), np.float32)
+    group = np.cumsum(totals) // options.pairs_in_memory
+    starts = np.flatnonzero(np.diff(group, prepend=-1)).tolist()
+    for first, last in zip(starts, [*starts[1:], num_items + 1], strict=True):
+        counts = csr_array((last - first, num_items + 1))
+        for chunk in events():
+            counts += _pair_counts(chunk, options.window, range(first, last), num_items)
+        _keep_heaviest(_weighed(counts, totals, first, options), item_ids[first:last], weights[first:last])
+    return Neighbours(torch.from_numpy(item_ids), torch.from_numpy(weights))
+
+
+def _near_pairs(chunk: EventChunk, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Each pair of different items at most ``window`` events apart once, one distance at a time."""
+    user, item = chunk
+    for distance in range(1, window + 1):
+        near = (user[distance:] == user[:-distance]) & (item[distance:] != item[:-distance])
+        yield item[:-distance][near], item[distance:][near]
+
+
+def _pair_counts(chunk: EventChunk, window: int, rows: range, num_items: int) -> csr_array:
+    """``c_ij`` of the items in ``rows`` within one chunk: ``[len(rows), V + 1]``."""
+    pairs = [pair for one, other in _near_pairs(chunk, window) for pair in ((one, other), (other, one))]
+    row, column = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
+    kept = (row >= rows.start) & (row < rows.stop)
+    row, column = row[kept] - rows.start, column[kept]
+    return csr_array((np.ones(len(row)), (row, column)), shape=(len(rows), num_items + 1))
+
+
+def _weighed(counts: csr_array, totals: np.ndarray, first: int, options: CooccurrenceOptions) -> csr_array:
+    own = np.repeat(totals[first : first + counts.shape[0]], np.diff(counts.indptr))
+    expected = own if options.weight == "conditional" else np.sqrt(own * totals[counts.indices])
+    return csr_array((counts.data / (expected + options.shrinkage), counts.indices, counts.indptr), shape=counts.shape)
+
+
+def _keep_heaviest(weighed: csr_array, item_ids: np.ndarray, weights: np.ndarray) -> None:
+    """Writes the heaviest entries of every row into ``item_ids`` and ``weights``, ``[rows, N]`` each."""
+    row = np.repeat(np.arange(weighed.shape[0]), np.diff(weighed.indptr))
+    order = np.lexsort((weighed.indices, -weighed.data, row))
+    rank = np.arange(len(row)) - weighed.indptr[row]
+    kept = rank < item_ids.shape[1]
+    source = order[kept]
+    item_ids[row[kept], rank[kept]] = weighed.indices[source]
+    weights[row[kept], rank[kept]] = weighed.data[source]
+
+
+def _summed(item_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds the weights of equal items: distinct items ``[B, C]`` ascending, then zeros, and their sums ``[B, C]``."""
+    ids, order = item_ids.sort(dim=1, stable=True)
+    change = torch.ones_like(ids)
+    change[:, 1:] = (ids[:, 1:] != ids[:, :-1]).long()
+    place = change.cumsum(1) - 1
+    sums = torch.zeros_like(weights).scatter_add_(1, place, weights.gather(1, order))
+    return torch.zeros_like(ids).scatter_(1, place, ids), sums

@@ -1,0 +1,120 @@
+"""Baselines against loops over one event, one pair, one user at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from recpo.evaluation.baselines import decayed_counts
+from recpo.evaluation.cooccurrence import Cooccurrence, CooccurrenceOptions, EventChunk, neighbours_of
+from recpo.types import Histories
+
+ITEMS = 30
+
+
+def log_of(users=40, seed=0):
+    """Histories by user: some are empty or short, items repeat."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, ITEMS + 1, rng.integers(0, 25)) for _ in range(users)]
+
+
+def chunks_of(log, parts=3):
+    def events():
+        for part in range(parts):
+            users = range(part, len(log), parts)
+            owner = np.concatenate([np.full(len(log[u]), u, np.int32) for u in users])
+            yield EventChunk(owner, np.concatenate([log[u] for u in users]))
+
+    return events
+
+
+def histories_of(log, length=25):
+    ids = torch.zeros(len(log), length, dtype=torch.long)
+    for row, items in enumerate(log):
+        ids[row, : len(items)] = torch.from_numpy(items)
+    return Histories(ids, torch.tensor([len(items) for items in log]))
+
+
+def weights_by_loop(log, options):
+    counts = defaultdict(float)
+    for items in log:
+        for a in range(len(items)):
+            for b in range(a + 1, min(a + options.window, len(items) - 1) + 1):
+                if items[a] != items[b]:
+                    counts[items[a], items[b]] += 1
+                    counts[items[b], items[a]] += 1
+    total = defaultdict(float)
+    for (i, _), count in counts.items():
+        total[i] += count
+    weights = {}
+    for (i, j), count in counts.items():
+        expected = total[i] if options.weight == "conditional" else math.sqrt(total[i] * total[j])
+        weights[i, j] = count / (expected + options.shrinkage)
+    kept = {}
+    for i in range(1, ITEMS + 1):
+        ranked = sorted((-w, j) for (a, j), w in weights.items() if a == i)[: options.neighbours]
+        kept[i] = {j: -w for w, j in ranked}
+    return kept
+
+
+def lists_by_loop(log, kept, counts, k, exclude, recent):
+    lists = []
+    for items, banned in zip(log, exclude, strict=True):
+        score = defaultdict(float)
+        for rank, item in enumerate(items[::-1][:recent], 1):
+            for j, weight in kept[item].items():
+                score[j] += weight / rank
+        near = sorted((j for j in score if j not in banned), key=lambda j: (-round(score[j], 6), j))[:k]
+        popular = sorted(range(1, ITEMS + 1), key=lambda j: (-counts[j - 1], j))
+        near += [j for j in popular if j not in banned and j not in near][: k - len(near)]
+        lists.append((near + [0] * k)[:k])
+    return lists
+
+
+@pytest.mark.parametrize("weight", ["cosine", "conditional"])
+@pytest.mark.parametrize("pairs_in_memory", [1 << 24, 100])
+def test_neighbours_are_those_of_a_loop_over_pairs_in_one_pass_or_many(weight, pairs_in_memory):
+    log = log_of()
+    options = CooccurrenceOptions(window=3, neighbours=6, weight=weight, shrinkage=2.0, pairs_in_memory=pairs_in_memory)
+    item_ids, weights = neighbours_of(chunks_of(log), ITEMS, options)
+    assert item_ids.shape == (ITEMS + 1, 6)
+    assert not item_ids[0].any()
+    expected = weights_by_loop(log, options)
+    for item in range(1, ITEMS + 1):
+        found = dict(zip(item_ids[item].tolist(), weights[item].tolist(), strict=True))
+        found.pop(0, None)
+        assert list(found) == list(expected[item])
+        assert list(found.values()) == pytest.approx(list(expected[item].values()), rel=1e-6)
+
+
+@pytest.mark.parametrize("k", [5, ITEMS])
+def test_lists_are_those_of_a_loop_over_users(k):
+    log, rng = log_of(seed=1), np.random.default_rng(2)
+    options = CooccurrenceOptions(window=2, neighbours=4, shrinkage=0.0, recent_events=3)
+    counts = np.bincount(np.concatenate(log), minlength=ITEMS + 1)[1:]
+    exclude = rng.integers(0, ITEMS + 1, (len(log), 8))
+    recommender = Cooccurrence(neighbours_of(chunks_of(log), ITEMS, options), torch.from_numpy(counts), 3)
+    shown = recommender.recommend(histories_of(log), k, torch.from_numpy(exclude))
+    banned = [set(row.tolist()) - {0} for row in exclude]
+    assert shown.item_ids.tolist() == lists_by_loop(log, weights_by_loop(log, options), counts, k, banned, 3)
+    assert (shown.scores.diff(dim=1)[shown.item_ids[:, 1:] > 0] <= 0).all()
+    assert (shown.scores[shown.item_ids == 0] == -torch.inf).all()
+
+
+def test_an_empty_history_gets_the_most_popular_items():
+    recommender = Cooccurrence(neighbours_of(chunks_of(log_of()), ITEMS), torch.arange(ITEMS))
+    shown = recommender.recommend(Histories(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, dtype=torch.long)), 3)
+    assert shown.item_ids.tolist() == [[ITEMS, ITEMS - 1, ITEMS - 2]]
+    assert shown.scores.tolist() == [[0, 0, 0]]
+
+
+def test_a_half_life_halves_the_count_and_chunks_add_up():
+    item, time = np.array([1, 1, 3, 3, 3]), np.array([0, 100, 50, 100, 0])
+    counts = decayed_counts(item, time, num_items=4, end=100, half_life=50)
+    assert counts.tolist() == [1.25, 0, 1.75, 0]
+    parts = [decayed_counts(item[s], time[s], num_items=4, end=100, half_life=50) for s in (slice(2), slice(2, 5))]
+    assert sum(parts).tolist() == counts.tolist()
