@@ -16,7 +16,7 @@ from recpo.errors import RecpoError
 Split = Literal["train", "valid", "test"]
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-# what batches are made of; shards also hold columns for people: watch_time, duration, is_random
+# what training batches are made of; shards also hold columns for people: watch_time, duration
 _EVENT_COLUMNS = (
     "user_index",
     "item_index",
@@ -28,6 +28,7 @@ _EVENT_COLUMNS = (
     "is_target",
     "request",
 )
+_HELD_OUT_COLUMNS = (*_EVENT_COLUMNS, "is_random")
 
 
 class Events(NamedTuple):
@@ -35,6 +36,7 @@ class Events(NamedTuple):
 
     ``offsets [U + 1]`` cuts them into users: user ``u`` owns ``offsets[u] : offsets[u + 1]``. ``request_start[i]`` is
     the index of the first event of event i's request: what happened from there on was not known when i was shown.
+    ``is_random`` is read for the held-out periods only: no training batch uses it.
     """
 
     user_index: np.ndarray
@@ -47,6 +49,7 @@ class Events(NamedTuple):
     is_target: np.ndarray
     request_start: np.ndarray
     offsets: np.ndarray
+    is_random: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Prepared:
 
     def load(self, split: Split, shard: int) -> Events:
         """Reads one shard into memory."""
-        columns = self._columns(split, shard, _EVENT_COLUMNS)
+        columns = self._columns(split, shard, _EVENT_COLUMNS if split == "train" else _HELD_OUT_COLUMNS)
         user, request = columns["user_index"], columns["request"]
         offsets = _run_offsets(user)
         return Events(
@@ -122,6 +125,7 @@ class Prepared:
             is_target=columns["is_target"],
             request_start=_run_starts(user, request),
             offsets=offsets,
+            is_random=columns.get("is_random"),
         )
 
     def keys(self, split: Split, shard: int, labels: bool = False) -> tuple[np.ndarray, ...]:

@@ -166,16 +166,13 @@ def feedback_batch(events: Events, windows: Windows, row_ids: np.ndarray) -> Fee
     lengths = windows.history_stop - windows.history_start
     # the history reaches to where the event's request began: what was shown together was chosen together
     visible = np.clip(events.request_start[index] - windows.history_start[:, None], 0, lengths[:, None])
-    propensity = events.propensity[index]
-    with np.errstate(divide="ignore"):
-        logp_behavior = np.log(propensity)
     slates = Slates(
         item_ids=_padded(events.item_index[index], valid),
         visible=_padded(visible, valid),
         mask=torch.from_numpy(valid),
         watch_quantile=_padded(events.watch_quantile[index], valid, np.nan),
         dislike=_padded(events.dislike[index], valid),
-        logp_behavior=_padded(logp_behavior.astype(np.float32), valid, np.nan),
+        logp_behavior=_padded(_logp_behavior(events, index), valid, np.nan),
         is_logged=torch.from_numpy(valid),
     )
     return FeedbackBatch(
@@ -196,7 +193,9 @@ def evaluation_batch(events: Events, users: np.ndarray, history_length: int) -> 
         mask=torch.from_numpy(valid),
         watch_quantile=_padded(events.watch_quantile[index], valid, np.nan),
         dislike=_padded(events.dislike[index], valid),
+        logp_behavior=_padded(_logp_behavior(events, index), valid, np.nan),
         is_logged=torch.from_numpy(valid),
+        is_random=None if events.is_random is None else _padded(events.is_random[index], valid),
     )
     seen_index, seen_valid = _ranges(starts, boundary)
     seen = _padded(events.item_index[seen_index], seen_valid)
@@ -213,6 +212,12 @@ def histories_of(events: Events, start: np.ndarray, stop: np.ndarray) -> Histori
         feedback=_padded(events.feedback[index], valid),
         timestamps=_padded(events.timestamp[index], valid),
     )
+
+
+def _logp_behavior(events: Events, index: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        logp: np.ndarray = np.log(events.propensity[index]).astype(np.float32)
+    return logp
 
 
 def _ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

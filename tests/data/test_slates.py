@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpo.data.prepared import Events, _run_offsets, _run_starts
+from recpo.data.prepared import Events, Prepared, _run_offsets, _run_starts
 from recpo.data.slates import ImpressionLayout, SequenceLayout, evaluation_batch, feedback_batch
 
 
@@ -126,3 +126,21 @@ def test_held_out_users_stand_at_the_start_of_the_period():
     assert batch.feedback.slates.visible.tolist() == [[2, 2], [1, 1]]
     assert batch.seen.tolist() == [[1, 2, 3], [6, 0, 0]]
     assert batch.feedback.row_ids.tolist() == [0, 1]
+
+
+def test_held_out_exposures_keep_their_propensity_and_say_whether_they_were_random():
+    events = events_of([3, 2], is_target=[False, True, True, False, True])
+    events = events._replace(propensity=np.array([0.1, 0.2, np.nan, 0.4, 0.5], np.float32))
+    slates = evaluation_batch(events, np.array([0, 1]), history_length=2).feedback.slates
+    np.testing.assert_allclose(slates.logp_behavior.exp(), [[0.2, np.nan], [0.5, np.nan]], rtol=1e-6)
+    assert slates.is_random is None, "the column was not read"
+    events = events._replace(is_random=np.array([True, False, True, True, True]))
+    slates = evaluation_batch(events, np.array([0, 1]), history_length=2).feedback.slates
+    assert slates.is_random.tolist() == [[False, True], [True, False]]
+
+
+def test_random_exposures_are_read_for_held_out_periods_only(prepared):
+    opened = Prepared.open(prepared)
+    assert opened.load("train", 0).is_random is None
+    held_out = opened.load("test", 0)
+    assert held_out.is_random.dtype == bool and 0 < held_out.is_random.mean() < 0.5
