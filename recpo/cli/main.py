@@ -20,6 +20,7 @@ from recpo.errors import RecpoError
 VERBS = {
     "simulate": "make an interaction log whose true preferences are known",
     "prepare": "turn an interaction log into training, validation and test shards",
+    "tokenize": "give every item a tuple of codes, for policies that generate items code by code",
     "train": "train or align a policy on prepared data",
     "evaluate": "rank the full catalogue for held-out users and report metrics",
     "export": "write a trained policy as a bundle for serving",

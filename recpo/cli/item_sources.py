@@ -1,0 +1,206 @@
+"""Where ``recpo tokenize`` takes item vectors, or ready-made codes, from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from recpo.data.id_map import IdMap
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.tokenizer.columns import ItemRows, read_codes, read_vectors
+from recpo.tokenizer.cooccurrence import Cooccurrence, Sequences
+from recpo.training.run import load_policy, read_finished
+
+
+class ItemVectors(NamedTuple):
+    """Vectors of the items 1..V.
+
+    Attributes:
+        values: ``[V, d]`` float32.
+        known: ``[V]`` bool, the source has a vector of its own for the item.
+        facts: what the manifest says of them.
+    """
+
+    values: np.ndarray
+    known: np.ndarray
+    facts: dict[str, Any]
+
+
+class ItemSource(ABC):
+    """Says what the codes are made from; implementations are frozen dataclasses.
+
+    VectorsFromCooccurrence, VectorsFromParquet, VectorsFromRun or CodesFromFile.
+    """
+
+
+class VectorSource(ItemSource):
+    """A source of item vectors, from which residual k-means makes codes.
+
+    Attributes:
+        comparable: vectors read at another time lie in the same space, so that frozen codebooks can encode them.
+    """
+
+    comparable = False
+
+    @abstractmethod
+    def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
+        """The vectors; items without one have ``known`` False and a zero vector."""
+
+    def complete(self, vectors: ItemVectors, needed: np.ndarray) -> np.ndarray:
+        """The vectors ``[V, d]`` with something in the place of those that are needed ``[V]`` and not known."""
+        return vectors.values
+
+
+@dataclass(frozen=True)
+class VectorsFromCooccurrence(VectorSource):
+    """Vectors from the training events alone: a factorisation of which items stand near each other.
+
+    The truncated SVD of the shifted positive pointwise mutual information (Levy and Goldberg, NIPS 2014). Items that
+    stand near no other one get a zero vector and are counted.
+
+    Attributes:
+        dim: width of the vectors, at most the number of items less one.
+        window: largest distance, in events of a user's sequence, at which two items count as near; the weight is one
+            over the distance.
+        shift: 1 = plain mutual information; larger values keep fewer, stronger pairs (negative samples of word2vec).
+        max_pairs: pairs of items that are held in memory (about 12 bytes each, a few times over); beyond, the weakest
+            are forgotten and counted.
+    """
+
+    dim: int = 64
+    window: int = 5
+    shift: float = 1.0
+    max_pairs: int = 50_000_000
+
+    def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
+        """See ``VectorSource.read``."""
+        model = Cooccurrence(self.dim, self.window, self.shift, self.max_pairs)
+        pairs = model.count(self._sequences(data), data.num_items)
+        vectors = model.vectors(pairs, seed)
+        alone = ~vectors.any(1)
+        facts = {"pairs": pairs.weights.nnz // 2, "pairs_forgotten": pairs.dropped, "zero_vectors": int(alone.sum())}
+        return ItemVectors(vectors, np.ones(len(vectors), dtype=bool), facts)
+
+    def _sequences(self, data: Prepared) -> Iterator[Sequences]:
+        for shard in range(data.num_shards("train")):
+            events = data.load("train", shard)
+            yield Sequences(events.item_index, events.offsets)
+
+
+@dataclass(frozen=True)
+class VectorsFromParquet(VectorSource):
+    """Vectors from a file: text or image embeddings, or any others.
+
+    Attributes:
+        file: Parquet file, or a directory of such files; rows of items outside the catalogue are ignored and counted.
+        item_id: column of the item ids of the log.
+        vector: a column of lists of equal length, or a list of columns of numbers, one for each dimension.
+        missing: items of the catalogue that the file does not name: an error, the mean vector, or the zero vector.
+    """
+
+    file: Path
+    item_id: str = "item_id"
+    vector: str | list[str] = "vector"
+    missing: Literal["error", "mean", "zero"] = "error"
+
+    comparable = True
+
+    def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
+        """See ``VectorSource.read``."""
+        columns = [self.vector] if isinstance(self.vector, str) else self.vector
+        rows = read_vectors(self.file, self.item_id, columns, items.to_internal, len(items))
+        return ItemVectors(rows.values, rows.found, _file_facts(rows))
+
+    def complete(self, vectors: ItemVectors, needed: np.ndarray) -> np.ndarray:
+        """See ``VectorSource.complete``.
+
+        Raises:
+            RecpoError: ``missing`` is "error" and there are such items.
+        """
+        absent = needed & ~vectors.known
+        if absent.any() and self.missing == "error":
+            raise RecpoError(
+                f"{self.file} has no vector for {int(absent.sum())} of {int(needed.sum())} items, the first has "
+                f"item_index {int(absent.argmax()) + 1}: add them, or set missing: mean (or zero)"
+            )
+        if absent.any() and self.missing == "mean":
+            vectors.values[absent] = vectors.values[vectors.known].mean(0, dtype=np.float64)
+        return vectors.values
+
+
+@dataclass(frozen=True)
+class VectorsFromRun(VectorSource):
+    """The item table of a trained policy.
+
+    Attributes:
+        run: run directory written by ``recpo train`` on the same prepared data.
+        checkpoint: which checkpoint of the run.
+    """
+
+    run: Path
+    checkpoint: Literal["best", "last"] = "best"
+
+    def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
+        """See ``VectorSource.read``.
+
+        Raises:
+            RecpoError: the run has other items, or its policy has no item table.
+        """
+        if read_finished(self.run)["catalogue_checksum"] != data.catalogue_checksum:
+            raise RecpoError(
+                f"{self.run} was trained on other items than {data.root} holds: name its own prepared data"
+            )
+        table = getattr(load_policy(self.run, self.checkpoint), "item_table", None)
+        if table is None:
+            raise RecpoError(f"{self.run}: its policy has no item table to take vectors from")
+        values = table.weight.detach()[1:].float().numpy().copy()
+        return ItemVectors(values, np.ones(len(values), dtype=bool), {})
+
+
+@dataclass(frozen=True)
+class CodesFromFile(ItemSource):
+    """Ready-made codes; every item of the catalogue needs a row.
+
+    Attributes:
+        file: Parquet file, or a directory of such files; rows of items outside the catalogue are ignored and counted.
+        item_id: column of the item ids of the log.
+        codes: one column for each level, first level first: integers from 0, or text with one number in it, such as
+            ``<a_183>``.
+        codebook_size: codes of every level; null = the largest code of the level in the file, plus one.
+    """
+
+    file: Path
+    codes: list[str]
+    item_id: str = "item_id"
+    codebook_size: int | None = None
+
+    def read(self, items: IdMap) -> tuple[np.ndarray, tuple[int, ...], dict[str, Any]]:
+        """Codes ``[V, T]`` int64, codebook sizes, and what the manifest says of them.
+
+        Raises:
+            RecpoError: items without codes, or codes outside the codebook.
+        """
+        rows = read_codes(self.file, self.item_id, self.codes, items.to_internal, len(items))
+        if not rows.found.all():
+            first = items.to_external([int((~rows.found).argmax()) + 1])[0]
+            raise RecpoError(
+                f"{self.file} has no codes for {int((~rows.found).sum())} items, the first is {first}: add them"
+            )
+        largest = rows.values.max(0)
+        if self.codebook_size is not None and largest.max() >= self.codebook_size:
+            raise RecpoError(
+                f"{self.file}, column {self.codes[int(largest.argmax())]}: code {largest.max()} does not fit into a codebook "
+                f"of {self.codebook_size}: codes count from 0"
+            )
+        sizes = tuple(self.codebook_size or int(code) + 1 for code in largest)
+        return rows.values, sizes, _file_facts(rows)
+
+
+def _file_facts(rows: ItemRows) -> dict[str, Any]:
+    return {"items_missing": int((~rows.found).sum()), "rows_of_other_items": rows.ignored}

@@ -1,0 +1,262 @@
+"""``recpo tokenize``: the items of a catalogue as tuples of codes, so that a policy can generate them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from tqdm import tqdm
+
+from recpo.atomic import atomic_directory
+from recpo.cli.config import write_resolved
+from recpo.cli.item_sources import (
+    CodesFromFile,
+    ItemSource,
+    VectorsFromCooccurrence,
+    VectorsFromParquet,
+    VectorsFromRun,
+    VectorSource,
+)
+from recpo.data.id_map import IdMap
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.semantic_codes import CODES, MANIFEST, SemanticCodes
+from recpo.tokenizer.codebooks import Codebooks, Normalisation
+from recpo.tokenizer.report import MANY_MOVED, collision_statistics, level_statistics, reconstruction_errors
+from recpo.tokenizer.residual_kmeans import ResidualKMeans
+from recpo.tokenizer.unique import extra_code, first_free, nearest_free
+
+# Imported so that their short names work as class paths.
+__all__ = ["CodesFromFile", "VectorsFromCooccurrence", "VectorsFromParquet", "VectorsFromRun", "tokenize"]
+
+Collisions = Literal["nearest", "extra", "first_free"]
+
+
+class _Tokenized(NamedTuple):
+    """Codes before (``wanted [V, T]``) and after they were made unique, and what they were made with."""
+
+    wanted: Tensor
+    codes: Tensor
+    codebook_sizes: tuple[int, ...]
+    facts: dict[str, Any]
+    codebooks: Codebooks | None = None
+    points: Tensor | None = None
+    is_new: Tensor | None = None
+
+
+def tokenize(
+    prepared: Path,
+    out: Path,
+    vectors: ItemSource = VectorsFromCooccurrence(),  # noqa: B008 frozen
+    codebooks: Path | None = None,
+    levels: int = 3,
+    codebook_size: int = 256,
+    normalise: Normalisation = "l2",
+    capacity_slack: float | None = None,
+    iterations: int = 25,
+    sample: int = 65_536,
+    collisions: Collisions | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> None:
+    """Gives every item of a catalogue a tuple of codes of its own: residual k-means, then a pass that ends collisions.
+
+    Writes codes.parquet, manifest.json with a report, and codebooks.safetensors. Equal items, options and seed give
+    equal bytes.
+
+    Args:
+        prepared: directory written by ``recpo prepare``.
+        out: directory to make.
+        vectors: what codes are made from: VectorsFromCooccurrence, VectorsFromParquet, VectorsFromRun, or codes that
+            exist already: CodesFromFile.
+        codebooks: directory that this verb wrote for an earlier catalogue: its items keep their codes, new items get
+            free tuples by its codebooks.
+        levels: codes of an item.
+        codebook_size: codes of a level.
+        normalise: vectors are brought to length 1 (l2), every dimension to mean 0 and variance 1 (standardise), or
+            left alone (none).
+        capacity_slack: balance the codes: none is given to more than this many times its equal share of the items
+            (1.1, say); null does not.
+        iterations: steps of k-means.
+        sample: items that k-means is fitted on, at least 32 for each code.
+        collisions: how items that share a tuple are told apart: nearest (the last code moves to the nearest free one
+            under the same prefix; a full prefix overflows to the nearest one with room), extra (everybody gets one more
+            code, 0 for items that are alone), or first_free (the smallest free last code, for codes without vectors);
+            null = nearest where there are vectors, extra where there are none.
+        device: where k-means runs: cpu, cuda, cuda:1 and so on.
+        seed: of everything random.
+        overwrite: replace ``out`` where it exists.
+        progress: show a progress bar on a terminal.
+    """
+    data = Prepared.open(prepared)
+    items = IdMap.load(data.root / "items.parquet")
+    quantiser = ResidualKMeans(levels, codebook_size, normalise, capacity_slack, iterations, sample)
+    with (
+        atomic_directory(out, overwrite=overwrite) as partial,
+        tqdm(total=levels + 3, desc="tokenize", unit="stage", disable=None if progress else True) as bar,
+    ):
+        if isinstance(vectors, CodesFromFile):
+            result = _ready_made(vectors, items, codebooks, collisions)
+        elif not isinstance(vectors, VectorSource):
+            raise RecpoError(f"vectors: {type(vectors).__name__} gives neither vectors nor codes")
+        elif codebooks is None:
+            result = _fitted(vectors, data, items, quantiser, collisions, torch.device(device), seed, bar.update)
+        else:
+            result = _frozen(vectors, data, items, quantiser, collisions, codebooks, seed)
+        report = _report(result)
+        semantic = SemanticCodes(result.codes.cpu().numpy(), result.codebook_sizes, data.catalogue_checksum)
+        if result.codebooks is not None:
+            result.codebooks.save(partial)
+        write_resolved(partial / "resolved.yaml")
+        facts = {"source": type(vectors).__name__, "seed": seed, **result.facts}
+        semantic.save(partial, items.to_external(range(1, len(items) + 1)), {**facts, "report": report})
+        bar.update(bar.total - bar.n)
+    _print(report, out)
+
+
+def _ready_made(
+    source: CodesFromFile, items: IdMap, codebooks: Path | None, collisions: Collisions | None
+) -> _Tokenized:
+    if codebooks is not None:
+        raise RecpoError("codebooks encode vectors: use a source of vectors with them, not CodesFromFile")
+    if collisions == "nearest":
+        raise RecpoError("collisions: nearest needs vectors, and codes from a file have none: use extra or first_free")
+    values, sizes, facts = source.read(items)
+    wanted = torch.from_numpy(values)
+    if collisions == "first_free":
+        return _Tokenized(wanted, first_free(wanted, sizes), sizes, facts | {"collisions": "first_free"})
+    return _with_extra_code(_Tokenized(wanted, wanted, sizes, facts))
+
+
+def _fitted(
+    source: VectorSource,
+    data: Prepared,
+    items: IdMap,
+    quantiser: ResidualKMeans,
+    collisions: Collisions | None,
+    device: torch.device,
+    seed: int,
+    finished: Callable[[], object],
+) -> _Tokenized:
+    _refuse_first_free(collisions)
+    read = source.read(data, items, seed)
+    values = source.complete(read, np.ones(len(items), dtype=bool))
+    finished()
+    vectors = torch.from_numpy(values).to(device)
+    codebooks, wanted = quantiser.fit(vectors, seed, finished)
+    points = codebooks.normalise(vectors)
+    result = _Tokenized(wanted, wanted, codebooks.codebook_sizes, read.facts, codebooks, points)
+    if collisions == "extra":
+        return _with_extra_code(result)
+    codes = nearest_free(points, codebooks, wanted)
+    return result._replace(codes=codes, facts=read.facts | {"collisions": "nearest"})
+
+
+def _frozen(
+    source: VectorSource,
+    data: Prepared,
+    items: IdMap,
+    quantiser: ResidualKMeans,
+    collisions: Collisions | None,
+    root: Path,
+    seed: int,
+) -> _Tokenized:
+    """Codes by the codebooks of an earlier catalogue; its items, known by their external ids, keep theirs."""
+    if quantiser != ResidualKMeans():
+        raise RecpoError(
+            "codebooks bring levels, codebook_size and the other options of k-means along: leave those out"
+        )
+    if not source.comparable:
+        raise RecpoError(
+            f"{type(source).__name__} makes vectors in a space of its own every time, which older codebooks cannot read: "
+            "with codebooks, use VectorsFromParquet and the model that the codebooks were made from"
+        )
+    earlier, codebooks = SemanticCodes.load(root), Codebooks.load(root)
+    has_extra = earlier.codes.shape[1] > codebooks.levels
+    _refuse_first_free(collisions)
+    if collisions is not None and (collisions == "extra") != has_extra:
+        raise RecpoError(f"{root / MANIFEST}: its collisions were resolved the other way, leave collisions out")
+    index = items.to_internal(pq.read_table(root / CODES, columns=["item_id"]).column(0))
+    given = np.full((len(items), earlier.codes.shape[1]), -1)
+    given[index[index > 0] - 1] = earlier.codes[index > 0]
+    is_new = given[:, 0] < 0
+    read = source.read(data, items, seed)
+    facts = read.facts | {"items_kept": int((~is_new).sum()), "items_gone": int((index == 0).sum())}
+    points = codebooks.normalise(torch.from_numpy(source.complete(read, is_new)))
+    codes, new = torch.from_numpy(given), torch.from_numpy(is_new)
+    wanted = codes[:, : codebooks.levels].clone()
+    wanted[new] = codebooks.encode(points[new])
+    result = _Tokenized(wanted, wanted, earlier.codebook_sizes[: codebooks.levels], facts, codebooks, points, new)
+    if has_extra:
+        return _with_extra_code(result, codes[:, -1], earlier.codebook_sizes[-1])
+    unique = nearest_free(points, codebooks, wanted, kept=~new)
+    return result._replace(codes=unique, facts=facts | {"collisions": "nearest"})
+
+
+def _refuse_first_free(collisions: Collisions | None) -> None:
+    if collisions == "first_free":
+        raise RecpoError(
+            "collisions: first_free is for codes without vectors; with vectors, nearest finds a better code"
+        )
+
+
+def _with_extra_code(result: _Tokenized, given: Tensor | None = None, size: int = 1) -> _Tokenized:
+    extra = extra_code(result.wanted, given)
+    codes = torch.cat([result.wanted, extra[:, None]], 1)
+    sizes = (*result.codebook_sizes, max(size, int(extra.max()) + 1))
+    return result._replace(codes=codes, codebook_sizes=sizes, facts=result.facts | {"collisions": "extra"})
+
+
+def _report(result: _Tokenized) -> dict[str, Any]:
+    """What goes into the manifest and is printed."""
+    levels = level_statistics(result.codes, result.codebook_sizes)
+    movable = len(result.codes) if result.is_new is None else int(result.is_new.sum())
+    report = {
+        "items": len(result.codes),
+        "levels": levels,
+        **collision_statistics(result.wanted, result.codes, movable),
+    }
+    if result.codebooks is None or result.points is None or not movable:
+        return report
+    chosen = slice(None) if result.is_new is None else result.is_new
+    points = result.points[chosen]
+    errors = reconstruction_errors(points, result.codebooks, result.codes[chosen])
+    for level, error in zip(levels, errors, strict=False):  # an extra code reconstructs nothing
+        level["error"] = error
+    report["error"] = errors[-1]
+    report["error_before_moves"] = reconstruction_errors(points, result.codebooks, result.wanted[chosen])[-1]
+    return report
+
+
+def _print(report: dict[str, Any], out: Path) -> None:
+    console = Console()
+    table = Table(title="codes", title_justify="left")
+    for name in ("level", "codebook", "used", "perplexity", "largest share", "error / variance"):
+        table.add_column(name, justify="right")
+    for number, level in enumerate(report["levels"]):
+        cells = f"{level['utilisation']:.1%}", f"{level['perplexity']:.1f}", f"{level['largest']:.2%}"
+        error = f"{level['error']:.4f}" if "error" in level else ""
+        table.add_row(str(number), f"{level['codebook_size']:,}", *cells, error)
+    console.print(table)
+    console.print(
+        f"{out}: {report['items']:,} items; {report['collisions']:,} collided, at most {report['largest_tuple']:,} on one "
+        f"tuple; {report['moved']:,} moved ({report['moved_share']:.1%}), {report['prefix_changed']:,} to another prefix",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if report["moved_share"] > MANY_MOVED:
+        console.print(
+            "warning: many items hold codes that are not their nearest, which says little about them: take more levels, "
+            "larger codebooks, or --collisions extra",
+            style="yellow",
+            soft_wrap=True,
+        )

@@ -1,0 +1,1 @@
+"""Item -> codes: item vectors, residual k-means, a pass that makes every code tuple unique, a report."""

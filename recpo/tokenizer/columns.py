@@ -1,0 +1,182 @@
+"""Vectors or codes of items out of the columns of Parquet files, in the order of the catalogue, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+
+from recpo.errors import RecpoError
+
+#: Internal ids (1..V, 0 = not in the catalogue) of external ones.
+ToInternal = Callable[[pa.Array], np.ndarray]
+
+
+class ItemRows(NamedTuple):
+    """What a file says of the items 1..V.
+
+    Attributes:
+        values: ``[V, d]``; zero where the file does not name the item.
+        found: ``[V]`` bool, the file names the item.
+        ignored: rows of items outside the catalogue.
+    """
+
+    values: np.ndarray
+    found: np.ndarray
+    ignored: int
+
+
+def read_vectors(file: Path, item_id: str, columns: Sequence[str], to_internal: ToInternal, num_items: int) -> ItemRows:
+    """Float32 vectors from one column of lists, or from several columns of numbers.
+
+    Args:
+        file: Parquet file, or a directory of such files.
+        item_id: column of the external ids.
+        columns: a column of lists of equal length, or one column of numbers for each dimension.
+        to_internal: the id map of the catalogue.
+        num_items: V.
+
+    Raises:
+        RecpoError: the file, a column or a value is not what it should be; the message says which.
+    """
+    return _collect(file, item_id, columns, to_internal, num_items, _vector_block, np.float32)
+
+
+def read_codes(file: Path, item_id: str, columns: Sequence[str], to_internal: ToInternal, num_items: int) -> ItemRows:
+    """Int64 codes, one column for each level: integers from 0, or text with one number in it, such as ``<a_183>``.
+
+    Args:
+        file: Parquet file, or a directory of such files.
+        item_id: column of the external ids.
+        columns: one column for each level.
+        to_internal: the id map of the catalogue.
+        num_items: V.
+
+    Raises:
+        RecpoError: the file, a column or a value is not what it should be; the message says which.
+    """
+    return _collect(file, item_id, columns, to_internal, num_items, _code_block, np.int64)
+
+
+def _collect(
+    file: Path,
+    item_id: str,
+    columns: Sequence[str],
+    to_internal: ToInternal,
+    num_items: int,
+    block_of: Callable[[pa.RecordBatch, Sequence[str], Path], np.ndarray],
+    dtype: type[np.generic],
+) -> ItemRows:
+    values, found, ignored = np.zeros((num_items, 0), dtype), np.zeros(num_items, dtype=bool), 0
+    for batch in _batches(file, [item_id, *columns]):
+        try:
+            index = to_internal(batch.column(item_id))
+        except RecpoError as error:
+            raise RecpoError(f"{file}, column {item_id}: {error}") from error
+        ignored += int((index == 0).sum())
+        batch = batch.filter(pa.array(index > 0))
+        rows = index[index > 0] - 1
+        twice = found[rows] | (np.bincount(rows, minlength=num_items)[rows] > 1)
+        if twice.any():
+            first = batch.column(item_id)[int(twice.argmax())]
+            raise RecpoError(f"{file}: item {first} occurs twice in column {item_id}: keep one row for each item")
+        if not len(rows):
+            continue
+        block = block_of(batch, columns, file)
+        if not values.shape[1]:
+            values = np.zeros((num_items, block.shape[1]), dtype)
+        if block.shape[1] != values.shape[1]:
+            raise RecpoError(_unequal(file, columns[0], values.shape[1], block.shape[1]))
+        values[rows], found[rows] = block, True
+    if not found.any():
+        raise RecpoError(
+            f"{file}: none of its {ignored} rows names an item of the catalogue; is {item_id} the item column, and is it "
+            "the id of the log?"
+        )
+    return ItemRows(values, found, ignored)
+
+
+def _batches(file: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    try:
+        source = ds.dataset(file, format="parquet")
+        absent = [name for name in columns if name not in source.schema.names]
+        if absent:
+            raise RecpoError(f"{file} has no column {absent[0]}; it has {', '.join(source.schema.names)}")
+        yield from source.to_batches(columns=list(columns), batch_size=65_536)
+    except (OSError, pa.ArrowException) as error:
+        raise RecpoError(f"{file} cannot be read as Parquet ({error})") from error
+
+
+def _vector_block(batch: pa.RecordBatch, columns: Sequence[str], file: Path) -> np.ndarray:
+    """``[n, d]`` float32, finite."""
+    listed = batch.column(columns[0])
+    if len(columns) == 1 and _is_list(listed.type):
+        _refuse_nulls(listed, columns[0], file)
+        lengths = pc.list_value_length(listed).to_numpy()
+        if (lengths != lengths[0]).any():
+            raise RecpoError(_unequal(file, columns[0], lengths[0], lengths[(lengths != lengths[0]).argmax()]))
+        if not lengths[0]:
+            raise RecpoError(f"{file}, column {columns[0]}: the vectors are empty")
+        block = _numbers(listed.flatten(), columns[0], file).reshape(len(batch), lengths[0])
+    else:
+        block = np.stack([_numbers(batch.column(name), name, file) for name in columns], 1)
+    bad = ~np.isfinite(block).all(1)
+    if bad.any():
+        raise RecpoError(
+            f"{file}: {int(bad.sum())} vectors have nan or infinite values (in the first {len(batch)} rows or the batch "
+            f"of the first fault), the first is that of {batch.column(0)[int(bad.argmax())]}: mend or remove them"
+        )
+    return block
+
+
+def _code_block(batch: pa.RecordBatch, columns: Sequence[str], file: Path) -> np.ndarray:
+    """``[n, T]`` int64, not negative."""
+    block = np.stack([_whole_numbers(batch.column(name), name, file) for name in columns], 1)
+    if block.min() < 0:
+        level = int((block < 0).any(0).argmax())
+        raise RecpoError(f"{file}, column {columns[level]}: codes count from 0, found {block.min()}")
+    return block
+
+
+def _numbers(values: pa.Array, column: str, file: Path) -> np.ndarray:
+    if not (pa.types.is_floating(values.type) or pa.types.is_integer(values.type)):
+        raise RecpoError(f"{file}, column {column}: expected numbers or lists of numbers, found {values.type}")
+    _refuse_nulls(values, column, file)
+    return values.to_numpy(zero_copy_only=False).astype(np.float32)
+
+
+def _whole_numbers(values: pa.Array, column: str, file: Path) -> np.ndarray:
+    _refuse_nulls(values, column, file)
+    if pa.types.is_integer(values.type):
+        return values.to_numpy().astype(np.int64)
+    if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
+        raise RecpoError(
+            f"{file}, column {column}: expected codes (integers, or text such as <a_183>), found {values.type}"
+        )
+    number = pc.extract_regex(values, r"^\D*(?P<code>\d{1,9})\D*$")
+    if number.null_count:
+        first = values.filter(number.is_null())[0]
+        raise RecpoError(
+            f"{file}, column {column}: expected text with one number in it, such as <a_183>, found {first}"
+        )
+    return pc.struct_field(number, "code").cast(pa.int64()).to_numpy()
+
+
+def _refuse_nulls(values: pa.Array, column: str, file: Path) -> None:
+    if values.null_count:
+        raise RecpoError(
+            f"{file}, column {column}: {values.null_count} values are missing: remove those rows or fill them"
+        )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _unequal(file: Path, column: str, one: int, other: int) -> str:
+    return f"{file}, column {column}: vectors have unequal lengths, {one} and {other}; all items need the same"

@@ -1,0 +1,114 @@
+"""Item vectors out of the log alone: which items stand near each other in the users' sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from scipy import sparse
+from sklearn.utils.extmath import randomized_svd
+
+from recpo.errors import RecpoError
+
+
+class Sequences(NamedTuple):
+    """The events of one shard: user u owns ``item_ids[offsets[u] : offsets[u + 1]]``, items 1..V in order of time."""
+
+    item_ids: np.ndarray
+    offsets: np.ndarray
+
+
+class Pairs(NamedTuple):
+    """How often items stand near each other.
+
+    Attributes:
+        weights: ``[V, V]`` symmetric, zero diagonal; row i is item i + 1.
+        dropped: how many pairs were forgotten to stay within the memory.
+    """
+
+    weights: sparse.csr_matrix
+    dropped: int
+
+
+@dataclass(frozen=True)
+class Cooccurrence:
+    """Vectors ``U sqrt(S)`` of the truncated SVD of the shifted positive pointwise mutual information.
+
+    ``ppmi(i, j) = max(0, log(n_ij n / (n_i n_j)) - log shift)`` with ``n_ij`` the sum of ``1 / distance`` over the
+    places where i and j stand at most ``window`` events apart in a user's sequence. Levy and Goldberg, "Neural word
+    embedding as implicit matrix factorization" (NIPS 2014); the weights by distance are those of GloVe.
+
+    Attributes:
+        dim: d, at most V - 1.
+        window: largest distance in events.
+        shift: 1 = plain PMI; k is what k negative samples are to word2vec, and leaves fewer, stronger pairs.
+        max_pairs: how many pairs of items are remembered; beyond, the weakest are forgotten and counted.
+    """
+
+    dim: int = 64
+    window: int = 5
+    shift: float = 1.0
+    max_pairs: int = 50_000_000
+
+    def __post_init__(self) -> None:
+        """Refuses options without a meaning."""
+        for name in ("dim", "window", "max_pairs"):
+            if getattr(self, name) < 1:
+                raise RecpoError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.shift > 0:
+            raise RecpoError(f"shift must be positive, got {self.shift}")
+
+    def count(self, shards: Iterable[Sequences], num_items: int) -> Pairs:
+        """Sums the pairs of all shards; holds one shard and at most twice ``max_pairs`` pairs at a time."""
+        upper, dropped = sparse.csr_matrix((num_items, num_items), dtype=np.float32), 0
+        for shard in shards:
+            upper = upper + self._pairs(shard, num_items)
+            if upper.nnz > self.max_pairs:
+                weakest = np.argpartition(upper.data, upper.nnz - self.max_pairs)[: upper.nnz - self.max_pairs]
+                upper.data[weakest] = 0
+                upper.eliminate_zeros()
+                dropped += len(weakest)
+        return Pairs((upper + upper.T).tocsr(), dropped)
+
+    def _pairs(self, shard: Sequences, num_items: int) -> sparse.csr_matrix:
+        items, user = shard.item_ids - 1, np.repeat(np.arange(len(shard.offsets) - 1), np.diff(shard.offsets))
+        total = sparse.csr_matrix((num_items, num_items), dtype=np.float32)
+        for distance in range(1, self.window + 1):
+            together = (user[distance:] == user[:-distance]) & (items[distance:] != items[:-distance])
+            one, other = items[:-distance][together], items[distance:][together]
+            weight = np.full(len(one), 1 / distance, dtype=np.float32)
+            places = (np.minimum(one, other), np.maximum(one, other))
+            total = total + sparse.csr_matrix((weight, places), shape=total.shape)
+        return total
+
+    def vectors(self, pairs: Pairs, seed: int) -> np.ndarray:
+        """``[V, d]`` float32; zero for items that stand near no other one.
+
+        Raises:
+            RecpoError: no two items ever stand near each other.
+        """
+        information = self.information(pairs.weights)
+        if not information.nnz:
+            raise RecpoError(
+                "no two items of the training period stand near each other in a user's sequence: no vectors can be made "
+                "from co-occurrence; give item vectors from a file (VectorsFromParquet)"
+            )
+        width = min(self.dim, information.shape[0] - 1)
+        left, singular, _ = randomized_svd(information, width, n_iter=4, random_state=seed)
+        vectors = (left * np.sqrt(singular)).astype(np.float32)
+        vectors[np.diff(information.indptr) == 0] = 0  # exactly, not up to rounding
+        return vectors
+
+    def information(self, weights: sparse.csr_matrix) -> sparse.csr_matrix:
+        """The shifted positive pointwise mutual information ``[V, V]`` of the pairs, zeros not stored."""
+        coordinates = weights.tocoo()
+        marginal = np.asarray(weights.sum(1), dtype=np.float64).ravel()
+        expected = marginal[coordinates.row] * marginal[coordinates.col] / max(marginal.sum(), 1e-300)
+        value = np.log(coordinates.data / expected) - np.log(self.shift)
+        matrix = sparse.csr_matrix(
+            (np.maximum(value, 0).astype(np.float32), (coordinates.row, coordinates.col)), shape=weights.shape
+        )
+        matrix.eliminate_zeros()
+        return matrix

@@ -1,0 +1,132 @@
+"""Residual k-means: a codebook for the vectors, one for what the first leaves, and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recpo.errors import RecpoError
+from recpo.tokenizer.capacity import settle
+from recpo.tokenizer.codebooks import Codebooks, Normalisation, nearest, normalisation, squared_distances, subtract
+
+_POINTS_PER_CODE = 32
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class ResidualKMeans:
+    """Level t clusters the residuals ``x - centroid_0[code_0] - ... - centroid_{t-1}[code_{t-1}]`` by Lloyd's k-means.
+
+    Residual quantisation: Chen, Guan and Wang, "Approximate nearest neighbor search by residual vector quantization"
+    (Sensors 2010); for semantic ids: QARM, arXiv 2411.11739, and OneRec, arXiv 2502.18965, which also balances codes.
+    Equal vectors and seed give equal codes.
+
+    Attributes:
+        levels: T.
+        codebook_size: K, codes of every level.
+        normalise: what happens to the vectors first (``recpo.tokenizer.codebooks.normalisation``).
+        capacity_slack: None, or a number from 1: no code of a level is given to more than ``slack * items / K`` items.
+        iterations: steps of Lloyd's algorithm.
+        sample: how many items the codebooks are fitted on (at least 32 for each code); all of them get codes.
+    """
+
+    levels: int = 3
+    codebook_size: int = 256
+    normalise: Normalisation = "l2"
+    capacity_slack: float | None = None
+    iterations: int = 25
+    sample: int = 65_536
+
+    def __post_init__(self) -> None:
+        """Refuses options that make no codes."""
+        for name in ("levels", "codebook_size", "iterations", "sample"):
+            if getattr(self, name) < 1:
+                raise RecpoError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.capacity_slack is not None and not self.capacity_slack >= 1:
+            raise RecpoError(
+                f"capacity_slack must be at least 1 (1 = all codes equally full), got {self.capacity_slack}"
+            )
+
+    def fit(self, vectors: Tensor, seed: int, finished: Callable[[], object] = _nothing) -> tuple[Codebooks, Tensor]:
+        """Fits the codebooks on the device of the vectors.
+
+        Args:
+            vectors: ``[V, d]`` float32, finite.
+            seed: of the sample and of the first centroids.
+            finished: called after every level.
+
+        Returns:
+            The codebooks and the codes ``[V, T]`` int64, which several items may share.
+        """
+        shift, scale, unit = normalisation(vectors, self.normalise)
+        empty = Codebooks(vectors.new_zeros(0, self.codebook_size, vectors.shape[1]), shift, scale, unit)
+        residual = empty.normalise(vectors)
+        generator = torch.Generator().manual_seed(seed)
+        sampled = max(self.sample, _POINTS_PER_CODE * self.codebook_size)
+        centroids, codes = [], []
+        for _ in range(self.levels):
+            chosen = torch.randperm(len(residual), generator=generator)[:sampled].to(residual.device)
+            centroids.append(self._lloyd(residual[chosen], generator))
+            codes.append(self._assign(residual, centroids[-1])[0])
+            subtract(residual, centroids[-1], codes[-1])
+            finished()
+        return Codebooks(torch.stack(centroids), shift, scale, unit), torch.stack(codes, 1)
+
+    def _lloyd(self, points: Tensor, generator: torch.Generator) -> Tensor:
+        centroids = _first_centroids(points, self.codebook_size, generator)
+        for _ in range(self.iterations):
+            centroids = _means(points, *self._assign(points, centroids), centroids)
+        return centroids
+
+    def _assign(self, points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes ``[n]`` and squared distances ``[n]`` to the nearest centroid, within the capacity if there is one."""
+        code, distance = nearest(points, centroids)
+        if self.capacity_slack is None:
+            return code, distance
+        places = max(1, -int(-self.capacity_slack * len(points) // len(centroids)))
+        one_group = torch.zeros_like(code)
+        code = settle(
+            code,
+            distance,
+            one_group,
+            num_codes=len(centroids),
+            capacity=places,
+            distances=lambda items: squared_distances(points[items], centroids),
+        )
+        return code, distance
+
+
+def _first_centroids(points: Tensor, num_codes: int, generator: torch.Generator) -> Tensor:
+    """k-means++ (Arthur and Vassilvitskii, 2007): every next centroid with probability proportional to ``D(x)^2``.
+
+    Drawn as ``argmax D(x)^2 / e(x)`` with exponential e, which also holds where all points are taken already (all
+    distances 0), and the same on every device.
+    """
+    centroids = points.new_empty(num_codes, points.shape[1])
+    distance = torch.ones_like(points[:, 0])
+    for index in range(num_codes):
+        race = torch.empty(len(points)).exponential_(generator=generator).to(points.device)
+        centroids[index] = points[(distance / race).argmax()]
+        to_new = squared_distances(points, centroids[index : index + 1]).squeeze(1)
+        distance = to_new if index == 0 else torch.minimum(distance, to_new)
+    return centroids
+
+
+def _means(points: Tensor, code: Tensor, distance: Tensor, centroids: Tensor) -> Tensor:
+    """Mean of the points of every code; an empty code starts anew at one of the points farthest from their centroid.
+
+    Sums run over the points sorted by code, so that they do not depend on the order of atomic additions.
+    """
+    counts = torch.bincount(code, minlength=len(centroids))
+    ordered = points[code.argsort(stable=True)]
+    sums = torch.segment_reduce(ordered, "sum", lengths=counts, initial=0)
+    means = sums / counts.clamp_min(1)[:, None]
+    empty = (counts == 0).nonzero().squeeze(1)[: len(points)]
+    means[empty] = points[distance.argsort(descending=True, stable=True)[: len(empty)]]
+    return means

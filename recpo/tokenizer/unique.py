@@ -1,0 +1,136 @@
+"""No two items may share a code tuple: whoever collides moves to a free one, or gets one code more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from recpo.errors import RecpoError
+from recpo.tokenizer.capacity import rank_within, settle
+from recpo.tokenizer.codebooks import Codebooks, squared_distances, subtract
+
+
+def nearest_free(points: Tensor, codebooks: Codebooks, codes: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Moves every item that collides to the nearest free tuple, level by level.
+
+    From the first level on: a prefix that more items share than there are tuples below it keeps the nearest ones, the
+    others go to its nearest sibling with free places, and their later codes follow from their new residual. At the last
+    level a code has one place, so the item that is nearest to the centroid keeps its tuple and the others take the
+    nearest free last code. Nobody else moves.
+
+    Args:
+        points: ``[V, d]`` normalised vectors (``Codebooks.normalise``).
+        codebooks: the codebooks of the codes.
+        codes: ``[V, T]``.
+        kept: ``[V]`` bool, items that must not move; their tuples are unique.
+
+    Returns:
+        Codes ``[V, T]``, all different.
+
+    Raises:
+        RecpoError: there are more items than tuples.
+    """
+    codes, residual = codes.clone(), points.clone()
+
+    def distances(level: int, items: Tensor) -> Tensor:
+        return squared_distances(residual[items], codebooks.centroids[level])
+
+    def settled(level: int, moved: Tensor) -> None:
+        subtract(residual, codebooks.centroids[level], codes[:, level])
+        codes[moved, level + 1 :] = codebooks.encode(residual[moved], level + 1)
+
+    def wanted(level: int) -> Tensor:
+        return (residual - codebooks.centroids[level][codes[:, level]]).square().sum(1)
+
+    _separate(codes, codebooks.codebook_sizes, kept, wanted, distances, settled)
+    return codes
+
+
+def first_free(codes: Tensor, codebook_sizes: Sequence[int]) -> Tensor:
+    """The same without vectors: the first item keeps its tuple, the others take the smallest free last code.
+
+    Raises:
+        RecpoError: there are more items than tuples.
+    """
+    codes = codes.clone()
+
+    def distances(level: int, items: Tensor) -> Tensor:
+        return torch.arange(codebook_sizes[level], dtype=torch.float32).expand(len(items), -1)
+
+    def wanted(_: int) -> Tensor:
+        return torch.zeros(len(codes))
+
+    _separate(codes, codebook_sizes, None, wanted, distances, lambda level, moved: None)
+    return codes
+
+
+def _separate(
+    codes: Tensor,
+    codebook_sizes: Sequence[int],
+    kept: Tensor | None,
+    wanted: Callable[[int], Tensor],
+    distances: Callable[[int, Tensor], Tensor],
+    settled: Callable[[int, Tensor], None],
+) -> None:
+    """Makes the rows of ``codes`` unique in place.
+
+    Args:
+        codes: ``[V, T]``.
+        codebook_sizes: ``K_t`` of every level.
+        kept: ``[V]`` bool, items that must not move.
+        wanted: distance ``[V]`` of all items to their present code of a level.
+        distances: distances ``[m, K_t]`` of items to all codes of a level.
+        settled: called when the codes of a level are final, with the items ``[m]`` that changed there.
+    """
+    if len(codes) > math.prod(codebook_sizes):
+        raise RecpoError(
+            f"{len(codes)} items do not fit into {' x '.join(map(str, codebook_sizes))} code tuples: "
+            "take more levels or larger codebooks"
+        )
+    group = torch.zeros_like(codes[:, 0])
+    for level, size in enumerate(codebook_sizes):
+        distance = wanted(level)
+        if kept is not None:
+            distance = distance.masked_fill(kept, -1.0)
+        code = settle(
+            codes[:, level],
+            distance,
+            group,
+            num_codes=size,
+            capacity=min(math.prod(codebook_sizes[level + 1 :]), len(codes)),
+            distances=lambda items, level=level: distances(level, items),  # type: ignore[misc]
+        )
+        moved = (code != codes[:, level]).nonzero().squeeze(1)
+        codes[:, level] = code
+        settled(level, moved)
+        group = (group * size + code).unique(return_inverse=True)[1]
+
+
+def tuple_ids(codes: Tensor) -> Tensor:
+    """``[V]`` int64, 0 .. number of different tuples - 1: equal where the rows of ``codes [V, T]`` are equal."""
+    ids = torch.zeros_like(codes[:, 0])
+    for code in codes.T:
+        ids = (ids * (code.max() + 1) + code).unique(return_inverse=True)[1]
+    return ids
+
+
+def extra_code(codes: Tensor, given: Tensor | None = None) -> Tensor:
+    """One more code for every item: 0 where it is alone with its tuple, else 0 .. n - 1 in order of the items.
+
+    Args:
+        codes: ``[V, T]``.
+        given: ``[V]``, extra codes that items have already, -1 = none; new items count on from the largest.
+
+    Returns:
+        ``[V]``.
+    """
+    tuples = tuple_ids(codes)
+    if given is None:
+        return rank_within(tuples, torch.zeros_like(tuples))
+    largest = torch.full_like(tuples, -1).scatter_reduce_(0, tuples, given, "amax")
+    is_old = (given >= 0).long()
+    order = rank_within(2 * tuples + is_old, torch.zeros_like(tuples))
+    return torch.where(given >= 0, given, largest[tuples] + 1 + order)
