@@ -38,12 +38,12 @@ K = 10
 
 def values(policy, prepared, truth):
     """True reward and dislike probability of every test user's list, ``[2, users]``."""
-    judge = true_rewards(truth, Prepared.open(prepared), "test", [K])
+    rewards = true_rewards(truth, Prepared.open(prepared), "test", [K])
     found = []
     with torch.no_grad():
         for batch in evaluation_batches(prepared, "test", policy.max_history, 512):
             items = policy.recommend(batch.feedback.histories, K, batch.seen).item_ids
-            judged = judge(batch.feedback.row_ids, items)
+            judged = rewards.of_lists(batch.feedback.row_ids, items)
             found.append(torch.stack([judged[f"true_reward@{K}"], judged[f"true_dislike@{K}"]]))
     return torch.cat(found, 1).numpy()
 

@@ -22,7 +22,7 @@ from recpo.cli.recommend import recommend
 from recpo.cli.simulate import simulate
 from recpo.cli.train import train
 from recpo.errors import RecpoError
-from recpo.evaluation.held_out import Estimate
+from recpo.evaluation.intervals import Estimate
 from recpo.evaluation.seeds import estimate_over_seeds
 
 _METRICS = {"NDCG@10": "NDCG@10 on positives", "disliked@10": "disliked@10", "true_reward@10": "true expected reward"}

@@ -20,8 +20,10 @@ from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.baselines import Popularity, UniformlyRandom
-from recpo.evaluation.held_out import Judge, RankingResult, Recommender, evaluate_ranking
+from recpo.evaluation.held_out import RankingResult, evaluate_ranking
+from recpo.evaluation.measures import Measure, Recommender
 from recpo.evaluation.report import Contender, differences_table, metrics_document, metrics_table
+from recpo.evaluation.segments import history_length
 from recpo.training.run import load_policy, read_finished
 from recpo.types import EvaluationBatch
 
@@ -64,8 +66,8 @@ def evaluate(
     """
     data = Prepared.open(prepared)
     target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    judge = None if truth is None else true_rewards(truth, data, split, ks)
-    setting = _Setting(data, split, ks, positive_threshold, exclude_seen, judge, batch_size, target)
+    measures = () if truth is None else (true_rewards(truth, data, split, ks),)
+    setting = _Setting(data, split, ks, positive_threshold, exclude_seen, measures, batch_size, target)
     runs = [run] if isinstance(run, Path) else run
     for path in runs:
         if read_finished(path)["catalogue_checksum"] != data.catalogue_checksum:
@@ -75,7 +77,11 @@ def evaluate(
     contenders = [Contender(name, "baseline", setting.evaluate(_baseline(name, data), 1, name)) for name in baselines]
     for name, path in zip(_names(runs), runs, strict=True):
         policy = load_policy(path, checkpoint).to(target)
-        contenders.append(Contender(name, "run", setting.evaluate(policy.recommend, policy.max_history, name)))
+        contenders.append(
+            Contender(
+                name, "run", setting.evaluate(Recommender(policy.recommend, policy.log_prob), policy.max_history, name)
+            )
+        )
         del policy
     if not contenders:
         raise RecpoError("nothing to evaluate: name at least one --run or one of --baselines")
@@ -93,25 +99,26 @@ class _Setting:
     ks: Sequence[int]
     positive_threshold: float
     exclude_seen: bool
-    judge: Judge | None
+    measures: Sequence[Measure]
     batch_size: int
     device: torch.device
 
-    def evaluate(self, recommend: Recommender, history_length: int, name: str) -> RankingResult:
+    def evaluate(self, recommender: Recommender, max_history: int, name: str) -> RankingResult:
         return evaluate_ranking(
-            recommend,
-            self._batches(history_length, name),
+            recommender,
+            self._batches(max_history, name),
             num_items=self.data.num_items,
             ks=self.ks,
             positive_threshold=self.positive_threshold,
             exclude_seen=self.exclude_seen,
-            judge=self.judge,
+            measures=self.measures,
+            user_segments=[history_length()],
         )
 
-    def _batches(self, history_length: int, name: str) -> Iterator[EvaluationBatch]:
+    def _batches(self, max_history: int, name: str) -> Iterator[EvaluationBatch]:
         users = sum(shard["users"] for shard in self.data.manifest["shards"][self.split])
         with tqdm(total=users, desc=f"evaluate {name}", unit="user", disable=None, leave=False) as bar:
-            for batch in evaluation_batches(self.data.root, self.split, history_length, self.batch_size):
+            for batch in evaluation_batches(self.data.root, self.split, max_history, self.batch_size):
                 yield move_data_to_device(batch, self.device)
                 bar.update(len(batch.seen))
 
@@ -130,9 +137,9 @@ class _Setting:
 
 def _baseline(name: Baseline, data: Prepared) -> Recommender:
     if name == "random":
-        return UniformlyRandom(data.num_items).recommend
+        return Recommender(UniformlyRandom(data.num_items).recommend)
     counts = data.item_counts("train_count" if name == "popularity" else "train_positives")
-    return Popularity(torch.from_numpy(counts)).recommend
+    return Recommender(Popularity(torch.from_numpy(counts)).recommend)
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

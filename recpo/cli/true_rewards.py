@@ -1,8 +1,9 @@
-"""The simulator's truth as a judge of recommended lists."""
+"""The simulator's truth as a measure of recommended lists."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -14,12 +15,57 @@ from torch import Tensor
 from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
-from recpo.evaluation.held_out import Judge
+from recpo.evaluation.measures import Observed
 from recpo.simulation.truth import Truth
 
 
-def true_rewards(path: Path, data: Prepared, split: Literal["valid", "test"], ks: Sequence[int]) -> Judge:
-    """A judge that adds ``true_reward@k`` and ``true_dislike@k``, means over the places that a list fills.
+@dataclass(frozen=True)
+class TrueRewards:
+    """Adds ``true_reward@k`` and ``true_dislike@k``, means over the places that a list fills, nan for an empty list.
+
+    Attributes:
+        truth: what the simulation knows.
+        user_ids: ``[users]`` its number of every user of the prepared data.
+        item_ids: ``[V]`` its number of the items 1..V.
+        day: on which tastes are asked.
+        ks: list lengths.
+    """
+
+    truth: Truth
+    user_ids: np.ndarray
+    item_ids: np.ndarray
+    day: float
+    ks: Sequence[int]
+
+    def update(self, observed: Observed) -> dict[str, Tensor]:
+        """See ``Measure.update``."""
+        return self.of_lists(observed.batch.feedback.row_ids, observed.lists.item_ids)
+
+    def totals(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+    def of_lists(self, row_ids: Tensor, recommended: Tensor) -> dict[str, Tensor]:
+        """The metrics ``[B]`` of the lists ``recommended [B, K]`` of the users ``row_ids [B]``."""
+        shown = recommended[:, : max(self.ks)].cpu()
+        filled = shown > 0
+        # an empty place is looked up as any item and left out below
+        items = self.item_ids[(shown - 1).clamp_min(0).numpy()]
+        arguments = (self.user_ids[row_ids.cpu().numpy()], items, self.day)
+        metrics: dict[str, Tensor] = {}
+        for name, values in (
+            ("true_reward", self.truth.expected_reward(*arguments)),
+            ("true_dislike", self.truth.dislike_probability(*arguments)),
+        ):
+            total = (torch.from_numpy(values) * filled).cumsum(1)
+            places = filled.cumsum(1)
+            last = [min(k, shown.shape[1]) - 1 for k in self.ks]
+            metrics |= {f"{name}@{k}": total[:, i] / places[:, i] for k, i in zip(self.ks, last, strict=True)}
+        return metrics
+
+
+def true_rewards(path: Path, data: Prepared, split: Literal["valid", "test"], ks: Sequence[int]) -> TrueRewards:
+    """The truth in ``path`` for the users and items of ``data``.
 
     Tastes drift, so they are taken on the day on which the period begins (on the log's last day where every user has a
     period of his own).
@@ -39,22 +85,4 @@ def true_rewards(path: Path, data: Prepared, split: Literal["valid", "test"], ks
         raise RecpoError(
             f"{data.root} was not prepared from the simulation in {path}: its ids are no numbers"
         ) from error
-    longest = max(ks)
-
-    def judge(row_ids: Tensor, recommended: Tensor) -> dict[str, Tensor]:
-        shown = recommended[:, :longest].cpu()
-        filled = shown > 0
-        # an empty place is looked up as any item and left out below
-        arguments = (user_ids[row_ids.cpu().numpy()], item_ids[(shown - 1).clamp_min(0).numpy()], day)
-        metrics: dict[str, Tensor] = {}
-        for name, values in (
-            ("true_reward", truth.expected_reward(*arguments)),
-            ("true_dislike", truth.dislike_probability(*arguments)),
-        ):
-            total = (torch.from_numpy(values) * filled).cumsum(1)
-            places = filled.cumsum(1)
-            last = [min(k, shown.shape[1]) - 1 for k in ks]
-            metrics |= {f"{name}@{k}": total[:, i] / places[:, i] for k, i in zip(ks, last, strict=True)}
-        return metrics
-
-    return judge
+    return TrueRewards(truth, user_ids, item_ids, day, ks)

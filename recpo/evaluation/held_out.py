@@ -2,58 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from recpo.errors import RecpoError
-from recpo.evaluation.ranking import (
-    Coverage,
-    RankedHits,
-    hit_rate,
-    is_member,
-    mean_average_precision,
-    mrr,
-    ndcg,
-    precision,
-    ranked_hits,
-    recall,
-)
-from recpo.types import EvaluationBatch, Histories, Recommendations
+from recpo.evaluation.accuracy import accuracy, accuracy_of_bin
+from recpo.evaluation.beyond_accuracy import Exposure
+from recpo.evaluation.intervals import Estimate, estimate
+from recpo.evaluation.measures import Measure, Observed, Recommender
+from recpo.evaluation.ranking import is_member, ranked_hits
+from recpo.evaluation.segments import ItemSegment, UserSegment
+from recpo.evaluation.targets import Targets, held_out_targets
+from recpo.types import EvaluationBatch
 
-#: Anything that recommends as ``Policy.recommend`` does: ``(histories, k, exclude) -> Recommendations``.
-Recommender = Callable[[Histories, int, Tensor | None], Recommendations]
-#: Adds per-user metrics ``[B]`` of the lists of users ``row_ids [B]``, ``item_ids [B, k]``: a simulator's truth, say.
-Judge = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
-
-_Z95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
+_Parts = dict[str, list[Tensor]]
 
 
-class Estimate(NamedTuple):
-    """A mean over users with the half-width of its normal 95 % interval ``1.96 s / sqrt(n)``.
+@dataclass(frozen=True)
+class UserLabels:
+    """The users' bins of one ``UserSegment``: names, and ``[U]`` int64 indices, ``NO_BIN`` for none."""
 
-    ``mean`` is nan for n = 0, ``half_width`` for n < 2.
-    """
-
-    mean: float
-    half_width: float
-    n: int
-
-
-class Targets(NamedTuple):
-    """The two target sets of a batch of users: the held-out events' items ``[B, S]`` and who belongs to which set.
-
-    An item that the user disliked in any held-out event is disliked, never positive.
-    """
-
-    item_ids: Tensor
-    positive: Tensor
-    disliked: Tensor
+    bins: tuple[str, ...]
+    label: Tensor
 
 
 @dataclass(frozen=True)
@@ -63,14 +37,18 @@ class RankingResult:
     Attributes:
         row_ids: ``[U]`` int64, the users.
         per_user: metric name, such as ``NDCG@10``, to ``[U]`` float32; nan where the user has no target of that kind.
-        coverage: ``coverage@k`` to the share of the catalogue that is in somebody's first k items.
+        totals: metrics of all lists together, such as ``coverage@10``.
         counts: users and held-out events, by what became of them.
+        user_segments: segment name to the users' bins.
+        item_segments: segment name to bin to metrics as in ``per_user``, of the targets in that bin alone.
     """
 
     row_ids: Tensor
     per_user: dict[str, Tensor]
-    coverage: dict[str, float]
+    totals: dict[str, float]
     counts: dict[str, int]
+    user_segments: dict[str, UserLabels]
+    item_segments: dict[str, dict[str, dict[str, Tensor]]]
 
     def estimate(self, metric: str) -> Estimate:
         """Mean of a metric over the users for whom it is defined."""
@@ -86,116 +64,148 @@ class RankingResult:
             raise ValueError("a paired difference needs both results on the same users in the same order")
         return estimate(self.per_user[metric].double() - other.per_user[metric].double())
 
-
-def estimate(values: Tensor) -> Estimate:
-    """Mean and normal 95 % half-width of the values that are not nan."""
-    defined = values[~values.isnan()].double()
-    n = len(defined)
-    mean = defined.mean().item() if n else math.nan
-    return Estimate(mean, _Z95 * defined.std().item() / math.sqrt(n) if n > 1 else math.nan, n)
-
-
-def held_out_targets(batch: EvaluationBatch, positive_threshold: float) -> Targets:
-    """Positives are held-out events with ``watch_quantile >= positive_threshold`` of items that were not disliked.
-
-    Raises:
-        ValueError: the batch has no watch quantiles.
-    """
-    slates = batch.feedback.slates
-    if slates.watch_quantile is None:
-        raise ValueError("positives are told by watch_quantile, and this batch has none")
-    disliked = torch.zeros_like(slates.mask) if slates.dislike is None else slates.dislike & slates.mask
-    liked = slates.mask & (slates.watch_quantile >= positive_threshold)
-    return Targets(slates.item_ids, liked & ~is_member(slates.item_ids, slates.item_ids, disliked), disliked)
+    def segments(self) -> dict[str, dict[str, dict[str, Estimate]]]:
+        """Segment to bin to metric to its mean over the bin's users, or over the users with targets in the bin."""
+        found = {
+            name: {
+                bin_name: {metric: estimate(values[users.label == index]) for metric, values in self.per_user.items()}
+                for index, bin_name in enumerate(users.bins)
+            }
+            for name, users in self.user_segments.items()
+        }
+        of_items = {
+            name: {
+                bin_name: {metric: estimate(values) for metric, values in metrics.items()}
+                for bin_name, metrics in bins.items()
+            }
+            for name, bins in self.item_segments.items()
+        }
+        return found | of_items
 
 
 def evaluate_ranking(
-    recommend: Recommender,
+    recommender: Recommender,
     batches: Iterable[EvaluationBatch],
     *,
     num_items: int,
     ks: Sequence[int] = (10, 50),
     positive_threshold: float = 0.75,
     exclude_seen: bool = True,
-    judge: Judge | None = None,
+    measures: Sequence[Measure] = (),
+    user_segments: Sequence[UserSegment] = (),
+    item_segments: Sequence[ItemSegment] = (),
 ) -> RankingResult:
-    """Ranks the whole catalogue for every held-out user.
+    """Ranks the whole catalogue for every held-out user, in one pass over the batches.
 
-    For the user's positives (see ``held_out_targets`` and ``recpo.evaluation.ranking``): HitRate, Recall, Precision,
-    NDCG, MRR and MAP at every k. For the held-out items that the user disliked, over the users who have any, lower is
-    better: ``disliked_hit_rate@k``, 1 if one of them is among the first k, and ``disliked@k``, their share of the k
-    places. ``coverage@k`` over all lists.
+    The metrics of ``recpo.evaluation.accuracy`` for every user, and whatever the ``measures`` add.
 
     Args:
-        recommend: the recommender, called as ``recommend(histories, k, exclude)`` without gradients.
+        recommender: called without gradients.
         batches: held-out users.
         num_items: catalogue size.
         ks: list lengths.
         positive_threshold: least watch quantile of a positive.
         exclude_seen: nothing from ``EvaluationBatch.seen`` may be recommended. Held-out events of such items cannot be
             ranked then, so they are removed from the targets and counted. False keeps both.
-        judge: adds metrics of its own.
+        measures: metrics beside these; instances that have not seen a pass yet.
+        user_segments: labels every user.
+        item_segments: HitRate, Recall and NDCG of each bin's targets.
 
     Raises:
         RecpoError: no user, ``ks`` that are no list lengths, or a recommender that shows what it was told to exclude.
+        ValueError: two measures give a metric of the same name.
     """
     if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
         raise RecpoError(f"ks must be different whole numbers from 1 on, such as [10, 50]; got {list(ks)}")
-    counts: Counter[str] = Counter()
-    collected: dict[str, list[Tensor]] = defaultdict(list)
-    row_ids: list[Tensor] = []
-    coverage = Coverage(num_items, ks)
+    collected = _Collected(ks, [Exposure(num_items, ks), *measures], user_segments, item_segments)
     for batch in batches:
-        exclude = batch.seen if exclude_seen else None
         with torch.inference_mode():
-            item_ids = recommend(batch.feedback.histories, min(max(ks), num_items), exclude).item_ids
-            if exclude is not None and bool(is_member(item_ids, exclude).any()):
+            exclude = batch.seen if exclude_seen else None
+            lists = recommender.recommend(batch.feedback.histories, min(max(ks), num_items), exclude)
+            if exclude is not None and bool(is_member(lists.item_ids, exclude).any()):
                 raise RecpoError("the recommender returned items that it was told to exclude; its metrics mean nothing")
-            targets = _rankable(held_out_targets(batch, positive_threshold), exclude, counts)
-            metrics = _metrics_of(item_ids, targets, ks, counts)
-            metrics |= judge(batch.feedback.row_ids, item_ids) if judge else {}
-            coverage.update(item_ids)
-        row_ids.append(batch.feedback.row_ids.cpu())
-        for name, values in metrics.items():
-            collected[name].append(values.float().cpu())
-    if not row_ids:
-        raise RecpoError("nothing to evaluate: there are no held-out users")
-    return RankingResult(
-        row_ids=torch.cat(row_ids),
-        per_user={name: torch.cat(parts) for name, parts in collected.items()},
-        coverage={f"coverage@{k}": value for k, value in zip(ks, coverage.compute(), strict=True)},
-        counts=dict(counts),
-    )
+            targets = collected.rankable(held_out_targets(batch, positive_threshold), exclude)
+            logp = recommender.log_prob(batch.feedback).sum(-1) if recommender.log_prob else None
+            collected.add(Observed(batch, lists, targets, logp))
+    return collected.result()
 
 
-def _rankable(targets: Targets, exclude: Tensor | None, counts: Counter[str]) -> Targets:
-    counts["positive_events"] += int(targets.positive.sum())
-    counts["disliked_events"] += int(targets.disliked.sum())
-    unseen = torch.ones_like(targets.positive) if exclude is None else ~is_member(targets.item_ids, exclude)
-    kept = Targets(targets.item_ids, targets.positive & unseen, targets.disliked & unseen)
-    counts["positive_events_removed_as_seen"] += int((targets.positive & ~unseen).sum())
-    counts["disliked_events_removed_as_seen"] += int((targets.disliked & ~unseen).sum())
-    return kept
+class _Collected:
+    """What one pass has found so far, on the CPU."""
+
+    def __init__(
+        self,
+        ks: Sequence[int],
+        measures: Sequence[Measure],
+        user_segments: Sequence[UserSegment],
+        item_segments: Sequence[ItemSegment],
+    ) -> None:
+        self._ks, self._measures = ks, measures
+        self._user_segments, self._item_segments = user_segments, item_segments
+        self._counts: Counter[str] = Counter()
+        self._row_ids: list[Tensor] = []
+        self._per_user: _Parts = defaultdict(list)
+        self._labels: _Parts = defaultdict(list)
+        self._per_bin: dict[tuple[str, str], _Parts] = defaultdict(lambda: defaultdict(list))
+
+    def rankable(self, targets: Targets, exclude: Tensor | None) -> Targets:
+        """The targets that a list can hold; counts what is removed."""
+        kept = targets if exclude is None else targets.without(exclude)
+        for kind, before, after in (
+            ("positive", targets.positive, kept.positive),
+            ("disliked", targets.disliked, kept.disliked),
+        ):
+            self._counts[f"{kind}_events"] += int(before.sum())
+            self._counts[f"{kind}_events_removed_as_seen"] += int(before.sum()) - int(after.sum())
+        return kept
+
+    def add(self, observed: Observed) -> None:
+        """Measures one batch."""
+        lists, targets = observed.lists.item_ids, observed.targets
+        positive = ranked_hits(lists, targets.item_ids, targets.positive)
+        disliked = ranked_hits(lists, targets.item_ids, targets.disliked)
+        self._counts["users"] += len(lists)
+        self._counts["users_with_positives"] += int((positive.num_targets > 0).sum())
+        self._counts["users_with_dislikes"] += int((disliked.num_targets > 0).sum())
+        metrics = accuracy(positive, disliked, self._ks)
+        for measure in self._measures:
+            more = measure.update(observed)
+            if again := metrics.keys() & more.keys():
+                raise ValueError(f"two measures give metrics of the same name: {', '.join(sorted(again))}")
+            metrics |= more
+        self._row_ids.append(observed.batch.feedback.row_ids.cpu())
+        _append(self._per_user, metrics)
+        _append(self._labels, {segment.name: segment.label(observed.batch) for segment in self._user_segments})
+        for segment in self._item_segments:
+            for bin_name, of_bin in zip(segment.bins, segment.split(positive, lists), strict=True):
+                _append(self._per_bin[segment.name, bin_name], accuracy_of_bin(of_bin, self._ks))
+
+    def result(self) -> RankingResult:
+        """Everything, of all users.
+
+        Raises:
+            RecpoError: there was no user.
+        """
+        if not self._row_ids:
+            raise RecpoError("nothing to evaluate: there are no held-out users")
+        labels = _joined(self._labels)
+        return RankingResult(
+            row_ids=torch.cat(self._row_ids),
+            per_user={name: values.float() for name, values in _joined(self._per_user).items()},
+            totals={name: value for measure in self._measures for name, value in measure.totals().items()},
+            counts=dict(self._counts),
+            user_segments={s.name: UserLabels(s.bins, labels[s.name]) for s in self._user_segments},
+            item_segments={
+                segment.name: {name: _joined(self._per_bin[segment.name, name]) for name in segment.bins}
+                for segment in self._item_segments
+            },
+        )
 
 
-def _metrics_of(item_ids: Tensor, targets: Targets, ks: Sequence[int], counts: Counter[str]) -> dict[str, Tensor]:
-    positive = ranked_hits(item_ids, targets.item_ids, targets.positive)
-    disliked = ranked_hits(item_ids, targets.item_ids, targets.disliked)
-    counts["users"] += len(item_ids)
-    counts["users_with_positives"] += _users_with(positive)
-    counts["users_with_dislikes"] += _users_with(disliked)
-    by_name = {
-        "NDCG": ndcg(positive, ks),
-        "Recall": recall(positive, ks),
-        "HitRate": hit_rate(positive, ks),
-        "MRR": mrr(positive, ks),
-        "MAP": mean_average_precision(positive, ks),
-        "Precision": precision(positive, ks),
-        "disliked": precision(disliked, ks),
-        "disliked_hit_rate": hit_rate(disliked, ks),
-    }
-    return {f"{name}@{k}": values[:, i] for name, values in by_name.items() for i, k in enumerate(ks)}
+def _append(parts: _Parts, values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        parts[name].append(value.cpu())
 
 
-def _users_with(hits: RankedHits) -> int:
-    return int((hits.num_targets > 0).sum())
+def _joined(parts: _Parts) -> dict[str, Tensor]:
+    return {name: torch.cat(values) for name, values in parts.items()}

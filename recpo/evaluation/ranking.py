@@ -26,10 +26,13 @@ class RankedHits(NamedTuple):
     Attributes:
         hit: ``[B, K]`` float32, 1 where the list's place holds a target, else 0.
         num_targets: ``[B]`` int64, distinct targets of each user.
+        targets: ``[B, P]`` int64, the distinct targets, ascending, with 0 between them where one was repeated or left
+            out.
     """
 
     hit: Tensor
     num_targets: Tensor
+    targets: Tensor
 
 
 def ranked_hits(item_ids: Tensor, targets: Tensor, mask: Tensor) -> RankedHits:
@@ -48,7 +51,7 @@ def ranked_hits(item_ids: Tensor, targets: Tensor, mask: Tensor) -> RankedHits:
     kept = _sorted_set(targets, mask)
     distinct = kept != _NO_ITEM
     distinct[:, 1:] &= kept[:, 1:] != kept[:, :-1]
-    return RankedHits(_found(item_ids, kept).float(), distinct.sum(1))
+    return RankedHits(_found(item_ids, kept).float(), distinct.sum(1), kept.masked_fill(~distinct, 0))
 
 
 def is_member(items: Tensor, of: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -101,30 +104,17 @@ def mrr(hits: RankedHits, ks: Sequence[int]) -> Tensor:
 def mean_average_precision(hits: RankedHits, ks: Sequence[int]) -> Tensor:
     """MAP@k: ``sum_{r<=k} hit_r Precision@r / min(k, number of targets)``. ``[B, len(ks)]``."""
     rank = torch.arange(1, hits.hit.shape[1] + 1, device=hits.hit.device, dtype=torch.float32)
-    gained = RankedHits(hits.hit * hits.hit.cumsum(1) / rank, hits.num_targets)
+    gained = hits._replace(hit=hits.hit * hits.hit.cumsum(1) / rank)
     best = torch.stack([hits.num_targets.clamp(max=k) for k in ks], 1)
     return _defined(_sum_to_k(gained, ks) / best, hits)
 
 
-class Coverage:
-    """coverage@k: the share of the catalogue that is among the first k items of at least one list.
-
-    Keeps one bit per item and k, whatever the number of users.
-    """
-
-    def __init__(self, num_items: int, ks: Sequence[int]) -> None:
-        self._ks = tuple(ks)
-        self._shown = torch.zeros(len(self._ks), num_items + 1, dtype=torch.bool)
-
-    def update(self, item_ids: Tensor) -> None:
-        """Adds the lists ``[B, K]``."""
-        for shown, k in zip(self._shown, self._ks, strict=True):
-            shown[item_ids[:, :k].reshape(-1).to(shown.device)] = True
-
-    def compute(self) -> list[float]:
-        """The coverage for each k."""
-        shown = self._shown[:, 1:]
-        return (shown.sum(1).double() / max(1, shown.shape[1])).tolist()
+def mean_rank(hits: RankedHits, ks: Sequence[int]) -> Tensor:
+    """Mean rank of the targets, where one that is not among the first k items counts as k + 1. ``[B, len(ks)]``."""
+    rank = torch.arange(1, hits.hit.shape[1] + 1, device=hits.hit.device, dtype=torch.float32)
+    cut = hits.hit.new_tensor(ks) + 1
+    absent = hits.num_targets[:, None] - _sum_to_k(hits, ks)
+    return _defined((_sum_to_k(hits, ks, rank) + absent * cut) / hits.num_targets[:, None], hits)
 
 
 def _sorted_set(items: Tensor, mask: Tensor) -> Tensor:

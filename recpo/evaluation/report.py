@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from recpo.evaluation.held_out import Estimate, RankingResult
+from recpo.evaluation.held_out import RankingResult
+from recpo.evaluation.intervals import Estimate
 
-SCHEMA_VERSION = 1
-_LOWER_IS_BETTER = ("disliked", "true_dislike")
+SCHEMA_VERSION = 2
+_LOWER_IS_BETTER = {"disliked", "disliked_hit_rate", "disliked_MRR", "true_dislike", "gini", "miscalibration"}
 _HEADINGS = ("NDCG", "Recall", "HitRate", "MRR", "disliked", "true_reward")
 _MOST_FOR_ALL_PAIRS = 4
 
@@ -23,52 +24,90 @@ class Contender(NamedTuple):
 
     Attributes:
         name: unique among the contenders.
-        kind: a trained run or a baseline.
+        kind: a trained run, an exported bundle or a baseline.
         result: its metrics.
+        off_policy: its off-policy estimates, JSON objects that go into the document as they are.
     """
 
     name: str
-    kind: Literal["run", "baseline"]
+    kind: Literal["run", "bundle", "baseline"]
     result: RankingResult
+    off_policy: Sequence[Mapping[str, Any]] = ()
 
 
-def metrics_document(contenders: Sequence[Contender], *, setting: dict[str, Any]) -> dict[str, Any]:
-    """What ``metrics.json`` holds; numbers that are not defined (no user, one user) are null.
+def metrics_document(
+    contenders: Sequence[Contender], *, setting: Mapping[str, Any], warnings: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What ``metrics.json`` holds; numbers that are not defined (no user, one user, no list) are null.
+
+    ::
+
+        schema_version  2
+        setting         split, ks, positive_threshold, exclude_seen, ... as given
+        conventions     {topic: how to read the numbers, in words}
+        warnings        [sentence], what a reader must know before the numbers
+        contenders      [{name, kind: "run" | "bundle" | "baseline",
+                          counts: {users, users_with_positives, users_with_dislikes, positive_events,
+                                   positive_events_removed_as_seen, disliked_events, disliked_events_removed_as_seen},
+                          metrics: {metric: estimate},            per-user metrics, such as NDCG@10, AUC_skips
+                          totals: {metric: number},               of all lists together, such as coverage@10, gini@10
+                          segments: {segment: {bin: {metric: estimate}}},
+                          off_policy: [...]}]
+        differences     [{contender, against, metrics: {metric: estimate}}]   paired, contender - against, every pair
+                        (i, j) with i < j as against = contender i; only metrics that both have
+
+    where ``estimate`` is ``{mean, half_width, n}``: mean over the n users for whom the metric is defined, and half of
+    its normal 95 % interval. Segments are ``history length`` and other divisions of the users, with every metric of the
+    users of a bin, and ``item popularity`` and other divisions of the items, with NDCG, Recall and HitRate of the
+    targets of a bin. JSON keys are sorted; the order of bins is in ``setting["segments"]``: ``{segment: [bin]}``.
 
     Args:
         contenders: all evaluated on the same users.
-        setting: split, threshold and the like; it goes into the document as it is.
-
-    Returns:
-        ``schema_version``, ``setting``, ``conventions``; ``contenders``: for each its ``name``, ``kind``, ``counts``,
-        ``metrics`` (name to ``mean``, ``half_width``, ``n``) and ``coverage``; ``differences``: for each pair
-        ``contender``, ``against`` and the paired ``metrics`` of contender - against.
+        setting: ``exclude_seen``, ``positive_threshold`` and whatever else describes the evaluation.
+        warnings: sentences.
     """
+    first = contenders[0].result
+    bins = {name: list(users.bins) for name, users in first.user_segments.items()}
+    bins |= {name: list(metrics) for name, metrics in first.item_segments.items()}
     return {
         "schema_version": SCHEMA_VERSION,
-        "setting": setting,
+        "setting": {**setting, "segments": bins},
         "conventions": conventions(bool(setting["exclude_seen"]), float(setting["positive_threshold"])),
-        "contenders": [
-            {
-                "name": contender.name,
-                "kind": contender.kind,
-                "counts": contender.result.counts,
-                "coverage": contender.result.coverage,
-                "metrics": {
-                    metric: _as_json(contender.result.estimate(metric)) for metric in contender.result.per_user
-                },
-            }
-            for contender in contenders
-        ],
+        "warnings": list(warnings),
+        "contenders": [_as_entry(contender) for contender in contenders],
         "differences": [
-            {
-                "contender": later.name,
-                "against": earlier.name,
-                "metrics": {m: _as_json(later.result.difference(earlier.result, m)) for m in later.result.per_user},
-            }
+            {"contender": later.name, "against": earlier.name, "metrics": _paired(later.result, earlier.result)}
             for earlier, later in combinations(contenders, 2)
         ],
     }
+
+
+def lower_is_better(metric: str) -> bool:
+    """True of metrics such as ``disliked@10`` that a better recommender has less of."""
+    return metric.split("@")[0] in _LOWER_IS_BETTER
+
+
+def _as_entry(contender: Contender) -> dict[str, Any]:
+    result = contender.result
+    return {
+        "name": contender.name,
+        "kind": contender.kind,
+        "counts": result.counts,
+        "metrics": {metric: _as_json(result.estimate(metric)) for metric in result.per_user},
+        "totals": {metric: _defined(value) for metric, value in result.totals.items()},
+        "segments": {
+            segment: {
+                bin_name: {metric: _as_json(value) for metric, value in metrics.items()}
+                for bin_name, metrics in bins.items()
+            }
+            for segment, bins in result.segments().items()
+        },
+        "off_policy": list(contender.off_policy),
+    }
+
+
+def _paired(later: RankingResult, earlier: RankingResult) -> dict[str, dict[str, float | int | None]]:
+    return {m: _as_json(later.difference(earlier, m)) for m in later.per_user if m in earlier.per_user}
 
 
 def conventions(exclude_seen: bool, positive_threshold: float) -> dict[str, str]:
@@ -101,7 +140,7 @@ def metrics_table(contenders: Sequence[Contender], k: int, *, title: str) -> Tab
     best = {name: _best(name, [e.mean for e in column]) for name, column in estimates.items()}
     for row, contender in enumerate(contenders):
         cells = [_cell(estimates[name][row], bold=row == best[name]) for name in names]
-        table.add_row(contender.name, *cells, f"{contender.result.coverage[f'coverage@{k}']:.3f}")
+        table.add_row(contender.name, *cells, f"{contender.result.totals[f'coverage@{k}']:.3f}")
     return table
 
 
@@ -148,7 +187,7 @@ def _best(metric: str, means: list[float]) -> int | None:
     defined = [(mean, row) for row, mean in enumerate(means) if not math.isnan(mean)]
     if len(defined) < 2:
         return None
-    return min(defined)[1] if metric.startswith(_LOWER_IS_BETTER) else max(defined)[1]
+    return min(defined)[1] if lower_is_better(metric) else max(defined)[1]
 
 
 def _cell(value: Estimate, *, bold: bool = False, signed: bool = False) -> str:
@@ -160,8 +199,8 @@ def _cell(value: Estimate, *, bold: bool = False, signed: bool = False) -> str:
 
 
 def _as_json(value: Estimate) -> dict[str, float | int | None]:
-    return {
-        "mean": None if math.isnan(value.mean) else value.mean,
-        "half_width": None if math.isnan(value.half_width) else value.half_width,
-        "n": value.n,
-    }
+    return {"mean": _defined(value.mean), "half_width": _defined(value.half_width), "n": value.n}
+
+
+def _defined(value: float) -> float | None:
+    return None if math.isnan(value) else value

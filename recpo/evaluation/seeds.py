@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.stats import t as student
 
-from recpo.evaluation.held_out import Estimate
+from recpo.evaluation.intervals import Estimate
 
 
 def estimate_over_seeds(values: Sequence[float], level: float = 0.95) -> Estimate:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from recpo.contracts import Policy
-from recpo.evaluation.held_out import held_out_targets
-from recpo.evaluation.ranking import hit_rate, is_member, ndcg, precision, ranked_hits
+from recpo.evaluation.ranking import hit_rate, ndcg, precision, ranked_hits
+from recpo.evaluation.targets import held_out_targets
 from recpo.types import EvaluationBatch
 
 
@@ -38,10 +38,9 @@ class ValidationMetrics:
     def update(self, policy: Policy, batch: EvaluationBatch) -> None:
         """Adds the users of ``batch``."""
         items = policy.recommend(batch.feedback.histories, self._k, batch.seen).item_ids
-        targets = held_out_targets(batch, self._threshold)
-        unseen = ~is_member(targets.item_ids, batch.seen)
-        liked = ranked_hits(items, targets.item_ids, targets.positive & unseen)
-        disliked = ranked_hits(items, targets.item_ids, targets.disliked & unseen)
+        targets = held_out_targets(batch, self._threshold).without(batch.seen)
+        liked = ranked_hits(items, targets.item_ids, targets.positive)
+        disliked = ranked_hits(items, targets.item_ids, targets.disliked)
         columns = [metric(liked, [self._k]) for metric in (ndcg, hit_rate)] + [precision(disliked, [self._k])]
         per_user = torch.cat(columns, 1).T.cpu().double()
         known = per_user.isfinite()

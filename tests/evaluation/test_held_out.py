@@ -12,8 +12,11 @@ from torch import Tensor
 from recpo.atomic import write_json
 from recpo.errors import RecpoError
 from recpo.evaluation.baselines import Popularity, UniformlyRandom, first_allowed
-from recpo.evaluation.held_out import estimate, evaluate_ranking, held_out_targets
+from recpo.evaluation.held_out import evaluate_ranking
+from recpo.evaluation.intervals import estimate
+from recpo.evaluation.measures import Recommender
 from recpo.evaluation.report import Contender, differences_table, metrics_document, metrics_table
+from recpo.evaluation.targets import held_out_targets
 from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from tests.reference import ranking_loops
 
@@ -39,7 +42,7 @@ def always(*lists):
         ids = torch.tensor(lists)[:, :k]
         return Recommendations(ids, torch.zeros(ids.shape))
 
-    return recommend
+    return Recommender(recommend)
 
 
 def columns_of(batch):
@@ -74,7 +77,7 @@ def test_hand_worked_evaluation():
     assert result.estimate("NDCG@2").mean == pytest.approx(1 / (1 + 1 / math.log2(3)))
     assert result.estimate("disliked@2").mean == pytest.approx(1 / 2)
     assert result.estimate("disliked_hit_rate@1").mean == 0
-    assert result.coverage == {"coverage@1": 2 / 6, "coverage@2": 4 / 6}
+    assert [result.totals[f"coverage@{k}"] for k in (1, 2)] == pytest.approx([2 / 6, 4 / 6])
     assert result.counts["users"] == 2
     assert result.counts["users_with_positives"] == 1
 
@@ -89,7 +92,9 @@ def test_streamed_evaluation_agrees_with_loops(exclude_seen):
         shown.extend(answer.item_ids.tolist())
         return answer
 
-    result = evaluate_ranking(recommend, random_batches(), num_items=50, ks=(5, 20), exclude_seen=exclude_seen)
+    result = evaluate_ranking(
+        Recommender(recommend), random_batches(), num_items=50, ks=(5, 20), exclude_seen=exclude_seen
+    )
     rows = [row for batch in random_batches() for row in zip(*map(Tensor.tolist, columns_of(batch)), strict=True)]
     for k in (5, 20):
         for user, (items, quantiles, dislikes, seen) in enumerate(rows):
@@ -125,12 +130,28 @@ def test_nothing_to_evaluate_is_an_error(batches, ks):
         evaluate_ranking(always([1]), batches, num_items=3, ks=ks)
 
 
-def test_judge_adds_metrics_of_the_lists():
+class SumOfIds:
+    """A measure with a metric of its own and a total."""
+
+    def __init__(self):
+        self.users = 0
+
+    def update(self, observed):
+        self.users += len(observed.lists.item_ids)
+        return {"sum@1": observed.lists.item_ids[:, 0] + 10 * observed.batch.feedback.row_ids}
+
+    def totals(self):
+        return {"lists": self.users}
+
+
+def test_measures_add_metrics_and_totals():
     batch = batch_of([[1], [2]], [[0.9], [0.9]])
-    result = evaluate_ranking(
-        always([1, 2], [3, 4]), [batch], num_items=4, ks=(1,), judge=lambda rows, ids: {"sum@1": ids[:, 0] + 10 * rows}
-    )
+    lists = always([1, 2], [3, 4])
+    result = evaluate_ranking(lists, [batch], num_items=4, ks=(1,), measures=[SumOfIds()])
     assert result.per_user["sum@1"].tolist() == [1, 13]
+    assert result.totals["lists"] == 2
+    with pytest.raises(ValueError, match="same name: sum@1"):
+        evaluate_ranking(lists, [batch], num_items=4, ks=(1,), measures=[SumOfIds(), SumOfIds()])
 
 
 def test_interval_is_normal_and_paired_differences_are_narrower():
@@ -141,14 +162,16 @@ def test_interval_is_normal_and_paired_differences_are_narrower():
     assert math.isnan(estimate(torch.tensor([math.nan])).mean)
     batches = list(random_batches())
     a, b = (
-        evaluate_ranking(Popularity(counts).recommend, batches, num_items=50, ks=(10,))
+        evaluate_ranking(Recommender(Popularity(counts).recommend), batches, num_items=50, ks=(10,))
         for counts in (torch.arange(50), torch.arange(50).flip(0))
     )
     same = a.difference(a, "NDCG@10")
     assert same.mean == same.half_width == 0
     assert a.difference(b, "NDCG@10").mean == pytest.approx(a.estimate("NDCG@10").mean - b.estimate("NDCG@10").mean)
     with pytest.raises(ValueError, match="same users"):
-        a.difference(evaluate_ranking(Popularity(torch.ones(50)).recommend, batches[:1], num_items=50), "NDCG@10")
+        a.difference(
+            evaluate_ranking(Recommender(Popularity(torch.ones(50)).recommend), batches[:1], num_items=50), "NDCG@10"
+        )
 
 
 def test_popularity_ranks_by_count_then_id_without_the_excluded():
@@ -179,13 +202,13 @@ def test_first_allowed_pads_with_zero():
 def test_document_and_tables(tmp_path):
     batches = list(random_batches())
     contenders = [
-        Contender(name, "baseline", evaluate_ranking(baseline.recommend, batches, num_items=50))
+        Contender(name, "baseline", evaluate_ranking(Recommender(baseline.recommend), batches, num_items=50))
         for name, baseline in (("popularity", Popularity(torch.ones(50))), ("random", UniformlyRandom(50)))
     ]
     document = metrics_document(contenders, setting={"exclude_seen": True, "positive_threshold": 0.75})
     write_json(tmp_path / "metrics.json", document)
     read = json.loads((tmp_path / "metrics.json").read_text())
-    assert read["schema_version"] == 1
+    assert read["schema_version"] == 2
     assert read["contenders"][0]["metrics"]["NDCG@10"]["n"] == contenders[0].result.counts["users_with_positives"]
     assert read["differences"][0]["contender"] == "random"
     assert "excluded" in read["conventions"]["seen_items"]
@@ -217,6 +240,6 @@ def test_six_thousand_users_are_evaluated_in_a_second():
     times = []
     for _ in range(3):
         start = time.process_time()
-        evaluate_ranking(recommend, batches, num_items=3400)
+        evaluate_ranking(Recommender(recommend), batches, num_items=3400)
         times.append(time.process_time() - start)
     assert min(times) / torch.get_num_threads() < 1

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score
 
 from recpo.evaluation.ranking import (
-    Coverage,
     hit_rate,
     is_member,
     mean_average_precision,
@@ -135,10 +134,3 @@ def test_empty_sets_and_empty_batches():
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"expected item_ids \[B, K\]"):
         ranked_hits(torch.ones(2, 3), torch.ones(3, 1), torch.ones(3, 1).bool())
-
-
-def test_coverage_counts_distinct_items_of_all_lists():
-    coverage = Coverage(num_items=8, ks=[1, 2])
-    coverage.update(torch.tensor([[1, 2], [1, 3]]))
-    coverage.update(torch.tensor([[4, 1], [0, 0]]))
-    assert coverage.compute() == [2 / 8, 4 / 8]

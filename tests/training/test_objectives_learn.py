@@ -79,10 +79,10 @@ def fit(world, policy, objective, layout, seed, *, rate, steps, **module):
 
 def true_value(world, recommend):
     """The true value of every held-out user's list, ``[users]``."""
-    judge = true_rewards(world / "simulated" / "truth", Prepared.open(world / "prepared"), "valid", [K])
+    truth = true_rewards(world / "simulated" / "truth", Prepared.open(world / "prepared"), "valid", [K])
     with torch.no_grad():
         values = [
-            judge(batch.feedback.row_ids, recommend(batch.feedback.histories))[f"true_reward@{K}"]
+            truth.of_lists(batch.feedback.row_ids, recommend(batch.feedback.histories))[f"true_reward@{K}"]
             for batch in evaluation_batches(world / "prepared", "valid", HISTORY, 512)
         ]
     return torch.cat(values)

@@ -1,0 +1,67 @@
+"""Segments: users by what is known of them, targets by what is known of the item."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recpo.evaluation.ranking import RankedHits
+from recpo.types import EvaluationBatch
+
+#: Label of a user or an item that is in no bin.
+NO_BIN = -1
+
+
+class UserSegment(NamedTuple):
+    """Divides users into bins; every per-user metric gets a mean over the users of each bin.
+
+    Attributes:
+        name: such as ``history length``.
+        bins: their names.
+        label: ``batch -> [B]`` int64, index of the user's bin, ``NO_BIN`` for none.
+    """
+
+    name: str
+    bins: tuple[str, ...]
+    label: Callable[[EvaluationBatch], Tensor]
+
+
+class ItemSegment(NamedTuple):
+    """Divides items into bins; HitRate, Recall and NDCG are taken of each bin's targets alone.
+
+    Attributes:
+        name: such as ``item popularity``.
+        bins: their names.
+        label: ``[V + 1]`` int64, index of the bin of item 1, 2, ..., V (place 0 is unused), ``NO_BIN`` for none.
+    """
+
+    name: str
+    bins: tuple[str, ...]
+    label: Tensor
+
+    def split(self, hits: RankedHits, item_ids: Tensor) -> Iterator[RankedHits]:
+        """The hits of each bin's targets in the unchanged lists ``item_ids [B, K]``; ranks stay what they are."""
+        label = self.label.to(item_ids.device)
+        shown, wanted = label[item_ids], label[hits.targets].masked_fill(hits.targets == 0, NO_BIN)
+        for index in range(len(self.bins)):
+            inside = wanted == index
+            yield RankedHits(hits.hit * (shown == index), inside.sum(1), hits.targets * inside)
+
+
+def history_length(bounds: Sequence[int] = (1, 5, 20, 50)) -> UserSegment:
+    """Users by the number of events in their past, ``EvaluationBatch.seen``; the first bin holds new users.
+
+    Args:
+        bounds: least history of the second, third, ... bin; ascending, the first is 1.
+    """
+    edges = torch.tensor(bounds)
+
+    def label(batch: EvaluationBatch) -> Tensor:
+        return torch.bucketize((batch.seen > 0).sum(1), edges.to(batch.seen.device), right=True)
+
+    upper = [f"{low}-{high - 1}" for low, high in pairwise(bounds)]
+    return UserSegment("history length", ("new users", *upper, f"{bounds[-1]} and more"), label)
