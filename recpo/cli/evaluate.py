@@ -77,11 +77,8 @@ def evaluate(
     contenders = [Contender(name, "baseline", setting.evaluate(_baseline(name, data), 1, name)) for name in baselines]
     for name, path in zip(_names(runs), runs, strict=True):
         policy = load_policy(path, checkpoint).to(target)
-        contenders.append(
-            Contender(
-                name, "run", setting.evaluate(Recommender(policy.recommend, policy.log_prob), policy.max_history, name)
-            )
-        )
+        recommender = Recommender(policy.recommend, policy.log_prob)
+        contenders.append(Contender(name, "run", setting.evaluate(recommender, policy.max_history, name)))
         del policy
     if not contenders:
         raise RecpoError("nothing to evaluate: name at least one --run or one of --baselines")
