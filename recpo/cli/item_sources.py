@@ -32,15 +32,8 @@ class ItemVectors(NamedTuple):
     facts: dict[str, Any]
 
 
-class ItemSource(ABC):
-    """Says what the codes are made from; implementations are frozen dataclasses.
-
-    VectorsFromCooccurrence, VectorsFromParquet, VectorsFromRun or CodesFromFile.
-    """
-
-
-class VectorSource(ItemSource):
-    """A source of item vectors, from which residual k-means makes codes.
+class VectorSource(ABC):
+    """A source of item vectors, from which residual k-means makes codes; implementations are frozen dataclasses.
 
     Attributes:
         comparable: vectors read at another time lie in the same space, so that frozen codebooks can encode them.
@@ -164,7 +157,7 @@ class VectorsFromRun(VectorSource):
 
 
 @dataclass(frozen=True)
-class CodesFromFile(ItemSource):
+class CodesFromFile:
     """Ready-made codes; every item of the catalogue needs a row.
 
     Attributes:
@@ -195,8 +188,8 @@ class CodesFromFile(ItemSource):
         largest = rows.values.max(0)
         if self.codebook_size is not None and largest.max() >= self.codebook_size:
             raise RecpoError(
-                f"{self.file}, column {self.codes[int(largest.argmax())]}: code {largest.max()} does not fit into a codebook "
-                f"of {self.codebook_size}: codes count from 0"
+                f"{self.file}, column {self.codes[int(largest.argmax())]}: code {largest.max()} does not fit into a "
+                f"codebook of {self.codebook_size}: codes count from 0"
             )
         sizes = tuple(self.codebook_size or int(code) + 1 for code in largest)
         return rows.values, sizes, _file_facts(rows)

@@ -18,7 +18,6 @@ from recpo.atomic import atomic_directory
 from recpo.cli.config import write_resolved
 from recpo.cli.item_sources import (
     CodesFromFile,
-    ItemSource,
     VectorsFromCooccurrence,
     VectorsFromParquet,
     VectorsFromRun,
@@ -54,7 +53,7 @@ class _Tokenized(NamedTuple):
 def tokenize(
     prepared: Path,
     out: Path,
-    vectors: ItemSource = VectorsFromCooccurrence(),  # noqa: B008 frozen
+    vectors: VectorSource | CodesFromFile = VectorsFromCooccurrence(),  # noqa: B008 frozen
     codebooks: Path | None = None,
     levels: int = 3,
     codebook_size: int = 256,
@@ -105,9 +104,7 @@ def tokenize(
         tqdm(total=levels + 3, desc="tokenize", unit="stage", disable=None if progress else True) as bar,
     ):
         if isinstance(vectors, CodesFromFile):
-            result = _ready_made(vectors, items, codebooks, collisions)
-        elif not isinstance(vectors, VectorSource):
-            raise RecpoError(f"vectors: {type(vectors).__name__} gives neither vectors nor codes")
+            result = _ready_made(vectors, items, quantiser, collisions, codebooks)
         elif codebooks is None:
             result = _fitted(vectors, data, items, quantiser, collisions, torch.device(device), seed, bar.update)
         else:
@@ -120,14 +117,19 @@ def tokenize(
         facts = {"source": type(vectors).__name__, "seed": seed, **result.facts}
         semantic.save(partial, items.to_external(range(1, len(items) + 1)), {**facts, "report": report})
         bar.update(bar.total - bar.n)
-    _print(report, out)
+    _print(report, out, str(result.facts["collisions"]))
 
 
 def _ready_made(
-    source: CodesFromFile, items: IdMap, codebooks: Path | None, collisions: Collisions | None
+    source: CodesFromFile,
+    items: IdMap,
+    quantiser: ResidualKMeans,
+    collisions: Collisions | None,
+    codebooks: Path | None,
 ) -> _Tokenized:
     if codebooks is not None:
         raise RecpoError("codebooks encode vectors: use a source of vectors with them, not CodesFromFile")
+    _refuse_options(quantiser, "CodesFromFile has its codes already")
     if collisions == "nearest":
         raise RecpoError("collisions: nearest needs vectors, and codes from a file have none: use extra or first_free")
     values, sizes, facts = source.read(items)
@@ -177,8 +179,8 @@ def _frozen(
         )
     if not source.comparable:
         raise RecpoError(
-            f"{type(source).__name__} makes vectors in a space of its own every time, which older codebooks cannot read: "
-            "with codebooks, use VectorsFromParquet and the model that the codebooks were made from"
+            f"{type(source).__name__} makes vectors in a space of its own every time, which older codebooks cannot "
+            "read: with codebooks, use VectorsFromParquet and the model that the codebooks were made from"
         )
     earlier, codebooks = SemanticCodes.load(root), Codebooks.load(root)
     has_extra = earlier.codes.shape[1] > codebooks.levels
@@ -200,6 +202,11 @@ def _frozen(
         return _with_extra_code(result, codes[:, -1], earlier.codebook_sizes[-1])
     unique = nearest_free(points, codebooks, wanted, kept=~new)
     return result._replace(codes=unique, facts=facts | {"collisions": "nearest"})
+
+
+def _refuse_options(quantiser: ResidualKMeans, reason: str) -> None:
+    if quantiser != ResidualKMeans():
+        raise RecpoError(f"{reason}: leave out levels, codebook_size, normalise, capacity_slack, iterations and sample")
 
 
 def _refuse_first_free(collisions: Collisions | None) -> None:
@@ -237,7 +244,7 @@ def _report(result: _Tokenized) -> dict[str, Any]:
     return report
 
 
-def _print(report: dict[str, Any], out: Path) -> None:
+def _print(report: dict[str, Any], out: Path, collisions: str) -> None:
     console = Console()
     table = Table(title="codes", title_justify="left")
     for name in ("level", "codebook", "used", "perplexity", "largest share", "error / variance"):
@@ -247,16 +254,16 @@ def _print(report: dict[str, Any], out: Path) -> None:
         error = f"{level['error']:.4f}" if "error" in level else ""
         table.add_row(str(number), f"{level['codebook_size']:,}", *cells, error)
     console.print(table)
+    moves = f"{report['moved']:,} moved ({report['moved_share']:.1%}), {report['prefix_changed']:,} to another prefix"
     console.print(
         f"{out}: {report['items']:,} items; {report['collisions']:,} collided, at most {report['largest_tuple']:,} on one "
-        f"tuple; {report['moved']:,} moved ({report['moved_share']:.1%}), {report['prefix_changed']:,} to another prefix",
+        f"tuple; {'told apart by an extra code' if collisions == 'extra' else moves}",
         highlight=False,
         soft_wrap=True,
     )
-    if report["moved_share"] > MANY_MOVED:
+    if max(report["moved"], report["collisions"]) > MANY_MOVED * report["movable"]:
         console.print(
-            "warning: many items hold codes that are not their nearest, which says little about them: take more levels, "
-            "larger codebooks, or --collisions extra",
+            "warning: many items hold codes that say little about them: take more levels or larger codebooks",
             style="yellow",
             soft_wrap=True,
         )

@@ -96,8 +96,8 @@ class Codebooks:
 def normalisation(vectors: Tensor, kind: Normalisation) -> tuple[Tensor, Tensor, Tensor]:
     """``shift [d]``, ``scale [d]`` and ``unit`` of ``kind``, fitted on ``vectors [n, d]``.
 
-    "l2" brings every vector to length 1; "standardise" gives every dimension mean 0 and variance 1 (a constant dimension
-    becomes 0); "none" leaves vectors alone.
+    "l2" brings every vector to length 1; "standardise" gives every dimension mean 0 and variance 1 (0 where it is
+    constant); "none" leaves vectors alone.
     """
     shift, scale = torch.zeros_like(vectors[0]), torch.ones_like(vectors[0])
     if kind == "standardise":

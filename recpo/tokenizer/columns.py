@@ -95,8 +95,8 @@ def _collect(
         values[rows], found[rows] = block, True
     if not found.any():
         raise RecpoError(
-            f"{file}: none of its {ignored} rows names an item of the catalogue; is {item_id} the item column, and is it "
-            "the id of the log?"
+            f"{file}: none of its {ignored} rows names an item of the catalogue; does column {item_id} hold the item "
+            "ids of the log?"
         )
     return ItemRows(values, found, ignored)
 
@@ -128,8 +128,8 @@ def _vector_block(batch: pa.RecordBatch, columns: Sequence[str], file: Path) -> 
     bad = ~np.isfinite(block).all(1)
     if bad.any():
         raise RecpoError(
-            f"{file}: {int(bad.sum())} vectors have nan or infinite values (in the first {len(batch)} rows or the batch "
-            f"of the first fault), the first is that of {batch.column(0)[int(bad.argmax())]}: mend or remove them"
+            f"{file}: vectors with nan or infinite values, the first is that of item "
+            f"{batch.column(0)[int(bad.argmax())]}: mend or remove them"
         )
     return block
 
@@ -155,23 +155,17 @@ def _whole_numbers(values: pa.Array, column: str, file: Path) -> np.ndarray:
     if pa.types.is_integer(values.type):
         return values.to_numpy().astype(np.int64)
     if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
-        raise RecpoError(
-            f"{file}, column {column}: expected codes (integers, or text such as <a_183>), found {values.type}"
-        )
+        raise RecpoError(f"{file}, column {column}: expected integers, or text such as <a_183>, found {values.type}")
     number = pc.extract_regex(values, r"^\D*(?P<code>\d{1,9})\D*$")
     if number.null_count:
         first = values.filter(number.is_null())[0]
-        raise RecpoError(
-            f"{file}, column {column}: expected text with one number in it, such as <a_183>, found {first}"
-        )
+        raise RecpoError(f"{file}, column {column}: expected text with one number, such as <a_183>, found {first}")
     return pc.struct_field(number, "code").cast(pa.int64()).to_numpy()
 
 
 def _refuse_nulls(values: pa.Array, column: str, file: Path) -> None:
     if values.null_count:
-        raise RecpoError(
-            f"{file}, column {column}: {values.null_count} values are missing: remove those rows or fill them"
-        )
+        raise RecpoError(f"{file}, column {column}: {values.null_count} values are missing: fill or remove them")
 
 
 def _is_list(kind: pa.DataType) -> bool:

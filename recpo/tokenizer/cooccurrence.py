@@ -92,8 +92,8 @@ class Cooccurrence:
         information = self.information(pairs.weights)
         if not information.nnz:
             raise RecpoError(
-                "no two items of the training period stand near each other in a user's sequence: no vectors can be made "
-                "from co-occurrence; give item vectors from a file (VectorsFromParquet)"
+                "no two items of the training period stand near each other in a user's sequence, so co-occurrence "
+                "makes no vectors; give item vectors from a file (VectorsFromParquet)"
             )
         width = min(self.dim, information.shape[0] - 1)
         left, singular, _ = randomized_svd(information, width, n_iter=4, random_state=seed)

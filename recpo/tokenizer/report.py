@@ -1,4 +1,4 @@
-"""What the codes of a catalogue are worth: how they use the codebooks, what they keep of the vectors, who had to move."""
+"""What the codes are worth: how they use the codebooks, what they keep of the vectors, who had to move."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MANY_MOVED = 0.1
 
 
 def level_statistics(codes: Tensor, codebook_sizes: tuple[int, ...]) -> list[dict[str, float]]:
-    """For every level of ``codes [V, T]``, of the distribution p of its codes over the items:
+    """Of every level of ``codes [V, T]``, how its codes are distributed over the items.
 
     ``codebook_size`` K; ``utilisation``, the share of the K codes with at least one item; ``entropy``
     ``H = -sum p log p`` in nats; ``perplexity`` ``exp(H)``, at most K, the number of codes in equal use that has the
-    same entropy; ``largest``, the largest share of the items that has one code.
+    same entropy; ``largest``, the share p of the most frequent code.
     """
     levels = []
     for code, size in zip(codes.T, codebook_sizes, strict=True):
@@ -63,9 +63,10 @@ def collision_statistics(before: Tensor, after: Tensor, movable: int) -> dict[st
         movable: how many of the items could move at all.
 
     Returns:
-        ``collisions`` items beyond the first of their tuple; ``sharing`` items that shared a tuple, and
+        ``movable``; ``collisions`` items beyond the first of their tuple; ``sharing`` items that shared a tuple, and
         ``largest_tuple`` how many at most; ``largest_prefix`` the most items with one prefix of T - 1 codes;
-        ``moved`` and ``prefix_changed`` items whose T codes, or first T - 1 codes, are others now; ``moved_share`` of the movable.
+        ``moved`` and ``prefix_changed`` items whose T codes, or first T - 1 codes, are others now; ``moved_share`` of
+        the movable ones.
     """
     levels = before.shape[1]
     together = torch.bincount(tuple_ids(before))
@@ -77,6 +78,7 @@ def collision_statistics(before: Tensor, after: Tensor, movable: int) -> dict[st
         "sharing": int(together[together > 1].sum()),
         "largest_tuple": int(together.max()),
         "largest_prefix": int(prefixes.max()),
+        "movable": movable,
         "moved": moved,
         "moved_share": moved / max(1, movable),
         "prefix_changed": int(changed[:, : levels - 1].any(1).sum()),

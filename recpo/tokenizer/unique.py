@@ -43,7 +43,9 @@ def nearest_free(points: Tensor, codebooks: Codebooks, codes: Tensor, kept: Tens
         codes[moved, level + 1 :] = codebooks.encode(residual[moved], level + 1)
 
     def wanted(level: int) -> Tensor:
-        return (residual - codebooks.centroids[level][codes[:, level]]).square().sum(1)
+        after = residual.clone()
+        subtract(after, codebooks.centroids[level], codes[:, level])
+        return after.square_().sum(1)
 
     _separate(codes, codebooks.codebook_sizes, kept, wanted, distances, settled)
     return codes
