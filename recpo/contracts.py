@@ -92,6 +92,10 @@ class StatePolicy(Policy):
         """See ``Policy.log_prob``; ``states`` are those of ``encode``, where they are at hand already."""
 
     @abstractmethod
+    def item_vectors(self, item_ids: Tensor) -> Tensor:
+        """What the encoder reads of the items ``[...]``, ``[..., d]``; zero for id 0."""
+
+    @abstractmethod
     def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """Entropy in nats of the policy at the state of every slate position, ``[B, S]``.
 
@@ -106,10 +110,15 @@ class Objective(ABC):
     def requires(self) -> frozenset[str]:
         """What the module must compute beyond ``logp.policy``.
 
-        Out of ``{"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score"}``; it
-        may depend on the fields (no reference policy is scored for a KL penalty of 0).
+        Out of ``{"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score",
+        "labels"}``; it may depend on the fields (no reference policy is scored for a KL penalty of 0).
         """
         return frozenset()
+
+    @property
+    def num_scores(self) -> int:
+        """``K``, how many scores per item it asks for with "score"."""
+        return 1
 
     @property
     def reads_log_prob(self) -> bool:

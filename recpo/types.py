@@ -65,6 +65,7 @@ class FeedbackBatch(NamedTuple):
             micro-batch, every rank), over which a batch threshold is taken; None = this batch is the whole step.
         known_positives: ``[B, M]`` int64, items that the context's user is known to like and that are therefore no
             negatives, 0 pads; only where the policy is to add hard negatives.
+        user_ids: ``[B]`` int64, whose contexts they are: rows of the prepared ``users.parquet``.
     """
 
     histories: Histories
@@ -72,6 +73,7 @@ class FeedbackBatch(NamedTuple):
     row_ids: Tensor
     step_quantiles: Tensor | None = None
     known_positives: Tensor | None = None
+    user_ids: Tensor | None = None
 
 
 class SlateTraits(NamedTuple):
@@ -130,7 +132,9 @@ class ObjectiveInputs(NamedTuple):
         entropy: ``[B, S]`` entropy of the policy at the position's state, with gradient ("entropy").
         q_values: ``[B, S]`` Q(state, item), with gradient ("q_value").
         q_targets: ``[B, S]`` Bellman targets, no gradient ("q_value").
-        scores: ``[B, S]`` reward-model scores, with gradient ("score").
+        scores: ``[B, S, K]`` reward-model scores, ``Objective.num_scores`` per item, with gradient ("score").
+        watch_quantile: ``[B, S]`` preference label, nan = missing ("labels").
+        dislike: ``[B, S]`` bool ("labels").
         denominator: scalar, the denominator of the whole optimiser step (all micro-batches and ranks) where this batch
             is only a part of it; None = this batch is the whole step.
     """
@@ -146,6 +150,8 @@ class ObjectiveInputs(NamedTuple):
     q_values: Tensor | None = None
     q_targets: Tensor | None = None
     scores: Tensor | None = None
+    watch_quantile: Tensor | None = None
+    dislike: Tensor | None = None
     denominator: Tensor | None = None
 
 

@@ -180,7 +180,8 @@ class _PreferenceBatches:
         )
         histories = histories_of(events, windows.history_start, windows.history_stop)
         known = torch.from_numpy(self._positives_of(self._index, user)) if self._layout.hard else None
-        return FeedbackBatch(histories, slates, torch.from_numpy(row_ids), known_positives=known)
+        rows, users = torch.from_numpy(row_ids), torch.from_numpy(user)
+        return FeedbackBatch(histories, slates, rows, known_positives=known, user_ids=users)
 
     def _index_of(self, events: Events) -> _ShardIndex:
         layout, quantile = self._layout, events.watch_quantile

@@ -176,7 +176,10 @@ def feedback_batch(events: Events, windows: Windows, row_ids: np.ndarray) -> Fee
         is_logged=torch.from_numpy(valid),
     )
     return FeedbackBatch(
-        histories_of(events, windows.history_start, windows.history_stop), slates, torch.from_numpy(row_ids)
+        histories_of(events, windows.history_start, windows.history_stop),
+        slates,
+        torch.from_numpy(row_ids),
+        user_ids=torch.from_numpy(events.user_index[windows.slate_start].astype(np.int64)),
     )
 
 
@@ -200,7 +203,7 @@ def evaluation_batch(events: Events, users: np.ndarray, history_length: int) -> 
     seen_index, seen_valid = _ranges(starts, boundary)
     seen = _padded(events.item_index[seen_index], seen_valid)
     row_ids = torch.from_numpy(events.user_index[starts].astype(np.int64))
-    return EvaluationBatch(FeedbackBatch(histories, slates, row_ids), seen)
+    return EvaluationBatch(FeedbackBatch(histories, slates, row_ids, user_ids=row_ids), seen)
 
 
 def histories_of(events: Events, start: np.ndarray, stop: np.ndarray) -> Histories:

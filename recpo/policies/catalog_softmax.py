@@ -128,6 +128,11 @@ class CatalogSoftmaxPolicy(StatePolicy):
         """See ``StatePolicy.encode``."""
         return self.encoder(self.item_table(self._ids(histories)), histories.feedback, histories.timestamps)
 
+    def item_vectors(self, item_ids: Tensor) -> Tensor:
+        """See ``StatePolicy.item_vectors``."""
+        vectors: Tensor = self.item_table(item_ids)
+        return vectors
+
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``; the catalogue is scored in blocks where ``B x V`` is large."""
         if not 1 <= k <= self.num_items:
