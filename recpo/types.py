@@ -41,6 +41,8 @@ class Slates(NamedTuple):
         logp_behavior: ``[B, S]`` float, log-probability under the policy that made the log; nan = not logged.
         is_logged: ``[B, S]`` bool, False for sampled negatives and generated candidates.
         is_random: ``[B, S]`` bool, the log showed the item at random, not because a policy chose it.
+        ends_session: ``[B, S]`` bool, nothing follows the position in its session; None = unknown. Where the last kept
+            position of a slate does not end its session, what follows was not recorded.
     """
 
     item_ids: Tensor
@@ -52,6 +54,7 @@ class Slates(NamedTuple):
     logp_behavior: Tensor | None = None
     is_logged: Tensor | None = None
     is_random: Tensor | None = None
+    ends_session: Tensor | None = None
 
 
 class FeedbackBatch(NamedTuple):
@@ -83,11 +86,13 @@ class SlateTraits(NamedTuple):
         chosen_first: a slate is a preference list: its first item is the chosen one, the others are rejected.
         hard_negatives: how many of the policy's own top ranks training has to append to every slate.
         resampled: slates hold sampled items, other ones in every epoch.
+        one_request: a slate is one request: all that is on it is scored after the whole history.
     """
 
     chosen_first: bool = False
     hard_negatives: int = 0
     resampled: bool = False
+    one_request: bool = False
 
 
 class EvaluationBatch(NamedTuple):

@@ -3,12 +3,14 @@
 The order of an epoch is a function of ``(seed, epoch)`` alone: shards in a random order, the windows of a shard in a
 random order, batches cut within a shard. Batch ``g`` of that order belongs to rank ``g % world_size``; within a rank
 the workers take turns. So neither the number of workers nor a resume changes what a rank sees, and a process holds one
-shard at a time.
+shard at a time. Where training visits the same contexts several times in a row (``Phases``), it holds the shards of one
+phase.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +34,20 @@ class Rank(NamedTuple):
     accumulate: int = 1
 
 
+class Phases(NamedTuple):
+    """How an epoch is cut into phases: runs of optimiser steps that are visited several times before the next run.
+
+    The batches of a step stay together; from the second pass on the steps of a phase come in a random order.
+
+    Attributes:
+        steps: optimiser steps of one pass; the last phase of an epoch may have fewer.
+        passes: how often a phase is gone through.
+    """
+
+    steps: int = 1
+    passes: int = 1
+
+
 class _Part(NamedTuple):
     """A batch before it is gathered: windows of one shard."""
 
@@ -48,14 +64,17 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         start: local batches of that epoch to leave out (they were consumed before a resume).
     """
 
-    def __init__(self, prepared: Prepared, layout: Layout, batch_size: int, seed: int, rank: Rank) -> None:
-        self._prepared, self._layout, self._batch_size, self._seed, self._rank = (
-            prepared,
-            layout,
-            batch_size,
-            seed,
-            rank,
-        )
+    def __init__(
+        self,
+        prepared: Prepared,
+        layout: Layout,
+        batch_size: int,
+        seed: int,
+        rank: Rank,
+        phases: Phases = Phases(),  # noqa: B008  immutable
+    ) -> None:
+        self._prepared, self._layout, self._batch_size = prepared, layout, batch_size
+        self._seed, self._rank, self._phases = seed, rank, phases
         shards = range(prepared.num_shards("train"))
         cuts = [layout.windows(*prepared.keys("train", shard, layout.cuts_by_label)) for shard in shards]
         self._windows = np.array([len(windows.slate_start) for windows in cuts], np.int64)
@@ -76,19 +95,37 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
 
     def __len__(self) -> int:
         batches = int((-(-self._windows // self._batch_size)).sum())
-        return -(-batches // self._rank.world_size)
+        if self._phases.passes == 1:
+            return -(-batches // self._rank.world_size)
+        steps = -(-batches // (self._rank.world_size * self._rank.accumulate))
+        return steps * self._rank.accumulate * self._phases.passes
 
     def __iter__(self) -> Iterator[FeedbackBatch]:
         worker = get_worker_info()
         workers, mine = (worker.num_workers, worker.id) if worker else (1, 0)
         local, start, epoch = -1, self.start, self.epoch
-        for step in self._steps():
+        for step in self._visits():
             quantiles = _step_quantiles(step) if self._rank.world_size * self._rank.accumulate > 1 else None
             for part in step[self._rank.rank :: self._rank.world_size]:
                 local += 1
                 if local >= start and (local - start) % workers == mine:
                     batch = self._make_batch(part.events, part.windows, part.row_ids, epoch)
                     yield batch._replace(step_quantiles=quantiles)
+
+    def _visits(self) -> Iterator[list[_Part]]:
+        """The epoch's optimiser steps, phase by phase, each as often as its phase has passes."""
+        if self._phases.passes == 1:
+            yield from self._steps()
+            return
+        steps = self._steps()
+        for number in count():
+            phase = list(islice(steps, self._phases.steps))
+            if not phase:
+                return
+            yield from phase
+            order = np.random.default_rng([self._seed, self.epoch, number])
+            for _ in range(self._phases.passes - 1):
+                yield from (phase[i] for i in order.permutation(len(phase)))
 
     def _steps(self) -> Iterator[list[_Part]]:
         """The epoch's batches of all ranks, grouped into optimiser steps."""
@@ -99,8 +136,10 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
                 yield step
                 step = []
         if step:
-            # every rank must take part in every step: those that would fall short get an empty batch
-            short = -len(step) % self._rank.world_size
+            # every rank must take part in every step: those that would fall short get an empty batch; and so must every
+            # micro-batch of a step that comes again, or the steps after it would be cut in other places
+            whole = self._rank.world_size * (self._rank.accumulate if self._phases.passes > 1 else 1)
+            short = -len(step) % whole
             nothing = step[-1]._replace(windows=step[-1].windows.empty(1), row_ids=np.zeros(1, np.int64))
             yield step + [nothing] * short
 
@@ -196,7 +235,12 @@ class FeedbackDataModule(LightningDataModule):
         seed: order of the epochs, and items that the layout samples.
         evaluation_batch_size: users of one validation batch.
         max_validation_users: validate on the first so many users of the validation split; null = all.
+
+    Attributes:
+        phases: how training goes through the epoch; set by whoever trains.
     """
+
+    phases = Phases()
 
     def __init__(
         self,
@@ -216,7 +260,7 @@ class FeedbackDataModule(LightningDataModule):
 
     def train_dataloader(self) -> ResumableLoader:
         """Batches of the training period, in the order of ``(seed, epoch)``."""
-        batches = TrainBatches(self.prepared, self.layout, self._batch_size, self._seed, self._rank())
+        batches = TrainBatches(self.prepared, self.layout, self._batch_size, self._seed, self._rank(), self.phases)
         return ResumableLoader(batches, self._num_workers)
 
     def every_row(self) -> TrainBatches:

@@ -5,6 +5,8 @@ A *window* is one context: history events ``[history_start, history_stop)`` and 
 the training period is a slate position of exactly one window.
 No position ever sees an event of its own request or a later one (``visible``). Layouts that sample other items into
 their slates are in ``recpo.data.preference_lists``.
+A session ends where the user's next event comes more than ``SESSION_GAP_MS`` later. After a user's last event of the
+training period nothing is known: it ends no session.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from torch import Tensor
 
 from recpo.data.prepared import Events, run_change
 from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Slates, SlateTraits
+
+SESSION_GAP_MS = 30 * 60 * 1000
 
 
 class Windows(NamedTuple):
@@ -155,6 +159,11 @@ class ImpressionLayout(Layout):
         history_start = np.maximum(starts[owner] - self.history_length, user_start[owner])
         return Windows(history_start, starts[owner], slate_start, slate_stop)
 
+    @property
+    def traits(self) -> SlateTraits:
+        """See ``Layout.traits``."""
+        return SlateTraits(one_request=True)
+
 
 def _logged_batch(events: Events, windows: Windows, row_ids: np.ndarray, epoch: int) -> FeedbackBatch:
     return feedback_batch(events, windows, row_ids)
@@ -174,6 +183,7 @@ def feedback_batch(events: Events, windows: Windows, row_ids: np.ndarray) -> Fee
         dislike=_padded(events.dislike[index], valid),
         logp_behavior=_padded(_logp_behavior(events, index), valid, np.nan),
         is_logged=torch.from_numpy(valid),
+        ends_session=_padded(_ends_session(events, index), valid),
     )
     return FeedbackBatch(
         histories_of(events, windows.history_start, windows.history_stop),
@@ -181,6 +191,14 @@ def feedback_batch(events: Events, windows: Windows, row_ids: np.ndarray) -> Fee
         torch.from_numpy(row_ids),
         user_ids=torch.from_numpy(events.user_index[windows.slate_start].astype(np.int64)),
     )
+
+
+def _ends_session(events: Events, index: np.ndarray) -> np.ndarray:
+    """Which of the events ``index`` end their session."""
+    following = np.minimum(index + 1, len(events.timestamp) - 1)
+    same_user = events.user_index[following] == events.user_index[index]
+    ends: np.ndarray = same_user & (events.timestamp[following] - events.timestamp[index] > SESSION_GAP_MS)
+    return ends
 
 
 def evaluation_batch(events: Events, users: np.ndarray, history_length: int) -> EvaluationBatch:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from recpo.ops.linear_logprob import column_blocks
 from recpo.ops.matmul import matmul_transposed
-from recpo.types import Recommendations
+from recpo.ops.sampling import draw_choices, nucleus
+from recpo.types import Recommendations, SamplingOptions
 
 # Scores of one block of items for the whole batch: beyond this the catalogue is searched block by block.
 SCORE_BYTES = 64 << 20
@@ -79,18 +80,41 @@ def _ties_to_smaller_id(best: Tensor, ids: Tensor, num_rows: int) -> Tensor:
     return (new_run.long().cumsum(1) * num_rows + ids).sort(1).values % num_rows
 
 
-def draw(states: Tensor, table: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """``count`` items per state with replacement, by inversion of the cumulative distribution, block by block.
+def draw(
+    states: Tensor,
+    table: Tensor,
+    count: int,
+    options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+) -> tuple[Tensor, Tensor]:
+    """``count`` items per state.
 
     Args:
-        states: ``[B, d]``, divided by the temperature.
+        states: ``[B, d]``, divided by the policy's temperature.
         table: ``[V + 1, d]``; row 0 is padding and never drawn.
         count: number of draws G.
+        options: how they are drawn.
 
     Returns:
-        ids ``[B, G]`` and their log-probabilities ``[B, G]``; no gradient.
+        ids ``[B, G]``, 0 where fewer than G items can be drawn, and their log-probabilities ``[B, G]`` under the
+        distribution from which one item is drawn, -inf where the id is 0; no gradient.
     """
-    states, table = states.detach(), table.detach()
+    states, table = states.detach() / options.temperature, table.detach()
+    if options.replacement and options.top_p >= 1.0:
+        return _draw_by_inversion(states, table, count)
+    # a nucleus and draws without replacement want a context's whole distribution: a few contexts at a time
+    height = max(1, SCORE_BYTES // (4 * len(table)))
+    parts = [_draw_from_rows(part, table, count, options) for part in states.split(height)]
+    return torch.cat([ids for ids, _ in parts]), torch.cat([logp for _, logp in parts])
+
+
+def _draw_from_rows(states: Tensor, table: Tensor, count: int, options: SamplingOptions) -> tuple[Tensor, Tensor]:
+    logp = nucleus(matmul_transposed(states, table[1:].float()).log_softmax(1), options.top_p)
+    index, drawn = draw_choices(logp, count, replacement=options.replacement)
+    return (index + 1).masked_fill(drawn == -torch.inf, 0), drawn
+
+
+def _draw_by_inversion(states: Tensor, table: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """With replacement, by inversion of the cumulative distribution, block by block."""
     lse = states.new_full((len(states),), -torch.inf)
     for rows in _blocks(states, table):
         lse = torch.logaddexp(lse, matmul_transposed(states, table[rows].float()).logsumexp(1))

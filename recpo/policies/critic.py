@@ -1,4 +1,4 @@
-"""Heads on the states of a policy: state values, and values of items in a state."""
+"""Heads on the states of a policy: state values, values of items in a state, and the scores of a reward model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StateValue(nn.Module):
 class ItemValue(nn.Module):
     """``f(s, item) = <g(s), vector_item> + bias_item`` with one hidden layer ``g`` and vectors of its own.
 
-    It is Q(s, item) of Q-learning and the score of a reward model. It starts near 0.
+    It is Q(s, item) of Q-learning. It starts near 0.
 
     Args:
         num_items: catalogue size V.
@@ -95,3 +95,38 @@ class ItemValue(nn.Module):
             ids = torch.where(top > best, index + start, ids)
             best = torch.maximum(best, top)
         return ids
+
+
+class ItemScore(nn.Module):
+    """``f_k(s, item) = <g_k(s), v> + h_k(v) + bias_k[item]``: the K scores of a reward model.
+
+    ``v = A e / |e| + own vector`` with the vector ``e`` that the policy reads of the item. The log exposes an item to
+    few users and many pairs never: an item without much feedback takes after the items that the policy holds for alike.
+    ``g`` and ``h`` have one hidden layer. It starts near 0.
+
+    Args:
+        num_items: catalogue size V.
+        dim: width of the states and of the vectors.
+        hidden: width of the hidden layers.
+        num_scores: K.
+    """
+
+    def __init__(self, num_items: int, dim: int, hidden: int, num_scores: int) -> None:
+        super().__init__()
+        self.of_state = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, num_scores * dim))
+        self.of_item = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, num_scores))
+        self.adapt = nn.Linear(dim, dim)
+        self.item_table = ItemTable(num_items, dim)
+        self.bias = nn.Parameter(torch.zeros(num_items + 1, num_scores))
+
+    def forward(self, states: Tensor, item_ids: Tensor, vectors: Tensor) -> Tensor:
+        """Scores ``[..., K]`` of the items ``[...]`` in states ``[..., d]``; one item per state.
+
+        Args:
+            states: ``[..., d]``.
+            item_ids: ``[...]``.
+            vectors: ``[..., d]``, what the policy reads of the items.
+        """
+        items = self.adapt(F.normalize(vectors, dim=-1)) + self.item_table(item_ids)
+        match = self.of_state(states).unflatten(-1, (-1, items.shape[-1])) * items.unsqueeze(-2)
+        return match.sum(-1) + self.of_item(items) + F.embedding(item_ids, self.bias)
