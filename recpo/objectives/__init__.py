@@ -9,6 +9,7 @@ from recpo.objectives.grpo import DAPO, GRPO, DrGRPO
 from recpo.objectives.gspo import GSPO
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.listwise_dpo import MarginListwiseDPO, SoftmaxDPO
+from recpo.objectives.pointwise_reward import PointwiseReward
 from recpo.objectives.ppo import PPO
 from recpo.objectives.q_learning import QLearning
 from recpo.objectives.reinforce import Reinforce
@@ -28,6 +29,7 @@ __all__ = [
     "Likelihood",
     "MarginListwiseDPO",
     "PairwiseReward",
+    "PointwiseReward",
     "QLearning",
     "Reinforce",
     "SoftmaxDPO",

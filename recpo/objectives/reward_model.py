@@ -62,7 +62,8 @@ class PairwiseReward(Objective):
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""
         lists = preference_lists(inputs, self)
-        scores = zero_masked(required(inputs.scores, "scores", self), lists.is_chosen | lists.is_rejected)
+        scores = required(inputs.scores, "scores", self)[..., 0]
+        scores = zero_masked(scores, lists.is_chosen | lists.is_rejected)
         chosen = lists.chosen(scores).unsqueeze(-1)
         pairs = pairwise_reward_loss(chosen, scores, self.margin)
         loss = aggregate(lists.pair_mean(pairs), lists.kept, count=inputs.denominator)

@@ -7,7 +7,9 @@ from recpo.errors import RecpoError
 from recpo.objectives.likelihood import Likelihood
 from recpo.types import SlateTraits
 
-KNOWN = frozenset({"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score"})
+KNOWN = frozenset(
+    {"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score", "labels"}
+)
 OF_STATES = frozenset({"value", "entropy", "q_value", "score"})
 """Requirements that are computed from the states of the policy."""
 

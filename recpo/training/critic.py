@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from recpo.contracts import StatePolicy
 from recpo.errors import RecpoError
 from recpo.objectives.q_learning import bellman_target
-from recpo.policies.critic import ItemValue, StateValue, states_at
+from recpo.policies.critic import ItemScore, ItemValue, StateValue, states_at
 from recpo.training.snapshots import Snapshot
 from recpo.types import FeedbackBatch
 
@@ -22,7 +22,8 @@ class CriticOptions:
 
     Attributes:
         hidden: width of their hidden layer.
-        shares_encoder: their losses also train the encoder that they read; false: they only read it.
+        shares_encoder: their losses also train the encoder that they read; false: they only read it, which makes the
+            better reward model where the policy was trained on the same log.
         gamma: discount of Q-learning; 0 = a regression on the rewards.
         double: the online network chooses the best next item, the target network values it; false: the target both.
         target_every: optimiser steps between two updates of the target network (encoder and Q head).
@@ -52,15 +53,16 @@ class Critic(nn.Module):
         policy: whose states they read.
         requires: out of ``{"value", "q_value", "score"}``; others are ignored.
         options: see ``CriticOptions``.
+        num_scores: ``Objective.num_scores``.
     """
 
-    def __init__(self, policy: StatePolicy, requires: Set[str], options: CriticOptions) -> None:
+    def __init__(self, policy: StatePolicy, requires: Set[str], options: CriticOptions, num_scores: int = 1) -> None:
         super().__init__()
         self.options = options
         size = policy.num_items, policy.dim, options.hidden
         self.state_value = StateValue(policy.dim, options.hidden) if "value" in requires else None
         self.q_value = ItemValue(*size) if "q_value" in requires else None
-        self.score = ItemValue(*size) if "score" in requires else None
+        self.score = ItemScore(*size, num_scores) if "score" in requires else None
         self.target = None if self.q_value is None else Snapshot(policy, self.q_value)
 
     def refresh_target(self, policy: StatePolicy, step: int) -> None:
@@ -71,6 +73,14 @@ class Critic(nn.Module):
     def positions(self, states: Tensor, batch: FeedbackBatch) -> Tensor:
         """What the heads read at every slate position, ``[B, S, d]``, from the policy's states ``[B, H + 1, d]``."""
         return states_at(states if self.options.shares_encoder else states.detach(), batch.slates.visible)
+
+    def scores(self, policy: StatePolicy, states: Tensor, batch: FeedbackBatch) -> Tensor:
+        """The scores ``[B, S, K]`` of a reward model, from the policy's states ``[B, H + 1, d]``."""
+        assert self.score is not None
+        vectors = policy.item_vectors(batch.slates.item_ids)
+        vectors = vectors if self.options.shares_encoder else vectors.detach()
+        scores: Tensor = self.score(self.positions(states, batch), batch.slates.item_ids, vectors)
+        return scores
 
     @torch.no_grad()
     def q_targets(self, states: Tensor, batch: FeedbackBatch, rewards: Tensor) -> Tensor:

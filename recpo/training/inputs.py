@@ -72,7 +72,7 @@ class InputBuilder(nn.Module):
         self.critic: Critic | None = None
         if self._requires & (OF_STATES - {"entropy"}):
             assert isinstance(policy, StatePolicy)
-            self.critic = Critic(policy, self._requires, sources.critic)
+            self.critic = Critic(policy, self._requires, sources.critic, objective.num_scores)
         value = None if self.critic is None else self.critic.state_value
         self.old = Snapshot(policy, value) if sources.old_policy == "snapshot" else None
 
@@ -116,7 +116,9 @@ class InputBuilder(nn.Module):
             returns=returns,
             entropy=self._entropy(policy, batch, needed, states),
         )
-        return self._with_item_values(inputs, batch, states), self._metrics(batch)
+        if "labels" in self._requires:
+            inputs = inputs._replace(watch_quantile=batch.slates.watch_quantile, dislike=batch.slates.dislike)
+        return self._with_item_values(inputs, policy, batch, states), self._metrics(batch)
 
     def _rewarded(self, batch: FeedbackBatch) -> FeedbackBatch:
         """With rewards; a position whose reward is unknown leaves its slate."""
@@ -173,18 +175,19 @@ class InputBuilder(nn.Module):
         return policy.entropy(batch, needed, states)
 
     def _with_item_values(
-        self, inputs: ObjectiveInputs, batch: FeedbackBatch, states: Tensor | None
+        self, inputs: ObjectiveInputs, policy: Policy, batch: FeedbackBatch, states: Tensor | None
     ) -> ObjectiveInputs:
         """With Q-values, their targets, and scores, where they are asked for."""
-        critic, items = self.critic, batch.slates.item_ids
+        critic = self.critic
         if critic is None or states is None:
             return inputs
         if critic.q_value is not None:
             assert batch.slates.reward is not None
-            q_values = critic.q_value(critic.positions(states, batch), items)
+            q_values = critic.q_value(critic.positions(states, batch), batch.slates.item_ids)
             inputs = inputs._replace(q_values=q_values, q_targets=critic.q_targets(states, batch, batch.slates.reward))
         if critic.score is not None:
-            inputs = inputs._replace(scores=critic.score(critic.positions(states, batch), items))
+            assert isinstance(policy, StatePolicy)
+            inputs = inputs._replace(scores=critic.scores(policy, states, batch))
         return inputs
 
     @torch.no_grad()
