@@ -21,6 +21,7 @@ from recpo.training.contradictions import (
 )
 from recpo.training.critic import CriticOptions
 from recpo.training.inputs import InputBuilder, InputSources, OldPolicy, ReferencePolicy
+from recpo.training.item_scores import ScoreMetrics
 from recpo.training.optimizers import (
     OptimizerFactory,
     SchedulerFactory,
@@ -105,11 +106,16 @@ class PreferenceModule(LightningModule):
             mask_shared_prefix=mask_shared_prefix,
         )
         self.inputs = InputBuilder(policy, objective, sources)
-        self._validation = ValidationMetrics(validation_k, positive_threshold, policy.num_items)
+        head = None if self.inputs.critic is None else self.inputs.critic.score
+        self._validation = (
+            ValidationMetrics(validation_k, positive_threshold, policy.num_items)
+            if head is None
+            else ScoreMetrics(objective, head, positive_threshold)
+        )
 
     @property
     def monitor(self) -> str:
-        """The validation metric whose largest value marks the best policy."""
+        """The validation metric whose largest value marks the best policy, or the best reward model."""
         return f"val/{self._validation.names[0]}"
 
     def setup(self, stage: str) -> None:
@@ -187,7 +193,7 @@ class PreferenceModule(LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
-        """Ranks the catalogue for a batch of held-out users."""
+        """Ranks the catalogue for a batch of held-out users, or scores what they were shown."""
         self._validation.update(self.policy, batch)
 
     def on_validation_epoch_end(self) -> None:
