@@ -163,6 +163,11 @@ class ReturnEstimator(AdvantageEstimator):
 class RewardFunction(ABC):
     """Scores candidates: those of the log, or those that the policy generated; implementations are dataclasses."""
 
+    @property
+    def catalogue_checksum(self) -> str | None:
+        """Of the items that it was made for; None = any."""
+        return None
+
     @abstractmethod
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """Returns rewards ``[B, S]``, without gradient; nan = unknown: the candidate is left out of its slate."""

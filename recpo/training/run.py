@@ -18,14 +18,13 @@ from typing import Any
 import torch
 import yaml
 from jsonargparse import ArgumentParser
-from torch import Tensor
+from torch import Tensor, nn
 
 from recpo.atomic import write_json
 from recpo.contracts import Policy
 from recpo.errors import RecpoError
 
 RESOLVED, FINISHED, CHECKPOINTS = "resolved.yaml", "run.json", "checkpoints"
-_PREFIX = "policy."
 
 PolicyFactory = Callable[[int], Policy]
 
@@ -69,17 +68,27 @@ def load_policy(run: Path, checkpoint: str = "best") -> Policy:
         RecpoError: the run did not finish, or the checkpoint does not fit the resolved configuration.
     """
     finished = read_finished(run)
-    configuration = yaml.safe_load((Path(run) / RESOLVED).read_text(encoding="utf-8"))
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--policy", type=PolicyFactory)
-    factory: PolicyFactory = parser.instantiate(parser.parse_object({"policy": configuration["policy"]})).policy
+    factory: PolicyFactory = load_option(run, "policy", PolicyFactory)
     policy = factory(finished["num_items"])
     load_weights(policy, checkpoint_path(run, checkpoint))
     return policy.eval()
 
 
-def load_weights(policy: Policy, checkpoint: Path) -> None:
-    """Copies the weights of the trained policy in ``checkpoint`` into ``policy``; nothing is unpickled.
+def load_option(run: Path, name: str, of_type: Any) -> Any:
+    """The option ``name`` of a run, built anew from its resolved configuration."""
+    configuration = yaml.safe_load((Path(run) / RESOLVED).read_text(encoding="utf-8"))
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument(f"--{name}", type=of_type)
+    return parser.instantiate(parser.parse_object({name: configuration[name]}))[name]
+
+
+def load_weights(module: nn.Module, checkpoint: Path, prefix: str = "policy.") -> None:
+    """Copies the weights of the trained policy in ``checkpoint`` into ``module``; nothing is unpickled.
+
+    Args:
+        module: the policy, or another part of what was trained.
+        checkpoint: the file.
+        prefix: where the checkpoint keeps the part.
 
     Raises:
         RecpoError: the file is missing, or a weight is missing, left over, or of another shape.
@@ -87,18 +96,18 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
     if not checkpoint.is_file():
         raise RecpoError(f"{checkpoint} is missing: the run kept no such checkpoint")
     saved: dict[str, Tensor] = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
-    weights = {name.removeprefix(_PREFIX): value for name, value in saved.items() if name.startswith(_PREFIX)}
-    own = policy.state_dict()
+    weights = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+    own, part = module.state_dict(), prefix.rstrip(".")
     faults = [f"{name}: only in the checkpoint" for name in weights.keys() - own.keys()]
-    faults += [f"{name}: only in the policy" for name in own.keys() - weights.keys()]
+    faults += [f"{name}: only in the {part}" for name in own.keys() - weights.keys()]
     faults += [
-        f"{name}: {tuple(weights[name].shape)} in the checkpoint, {tuple(own[name].shape)} in the policy"
+        f"{name}: {tuple(weights[name].shape)} in the checkpoint, {tuple(own[name].shape)} in the {part}"
         for name in weights.keys() & own.keys()
         if weights[name].shape != own[name].shape
     ]
     if faults:
         listed = "\n  ".join(sorted(faults)[:10])
         raise RecpoError(
-            f"{checkpoint} does not fit the policy ({len(faults)} faults); use that run's policy options:\n  {listed}"
+            f"{checkpoint} does not fit the {part} ({len(faults)} faults); use that run's {part} options:\n  {listed}"
         )
-    policy.load_state_dict(weights)
+    module.load_state_dict(weights)

@@ -1,4 +1,4 @@
-"""Rewards of candidates, computed from what the log says about them."""
+"""Rewards of logged items, computed from what the log says about them."""
 
 from __future__ import annotations
 

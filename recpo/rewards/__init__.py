@@ -1,0 +1,9 @@
+"""Rewards of candidates, logged or generated: one file each."""
+
+from recpo.rewards.hit import HitReward
+from recpo.rewards.logged import LoggedReward
+from recpo.rewards.rank_aware import RankAwareReward, rank_aware_reward
+from recpo.rewards.validity import ValidityReward
+from recpo.rewards.weighted_sum import WeightedSum
+
+__all__ = ["HitReward", "LoggedReward", "RankAwareReward", "ValidityReward", "WeightedSum", "rank_aware_reward"]

@@ -1,0 +1,59 @@
+"""Hit reward: did the policy find an item that the log knows to be good in this context?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recpo.contracts import RewardFunction
+from recpo.errors import RecpoError
+from recpo.types import FeedbackBatch, Slates
+
+
+@dataclass(frozen=True)
+class HitReward(RewardFunction):
+    """1 for a candidate that is one of its context's logged positives, 0 for any other, also for one that is no item.
+
+    A logged positive is an item of the context's logged slate (``batch.slates``) that was watched from
+    ``positive_threshold`` on and not disliked there, and that the candidate's history does not hold yet: one that the
+    candidate sees no more of than the log's position did. Under a slate that is one request these are the items of the
+    request; under a sequence they are all that follows.
+
+    Attributes:
+        positive_threshold: least label (watch quantile) of a positive.
+    """
+
+    positive_threshold: float = 0.75
+
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        """See ``RewardFunction``."""
+        return is_hit(batch, candidates, self.positive_threshold).float()
+
+
+def is_hit(batch: FeedbackBatch, candidates: Slates, positive_threshold: float) -> Tensor:
+    """``[B, G]`` bool: the candidate is one of its context's logged positives; see ``HitReward``.
+
+    Sorted by item, so memory does not grow with the product of candidates and logged positions.
+
+    Raises:
+        RecpoError: the logged slates have no labels.
+    """
+    logged = batch.slates
+    if logged.watch_quantile is None:
+        raise RecpoError("a hit is told by watch quantiles or labels, which the logged slates lack")
+    positive = logged.mask & (logged.watch_quantile >= positive_threshold)
+    if logged.is_logged is not None:
+        positive &= logged.is_logged.bool()
+    if logged.dislike is not None:
+        positive &= ~logged.dislike.bool()
+    # a logged position counts from when it lies ahead: keys order the positions by item, then by what they see
+    width = batch.histories.item_ids.shape[1] + 1
+    beyond = torch.iinfo(torch.int64).max
+    keys = (logged.item_ids * width + logged.visible).masked_fill(~positive, beyond).sort(1).values
+    wanted = (candidates.item_ids * width + candidates.visible).contiguous()
+    place = torch.searchsorted(keys, wanted).clamp(max=keys.shape[1] - 1)
+    found = keys.gather(1, place)
+    is_same = (found >= wanted) & (found // width == candidates.item_ids) & (found != beyond)
+    return is_same & candidates.mask & (candidates.item_ids > 0)

@@ -1,0 +1,53 @@
+"""Weighted sum of rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recpo.contracts import RewardFunction
+from recpo.errors import RecpoError
+from recpo.types import FeedbackBatch, Slates
+
+
+@dataclass(frozen=True)
+class WeightedSum(RewardFunction):
+    """``sum_i weight_i reward_i`` over the rewards that are known.
+
+    A candidate that some of the rewards do not know (nan) gets the sum of the others, as if the unknown ones were 0;
+    one that none of them knows stays unknown. With ``strict`` it must be known to all.
+
+    Attributes:
+        rewards: the terms.
+        weights: one per term; may be negative.
+        strict: a candidate that any of the rewards does not know is unknown.
+    """
+
+    rewards: list[RewardFunction]
+    weights: list[float]
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.rewards) != len(self.weights) or not self.rewards:
+            raise RecpoError(
+                f"WeightedSum: {len(self.rewards)} rewards and {len(self.weights)} weights; give at least one reward, "
+                "and one weight for each"
+            )
+
+    @property
+    def catalogue_checksum(self) -> str | None:
+        """See ``RewardFunction.catalogue_checksum``: that of the terms which have one."""
+        known = sorted({term.catalogue_checksum for term in self.rewards} - {None}, key=str)
+        if len(known) > 1:
+            raise RecpoError("WeightedSum: its rewards were made for different items; use one prepared directory")
+        return known[0] if known else None
+
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        """See ``RewardFunction``."""
+        terms = torch.stack([reward(batch, candidates).float() for reward in self.rewards])
+        weights = torch.tensor(self.weights, device=terms.device)
+        unknown = terms.isnan()
+        total = (terms.nan_to_num(0.0) * weights[:, None, None]).sum(0)
+        return total.masked_fill(unknown.any(0) if self.strict else unknown.all(0), torch.nan)
