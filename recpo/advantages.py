@@ -270,7 +270,13 @@ class LeaveOneOutAdvantage(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class GAEAdvantage(ReturnEstimator):
-    """Generalised advantage estimation over the slate axis, a session that ends with its last kept position.
+    """Generalised advantage estimation over the slate axis, whose positions are the steps of sessions.
+
+    Where a position ends its session nothing follows. Where the last kept position does not (its window was cut, or the
+    log ends there), what follows was not recorded: its value stands for the rest in the returns of the steps before it,
+    and it learns nothing itself (advantage 0, return = value). With ``gamma`` 0 nothing is read of what follows, and
+    every step learns. Slates that do not say where sessions end are taken for one session that ends with them.
+    Candidates of a rollout are each a session of one step: ``A = r - V``.
 
     Attributes:
         gamma: discount.
@@ -293,7 +299,27 @@ class GAEAdvantage(ReturnEstimator):
         """See ``ReturnEstimator``."""
         if values is None:
             raise RecpoError("GAEAdvantage needs state values: configure a critic.")
-        rewards = _rewards(batch, self)
-        return generalized_advantage_estimate(
-            rewards, values, None, 0.0, gamma=self.gamma, lam=self.lam, mask=batch.slates.mask
+        rewards, kept, ends = _rewards(batch, self), batch.slates.mask, batch.slates.ends_session
+        open_end = torch.zeros_like(kept)
+        if ends is not None:
+            ends = _ends_of_kept(ends, kept)
+            open_end = _last_kept(kept) & ~ends if self.gamma else open_end
+        values = zero_masked(values.detach(), kept)
+        rest = zero_masked(values, open_end).sum(-1)
+        advantages, returns = generalized_advantage_estimate(
+            rewards, values, ends, rest, gamma=self.gamma, lam=self.lam, mask=kept & ~open_end
         )
+        return advantages, torch.where(open_end, values, returns)
+
+
+def _last_kept(mask: Tensor) -> Tensor:
+    return mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+
+
+def _ends_of_kept(ends: Tensor, kept: Tensor) -> Tensor:
+    """Which kept steps are the last kept ones of their session: the step that ended it may have been left out."""
+    ended = ends.long().cumsum(-1)
+    before = ended - ends.long()
+    after = torch.where(kept, before, ended[..., -1:]).flip(-1).cummin(-1).values.flip(-1)
+    following = torch.cat([after[..., 1:], ended[..., -1:]], -1)
+    return kept & (following > before)

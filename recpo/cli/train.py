@@ -19,12 +19,15 @@ import recpo.policies.catalog_softmax
 import recpo.rewards  # noqa: F401  these imports are why a class path may be the bare class name
 from recpo.cli.config import write_resolved
 from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
-from recpo.data.datamodule import FeedbackDataModule
+from recpo.data.datamodule import FeedbackDataModule, Phases
 from recpo.errors import RecpoError
 from recpo.training.allocator import tune_allocator
 from recpo.training.critic import CriticOptions
+from recpo.training.health import CollapseGuard, CollapseLimits
 from recpo.training.inputs import OldPolicy, ReferencePolicy
+from recpo.training.kl_control import KLTarget
 from recpo.training.module import PreferenceModule
+from recpo.training.rollout import RolloutOptions
 from recpo.training.run import (
     FINISHED,
     RESOLVED,
@@ -51,6 +54,10 @@ def train(
     old_policy: OldPolicy = "current",
     snapshot_every: int = 100,
     reference: ReferencePolicy = "frozen",
+    rollout: RolloutOptions | None = None,
+    judge: RewardFunction | None = None,
+    adaptive_kl: KLTarget | None = None,
+    collapse: CollapseLimits = CollapseLimits(),  # noqa: B008  frozen
     critic: CriticOptions = CriticOptions(),  # noqa: B008  frozen
     anchor_coef: float = 0.0,
     mask_shared_prefix: bool = False,
@@ -81,10 +88,19 @@ def train(
         lr_scheduler: learning-rate schedule, stepped once per optimiser step.
         old_policy: where old log-probabilities come from: there are none, every ratio is 1 (current), the propensity
             column of the log (logged), or a frozen copy (snapshot).
-        snapshot_every: optimiser steps between two refreshes of the snapshot.
-        reference: keep a frozen copy of the starting policy, or its cached log-probabilities of the training rows.
+        snapshot_every: optimiser steps between two refreshes of the snapshot; with a rollout it is refreshed at the
+            start of every phase instead.
+        reference: keep a frozen copy of the starting policy, or its cached log-probabilities of the training rows, or
+            take the snapshot (of old_policy): the previous iterate.
+        rollout: learn from candidates that the snapshot draws for every request and the reward scores; null = from what
+            the log shows.
+        judge: a second reward of the candidates that is only logged, to see whether the policy learns the faults of the
+            reward.
+        adaptive_kl: move the objective's kl_coef towards a divergence from the reference policy.
+        collapse: where a run with a rollout counts as collapsed and stops.
         critic: heads that the objective trains beside the policy (state values, Q-values, scores).
-        anchor_coef: weight of the likelihood of all kept positions, trained jointly on the same batches.
+        anchor_coef: weight of the likelihood of all logged positions of the same batches, trained jointly; divided by
+            the same denominator as the objective (the number of candidates, with a rollout).
         mask_shared_prefix: of semantic ids, leave codes that a rejected item shares with the chosen one out of its side
             of a preference list (RAD-DPO, arXiv 2602.23964).
         validation_k: list length of the validation metrics.
@@ -100,7 +116,8 @@ def train(
     torch.manual_seed(seed)
     model = policy(data.prepared.num_items)
     _refuse_other_items(model, data)
-    model.set_item_counts(torch.from_numpy(data.prepared.item_counts()))
+    item_counts = torch.from_numpy(data.prepared.item_counts())
+    model.set_item_counts(item_counts)
     if init_from is not None:
         _start_from(model, init_from, data)
     module = PreferenceModule(
@@ -114,16 +131,24 @@ def train(
         old_policy=old_policy,
         snapshot_every=snapshot_every,
         reference=reference,
+        rollout=rollout,
+        judge=judge,
+        adaptive_kl=adaptive_kl,
         critic=critic,
         slates=data.layout.traits,
         anchor_coef=anchor_coef,
         mask_shared_prefix=mask_shared_prefix,
         validation_k=validation_k,
         positive_threshold=positive_threshold,
+        item_counts=item_counts,
         seed=seed,
     )
     last = _open_run(out, resume=resume, overwrite=overwrite)
-    lightning_trainer = trainer.build(out, module.monitor, checkpoint_every)
+    guards = []
+    if rollout is not None:
+        data.phases = Phases(rollout.batches, rollout.epochs)
+        guards = [CollapseGuard(collapse, module.monitor)]
+    lightning_trainer = trainer.build(out, module.monitor, checkpoint_every, guards)
     lightning_trainer.fit(module, datamodule=data, ckpt_path=last, weights_only=True)
     if lightning_trainer.interrupted:
         raise KeyboardInterrupt

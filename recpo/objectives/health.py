@@ -33,7 +33,7 @@ def advantage_shares(advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def ratio_metrics(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Mean and largest ratio, approximate KL(old || policy) = mean(-log_ratio), and the effective sample size.
+    """Mean, deviation and largest ratio, approximate KL(old || policy) = mean(-log_ratio), and the effective sample size.
 
     ``effective_sample_size = (sum w)^2 / (n sum w^2)`` in (0, 1], of the ratios as importance weights; 0 where nothing
     is kept.
@@ -47,6 +47,7 @@ def ratio_metrics(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     tiny = torch.finfo(ratio.dtype).tiny
     return {
         "ratio_mean": masked_mean(ratio, mask),
+        "ratio_std": _variance(ratio, mask).sqrt(),
         "ratio_max": ratio.amax() if ratio.numel() else total,
         "approx_kl": masked_mean(-log_ratio, mask),
         "effective_sample_size": total.square() / (square * mask.sum().clamp(min=1)).clamp(min=tiny),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from recpo.contracts import AdvantageEstimator, Objective, Policy, ReturnEstimator, RewardFunction, StatePolicy
 from recpo.errors import RecpoError
 from recpo.objectives.likelihood import Likelihood
+from recpo.training.rollout import RolloutOptions
 from recpo.types import SlateTraits
 
 KNOWN = frozenset(
@@ -81,7 +82,7 @@ def refuse_slates(objective: Objective, slates: SlateTraits, reference: str, anc
     if wants_lists and not slates.chosen_first:
         raise RecpoError(
             f"objective {name} compares a chosen item with rejected ones: set data.layout to "
-            "class_path: PreferenceListLayout"
+            "class_path: PreferenceListLayout, or with a rollout its preference to best_vs_rest"
         )
     if slates.chosen_first and not wants_lists:
         raise RecpoError(
@@ -97,6 +98,38 @@ def refuse_slates(objective: Objective, slates: SlateTraits, reference: str, anc
         raise RecpoError(
             "anchor_coef adds the likelihood of every item of a slate, rejected ones too: set "
             "objective.init_args.nll_coef instead, which adds that of the chosen item"
+        )
+
+
+def refuse_rollout(
+    objective: Objective, rollout: RolloutOptions, slates: SlateTraits, reward: RewardFunction | None, old_policy: str
+) -> None:
+    """Raises where candidates cannot be drawn, scored or learned from."""
+    if not slates.one_request:
+        raise RecpoError(
+            "rollout draws candidates at the moment of a request: set data.layout to class_path: ImpressionLayout"
+        )
+    if reward is None:
+        raise RecpoError("rollout scores candidates: set reward, e.g. class_path: LearnedReward")
+    if old_policy != "snapshot":
+        raise RecpoError(f"rollout draws candidates from a snapshot: set old_policy to snapshot, not {old_policy}")
+    if objective.requires & {"q_value", "score", "labels"}:
+        raise RecpoError(
+            f"objective {type(objective).__name__} learns from what the log shows, not from candidates: leave rollout "
+            "out"
+        )
+    if rollout.preference is not None and "chosen" not in objective.requires:
+        raise RecpoError(
+            f"rollout.preference makes preference lists, which {type(objective).__name__} does not compare: leave it "
+            "out, or take e.g. class_path: SoftmaxDPO"
+        )
+
+
+def refuse_snapshot_reference(objective: Objective, reference: str, old_policy: str) -> None:
+    """Raises where the snapshot that is to be the reference does not exist."""
+    if reference == "snapshot" and "reference" in objective.requires and old_policy != "snapshot":
+        raise RecpoError(
+            f"reference: snapshot takes the old policy's copy: set old_policy to snapshot, not {old_policy}"
         )
 
 

@@ -13,11 +13,14 @@ from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
 from recpo.training.contradictions import OF_STATES, all_requirements
 from recpo.training.critic import Critic, CriticOptions
+from recpo.training.lists import first_position, with_hard_negatives, without_shared_prefix
+from recpo.training.rollout import Rollout, RolloutOptions, Rollouts, RolloutSources, roll_out
+from recpo.training.rollout_slates import side_by_side
 from recpo.training.snapshots import ReferenceCache, Snapshot
 from recpo.types import FeedbackBatch, LogProbs, ObjectiveInputs, Slates
 
 OldPolicy = Literal["current", "logged", "snapshot"]
-ReferencePolicy = Literal["frozen", "cached"]
+ReferencePolicy = Literal["frozen", "cached", "snapshot"]
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,15 @@ class InputSources:
         advantage: turns feedback into advantages.
         reward: turns feedback into rewards.
         old_policy: ``current``, ``logged`` or ``snapshot``.
-        reference: ``frozen`` or ``cached``.
+        reference: ``frozen``, ``cached`` or ``snapshot``.
         critic: options of the heads.
         hard_negatives: how many of the policy's top ranks are appended to every slate.
-        scores_inert: also score positions whose advantage is 0.
+        anchored: the likelihood of what the log shows is wanted too.
         mask_shared_prefix: codes that a rejected item shares with the chosen one are left out of its side.
+        rollout: learn from candidates that the snapshot draws, instead of the logged slates.
+        judge: scores candidates for the metrics alone.
+        positive_threshold: watch quantile from which a logged item counts as one that a candidate may hit.
+        seed: of the candidates.
     """
 
     advantage: AdvantageEstimator | None = None
@@ -41,8 +48,27 @@ class InputSources:
     reference: ReferencePolicy = "frozen"
     critic: CriticOptions = field(default_factory=CriticOptions)
     hard_negatives: int = 0
-    scores_inert: bool = False
+    anchored: bool = False
     mask_shared_prefix: bool = False
+    rollout: RolloutOptions | None = None
+    judge: RewardFunction | None = None
+    positive_threshold: float = 0.75
+    seed: int = 0
+
+
+class Built(NamedTuple):
+    """What ``InputBuilder`` makes of a batch.
+
+    Attributes:
+        inputs: what the objective looks at.
+        metrics: of the slates.
+        logged: what an anchor looks at: the log-probabilities of the logged slate. These are the inputs, unless
+            candidates took the slate's place.
+    """
+
+    inputs: ObjectiveInputs
+    metrics: dict[str, Tensor]
+    logged: ObjectiveInputs
 
 
 class _Values(NamedTuple):
@@ -75,6 +101,7 @@ class InputBuilder(nn.Module):
             self.critic = Critic(policy, self._requires, sources.critic, objective.num_scores)
         value = None if self.critic is None else self.critic.state_value
         self.old = Snapshot(policy, value) if sources.old_policy == "snapshot" else None
+        self.rollouts = None if sources.rollout is None else Rollouts(sources.seed)
 
     def refresh(self, policy: Policy, step: int, snapshot_every: int) -> None:
         """Brings snapshot and target network to where they stand at optimiser step ``step``."""
@@ -83,42 +110,75 @@ class InputBuilder(nn.Module):
         if self.critic is not None and isinstance(policy, StatePolicy):
             self.critic.refresh_target(policy, step)
 
-    def forward(self, policy: Policy, batch: FeedbackBatch) -> tuple[ObjectiveInputs, dict[str, Tensor]]:
+    def forward(self, policy: Policy, batch: FeedbackBatch) -> Built:
         """The inputs, and metrics of the slates."""
-        if self._sources.hard_negatives:
-            batch = with_hard_negatives(batch, policy, self._sources.hard_negatives)
-        if "rewards" in self._requires:
-            batch = self._rewarded(batch)
-        mask = batch.slates.mask
+        logged, rollout = batch.slates, None
+        if self.rollouts is not None:
+            rollout = self.rollouts.of(batch, self._roll_out)
+            batch = batch._replace(slates=rollout.slates)
+        else:
+            batch = self._logged(batch, policy)
         states = None
         if self._requires & OF_STATES:
             assert isinstance(policy, StatePolicy)
             states = policy.encode(batch.histories)
-        values = self._values(states, batch)
+        values = self._values(states, batch, rollout)
         advantages, returns = self._advantages(batch, values.old)
-        needed = mask
-        if self._objective.zero_advantage_is_inert and advantages is not None and not self._sources.scores_inert:
-            needed = mask & (advantages != 0)
-        logp = self._logp(policy, batch, needed, states)
+        needed = self._needed(batch, advantages)
+        anchored = logged if self._sources.anchored and rollout is not None else None
+        logp, logp_logged = self._logp(policy, batch, needed, states, anchored)
         log_probs = LogProbs(
             logp,
             self._token_mask(policy, batch.slates).expand_as(logp),
-            self._old_logp(batch, logp, needed, values.old_states),
-            self._reference_logp(batch, needed),
+            self._old_logp(batch, logp, needed, values.old_states) if rollout is None else rollout.logp,
+            self._reference_logp(batch, needed) if rollout is None else rollout.reference,
         )
-        inputs = ObjectiveInputs(
-            log_probs,
-            advantages=advantages,
-            rewards=batch.slates.reward,
-            chosen=_first_position(mask) if "chosen" in self._requires else None,
-            values=values.values,
-            values_old=values.old,
-            returns=returns,
-            entropy=self._entropy(policy, batch, needed, states),
+        inputs = self._of_slates(ObjectiveInputs(log_probs, advantages, returns=returns), batch.slates)
+        inputs = inputs._replace(
+            values=values.values, values_old=values.old, entropy=self._entropy(policy, batch, needed, states)
         )
+        of_log = inputs
+        if logp_logged is not None:
+            of_log = ObjectiveInputs(LogProbs(logp_logged, logged.mask[..., None].expand_as(logp_logged)))
+        metrics = self._metrics(batch) | ({} if rollout is None else rollout.metrics)
+        return Built(self._with_item_values(inputs, policy, batch, states), metrics, of_log)
+
+    def _logged(self, batch: FeedbackBatch, policy: Policy) -> FeedbackBatch:
+        """The logged slates with what training adds to them: hard negatives and rewards."""
+        if self._sources.hard_negatives:
+            batch = with_hard_negatives(batch, policy, self._sources.hard_negatives)
+        return self._rewarded(batch) if "rewards" in self._requires else batch
+
+    def _of_slates(self, inputs: ObjectiveInputs, slates: Slates) -> ObjectiveInputs:
+        """With what stands on the slates already."""
         if "labels" in self._requires:
-            inputs = inputs._replace(watch_quantile=batch.slates.watch_quantile, dislike=batch.slates.dislike)
-        return self._with_item_values(inputs, policy, batch, states), self._metrics(batch)
+            inputs = inputs._replace(watch_quantile=slates.watch_quantile, dislike=slates.dislike)
+        chosen = first_position(slates.mask) if "chosen" in self._requires else None
+        return inputs._replace(rewards=slates.reward, chosen=chosen)
+
+    @torch.no_grad()
+    def _roll_out(self, batch: FeedbackBatch) -> Rollout:
+        """Candidates, and what stays the same of them for the whole phase."""
+        sources = self._sources
+        assert self.old is not None
+        assert sources.rollout is not None
+        assert sources.reward is not None
+        scorers = RolloutSources(sources.reward, sources.judge, sources.positive_threshold)
+        rollout = roll_out(self.old.policy, batch, sources.rollout, scorers)
+        batch = batch._replace(slates=rollout.slates)
+        values = None
+        if self.old.head is not None:
+            values = self.old.state_values(self.old.encode(batch.histories), batch.slates.visible)
+        return rollout._replace(reference=self._reference_logp(batch, batch.slates.mask), values=values)
+
+    def _needed(self, batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:
+        """Positions that have to be scored. Of candidates it is all of them: they measure the divergence."""
+        mask = batch.slates.mask
+        inert = self._objective.zero_advantage_is_inert and advantages is not None
+        if not inert or self._sources.anchored or self._sources.rollout is not None:
+            return mask
+        assert advantages is not None
+        return mask & (advantages != 0)
 
     def _rewarded(self, batch: FeedbackBatch) -> FeedbackBatch:
         """With rewards; a position whose reward is unknown leaves its slate."""
@@ -132,11 +192,13 @@ class InputBuilder(nn.Module):
         mask = slates.mask[..., None]
         return without_shared_prefix(mask, policy.tokens(slates.item_ids)) if self._sources.mask_shared_prefix else mask
 
-    def _values(self, states: Tensor | None, batch: FeedbackBatch) -> _Values:
+    def _values(self, states: Tensor | None, batch: FeedbackBatch, rollout: Rollout | None) -> _Values:
         if self.critic is None or self.critic.state_value is None:
             return _Values()
         assert states is not None
         values: Tensor = self.critic.state_value(self.critic.positions(states, batch))
+        if rollout is not None:
+            return _Values(values, rollout.values)
         if self.old is None:
             return _Values(values, values.detach())
         old_states = self.old.encode(batch.histories)
@@ -150,13 +212,22 @@ class InputBuilder(nn.Module):
             return estimator.advantages_and_returns(batch, values)
         return estimator(batch, values), None
 
-    def _logp(self, policy: Policy, batch: FeedbackBatch, needed: Tensor, states: Tensor | None) -> Tensor:
+    def _logp(
+        self, policy: Policy, batch: FeedbackBatch, needed: Tensor, states: Tensor | None, beside: Slates | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of the batch's slates, and of the logged ones ``beside`` them."""
+        width = needed.shape[1]
+        if beside is not None:
+            batch = batch._replace(slates=side_by_side(batch.slates, beside))
+            needed = torch.cat([needed, beside.mask], 1)
         if not self._objective.reads_log_prob:
-            return torch.zeros(*needed.shape, policy.num_tokens, device=needed.device)
-        if states is None:
-            return policy.log_prob(batch, needed)
-        assert isinstance(policy, StatePolicy)
-        return policy.log_prob(batch, needed, states)
+            logp = torch.zeros(*needed.shape, policy.num_tokens, device=needed.device)
+        elif states is None:
+            logp = policy.log_prob(batch, needed)
+        else:
+            assert isinstance(policy, StatePolicy)
+            logp = policy.log_prob(batch, needed, states)
+        return logp[:, :width], None if beside is None else logp[:, width:]
 
     def _old_logp(self, batch: FeedbackBatch, logp: Tensor, needed: Tensor, states: Tensor | None) -> Tensor | None:
         if self.old is not None:
@@ -166,6 +237,9 @@ class InputBuilder(nn.Module):
     def _reference_logp(self, batch: FeedbackBatch, needed: Tensor) -> Tensor | None:
         if self.cache is not None:
             return self.cache.log_prob(batch)
+        if "reference" in self._requires and self._sources.reference == "snapshot":
+            assert self.old is not None
+            return self.old.log_prob(batch, needed)
         return None if self.reference is None else self.reference.log_prob(batch, needed)
 
     def _entropy(self, policy: Policy, batch: FeedbackBatch, needed: Tensor, states: Tensor | None) -> Tensor | None:
@@ -196,7 +270,7 @@ class InputBuilder(nn.Module):
         if slates.reward is not None:
             metrics["reward_mean"] = masked_mean(slates.reward, slates.mask)
         if "chosen" in self._requires:
-            rejected = slates.mask & ~_first_position(slates.mask)
+            rejected = slates.mask & ~first_position(slates.mask)
             metrics["rejected_per_list"] = rejected.sum() / slates.mask[:, 0].sum().clamp(min=1)
             if slates.is_logged is not None:
                 metrics["logged_rejected_share"] = masked_mean(slates.is_logged, rejected)
@@ -222,57 +296,3 @@ def logged_logp(batch: FeedbackBatch, logp: Tensor, needed: Tensor) -> Tensor:
             "old_policy: logged gives one probability per item, this policy scores several tokens per item"
         )
     return torch.where(needed, logged, 0.0)[..., None].to(logp.dtype)
-
-
-@torch.no_grad()
-def with_hard_negatives(batch: FeedbackBatch, policy: Policy, count: int) -> FeedbackBatch:
-    """Appends the policy's ``count`` top ranks after the whole history to every slate, as rejected items.
-
-    Left out: what the slate holds already, and what the user is known to like. The policy ranks in evaluation mode.
-    """
-    slates, was_training = batch.slates, policy.training
-    exclude = slates.item_ids
-    if batch.known_positives is not None:
-        exclude = torch.cat([exclude, batch.known_positives], 1)
-    policy.eval()
-    items = policy.recommend(batch.histories, min(count, policy.num_items), exclude).item_ids
-    policy.train(was_training)
-    kept = (items > 0) & slates.mask[:, :1]
-
-    def appended(values: Tensor | None, fill: float) -> Tensor | None:
-        return None if values is None else torch.cat([values, values.new_full(items.shape, fill)], 1)
-
-    return batch._replace(
-        slates=Slates(
-            item_ids=torch.cat([slates.item_ids, items * kept], 1),
-            visible=torch.cat([slates.visible, batch.histories.lengths[:, None] * kept], 1),
-            mask=torch.cat([slates.mask, kept], 1),
-            watch_quantile=appended(slates.watch_quantile, torch.nan),
-            dislike=appended(slates.dislike, 0),
-            reward=appended(slates.reward, torch.nan),
-            logp_behavior=appended(slates.logp_behavior, torch.nan),
-            is_logged=appended(slates.is_logged, 0),
-        )
-    )
-
-
-def without_shared_prefix(mask: Tensor, tokens: Tensor) -> Tensor:
-    """Keeps of every rejected item the tokens from the first one on in which it differs from the chosen item.
-
-    The chosen and a rejected item are generated through the same first codes, so pushing these down for one pushes them
-    down for the other (RAD-DPO, arXiv 2602.23964).
-
-    Args:
-        mask: ``[B, S, T]`` or ``[B, S, 1]``, True keeps; the chosen item stands first in its list.
-        tokens: ``[B, S, T]``.
-    """
-    shared = (tokens == tokens[:, :1]).long().cumprod(-1).bool()
-    shared[:, 0] = False
-    return mask & ~shared
-
-
-def _first_position(mask: Tensor) -> Tensor:
-    """The chosen items ``[B, S]``: preference lists hold theirs first."""
-    chosen = torch.zeros_like(mask)
-    chosen[:, 0] = mask[:, 0]
-    return chosen

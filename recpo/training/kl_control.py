@@ -1,6 +1,18 @@
-"""Adaptive coefficient of the KL penalty."""
+"""Adaptive coefficient of the KL penalty, and the end of a phase that moved too far from its snapshot."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from recpo.contracts import Objective
+from recpo.errors import RecpoError
+from recpo.ops.kl import kl_estimate
+from recpo.ops.reduce import zero_masked
+from recpo.types import LogProbs
 
 MAX_ERROR = 0.2
 """Bound on the proportional error, so that one outlying batch cannot blow the coefficient up (arXiv 1909.08593)."""
@@ -37,3 +49,104 @@ class AdaptiveKLCoefficient:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restores what ``state_dict`` returned."""
         self.value = state["value"]
+
+
+@dataclass(frozen=True)
+class KLTarget:
+    """Steers the objective's ``kl_coef``, which is then only the initial value, towards a divergence.
+
+    Attributes:
+        target: KL(policy || reference) to hold, in nats per token, by the objective's own estimator.
+        horizon: items over which the coefficient may change by a factor of about e^0.2.
+    """
+
+    target: float
+    horizon: int = 10_000
+
+    def __post_init__(self) -> None:
+        if self.target <= 0 or self.horizon < 1:
+            raise RecpoError(
+                f"adaptive_kl.target must be above 0 and its horizon at least 1, got {self.target} and {self.horizon}"
+            )
+
+
+class KLControl:
+    """Measures divergences over whole optimiser steps, moves the coefficient and stops a phase that went too far.
+
+    Args:
+        objective: whose ``kl_coef`` is moved.
+        target: where to; None = it stays.
+        max_kl: largest KL(old || policy) in nats per item, by the k3 estimate over items drawn from the old policy;
+            None = any.
+    """
+
+    def __init__(self, objective: Objective, target: KLTarget | None = None, max_kl: float | None = None) -> None:
+        self._objective, self._max_kl = objective, max_kl
+        self._coefficient: AdaptiveKLCoefficient | None = None
+        if target is not None:
+            self._coefficient = AdaptiveKLCoefficient(_initial(objective), target.target, target.horizon)
+        self._sums: Tensor | None = None
+        self.stopped = False
+
+    @property
+    def objective(self) -> Objective:
+        """The objective with the coefficient as it is now."""
+        if self._coefficient is None:
+            return self._objective
+        return replace(self._objective, kl_coef=self._coefficient.value)  # type: ignore[type-var]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What it does, for the logs."""
+        metrics = {} if self._coefficient is None else {"kl_coef": self._coefficient.value}
+        return metrics if self._max_kl is None else metrics | {"step_skipped": float(self.stopped)}
+
+    def begin_phase(self) -> None:
+        """A new snapshot: nothing has moved yet."""
+        self.stopped = False
+
+    @torch.no_grad()
+    def measure(self, logp: LogProbs, metrics: dict[str, Tensor]) -> None:
+        """Adds a micro-batch."""
+        if self._coefficient is None and self._max_kl is None:
+            return
+        tokens, items = logp.mask.sum(), logp.mask.any(-1).sum()
+        moved = torch.zeros_like(tokens, dtype=torch.float32)
+        if logp.old is not None:
+            old, policy = zero_masked(logp.old, logp.mask), zero_masked(logp.policy.detach(), logp.mask)
+            moved = kl_estimate(old, policy).sum()
+        from_reference = metrics.get("kl_reference", torch.zeros_like(moved)) * tokens
+        sums = torch.stack([moved.double(), items.double(), from_reference.double(), tokens.double()])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def end_step(self, reduce_sum: Callable[[Tensor], Tensor]) -> None:
+        """Decides over what every micro-batch of every rank measured; every rank decides the same."""
+        if self._sums is None:
+            return
+        moved, items, from_reference, tokens = reduce_sum(self._sums).tolist()
+        self._sums = None
+        if self._max_kl is not None and moved > self._max_kl * items:
+            self.stopped = True
+        elif self._coefficient is not None and tokens:
+            self._coefficient.update(from_reference / tokens, int(items))
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must hold."""
+        state = {"stopped": float(self.stopped)}
+        return state if self._coefficient is None else state | self._coefficient.state_dict()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restores what ``state_dict`` returned."""
+        self.stopped = bool(state["stopped"])
+        if self._coefficient is not None:
+            self._coefficient.load_state_dict(state)
+
+
+def _initial(objective: Objective) -> float:
+    value: float = getattr(objective, "kl_coef", 0.0)
+    if value <= 0:
+        raise RecpoError(
+            f"adaptive_kl moves the coefficient of a KL penalty, which {type(objective).__name__} lacks: set "
+            "objective.init_args.kl_coef above 0, or leave adaptive_kl out"
+        )
+    return value

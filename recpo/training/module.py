@@ -16,12 +16,16 @@ from recpo.training.contradictions import (
     refuse_feedback,
     refuse_old_policy,
     refuse_policy,
+    refuse_rollout,
     refuse_shared_prefix,
     refuse_slates,
+    refuse_snapshot_reference,
 )
 from recpo.training.critic import CriticOptions
+from recpo.training.health import IN_TERMINAL
 from recpo.training.inputs import InputBuilder, InputSources, OldPolicy, ReferencePolicy
 from recpo.training.item_scores import ScoreMetrics
+from recpo.training.kl_control import KLControl, KLTarget
 from recpo.training.optimizers import (
     OptimizerFactory,
     SchedulerFactory,
@@ -29,6 +33,7 @@ from recpo.training.optimizers import (
     clip_gradients,
     scale_gradients,
 )
+from recpo.training.rollout import RolloutOptions
 from recpo.training.snapshots import ReferenceCache
 from recpo.training.validation import ValidationMetrics
 from recpo.types import EvaluationBatch, FeedbackBatch, SlateTraits
@@ -50,15 +55,21 @@ class PreferenceModule(LightningModule):
         lr_scheduler: makes the learning-rate schedule, stepped once per optimiser step.
         old_policy: where the old log-probabilities come from: ``current`` (there are none: every ratio is 1),
             ``logged`` (the propensity column of the log) or ``snapshot`` (a frozen copy).
-        snapshot_every: optimiser steps between two refreshes of the snapshot.
+        snapshot_every: optimiser steps between two refreshes of the snapshot; with ``rollout``, a phase.
         reference: ``frozen`` keeps a copy of the policy that training starts from; ``cached`` computes its
-            log-probabilities once before training.
+            log-probabilities once before training; ``snapshot`` takes the old policy, the previous iterate.
+        rollout: learn from candidates that the snapshot draws, instead of the logged slates.
+        judge: a second reward of the candidates, which is only logged: if it falls while the reward rises, the policy
+            has learned the faults of the reward.
+        adaptive_kl: move the objective's ``kl_coef`` towards a divergence from the reference policy.
         critic: the heads that some objectives train beside the policy; they are not a part of it.
         slates: what the data says about its slates.
-        anchor_coef: weight of the likelihood of every kept position, added to the loss on the same batches; 0 = none.
+        anchor_coef: weight of the likelihood of every kept position of the logged slates, added to the loss on the same
+            batches and divided by the same denominator; 0 = none.
         mask_shared_prefix: leave codes that a rejected item shares with the chosen one out of its side (RAD-DPO).
         validation_k: length of the lists whose NDCG, HitRate and dislikes are reported on the validation split.
         positive_threshold: watch quantile from which a held-out event counts as positive.
+        item_counts: ``[V]`` training events of the items 1..V, which tell head from tail in the validation.
         seed: of dropout and sampling.
     """
 
@@ -75,25 +86,36 @@ class PreferenceModule(LightningModule):
         old_policy: OldPolicy = "current",
         snapshot_every: int = 100,
         reference: ReferencePolicy = "frozen",
+        rollout: RolloutOptions | None = None,
+        judge: RewardFunction | None = None,
+        adaptive_kl: KLTarget | None = None,
         critic: CriticOptions = CriticOptions(),  # noqa: B008  frozen
         slates: SlateTraits = SlateTraits(),  # noqa: B008  immutable
         anchor_coef: float = 0.0,
         mask_shared_prefix: bool = False,
         validation_k: int = 10,
         positive_threshold: float = 0.75,
+        item_counts: Tensor | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         refuse_policy(policy, objective)
         refuse_feedback(objective, advantage, reward)
         refuse_old_policy(objective, old_policy)
-        refuse_slates(objective, slates, reference, anchor_coef)
+        if rollout is not None:
+            refuse_rollout(objective, rollout, slates, reward, old_policy)
+            slates = SlateTraits(chosen_first=rollout.preference is not None, resampled=True)
+        refuse_slates(objective, slates, reference, 0.0 if rollout else anchor_coef)
+        refuse_snapshot_reference(objective, reference, old_policy)
         if mask_shared_prefix:
             refuse_shared_prefix(policy, objective)
         self.policy, self.objective = policy, objective
+        self.validated: dict[str, Tensor] = {}
         self._optimizer, self._sparse_optimizer, self._lr_scheduler = optimizer, sparse_optimizer, lr_scheduler
         self._snapshot_every, self._reference = snapshot_every, reference
         self._anchor, self._anchor_coef, self._seed = Likelihood(), anchor_coef, seed
+        self._rollout = rollout
+        self._kl = KLControl(objective, adaptive_kl, None if rollout is None else rollout.max_kl)
         self._step_count: Tensor | None = None
         sources = InputSources(
             advantage,
@@ -102,13 +124,17 @@ class PreferenceModule(LightningModule):
             reference,
             critic,
             slates.hard_negatives,
-            scores_inert=anchor_coef != 0,
+            anchored=anchor_coef != 0,
             mask_shared_prefix=mask_shared_prefix,
+            rollout=rollout,
+            judge=judge,
+            positive_threshold=positive_threshold,
+            seed=seed,
         )
         self.inputs = InputBuilder(policy, objective, sources)
         head = None if self.inputs.critic is None else self.inputs.critic.score
         self._validation = (
-            ValidationMetrics(validation_k, positive_threshold, policy.num_items)
+            ValidationMetrics(validation_k, positive_threshold, policy.num_items, item_counts)
             if head is None
             else ScoreMetrics(objective, head, positive_threshold)
         )
@@ -140,24 +166,50 @@ class PreferenceModule(LightningModule):
         key = [self._seed, self.current_epoch, batch_idx, self.global_rank]
         torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
         if self._step_count is None:  # the first micro-batch of the step
+            self._begin_step(batch_idx)
+
+    def _begin_step(self, batch_idx: int) -> None:
+        """Refreshes frozen copies when due; the phases of rollouts are counted from the start of the epoch."""
+        if self._rollout is None or self.inputs.rollouts is None:
             self.inputs.refresh(self.policy, self.global_step, self._snapshot_every)
+            return
+        step, length = batch_idx // self.trainer.accumulate_grad_batches, self._rollout.phase_steps
+        if step % length == 0:
+            self._kl.begin_phase()
+        self.inputs.rollouts.begin(self.current_epoch, step // length)
+        self.inputs.refresh(self.policy, step, length)
 
     def training_step(self, batch: FeedbackBatch, batch_idx: int) -> Tensor:
         """One micro-batch; see the class for the denominator."""
-        inputs, slate_metrics = self.inputs(self.policy, batch)
+        if self._kl.stopped:
+            self._step_count = torch.zeros((), device=self.device)
+            self._log_control(batch)
+            return self._no_loss()
+        inputs, slate_metrics, logged = self.inputs(self.policy, batch)
         inputs = inputs._replace(denominator=self._nominal_denominator(self.objective.count(inputs)))
-        loss, metrics = self.objective(inputs)
-        metrics = {**metrics, **slate_metrics}
+        loss, metrics = self._kl.objective(inputs)
+        self._kl.measure(inputs.logp, metrics)
+        metrics = metrics | slate_metrics
         if self._anchor_coef:
-            anchor = self._anchor(inputs)
+            anchor = self._anchor(logged._replace(denominator=inputs.denominator))
             loss = loss + self._anchor_coef * anchor.loss
             metrics = {**metrics, **{f"anchor_{name}": value for name, value in anchor.metrics.items()}}
         if not loss.requires_grad:  # nothing to learn here, but every parameter must see a gradient on every rank
-            loss = loss + 0.0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum()
+            loss = loss + self._no_loss()
         size = int(batch.row_ids.shape[0])
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=size, sync_dist=True)
-        self.log_dict({f"train/{name}": value for name, value in metrics.items()}, batch_size=size)
+        for name, value in metrics.items():
+            self.log(f"train/{name}", value, prog_bar=name in IN_TERMINAL, batch_size=size)
+        self._log_control(batch)
         return loss * self.trainer.accumulate_grad_batches  # Lightning divides by it; the denominator is right already
+
+    def _log_control(self, batch: FeedbackBatch) -> None:
+        size = int(batch.row_ids.shape[0])
+        self.log_dict({f"train/{name}": value for name, value in self._kl.metrics.items()}, batch_size=size)
+
+    def _no_loss(self) -> Tensor:
+        """0, with a gradient of 0 for every parameter."""
+        return 0.0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum()
 
     def _nominal_denominator(self, count: Tensor) -> Tensor:
         """The denominator of this rank's micro-batches: an equal share of the first micro-batch's total over the ranks.
@@ -178,7 +230,11 @@ class PreferenceModule(LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Turns the nominal denominator into the true one."""
         assert self._step_count is not None
-        if self.trainer.accumulate_grad_batches > 1:
+        self._kl.end_step(self._sum_over_ranks)
+        if self._kl.stopped:  # an optimiser leaves parameters without a gradient as they are, momentum and all
+            for parameter in self.parameters():
+                parameter.grad = None
+        elif self.trainer.accumulate_grad_batches > 1:
             true = (self._step_count / self.trainer.world_size).clamp(min=1.0)
             scale_gradients(self.parameters(), self._nominal / true)
         self._step_count = None
@@ -198,5 +254,18 @@ class PreferenceModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Logs the means over the users of all ranks."""
-        metrics = self._validation.compute(lambda value: self.trainer.strategy.reduce(value, reduce_op="sum"))
-        self.log_dict({f"val/{name}": value for name, value in metrics.items()}, prog_bar=True)
+        metrics = self._validation.compute(self._sum_over_ranks)
+        self.validated = {f"val/{name}": value for name, value in metrics.items()}
+        self.log_dict(self.validated, prog_bar=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what is neither a weight nor the optimiser's."""
+        checkpoint["kl_control"] = self._kl.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores what ``on_save_checkpoint`` added."""
+        self._kl.load_state_dict(checkpoint["kl_control"])
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
+        return total

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
@@ -63,17 +64,18 @@ class TrainerOptions:
     def __init__(self, **options: Any) -> None:
         self._options = options
 
-    def build(self, run: Path, monitor: str, checkpoint_every: int | None) -> Trainer:
+    def build(self, run: Path, monitor: str, checkpoint_every: int | None, guards: Sequence[Callback] = ()) -> Trainer:
         """Makes the trainer of a run.
 
         Args:
             run: the run directory.
             monitor: validation metric whose largest value marks the best policy.
             checkpoint_every: also keep the state every so many optimiser steps, to resume from; None = every epoch.
+            guards: further callbacks, which look at the metrics.
         """
         _quieten()
         callbacks = self._options.get("callbacks") or []
-        callbacks = [*callbacks] if isinstance(callbacks, list) else [callbacks]
+        callbacks = [*(callbacks if isinstance(callbacks, list) else [callbacks]), *guards]
         if self._options.get("enable_progress_bar") is not False:
             callbacks.append(ProgressBar())
         if self._options.get("enable_checkpointing") is not False:

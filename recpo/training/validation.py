@@ -8,31 +8,49 @@ import torch
 from torch import Tensor
 
 from recpo.contracts import Policy
-from recpo.evaluation.ranking import hit_rate, ndcg, precision, ranked_hits
+from recpo.evaluation.ranking import hit_rate, ndcg, precision, ranked_hits, recall
 from recpo.evaluation.targets import held_out_targets
 from recpo.types import EvaluationBatch
+
+TAIL_SHARE = 0.2
+"""Tail items are the least popular ones that together hold this share of the training events."""
+
+
+def tail_items(item_counts: Tensor) -> Tensor:
+    """Which of the items 0..V belong to the tail, ``[V + 1]`` bool, from their training counts ``[V]``."""
+    descending, order = item_counts.double().sort(descending=True, stable=True)
+    before = descending.cumsum(0) - descending
+    tail = torch.zeros(len(item_counts) + 1, dtype=torch.bool)
+    tail[1 + order] = before >= (1.0 - TAIL_SHARE) * descending.sum()
+    return tail
 
 
 class ValidationMetrics:
     """Means over users of NDCG@k and HitRate@k on positives and of the disliked share of the lists.
 
     Items of the user's past are left out of the lists and of the targets. Users without a positive target are left out
-    of the first two means, users without a held-out dislike out of the last.
+    of the first two means, users without a held-out dislike out of the third. ``coverage@k`` is the share of the
+    catalogue on at least one list; with ``item_counts``, ``Recall_head@k`` and ``Recall_tail@k`` are the recalls of the
+    positives in the head and in the tail of the catalogue (``TAIL_SHARE``).
 
     Args:
         k: length of the lists.
         positive_threshold: watch quantile from which an event counts as positive, unless it was disliked.
         num_items: catalogue size.
+        item_counts: ``[V]`` training events of the items 1..V.
     """
 
-    def __init__(self, k: int, positive_threshold: float, num_items: int) -> None:
+    def __init__(self, k: int, positive_threshold: float, num_items: int, item_counts: Tensor | None = None) -> None:
         self._k, self._threshold = min(k, num_items), positive_threshold
-        self._sums = torch.zeros(3, 2, dtype=torch.float64)  # (sum over users, users) of each metric
+        self._tail = None if item_counts is None else tail_items(item_counts)
+        self._means = ["NDCG", "HitRate", "disliked"] + ["Recall_head", "Recall_tail"] * (item_counts is not None)
+        self._sums = torch.zeros(len(self._means), 2, dtype=torch.float64)  # (sum over users, users) of each metric
+        self._shown = torch.zeros(num_items + 1, dtype=torch.float64)
 
     @property
     def names(self) -> list[str]:
         """Names of the metrics, in the order of ``compute``."""
-        return [f"NDCG@{self._k}", f"HitRate@{self._k}", f"disliked@{self._k}"]
+        return [f"{name}@{self._k}" for name in [*self._means, "coverage"]]
 
     @torch.no_grad()
     def update(self, policy: Policy, batch: EvaluationBatch) -> None:
@@ -42,13 +60,19 @@ class ValidationMetrics:
         liked = ranked_hits(items, targets.item_ids, targets.positive)
         disliked = ranked_hits(items, targets.item_ids, targets.disliked)
         columns = [metric(liked, [self._k]) for metric in (ndcg, hit_rate)] + [precision(disliked, [self._k])]
+        if self._tail is not None:
+            in_tail = self._tail.to(items.device)[targets.item_ids]
+            parts = [targets.positive & ~in_tail, targets.positive & in_tail]
+            columns += [recall(ranked_hits(items, targets.item_ids, part), [self._k]) for part in parts]
         per_user = torch.cat(columns, 1).T.cpu().double()
         known = per_user.isfinite()
         self._sums += torch.stack([per_user.nan_to_num(0.0).sum(1), known.sum(1).double()], 1)
+        self._shown[items.flatten().cpu()] = 1.0
 
     def compute(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The means over every rank's users, 0 where there is none; starts anew."""
-        totals = reduce_sum(self._sums)
-        self._sums = torch.zeros_like(self._sums)
-        means = (totals[:, 0] / totals[:, 1].clamp(min=1.0)).float()
-        return dict(zip(self.names, means, strict=True))
+        totals, shown = reduce_sum(self._sums), reduce_sum(self._shown)
+        self._sums, self._shown = torch.zeros_like(self._sums), torch.zeros_like(self._shown)
+        means = totals[:, 0] / totals[:, 1].clamp(min=1.0)
+        coverage = (shown[1:] > 0).double().mean()
+        return dict(zip(self.names, [*means.float(), coverage.float()], strict=True))

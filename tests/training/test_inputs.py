@@ -16,7 +16,8 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.critic import ItemValue, StateValue, states_at
 from recpo.rewards import LoggedReward
 from recpo.training.critic import Critic, CriticOptions, next_visible
-from recpo.training.inputs import InputBuilder, InputSources, with_hard_negatives
+from recpo.training.inputs import InputBuilder, InputSources
+from recpo.training.lists import with_hard_negatives
 from recpo.training.module import PreferenceModule
 from recpo.types import SlateTraits
 
@@ -83,7 +84,7 @@ def test_one_encoding_serves_policy_critic_and_entropy(prepared):
     calls = {"policy": 0, "snapshot": 0}
     policy.encoder.register_forward_hook(lambda *_: calls.__setitem__("policy", calls["policy"] + 1))
     inputs.old.policy.encoder.register_forward_hook(lambda *_: calls.__setitem__("snapshot", calls["snapshot"] + 1))
-    found, _ = inputs(policy, batch)
+    found, _, _ = inputs(policy, batch)
     assert calls == {"policy": 1, "snapshot": 1}
     torch.testing.assert_close(found.logp.policy, policy.log_prob(batch))
     torch.testing.assert_close(found.entropy, policy.entropy(batch))
@@ -101,7 +102,7 @@ def test_advantages_and_returns_are_those_of_the_old_values(prepared):
     with torch.no_grad():
         inputs.old.head.output.bias.fill_(0.7)
         inputs.critic.state_value.output.bias.fill_(-0.3)
-    found, _ = inputs(policy, batch)
+    found, _, _ = inputs(policy, batch)
     kept = batch.slates.mask
     torch.testing.assert_close(found.values_old[kept], torch.full_like(found.values_old[kept], 0.7))
     torch.testing.assert_close(found.values[kept], torch.full_like(found.values[kept], -0.3))
@@ -116,7 +117,7 @@ def test_nothing_is_computed_that_is_not_asked_for(prepared, monkeypatch):
     policy = new_policy(num_items)
     inputs = InputBuilder(policy, PairwiseReward(), InputSources())
     monkeypatch.setattr(policy, "log_prob", None)
-    found, metrics = inputs(policy, batch)
+    found, metrics, _ = inputs(policy, batch)
     assert found.scores.requires_grad
     assert inputs.reference is None
     assert inputs.old is None
@@ -125,7 +126,7 @@ def test_nothing_is_computed_that_is_not_asked_for(prepared, monkeypatch):
     batch, _ = batch_of(prepared, SEQUENCES)
     plain = InputBuilder(new_policy(num_items), Likelihood(), InputSources())
     assert not list(plain.parameters())
-    found, metrics = plain(new_policy(num_items), batch)
+    found, metrics, _ = plain(new_policy(num_items), batch)
     assert [name for name, value in found._asdict().items() if value is not None] == ["logp"]
     assert metrics == {}
 
@@ -135,7 +136,7 @@ def test_a_head_may_leave_the_encoder_alone(prepared):
     for shares in (True, False):
         policy = new_policy(num_items)
         inputs = InputBuilder(policy, PairwiseReward(), InputSources(critic=CriticOptions(shares_encoder=shares)))
-        found, _ = inputs(policy, batch)
+        found, _, _ = inputs(policy, batch)
         PairwiseReward()(found).loss.backward()
         assert (policy.encoder.start.grad is not None) == shares
         assert inputs.critic.score.bias.grad.abs().sum() > 0
@@ -145,7 +146,7 @@ def test_an_unknown_reward_leaves_its_slate(prepared):
     batch, num_items = batch_of(prepared, IMPRESSIONS)
     batch.slates.watch_quantile[0, 0] = torch.nan
     policy = new_policy(num_items)
-    found, _ = InputBuilder(policy, GRPO(kl_coef=0.0), InputSources(**{**GROUPS}))(policy, batch)
+    found, _, _ = InputBuilder(policy, GRPO(kl_coef=0.0), InputSources(**{**GROUPS}))(policy, batch)
     assert not found.logp.mask[0, 0]
     assert found.advantages[0, 0] == 0
     kept = batch.slates.mask.clone()

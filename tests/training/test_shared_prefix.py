@@ -7,7 +7,7 @@ from recpo.errors import RecpoError
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.listwise_dpo import SoftmaxDPO
 from recpo.training.contradictions import refuse_shared_prefix
-from recpo.training.inputs import without_shared_prefix
+from recpo.training.lists import without_shared_prefix
 
 
 def test_only_the_common_prefix_is_masked_and_only_on_the_rejected_side():

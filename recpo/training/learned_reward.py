@@ -1,0 +1,160 @@
+"""A trained reward model: loaded from its run directory, calibrated, and used as a reward."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import recpo.objectives
+import recpo.policies.catalog_softmax  # noqa: F401  so that a run may name its policy by the bare class name
+from recpo.contracts import Objective, RewardFunction, StatePolicy
+from recpo.errors import RecpoError
+from recpo.objectives.pointwise_reward import PointwiseReward
+from recpo.policies.critic import ItemScore
+from recpo.training.critic import CriticOptions
+from recpo.training.item_scores import item_scores
+from recpo.training.run import checkpoint_path, load_option, load_policy, load_weights, read_finished
+from recpo.types import FeedbackBatch, Histories, Slates
+
+CALIBRATION = "calibration.json"
+
+Checkpoint = Literal["best", "last"]
+
+
+class RewardModel(nn.Module):
+    """The score head of a run over the states of its policy; frozen, in evaluation mode.
+
+    Args:
+        policy: whose states and item vectors are read.
+        head: the scores.
+        objective: what they were trained for.
+    """
+
+    def __init__(self, policy: StatePolicy, head: ItemScore, objective: Objective) -> None:
+        super().__init__()
+        self.policy, self.head, self.objective = policy, head, objective
+        self.requires_grad_(False).eval()
+
+    def forward(self, histories: Histories, slates: Slates) -> Tensor:
+        """Scores ``[B, S, K]`` in float32, whatever the precision of the training around it; 0 at masked positions."""
+        with torch.autocast(slates.item_ids.device.type, enabled=False):
+            return item_scores(self.policy, self.head, histories, slates)
+
+
+class Calibration(NamedTuple):
+    """``probability_k = sigmoid(scale_k score_k + shift_k)`` (Platt, 1999), per target."""
+
+    scale: tuple[float, ...]
+    shift: tuple[float, ...]
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Of scores ``[..., K]``."""
+        scale, shift = (torch.tensor(values, dtype=scores.dtype, device=scores.device) for values in self)
+        return (scores * scale + shift).sigmoid()
+
+
+def load_reward_model(run: Path, checkpoint: Checkpoint = "best") -> RewardModel:
+    """Rebuilds the reward model of a finished run of ``recpo train``; nothing is unpickled.
+
+    Raises:
+        RecpoError: the run did not finish, trained no score head, or the checkpoint does not fit.
+    """
+    policy = load_policy(run, checkpoint)
+    objective: Objective = load_option(run, "objective", Objective)
+    if "score" not in objective.requires:
+        raise RecpoError(
+            f"{run} trained {type(objective).__name__}, which is no reward model: name a run of PointwiseReward or "
+            "PairwiseReward"
+        )
+    assert isinstance(policy, StatePolicy)
+    options: CriticOptions = load_option(run, "critic", CriticOptions)
+    head = ItemScore(policy.num_items, policy.dim, options.hidden, objective.num_scores)
+    load_weights(head, checkpoint_path(run, checkpoint), "inputs.critic.score.")
+    return RewardModel(policy, head, objective)
+
+
+def checkpoint_sha256(run: Path, checkpoint: Checkpoint) -> str:
+    """Identifies the weights that a calibration belongs to."""
+    with checkpoint_path(run, checkpoint).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load_calibration(run: Path, checkpoint: Checkpoint = "best") -> Calibration:
+    """What ``recpo calibrate`` fitted.
+
+    Raises:
+        RecpoError: nothing was fitted, or to other weights.
+    """
+    mend = f"run `recpo calibrate --run {run} --checkpoint {checkpoint}` with the prepared directory it was trained on"
+    file = Path(run) / CALIBRATION
+    if not file.is_file():
+        raise RecpoError(f"{run} is not calibrated: its scores are no probabilities yet; {mend}")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if content["checkpoint_sha256"] != checkpoint_sha256(run, checkpoint):
+        raise RecpoError(f"{file} belongs to other weights than {checkpoint_path(run, checkpoint)}; {mend}")
+    fitted = [content["targets"][name]["calibration"] for name in PointwiseReward.TARGETS]
+    return Calibration(tuple(f["scale"] for f in fitted), tuple(f["shift"] for f in fitted))
+
+
+@dataclass(frozen=True)
+class LearnedReward(RewardFunction):
+    """What a trained reward model expects of a candidate, for logged and generated ones alike; it is never trained here.
+
+    Of a run of ``PointwiseReward``: ``long_watch P(long watch) + like P(like) - dislike_cost P(dislike)`` with the
+    probabilities that ``recpo calibrate`` fitted. Of a run of ``PairwiseReward``: its score, whose zero and unit mean
+    nothing; only differences within a context do. A candidate that is no item (id 0) has no reward (nan).
+
+    Attributes:
+        run: run directory of the reward model, of the same items.
+        long_watch: weight of the probability that the item is watched for long.
+        like: weight of the probability that it is liked.
+        dislike_cost: what a certain dislike takes away.
+        calibrated: false takes the model's own probabilities, so that no ``recpo calibrate`` is needed.
+        checkpoint: which one of the run.
+    """
+
+    run: Path
+    long_watch: float = 1.0
+    like: float = 0.5
+    dislike_cost: float = 1.0
+    calibrated: bool = True
+    checkpoint: Checkpoint = "best"
+
+    def __post_init__(self) -> None:
+        read_finished(self.run)  # a wrong path is said before training starts
+
+    @property
+    def catalogue_checksum(self) -> str | None:
+        """See ``RewardFunction.catalogue_checksum``."""
+        return str(read_finished(self.run)["catalogue_checksum"])
+
+    @cached_property
+    def model(self) -> RewardModel:
+        """The reward model."""
+        return load_reward_model(self.run, self.checkpoint)
+
+    @cached_property
+    def _calibration(self) -> Calibration:
+        if self.calibrated:
+            return load_calibration(self.run, self.checkpoint)
+        targets = len(PointwiseReward.TARGETS)
+        return Calibration((1.0,) * targets, (0.0,) * targets)
+
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        """See ``RewardFunction``."""
+        is_item = candidates.mask & (candidates.item_ids > 0)
+        model = self.model.to(candidates.item_ids.device)
+        scores = model(batch.histories, candidates._replace(mask=is_item))
+        if isinstance(model.objective, PointwiseReward):
+            weights = torch.tensor([self.long_watch, self.like, -self.dislike_cost], device=scores.device)
+            reward = self._calibration.probabilities(scores) @ weights
+        else:
+            reward = scores[..., 0]
+        return reward.masked_fill(~is_item, torch.nan)

@@ -1,0 +1,272 @@
+"""On-policy candidates: a frozen snapshot of the policy draws a group of items for every context, a reward scores them.
+
+A rollout is a pure function of the snapshot, the contexts and a seed, so nothing of it has to be stored: a run that is
+resumed in the middle of a phase draws the same candidates again. Training goes in phases: the snapshot is refreshed at
+their start, and the batches of a phase are gone through several times with the candidates of the first visit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recpo.advantages import group_normalized_advantage
+from recpo.contracts import Policy, RewardFunction
+from recpo.errors import RecpoError
+from recpo.objectives.health import masked_mean
+from recpo.ops.reduce import zero_masked
+from recpo.training.rollout_slates import (
+    Candidates,
+    as_preference_list,
+    first_occurrences,
+    put_rows,
+    take_rows,
+    with_logged,
+)
+from recpo.types import FeedbackBatch, SamplingOptions, Slates
+
+Preference = Literal["best_vs_rest", "best_vs_worst"]
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """How candidates are drawn, and how long they are learned from.
+
+    Attributes:
+        group_size: G, candidates per context.
+        batches: optimiser steps of one pass over a phase: so many different batches share a snapshot.
+        epochs: passes over a phase, with the same candidates; a phase is ``batches * epochs`` optimiser steps.
+        temperature: divides the scores before the softmax (at every token); ``pi_old`` is what is drawn from, so with
+            anything but 1 ratios do not start at 1.
+        top_p: draw only from the smallest set of choices whose probability reaches this share; 1 = from all.
+        replacement: false draws different items of a group, by Gumbel top-k: less of one and the same item, and a
+            gradient that is no longer unbiased.
+        beam: the candidates are the snapshot's top ranks instead of draws.
+        logged_share: share of a group that is taken from what the log shows for the context, in place of draws.
+        duplicates: ``keep`` repeated draws of an item, as sampling with replacement wants it, or ``drop`` all but the
+            first from their group.
+        resamples: dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards are all equal are drawn anew up to so
+            many times, and left out if they still are; 0 = they stay, without a gradient.
+        preference: turn a scored group into a preference list for the DPO family: the candidate of the highest reward
+            against all that have less (``best_vs_rest``) or against the lowest (``best_vs_worst``).
+        max_kl: nats per item; once the policy is farther than this from the snapshot, KL(old || policy) by the k3
+            estimate over an optimiser step, that step and the rest of the phase are not taken.
+    """
+
+    group_size: int = 8
+    batches: int = 4
+    epochs: int = 2
+    temperature: float = 1.0
+    top_p: float = 1.0
+    replacement: bool = True
+    beam: bool = False
+    logged_share: float = 0.0
+    duplicates: Literal["keep", "drop"] = "keep"
+    resamples: int = 0
+    preference: Preference | None = None
+    max_kl: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("group_size", 2), ("batches", 1), ("epochs", 1), ("resamples", 0)):
+            if getattr(self, name) < least:
+                raise RecpoError(f"rollout.{name} must be at least {least}, got {getattr(self, name)}")
+        if self.temperature <= 0 or not 0 < self.top_p <= 1 or not 0 <= self.logged_share <= 1:
+            raise RecpoError(
+                "rollout.temperature must be above 0, rollout.top_p in (0, 1] and rollout.logged_share in [0, 1], got "
+                f"{self.temperature}, {self.top_p} and {self.logged_share}"
+            )
+        if self.max_kl is not None and self.max_kl <= 0:
+            raise RecpoError(f"rollout.max_kl must be above 0, got {self.max_kl}; leave it out for no early stop")
+        if self.beam and self.resamples:
+            raise RecpoError("rollout.resamples draws groups anew, but a beam is always the same: set one of them only")
+
+    @property
+    def phase_steps(self) -> int:
+        """Optimiser steps of a phase."""
+        return self.batches * self.epochs
+
+    @property
+    def num_logged(self) -> int:
+        """Places of a group that logged items may take."""
+        return round(self.group_size * self.logged_share)
+
+    @property
+    def sampling(self) -> SamplingOptions:
+        """How one item is drawn."""
+        return SamplingOptions(self.temperature, self.top_p, self.replacement)
+
+
+class Rollout(NamedTuple):
+    """What a phase keeps of a batch.
+
+    Attributes:
+        slates: the candidates and their rewards.
+        logp: ``[B, S, T]`` under exactly the distribution that they were drawn from: ``pi_old``.
+        metrics: of the draws.
+        reference: ``[B, S, T]`` under the reference policy, where the objective asks for it.
+        values: ``[B, S]`` of the snapshot's critic, where there is one.
+    """
+
+    slates: Slates
+    logp: Tensor
+    metrics: dict[str, Tensor]
+    reference: Tensor | None = None
+    values: Tensor | None = None
+
+
+class RolloutSources(NamedTuple):
+    """Who scores candidates: the ``reward`` that is learned from, and a ``judge`` that is only logged.
+
+    ``positive_threshold`` is the watch quantile from which a logged item counts as a hit.
+    """
+
+    reward: RewardFunction
+    judge: RewardFunction | None = None
+    positive_threshold: float = 0.75
+
+
+class Rollouts:
+    """The rollouts of the phase at hand: made on the first visit of a batch, kept until the phase ends.
+
+    Args:
+        seed: candidates are a function of it, the phase, the rows of the batch and the snapshot.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._phase: tuple[int, ...] = ()
+        self._kept: dict[tuple[int, ...], Rollout] = {}
+
+    def begin(self, *phase: int) -> None:
+        """Says which phase it is, by any numbers that no other phase of the run has."""
+        if phase != self._phase:
+            self._phase = phase
+            self._kept.clear()
+
+    def of(self, batch: FeedbackBatch, make: Callable[[FeedbackBatch], Rollout]) -> Rollout:
+        """The rollout of ``batch``, made by ``make`` with the random numbers that belong to it."""
+        rows = (batch.row_ids + 1) * batch.slates.mask.any(-1)  # 0: an empty row, which fills up a rank's last step
+        key = tuple(rows.tolist())
+        if key not in self._kept:
+            devices = [rows.device] if rows.is_cuda else []
+            with torch.random.fork_rng(devices):
+                torch.manual_seed(int(np.random.SeedSequence([self._seed, *self._phase, *key]).generate_state(1)[0]))
+                self._kept[key] = make(batch)
+        return self._kept[key]
+
+
+@torch.no_grad()
+def roll_out(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, sources: RolloutSources) -> Rollout:
+    """Draws and scores a group of candidates for every context, at the state after its whole history.
+
+    Args:
+        policy: the snapshot, in evaluation mode.
+        batch: contexts, and what the log shows for them.
+        options: how candidates are drawn.
+        sources: who scores them.
+    """
+    drawn = _scored(policy, batch, options, sources.reward)
+    metrics = _draw_metrics(drawn, batch, options, sources.positive_threshold)
+    if options.resamples or options.preference is not None:
+        drawn, of_groups = _informative(drawn, policy, batch, options, sources.reward)
+        metrics |= of_groups
+    if options.preference is not None:
+        drawn = as_preference_list(drawn, worst_only=options.preference == "best_vs_worst")
+    if sources.judge is not None:
+        judged = sources.judge(batch, drawn.slates)
+        metrics["judge_mean"] = masked_mean(judged, drawn.slates.mask & ~judged.isnan())
+    return Rollout(drawn.slates, drawn.logp, metrics)
+
+
+def _scored(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction) -> Candidates:
+    """Candidates with rewards; one whose reward is unknown leaves its group."""
+    candidates = _drawn(policy, batch, options)
+    slates = candidates.slates
+    rewards = reward(batch, slates).detach()
+    known = slates.mask & ~rewards.isnan()
+    return Candidates(slates._replace(reward=torch.where(known, rewards, 0.0), mask=known), candidates.logp)
+
+
+def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Candidates:
+    histories, size = batch.histories, options.group_size
+    if options.beam:
+        item_ids = policy.recommend(histories, min(size, policy.num_items)).item_ids
+        logp = item_ids.new_zeros(*item_ids.shape, policy.num_tokens, dtype=torch.float32)
+    else:
+        item_ids, logp = policy.sample(histories, size, options.sampling)
+    kept = (item_ids > 0) & batch.slates.mask.any(-1, keepdim=True)
+    slates = Slates(
+        item_ids=item_ids * kept,
+        visible=histories.lengths[:, None] * kept,
+        mask=kept,
+        watch_quantile=torch.full(kept.shape, torch.nan, device=kept.device),
+        dislike=torch.zeros_like(kept),
+        is_logged=torch.zeros_like(kept),
+        ends_session=torch.ones_like(kept),  # every candidate is a step of its own: what would follow it is not known
+    )
+    slates = with_logged(slates, batch.slates, options.num_logged)
+    assert slates.is_logged is not None
+    unscored = slates.mask if options.beam else slates.is_logged
+    if options.beam or options.num_logged:
+        own = policy.log_prob(batch._replace(slates=slates), unscored)
+        logp = torch.where(unscored[..., None], own, logp)
+    if options.duplicates == "drop":
+        slates = slates._replace(mask=slates.mask & first_occurrences(slates.item_ids))
+    return Candidates(slates, zero_masked(logp, slates.mask[..., None]))
+
+
+def _informative(
+    drawn: Candidates, policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction
+) -> tuple[Candidates, dict[str, Tensor]]:
+    """Groups of equal rewards are drawn anew a bounded number of times; those that remain are left out."""
+    contexts = batch.slates.mask.any(-1)
+    again = torch.zeros((), device=contexts.device)
+    constant = _is_constant(drawn) & contexts
+    for _ in range(options.resamples):
+        rows = constant.nonzero().squeeze(1)
+        if not len(rows):
+            break
+        again = again + len(rows)
+        drawn = put_rows(drawn, rows, _scored(policy, take_rows(batch, rows), options, reward))
+        constant = _is_constant(drawn) & contexts
+    slates = drawn.slates._replace(mask=drawn.slates.mask & ~constant[:, None])
+    metrics = {
+        "resamples_per_group": again / contexts.sum().clamp(min=1),
+        "dropped_group_share": masked_mean(constant, contexts),
+    }
+    return drawn._replace(slates=slates), metrics
+
+
+def _is_constant(drawn: Candidates) -> Tensor:
+    """``[B]``: all rewards of the group are equal, or there is at most one."""
+    assert drawn.slates.reward is not None
+    return (group_normalized_advantage(drawn.slates.reward, drawn.slates.mask, scale=False) == 0).all(-1)
+
+
+def _draw_metrics(
+    drawn: Candidates, batch: FeedbackBatch, options: RolloutOptions, positive_threshold: float
+) -> dict[str, Tensor]:
+    """Shares of valid and of unique draws, of groups that hold an item the user is logged to like, and the entropy."""
+    slates, logged = drawn.slates, batch.slates
+    assert slates.is_logged is not None
+    generated = logged.mask.any(-1, keepdim=True) & ~slates.is_logged
+    valid = generated & (slates.item_ids > 0)
+    unique = valid & first_occurrences(slates.item_ids * valid)
+    metrics = {
+        "valid_share": masked_mean(valid, generated),
+        "unique_share": unique.sum() / valid.sum().clamp(min=1),
+    }
+    if logged.watch_quantile is not None:
+        liked = logged.mask & (logged.watch_quantile >= positive_threshold)
+        liked = liked if logged.dislike is None else liked & ~logged.dislike
+        hit = (slates.item_ids[:, :, None] == (logged.item_ids * liked)[:, None]) & valid[..., None]
+        metrics["hit_group_share"] = masked_mean(hit.any(-1).any(-1), logged.mask.any(-1))
+    if not options.beam:
+        # -log p of a draw is an unbiased estimate of the entropy of what it was drawn from
+        metrics["draw_entropy"] = masked_mean(-drawn.logp.sum(-1), valid & slates.mask)
+    return metrics

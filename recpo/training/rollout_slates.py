@@ -1,0 +1,103 @@
+"""Groups of candidates as slates: logged items among them, repeats, rows drawn anew, preference lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recpo.types import FeedbackBatch, Histories, Slates
+
+
+class Candidates(NamedTuple):
+    """Groups of candidates ``[B, S]`` and their log-probabilities ``[B, S, T]`` under what they were drawn from."""
+
+    slates: Slates
+    logp: Tensor
+
+
+def with_logged(slates: Slates, logged: Slates, count: int) -> Slates:
+    """Puts up to ``count`` random items of the logged slate, with their labels, into the first places of each group.
+
+    Args:
+        slates: ``[B, G]`` generated candidates, which hold every column that is not None below.
+        logged: ``[B, S]`` what the log shows for the same contexts.
+        count: at most G.
+    """
+    if not count:
+        return slates
+    order = torch.rand(logged.mask.shape, device=logged.mask.device).masked_fill(~logged.mask, -1.0)
+    index = order.argsort(1, descending=True)[:, :count]
+    there = logged.mask.gather(1, index)
+
+    def placed(own: Tensor, other: Tensor) -> Tensor:
+        head = torch.where(there, other.gather(1, index).to(own.dtype), own[:, : index.shape[1]])
+        return torch.cat([head, own[:, index.shape[1] :]], 1)
+
+    sources = logged._replace(is_logged=logged.mask, reward=None, logp_behavior=None, ends_session=None)._asdict()
+    pairs = {name: (own, sources[name]) for name, own in slates._asdict().items()}
+    both = {name: pair for name, pair in pairs.items() if pair[0] is not None and pair[1] is not None}
+    return slates._replace(**{name: placed(*pair) for name, pair in both.items()})
+
+
+def first_occurrences(item_ids: Tensor) -> Tensor:
+    """``[B, G]``: the item does not stand at an earlier place of its group; empty places (0) count as items."""
+    group = item_ids.shape[1]
+    earlier = torch.ones(group, group, dtype=torch.bool, device=item_ids.device).tril(-1)
+    return ~((item_ids[:, :, None] == item_ids[:, None, :]) & earlier).any(-1)
+
+
+def take_rows(batch: FeedbackBatch, rows: Tensor) -> FeedbackBatch:
+    """The contexts ``rows`` of a batch."""
+    return batch._replace(
+        histories=batch.histories._replace(**_changed(batch.histories, lambda column: column[rows])),
+        slates=batch.slates._replace(**_changed(batch.slates, lambda column: column[rows])),
+        row_ids=batch.row_ids[rows],
+        known_positives=None if batch.known_positives is None else batch.known_positives[rows],
+        user_ids=None if batch.user_ids is None else batch.user_ids[rows],
+    )
+
+
+def put_rows(candidates: Candidates, rows: Tensor, others: Candidates) -> Candidates:
+    """Replaces the groups ``rows`` by ``others``, which have the same columns."""
+    columns = others.slates._asdict()
+    slates = candidates.slates._asdict()
+    put = {name: own.index_copy(0, rows, columns[name]) for name, own in slates.items() if own is not None}
+    return Candidates(candidates.slates._replace(**put), candidates.logp.index_copy(0, rows, others.logp))
+
+
+def _changed(columns: Histories | Slates, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """The columns that there are, each changed."""
+    return {name: change(column) for name, column in columns._asdict().items() if column is not None}
+
+
+def as_preference_list(candidates: Candidates, *, worst_only: bool) -> Candidates:
+    """Sorts every group by reward: the best candidate first, as the chosen item, and those with less as the rejected.
+
+    Candidates whose reward equals the best one's leave the list; a group without any rejected item is masked.
+
+    Args:
+        candidates: with rewards.
+        worst_only: keep one rejected item, that of the lowest reward.
+    """
+    slates = candidates.slates
+    assert slates.reward is not None
+    ranked = slates.reward.masked_fill(~slates.mask, -torch.inf)
+    index = ranked.argsort(stable=True, dim=1, descending=True)
+    if worst_only:
+        last = (slates.mask.sum(1, keepdim=True) - 1).clamp(min=0)
+        index = torch.cat([index[:, :1], index.gather(1, last)], 1)
+    ordered = slates._replace(**_changed(slates, lambda column: column.gather(1, index)))
+    assert ordered.reward is not None
+    rejected = ordered.mask & (ordered.reward < ordered.reward[:, :1])
+    kept = rejected.clone()
+    kept[:, 0] = rejected.any(1)
+    logp = candidates.logp.gather(1, index[..., None].expand(-1, -1, candidates.logp.shape[2]))
+    return Candidates(ordered._replace(mask=kept), logp)
+
+
+def side_by_side(slates: Slates, others: Slates) -> Slates:
+    """The items of two slates of the same contexts, to be scored at once."""
+    return Slates(*(torch.cat([own, other], 1) for own, other in zip(slates[:3], others[:3], strict=True)))
