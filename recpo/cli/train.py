@@ -13,10 +13,12 @@ from torch.optim import Adam, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
 import recpo.advantages
+import recpo.cli.simulated_reward
 import recpo.data.preference_lists
 import recpo.objectives
 import recpo.policies.catalog_softmax
-import recpo.rewards  # noqa: F401  these imports are why a class path may be the bare class name
+import recpo.rewards
+import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name
 from recpo.cli.config import write_resolved
 from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
 from recpo.data.datamodule import FeedbackDataModule, Phases
@@ -115,7 +117,7 @@ def train(
         tune_allocator()
     torch.manual_seed(seed)
     model = policy(data.prepared.num_items)
-    _refuse_other_items(model, data)
+    _refuse_other_items(model, reward, data)
     item_counts = torch.from_numpy(data.prepared.item_counts())
     model.set_item_counts(item_counts)
     if init_from is not None:
@@ -163,7 +165,12 @@ def train(
         )
 
 
-def _refuse_other_items(model: Policy, data: FeedbackDataModule) -> None:
+def _refuse_other_items(model: Policy, reward: RewardFunction | None, data: FeedbackDataModule) -> None:
+    if reward is not None and reward.catalogue_checksum not in (None, data.prepared.catalogue_checksum):
+        raise RecpoError(
+            f"reward: it was made for other items than {data.prepared.root} holds (items.parquet differs); use the "
+            "prepared directory it was made with"
+        )
     if model.catalogue_checksum not in (None, data.prepared.catalogue_checksum):
         raise RecpoError(
             f"policy: its codes were made for other items than {data.prepared.root} holds (items.parquet differs); "

@@ -12,8 +12,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import recpo.objectives
-import recpo.policies.catalog_softmax  # noqa: F401  so that a run may name its policy by the bare class name
 from recpo.contracts import Objective, RewardFunction, StatePolicy
 from recpo.errors import RecpoError
 from recpo.objectives.pointwise_reward import PointwiseReward
@@ -105,7 +103,7 @@ def load_calibration(run: Path, checkpoint: Checkpoint = "best") -> Calibration:
 
 @dataclass(frozen=True)
 class LearnedReward(RewardFunction):
-    """What a trained reward model expects of a candidate, for logged and generated ones alike; it is never trained here.
+    """What a trained reward model expects of a candidate, logged or generated; it is never trained here.
 
     Of a run of ``PointwiseReward``: ``long_watch P(long watch) + like P(like) - dislike_cost P(dislike)`` with the
     probabilities that ``recpo calibrate`` fitted. Of a run of ``PairwiseReward``: its score, whose zero and unit mean
