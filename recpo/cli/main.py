@@ -22,6 +22,7 @@ VERBS = {
     "prepare": "turn an interaction log into training, validation and test shards",
     "tokenize": "give every item a tuple of codes, for policies that generate items code by code",
     "train": "train or align a policy on prepared data",
+    "calibrate": "turn the scores of a reward model into probabilities and judge them on later data",
     "evaluate": "rank the full catalogue for held-out users and report metrics",
     "export": "write a trained policy as a bundle for serving",
     "recommend": "run a bundle over a Parquet file of histories",
