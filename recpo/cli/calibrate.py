@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ def calibrate(
             if (test.known[:, k] & shown).any()
         }
         targets[name] = {"calibration": fitted._asdict(), "test": report}
-    content = {
+    content: dict[str, Any] = {
         "checkpoint": checkpoint,
         "checkpoint_sha256": checkpoint_sha256(run, checkpoint),
         "exposures": {"valid": len(valid.user), "test": len(test.user), "test_random": int(test.is_random.sum())},
@@ -148,12 +148,12 @@ def _auc_per_user(test: _Exposures, k: int) -> Interval:
     return Interval(mean, mean - half_width, mean + half_width)
 
 
-def _print(content: dict[str, object], run: Path) -> None:
+def _print(content: dict[str, Any], run: Path) -> None:
     table = Table(title="test period, 95 % intervals over users", title_justify="left")
     columns = ("target", "exposures", "number", "base rate", "AUC", "AUC per user", "log loss", "calibration error")
     for column in columns:
         table.add_column(column, justify="left" if column in columns[:2] else "right")
-    for name, target in content["targets"].items():  # type: ignore[attr-defined]
+    for name, target in content["targets"].items():
         for group, report in target["test"].items():
             shown = [_shown(report[key]) for key in ("base_rate", "auc", "auc_per_user")]
             pairs = [

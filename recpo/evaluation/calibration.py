@@ -36,9 +36,9 @@ def fit_platt(score: FloatArray, happened: BoolArray) -> Platt:
     """Platt's scaling (1999): the logistic regression of what happened on the score, by Newton's method.
 
     Two numbers, so that a short validation period is enough, and strictly increasing (for a positive scale), so that no
-    two candidates become equal; isotonic regression would merge them. The targets are Platt's, ``(P + 1) / (P + 2)`` for
-    the P events and ``1 / (N + 2)`` for the N others: the minimum exists even where the score separates them perfectly
-    or one kind is missing. Convex; a step is halved until it descends (Lin, Lin and Weng, 2007).
+    two candidates become equal; isotonic regression would merge them. The targets are Platt's, ``(P + 1) / (P + 2)``
+    for the P events and ``1 / (N + 2)`` for the N others: the minimum exists even where the score separates them
+    perfectly or one kind is missing. Convex; a step is halved until it descends (Lin, Lin and Weng, 2007).
 
     Raises:
         RecpoError: there is no event, or a score is not finite.
@@ -116,7 +116,8 @@ class Bins(NamedTuple):
     def error(self, probability: FloatArray, happened: BoolArray, weight: FloatArray | None = None) -> float:
         """Expected calibration error: ``sum_b n_b / n |mean probability of b - share of b that happened|``.
 
-        Of a perfect model it is above 0 by chance, about ``sqrt(bins rate (1 - rate) / n)``.
+        Of a perfect model it is above 0 by chance, about ``sqrt(bins rate (1 - rate) / n)``; a bootstrap interval of it
+        adds that chance once more.
         """
         weight = np.ones(len(probability)) if weight is None else weight
         gap = np.bincount(self.index, weight * (probability - happened), self.number)
