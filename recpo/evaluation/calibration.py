@@ -104,7 +104,7 @@ def log_loss(probability: FloatArray, happened: BoolArray, weight: FloatArray | 
 class Bins(NamedTuple):
     """Which of the bins of equally many events each event belongs to, by its probability."""
 
-    index: IntArray
+    bin_of: IntArray
     number: int
 
     @classmethod
@@ -120,7 +120,7 @@ class Bins(NamedTuple):
         adds that chance once more.
         """
         weight = np.ones(len(probability)) if weight is None else weight
-        gap = np.bincount(self.index, weight * (probability - happened), self.number)
+        gap = np.bincount(self.bin_of, weight * (probability - happened), self.number)
         return float(np.abs(gap).sum() / weight.sum())
 
 

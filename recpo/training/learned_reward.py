@@ -120,7 +120,7 @@ class LearnedReward(RewardFunction):
 
     run: Path
     long_watch: float = 1.0
-    like: float = 0.5
+    like: float = 0.0
     dislike_cost: float = 1.0
     calibrated: bool = True
     checkpoint: Checkpoint = "best"
