@@ -26,6 +26,7 @@ from recpo.contracts import Objective
 from recpo.objectives import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, PPO, DrGRPO, Likelihood, Reinforce
 from recpo.objectives.dpo import Variant, dpo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
+from recpo.objectives.pointwise_reward import pointwise_reward_loss
 from recpo.objectives.q_learning import q_loss
 from recpo.objectives.reward_model import pairwise_reward_loss
 from recpo.types import LogProbs, ObjectiveInputs
@@ -266,9 +267,22 @@ def pairwise_reward(axes: Axes) -> None:
     framed(axes, "score of the chosen, less that of the rejected", "push on the score", legend="lower right")
 
 
+def pointwise_reward(axes: Axes) -> None:
+    """Against the score."""
+    score = torch.linspace(-6, 6, 200, dtype=torch.float64, requires_grad=True)
+    kept = torch.ones_like(score, dtype=torch.bool)
+    (happened,) = push(pointwise_reward_loss(score, kept, kept), score)
+    (did_not,) = push(pointwise_reward_loss(score, ~kept, kept), score)
+    (heavier,) = push(pointwise_reward_loss(score, kept, kept, torch.tensor(2.0)), score)
+    axes.plot(score.detach(), happened, label="it happened", **UP)
+    axes.plot(score.detach(), did_not, label="it did not", **DOWN)
+    axes.plot(score.detach(), heavier, label="it happened, weight 2", **OTHER)
+    framed(axes, "score of a target", "push on the score", legend="upper right")
+
+
 PICTURES = (
     *(likelihood, gbpo, dpo, softmax_dpo, margin_listwise_dpo, ppo, grpo, dr_grpo, dapo, gspo, aspo, ecpo, cispo),
-    *(reinforce, q_learning, pairwise_reward),
+    *(reinforce, q_learning, pairwise_reward, pointwise_reward),
 )
 """In the order of docs/objectives.md; a file is called as its function."""
 

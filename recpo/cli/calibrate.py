@@ -18,7 +18,7 @@ from recpo.errors import RecpoError
 from recpo.evaluation.calibration import Interval, Platt, fit_platt, judge
 from recpo.evaluation.exposures import auc
 from recpo.evaluation.intervals import estimate
-from recpo.objectives.pointwise_reward import PointwiseReward
+from recpo.objectives.pointwise_reward import TARGETS, PointwiseReward
 from recpo.training.learned_reward import CALIBRATION, Checkpoint, RewardModel, checkpoint_sha256, load_reward_model
 from recpo.training.run import read_finished
 
@@ -61,7 +61,7 @@ def calibrate(
     model.to(torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device))
     valid, test = (_exposures(model, model.objective, data, split, batch_size) for split in ("valid", "test"))
     targets = {}
-    for k, name in enumerate(PointwiseReward.TARGETS):
+    for k, name in enumerate(TARGETS):
         fitted = _fit(valid, k, name)
         report = {
             group: _judge(test.only(shown), k, fitted, resamples, seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +14,9 @@ from recpo.objectives.health import masked_mean
 from recpo.objectives.inputs import required
 from recpo.ops.reduce import aggregate, zero_masked
 from recpo.types import LossOutput, ObjectiveInputs
+
+TARGETS = ("long_watch", "like", "dislike")
+"""What the scores of a pointwise reward model are about, in their order."""
 
 
 def pointwise_reward_loss(
@@ -53,8 +55,6 @@ class PointwiseReward(Objective):
         positive_weights: weight of the positives of each target.
     """
 
-    TARGETS: ClassVar[tuple[str, str, str]] = ("long_watch", "like", "dislike")
-
     long_watch: float = 0.5
     like: float = 0.9
     positive_weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -76,7 +76,7 @@ class PointwiseReward(Objective):
     @property
     def num_scores(self) -> int:
         """One per target."""
-        return len(self.TARGETS)
+        return len(TARGETS)
 
     @property
     def reads_log_prob(self) -> bool:
@@ -106,7 +106,7 @@ class PointwiseReward(Objective):
         with torch.no_grad():
             probabilities = zero_masked(scores, mask).sigmoid()
             metrics = {}
-            for k, name in enumerate(self.TARGETS):
+            for k, name in enumerate(TARGETS):
                 known = mask[..., k]
                 metrics[f"{name}_loss"] = masked_mean(losses[..., k], known)
                 metrics[f"{name}_rate"] = masked_mean(targets[..., k], known)

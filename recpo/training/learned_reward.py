@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from recpo.contracts import Objective, RewardFunction, StatePolicy
 from recpo.errors import RecpoError
-from recpo.objectives.pointwise_reward import PointwiseReward
+from recpo.objectives.pointwise_reward import TARGETS, PointwiseReward
 from recpo.policies.critic import ItemScore
 from recpo.training.critic import CriticOptions
 from recpo.training.item_scores import item_scores
@@ -97,7 +97,7 @@ def load_calibration(run: Path, checkpoint: Checkpoint = "best") -> Calibration:
     content = json.loads(file.read_text(encoding="utf-8"))
     if content["checkpoint_sha256"] != checkpoint_sha256(run, checkpoint):
         raise RecpoError(f"{file} belongs to other weights than {checkpoint_path(run, checkpoint)}; {mend}")
-    fitted = [content["targets"][name]["calibration"] for name in PointwiseReward.TARGETS]
+    fitted = [content["targets"][name]["calibration"] for name in TARGETS]
     return Calibration(tuple(f["scale"] for f in fitted), tuple(f["shift"] for f in fitted))
 
 
@@ -142,7 +142,7 @@ class LearnedReward(RewardFunction):
     def _calibration(self) -> Calibration:
         if self.calibrated:
             return load_calibration(self.run, self.checkpoint)
-        targets = len(PointwiseReward.TARGETS)
+        targets = len(TARGETS)
         return Calibration((1.0,) * targets, (0.0,) * targets)
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:

@@ -32,7 +32,9 @@ SUPPLIES = {
     "entropy": ("entropy",),
     "q_value": ("q_values", "q_targets"),
     "score": ("scores",),
+    "labels": ("watch_quantile", "dislike"),
 }
+SCORES = 3
 WITH_GRADIENT = ("policy", "values", "entropy", "q_values", "scores")
 # finite differences see through a stop-gradient: tests/test_objective_references.py has the closed forms of these
 STOP_GRADIENT = {"GBPO", "ASPO", "ECPO", "CISPO", "Reinforce"}
@@ -99,8 +101,11 @@ def tensors(seed=0, shape=(4, 5, 3), dtype=torch.float64):
         "entropy": torch.rand(rows, dtype=dtype),
         **{
             name: torch.randn(rows, dtype=dtype)
-            for name in ("rewards", "values", "values_old", "returns", "q_values", "q_targets", "scores")
+            for name in ("rewards", "values", "values_old", "returns", "q_values", "q_targets")
         },
+        "scores": torch.randn(*rows, SCORES, dtype=dtype),
+        "watch_quantile": torch.rand(rows, dtype=dtype),
+        "dislike": torch.rand(rows) < 0.3,
     }
 
 
@@ -213,8 +218,12 @@ def test_gradient_has_the_right_sign(objective):
         if type(objective).__name__ == "Likelihood":
             sign = sign.clamp(min=0.0)
         torch.testing.assert_close(-policy.sign()[mask], sign[mask])
+    elif "labels" in objective.requires:
+        targets, _ = objective.targets(named["watch_quantile"], named["dislike"])
+        kept = mask.any(-1)
+        torch.testing.assert_close(-gradients["scores"].sign()[kept], torch.where(targets, 1.0, -1.0)[kept].double())
     elif "score" in objective.requires:
-        scores = gradients["scores"]
+        scores = gradients["scores"][..., 0]
         assert (scores[named["chosen"]] <= 0).all()
         assert (scores[~named["chosen"]] >= 0).all()
         assert scores.abs().sum() > 0
@@ -241,7 +250,7 @@ def hostile_padding(named, axis, amount=2):
     """Appends masked entries that hold nan (or inf) everywhere along ``axis``: 0 rows, 1 slate positions, 2 tokens."""
     padded = {}
     for name, x in named.items():
-        if axis >= x.dim():
+        if axis >= x.dim() or (axis == 2 and name == "scores"):
             padded[name] = x
             continue
         shape = [amount if d == axis else n for d, n in enumerate(x.shape)]
@@ -276,8 +285,9 @@ def test_masked_equals_removed(objective, axis):
 def test_entries_under_the_mask_do_not_matter(objective):
     named = tensors(2)
     tokens, items = named["mask"], named["mask"].any(-1)
+    masks = {2: items, 3: tokens, "scores": items.unsqueeze(-1)}
     hostile = {
-        name: x if x.dtype == torch.bool else torch.where(tokens if x.dim() == 3 else items, x, math.nan)
+        name: x if x.dtype == torch.bool else torch.where(masks["scores" if name == "scores" else x.dim()], x, math.nan)
         for name, x in named.items()
     }
     output, gradients = run(objective, named)
