@@ -33,8 +33,9 @@ from recpo.objectives.reward_model import pairwise_reward_loss
 from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards
 from recpo.ops.reduce import aggregate
 from recpo.ops.surrogate import clipped_surrogate, sequence_log_ratio
+from recpo.rewards import ValidityReward, rank_aware_reward
 from recpo.training.kl_control import AdaptiveKLCoefficient
-from recpo.types import LogProbs, ObjectiveInputs
+from recpo.types import FeedbackBatch, Histories, LogProbs, ObjectiveInputs, Slates
 
 VECTORS = {
     vector["id"]: vector
@@ -47,10 +48,7 @@ OTHERS = {
     "rank_grpo.ratio": "not an objective of recpo",
     "duration_reward.quantile": "recpo.data.shaping",
     "dapo.dynamic_sampling": "recpo.training.rollout",
-    "dapo.overlong": "rewards of generated candidates",
-    "rere.rank_reward.G4": "rewards of generated candidates",
-    "rere.advantage": "rewards of generated candidates",
-    "onerec_format_advantage": "rewards of generated candidates",
+    "dapo.overlong": "items have no lengths that could run over",
     "ope.basic": "recpo.evaluation.off_policy",
     "metrics.ranking": "recpo.evaluation.ranking",
     "metrics.sid_collision": "recpo.evaluation.ranking",
@@ -466,6 +464,28 @@ def test_ppo_diagnostics():
     assert metrics["clip_fraction"].item() == pytest.approx(expected["clipfrac_0p2"])
     loss = ppo_loss(batch.logp.policy, batch.logp.old, batch.advantages, mask=batch.logp.mask)
     close(aggregate(loss, batch.logp.mask), PPO(value_coef=0.0)(batch).loss.item())
+
+
+@pytest.mark.parametrize("case", ["hit_at_1", "hit_at_3", "no_hit"])
+def test_rere_rank_reward(case):
+    inputs, expected = vector("rere.rank_reward.G4")
+    hits = torch.zeros(inputs["G"], dtype=torch.bool)
+    if case != "no_hit":
+        hits[int(case[-1]) - 1] = True
+    close(rank_aware_reward(hits), expected[case]["paper_formula" if case == "no_hit" else "paper"])
+
+
+def test_rere_advantage():
+    inputs, expected = vector("rere.advantage")
+    close(group_normalized_advantage(tensor(inputs["reward"]), eps=1e-4), expected["adv_unbiased_1e4"])
+
+
+def test_onerec_format_advantage():
+    inputs, expected = vector("onerec_format_advantage")
+    items = torch.tensor([inputs["legal"]]).long()
+    candidates = Slates(items, torch.zeros_like(items), torch.ones_like(items, dtype=torch.bool))
+    batch = FeedbackBatch(Histories(items, torch.tensor([5])), candidates, torch.tensor([0]))
+    close(ValidityReward(count=5)(batch, candidates).double()[0], expected["A"])
 
 
 def test_no_vector_is_forgotten():

@@ -1,0 +1,155 @@
+"""Rewards of candidates: against loops, at their edges, and by their bare names in YAML."""
+
+import numpy as np
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+
+from recpo.contracts import RewardFunction
+from recpo.errors import RecpoError
+from recpo.rewards import HitReward, LoggedReward, RankAwareReward, ValidityReward, WeightedSum, rank_aware_reward
+from recpo.types import FeedbackBatch, Histories, Slates
+
+
+def batch_of(items, visible=None, quantile=None, dislike=None, mask=None, is_logged=None):
+    items = torch.tensor(items)
+    visible = torch.zeros_like(items) if visible is None else torch.tensor(visible)
+    slates = Slates(
+        items,
+        visible,
+        items > 0 if mask is None else torch.tensor(mask),
+        watch_quantile=torch.ones(items.shape) if quantile is None else torch.tensor(quantile),
+        dislike=torch.zeros(items.shape, dtype=torch.bool) if dislike is None else torch.tensor(dislike),
+        is_logged=None if is_logged is None else torch.tensor(is_logged),
+    )
+    histories = Histories(torch.zeros(len(items), 6, dtype=torch.long), torch.full((len(items),), 6))
+    return FeedbackBatch(histories, slates, torch.arange(len(items)))
+
+
+def candidates_of(items, visible=None, mask=None):
+    items = torch.tensor(items)
+    visible = torch.zeros_like(items) if visible is None else torch.tensor(visible)
+    return Slates(items, visible, torch.ones_like(items, dtype=torch.bool) if mask is None else torch.tensor(mask))
+
+
+def test_a_hit_is_a_logged_positive():
+    nan = float("nan")
+    batch = batch_of(
+        [[1, 2, 3, 4, 5, 6]],
+        quantile=[[0.8, 0.75, 0.74, nan, 1.0, 0.9]],
+        dislike=[[False] * 4 + [True, False]],
+        is_logged=[[True] * 5 + [False]],
+    )
+    reward = HitReward()(batch, candidates_of([[1, 2, 3, 4, 5, 6, 7, 0]]))
+    assert reward.tolist() == [[1, 1, 0, 0, 0, 0, 0, 0]]
+    assert HitReward(positive_threshold=0.5)(batch, candidates_of([[3]])).tolist() == [[1]]
+
+
+def test_hits_are_those_of_a_loop():
+    rng = np.random.default_rng(0)
+    items, visible = rng.integers(0, 8, (40, 9)), rng.integers(0, 7, (40, 9))
+    quantile, disliked = rng.random((40, 9)).astype(np.float32), rng.random((40, 9)) < 0.2
+    proposed, seen = rng.integers(0, 8, (40, 5)), rng.integers(0, 7, (40, 5))
+    kept = rng.random((40, 5)) < 0.8
+    batch = batch_of(items.tolist(), visible.tolist(), quantile.tolist(), disliked.tolist())
+    got = HitReward(0.4)(batch, candidates_of(proposed.tolist(), seen.tolist(), kept.tolist()))
+    for b in range(40):
+        for g in range(5):
+            expected = kept[b, g] and any(
+                items[b, s] == proposed[b, g] > 0
+                and visible[b, s] >= seen[b, g]
+                and quantile[b, s] >= 0.4
+                and not disliked[b, s]
+                for s in range(9)
+            )
+            assert got[b, g] == expected
+
+
+def test_a_hit_without_labels_is_refused():
+    batch = batch_of([[1]])
+    batch = batch._replace(slates=batch.slates._replace(watch_quantile=None))
+    with pytest.raises(RecpoError, match="labels"):
+        HitReward()(batch, candidates_of([[1]]))
+
+
+def test_misses_share_minus_one_and_masked_candidates_have_no_rank():
+    torch.manual_seed(0)
+    hits, mask = torch.rand(50, 7) < 0.3, torch.rand(50, 7) < 0.7
+    reward = rank_aware_reward(hits, mask)
+    misses = mask & ~hits
+    total = torch.where(misses, reward, 0.0).sum(1)
+    torch.testing.assert_close(total, -misses.any(1).double())
+    assert (reward[hits & mask] == 1).all()
+    assert (reward[~mask] == 0).all()
+    for row in range(50):
+        alone = rank_aware_reward(hits[row, mask[row]])
+        torch.testing.assert_close(reward[row, mask[row]], alone)
+        assert (alone[~hits[row, mask[row]]].diff() >= 0).all()
+
+
+def test_rank_aware_reward_of_candidates():
+    batch = batch_of([[5, 6]])
+    reward = RankAwareReward()(batch, candidates_of([[4, 0, 5, 3]]))
+    expected = rank_aware_reward(torch.tensor([[False, False, True, False]])).float()
+    torch.testing.assert_close(reward, expected)
+
+
+def test_validity_judges_some_candidates_at_random():
+    items = torch.randint(0, 3, (400, 12))
+    candidates = candidates_of(items.tolist(), mask=(torch.rand(400, 12) < 0.9).tolist())
+    batch = batch_of([[1]])
+    torch.manual_seed(7)
+    reward = ValidityReward(count=3)(batch, candidates)
+    judged = ~reward.isnan()
+    assert (judged.sum(1) == 3).all()
+    assert not (judged & ~candidates.mask).any()
+    assert torch.equal(reward[judged], (items > 0).float()[judged])
+    share = judged[candidates.mask.all(1)].double().mean(0)
+    assert (share - 3 / 12).abs().max() < 0.12  # every place alike, whatever its rank
+    torch.manual_seed(7)
+    assert torch.equal(ValidityReward(count=3)(batch, candidates).isnan(), ~judged)
+    assert not ValidityReward(count=99)(batch, candidates_of([[0, 1]])).isnan().any()
+    with pytest.raises(RecpoError, match="count"):
+        ValidityReward(count=0)
+
+
+class Given(RewardFunction):
+    def __init__(self, values, checksum=None):
+        self.values, self.checksum = torch.tensor(values), checksum
+
+    @property
+    def catalogue_checksum(self):
+        return self.checksum
+
+    def __call__(self, batch, candidates):
+        return self.values
+
+
+def test_a_sum_leaves_out_what_a_term_does_not_know():
+    nan = float("nan")
+    first, second = Given([[1.0, nan, nan, 2.0]]), Given([[10.0, 20.0, nan, nan]])
+    batch, candidates = batch_of([[1]]), candidates_of([[1, 2, 3, 4]])
+    total = WeightedSum([first, second], [1.0, -0.5])(batch, candidates)
+    torch.testing.assert_close(total, torch.tensor([[-4.0, -10.0, nan, 2.0]]), equal_nan=True)
+    strict = WeightedSum([first, second], [1.0, -0.5], strict=True)(batch, candidates)
+    torch.testing.assert_close(strict, torch.tensor([[-4.0, nan, nan, nan]]), equal_nan=True)
+
+
+def test_a_sum_that_cannot_be_is_refused():
+    for rewards, weights in (([], []), ([HitReward()], []), ([HitReward()], [1.0, 2.0])):
+        with pytest.raises(RecpoError, match="one weight for each"):
+            WeightedSum(rewards, weights)
+    assert WeightedSum([HitReward(), Given([[0.0]], "a")], [1.0, 1.0]).catalogue_checksum == "a"
+    assert WeightedSum([HitReward()], [1.0]).catalogue_checksum is None
+    with pytest.raises(RecpoError, match="different items"):
+        _ = WeightedSum([Given([[0.0]], "a"), Given([[0.0]], "b")], [1.0, 1.0]).catalogue_checksum
+
+
+def test_rewards_are_known_by_their_bare_names():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--reward", type=RewardFunction)
+    terms = [{"class_path": "RankAwareReward"}, {"class_path": "ValidityReward", "init_args": {"count": 2}}]
+    options = {"class_path": "WeightedSum", "init_args": {"rewards": terms, "weights": [1.0, 0.1]}}
+    reward = parser.instantiate(parser.parse_object({"reward": options})).reward
+    assert reward == WeightedSum([RankAwareReward(), ValidityReward(2)], [1.0, 0.1])
+    assert parser.instantiate(parser.parse_object({"reward": "LoggedReward"})).reward == LoggedReward()
