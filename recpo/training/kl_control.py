@@ -39,7 +39,7 @@ class AdaptiveKLCoefficient:
     def update(self, measured_kl: float, num_samples: int) -> float:
         """Takes one measurement over ``num_samples`` samples and returns the new coefficient."""
         error = min(max(measured_kl / self.target - 1.0, -MAX_ERROR), MAX_ERROR)
-        self.value *= 1.0 + error * num_samples / self.horizon
+        self.value *= 1.0 + error * min(1.0, num_samples / self.horizon)  # beyond the horizon it could turn negative
         return self.value
 
     def state_dict(self) -> dict[str, float]:
