@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from recpo.errors import RecpoError
-from recpo.evaluation.accuracy import accuracy, accuracy_of_bin
+from recpo.evaluation.accuracy import Gain, accuracy, accuracy_of_bin, graded_accuracy
 from recpo.evaluation.beyond_accuracy import Exposure
+from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.intervals import Estimate, estimate
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.ranking import is_member, ranked_hits
@@ -91,13 +92,15 @@ def evaluate_ranking(
     ks: Sequence[int] = (10, 50),
     positive_threshold: float = 0.75,
     exclude_seen: bool = True,
+    gain: Gain = "linear",
     measures: Sequence[Measure] = (),
     user_segments: Sequence[UserSegment] = (),
     item_segments: Sequence[ItemSegment] = (),
 ) -> RankingResult:
     """Ranks the whole catalogue for every held-out user, in one pass over the batches.
 
-    The metrics of ``recpo.evaluation.accuracy`` for every user, and whatever the ``measures`` add.
+    For every user ``accuracy``, ``graded_accuracy`` and, where the recommender scores slates, ``exposure_auc``; of all
+    lists ``Exposure``; and whatever the ``measures`` add.
 
     Args:
         recommender: called without gradients.
@@ -107,6 +110,7 @@ def evaluate_ranking(
         positive_threshold: least watch quantile of a positive.
         exclude_seen: nothing from ``EvaluationBatch.seen`` may be recommended. Held-out events of such items cannot be
             ranked then, so they are removed from the targets and counted. False keeps both.
+        gain: of the graded NDCG, see ``graded_accuracy``.
         measures: metrics beside these; instances that have not seen a pass yet.
         user_segments: labels every user.
         item_segments: HitRate, Recall and NDCG of each bin's targets.
@@ -117,7 +121,7 @@ def evaluate_ranking(
     """
     if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
         raise RecpoError(f"ks must be different whole numbers from 1 on, such as [10, 50]; got {list(ks)}")
-    collected = _Collected(ks, [Exposure(num_items, ks), *measures], user_segments, item_segments)
+    collected = _Collected(ks, gain, [Exposure(num_items, ks), *measures], user_segments, item_segments)
     for batch in batches:
         with torch.inference_mode():
             exclude = batch.seen if exclude_seen else None
@@ -136,11 +140,12 @@ class _Collected:
     def __init__(
         self,
         ks: Sequence[int],
+        gain: Gain,
         measures: Sequence[Measure],
         user_segments: Sequence[UserSegment],
         item_segments: Sequence[ItemSegment],
     ) -> None:
-        self._ks, self._measures = ks, measures
+        self._ks, self._gain, self._measures = ks, gain, measures
         self._user_segments, self._item_segments = user_segments, item_segments
         self._counts: Counter[str] = Counter()
         self._row_ids: list[Tensor] = []
@@ -167,7 +172,8 @@ class _Collected:
         self._counts["users"] += len(lists)
         self._counts["users_with_positives"] += int((positive.num_targets > 0).sum())
         self._counts["users_with_dislikes"] += int((disliked.num_targets > 0).sum())
-        metrics = accuracy(positive, disliked, self._ks)
+        metrics = accuracy(positive, disliked, self._ks) | graded_accuracy(observed, self._ks, self._gain)
+        metrics |= {} if observed.logp is None else exposure_auc(observed.logp, targets)
         for measure in self._measures:
             more = measure.update(observed)
             if again := metrics.keys() & more.keys():

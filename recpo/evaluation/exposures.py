@@ -1,0 +1,59 @@
+"""Does the recommender score what a user liked above what the user was shown and passed over, or disliked?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recpo.evaluation.targets import Targets
+
+_NO_ITEM = torch.iinfo(torch.int64).max
+
+
+def exposure_auc(logp: Tensor, targets: Targets) -> dict[str, Tensor]:
+    """``AUC_skips`` and ``AUC_dislikes`` ``[B]``: of each user's positives against the skipped, the disliked items.
+
+    Only items that the user was shown are compared, so neither depends on what the log never showed. An item that
+    occurs several times counts once.
+
+    Args:
+        logp: ``[B, S]`` scores of the slate items.
+        targets: the sets.
+    """
+    positive = first_events(targets.item_ids, targets.positive)
+    return {
+        "AUC_skips": auc(logp, positive, first_events(targets.item_ids, targets.skipped)),
+        "AUC_dislikes": auc(logp, positive, first_events(targets.item_ids, targets.disliked)),
+    }
+
+
+def auc(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """Area under the ROC curve of every row, ``[B]`` float64; nan where a row lacks positives or negatives.
+
+    The probability that a positive scores higher than a negative, ties counting one half:
+
+        (sum of the positives' mean ranks - P (P + 1) / 2) / (P N)
+
+    with ranks 1, 2, ... of ascending scores among the row's P positives and N negatives, tied ones sharing the mean of
+    their ranks (Mann and Whitney, 1947).
+
+    Args:
+        scores: ``[B, S]``, less than infinity.
+        positive: ``[B, S]`` bool.
+        negative: ``[B, S]`` bool, disjoint from ``positive``.
+    """
+    kept = scores.masked_fill(~(positive | negative), torch.inf).contiguous()
+    ascending = kept.sort(1).values
+    below = torch.searchsorted(ascending, kept)
+    up_to = torch.searchsorted(ascending, kept, right=True)
+    mean_rank = (below + up_to + 1).double() / 2
+    positives, negatives = positive.sum(1).double(), negative.sum(1).double()
+    return ((mean_rank * positive).sum(1) - positives * (positives + 1) / 2) / (positives * negatives)
+
+
+def first_events(item_ids: Tensor, mask: Tensor) -> Tensor:
+    """``[B, S]`` bool: the first of every row's masked events of each item."""
+    kept, order = item_ids.masked_fill(~mask, _NO_ITEM).sort(dim=1, stable=True)
+    first = kept != _NO_ITEM
+    first[:, 1:] &= kept[:, 1:] != kept[:, :-1]
+    return torch.zeros_like(mask).scatter(1, order, first)
