@@ -16,6 +16,7 @@ import recpo.advantages
 import recpo.data.preference_lists
 import recpo.objectives
 import recpo.policies.catalog_softmax
+import recpo.policies.semantic_id
 import recpo.rewards  # noqa: F401  these imports are why a class path may be the bare class name
 from recpo.cli.config import write_resolved
 from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
