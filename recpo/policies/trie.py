@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.errors import RecpoError
 
-# A level also gets one bit per node and code, where that takes no more bytes than this per child: with few nodes of many
-# children a mask from bits is 8 times as fast as one from the list of children, with many nodes of few children it is
-# slower and would take most of the memory.
+# A level also gets one bit per node and code, where that takes no more bytes than this per child: with few nodes of
+# many children a mask from bits is several times as fast as one from the list of children, with many nodes of few
+# children it is slower and would take most of the memory.
 _BITMAP_BYTES_PER_CHILD = 4
 
 
@@ -47,41 +48,41 @@ class Trie(nn.Module):
         _check(codes, self.codebook_sizes)
         #: nodes per level, 0 (the root) .. T (the leaves)
         self.level_sizes = [1]
-        parents, begins, child_codes = [torch.zeros(1, dtype=torch.int32)], [], [torch.zeros(1, dtype=torch.int64)]
-        self._first = [0]
-        self._most_children: list[int] = []
+        self._first, self._most_children = [0], []
+        begins, parents, last_codes = [], [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)]
         rank = torch.zeros(self.num_items, dtype=torch.int64)
         for level, size in enumerate(self.codebook_sizes):
             keys, rank = torch.unique(rank * size + codes[:, level].cpu(), return_inverse=True)
             parent, code = keys // size, keys % size
             counts = torch.bincount(parent, minlength=self.level_sizes[-1])
-            first = self._first[-1] + self.level_sizes[-1]
-            begins.append((first + counts.cumsum(0) - counts).int())
-            parents.append((self._first[-1] + parent).int())
-            child_codes.append(code)
-            bitmap = _bitmap(parent, code, self.level_sizes[-1], size)
+            bitmap = _bitmap(parent, code, len(counts), size)
             self.register_buffer(f"_bitmap_{level}", bitmap, persistent=False)
-            self._most_children.append(int(counts.max()))
-            self._first.append(first)
+            parents.append(parent + self._first[-1])
+            last_codes.append(code)
+            self._first.append(self._first[-1] + self.level_sizes[-1])
+            begins.append(self._first[-1] + counts.cumsum(0) - counts)
             self.level_sizes.append(len(keys))
+            self._most_children.append(int(counts.max()))
+        begins.append(torch.tensor([self.num_nodes]))
+        self._register("_begin", torch.cat(begins), torch.int32)
+        self._register("_parent", torch.cat(parents), torch.int32)
+        self._register("_code", torch.cat(last_codes), _smallest_type(max(self.codebook_sizes)))
+        self._register_leaves(rank)
+        self._register("_powers", 2 ** torch.arange(8), torch.uint8)
+
+    def _register(self, name: str, values: Tensor, dtype: torch.dtype) -> None:
+        self.register_buffer(name, values.to(dtype), persistent=False)
+
+    def _register_leaves(self, rank: Tensor) -> None:
+        """Which leaf is which item, from the place of every item in the sorted order, ``[V]``."""
         if self.level_sizes[-1] != self.num_items:
             raise RecpoError(
                 f"{self.num_items - self.level_sizes[-1]} items share their codes with another one: a tuple has to "
                 "name one item; run `recpo tokenize` again"
             )
-        end = torch.tensor([self._first[-1] + self.num_items], dtype=torch.int32)
-        buffers = {
-            "_begin": torch.cat([*begins, end]),
-            "_parent": torch.cat(parents),
-            "_code": torch.cat(child_codes).to(_smallest_type(max(self.codebook_sizes))),
-            "_item": torch.empty(self.num_items, dtype=torch.int32).index_copy_(
-                0, rank, torch.arange(1, self.num_items + 1, dtype=torch.int32)
-            ),
-            "_leaf": torch.cat([torch.zeros(1, dtype=torch.int64), rank]).add_(self._first[-1]).int(),
-            "_powers": 2 ** torch.arange(8, dtype=torch.uint8),
-        }
-        for name, values in buffers.items():
-            self.register_buffer(name, values, persistent=False)
+        ids = torch.arange(1, self.num_items + 1)
+        self._register("_item", torch.empty_like(ids).index_copy_(0, rank, ids), torch.int32)
+        self._register("_leaf", F.pad(rank, (1, 0)) + self._first[-1], torch.int32)
 
     @property
     def num_nodes(self) -> int:
@@ -130,7 +131,7 @@ class Trie(nn.Module):
         children, found = self.find(level, nodes, codes)
         if not torch.compiler.is_exporting() and not bool(found.all()):
             at = int((~found).reshape(-1).int().argmax())
-            prefix = self._prefix(int(nodes.reshape(-1)[at])) + [int(codes.reshape(-1)[at])]
+            prefix = [*self._prefix(int(nodes.reshape(-1)[at])), int(codes.reshape(-1)[at])]
             raise RecpoError(
                 f"no item's codes begin with {prefix} (the first of {int((~found).sum())} unknown prefixes): take the "
                 "codes that `allowed` gives, or the codes directory that the policy was built with"
@@ -141,7 +142,7 @@ class Trie(nn.Module):
         """As ``child``, without an error: also whether there is such a node; where not, any child takes its place."""
         begin, end = self._begin[nodes].long(), self._begin[nodes + 1].long()
         place = begin
-        # binary search for the first child whose code is not smaller, with the number of steps that the widest node needs
+        # binary search for the first child whose code is not smaller, in as many steps as the widest node needs
         for step in reversed([1 << bit for bit in range(self._most_children[level].bit_length())]):
             probe = place + (step - 1)
             smaller = (probe < end) & (self._code[probe.clamp_max(len(self._code) - 1)].long() < codes)
@@ -205,8 +206,8 @@ def _check(codes: Tensor, sizes: tuple[int, ...]) -> None:
     if bool(outside.any()):
         at = int(outside.int().argmax())
         raise RecpoError(
-            f"{int(outside.sum())} items have a code outside 0 .. codebook size - 1 (sizes {list(sizes)}), the first is "
-            f"item {at + 1} with {codes[at].tolist()}: run `recpo tokenize` again"
+            f"{int(outside.sum())} items have a code outside 0 .. codebook size - 1 (sizes {list(sizes)}), the first "
+            f"is item {at + 1} with {codes[at].tolist()}: run `recpo tokenize` again"
         )
 
 
