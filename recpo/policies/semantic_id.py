@@ -155,10 +155,11 @@ class SemanticIdPolicy(StatePolicy):
         if torch.compiler.is_exporting():
             return self._beam_search(states, histories.lengths, k, width, exclude)
         contexts = max(1, _BEAMS_AT_ONCE // width)
-        barred = [None] * len(states) if exclude is None else list(exclude.split(contexts))
         parts = [
-            self._beam_search(*part, k, width, excluded)
-            for *part, excluded in zip(states.split(contexts), histories.lengths.split(contexts), barred, strict=False)
+            self._beam_search(
+                states[part], histories.lengths[part], k, width, None if exclude is None else exclude[part]
+            )
+            for part in (slice(begin, begin + contexts) for begin in range(0, len(states), contexts))
         ]
         return Recommendations(torch.cat([p.item_ids for p in parts]), torch.cat([p.scores for p in parts]))
 
