@@ -53,7 +53,7 @@ OTHERS = {
     "onerec_format_advantage": "rewards of generated candidates",
     "ope.basic": "recpo.evaluation.off_policy",
     "metrics.ranking": "recpo.evaluation.ranking",
-    "metrics.sid_collision": "recpo.evaluation.ranking",
+    "metrics.sid_collision": "recpo.evaluation.collisions",
 }
 
 
