@@ -1,4 +1,4 @@
-"""Search and sampling in a softmax over the catalogue, scored in blocks of items."""
+"""Search in a softmax over the catalogue, scored in blocks of items."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _top_k_by_blocks(states: Tensor, table: Tensor, k: int, exclude: Tensor | No
     best = states.new_full((len(states), 0), -torch.inf)
     ids = torch.empty_like(best, dtype=torch.long)
     lse = states.new_full((len(states),), -torch.inf)
-    for rows in _blocks(states, table):
+    for rows in score_blocks(states, table):
         scores = matmul_transposed(states, table[rows].float())
         lse = torch.logaddexp(lse, scores.logsumexp(1))
         if exclude is not None:
@@ -79,37 +79,6 @@ def _ties_to_smaller_id(best: Tensor, ids: Tensor, num_rows: int) -> Tensor:
     return (new_run.long().cumsum(1) * num_rows + ids).sort(1).values % num_rows
 
 
-def draw(states: Tensor, table: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """``count`` items per state with replacement, by inversion of the cumulative distribution, block by block.
-
-    Args:
-        states: ``[B, d]``, divided by the temperature.
-        table: ``[V + 1, d]``; row 0 is padding and never drawn.
-        count: number of draws G.
-
-    Returns:
-        ids ``[B, G]`` and their log-probabilities ``[B, G]``; no gradient.
-    """
-    states, table = states.detach(), table.detach()
-    lse = states.new_full((len(states),), -torch.inf)
-    for rows in _blocks(states, table):
-        lse = torch.logaddexp(lse, matmul_transposed(states, table[rows].float()).logsumexp(1))
-    remaining = torch.rand(len(states), count, dtype=torch.float64, device=states.device)
-    ids = torch.zeros(len(states), count, dtype=torch.long, device=states.device)
-    logp = states.new_zeros(len(states), count)
-    for rows in _blocks(states, table):
-        log_probabilities = matmul_transposed(states, table[rows].float()) - lse[:, None]
-        cdf = log_probabilities.double().exp_().cumsum_(1)
-        index = torch.searchsorted(cdf, remaining, right=True)
-        # rounding may leave the last total a little below 1: such a draw takes the last item
-        last = rows.stop == len(table)
-        here = (ids == 0) & ((index < cdf.shape[1]) | last)
-        index = index.clamp_max(cdf.shape[1] - 1)
-        ids = torch.where(here, index + rows.start, ids)
-        logp = torch.where(here, log_probabilities.gather(1, index), logp)
-        remaining = remaining - cdf[:, -1:]
-    return ids, logp
-
-
-def _blocks(states: Tensor, table: Tensor) -> list[slice]:
+def score_blocks(states: Tensor, table: Tensor) -> list[slice]:
+    """Rows of ``table [V + 1, d]``, without row 0, in blocks whose scores for all ``states [B, d]`` are bounded."""
     return list(column_blocks(len(table), 1, max(1024, SCORE_BYTES // (4 * max(1, len(states))))))

@@ -12,10 +12,10 @@ from recpo.contracts import StatePolicy
 from recpo.errors import RecpoError
 from recpo.ops.linear_logprob import linear_entropy, linear_logprob
 from recpo.ops.sampling import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
-from recpo.policies import catalog_search
+from recpo.policies import catalog_sampling, catalog_search
 from recpo.policies.encoder import HistoryEncoder
 from recpo.policies.item_table import ItemTable
-from recpo.types import FeedbackBatch, Histories, Recommendations, Slates
+from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
 
 
 class CatalogSoftmaxPolicy(StatePolicy):
@@ -134,9 +134,15 @@ class CatalogSoftmaxPolicy(StatePolicy):
             raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalogue, got {k}")
         return catalog_search.top_k(self._last_states(histories), self._output_weight(), k, exclude)
 
-    def sample(self, histories: Histories, group_size: int) -> tuple[Tensor, Tensor]:
+    @torch.no_grad()
+    def sample(
+        self,
+        histories: Histories,
+        group_size: int,
+        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+    ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``."""
-        ids, logp = catalog_search.draw(self._last_states(histories), self._output_weight(), group_size)
+        ids, logp = catalog_sampling.draw(self._last_states(histories), self._output_weight(), group_size, options)
         return ids, logp[..., None]
 
     def _ids(self, histories: Histories) -> Tensor:
