@@ -47,11 +47,11 @@ def popularity_bins(train_count: Tensor) -> Tensor:
     Items are sorted by their events, ties by id. The head is the fewest items that hold at least half of all events,
     the torso the next ones up to at least 80 %, the tail the rest that has events.
     """
-    counts = train_count[1:].double()
+    counts = train_count[1:].long()
     order = counts.argsort(descending=True, stable=True)
     before = counts[order].cumsum(0) - counts[order]
-    label = torch.bucketize(before, counts.sum() * torch.tensor([0.5, 0.8], dtype=torch.float64), right=True)
-    bins = torch.full_like(train_count, -1)
+    label = torch.bucketize(10 * before, counts.sum() * torch.tensor([5, 8]), right=True)
+    bins = torch.full_like(train_count, -1, dtype=torch.int64)
     bins[order + 1] = label
     bins[1:][counts == 0] = len(POPULARITY_BINS) - 1
     return bins

@@ -23,10 +23,9 @@ def bins(counts):
     """Head, torso, tail or unseen for every item of ``counts`` (item to events)."""
     total, before, found = sum(counts.values()), 0, {}
     for item in sorted(counts, key=lambda i: (-counts[i], i)):
-        share = before / total
         found[item] = "unseen in training" if not counts[item] else "head"
-        if counts[item] and share >= 0.5:
-            found[item] = "torso" if share < 0.8 else "tail"
+        if counts[item] and 2 * before >= total:
+            found[item] = "torso" if 10 * before < 8 * total else "tail"
         before += counts[item]
     return found
 
