@@ -66,9 +66,12 @@ class Codebooks:
             codes.append(code)
         return torch.stack(codes, 1) if codes else points.new_zeros(len(points), 0, dtype=torch.int64)
 
-    def to(self, device: torch.device | str) -> Codebooks:
-        """The same codebooks on ``device``."""
-        return Codebooks(*(tensor.to(device) for tensor in (self.centroids, self.shift, self.scale, self.unit)))
+    def reconstruct(self, codes: Tensor) -> Tensor:
+        """The points ``[n, d]`` that ``codes [n, T]`` stand for: the sums of their centroids."""
+        points = self.shift.new_zeros(len(codes), len(self.shift))
+        for centroids, code in zip(self.centroids, codes.T, strict=True):
+            points += centroids[code]
+        return points
 
     def save(self, root: Path) -> None:
         """Writes ``codebooks.safetensors`` into the existing directory ``root``."""
