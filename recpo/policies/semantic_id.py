@@ -145,7 +145,7 @@ class SemanticIdPolicy(StatePolicy):
         vectors = self.code_table(rows).sum(-2)
         if self.item_table is not None:
             vectors = vectors + self.item_table(ids)
-        return self.encoder(vectors, histories.feedback, histories.timestamps)
+        return self.encoder(vectors, histories.feedback, histories.timestamps, histories.lengths)
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``; a beam search, exact where the beams hold every prefix of the catalogue."""
@@ -159,7 +159,7 @@ class SemanticIdPolicy(StatePolicy):
             self._beam_search(
                 states[part], histories.lengths[part], k, width, None if exclude is None else exclude[part]
             )
-            for part in (slice(begin, begin + contexts) for begin in range(0, len(states), contexts))
+            for part in (slice(begin, begin + contexts) for begin in range(0, max(1, len(states)), contexts))
         ]
         return Recommendations(torch.cat([p.item_ids for p in parts]), torch.cat([p.scores for p in parts]))
 
@@ -182,7 +182,7 @@ class SemanticIdPolicy(StatePolicy):
         return semantic_search.beam_search(
             _CodeByCode(self, states, lengths),
             self.trie,
-            len(states),
+            states.shape[0],  # not len(), which an exported program would take for a constant
             k,
             width,
             exclude=exclude,

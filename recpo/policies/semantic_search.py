@@ -136,9 +136,9 @@ def _struck(trie: Trie, level: int, nodes: Tensor, barred: _Barred) -> Tensor:
     size = nodes.shape[1] * trie.codebook_sizes[level]
     column = same.int().argmax(1) * trie.codebook_sizes[level] + trie.last_codes(children)
     column = torch.where(full & same.any(1), column, size)
-    mask = torch.zeros(len(nodes), size + 1, dtype=torch.bool, device=nodes.device)
+    mask = torch.zeros(nodes.shape[0], size + 1, dtype=torch.bool, device=nodes.device)
     mask = mask.scatter(1, column, torch.ones_like(column, dtype=torch.bool))
-    return mask[:, :size].view(len(nodes), nodes.shape[1], -1)
+    return mask[:, :size].view(nodes.shape[0], nodes.shape[1], -1)
 
 
 @torch.no_grad()
