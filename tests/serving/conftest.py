@@ -17,7 +17,7 @@ NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20
 CODEBOOKS = (8, 6, 5)
 
 
-def make_policy(kind, root):
+def make_policy(kind, root=None):
     torch.manual_seed(3)
     if kind == "semantic":
         tuples = np.random.default_rng(0).permutation(np.prod(CODEBOOKS))[:NUM_ITEMS]
