@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -164,6 +165,18 @@ def test_codes_of_a_file(prepared, tmp_path):
     codes = SemanticCodes.load(tmp_path / "free")
     assert codes.codebook_sizes == (16, 16)
     assert np.array_equal(codes.codes[:, 0], numbers // 9)
+
+
+def test_the_shipped_configuration_on_a_small_catalogue(prepared, tmp_path):
+    ids, config = item_ids(prepared), Path(__file__).parents[2] / "configs/tokenize_beauty.yaml"
+    assert f"recpo tokenize --config configs/{config.name}\n" in config.read_text()
+    columns = {f"sid_{level}": [f"<{level}_{n // 2}>" for n in range(len(ids))] for level in "abcd"}
+    file = write_codes(tmp_path / "f.parquet", ids, **columns)[3]
+    options = ["tokenize", "--config", config, "--vectors.init_args.file", file, "--prepared", prepared]
+    assert main([*map(str, options), "--out", str(tmp_path / "codes")]) == 0
+    codes = SemanticCodes.load(tmp_path / "codes")
+    assert codes.codebook_sizes == (256,) * 4
+    assert np.array_equal(codes.codes[::2, 3], np.arange(0, len(ids), 2) // 2)
 
 
 @pytest.mark.parametrize(
