@@ -126,7 +126,8 @@ class CatalogSoftmaxPolicy(StatePolicy):
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``."""
-        return self.encoder(self.item_table(self._ids(histories)), histories.feedback, histories.timestamps)
+        vectors = self.item_table(self._ids(histories))
+        return self.encoder(vectors, histories.feedback, histories.timestamps, histories.lengths)
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``; the catalogue is scored in blocks where ``B x V`` is large."""
@@ -183,7 +184,8 @@ class CatalogSoftmaxPolicy(StatePolicy):
             history_vectors, output = vectors[: history.numel()], vectors[history.numel() :]
         else:
             history_vectors, output = self.item_table(history.reshape(-1)), self.output_table(output_ids)
-        encoded = self.encoder(history_vectors.view(*history.shape, -1), histories.feedback, histories.timestamps)
+        history_vectors = history_vectors.view(*history.shape, -1)
+        encoded = self.encoder(history_vectors, histories.feedback, histories.timestamps, histories.lengths)
         states = self._scored_states(histories, encoded)
         output = F.normalize(output, dim=-1) if self.similarity == "cosine" else output
         rows, state_index = _shared_states(slates, positions, states.shape[1])

@@ -116,8 +116,8 @@ class _Barred(NamedTuple):
 def _barred_leaves(trie: Trie, exclude: Tensor) -> _Barred:
     none = trie.num_nodes
     leaves = trie.leaves(exclude).masked_fill(exclude == 0, none).sort(1).values
-    repeated = F.pad(leaves[:, 1:] == leaves[:, :-1], (1, 0))
-    leaves = leaves.masked_fill(repeated, none).sort(1).values
+    before = F.pad(leaves, (1, 0), value=-1)[:, :-1]
+    leaves = leaves.masked_fill(leaves == before, none).sort(1).values
     return _Barred(leaves, trie.path(leaves.clamp_max(none - 1)))
 
 
@@ -133,7 +133,8 @@ def _struck(trie: Trie, level: int, nodes: Tensor, barred: _Barred) -> Tensor:
     last_leaf = leaves.gather(1, last_place.clamp_max(leaves.shape[1] - 1))
     full = (leaves == first) & (last_leaf == end - 1) & (last_place < leaves.shape[1])
     same = nodes[:, :, None] == parents[:, None, :]
-    size = nodes.shape[1] * trie.codebook_sizes[level]
+    batch, width = nodes.shape
+    size = width * trie.codebook_sizes[level]
     column = same.int().argmax(1) * trie.codebook_sizes[level] + trie.last_codes(children)
     column = torch.where(full & same.any(1), column, size)
     mask = torch.zeros(nodes.shape[0], size + 1, dtype=torch.bool, device=nodes.device)

@@ -35,7 +35,7 @@ def distribution(states: Tensor, table: Tensor, options: SamplingOptions) -> np.
     for row in p:
         total, kept = 0.0, []
         for item in sorted(range(len(row)), key=lambda item: (-row[item], item)):
-            if kept and total >= options.top_p:
+            if kept and total >= options.top_p < 1:
                 break
             total += row[item]
             kept.append(item)

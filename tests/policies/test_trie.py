@@ -1,17 +1,15 @@
-"""The flat trie against a dictionary, its refusals, its size and its road into exported programs."""
+"""The flat trie against a dictionary, its refusals and its size."""
 
 from __future__ import annotations
 
 import time
-import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from recpo.errors import RecpoError
 from recpo.policies.trie import Trie
@@ -124,39 +122,3 @@ def test_a_million_items_take_less_than_30_megabytes_and_a_mask_less_than_a_hund
 
 def test_it_is_no_part_of_a_checkpoint() -> None:
     assert not Trie(torch.tensor([[1, 2], [2, 0]]), (3, 3)).state_dict()
-
-
-class _Walk(nn.Module):
-    def __init__(self, trie: Trie) -> None:
-        super().__init__()
-        self.trie = trie
-
-    def forward(self, item_ids: Tensor) -> tuple[Tensor, ...]:
-        codes, nodes = self.trie.codes(item_ids), torch.zeros_like(item_ids)
-        masks = []
-        for level in range(self.trie.depth):
-            masks.append(self.trie.allowed(level, nodes))
-            nodes = self.trie.child(level, nodes, codes[..., level])
-        return codes, self.trie.items(nodes), *masks
-
-
-def test_exported_programs_walk_the_same(tmp_path: Path) -> None:
-    import onnxruntime
-
-    sizes = (6, 300, 20, 40_000)  # masks from bits and from lists
-    module = _Walk(Trie(random_codes(200, sizes, 0), sizes))
-    assert {module.trie._buffers[f"_bitmap_{level}"] is None for level in range(4)} == {True, False}
-    shapes = {"item_ids": {0: torch.export.Dim("batch", min=1, max=4096)}}
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.export.export(module, (torch.ones(2, 3, dtype=torch.long),), dynamic_shapes=shapes)
-        torch.onnx.export(program, dynamo=True, verbose=False).save(str(tmp_path / "walk.onnx"))
-    session = onnxruntime.InferenceSession(tmp_path / "walk.onnx")
-    for rows in (1, 2, 7):
-        ids = torch.randint(1, 201, (rows, 3))
-        expected = module(ids)
-        for got, onnx, want in zip(
-            program.module()(ids), session.run(None, {"item_ids": ids.numpy()}), expected, strict=True
-        ):
-            assert torch.equal(got, want)
-            assert (onnx == want.numpy()).all()

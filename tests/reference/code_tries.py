@@ -29,7 +29,7 @@ def distribution(scores, allowed, temperature=1.0, top_p=1.0):
     total = sum(weights.values())
     kept, reached = {}, 0.0
     for code in sorted(weights, key=lambda code: (-weights[code], code)):
-        if kept and reached >= top_p:
+        if kept and reached >= top_p < 1:
             break
         kept[code] = weights[code] / total
         reached += kept[code]
