@@ -36,6 +36,15 @@ def test_pretrain_measures_recpo_and_the_yardstick_and_skips_absent_peers():
         assert line["versions"]["torch"]
 
 
+def test_semantic_codes_are_as_good_as_those_of_the_peers():
+    lines = lines_of("semantic_codes.py")
+    for data in ("gaussian", "clusters"):
+        found = {line["contender"]: line for line in lines if line.get("data") == data}
+        assert {"recpo", "recpo, slack 1.1", "sklearn"} <= set(found)
+        assert found["recpo"]["error"] < 1.05 * found["sklearn"]["error"]
+        assert found["recpo"]["moved"] >= found["recpo"]["collisions"] > 0
+
+
 def test_catalog_head_gradients_agree_with_float64():
     lines = lines_of("catalog_head.py", "--repeats=1")
     assert any("recpo" in line["contender"] for line in lines)

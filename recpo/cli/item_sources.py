@@ -19,6 +19,8 @@ from recpo.tokenizer.columns import ItemRows, read_codes, read_vectors
 from recpo.tokenizer.cooccurrence import Cooccurrence, Pairs, Sequences
 from recpo.training.run import load_policy, read_finished
 
+_LARGEST_CODEBOOK = 1 << 20
+
 
 class ItemVectors(NamedTuple):
     """Vectors ``[V, d]`` float32 of the items 1..V, and what the manifest says of them."""
@@ -220,6 +222,11 @@ class CodesFromFile:
                 f"{self.file} has no codes for {int((~rows.found).sum())} items, the first is {first}: add them"
             )
         largest = rows.values.max(0)
+        if largest.max() >= _LARGEST_CODEBOOK:
+            raise RecpoError(
+                f"{self.file}, column {self.codes[int(largest.argmax())]}: code {largest.max()} is beyond any codebook "
+                f"(at most {_LARGEST_CODEBOOK} codes): does the column hold codes?"
+            )
         if self.codebook_size is not None and largest.max() >= self.codebook_size:
             raise RecpoError(
                 f"{self.file}, column {self.codes[int(largest.argmax())]}: code {largest.max()} does not fit into a "

@@ -100,6 +100,7 @@ def tokenize(
     data = Prepared.open(prepared)
     items = IdMap.load(data.root / "items.parquet")
     quantiser = ResidualKMeans(levels, codebook_size, normalise, capacity_slack, iterations, sample)
+    place = _device(device)
     with (
         atomic_directory(out, overwrite=overwrite) as partial,
         tqdm(total=levels + 3, desc="tokenize", unit="stage", disable=None if progress else True) as bar,
@@ -107,7 +108,7 @@ def tokenize(
         if isinstance(vectors, CodesFromFile):
             result = _ready_made(vectors, items, quantiser, collisions, codebooks)
         elif codebooks is None:
-            result = _fitted(vectors, data, items, quantiser, collisions, torch.device(device), seed, bar.update)
+            result = _fitted(vectors, data, items, quantiser, collisions, place, seed, bar.update)
         else:
             result = _frozen(vectors, data, items, quantiser, collisions, codebooks)
         report = _report(result)
@@ -119,6 +120,13 @@ def tokenize(
         semantic.save(partial, items.to_external(range(1, len(items) + 1)), {**facts, "report": report})
         bar.update(bar.total - bar.n)
     _print(report, out, str(result.facts["collisions"]))
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # no such device, or a torch without CUDA
+        raise RecpoError(f"device {name!r} cannot be used here ({error})") from error
 
 
 def _ready_made(

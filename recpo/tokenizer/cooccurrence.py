@@ -87,13 +87,13 @@ class Cooccurrence:
         """``[V, d]`` float32; zero for items that stand near no other one.
 
         Raises:
-            RecpoError: no two items ever stand near each other.
+            RecpoError: no two items stand near each other more often than by chance.
         """
         information = self.information(pairs.weights)
         if not information.nnz:
             raise RecpoError(
-                "no two items of the training period stand near each other in a user's sequence, so co-occurrence "
-                "makes no vectors; give item vectors from a file (VectorsFromParquet)"
+                "no two items of the training period stand near each other more often than by chance (shift "
+                f"{self.shift}), so co-occurrence makes no vectors; give item vectors from a file (VectorsFromParquet)"
             )
         width = min(self.dim, information.shape[0] - 1)
         left, singular, _ = randomized_svd(information, width, n_iter=4, random_state=seed)

@@ -13,6 +13,7 @@ from recpo.tokenizer.capacity import settle
 from recpo.tokenizer.codebooks import Codebooks, Normalisation, nearest, normalisation, squared_distances, subtract
 
 _POINTS_PER_CODE = 32
+_LARGEST = 1e15
 
 
 def _nothing() -> None:
@@ -63,7 +64,12 @@ class ResidualKMeans:
 
         Returns:
             The codebooks and the codes ``[V, T]`` int64, which several items may share.
+
+        Raises:
+            RecpoError: values so large that their squares are no float32 numbers.
         """
+        if float(vectors.abs().max()) > _LARGEST:
+            raise RecpoError(f"item vectors have values beyond {_LARGEST:g}, whose squares overflow: scale them down")
         shift, scale, unit = normalisation(vectors, self.normalise)
         empty = Codebooks(vectors.new_zeros(0, self.codebook_size, vectors.shape[1]), shift, scale, unit)
         residual = empty.normalise(vectors)

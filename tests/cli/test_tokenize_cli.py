@@ -197,6 +197,20 @@ def test_what_codes_of_a_file_cannot_do(prepared, tmp_path, capsys, options, mes
     assert not (tmp_path / "codes").exists()
 
 
+def test_a_column_that_holds_no_codes(prepared, tmp_path, capsys):
+    ids = item_ids(prepared)
+    source = write_codes(tmp_path / "f.parquet", ids, a=np.arange(len(ids)) + 10**8)
+    assert tokenize(prepared, tmp_path / "codes", *source) == 1
+    assert "is beyond any codebook" in capsys.readouterr().err
+    assert tokenize(prepared, tmp_path / "codes", *source[:-1], "[]") == 1
+    assert "name at least one column beside item_id" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there(prepared, tmp_path, capsys):
+    assert tokenize(prepared, tmp_path / "codes", *SMALL, "--device", "cuda:99") == 1
+    assert "device 'cuda:99' cannot be used here" in capsys.readouterr().err
+
+
 def test_codes_of_a_file_that_lacks_items(prepared, tmp_path, capsys):
     ids = item_ids(prepared)
     source = write_codes(tmp_path / "f.parquet", ids[1:], a=np.arange(len(ids) - 1))

@@ -142,6 +142,11 @@ def test_options_that_make_no_codes_are_refused(options):
         ResidualKMeans(**options)
 
 
+def test_values_whose_squares_overflow_are_refused():
+    with pytest.raises(RecpoError, match=r"values beyond 1e\+15"):
+        SMALL.fit(torch.tensor([[1e20], [0.0]]), 0)
+
+
 def test_nearest_works_in_blocks(monkeypatch):
     monkeypatch.setattr("recpo.tokenizer.codebooks._BLOCK", 40)
     points, centroids = vectors(33), vectors(16, seed=1)
