@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recpo.atomic import write_json
-from recpo.cli.evaluate import evaluate
+from recpo.cli.evaluate import METRICS, evaluate
 from recpo.cli.export import export
 from recpo.cli.main import run
 from recpo.cli.prepare import prepare
@@ -72,12 +72,12 @@ def demo(
         _step(train, "--config", configs / "gbpo.yaml", *common, "--init_from", pretrained, "--out", aligned)
         runs += [pretrained, aligned]
     listed = [str(path) for path in runs]
-    report = out / "metrics.json"
-    _step(evaluate, "--prepared", prepared, "--run", json.dumps(listed), "--truth", log / "truth", "--out", report)
+    evaluation = out / "evaluation"
+    _step(evaluate, "--prepared", prepared, "--run", json.dumps(listed), "--truth", log / "truth", "--out", evaluation)
     _step(export, "--run", runs[1], "--prepared", prepared, "--out", bundle)
     histories, lists = prepared / "histories.parquet", out / "recommendations.parquet"
     _step(recommend, "--bundle", bundle, "--histories", histories, "--out", lists, "--k", 10, "--show", 3)
-    summary = _summary(json.loads(report.read_text(encoding="utf-8")), seeds)
+    summary = _summary(json.loads((evaluation / METRICS).read_text(encoding="utf-8")), seeds)
     write_json(out / "summary.json", summary)
     Console().print(_table(summary, seeds))
     print(f"the whole road took {time.monotonic() - started:.0f} s; everything it wrote is in {out}")
