@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from recpo.evaluation.off_policy.estimators import DM, ClippedIPS, Estimator, NaiveAverage
@@ -15,6 +14,7 @@ LEAST_EFFECTIVE_SHARE = 0.01
 LARGEST_SHARE = 0.1
 LARGEST_PARETO_K = 0.7
 LARGEST_UNSUPPORTED_SHARE = 0.1
+MEAN_WEIGHT_TOLERANCE = 0.01
 MEAN_WEIGHT_LEVEL = 0.99  # one right log in a hundred is warned about
 
 
@@ -91,7 +91,8 @@ def _about_tail(tail: WeightTail) -> list[str]:
 def _about_support(diagnostics: Diagnostics) -> list[str]:
     found = []
     interval = diagnostics.mean_weight_interval
-    if not math.isnan(interval.low) and not interval.low <= 1 <= interval.high:
+    # a policy close to the logging policy has hardly any spread: rounded propensities are not wrong ones
+    if abs(diagnostics.mean_weight - 1) > MEAN_WEIGHT_TOLERANCE and (interval.low > 1 or interval.high < 1):
         cause = (
             "propensities are wrong, or the policy wants items that the log cannot show"
             if interval.high < 1

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.reference import off_policy_dense
-from tests.reference.bandit import Bandit
 
 from recpo.evaluation.off_policy.estimators import (
     DM,
@@ -24,6 +22,8 @@ from recpo.evaluation.off_policy.estimators import (
     sum_of_ratios,
 )
 from recpo.evaluation.off_policy.weights import effective_sample_size
+from tests.reference import off_policy_dense
+from tests.reference.bandit import Bandit
 
 ALL = [IPS(), ClippedIPS(2.0), SNIPS(), DM(), DR(), SNDR(), SwitchDR(2.0)]
 
@@ -33,9 +33,7 @@ def rows_of(bandit, context, action, reward, q=None, propensity=None):
     q = bandit.mean_reward if q is None else q
     p = bandit.logging if propensity is None else propensity
     v = (bandit.target * q).sum(1)
-    return Rows(
-        reward, bandit.target[context, action], p[context, action], np.asarray(q)[context, action], v[context]
-    )
+    return Rows(reward, bandit.target[context, action], p[context, action], np.asarray(q)[context, action], v[context])
 
 
 def expectation(estimator, bandit, q=None, propensity=None):
@@ -44,16 +42,16 @@ def expectation(estimator, bandit, q=None, propensity=None):
     rows = rows_of(bandit, context, action, bandit.mean_reward[context, action], q, propensity)
     chance = (bandit.logging[context, action] / len(bandit.logging))[:, None]
     terms = estimator.terms(rows)
-    return float(sum_of_ratios(np.concatenate([(chance * terms.numerator).sum(0), (chance * terms.denominator).sum(0)])))
+    return float(
+        sum_of_ratios(np.concatenate([(chance * terms.numerator).sum(0), (chance * terms.denominator).sum(0)]))
+    )
 
 
 def test_the_vector():
     vectors = json.loads((Path(__file__).parents[2] / "data" / "objectives.json").read_text())["vectors"]
     (vector,) = [vector for vector in vectors if vector["id"] == "ope.basic"]
     inputs = {name: np.array(values) for name, values in vector["inputs"].items()}
-    rows = Rows(
-        inputs["reward"], inputs["pi_e"], inputs["pi_b"], inputs["q_hat_logged"], inputs["v_hat_under_pi_e"]
-    )
+    rows = Rows(inputs["reward"], inputs["pi_e"], inputs["pi_b"], inputs["q_hat_logged"], inputs["v_hat_under_pi_e"])
     estimators = {"IPS": IPS(), "SNIPS": SNIPS(), "DM": DM(), "DR": DR(), "SNDR": SNDR()}
     found = {name: estimator(rows) for name, estimator in estimators.items()}
     found |= {
@@ -164,9 +162,11 @@ def data_sets(estimator, rows, number):
 
 def test_without_rows_or_weight_there_is_no_estimate():
     nothing = Rows(*np.zeros((3, 0)))
-    assert np.isnan(IPS()(nothing)) and np.isnan(SNIPS()(nothing))
+    assert np.isnan(IPS()(nothing))
+    assert np.isnan(SNIPS()(nothing))
     never = Rows(np.ones(4), np.zeros(4), np.ones(4))
-    assert IPS()(never) == 0 and np.isnan(SNIPS()(never))
+    assert IPS()(never) == 0
+    assert np.isnan(SNIPS()(never))
 
 
 @pytest.mark.parametrize("estimator", [DM(), DR(), SNDR(), SwitchDR()], ids=lambda e: e.name)

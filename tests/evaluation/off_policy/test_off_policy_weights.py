@@ -44,7 +44,9 @@ def test_ties_and_short_logs_have_no_shape():
     assert np.isnan(tail_of(np.where(np.arange(5000) % 20, 0.0, 50.0)).pareto_k), "a list, uniform propensities"
     assert np.isnan(tail_of(np.arange(1.0, 30.0)).pareto_k)
     nothing = WeightDistribution().compute()
-    assert nothing.largest == 0 and np.isnan(nothing.largest_share) and np.isnan(nothing.zero_share)
+    assert nothing.largest == 0
+    assert np.isnan(nothing.largest_share)
+    assert np.isnan(nothing.zero_share)
 
 
 def test_effective_sample_size():
