@@ -118,8 +118,9 @@ def _normalise(vectors: Tensor, shift: Tensor, scale: Tensor, unit: bool) -> Ten
 
 def squared_distances(points: Tensor, centroids: Tensor) -> Tensor:
     """``|x_i - c_k|^2`` as ``[n, K]``, by one matrix product; at least 0."""
-    offset = points.square().sum(1, keepdim=True) + centroids.square().sum(1)
-    return torch.addmm(offset, points, centroids.T, alpha=-2).clamp_min_(0)
+    # two sums in place are faster than one [n, K] offset, which would have to be made and read
+    table = torch.addmm(centroids.square().sum(1), points, centroids.T, alpha=-2)
+    return table.add_(points.square().sum(1, keepdim=True)).clamp_min_(0)
 
 
 def nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:

@@ -115,11 +115,13 @@ def _first_centroids(points: Tensor, num_codes: int, generator: torch.Generator)
     distances 0), and the same on every device.
     """
     centroids = points.new_empty(num_codes, points.shape[1])
-    distance = torch.ones_like(points[:, 0])
+    norms = points.square().sum(1)
+    distance = torch.ones_like(norms)
     for index in range(num_codes):
         race = torch.empty(len(points)).exponential_(generator=generator).to(points.device)
-        centroids[index] = points[(distance / race).argmax()]
-        to_new = squared_distances(points, centroids[index : index + 1]).squeeze(1)
+        chosen = (distance / race).argmax()
+        centroids[index] = points[chosen]
+        to_new = torch.addmv(norms + norms[chosen], points, points[chosen], alpha=-2).clamp_min_(0)
         distance = to_new if index == 0 else torch.minimum(distance, to_new)
     return centroids
 
