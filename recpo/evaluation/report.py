@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from recpo.evaluation.held_out import RankingResult
-from recpo.evaluation.intervals import Estimate
+from recpo.evaluation.intervals import Estimate, bootstrap_interval
 
 SCHEMA_VERSION = 2
 _LOWER_IS_BETTER = {"disliked", "disliked_hit_rate", "disliked_MRR", "true_dislike", "gini", "miscalibration"}
@@ -36,7 +37,11 @@ class Contender(NamedTuple):
 
 
 def metrics_document(
-    contenders: Sequence[Contender], *, setting: Mapping[str, Any], warnings: Sequence[str] = ()
+    contenders: Sequence[Contender],
+    *,
+    setting: Mapping[str, Any],
+    warnings: Sequence[str] = (),
+    bootstrap_resamples: int = 0,
 ) -> dict[str, Any]:
     """What ``metrics.json`` holds; numbers that are not defined (no user, one user, no list) are null.
 
@@ -57,14 +62,17 @@ def metrics_document(
                         (i, j) with i < j as against = contender i; only metrics that both have
 
     where ``estimate`` is ``{mean, half_width, n}``: mean over the n users for whom the metric is defined, and half of
-    its normal 95 % interval. Segments are ``history length`` and other divisions of the users, with every metric of the
-    users of a bin, and ``item popularity`` and other divisions of the items, with NDCG, Recall and HitRate of the
-    targets of a bin. JSON keys are sorted; the order of bins is in ``setting["segments"]``: ``{segment: [bin]}``.
+    its normal 95 % interval. With ``bootstrap_resamples`` the estimates under ``metrics`` of contenders also have
+    ``low`` and ``high``, the 95 % percentile interval of ``bootstrap_interval``. Segments are ``history length`` and
+    other divisions of the users, with every metric of the users of a bin, and ``item popularity`` and other divisions
+    of the items, with NDCG, Recall and HitRate of the targets of a bin. JSON keys are sorted; the order of bins is in
+    ``setting["segments"]``: ``{segment: [bin]}``.
 
     Args:
         contenders: all evaluated on the same users.
         setting: ``exclude_seen``, ``positive_threshold`` and whatever else describes the evaluation.
         warnings: sentences.
+        bootstrap_resamples: resamples of the users; 0 = no bootstrap intervals.
     """
     first = contenders[0].result
     bins = {name: list(users.bins) for name, users in first.user_segments.items()}
@@ -74,7 +82,7 @@ def metrics_document(
         "setting": {**setting, "segments": bins},
         "conventions": conventions(bool(setting["exclude_seen"]), float(setting["positive_threshold"])),
         "warnings": list(warnings),
-        "contenders": [_as_entry(contender) for contender in contenders],
+        "contenders": [_as_entry(contender, bootstrap_resamples) for contender in contenders],
         "differences": [
             {"contender": later.name, "against": earlier.name, "metrics": _paired(later.result, earlier.result)}
             for earlier, later in combinations(contenders, 2)
@@ -87,13 +95,18 @@ def lower_is_better(metric: str) -> bool:
     return metric.split("@")[0] in _LOWER_IS_BETTER
 
 
-def _as_entry(contender: Contender) -> dict[str, Any]:
+def _as_entry(contender: Contender, resamples: int) -> dict[str, Any]:
     result = contender.result
+    metrics = {metric: _as_json(result.estimate(metric)) for metric in result.per_user}
+    if resamples:
+        ends = bootstrap_interval(torch.stack(list(result.per_user.values()), 1), resamples=resamples)
+        for value, low, high in zip(metrics.values(), *(end.tolist() for end in ends), strict=True):
+            value |= {"low": _defined(low), "high": _defined(high)}
     return {
         "name": contender.name,
         "kind": contender.kind,
         "counts": result.counts,
-        "metrics": {metric: _as_json(result.estimate(metric)) for metric in result.per_user},
+        "metrics": metrics,
         "totals": {metric: _defined(value) for metric, value in result.totals.items()},
         "segments": {
             segment: {

@@ -19,6 +19,7 @@ from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendatio
 from tests.reference import ranking_loops
 
 ITEMS, USERS, KS = 40, 90, (5, 12)
+SETTING = {"exclude_seen": True, "positive_threshold": 0.75}
 
 
 def held_out(seed=0):
@@ -176,8 +177,7 @@ def test_the_document_holds_segments_and_totals():
     result = evaluated(torch.arange(USERS), [USERS])
     estimates = [{"ips": 0.5}]
     contenders = [Contender("a", "bundle", result, estimates), Contender("b", "baseline", result)]
-    setting = {"exclude_seen": True, "positive_threshold": 0.75}
-    document = metrics_document(contenders, setting=setting, warnings=["few users"])
+    document = metrics_document(contenders, setting=SETTING, warnings=["few users"])
     entry = document["contenders"][0]
     assert document["warnings"] == ["few users"]
     assert set(entry["totals"]) == {f"{name}@{k}" for name in ("coverage", "gini") for k in KS}
@@ -188,6 +188,14 @@ def test_the_document_holds_segments_and_totals():
     assert entry["off_policy"] == estimates
     assert document["contenders"][1]["off_policy"] == []
     assert document["differences"][0]["metrics"]["AUC_skips"]["mean"] == 0
+
+
+def test_the_document_holds_bootstrap_intervals_where_asked():
+    contenders = [Contender("a", "run", evaluated(torch.arange(USERS), [USERS]))]
+    value = metrics_document(contenders, setting=SETTING, bootstrap_resamples=500)["contenders"][0]["metrics"]["NDCG@5"]
+    assert value["low"] < value["mean"] < value["high"]
+    assert value["high"] - value["low"] == pytest.approx(2 * value["half_width"], rel=0.25)
+    assert "low" not in metrics_document(contenders, setting=SETTING)["contenders"][0]["metrics"]["NDCG@5"]
 
 
 def test_which_way_is_better():
@@ -202,6 +210,6 @@ def test_differences_are_of_the_metrics_that_both_have():
     silent = {name: values for name, values in result.per_user.items() if not name.startswith("AUC")}
     other = type(result)(**{**vars(result), "per_user": silent})
     contenders = [Contender("a", "baseline", other), Contender("b", "run", result)]
-    document = metrics_document(contenders, setting={"exclude_seen": True, "positive_threshold": 0.75})
+    document = metrics_document(contenders, setting=SETTING)
     assert "AUC_skips" not in document["differences"][0]["metrics"]
     assert np.isclose(document["differences"][0]["metrics"]["NDCG@5"]["mean"], 0)
