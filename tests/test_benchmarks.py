@@ -52,3 +52,13 @@ def test_catalog_head_gradients_agree_with_float64():
         errors = [value for key, value in line.items() if key.startswith("relative_error")]
         assert len(errors) == 2, line
         assert all(math.isfinite(error) and error < 1e-5 for error in errors), line
+
+
+def test_decoding_finds_the_same_lists_with_both_tries():
+    lines = lines_of("decoding.py", "--repeats=1")
+    assert [line["contender"] for line in lines] == ["recpo", "dictionary", "softmax"] * 2
+    for recpo, dictionary, softmax in (lines[:3], lines[3:]):
+        assert recpo["lists"] == dictionary["lists"] != softmax["lists"]
+        assert recpo["trie_cpu_ms"] < recpo["cpu_ms"]
+        assert recpo["output_mb"] < 1
+        assert dictionary["times_recpo"] > 1

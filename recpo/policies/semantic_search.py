@@ -133,13 +133,13 @@ def _struck(trie: Trie, level: int, nodes: Tensor, barred: _Barred) -> Tensor:
     last_leaf = leaves.gather(1, last_place.clamp_max(leaves.shape[1] - 1))
     full = (leaves == first) & (last_leaf == end - 1) & (last_place < leaves.shape[1])
     same = nodes[:, :, None] == parents[:, None, :]
-    batch, width = nodes.shape
-    size = width * trie.codebook_sizes[level]
-    column = same.int().argmax(1) * trie.codebook_sizes[level] + trie.last_codes(children)
-    column = torch.where(full & same.any(1), column, size)
-    mask = torch.zeros(nodes.shape[0], size + 1, dtype=torch.bool, device=nodes.device)
+    # one column per beam and code, and a last one for what is no beam's
+    (batch, width), size = nodes.shape, trie.codebook_sizes[level]
+    column = same.int().argmax(1) * size + trie.last_codes(children)
+    column = torch.where(full & same.any(1), column, width * size)
+    mask = torch.zeros(batch, width * size + 1, dtype=torch.bool, device=nodes.device)
     mask = mask.scatter(1, column, torch.ones_like(column, dtype=torch.bool))
-    return mask[:, :size].view(nodes.shape[0], nodes.shape[1], -1)
+    return mask[:, : width * size].view(batch, width, size)
 
 
 @torch.no_grad()

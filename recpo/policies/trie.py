@@ -108,10 +108,10 @@ class Trie(nn.Module):
         bitmap: Tensor | None = getattr(self, f"_bitmap_{level}")
         if bitmap is not None:
             eights = bitmap[nodes - self._first[level]]
-            return ((eights[..., None] & self._powers) != 0).flatten(-2)[..., :size]
+            return (eights[..., None, :] & self._powers[:, None]).bool().flatten(-2)[..., :size]
         begin, end = self._begin[nodes].long(), self._begin[nodes + 1].long()
         children = begin[..., None] + torch.arange(self._most_children[level], device=nodes.device)
-        codes = self._code[children.clamp_max(len(self._code) - 1)].long()
+        codes = self._code[children.clamp_max(self.num_nodes - 1)].long()
         # what is beyond the last child goes to a column of its own, which is cut off
         codes = torch.where(children < end[..., None], codes, size)
         mask = torch.zeros(*nodes.shape, size + 1, dtype=torch.bool, device=nodes.device)
@@ -145,10 +145,10 @@ class Trie(nn.Module):
         # binary search for the first child whose code is not smaller, in as many steps as the widest node needs
         for step in reversed([1 << bit for bit in range(self._most_children[level].bit_length())]):
             probe = place + (step - 1)
-            smaller = (probe < end) & (self._code[probe.clamp_max(len(self._code) - 1)].long() < codes)
-            place = place + smaller * step
+            smaller = (probe < end) & (self._code[probe.clamp_max(self.num_nodes - 1)] < codes)
+            place = torch.add(place, smaller, alpha=step)
         children = torch.minimum(place, end - 1)
-        return children, (place < end) & (self._code[children].long() == codes)
+        return children, (place < end) & (self._code[children] == codes)
 
     def items(self, leaves: Tensor) -> Tensor:
         """Item ids ``[...]`` of leaves ``[...]``."""
@@ -212,13 +212,16 @@ def _check(codes: Tensor, sizes: tuple[int, ...]) -> None:
 
 
 def _bitmap(parent: Tensor, code: Tensor, nodes: int, size: int) -> Tensor | None:
-    """One bit per node and code, ``[nodes, ceil(size / 8)]`` uint8; None where the list of children is better."""
+    """One bit per node and code, ``[nodes, W = ceil(size / 8)]`` uint8; None where the list of children is better.
+
+    Code c is bit ``c // W`` of byte ``c % W``, so that unpacking runs over whole rows of bytes.
+    """
     width = (size + 7) // 8
     if nodes * width > _BITMAP_BYTES_PER_CHILD * max(len(code), size):
         return None
     bits = torch.zeros(nodes * width, dtype=torch.uint8)
     # every bit is added once, so a sum is as good as an or
-    bits.scatter_add_(0, parent * width + code // 8, (2 ** (code % 8)).to(torch.uint8))
+    bits.scatter_add_(0, parent * width + code % width, (2 ** (code // width)).to(torch.uint8))
     return bits.view(nodes, width)
 
 
