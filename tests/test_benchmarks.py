@@ -62,3 +62,11 @@ def test_decoding_finds_the_same_lists_with_both_tries():
         assert recpo["trie_cpu_ms"] < recpo["cpu_ms"]
         assert recpo["output_mb"] < 1
         assert dictionary["times_recpo"] > 1
+
+
+def test_off_policy_value_agrees_with_the_dense_formulas():
+    dense, recpo, large = lines_of("off_policy.py")
+    assert [line["contender"] for line in (dense, recpo, large)] == ["dense", "recpo", "recpo"]
+    for name, value in dense["estimates"].items():
+        assert math.isclose(recpo["estimates"][name], value, rel_tol=1e-9), name
+    assert large["targets"] == 4
