@@ -88,7 +88,7 @@ def segment_charts(document: Document, metric: str) -> Figures:
 def label_share_charts(labels: Document) -> Figures:
     """Shares of +1, 0 and -1 by duration, one chart per period."""
     figures = []
-    for period, groups in labels["periods"].items():
+    for period, groups in _periods(labels):
         rows = [
             svg.Shares(
                 group["name"],
@@ -102,10 +102,15 @@ def label_share_charts(labels: Document) -> Figures:
     return Figures(figures, SHARES)
 
 
+def _periods(labels: Document) -> list[tuple[str, list[Document]]]:
+    """Training first, whatever the order of the document's keys."""
+    return sorted(labels["periods"].items(), key=lambda period: period[0] != "train")
+
+
 def quantile_charts(labels: Document) -> Figures:
     """Distribution of watch quantiles by duration, one chart per period."""
     figures = []
-    for period, groups in labels["periods"].items():
+    for period, groups in _periods(labels):
         rows = [svg.Histogram(group["name"], group["histogram"], f"{sum(group['histogram']):,}") for group in groups]
         drawn = svg.histogram_chart(
             f"watch quantiles, {period} period", "distribution of watch quantiles by duration of the item", rows
