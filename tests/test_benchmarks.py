@@ -70,3 +70,16 @@ def test_off_policy_value_agrees_with_the_dense_formulas():
     for name, value in dense["estimates"].items():
         assert math.isclose(recpo["estimates"][name], value, rel_tol=1e-9), name
     assert large["targets"] == 4
+
+
+def test_evaluation_measures_passes_and_metrics_that_agree_and_skips_absent_peers():
+    lines = lines_of("evaluation.py")
+    skipped = {line["contender"] for line in lines if "skipped" in line}
+    measured = [line for line in lines if "skipped" not in line]
+    assert skipped == {"replay", "rectools"}
+    assert len({line["row"] for line in lines}) == 7
+    assert {"recpo", "numpy"} <= {line["contender"] for line in measured}
+    for line in measured:
+        assert 0 < line["seconds_min"] <= line["seconds"] <= line["seconds_max"], line
+        assert line["peak_rss_mib"] > 0
+        assert line["memory"]
