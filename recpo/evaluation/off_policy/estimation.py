@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
+from recpo.evaluation.off_policy.cluster_sums import IntArray
 from recpo.evaluation.off_policy.diagnostics import warnings_of
-from recpo.evaluation.off_policy.estimators import ClippedIPS, Estimator, FloatArray, sum_of_ratios
+from recpo.evaluation.off_policy.estimators import ClippedIPS, Estimator, FloatArray, Rows, sum_of_ratios
 from recpo.evaluation.off_policy.intervals import (
     NOWHERE,
     Interval,
@@ -18,10 +21,28 @@ from recpo.evaluation.off_policy.intervals import (
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import PropensitySource
 from recpo.evaluation.off_policy.result import IntervalKind, OffPolicyEstimate, OffPolicyResult
-from recpo.evaluation.off_policy.target_sums import TargetTotals
+from recpo.evaluation.off_policy.target_sums import TargetSums, TargetTotals
 
 _NO_INTERVALS: dict[IntervalKind, Interval] = {"normal": NOWHERE, "bootstrap": NOWHERE, "empirical_bernstein": NOWHERE}
 _REFUSED = "refused: the policy would have shown none of the logged items to whom they were shown: there is no support"
+
+
+def result_of_rows(
+    rows: Rows, users: IntArray, options: OffPolicyOptions, source: PropensitySource = "logged"
+) -> OffPolicyResult:
+    """All estimates of one target, called ``policy``, from rows that are at hand as arrays.
+
+    Args:
+        rows: exposures; with ``q_hat`` and ``v_hat`` for the estimators that need a reward model.
+        users: ``[N]`` int64, whose rows they are: rows of different users are independent.
+        options: clip, threshold, level, resamples and the like; those about a pass over batches are not read.
+        source: where the propensities come from.
+    """
+    sums = TargetSums(options.estimators(rows.v_hat is not None), num_items=0)
+    sums.update(users, np.zeros_like(users), rows)
+    by_user = options.average == "user"
+    totals = sums.compute(by_user=by_user, rows_without_reward=0, rows_without_propensity=0)
+    return result_of({"policy": totals}, options, source)
 
 
 def result_of(totals: dict[str, TargetTotals], options: OffPolicyOptions, source: PropensitySource) -> OffPolicyResult:

@@ -13,19 +13,7 @@ from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
 from recpo.evaluation.measures import Observed
 from recpo.evaluation.off_policy.estimation import result_of
-from recpo.evaluation.off_policy.estimators import (
-    DM,
-    DR,
-    IPS,
-    SNDR,
-    SNIPS,
-    ClippedIPS,
-    Estimator,
-    LoggedMean,
-    NaiveAverage,
-    Rows,
-    SwitchDR,
-)
+from recpo.evaluation.off_policy.estimators import LoggedMean, Rows
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import Propensities
 from recpo.evaluation.off_policy.result import LOGGING_POLICY, OffPolicyResult
@@ -97,7 +85,7 @@ class OffPolicyMeasure:
             # without v_hat the reward model cannot say what the target is worth
             model = [] if choice.v_hat is None else [*predicted, choice.v_hat[:, None].expand_as(reward)]
             who, what, *columns = _numpy(usable, users, slates.item_ids, reward, choice.probability, propensity, *model)
-            sums = self._targets.setdefault(name, TargetSums(self._estimators(bool(model)), self._num_items))
+            sums = self._targets.setdefault(name, TargetSums(self._options.estimators(bool(model)), self._num_items))
             sums.update(who, what, Rows(*columns))
             if choice.items is not None:
                 sums.add_choices(choice.items.flatten().cpu().numpy())
@@ -160,11 +148,6 @@ class OffPolicyMeasure:
             return None
         present = items > 0
         return (self._model(users, items) * present).sum(1) / present.sum(1).clamp_min(1)
-
-    def _estimators(self, with_model: bool) -> list[Estimator]:
-        options = self._options
-        found: list[Estimator] = [NaiveAverage(), IPS(), ClippedIPS(options.clip), SNIPS()]
-        return found + ([DM(), DR(), SNDR(), SwitchDR(options.switch_threshold)] if with_model else [])
 
     def _check_range(self, reward: Tensor) -> None:
         if self._options.reward_range is None or not len(reward):

@@ -6,6 +6,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recpo.errors import RecpoError
+from recpo.evaluation.off_policy.estimators import (
+    DM,
+    DR,
+    IPS,
+    SNDR,
+    SNIPS,
+    ClippedIPS,
+    Estimator,
+    NaiveAverage,
+    SwitchDR,
+)
 from recpo.evaluation.off_policy.propensities import PropensitySource
 
 
@@ -56,3 +67,8 @@ class OffPolicyOptions:
         for name, (holds, expected) in checks.items():
             if not holds:
                 raise RecpoError(f"off-policy value: {name} is {getattr(self, name)!r}, expected {expected}")
+
+    def estimators(self, with_model: bool) -> list[Estimator]:
+        """Every estimator, or those that need no reward model."""
+        found: list[Estimator] = [NaiveAverage(), IPS(), ClippedIPS(self.clip), SNIPS()]
+        return found + ([DM(), DR(), SNDR(), SwitchDR(self.switch_threshold)] if with_model else [])

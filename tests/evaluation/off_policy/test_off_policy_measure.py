@@ -11,6 +11,8 @@ from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
 from recpo.evaluation.held_out import evaluate_ranking
 from recpo.evaluation.measures import Observed, Recommender
+from recpo.evaluation.off_policy.estimation import result_of_rows
+from recpo.evaluation.off_policy.estimators import Rows
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import EstimatedPropensities, LoggedPropensities, UniformPropensities
@@ -137,6 +139,17 @@ def test_estimates_are_the_formulas_over_all_rows():
     exact = 0.3 + model.user_effect.numpy()[user] + (contender.logp.exp() @ model.item_effect[1:]).numpy()[user]
     assert result.estimate("policy", "DM").value == pytest.approx(exact.mean(), abs=0.03), "32 draws for each user"
     assert result.estimate("logging policy", "mean").value == pytest.approx(reward.mean())
+
+
+def test_rows_in_arrays_have_the_same_result():
+    contender = Contender()
+    user, _, reward, p, pi, _ = rows_of(log(), contender)
+    found = result_of_rows(Rows(reward, pi, p), user, CALM)
+    expected = [e for e in measured(log(), contender).estimates if e.target == "policy"]
+    for mine, theirs in zip(found.estimates, expected, strict=True):
+        assert (mine.estimator, mine.warnings) == (theirs.estimator, theirs.warnings)
+        assert mine.value == pytest.approx(theirs.value)
+        np.testing.assert_allclose(list(mine.intervals.values()), list(theirs.intervals.values()))
 
 
 def test_a_mean_over_users_counts_every_user_alike():
