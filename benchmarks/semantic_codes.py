@@ -20,6 +20,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -32,7 +33,7 @@ from recpo.tokenizer.residual_kmeans import ResidualKMeans
 from recpo.tokenizer.unique import nearest_free
 
 LEVELS, CODES, DIM, CLUSTERS = 3, 256, 64, 10_000
-CONTENDERS = {"recpo": "torch", "recpo, slack 1.1": "torch", "sklearn": "scikit-learn", "faiss": "faiss-cpu"}
+CONTENDERS = {"recpo": "torch", "recpo, unbalanced": "torch", "sklearn": "scikit-learn", "faiss": "faiss-cpu"}
 
 
 def item_vectors(items: int, data: str) -> Tensor:
@@ -45,8 +46,11 @@ def item_vectors(items: int, data: str) -> Tensor:
     return centres[torch.multinomial(sizes, items, replacement=True, generator=generator)] + 0.1 * noise
 
 
-def with_recpo(vectors: Tensor, slack: float | None = None) -> tuple[Codebooks, Tensor]:
-    return ResidualKMeans(LEVELS, CODES, normalise="none", capacity_slack=slack).fit(vectors, seed=0)
+def with_recpo(vectors: Tensor, name: str) -> tuple[Codebooks, Tensor]:
+    options = ResidualKMeans(LEVELS, CODES, normalise="none")
+    if "unbalanced" in name:
+        options = replace(options, capacity_slack=None)
+    return options.fit(vectors, seed=0)
 
 
 def with_peer(vectors: Tensor, name: str) -> tuple[Codebooks, Tensor]:
@@ -83,7 +87,7 @@ def measure(name: str, items: int, data: str) -> dict[str, object]:
     vectors = item_vectors(items, data)
     started = time.process_time()
     if name.startswith("recpo"):
-        books, codes = with_recpo(vectors, 1.1 if "slack" in name else None)
+        books, codes = with_recpo(vectors, name)
     else:
         books, codes = with_peer(vectors, name)
     seconds = {"fit_and_encode_cpu_s": time.process_time() - started}

@@ -59,7 +59,7 @@ def tokenize(
     levels: int = 3,
     codebook_size: int = 256,
     normalise: Normalisation = "l2",
-    capacity_slack: float | None = None,
+    capacity_slack: float | None = 2.0,
     iterations: int = 25,
     sample: int = 65_536,
     collisions: Collisions | None = None,
@@ -84,8 +84,8 @@ def tokenize(
         codebook_size: codes of a level.
         normalise: vectors are brought to length 1 (l2), every dimension to mean 0 and variance 1 (standardise), or
             left alone (none).
-        capacity_slack: balance the codes: none is given to more than this many times its equal share of the items
-            (1.1, say); null does not.
+        capacity_slack: balance the codes: none is given to more than this many times its equal share of the items;
+            null = every item gets its nearest code.
         iterations: steps of k-means.
         sample: items that k-means is fitted on, at least 32 for each code.
         collisions: how items that share a tuple are told apart: nearest (the last code moves to the nearest free one

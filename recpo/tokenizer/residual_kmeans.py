@@ -32,7 +32,8 @@ class ResidualKMeans:
         levels: T.
         codebook_size: K, codes of every level.
         normalise: what happens to the vectors first (``recpo.tokenizer.codebooks.normalisation``).
-        capacity_slack: None, or a number from 1: no code of a level is given to more than ``slack * items / K`` items.
+        capacity_slack: a number from 1: no code of a level is given to more than ``slack * items / K`` items, so that
+            none swallows the catalogue; None = every item gets its nearest code.
         iterations: steps of Lloyd's algorithm.
         sample: how many items the codebooks are fitted on (at least 32 for each code); all of them get codes.
     """
@@ -40,7 +41,7 @@ class ResidualKMeans:
     levels: int = 3
     codebook_size: int = 256
     normalise: Normalisation = "l2"
-    capacity_slack: float | None = None
+    capacity_slack: float | None = 2.0
     iterations: int = 25
     sample: int = 65_536
 

@@ -19,7 +19,7 @@ from recpo.semantic_codes import SemanticCodes
 from recpo.tokenizer.codebooks import Codebooks
 from recpo.training.run import load_policy
 
-SMALL = ["--levels", "2", "--codebook_size", "8"]
+SMALL = ["--levels", "2", "--codebook_size", "8", "--capacity_slack", "null"]
 
 
 def tokenize(prepared, out, *options):

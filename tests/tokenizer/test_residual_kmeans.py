@@ -1,5 +1,7 @@
 """Residual k-means against NumPy loops and scikit-learn; balance; the frozen codebooks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ def vectors(items=600, dim=8, clusters=20, seed=0):
     return centres[which] + 0.3 * torch.randn(items, dim, generator=generator)
 
 
-SMALL = ResidualKMeans(levels=3, codebook_size=16, normalise="none")
+SMALL = ResidualKMeans(levels=3, codebook_size=16, normalise="none", capacity_slack=None)
 
 
 def test_codes_and_errors_agree_with_loops_over_items():
@@ -36,7 +38,7 @@ def test_codes_and_errors_agree_with_loops_over_items():
 
 def test_every_level_is_about_as_good_as_the_k_means_of_scikit_learn():
     residual = vectors(2000, dim=6, clusters=200)
-    books, codes = ResidualKMeans(levels=3, codebook_size=32, normalise="none").fit(residual, 0)
+    books, codes = ResidualKMeans(levels=3, codebook_size=32, normalise="none", capacity_slack=None).fit(residual, 0)
     for level, centroids in enumerate(books.centroids):
         peer = KMeans(32, n_init=3, random_state=0).fit(residual.numpy())
         own = float((residual - centroids[codes[:, level]]).square().sum())
@@ -46,7 +48,7 @@ def test_every_level_is_about_as_good_as_the_k_means_of_scikit_learn():
 
 def test_centroids_are_the_means_of_their_items_once_it_has_converged():
     points = vectors(400, dim=4)
-    books, codes = ResidualKMeans(levels=1, codebook_size=8, normalise="none", iterations=100).fit(points, 0)
+    books, codes = replace(SMALL, levels=1, codebook_size=8, iterations=100).fit(points, 0)
     for code in range(8):
         mean = points[codes[:, 0] == code].mean(0)
         assert torch.allclose(mean, books.centroids[0, code], atol=1e-5)
@@ -82,7 +84,7 @@ def test_more_codes_than_items_and_equal_items():
 
 def test_no_code_is_empty_where_there_are_enough_items():
     far = torch.cat([torch.zeros(500, 2), torch.randn(40, 2) * 100])
-    _, codes = ResidualKMeans(levels=1, codebook_size=16, normalise="none").fit(far, 0)
+    _, codes = replace(SMALL, levels=1).fit(far, 0)
     assert len(codes.unique()) == 16
 
 
@@ -91,7 +93,7 @@ def test_balanced_codes_keep_their_capacity(slack):
     points = vectors(1000, clusters=3)
     options = ResidualKMeans(levels=2, codebook_size=16, normalise="none", capacity_slack=slack)
     _, codes = options.fit(points, 0)
-    _, free = ResidualKMeans(levels=2, codebook_size=16, normalise="none").fit(points, 0)
+    _, free = SMALL.fit(points, 0)
     for level in range(2):
         assert torch.bincount(codes[:, level]).max() <= -(-slack * 1000 // 16)
     assert torch.bincount(free[:, 1]).max() > -(-1.1 * 1000 // 16)
@@ -120,7 +122,7 @@ def test_a_zero_vector_has_no_direction():
 
 def test_codebooks_are_frozen_on_disk(tmp_path):
     points = vectors()
-    books, codes = ResidualKMeans(levels=2, codebook_size=16).fit(points, 0)
+    books, codes = replace(SMALL, levels=2, normalise="l2").fit(points, 0)
     books.save(tmp_path)
     frozen = Codebooks.load(tmp_path)
     assert torch.equal(frozen.encode(frozen.normalise(points)), codes)
