@@ -116,7 +116,8 @@ def evaluate_ranking(
         item_segments: HitRate, Recall and NDCG of each bin's targets.
 
     Raises:
-        RecpoError: no user, ``ks`` that are no list lengths, or a recommender that shows what it was told to exclude.
+        RecpoError: no user, ``ks`` that are no list lengths, or a recommender that shows what it was told to exclude,
+            shows an item twice, or gives log-probabilities that are nan.
         ValueError: two measures give a metric of the same name.
     """
     if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
@@ -126,12 +127,21 @@ def evaluate_ranking(
         with torch.inference_mode():
             exclude = batch.seen if exclude_seen else None
             lists = recommender.recommend(batch.feedback.histories, min(max(ks), num_items), exclude)
-            if exclude is not None and bool(is_member(lists.item_ids, exclude).any()):
-                raise RecpoError("the recommender returned items that it was told to exclude; its metrics mean nothing")
-            targets = collected.rankable(held_out_targets(batch, positive_threshold), exclude)
             logp = recommender.log_prob(batch.feedback).sum(-1) if recommender.log_prob else None
+            _refuse_nonsense(lists.item_ids, exclude, logp)
+            targets = collected.rankable(held_out_targets(batch, positive_threshold), exclude)
             collected.add(Observed(batch, lists, targets, logp))
     return collected.result()
+
+
+def _refuse_nonsense(item_ids: Tensor, exclude: Tensor | None, logp: Tensor | None) -> None:
+    if exclude is not None and bool(is_member(item_ids, exclude).any()):
+        raise RecpoError("the recommender returned items that it was told to exclude; its metrics mean nothing")
+    ordered = item_ids.sort(1).values
+    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] > 0)).any()):
+        raise RecpoError("the recommender returned an item twice in one list; its metrics mean nothing")
+    if logp is not None and bool(logp.isnan().any()):
+        raise RecpoError("the recommender's log-probabilities are nan; was its training stable?")
 
 
 class _Collected:
@@ -178,7 +188,7 @@ class _Collected:
             more = measure.update(observed)
             if again := metrics.keys() & more.keys():
                 raise ValueError(f"two measures give metrics of the same name: {', '.join(sorted(again))}")
-            metrics |= more
+            metrics |= {name: values.float() for name, values in more.items()}
         self._row_ids.append(observed.batch.feedback.row_ids.cpu())
         _append(self._per_user, metrics)
         _append(self._labels, {segment.name: segment.label(observed.batch) for segment in self._user_segments})
@@ -197,7 +207,7 @@ class _Collected:
         labels = _joined(self._labels)
         return RankingResult(
             row_ids=torch.cat(self._row_ids),
-            per_user={name: values.float() for name, values in _joined(self._per_user).items()},
+            per_user=_joined(self._per_user),
             totals={name: value for measure in self._measures for name, value in measure.totals().items()},
             counts=dict(self._counts),
             user_segments={s.name: UserLabels(s.bins, labels[s.name]) for s in self._user_segments},
