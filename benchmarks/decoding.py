@@ -8,9 +8,10 @@ one thread, over catalogues of 10^4 to 10^7 items with random different codes. C
     softmax      ``CatalogSoftmaxPolicy.recommend``: blockwise top-k over the item table
 
 Every contender runs in a process of its own, so that its peak resident size (torch included) is its own;
-``trie_cpu_ms`` is the part of the time spent in masks and child look-ups, ``output_mb`` what grows with the catalogue:
-the trie (of the dictionaries: the resident memory that building them took) or the item table. The first two must give
-the same ``lists``. Prints one JSON line per contender and size, with ``times_recpo`` = its CPU time over recpo's.
+``mask_cpu_ms`` and ``child_cpu_ms`` are the parts of the time spent in masks and child look-ups, ``output_mb`` is what
+grows with the catalogue: the trie (of the dictionaries: the resident memory that building them took) or the item table.
+The first two must give the same ``lists``. Prints one JSON line per contender and size, with ``times_recpo`` = its CPU
+time over recpo's.
 
     python benchmarks/decoding.py            # 10^7 items take 4 GiB
     python benchmarks/decoding.py --quick
@@ -40,6 +41,7 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.trie import Trie
 from recpo.semantic_codes import SemanticCodes
+from recpo.training.allocator import tune_allocator
 from recpo.types import Histories
 
 BATCH, HISTORY, K = 64, 50, 50
@@ -112,12 +114,12 @@ def generating_policy(trie: nn.Module, dim: int) -> SemanticIdPolicy:
 
 
 def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
-    """The function, which adds the CPU time of its calls to ``spent``."""
+    """The function, which adds the CPU time of its calls to the last of ``spent``."""
 
     def call(*arguments: Any) -> Any:
         start = time.process_time()
         result = function(*arguments)
-        spent[0] += time.process_time() - start
+        spent[-1] += time.process_time() - start
         return result
 
     return call
@@ -138,6 +140,7 @@ def build(contender: str, items: int, dim: int) -> tuple[nn.Module, dict[str, fl
 
 def measure(contender: str, items: int, dim: int, repeats: int) -> dict[str, object]:
     """Runs one contender in this process."""
+    tune_allocator()  # otherwise a process that has freed something large before is a quarter faster
     torch.set_num_threads(1)
     torch.manual_seed(0)
     policy, facts = build(contender, items, dim)
@@ -147,20 +150,22 @@ def measure(contender: str, items: int, dim: int, repeats: int) -> dict[str, obj
     policy.eval()
     ids = torch.randint(1, items + 1, (BATCH, HISTORY), generator=torch.Generator().manual_seed(1))
     histories = Histories(ids, torch.full((BATCH,), HISTORY), ids % 6)
-    spent, in_trie, cpu, wall = [0.0], [], [], []
+    parts: dict[str, list[float]] = {"cpu_ms": [], "wall_ms": []}
     if contender != "softmax":
-        for name in ("allowed", "find"):
-            setattr(policy.trie, name, timed(getattr(policy.trie, name), spent))
+        for name, method in (("mask_cpu_ms", "allowed"), ("child_cpu_ms", "find")):
+            parts[name] = []
+            setattr(policy.trie, method, timed(getattr(policy.trie, method), parts[name]))
     with torch.no_grad():
         for _ in range(repeats + 1):
-            spent[0], start, cpu_start = 0.0, time.perf_counter(), time.process_time()
+            for spent in parts.values():
+                spent.append(0.0)
+            start, cpu_start = time.perf_counter(), time.process_time()
             best = policy.recommend(histories, K)
-            cpu.append(1e3 * (time.process_time() - cpu_start))
-            wall.append(1e3 * (time.perf_counter() - start))
-            in_trie.append(1e3 * spent[0])
-    facts |= {"cpu_ms": statistics.median(cpu[1:]), "cpu_ms_min": min(cpu[1:]), "wall_ms": statistics.median(wall[1:])}
-    if contender != "softmax":
-        facts["trie_cpu_ms"] = statistics.median(in_trie[1:])
+            parts["cpu_ms"][-1] = time.process_time() - cpu_start
+            parts["wall_ms"][-1] = time.perf_counter() - start
+    # the first one warms up
+    facts |= {name: 1e3 * statistics.median(spent[1:]) for name, spent in parts.items()}
+    facts["cpu_ms_min"] = 1e3 * min(parts["cpu_ms"][1:])
     return {
         "contender": contender, "items": items, "dim": dim,
         **{key: round(value, 3) for key, value in facts.items()},
