@@ -132,7 +132,7 @@ def tag_diversity(item_ids: Tensor, tags: ItemTags, ks: Sequence[int]) -> Tensor
     """``diversity`` of the items' sets of tags, ``|A & B| / sqrt(|A| |B|)`` for the cosine: ``[B, len(ks)]``."""
     parts = []
     for part in _chunks(item_ids, tags):
-        tagged = tags.offsets.diff()[part] > 0
+        tagged = _num_tags(part, tags) > 0
         lengths = [_tag_sums(part[:, :k], tags, power=0.5).square().sum(1) for k in ks]
         parts.append(_one_minus_mean_cosine(torch.stack(lengths, 1), _within(tagged, ks).sum(1).double()))
     return torch.cat(parts)
@@ -177,10 +177,14 @@ def _chunks(item_ids: Tensor, tags: ItemTags) -> tuple[Tensor, ...]:
     return item_ids.split(max(1, _CELLS_AT_ONCE // max(1, tags.num_tags)))
 
 
+def _num_tags(item_ids: Tensor, tags: ItemTags) -> Tensor:
+    return tags.offsets[item_ids + 1] - tags.offsets[item_ids]
+
+
 def _tag_sums(item_ids: Tensor, tags: ItemTags, power: float) -> Tensor:
     """``[B, G]`` float64: sum over a row's items of ``1 / (number of its tags) ** power``, for each of their tags."""
     items = item_ids.flatten()
-    count = tags.offsets.diff()[items]
+    count = _num_tags(items, tags)
     entry = torch.arange(len(items)).repeat_interleave(count)
     nth = torch.arange(len(entry)) - (count.cumsum(0) - count)[entry]
     cell = entry // max(1, item_ids.shape[1]) * tags.num_tags + tags.tags[tags.offsets[items][entry] + nth]

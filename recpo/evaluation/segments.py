@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,8 +84,8 @@ def item_duration(duration: Tensor, bounds: Sequence[float] | None = None) -> It
     known = ~duration.isnan()
     known[0] = False
     if bounds is None:
-        quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-        bounds = sorted(set(duration[known].double().quantile(quartiles).tolist())) if bool(known.any()) else []
+        values = duration[known].double().numpy()  # torch.quantile takes 16 million at most
+        bounds = np.unique(np.quantile(values, [0.25, 0.5, 0.75])).tolist() if len(values) else []
     label = torch.bucketize(duration.double(), torch.tensor(bounds, dtype=torch.float64), right=True)
     label = label.masked_fill(~known, len(bounds) + 1)
     label[0] = NO_BIN
