@@ -38,7 +38,7 @@ from recpo.evaluation.item_facts import ItemFacts
 from recpo.evaluation.measures import Measure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.result import LOGGING_POLICY, OffPolicyResult
-from recpo.evaluation.report import Contender, differences_table, metrics_table
+from recpo.evaluation.report import Contender, differences_table, metrics_table, value_table
 from recpo.evaluation.segments import history_length, item_segments
 from recpo.rewards import LoggedReward
 from recpo.types import EvaluationBatch
@@ -240,6 +240,9 @@ def _print(contenders: Sequence[Contender], document: dict[str, Any], out: Path)
     console.print(metrics_table(contenders, k, title=title))
     if len(contenders) > 1:
         console.print(differences_table(contenders, k))
+    value = value_table(document)
+    if value is not None:
+        console.print(value)
     removed = counts["positive_events_removed_as_seen"]
     seen = f"excluded ({removed:,} positive events of seen items removed)" if setting["exclude_seen"] else "kept"
     console.print(

@@ -9,8 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
+from recpo.evaluation.comparison import LEVEL, holm, p_value
 from recpo.evaluation.held_out import RankingResult
 from recpo.evaluation.intervals import Estimate, bootstrap_interval
 
@@ -153,26 +155,60 @@ def metrics_table(contenders: Sequence[Contender], k: int, *, title: str) -> Tab
     best = {name: _best(name, [e.mean for e in column]) for name, column in estimates.items()}
     for row, contender in enumerate(contenders):
         cells = [_cell(estimates[name][row], bold=row == best[name]) for name in names]
-        table.add_row(contender.name, *cells, f"{contender.result.totals[f'coverage@{k}']:.3f}")
+        table.add_row(escape(contender.name), *cells, f"{contender.result.totals[f'coverage@{k}']:.3f}")
     return table
 
 
 def differences_table(contenders: Sequence[Contender], k: int) -> Table:
-    """Paired differences of metrics at ``k``, bold where the interval excludes 0.
+    """Paired differences of metrics at ``k``, bold where they survive Holm's correction for all pairs of contenders.
 
     Every pair up to four contenders, from there on each against the first; the document has every pair.
     """
     names = _shown(contenders, ("NDCG", "Recall", "disliked", "true_reward", "true_dislike"), k)
-    table = _table(f"paired differences on the same users; lists of {k}", "bold: the interval excludes 0")
+    pairs = list(combinations(contenders, 2))
+    values = {name: [later.result.difference(earlier.result, name) for earlier, later in pairs] for name in names}
+    adjusted = {name: holm([p_value(value) for value in column]) for name, column in values.items()}
+    caption = f"bold: survives Holm's correction for {len(pairs)} comparisons at 5 %"
+    table = _table(f"paired differences on the same users; lists of {k}", caption)
     table.add_column("contender - against")
     for name in names:
         table.add_column(_heading(name), justify="right")
-    pairs = list(combinations(contenders, 2))
-    for earlier, later in pairs if len(contenders) <= _MOST_FOR_ALL_PAIRS else pairs[: len(contenders) - 1]:
-        values = [later.result.difference(earlier.result, name) for name in names]
-        cells = [_cell(value, bold=abs(value.mean) > value.half_width, signed=True) for value in values]
-        table.add_row(f"{later.name} - {earlier.name}", *cells)
+    shown = len(pairs) if len(contenders) <= _MOST_FOR_ALL_PAIRS else len(contenders) - 1
+    for row, (earlier, later) in enumerate(pairs[:shown]):
+        cells = [_cell(values[name][row], bold=adjusted[name][row] <= LEVEL, signed=True) for name in names]
+        table.add_row(escape(f"{later.name} - {earlier.name}"), *cells)
     return table
+
+
+def value_table(document: Mapping[str, Any]) -> Table | None:
+    """Off-policy values of the policies and of their lists of the first k; None where the document has none."""
+    k = document["setting"]["ks"][0]
+    shown = [(target, estimator) for target in ("policy", f"top_{k}") for estimator in ("SNIPS", "DR")]
+    rows = {
+        contender["name"]: {(entry["target"], entry["estimator"]): entry for entry in contender["off_policy"]}
+        for contender in document["contenders"]
+    }
+    columns = [column for column in shown if any(column in row for row in rows.values())]
+    if not columns:
+        return None
+    caption = "mean reward per exposure ± half of the 95 % interval; ! read the warnings in the report; - not known"
+    table = _table("off-policy value", caption)
+    table.add_column("contender")
+    for target, estimator in columns:
+        table.add_column(f"{target}\n{estimator}", justify="right")
+    for name, entries in rows.items():
+        earned = [entry for (_, estimator), entry in entries.items() if estimator == "mean"]
+        cells = [_value_cell(entries.get(column, earned[0] if earned else None)) for column in columns]
+        table.add_row(escape(name), *cells)
+    return table
+
+
+def _value_cell(entry: Mapping[str, Any] | None) -> str:
+    if entry is None or entry["value"] is None:
+        return "-"
+    ends = entry["intervals"]["normal"]
+    half_width = "" if ends["low"] is None else f"\n±{(ends['high'] - ends['low']) / 2:.4f}"
+    return f"{entry['value']:.4f}{' !' if entry['warnings'] else ''}{half_width}"
 
 
 def _shown(contenders: Sequence[Contender], headings: Sequence[str], k: int) -> list[str]:

@@ -93,7 +93,8 @@ def _differences(document: Document) -> list[Block]:
 
 
 def _comparisons(document: Document) -> str:
-    number = len(document["differences"])
+    k = document["setting"]["ks"][0]
+    number = sum(f"NDCG@{k}" in difference["metrics"] for difference in document["differences"])
     if number == 1:
         return "There is one comparison per metric; looking at many metrics still finds differences by accident."
     return (

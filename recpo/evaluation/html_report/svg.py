@@ -184,13 +184,12 @@ def number_text(value: float) -> str:
     """A number for a label: four significant digits, no more than four decimals, thousands apart."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else "-"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
     if abs(value) < 5e-5:
-        return f"{value:.0e}"
-    decimals = min(4, max(0, 3 - math.floor(math.log10(abs(value)))))
-    text = f"{value:.{decimals}f}"
-    text = text.rstrip("0").rstrip(".") if "." in text and abs(value) >= 1 else text
+        text = f"{value:.0e}"
+    else:
+        decimals = min(4, max(0, 3 - math.floor(math.log10(abs(value)))))
+        text = f"{value:,.{decimals}f}"
+        text = text.rstrip("0").rstrip(".") if decimals and abs(value) >= 1 else text
     return text.replace("-", "\u2212")
 
 
