@@ -139,7 +139,7 @@ def conventions(exclude_seen: bool, positive_threshold: float) -> dict[str, str]
         "disliked": "distinct held-out items that were disliked; disliked@k is their share of the k places",
         "ndcg": "binary gains, divided by the DCG of an ideal list of min(k, number of targets) items",
         "map": "divided by min(k, number of targets)",
-        "gNDCG": "gains are the watch quantiles of all held-out items, 0 of disliked ones; ideal list of the user's own",
+        "gNDCG": "gains are the watch quantiles of held-out items, 0 of disliked ones; ideal list of the user's own",
         "disliked_rank": "mean rank of the disliked items, k + 1 for one that is not in the list; higher is better",
         "AUC": "positives against skipped or disliked exposures by log-probability, per user; ties count one half",
         "segments": "users by their past, targets by their item; ranks are always those among all items",
