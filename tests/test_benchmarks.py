@@ -36,6 +36,16 @@ def test_pretrain_measures_recpo_and_the_yardstick_and_skips_absent_peers():
         assert line["versions"]["torch"]
 
 
+def test_semantic_codes_are_as_good_as_those_of_the_peers():
+    lines = lines_of("semantic_codes.py")
+    for data in ("gaussian", "clusters"):
+        found = {line["contender"]: line for line in lines if line.get("data") == data}
+        assert {"recpo", "recpo, unbalanced", "sklearn"} <= set(found)
+        assert found["recpo"]["error_unique"] < 1.05 * found["recpo, unbalanced"]["error_unique"]
+        assert found["recpo"]["error"] < 1.05 * found["sklearn"]["error"]
+        assert found["recpo"]["moved"] >= found["recpo"]["collisions"] > 0
+
+
 def test_catalog_head_gradients_agree_with_float64():
     lines = lines_of("catalog_head.py", "--repeats=1")
     assert any("recpo" in line["contender"] for line in lines)
@@ -43,3 +53,34 @@ def test_catalog_head_gradients_agree_with_float64():
         errors = [value for key, value in line.items() if key.startswith("relative_error")]
         assert len(errors) == 2, line
         assert all(math.isfinite(error) and error < 1e-5 for error in errors), line
+
+
+def test_decoding_finds_the_same_lists_with_both_tries():
+    lines = lines_of("decoding.py", "--repeats=1")
+    assert [line["contender"] for line in lines] == ["recpo", "dictionary", "softmax"] * 2
+    for recpo, dictionary, softmax in (lines[:3], lines[3:]):
+        assert recpo["lists"] == dictionary["lists"] != softmax["lists"]
+        assert 0 < recpo["mask_cpu_ms"] + recpo["child_cpu_ms"] < recpo["cpu_ms"]
+        assert recpo["output_mb"] < 1
+        assert dictionary["times_recpo"] > 1
+
+
+def test_off_policy_value_agrees_with_the_dense_formulas():
+    dense, recpo, large = lines_of("off_policy.py")
+    assert [line["contender"] for line in (dense, recpo, large)] == ["dense", "recpo", "recpo"]
+    for name, value in dense["estimates"].items():
+        assert math.isclose(recpo["estimates"][name], value, rel_tol=1e-9), name
+    assert large["targets"] == 4
+
+
+def test_evaluation_measures_passes_and_metrics_that_agree_and_skips_absent_peers():
+    lines = lines_of("evaluation.py")
+    skipped = {line["contender"] for line in lines if "skipped" in line}
+    measured = [line for line in lines if "skipped" not in line]
+    assert skipped == {"replay", "rectools"}
+    assert {"metrics, 1 target", "small, policy, everything", "large, policy"} <= {line["row"] for line in measured}
+    assert {"recpo", "numpy"} <= {line["contender"] for line in measured}
+    for line in measured:
+        assert 0 < line["seconds_min"] <= line["seconds"] <= line["seconds_max"], line
+        assert line["peak_rss_mib"] > 0
+        assert line["memory"]

@@ -13,7 +13,8 @@ from recpo.cli.main import main, parser_of
 from recpo.cli.train import train
 from recpo.contracts import Objective
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+FILES = (Path(__file__).parent.parent / "configs").glob("*.yaml")
+CONFIGS = sorted(path for path in FILES if not path.stem.startswith("tokenize"))  # those: test_tokenize_cli.py
 SMALL = {
     "data.batch_size": 16,
     "data.evaluation_batch_size": 16,
@@ -33,25 +34,61 @@ SMALL = {
 }
 
 
-def options(config, prepared, out):
-    pairs = {"config": config, "data.prepared": prepared, "out": out, **SMALL}
-    return [word for key, value in pairs.items() for word in (f"--{key}", str(value))]
+PRETRAINING = ["pretrain", "semantic_pretrain"]
+SEMANTIC = {"policy.init_args.decoder_layers": 1, "policy.init_args.beam_width": 10}
+
+
+def is_semantic(config):
+    return "class_path: SemanticIdPolicy" in config.read_text()
 
 
 @pytest.fixture(scope="module")
-def pretrained(prepared, tmp_path_factory):
-    out = tmp_path_factory.mktemp("pretrained") / "run"
-    assert main(["train", *options(CONFIGS[0].parent / "pretrain.yaml", prepared, out)]) == 0
+def codes(prepared, tmp_path_factory):
+    out = tmp_path_factory.mktemp("codes") / "codes"
+    assert main(["tokenize", "--prepared", str(prepared), "--out", str(out), "--codebook_size", "8"]) == 0
     return out
 
 
+@pytest.fixture(scope="module")
+def options(prepared, codes):
+    def of(config, out, semantic=False):
+        pairs = {"config": config, "data.prepared": prepared, "out": out, **SMALL}
+        pairs |= {"policy.class_path": "SemanticIdPolicy"} if semantic else {}
+        pairs |= {"policy.init_args.codes": codes, **SEMANTIC} if semantic or is_semantic(config) else {}
+        return [word for key, value in pairs.items() for word in (f"--{key}", str(value))]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def pretrained(options, tmp_path_factory):
+    root = tmp_path_factory.mktemp("pretrained")
+    for name in PRETRAINING:
+        assert main(["train", *options(CONFIGS[0].parent / f"{name}.yaml", root / name)]) == 0
+    return root
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_a_configuration_does_one_step_and_logs_its_health(config, prepared, pretrained, tmp_path):
+def test_a_configuration_does_one_step_and_logs_its_health(config, options, pretrained, tmp_path):
     out = tmp_path / "run"
-    arguments = options(config, prepared, out)
-    if config.stem != "pretrain":
-        arguments += ["--init_from", str(pretrained)]
+    arguments = options(config, out)
+    if config.stem not in PRETRAINING:
+        arguments += ["--init_from", str(pretrained / PRETRAINING[is_semantic(config)])]
     assert main(["train", *arguments]) == 0
+    assert_healthy(out)
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if not is_semantic(c)], ids=lambda path: path.stem)
+def test_every_objective_also_trains_a_policy_of_several_tokens(config, options, pretrained, tmp_path):
+    out = tmp_path / "run"
+    start = ["--init_from", str(pretrained / "semantic_pretrain")]
+    if "old_policy: logged" in config.read_text():
+        start += ["--old_policy", "snapshot"]  # a log has one propensity per item, not one per code
+    assert main(["train", *options(config, out, semantic=True), *start]) == 0
+    assert_healthy(out)
+
+
+def assert_healthy(out):
     state = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     assert all(value.isfinite().all() for value in state.values())
     header, row = (out / "logs" / "version_0" / "metrics.csv").read_text().splitlines()[:2]

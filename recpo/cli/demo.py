@@ -7,30 +7,43 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from recpo.atomic import write_json
-from recpo.cli.evaluate import evaluate
+from recpo.cli.evaluate import METRICS, evaluate
 from recpo.cli.export import export
 from recpo.cli.main import run
 from recpo.cli.prepare import prepare
 from recpo.cli.recommend import recommend
 from recpo.cli.simulate import simulate
+from recpo.cli.tokenize import tokenize
 from recpo.cli.train import train
 from recpo.errors import RecpoError
 from recpo.evaluation.intervals import Estimate
 from recpo.evaluation.seeds import estimate_over_seeds
 
 _METRICS = {"NDCG@10": "NDCG@10 on positives", "disliked@10": "disliked@10", "true_reward@10": "true expected reward"}
+# the demo's catalogue is small: three levels of this size hold it many times over
+_CODEBOOK_SIZE = 32
+
+
+class _Family(NamedTuple):
+    """One kind of policy on the road: how its rows, and its configurations and runs, begin."""
+
+    label: str
+    prefix: str
+    options: tuple[object, ...]
 
 
 def demo(
     out: Path = Path("demo"),
     configs: Path = Path("configs"),
+    policy: Literal["CatalogSoftmaxPolicy", "SemanticIdPolicy"] = "CatalogSoftmaxPolicy",
     seeds: int = 3,
     users: int = 2000,
     items: int = 1000,
@@ -46,6 +59,7 @@ def demo(
     Args:
         out: directory for everything that the demo writes.
         configs: directory of the YAML files that it trains with.
+        policy: what is exported; with SemanticIdPolicy items get codes too, and both kinds are trained and compared.
         seeds: how many policies are trained of each kind; they differ in their random numbers, not in their data.
         users: simulated users.
         items: simulated items.
@@ -60,27 +74,38 @@ def demo(
             raise RecpoError(f"{out} exists already: choose another output or pass --overwrite true")
         shutil.rmtree(out)
     started = time.monotonic()
-    log, prepared, bundle = out / "log", out / "prepared", out / "bundle"
+    log, prepared, codes, bundle = out / "log", out / "prepared", out / "codes", out / "bundle"
     _step(simulate, "--out", log, "--users", users, "--items", items, "--events", events)
     _step(prepare, "--log", log / "log", "--out", prepared)
+    families = [_Family("", "", ())]
+    if policy == "SemanticIdPolicy":
+        _step(tokenize, "--prepared", prepared, "--out", codes, "--codebook_size", _CODEBOOK_SIZE)
+        families.append(_Family("semantic ids, ", "semantic_", ("--policy.init_args.codes", codes)))
     hurry = [] if epochs is None else ["--trainer.max_epochs", epochs]
     runs = []
-    for seed in range(seeds):
-        pretrained, aligned = out / f"pretrain-{seed}", out / f"gbpo-{seed}"
-        common = ["--data.prepared", prepared, "--seed", seed, "--data.seed", seed, *hurry]
-        _step(train, "--config", configs / "pretrain.yaml", *common, "--out", pretrained)
-        _step(train, "--config", configs / "gbpo.yaml", *common, "--init_from", pretrained, "--out", aligned)
-        runs += [pretrained, aligned]
+    for family in families:
+        for seed in range(seeds):
+            common = ["--data.prepared", prepared, "--seed", seed, "--data.seed", seed, *family.options, *hurry]
+            runs += _train(out, configs, family.prefix, seed, common)
     listed = [str(path) for path in runs]
-    report = out / "metrics.json"
-    _step(evaluate, "--prepared", prepared, "--run", json.dumps(listed), "--truth", log / "truth", "--out", report)
-    _step(export, "--run", runs[1], "--prepared", prepared, "--out", bundle)
+    evaluation = out / "evaluation"
+    _step(evaluate, "--prepared", prepared, "--run", json.dumps(listed), "--truth", log / "truth", "--out", evaluation)
+    exported = out / f"{families[-1].prefix}gbpo-0"
+    _step(export, "--run", exported, "--prepared", prepared, "--out", bundle)
     histories, lists = prepared / "histories.parquet", out / "recommendations.parquet"
     _step(recommend, "--bundle", bundle, "--histories", histories, "--out", lists, "--k", 10, "--show", 3)
-    summary = _summary(json.loads(report.read_text(encoding="utf-8")), seeds)
+    summary = _summary(json.loads((evaluation / METRICS).read_text(encoding="utf-8")), families, seeds)
     write_json(out / "summary.json", summary)
     Console().print(_table(summary, seeds))
     print(f"the whole road took {time.monotonic() - started:.0f} s; everything it wrote is in {out}")
+
+
+def _train(out: Path, configs: Path, prefix: str, seed: int, common: list[object]) -> list[Path]:
+    """Pre-trains and aligns one policy; returns the two runs."""
+    pretrained, aligned = out / f"{prefix}pretrain-{seed}", out / f"{prefix}gbpo-{seed}"
+    _step(train, "--config", configs / f"{prefix}pretrain.yaml", *common, "--out", pretrained)
+    _step(train, "--config", configs / f"{prefix}gbpo.yaml", *common, "--init_from", pretrained, "--out", aligned)
+    return [pretrained, aligned]
 
 
 def _step(verb: Callable[..., None], *options: object) -> None:
@@ -89,23 +114,27 @@ def _step(verb: Callable[..., None], *options: object) -> None:
     run(verb, words)
 
 
-def _summary(document: dict[str, Any], seeds: int) -> dict[str, Any]:
+def _summary(document: dict[str, Any], families: list[_Family], seeds: int) -> dict[str, Any]:
     """Means over seeds with intervals, and the paired difference of aligned and pre-trained policies."""
     metrics = {contender["name"]: contender["metrics"] for contender in document["contenders"]}
 
     def of(kind: str, metric: str) -> list[float]:
         return [metrics[f"{kind}-{seed}"][metric]["mean"] for seed in range(seeds)]
 
+    def over_seeds(values: Callable[[str], list[float]]) -> dict[str, Any]:
+        return {name: estimate_over_seeds(values(name))._asdict() for name in _METRICS}
+
     summary: dict[str, Any] = {"popularity": {name: metrics["popularity"][name] for name in _METRICS}}
-    for label, kind in (("pre-trained", "pretrain"), ("GBPO-aligned", "gbpo")):
-        summary[label] = {name: estimate_over_seeds(of(kind, name))._asdict() for name in _METRICS}
-    summary["aligned - pre-trained"] = {
-        name: estimate_over_seeds(
-            [a - p for a, p in zip(of("gbpo", name), of("pretrain", name), strict=True)]
-        )._asdict()
-        for name in _METRICS
-    }
+    for label, prefix, _ in families:
+        before, after = partial(of, f"{prefix}pretrain"), partial(of, f"{prefix}gbpo")
+        summary[f"{label}pre-trained"] = over_seeds(before)
+        summary[f"{label}GBPO-aligned"] = over_seeds(after)
+        summary[f"{label}aligned - pre-trained"] = over_seeds(partial(_differences, after, before))
     return summary
+
+
+def _differences(after: Callable[[str], list[float]], before: Callable[[str], list[float]], name: str) -> list[float]:
+    return [a - b for a, b in zip(after(name), before(name), strict=True)]
 
 
 def _table(summary: dict[str, Any], seeds: int) -> Table:

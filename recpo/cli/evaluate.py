@@ -1,11 +1,11 @@
-"""``recpo evaluate``: full-catalogue ranking of held-out users by trained policies and baselines."""
+"""``recpo evaluate``: full-catalogue ranking and off-policy value of policies, bundles and baselines, side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -13,82 +13,166 @@ from rich.console import Console
 from tqdm import tqdm
 
 from recpo import __version__
-from recpo.atomic import write_json
-from recpo.cli.config import save_resolved
-from recpo.cli.true_rewards import true_rewards
+from recpo.atomic import atomic_directory, write_json
+from recpo.cli.config import write_resolved
+from recpo.cli.contenders import (
+    Baseline,
+    BaselineOptions,
+    Candidate,
+    baseline,
+    bundles,
+    check_names,
+    runs,
+)
+from recpo.cli.evaluation_document import evaluation_document, logging_policy
+from recpo.cli.item_facts import ItemFeatures, item_facts
+from recpo.cli.off_policy_value import OffPolicyMeasures, has_propensities
+from recpo.cli.true_rewards import TrueRewards, true_rewards
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
-from recpo.evaluation.baselines import Popularity, UniformlyRandom
-from recpo.evaluation.held_out import RankingResult, evaluate_ranking
-from recpo.evaluation.measures import Measure, Recommender
-from recpo.evaluation.report import Contender, differences_table, metrics_document, metrics_table
-from recpo.evaluation.segments import history_length
-from recpo.training.run import load_policy, read_finished
+from recpo.evaluation.beyond_accuracy import BeyondAccuracy
+from recpo.evaluation.held_out import evaluate_ranking
+from recpo.evaluation.html_report.page import html_report
+from recpo.evaluation.item_facts import ItemFacts
+from recpo.evaluation.measures import Measure
+from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.off_policy.result import LOGGING_POLICY, OffPolicyResult
+from recpo.evaluation.report import Contender, differences_table, metrics_table, value_table
+from recpo.evaluation.segments import history_length, item_segments
+from recpo.rewards import LoggedReward
 from recpo.types import EvaluationBatch
 
-Baseline = Literal["popularity", "positives", "random"]
+METRICS, REPORT, RESOLVED = "metrics.json", "report.html", "resolved.yaml"
+
+_NO_PROPENSITIES = (
+    "The log of this period has no propensities, so there are no off-policy values, and the metrics give no credit for "
+    "items that were never shown. Map the log's propensity column, or set --off_policy.propensity to uniform or "
+    "estimated."
+)
 
 
 def evaluate(
     prepared: Path,
     out: Path,
     run: list[Path] | Path = [],  # noqa: B006  jsonargparse prints it
-    baselines: list[Baseline] = ["popularity"],  # noqa: B006
+    bundle: list[Path] | Path = [],  # noqa: B006
+    baselines: list[Baseline] = ["popularity", "recency", "cooccurrence", "random"],  # noqa: B006
     split: Literal["valid", "test"] = "test",
     ks: list[int] = [10, 50],  # noqa: B006
     positive_threshold: float = 0.75,
     exclude_seen: bool = True,
+    segments: bool = True,
+    item_features: ItemFeatures | None = None,
+    off_policy: OffPolicyOptions | None = OffPolicyOptions(),  # noqa: B008  frozen
+    reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
+    baseline_options: BaselineOptions = BaselineOptions(),  # noqa: B008  frozen
     truth: Path | None = None,
     checkpoint: Literal["best", "last"] = "best",
     batch_size: int = 512,
     device: str = "auto",
+    overwrite: bool = False,
 ) -> None:
-    """Ranks the whole catalogue for every held-out user and reports accuracy, dislikes and coverage with intervals.
+    """Evaluates policies, bundles and baselines on the same held-out users, and tells them apart.
 
-    Several contenders are evaluated on the same users; their differences get paired intervals. Writes one JSON document
-    and prints tables.
+    Rankings of the full catalogue, what is beyond accuracy, off-policy value, paired differences. Writes a directory
+    with metrics.json (every number), report.html (one file, opens offline) and resolved.yaml (the options, which repeat
+    the result), and prints the main tables.
 
     Args:
         prepared: directory written by ``recpo prepare``.
-        out: JSON document to write; an existing one is replaced.
+        out: directory to make.
         run: run directory written by ``recpo train``, or a list of them, ``[runs/a, runs/b]``, on the same items.
-        baselines: popularity (training events), positives (training positives), random.
+        bundle: bundle directory written by ``recpo export``, or a list of them; a bundle ranks, and gives no
+            probabilities of logged items.
+        baselines: popularity (training events), positives (training positives), recency (training events, newer ones
+            counting more), cooccurrence (items near the user's last ones), random. The logging policy is added where
+            its value is known.
         split: held-out period.
         ks: list lengths; the tables show the first.
         positive_threshold: watch quantile from which a held-out event is positive, unless its item was disliked.
         exclude_seen: leave a user's earlier items out of the lists, and such held-out events out of the targets.
+        segments: also by length of the history, popularity and duration of the items.
+        item_features: tags or vectors of the items, for diversity and calibration.
+        off_policy: how the value is estimated from the log; null = not at all. With logged propensities it is left out
+            where the period has none.
+        reward: of logged items, for the off-policy value.
+        baseline_options: of the baselines.
         truth: directory that ``recpo simulate`` wrote: adds the true expected reward and the true probability of a
             dislike, means over the first k places, on the first day of the period.
         checkpoint: which checkpoint of the runs.
         batch_size: users scored at once.
         device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
+        overwrite: replace ``out`` where it exists.
     """
-    data = Prepared.open(prepared)
-    target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    measures = () if truth is None else (true_rewards(truth, data, split, ks),)
-    setting = _Setting(data, split, ks, positive_threshold, exclude_seen, measures, batch_size, target)
-    runs = [run] if isinstance(run, Path) else run
-    for path in runs:
-        if read_finished(path)["catalogue_checksum"] != data.catalogue_checksum:
-            raise RecpoError(
-                f"{path} was trained on other items than {prepared} holds: name its own prepared directory"
-            )
-    contenders = [Contender(name, "baseline", setting.evaluate(_baseline(name, data), 1, name)) for name in baselines]
-    for name, path in zip(_names(runs), runs, strict=True):
-        policy = load_policy(path, checkpoint).to(target)
-        recommender = Recommender(policy.recommend, policy.log_prob)
-        contenders.append(Contender(name, "run", setting.evaluate(recommender, policy.max_history, name)))
-        del policy
-    if not contenders:
-        raise RecpoError("nothing to evaluate: name at least one --run or one of --baselines")
-    write_json(out, metrics_document(contenders, setting=setting.described()))
-    save_resolved(out)
-    _print(contenders, setting, out)
+    with atomic_directory(out, overwrite=overwrite) as partial:
+        data = Prepared.open(prepared)
+        target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        candidates = [baseline(name, data, baseline_options) for name in baselines]
+        candidates += runs(_listed(run), data, checkpoint, target)
+        candidates += bundles(_listed(bundle), data, max(ks, default=1))
+        check_names(candidates)
+        if not candidates:
+            raise RecpoError("nothing to evaluate: name at least one --run, one --bundle or one of --baselines")
+        pass_over = _Pass(
+            data=data,
+            split=split,
+            ks=ks,
+            positive_threshold=positive_threshold,
+            exclude_seen=exclude_seen,
+            facts=item_facts(data, item_features),
+            segments=segments,
+            truth=None if truth is None else true_rewards(truth, data, split, ks),
+            off_policy=_off_policy(data, split, off_policy, reward, ks),
+            batch_size=batch_size,
+            device=target,
+        )
+        evaluated = [pass_over.evaluate(candidate) for candidate in candidates]
+        contenders = [one.contender for one in evaluated]
+        values = {one.contender.name: one.value for one in evaluated if one.value is not None}
+        document = evaluation_document(
+            [*contenders, *logging_policy(contenders[0].result, values, pass_over.truth)],
+            values,
+            data=data,
+            runs={
+                candidate.name: {**candidate.facts, "max_history": one.max_history}
+                for candidate, one in zip(candidates, evaluated, strict=True)
+                if candidate.facts
+            },
+            training={candidate.name: candidate.curves for candidate in candidates if candidate.curves},
+            setting=pass_over.described() | {"checkpoint": checkpoint},
+            notes=[_NO_PROPENSITIES] if off_policy is not None and pass_over.off_policy is None else [],
+        )
+        write_json(partial / METRICS, document)
+        (partial / REPORT).write_text(html_report(document), encoding="utf-8")
+        write_resolved(partial / RESOLVED)
+    _print(contenders, document, out)
+
+
+def _listed(paths: list[Path] | Path) -> list[Path]:
+    return [paths] if isinstance(paths, Path) else paths
+
+
+def _off_policy(
+    data: Prepared,
+    split: Literal["valid", "test"],
+    options: OffPolicyOptions | None,
+    reward: LoggedReward,
+    ks: list[int],
+) -> OffPolicyMeasures | None:
+    if options is None or (options.propensity == "logged" and not has_propensities(data, split)):
+        return None
+    return OffPolicyMeasures.of(data, options, reward, ks)
+
+
+class _Evaluated(NamedTuple):
+    contender: Contender
+    value: OffPolicyResult | None
+    max_history: int
 
 
 @dataclass(frozen=True)
-class _Setting:
+class _Pass:
     """What all contenders share."""
 
     data: Prepared
@@ -96,21 +180,35 @@ class _Setting:
     ks: Sequence[int]
     positive_threshold: float
     exclude_seen: bool
-    measures: Sequence[Measure]
+    facts: ItemFacts
+    segments: bool
+    truth: TrueRewards | None
+    off_policy: OffPolicyMeasures | None
     batch_size: int
     device: torch.device
 
-    def evaluate(self, recommender: Recommender, max_history: int, name: str) -> RankingResult:
-        return evaluate_ranking(
+    def evaluate(self, candidate: Candidate) -> _Evaluated:
+        """One pass over the held-out users; the candidate is loaded for it and then forgotten."""
+        recommender, max_history, sample = candidate.load()
+        value = None if self.off_policy is None else self.off_policy.measure(sample)
+        measures: list[Measure] = [BeyondAccuracy(self.facts, self.ks)]
+        measures += [measure for measure in (self.truth, value) if measure is not None]
+        result = evaluate_ranking(
             recommender,
-            self._batches(max_history, name),
+            self._batches(max_history, candidate.name),
             num_items=self.data.num_items,
             ks=self.ks,
             positive_threshold=self.positive_threshold,
             exclude_seen=self.exclude_seen,
-            measures=self.measures,
-            user_segments=[history_length()],
+            measures=measures,
+            user_segments=[history_length()] if self.segments else [],
+            item_segments=item_segments(self.facts) if self.segments else [],
         )
+        estimated = None if value is None else value.result()
+        off_policy = (
+            [] if estimated is None else [e.as_json() for e in estimated.estimates if e.target != LOGGING_POLICY]
+        )
+        return _Evaluated(Contender(candidate.name, candidate.kind, result, off_policy), estimated, max_history)
 
     def _batches(self, max_history: int, name: str) -> Iterator[EvaluationBatch]:
         users = sum(shard["users"] for shard in self.data.manifest["shards"][self.split])
@@ -119,7 +217,8 @@ class _Setting:
                 yield move_data_to_device(batch, self.device)
                 bar.update(len(batch.seen))
 
-    def described(self) -> dict[str, object]:
+    def described(self) -> dict[str, Any]:
+        """The part of the options that every number depends on."""
         return {
             "recpo_version": __version__,
             "split": self.split,
@@ -132,33 +231,22 @@ class _Setting:
         }
 
 
-def _baseline(name: Baseline, data: Prepared) -> Recommender:
-    if name == "random":
-        return Recommender(UniformlyRandom(data.num_items).recommend)
-    counts = data.item_counts("train_count" if name == "popularity" else "train_positives")
-    return Recommender(Popularity(torch.from_numpy(counts)).recommend)
-
-
-def _names(runs: Sequence[Path]) -> list[str]:
-    """The directories' own names where they differ, whole paths otherwise."""
-    names = [path.resolve().name for path in runs]
-    names = names if len(set(names)) == len(names) else [str(path) for path in runs]
-    if len(set(names)) < len(names):
-        raise RecpoError(f"run: the same directory is named twice: {', '.join(names)}")
-    return names
-
-
-def _print(contenders: Sequence[Contender], setting: _Setting, out: Path) -> None:
-    counts, console = contenders[0].result.counts, Console()
-    k = setting.ks[0]
-    title = f"{setting.split} period, {counts['users']:,} users, {setting.data.num_items:,} items, all ranked"
+def _print(contenders: Sequence[Contender], document: dict[str, Any], out: Path) -> None:
+    counts, setting, console = contenders[0].result.counts, document["setting"], Console()
+    k = setting["ks"][0]
+    for warning in document["warnings"]:
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False, markup=False)
+    title = f"{setting['split']} period, {counts['users']:,} users, {setting['num_items']:,} items, all ranked"
     console.print(metrics_table(contenders, k, title=title))
     if len(contenders) > 1:
         console.print(differences_table(contenders, k))
+    value = value_table(document)
+    if value is not None:
+        console.print(value)
     removed = counts["positive_events_removed_as_seen"]
-    seen = f"excluded ({removed:,} positive events of seen items removed)" if setting.exclude_seen else "kept"
+    seen = f"excluded ({removed:,} positive events of seen items removed)" if setting["exclude_seen"] else "kept"
     console.print(
-        f"seen items: {seen}; positives: watch quantile >= {setting.positive_threshold:g} and not disliked, "
+        f"seen items: {seen}; positives: watch quantile >= {setting['positive_threshold']:g} and not disliked, "
         f"{counts['users_with_positives']:,} users have some; {counts['users_with_dislikes']:,} have dislikes"
     )
-    console.print(f"{out}", highlight=False, soft_wrap=True)
+    console.print(f"{out / REPORT}", highlight=False, soft_wrap=True, markup=False)

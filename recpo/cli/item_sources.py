@@ -9,45 +9,54 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
+from recpo.tokenizer.codebooks import Codebooks
 from recpo.tokenizer.columns import ItemRows, read_codes, read_vectors
-from recpo.tokenizer.cooccurrence import Cooccurrence, Sequences
+from recpo.tokenizer.cooccurrence import Cooccurrence, Pairs, Sequences
 from recpo.training.run import load_policy, read_finished
+
+_LARGEST_CODEBOOK = 1 << 20
 
 
 class ItemVectors(NamedTuple):
-    """Vectors of the items 1..V.
-
-    Attributes:
-        values: ``[V, d]`` float32.
-        known: ``[V]`` bool, the source has a vector of its own for the item.
-        facts: what the manifest says of them.
-    """
+    """Vectors ``[V, d]`` float32 of the items 1..V, and what the manifest says of them."""
 
     values: np.ndarray
-    known: np.ndarray
     facts: dict[str, Any]
 
 
-class VectorSource(ABC):
-    """A source of item vectors, from which residual k-means makes codes; implementations are frozen dataclasses.
+class EarlierCodes(NamedTuple):
+    """What an earlier catalogue gives to this one.
 
     Attributes:
-        comparable: vectors read at another time lie in the same space, so that frozen codebooks can encode them.
+        codebooks: the frozen codebooks.
+        codes: ``[V, T]``, the codes that items have already; -1 for new items.
+        is_new: ``[V]`` bool.
     """
 
-    comparable = False
+    codebooks: Codebooks
+    codes: Tensor
+    is_new: Tensor
+
+
+class VectorSource(ABC):
+    """A source of item vectors, from which residual k-means makes codes; implementations are frozen dataclasses."""
 
     @abstractmethod
     def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
-        """The vectors; items without one have ``known`` False and a zero vector."""
+        """The vectors of all items."""
 
-    def complete(self, vectors: ItemVectors, needed: np.ndarray) -> np.ndarray:
-        """The vectors ``[V, d]`` with something in the place of those that are needed ``[V]`` and not known."""
-        return vectors.values
+    @abstractmethod
+    def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
+        """Vectors of the new items in the space of earlier, frozen codebooks; those of the other items do not matter.
+
+        Raises:
+            RecpoError: this source cannot make such vectors.
+        """
 
 
 @dataclass(frozen=True)
@@ -73,12 +82,30 @@ class VectorsFromCooccurrence(VectorSource):
 
     def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
         """See ``VectorSource.read``."""
-        model = Cooccurrence(self.dim, self.window, self.shift, self.max_pairs)
-        pairs = model.count(self._sequences(data), data.num_items)
+        model, pairs = self._pairs(data)
         vectors = model.vectors(pairs, seed)
-        alone = ~vectors.any(1)
-        facts = {"pairs": pairs.weights.nnz // 2, "pairs_forgotten": pairs.dropped, "zero_vectors": int(alone.sum())}
-        return ItemVectors(vectors, np.ones(len(vectors), dtype=bool), facts)
+        return ItemVectors(vectors, self._facts(pairs, vectors))
+
+    def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
+        """See ``VectorSource.read_new``.
+
+        Another factorisation has other axes, so new items get the mean of what the codes of the items near them stand
+        for, weighed by mutual information.
+        """
+        model, pairs = self._pairs(data)
+        given = earlier.codebooks.reconstruct(earlier.codes.clamp_min(0)).numpy()
+        is_new = earlier.is_new.numpy()
+        points = model.fold_in(pairs, given, is_new)
+        raw = points * earlier.codebooks.scale.numpy() + earlier.codebooks.shift.numpy()
+        return ItemVectors(raw, self._facts(pairs, points[is_new]))
+
+    def _pairs(self, data: Prepared) -> tuple[Cooccurrence, Pairs]:
+        model = Cooccurrence(self.dim, self.window, self.shift, self.max_pairs)
+        return model, model.count(self._sequences(data), data.num_items)
+
+    def _facts(self, pairs: Pairs, vectors: np.ndarray) -> dict[str, Any]:
+        alone = int((~vectors.any(1)).sum())
+        return {"pairs": pairs.weights.nnz // 2, "pairs_forgotten": pairs.dropped, "zero_vectors": alone}
 
     def _sequences(self, data: Prepared) -> Iterator[Sequences]:
         for shard in range(data.num_shards("train")):
@@ -102,29 +129,32 @@ class VectorsFromParquet(VectorSource):
     vector: str | list[str] = "vector"
     missing: Literal["error", "mean", "zero"] = "error"
 
-    comparable = True
-
     def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
         """See ``VectorSource.read``."""
-        columns = [self.vector] if isinstance(self.vector, str) else self.vector
-        rows = read_vectors(self.file, self.item_id, columns, items.to_internal, len(items))
-        return ItemVectors(rows.values, rows.found, _file_facts(rows))
+        return self._read(items, np.ones(len(items), dtype=bool))
 
-    def complete(self, vectors: ItemVectors, needed: np.ndarray) -> np.ndarray:
-        """See ``VectorSource.complete``.
+    def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
+        """See ``VectorSource.read_new``: vectors of the model that the codebooks were made from."""
+        return self._read(items, earlier.is_new.numpy())
+
+    def _read(self, items: IdMap, needed: np.ndarray) -> ItemVectors:
+        """Vectors of all items, something else in the place of those that are needed ``[V]`` and not in the file.
 
         Raises:
             RecpoError: ``missing`` is "error" and there are such items.
         """
-        absent = needed & ~vectors.known
+        columns = [self.vector] if isinstance(self.vector, str) else self.vector
+        rows = read_vectors(self.file, self.item_id, columns, items.to_internal, len(items))
+        absent = needed & ~rows.found
         if absent.any() and self.missing == "error":
+            first = items.to_external([int(absent.argmax()) + 1])[0]
             raise RecpoError(
-                f"{self.file} has no vector for {int(absent.sum())} of {int(needed.sum())} items, the first has "
-                f"item_index {int(absent.argmax()) + 1}: add them, or set missing: mean (or zero)"
+                f"{self.file} has no vector for {int(absent.sum())} of {int(needed.sum())} items, the first is "
+                f"{first}: add them, or give them the mean or the zero vector (missing: mean, missing: zero)"
             )
-        if absent.any() and self.missing == "mean":
-            vectors.values[absent] = vectors.values[vectors.known].mean(0, dtype=np.float64)
-        return vectors.values
+        if self.missing == "mean":
+            rows.values[absent] = rows.values[rows.found].mean(0, dtype=np.float64)
+        return ItemVectors(rows.values, _file_facts(rows, absent))
 
 
 @dataclass(frozen=True)
@@ -152,8 +182,14 @@ class VectorsFromRun(VectorSource):
         table = getattr(load_policy(self.run, self.checkpoint), "item_table", None)
         if table is None:
             raise RecpoError(f"{self.run}: its policy has no item table to take vectors from")
-        values = table.weight.detach()[1:].float().numpy().copy()
-        return ItemVectors(values, np.ones(len(values), dtype=bool), {})
+        return ItemVectors(table.weight.detach()[1:].float().numpy(), {})
+
+    def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
+        """See ``VectorSource.read_new``: refused, the vectors of every run lie in a space of their own."""
+        raise RecpoError(
+            "codebooks cannot encode the item table of another run, whose vectors lie in a space of their own: use "
+            "VectorsFromCooccurrence or VectorsFromParquet for new items, or make all codes anew"
+        )
 
 
 @dataclass(frozen=True)
@@ -186,14 +222,19 @@ class CodesFromFile:
                 f"{self.file} has no codes for {int((~rows.found).sum())} items, the first is {first}: add them"
             )
         largest = rows.values.max(0)
+        if largest.max() >= _LARGEST_CODEBOOK:
+            raise RecpoError(
+                f"{self.file}, column {self.codes[int(largest.argmax())]}: code {largest.max()} is beyond any codebook "
+                f"(at most {_LARGEST_CODEBOOK} codes): does the column hold codes?"
+            )
         if self.codebook_size is not None and largest.max() >= self.codebook_size:
             raise RecpoError(
                 f"{self.file}, column {self.codes[int(largest.argmax())]}: code {largest.max()} does not fit into a "
                 f"codebook of {self.codebook_size}: codes count from 0"
             )
         sizes = tuple(self.codebook_size or int(code) + 1 for code in largest)
-        return rows.values, sizes, _file_facts(rows)
+        return rows.values, sizes, _file_facts(rows, ~rows.found)
 
 
-def _file_facts(rows: ItemRows) -> dict[str, Any]:
-    return {"items_missing": int((~rows.found).sum()), "rows_of_other_items": rows.ignored}
+def _file_facts(rows: ItemRows, absent: np.ndarray) -> dict[str, Any]:
+    return {"items_missing": int(absent.sum()), "rows_of_other_items": rows.ignored}

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from recpo import __version__
 from recpo.cli.config import RESOLVED
@@ -66,9 +66,19 @@ def run(function: Callable[..., None], options: Sequence[str]) -> None:
     configuration.pop("config", None)
     token = RESOLVED.set(parser.dump(configuration, skip_unset=False))
     try:
-        function(**parser.instantiate(configuration).as_dict())
+        function(**_instantiated(parser, configuration))
     finally:
         RESOLVED.reset(token)
+
+
+def _instantiated(parser: ArgumentParser, configuration: Namespace) -> dict[str, Any]:
+    try:
+        arguments: dict[str, Any] = parser.instantiate(configuration).as_dict()
+    except ValueError as error:
+        if isinstance(error.__cause__, RecpoError):  # of options that may be null, the parser says why as the cause
+            raise error.__cause__ from error
+        raise
+    return arguments
 
 
 def parser_of(function: Callable[..., Any]) -> ArgumentParser:

@@ -18,6 +18,7 @@ from recpo.atomic import atomic_directory
 from recpo.cli.config import write_resolved
 from recpo.cli.item_sources import (
     CodesFromFile,
+    EarlierCodes,
     VectorsFromCooccurrence,
     VectorsFromParquet,
     VectorsFromRun,
@@ -58,7 +59,7 @@ def tokenize(
     levels: int = 3,
     codebook_size: int = 256,
     normalise: Normalisation = "l2",
-    capacity_slack: float | None = None,
+    capacity_slack: float | None = 2.0,
     iterations: int = 25,
     sample: int = 65_536,
     collisions: Collisions | None = None,
@@ -83,8 +84,8 @@ def tokenize(
         codebook_size: codes of a level.
         normalise: vectors are brought to length 1 (l2), every dimension to mean 0 and variance 1 (standardise), or
             left alone (none).
-        capacity_slack: balance the codes: none is given to more than this many times its equal share of the items
-            (1.1, say); null does not.
+        capacity_slack: balance the codes: none is given to more than this many times its equal share of the items;
+            null = every item gets its nearest code.
         iterations: steps of k-means.
         sample: items that k-means is fitted on, at least 32 for each code.
         collisions: how items that share a tuple are told apart: nearest (the last code moves to the nearest free one
@@ -99,6 +100,7 @@ def tokenize(
     data = Prepared.open(prepared)
     items = IdMap.load(data.root / "items.parquet")
     quantiser = ResidualKMeans(levels, codebook_size, normalise, capacity_slack, iterations, sample)
+    place = _device(device)
     with (
         atomic_directory(out, overwrite=overwrite) as partial,
         tqdm(total=levels + 3, desc="tokenize", unit="stage", disable=None if progress else True) as bar,
@@ -106,9 +108,9 @@ def tokenize(
         if isinstance(vectors, CodesFromFile):
             result = _ready_made(vectors, items, quantiser, collisions, codebooks)
         elif codebooks is None:
-            result = _fitted(vectors, data, items, quantiser, collisions, torch.device(device), seed, bar.update)
+            result = _fitted(vectors, data, items, quantiser, collisions, place, seed, bar.update)
         else:
-            result = _frozen(vectors, data, items, quantiser, collisions, codebooks, seed)
+            result = _frozen(vectors, data, items, quantiser, collisions, codebooks)
         report = _report(result)
         semantic = SemanticCodes(result.codes.cpu().numpy(), result.codebook_sizes, data.catalogue_checksum)
         if result.codebooks is not None:
@@ -118,6 +120,13 @@ def tokenize(
         semantic.save(partial, items.to_external(range(1, len(items) + 1)), {**facts, "report": report})
         bar.update(bar.total - bar.n)
     _print(report, out, str(result.facts["collisions"]))
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # no such device, or a torch without CUDA
+        raise RecpoError(f"device {name!r} cannot be used here ({error})") from error
 
 
 def _ready_made(
@@ -151,9 +160,8 @@ def _fitted(
 ) -> _Tokenized:
     _refuse_first_free(collisions)
     read = source.read(data, items, seed)
-    values = source.complete(read, np.ones(len(items), dtype=bool))
     finished()
-    vectors = torch.from_numpy(values).to(device)
+    vectors = torch.from_numpy(read.values).to(device)
     codebooks, wanted = quantiser.fit(vectors, seed, finished)
     points = codebooks.normalise(vectors)
     result = _Tokenized(wanted, wanted, codebooks.codebook_sizes, read.facts, codebooks, points)
@@ -170,38 +178,34 @@ def _frozen(
     quantiser: ResidualKMeans,
     collisions: Collisions | None,
     root: Path,
-    seed: int,
 ) -> _Tokenized:
     """Codes by the codebooks of an earlier catalogue; its items, known by their external ids, keep theirs."""
-    if quantiser != ResidualKMeans():
-        raise RecpoError(
-            "codebooks bring levels, codebook_size and the other options of k-means along: leave those out"
-        )
-    if not source.comparable:
-        raise RecpoError(
-            f"{type(source).__name__} makes vectors in a space of its own every time, which older codebooks cannot "
-            "read: with codebooks, use VectorsFromParquet and the model that the codebooks were made from"
-        )
+    _refuse_options(quantiser, "codebooks bring the options of k-means along")
     earlier, codebooks = SemanticCodes.load(root), Codebooks.load(root)
     has_extra = earlier.codes.shape[1] > codebooks.levels
     _refuse_first_free(collisions)
     if collisions is not None and (collisions == "extra") != has_extra:
         raise RecpoError(f"{root / MANIFEST}: its collisions were resolved the other way, leave collisions out")
+    given, gone = _carried_over(earlier, root, items)
+    is_new = given[:, 0] < 0
+    wanted = given[:, : codebooks.levels].clone()
+    read = source.read_new(data, items, EarlierCodes(codebooks, wanted, is_new))
+    facts = read.facts | {"items_kept": int((~is_new).sum()), "items_gone": gone}
+    points = codebooks.normalise(torch.from_numpy(read.values))
+    wanted[is_new] = codebooks.encode(points[is_new])
+    result = _Tokenized(wanted, wanted, codebooks.codebook_sizes, facts, codebooks, points, is_new)
+    if has_extra:
+        return _with_extra_code(result, given[:, -1], earlier.codebook_sizes[-1])
+    unique = nearest_free(points, codebooks, wanted, kept=~is_new)
+    return result._replace(codes=unique, facts=facts | {"collisions": "nearest"})
+
+
+def _carried_over(earlier: SemanticCodes, root: Path, items: IdMap) -> tuple[Tensor, int]:
+    """Codes ``[V, T]`` that items have already, -1 for new ones, and how many items are no longer in the catalogue."""
     index = items.to_internal(pq.read_table(root / CODES, columns=["item_id"]).column(0))
     given = np.full((len(items), earlier.codes.shape[1]), -1)
     given[index[index > 0] - 1] = earlier.codes[index > 0]
-    is_new = given[:, 0] < 0
-    read = source.read(data, items, seed)
-    facts = read.facts | {"items_kept": int((~is_new).sum()), "items_gone": int((index == 0).sum())}
-    points = codebooks.normalise(torch.from_numpy(source.complete(read, is_new)))
-    codes, new = torch.from_numpy(given), torch.from_numpy(is_new)
-    wanted = codes[:, : codebooks.levels].clone()
-    wanted[new] = codebooks.encode(points[new])
-    result = _Tokenized(wanted, wanted, earlier.codebook_sizes[: codebooks.levels], facts, codebooks, points, new)
-    if has_extra:
-        return _with_extra_code(result, codes[:, -1], earlier.codebook_sizes[-1])
-    unique = nearest_free(points, codebooks, wanted, kept=~new)
-    return result._replace(codes=unique, facts=facts | {"collisions": "nearest"})
+    return torch.from_numpy(given), int((index == 0).sum())
 
 
 def _refuse_options(quantiser: ResidualKMeans, reason: str) -> None:
@@ -211,9 +215,7 @@ def _refuse_options(quantiser: ResidualKMeans, reason: str) -> None:
 
 def _refuse_first_free(collisions: Collisions | None) -> None:
     if collisions == "first_free":
-        raise RecpoError(
-            "collisions: first_free is for codes without vectors; with vectors, nearest finds a better code"
-        )
+        raise RecpoError("collisions: first_free is for codes without vectors; with vectors, use nearest or extra")
 
 
 def _with_extra_code(result: _Tokenized, given: Tensor | None = None, size: int = 1) -> _Tokenized:
@@ -236,8 +238,9 @@ def _report(result: _Tokenized) -> dict[str, Any]:
         return report
     chosen = slice(None) if result.is_new is None else result.is_new
     points = result.points[chosen]
-    errors = reconstruction_errors(points, result.codebooks, result.codes[chosen])
-    for level, error in zip(levels, errors, strict=False):  # an extra code reconstructs nothing
+    kept = result.codes[chosen, : result.codebooks.levels]  # an extra code stands for no vector
+    errors = reconstruction_errors(points, result.codebooks, kept)
+    for level, error in zip(levels, errors, strict=False):
         level["error"] = error
     report["error"] = errors[-1]
     report["error_before_moves"] = reconstruction_errors(points, result.codebooks, result.wanted[chosen])[-1]
@@ -256,8 +259,8 @@ def _print(report: dict[str, Any], out: Path, collisions: str) -> None:
     console.print(table)
     moves = f"{report['moved']:,} moved ({report['moved_share']:.1%}), {report['prefix_changed']:,} to another prefix"
     console.print(
-        f"{out}: {report['items']:,} items; {report['collisions']:,} collided, at most {report['largest_tuple']:,} on one "
-        f"tuple; {'told apart by an extra code' if collisions == 'extra' else moves}",
+        f"{out}: {report['items']:,} items; {report['collisions']:,} collided, at most {report['largest_tuple']:,} on "
+        f"one tuple; {'told apart by an extra code' if collisions == 'extra' else moves}",
         highlight=False,
         soft_wrap=True,
     )

@@ -17,6 +17,7 @@ import recpo.cli.simulated_reward
 import recpo.data.preference_lists
 import recpo.objectives
 import recpo.policies.catalog_softmax
+import recpo.policies.semantic_id
 import recpo.rewards
 import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name
 from recpo.cli.config import write_resolved

@@ -45,6 +45,11 @@ class TrueRewards:
         """None."""
         return {}
 
+    def of_logging_policy(self, row_ids: Tensor) -> dict[str, Tensor]:
+        """The exact expected reward ``[U]`` of the policy that made the log, the same at every k."""
+        value = torch.from_numpy(self.truth.logging_value(self.user_ids[row_ids.numpy()], self.day)).float()
+        return {f"true_reward@{k}": value for k in self.ks}
+
     def of_lists(self, row_ids: Tensor, recommended: Tensor) -> dict[str, Tensor]:
         """The metrics ``[B]`` of the lists ``recommended [B, K]`` of the users ``row_ids [B]``."""
         shown = recommended[:, : max(self.ks)].cpu()
@@ -75,7 +80,7 @@ def true_rewards(path: Path, data: Prepared, split: Literal["valid", "test"], ks
     """
     truth = Truth.load(path)
     boundaries = data.manifest["boundaries"]
-    begin = boundaries.get(f"{split}_from")
+    begin = boundaries.get(f"{split}_start_ms")
     day = float(truth.day_of(boundaries["last_ms"] if begin is None else begin))
     items = IdMap.load(data.root / "items.parquet").to_external(np.arange(1, data.num_items + 1))
     users = pq.read_table(data.root / "users.parquet", columns=["user_id"]).column(0)

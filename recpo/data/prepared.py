@@ -111,7 +111,7 @@ class Prepared:
 
     def load(self, split: Split, shard: int) -> Events:
         """Reads one shard into memory."""
-        columns = self._columns(split, shard, _EVENT_COLUMNS if split == "train" else _HELD_OUT_COLUMNS)
+        columns = self.columns(split, shard, _EVENT_COLUMNS if split == "train" else _HELD_OUT_COLUMNS)
         user, request = columns["user_index"], columns["request"]
         offsets = _run_offsets(user)
         return Events(
@@ -134,9 +134,10 @@ class Prepared:
         With ``labels``, also ``watch_quantile`` and ``dislike``.
         """
         names = ["user_index", "request"] + ["watch_quantile", "dislike"] * labels
-        return tuple(self._columns(split, shard, names).values())
+        return tuple(self.columns(split, shard, names).values())
 
-    def _columns(self, split: Split, shard: int, names: Sequence[str]) -> dict[str, np.ndarray]:
+    def columns(self, split: Split, shard: int, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Some columns of one shard, by name (``recpo.data.schema.EVENT_SCHEMA``)."""
         table = pq.read_table(self.root / self.manifest["shards"][split][shard]["file"], columns=list(names))
         return {name: table.column(name).to_numpy() for name in names}
 

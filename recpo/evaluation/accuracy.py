@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
+import torch
 from torch import Tensor
 
+from recpo.evaluation.measures import Observed
 from recpo.evaluation.ranking import (
     RankedHits,
+    graded_hits,
+    graded_ndcg,
     hit_rate,
     mean_average_precision,
     mean_rank,
@@ -16,6 +21,8 @@ from recpo.evaluation.ranking import (
     precision,
     recall,
 )
+
+Gain = Literal["linear", "exponential"]
 
 
 def accuracy(positive: RankedHits, disliked: RankedHits, ks: Sequence[int]) -> dict[str, Tensor]:
@@ -38,6 +45,20 @@ def accuracy(positive: RankedHits, disliked: RankedHits, ks: Sequence[int]) -> d
         disliked_MRR=mrr(disliked, ks),
         disliked_rank=mean_rank(disliked, ks),
     )
+
+
+def graded_accuracy(observed: Observed, ks: Sequence[int], gain: Gain = "linear") -> dict[str, Tensor]:
+    """``gNDCG@k``: NDCG whose gains come from the watch quantiles q of all held-out items, liked or not.
+
+    Linear: the gain is q. Exponential: ``2^level - 1`` with the quartile ``level = min(floor(4 q), 3)``, so 0, 1, 3, 7.
+    A disliked item has gain 0, an item with several events the largest of their gains.
+    """
+    targets, quantile = observed.targets, observed.batch.feedback.slates.watch_quantile
+    assert quantile is not None  # the targets were made of it
+    labelled = targets.positive | targets.skipped
+    gains = quantile if gain == "linear" else torch.exp2((4 * quantile).floor().clamp(max=3)) - 1
+    hits = graded_hits(observed.lists.item_ids, targets.item_ids, torch.where(labelled, gains, 0.0))
+    return _named(ks, gNDCG=graded_ndcg(hits, ks))
 
 
 def accuracy_of_bin(positive: RankedHits, ks: Sequence[int]) -> dict[str, Tensor]:

@@ -1,44 +1,22 @@
-"""What lists are like beside being accurate."""
+"""What lists are like beside being accurate: whom they expose, how new, varied, popular and like the history they are.
+
+Means over a list are over its filled places; an empty list has none of them (nan). The history is what the user saw
+before the period, ``EvaluationBatch.seen``, whatever the recommender reads of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from recpo.evaluation.item_facts import ItemFacts, ItemTags, popularity_bins
 from recpo.evaluation.measures import Observed
+from recpo.evaluation.ranking import is_member
 
-
-class ItemTags(NamedTuple):
-    """The tags of every item, as one flat list cut by offsets.
-
-    Attributes:
-        offsets: ``[V + 2]`` int64; item i owns ``tags[offsets[i] : offsets[i + 1]]``, item 0 owns nothing.
-        tags: ``[N]`` int64, 0 .. ``num_tags`` - 1, no tag twice in an item.
-        num_tags: G.
-    """
-
-    offsets: Tensor
-    tags: Tensor
-    num_tags: int
-
-
-class ItemFacts(NamedTuple):
-    """What is known of the items beside the held-out events; place 0 of every tensor is unused.
-
-    Attributes:
-        train_count: ``[V + 1]`` int64, training events of every item.
-        duration: ``[V + 1]`` float, seconds, nan = unknown.
-        tags: genres, topics and the like.
-        vectors: ``[V + 1, d]`` float, item embeddings; a row of zeros = none.
-    """
-
-    train_count: Tensor
-    duration: Tensor | None = None
-    tags: ItemTags | None = None
-    vectors: Tensor | None = None
+_CELLS_AT_ONCE = 1 << 24  # of users x tags
+_SMOOTHING = 0.01  # Steck's alpha
 
 
 class Exposure:
@@ -80,3 +58,141 @@ def gini(counts: Tensor) -> float:
     total, size = ascending.sum(), len(ascending)
     place = torch.arange(1, size + 1, dtype=torch.float64, device=counts.device)
     return ((2 * place - size - 1) @ ascending / (size * total)).item()
+
+
+class BeyondAccuracy:
+    """Per-user metrics ``[B]`` at every k of the lists alone, whatever the user did with them.
+
+    With training counts ``c_i`` of the items, ``N`` their sum and ``V`` items:
+
+    - ``novelty@k``: mean of ``-log2((c_i + 1) / (N + V))``, bits (Zhou et al., 2010; one event more per item, so that
+      an item without events has a value).
+    - ``popularity_lift@k``: mean of ``c_i`` over the list / mean of ``c_i`` over the history - 1, of every user, so 0 =
+      as popular as what the user sees (Abdollahpouri et al., 2020, take the ratio of means over a group instead); nan
+      without a history.
+    - ``tail_share@k``: share of the list in the tail or unseen in training, see ``popularity_bins``.
+    - ``repeat_rate@k``: share of the list that is in the history; 0 where seen items are excluded.
+    - ``diversity@k``, with vectors: ``1 -`` mean cosine over the pairs of the list, items without a vector left out;
+      nan for fewer than two (Ziegler et al., 2005).
+    - ``tag_diversity@k``, with tags: the same with ``|A & B| / sqrt(|A| |B|)`` of the items' tags A, B for the cosine,
+      which is 1 - mean Jaccard where every item has one tag; items without tags left out.
+    - ``miscalibration@k``, with tags: see ``miscalibration``.
+    """
+
+    def __init__(self, facts: ItemFacts, ks: Sequence[int]) -> None:
+        counts = facts.train_count.double()
+        self._ks, self._tags, self._counts = tuple(ks), facts.tags, counts
+        self._bits = -torch.log2((counts + 1) / (counts[1:].sum() + len(counts) - 1))
+        self._is_tail = popularity_bins(facts.train_count) >= 2
+        self._vectors = None if facts.vectors is None else torch.nn.functional.normalize(facts.vectors.float(), dim=1)
+
+    def update(self, observed: Observed) -> dict[str, Tensor]:
+        """See ``Measure.update``."""
+        item_ids, seen = observed.lists.item_ids.cpu(), observed.batch.seen.cpu()
+        of_history = self._counts[seen].sum(1) / (seen > 0).sum(1)
+        by_name = {
+            "novelty": mean_to_k(self._bits[item_ids], item_ids, self._ks),
+            "popularity_lift": mean_to_k(self._counts[item_ids], item_ids, self._ks) / of_history[:, None] - 1,
+            "tail_share": mean_to_k(self._is_tail[item_ids].double(), item_ids, self._ks),
+            "repeat_rate": mean_to_k(is_member(item_ids, seen).double(), item_ids, self._ks),
+        }
+        if self._vectors is not None:
+            by_name["diversity"] = diversity(self._vectors[item_ids], self._ks)
+        if self._tags is not None:
+            by_name["tag_diversity"] = tag_diversity(item_ids, self._tags, self._ks)
+            by_name["miscalibration"] = miscalibration(item_ids, seen, self._tags, self._ks)
+        return {f"{name}@{k}": values[:, i] for name, values in by_name.items() for i, k in enumerate(self._ks)}
+
+    def totals(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+
+def mean_to_k(values: Tensor, item_ids: Tensor, ks: Sequence[int]) -> Tensor:
+    """Mean of ``values [B, K]`` over the filled ones of the first k places, ``[B, len(ks)]``; nan if all are empty."""
+    filled = _within(item_ids, ks)
+    return (values[..., None] * filled).sum(1) / filled.sum(1)
+
+
+def diversity(vectors: Tensor, ks: Sequence[int]) -> Tensor:
+    """``1 -`` mean cosine over the pairs of the first k places, ``[B, len(ks)]``; nan for fewer than two vectors.
+
+    Pairs are not formed: the sum of all cosines is the squared length of the sum of the unit vectors.
+
+    Args:
+        vectors: ``[B, K, d]`` of length 1; a row of zeros = none, and is left out.
+        ks: list lengths.
+    """
+    within = _within(vectors.square().sum(2) > 0, ks).to(vectors.dtype)
+    sums = torch.einsum("bkd,bkn->bnd", vectors, within)
+    return _one_minus_mean_cosine(sums.double().square().sum(2), within.sum(1).double())
+
+
+def tag_diversity(item_ids: Tensor, tags: ItemTags, ks: Sequence[int]) -> Tensor:
+    """``diversity`` of the items' sets of tags, ``|A & B| / sqrt(|A| |B|)`` for the cosine: ``[B, len(ks)]``."""
+    parts = []
+    for part in _chunks(item_ids, tags):
+        tagged = _num_tags(part, tags) > 0
+        lengths = [_tag_sums(part[:, :k], tags, power=0.5).square().sum(1) for k in ks]
+        parts.append(_one_minus_mean_cosine(torch.stack(lengths, 1), _within(tagged, ks).sum(1).double()))
+    return torch.cat(parts)
+
+
+def miscalibration(item_ids: Tensor, history: Tensor, tags: ItemTags, ks: Sequence[int]) -> Tensor:
+    """How far the tags of the first k items are from those of the history, ``[B, len(ks)]``: 0 = the same shares.
+
+    ``sum_g p_g ln(p_g / ((1 - alpha) q_g + alpha p_g))``, ``alpha = 0.01``, in nats, of the shares p of the tags in the
+    history and q in the list, in which every item with tags has weight 1, divided equally among its tags (Steck, 2018).
+    nan where the history or the list has no tags.
+
+    Args:
+        item_ids: ``[B, K]`` lists, 0 = empty place.
+        history: ``[B, M]`` items of the past, repeats count, 0 pads.
+        tags: of the items.
+        ks: list lengths.
+    """
+    parts = []
+    for part, past in zip(_chunks(item_ids, tags), _chunks(history, tags), strict=True):
+        wanted = _shares(past, tags)
+        columns = []
+        for k in ks:
+            smoothed = (1 - _SMOOTHING) * _shares(part[:, :k], tags) + _SMOOTHING * wanted
+            columns.append(torch.where(wanted == 0, 0.0, wanted * (wanted / smoothed).log()).sum(1))
+        parts.append(torch.stack(columns, 1))
+    return torch.cat(parts)
+
+
+def _within(filled: Tensor, ks: Sequence[int]) -> Tensor:
+    """``[B, K, len(ks)]`` bool: the filled ones of the first k places."""
+    place = torch.arange(filled.shape[1])[:, None]
+    return (filled > 0)[..., None] & (place < torch.tensor(ks))
+
+
+def _one_minus_mean_cosine(squared_length: Tensor, count: Tensor) -> Tensor:
+    """From the squared length of the sum of ``count`` unit vectors; every vector's cosine with itself is left out."""
+    return (1 - (squared_length - count) / (count * (count - 1))).masked_fill(count < 2, torch.nan)
+
+
+def _chunks(item_ids: Tensor, tags: ItemTags) -> tuple[Tensor, ...]:
+    return item_ids.split(max(1, _CELLS_AT_ONCE // max(1, tags.num_tags)))
+
+
+def _num_tags(item_ids: Tensor, tags: ItemTags) -> Tensor:
+    return tags.offsets[item_ids + 1] - tags.offsets[item_ids]
+
+
+def _tag_sums(item_ids: Tensor, tags: ItemTags, power: float) -> Tensor:
+    """``[B, G]`` float64: sum over a row's items of ``1 / (number of its tags) ** power``, for each of their tags."""
+    items = item_ids.flatten()
+    count = _num_tags(items, tags)
+    entry = torch.arange(len(items)).repeat_interleave(count)
+    nth = torch.arange(len(entry)) - (count.cumsum(0) - count)[entry]
+    cell = entry // max(1, item_ids.shape[1]) * tags.num_tags + tags.tags[tags.offsets[items][entry] + nth]
+    weight = count[entry].double() ** -power
+    sums = weight.new_zeros(len(item_ids) * tags.num_tags).index_add_(0, cell, weight)
+    return sums.view(len(item_ids), tags.num_tags)
+
+
+def _shares(item_ids: Tensor, tags: ItemTags) -> Tensor:
+    sums = _tag_sums(item_ids, tags, power=1.0)
+    return sums / sums.sum(1, keepdim=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from recpo.evaluation.held_out import Estimate
+from recpo.evaluation.intervals import Estimate
 
 LEVEL = 0.05
 _Z95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
@@ -41,24 +42,35 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def with_holm(differences: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds ``p_value``, ``p_holm`` and ``survives_holm`` to every metric of the document's ``differences``.
+    """Adds ``p_value``, ``p_holm`` and ``survives_holm`` to the entries of the document's ``differences``.
 
-    The comparisons of one metric, all pairs of contenders, are one family.
+    The comparisons of one metric, all pairs of contenders, are one family; so are those of one off-policy estimator of
+    one target, whose p-values are those of its normal interval.
     """
-    marked = [{**difference, "metrics": dict(difference["metrics"])} for difference in differences]
-    for metric in {metric: None for difference in differences for metric in difference["metrics"]}:
-        pairs = [difference["metrics"] for difference in marked if metric in difference["metrics"]]
-        p_values = [p_value(_estimate(pair[metric])) for pair in pairs]
-        for pair, p, adjusted in zip(pairs, p_values, holm(p_values), strict=True):
-            pair[metric] = {
-                **pair[metric],
-                "p_value": None if math.isnan(p) else p,
-                "p_holm": None if math.isnan(adjusted) else adjusted,
-                "survives_holm": adjusted <= LEVEL,
-            }
+    marked = [
+        {
+            **difference,
+            "metrics": {name: dict(value) for name, value in difference["metrics"].items()},
+            "off_policy": [dict(entry) for entry in difference.get("off_policy", [])],
+        }
+        for difference in differences
+    ]
+    families: dict[tuple[str, ...], list[tuple[dict[str, Any], Estimate]]] = defaultdict(list)
+    for difference in marked:
+        for name, value in difference["metrics"].items():
+            families[name,].append((value, _estimate(value["mean"], value["half_width"])))
+        for entry in difference["off_policy"]:
+            normal = entry["intervals"]["normal"]
+            half_width = None if normal["low"] is None else (normal["high"] - normal["low"]) / 2
+            families[entry["target"], entry["estimator"]].append((entry, _estimate(entry["value"], half_width)))
+    for family in families.values():
+        p_values = [p_value(estimated) for _, estimated in family]
+        for (entry, _), p, adjusted in zip(family, p_values, holm(p_values), strict=True):
+            entry["p_value"] = None if math.isnan(p) else p
+            entry["p_holm"] = None if math.isnan(adjusted) else adjusted
+            entry["survives_holm"] = adjusted <= LEVEL
     return marked
 
 
-def _estimate(value: dict[str, Any]) -> Estimate:
-    mean, half_width = (math.nan if value[key] is None else value[key] for key in ("mean", "half_width"))
-    return Estimate(mean, half_width, value["n"])
+def _estimate(mean: float | None, half_width: float | None) -> Estimate:
+    return Estimate(math.nan if mean is None else mean, math.nan if half_width is None else half_width, 0)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from recpo.errors import RecpoError
-from recpo.evaluation.accuracy import accuracy, accuracy_of_bin
+from recpo.evaluation.accuracy import Gain, accuracy, accuracy_of_bin, graded_accuracy
 from recpo.evaluation.beyond_accuracy import Exposure
+from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.intervals import Estimate, estimate
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.ranking import is_member, ranked_hits
@@ -91,13 +92,15 @@ def evaluate_ranking(
     ks: Sequence[int] = (10, 50),
     positive_threshold: float = 0.75,
     exclude_seen: bool = True,
+    gain: Gain = "linear",
     measures: Sequence[Measure] = (),
     user_segments: Sequence[UserSegment] = (),
     item_segments: Sequence[ItemSegment] = (),
 ) -> RankingResult:
     """Ranks the whole catalogue for every held-out user, in one pass over the batches.
 
-    The metrics of ``recpo.evaluation.accuracy`` for every user, and whatever the ``measures`` add.
+    For every user ``accuracy``, ``graded_accuracy`` and, where the recommender scores slates, ``exposure_auc``; of all
+    lists ``Exposure``; and whatever the ``measures`` add.
 
     Args:
         recommender: called without gradients.
@@ -107,27 +110,38 @@ def evaluate_ranking(
         positive_threshold: least watch quantile of a positive.
         exclude_seen: nothing from ``EvaluationBatch.seen`` may be recommended. Held-out events of such items cannot be
             ranked then, so they are removed from the targets and counted. False keeps both.
+        gain: of the graded NDCG, see ``graded_accuracy``.
         measures: metrics beside these; instances that have not seen a pass yet.
         user_segments: labels every user.
         item_segments: HitRate, Recall and NDCG of each bin's targets.
 
     Raises:
-        RecpoError: no user, ``ks`` that are no list lengths, or a recommender that shows what it was told to exclude.
+        RecpoError: no user, ``ks`` that are no list lengths, or a recommender that shows what it was told to exclude,
+            shows an item twice, or gives log-probabilities that are nan.
         ValueError: two measures give a metric of the same name.
     """
     if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
         raise RecpoError(f"ks must be different whole numbers from 1 on, such as [10, 50]; got {list(ks)}")
-    collected = _Collected(ks, [Exposure(num_items, ks), *measures], user_segments, item_segments)
+    collected = _Collected(ks, gain, [Exposure(num_items, ks), *measures], user_segments, item_segments)
     for batch in batches:
         with torch.inference_mode():
             exclude = batch.seen if exclude_seen else None
             lists = recommender.recommend(batch.feedback.histories, min(max(ks), num_items), exclude)
-            if exclude is not None and bool(is_member(lists.item_ids, exclude).any()):
-                raise RecpoError("the recommender returned items that it was told to exclude; its metrics mean nothing")
-            targets = collected.rankable(held_out_targets(batch, positive_threshold), exclude)
             logp = recommender.log_prob(batch.feedback).sum(-1) if recommender.log_prob else None
+            _refuse_nonsense(lists.item_ids, exclude, logp)
+            targets = collected.rankable(held_out_targets(batch, positive_threshold), exclude)
             collected.add(Observed(batch, lists, targets, logp))
     return collected.result()
+
+
+def _refuse_nonsense(item_ids: Tensor, exclude: Tensor | None, logp: Tensor | None) -> None:
+    if exclude is not None and bool(is_member(item_ids, exclude).any()):
+        raise RecpoError("the recommender returned items that it was told to exclude; its metrics mean nothing")
+    ordered = item_ids.sort(1).values
+    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] > 0)).any()):
+        raise RecpoError("the recommender returned an item twice in one list; its metrics mean nothing")
+    if logp is not None and bool(logp.isnan().any()):
+        raise RecpoError("the recommender's log-probabilities are nan; was its training stable?")
 
 
 class _Collected:
@@ -136,11 +150,12 @@ class _Collected:
     def __init__(
         self,
         ks: Sequence[int],
+        gain: Gain,
         measures: Sequence[Measure],
         user_segments: Sequence[UserSegment],
         item_segments: Sequence[ItemSegment],
     ) -> None:
-        self._ks, self._measures = ks, measures
+        self._ks, self._gain, self._measures = ks, gain, measures
         self._user_segments, self._item_segments = user_segments, item_segments
         self._counts: Counter[str] = Counter()
         self._row_ids: list[Tensor] = []
@@ -167,12 +182,13 @@ class _Collected:
         self._counts["users"] += len(lists)
         self._counts["users_with_positives"] += int((positive.num_targets > 0).sum())
         self._counts["users_with_dislikes"] += int((disliked.num_targets > 0).sum())
-        metrics = accuracy(positive, disliked, self._ks)
+        metrics = accuracy(positive, disliked, self._ks) | graded_accuracy(observed, self._ks, self._gain)
+        metrics |= {} if observed.logp is None else exposure_auc(observed.logp, targets)
         for measure in self._measures:
             more = measure.update(observed)
             if again := metrics.keys() & more.keys():
                 raise ValueError(f"two measures give metrics of the same name: {', '.join(sorted(again))}")
-            metrics |= more
+            metrics |= {name: values.float() for name, values in more.items()}
         self._row_ids.append(observed.batch.feedback.row_ids.cpu())
         _append(self._per_user, metrics)
         _append(self._labels, {segment.name: segment.label(observed.batch) for segment in self._user_segments})
@@ -191,7 +207,7 @@ class _Collected:
         labels = _joined(self._labels)
         return RankingResult(
             row_ids=torch.cat(self._row_ids),
-            per_user={name: values.float() for name, values in _joined(self._per_user).items()},
+            per_user=_joined(self._per_user),
             totals={name: value for measure in self._measures for name, value in measure.totals().items()},
             counts=dict(self._counts),
             user_segments={s.name: UserLabels(s.bins, labels[s.name]) for s in self._user_segments},

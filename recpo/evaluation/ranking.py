@@ -1,11 +1,17 @@
 """Ranking metrics of top-K lists against sets of held-out items, vectorised over users.
 
 Conventions, the same for every metric
-    * Relevance is binary. The targets of a user are a set: an item that occurs several times counts once.
+    * Relevance is binary, but for graded NDCG.
+    * The targets of a user are a set: an item that occurs several times counts once.
     * A recommended list holds distinct items, best first; id 0 is an empty place and never a hit.
     * A user without targets gets nan: such users are left out of every mean, and counted.
     * A list shorter than k is a list whose remaining places are empty: Precision@k still divides by k.
     * NDCG@k divides by the best DCG that this user's targets allow, ``min(k, number of targets)`` items, not k items.
+    * A list is an order: there are no ties in it. Who recommends breaks them (recpo: the smaller id first).
+    * Seen items, where they are excluded from the lists, are to be left out of the targets by the caller: the ideal
+      list then holds only what a list can hold.
+    * Ranks of targets that are not among the first k items are not known: their reciprocal is 0, and the rank itself
+      counts as k + 1.
 """
 
 from __future__ import annotations
@@ -67,17 +73,17 @@ def is_member(items: Tensor, of: Tensor, mask: Tensor | None = None) -> Tensor:
 
 def hit_rate(hits: RankedHits, ks: Sequence[int]) -> Tensor:
     """HitRate@k: 1 if any target is among the first k items, else 0. ``[B, len(ks)]``."""
-    return _defined((_sum_to_k(hits, ks) > 0).float(), hits)
+    return _defined((_sum_to_k(hits.hit, ks) > 0).float(), hits)
 
 
 def recall(hits: RankedHits, ks: Sequence[int]) -> Tensor:
     """Recall@k: targets among the first k items / number of targets. ``[B, len(ks)]``."""
-    return _defined(_sum_to_k(hits, ks) / hits.num_targets[:, None], hits)
+    return _defined(_sum_to_k(hits.hit, ks) / hits.num_targets[:, None], hits)
 
 
 def precision(hits: RankedHits, ks: Sequence[int]) -> Tensor:
     """Precision@k: targets among the first k items / k. ``[B, len(ks)]``."""
-    return _defined(_sum_to_k(hits, ks) / hits.hit.new_tensor(ks), hits)
+    return _defined(_sum_to_k(hits.hit, ks) / hits.hit.new_tensor(ks), hits)
 
 
 def ndcg(hits: RankedHits, ks: Sequence[int]) -> Tensor:
@@ -87,10 +93,10 @@ def ndcg(hits: RankedHits, ks: Sequence[int]) -> Tensor:
     With one target that is ``1 / log2(rank + 1)``. Libraries that always divide by k ideal items print less.
     """
     longest = max(*ks, hits.hit.shape[1])
-    discount = 1 / torch.log2(torch.arange(2, longest + 2, device=hits.hit.device, dtype=torch.float32))
+    discount = _discount(longest, hits.hit)
     ideal = torch.cat([discount.new_zeros(1), discount.cumsum(0)])
     best = torch.stack([ideal[hits.num_targets.clamp(max=k)] for k in ks], 1)
-    return _defined(_sum_to_k(hits, ks, discount) / best, hits)
+    return _defined(_sum_to_k(hits.hit, ks, discount) / best, hits)
 
 
 def mrr(hits: RankedHits, ks: Sequence[int]) -> Tensor:
@@ -106,15 +112,63 @@ def mean_average_precision(hits: RankedHits, ks: Sequence[int]) -> Tensor:
     rank = torch.arange(1, hits.hit.shape[1] + 1, device=hits.hit.device, dtype=torch.float32)
     gained = hits._replace(hit=hits.hit * hits.hit.cumsum(1) / rank)
     best = torch.stack([hits.num_targets.clamp(max=k) for k in ks], 1)
-    return _defined(_sum_to_k(gained, ks) / best, hits)
+    return _defined(_sum_to_k(gained.hit, ks) / best, hits)
 
 
 def mean_rank(hits: RankedHits, ks: Sequence[int]) -> Tensor:
     """Mean rank of the targets, where one that is not among the first k items counts as k + 1. ``[B, len(ks)]``."""
     rank = torch.arange(1, hits.hit.shape[1] + 1, device=hits.hit.device, dtype=torch.float32)
     cut = hits.hit.new_tensor(ks) + 1
-    absent = hits.num_targets[:, None] - _sum_to_k(hits, ks)
-    return _defined((_sum_to_k(hits, ks, rank) + absent * cut) / hits.num_targets[:, None], hits)
+    absent = hits.num_targets[:, None] - _sum_to_k(hits.hit, ks)
+    return _defined((_sum_to_k(hits.hit, ks, rank) + absent * cut) / hits.num_targets[:, None], hits)
+
+
+class GradedHits(NamedTuple):
+    """What the places of the lists are worth.
+
+    Attributes:
+        gain: ``[B, K]`` float32, gain of the item at the place, 0 if it is no target.
+        ideal: ``[B, P]`` float32, the gains of the user's distinct targets, descending.
+    """
+
+    gain: Tensor
+    ideal: Tensor
+
+
+def graded_hits(item_ids: Tensor, targets: Tensor, gains: Tensor) -> GradedHits:
+    """Looks up the gains of the lists' items; a target that occurs several times has the largest of its gains.
+
+    Args:
+        item_ids: ``[B, K]`` recommended items, best first, 0 = empty place.
+        targets: ``[B, P]`` held-out items, in any order, 0 pads.
+        gains: ``[B, P]`` non-negative; a target of gain 0 is none.
+    """
+    gains = gains.float().masked_fill(targets == 0, 0)
+    by_gain = gains.argsort(1, descending=True)
+    kept = targets.gather(1, by_gain).long().masked_fill(gains.gather(1, by_gain) == 0, _NO_ITEM)
+    ascending, by_item = kept.sort(dim=1, stable=True)
+    worth = gains.gather(1, by_gain).gather(1, by_item)
+    worth[:, 1:] *= ascending[:, 1:] != ascending[:, :-1]
+    items = item_ids.long().contiguous()
+    if not targets.shape[1]:
+        return GradedHits(worth.new_zeros(items.shape), worth)
+    place = torch.searchsorted(ascending, items).clamp_(max=targets.shape[1] - 1)
+    found = ascending.gather(1, place) == items
+    return GradedHits(worth.gather(1, place) * found, worth.sort(1, descending=True).values)
+
+
+def graded_ndcg(hits: GradedHits, ks: Sequence[int]) -> Tensor:
+    """gNDCG@k: ``sum_{r<=k} gain_r / log2(r + 1)`` over the same sum of the ideal list. ``[B, len(ks)]``.
+
+    The ideal list holds the user's own targets by descending gain (Järvelin and Kekäläinen, 2002); nan where none has a
+    gain.
+    """
+    best = _sum_to_k(hits.ideal, ks, _discount(hits.ideal.shape[1], hits.ideal))
+    return _sum_to_k(hits.gain, ks, _discount(hits.gain.shape[1], hits.gain)) / best
+
+
+def _discount(places: int, like: Tensor) -> Tensor:
+    return 1 / torch.log2(torch.arange(2, places + 2, device=like.device, dtype=torch.float32))
 
 
 def _sorted_set(items: Tensor, mask: Tensor) -> Tensor:
@@ -133,12 +187,12 @@ def _found(items: Tensor, sorted_set: Tensor) -> Tensor:
     return sorted_set.gather(1, place) == items
 
 
-def _sum_to_k(hits: RankedHits, ks: Sequence[int], weight: Tensor | None = None) -> Tensor:
-    """``sum_{r<=k} hit_r weight_r`` for every k at once, ``[B, len(ks)]``, as one matrix product."""
-    places = hits.hit.shape[1]
-    within = torch.arange(places, device=hits.hit.device)[:, None] < torch.tensor(ks, device=hits.hit.device)
+def _sum_to_k(values: Tensor, ks: Sequence[int], weight: Tensor | None = None) -> Tensor:
+    """``sum_{r<=k} value_r weight_r`` of ``values [B, K]`` for every k, ``[B, len(ks)]``, as one matrix product."""
+    places = values.shape[1]
+    within = torch.arange(places, device=values.device)[:, None] < torch.tensor(ks, device=values.device)
     weights = within.float() if weight is None else within * weight[:places, None]
-    return hits.hit @ weights
+    return values @ weights
 
 
 def _defined(values: Tensor, hits: RankedHits) -> Tensor:

@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
+import torch
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
+from recpo.evaluation.comparison import LEVEL, holm, p_value
 from recpo.evaluation.held_out import RankingResult
-from recpo.evaluation.intervals import Estimate
+from recpo.evaluation.intervals import Estimate, bootstrap_interval
 
 SCHEMA_VERSION = 2
 _LOWER_IS_BETTER = {"disliked", "disliked_hit_rate", "disliked_MRR", "true_dislike", "gini", "miscalibration"}
@@ -36,7 +39,11 @@ class Contender(NamedTuple):
 
 
 def metrics_document(
-    contenders: Sequence[Contender], *, setting: Mapping[str, Any], warnings: Sequence[str] = ()
+    contenders: Sequence[Contender],
+    *,
+    setting: Mapping[str, Any],
+    warnings: Sequence[str] = (),
+    bootstrap_resamples: int = 0,
 ) -> dict[str, Any]:
     """What ``metrics.json`` holds; numbers that are not defined (no user, one user, no list) are null.
 
@@ -57,14 +64,17 @@ def metrics_document(
                         (i, j) with i < j as against = contender i; only metrics that both have
 
     where ``estimate`` is ``{mean, half_width, n}``: mean over the n users for whom the metric is defined, and half of
-    its normal 95 % interval. Segments are ``history length`` and other divisions of the users, with every metric of the
-    users of a bin, and ``item popularity`` and other divisions of the items, with NDCG, Recall and HitRate of the
-    targets of a bin. JSON keys are sorted; the order of bins is in ``setting["segments"]``: ``{segment: [bin]}``.
+    its normal 95 % interval. With ``bootstrap_resamples`` the estimates under ``metrics`` of contenders also have
+    ``low`` and ``high``, the 95 % percentile interval of ``bootstrap_interval``. Segments are ``history length`` and
+    other divisions of the users, with every metric of the users of a bin, and ``item popularity`` and other divisions
+    of the items, with NDCG, Recall and HitRate of the targets of a bin. JSON keys are sorted; the order of bins is in
+    ``setting["segments"]``: ``{segment: [bin]}``.
 
     Args:
         contenders: all evaluated on the same users.
         setting: ``exclude_seen``, ``positive_threshold`` and whatever else describes the evaluation.
         warnings: sentences.
+        bootstrap_resamples: resamples of the users; 0 = no bootstrap intervals.
     """
     first = contenders[0].result
     bins = {name: list(users.bins) for name, users in first.user_segments.items()}
@@ -74,7 +84,7 @@ def metrics_document(
         "setting": {**setting, "segments": bins},
         "conventions": conventions(bool(setting["exclude_seen"]), float(setting["positive_threshold"])),
         "warnings": list(warnings),
-        "contenders": [_as_entry(contender) for contender in contenders],
+        "contenders": [_as_entry(contender, bootstrap_resamples) for contender in contenders],
         "differences": [
             {"contender": later.name, "against": earlier.name, "metrics": _paired(later.result, earlier.result)}
             for earlier, later in combinations(contenders, 2)
@@ -87,13 +97,18 @@ def lower_is_better(metric: str) -> bool:
     return metric.split("@")[0] in _LOWER_IS_BETTER
 
 
-def _as_entry(contender: Contender) -> dict[str, Any]:
+def _as_entry(contender: Contender, resamples: int) -> dict[str, Any]:
     result = contender.result
+    metrics = {metric: _as_json(result.estimate(metric)) for metric in result.per_user}
+    if resamples:
+        ends = bootstrap_interval(torch.stack(list(result.per_user.values()), 1), resamples=resamples)
+        for value, low, high in zip(metrics.values(), *(end.tolist() for end in ends), strict=True):
+            value |= {"low": _defined(low), "high": _defined(high)}
     return {
         "name": contender.name,
         "kind": contender.kind,
         "counts": result.counts,
-        "metrics": {metric: _as_json(result.estimate(metric)) for metric in result.per_user},
+        "metrics": metrics,
         "totals": {metric: _defined(value) for metric, value in result.totals.items()},
         "segments": {
             segment: {
@@ -124,6 +139,11 @@ def conventions(exclude_seen: bool, positive_threshold: float) -> dict[str, str]
         "disliked": "distinct held-out items that were disliked; disliked@k is their share of the k places",
         "ndcg": "binary gains, divided by the DCG of an ideal list of min(k, number of targets) items",
         "map": "divided by min(k, number of targets)",
+        "gNDCG": "gains are the watch quantiles of held-out items, 0 of disliked ones; ideal list of the user's own",
+        "disliked_rank": "mean rank of the disliked items, k + 1 for one that is not in the list; higher is better",
+        "AUC": "positives against skipped or disliked exposures by log-probability, per user; ties count one half",
+        "segments": "users by their past, targets by their item; ranks are always those among all items",
+        "popularity": "head: fewest items with half of the training events, torso: up to 80 %, tail: the rest",
         "users": "means over the users who have such targets (n); half_width is the normal 95 % interval of the mean",
     }
 
@@ -140,26 +160,60 @@ def metrics_table(contenders: Sequence[Contender], k: int, *, title: str) -> Tab
     best = {name: _best(name, [e.mean for e in column]) for name, column in estimates.items()}
     for row, contender in enumerate(contenders):
         cells = [_cell(estimates[name][row], bold=row == best[name]) for name in names]
-        table.add_row(contender.name, *cells, f"{contender.result.totals[f'coverage@{k}']:.3f}")
+        table.add_row(escape(contender.name), *cells, f"{contender.result.totals[f'coverage@{k}']:.3f}")
     return table
 
 
 def differences_table(contenders: Sequence[Contender], k: int) -> Table:
-    """Paired differences of metrics at ``k``, bold where the interval excludes 0.
+    """Paired differences of metrics at ``k``, bold where they survive Holm's correction for all pairs of contenders.
 
     Every pair up to four contenders, from there on each against the first; the document has every pair.
     """
     names = _shown(contenders, ("NDCG", "Recall", "disliked", "true_reward", "true_dislike"), k)
-    table = _table(f"paired differences on the same users; lists of {k}", "bold: the interval excludes 0")
+    pairs = list(combinations(contenders, 2))
+    values = {name: [later.result.difference(earlier.result, name) for earlier, later in pairs] for name in names}
+    adjusted = {name: holm([p_value(value) for value in column]) for name, column in values.items()}
+    caption = f"bold: survives Holm's correction for {len(pairs)} comparisons at 5 %"
+    table = _table(f"paired differences on the same users; lists of {k}", caption)
     table.add_column("contender - against")
     for name in names:
         table.add_column(_heading(name), justify="right")
-    pairs = list(combinations(contenders, 2))
-    for earlier, later in pairs if len(contenders) <= _MOST_FOR_ALL_PAIRS else pairs[: len(contenders) - 1]:
-        values = [later.result.difference(earlier.result, name) for name in names]
-        cells = [_cell(value, bold=abs(value.mean) > value.half_width, signed=True) for value in values]
-        table.add_row(f"{later.name} - {earlier.name}", *cells)
+    shown = len(pairs) if len(contenders) <= _MOST_FOR_ALL_PAIRS else len(contenders) - 1
+    for row, (earlier, later) in enumerate(pairs[:shown]):
+        cells = [_cell(values[name][row], bold=adjusted[name][row] <= LEVEL, signed=True) for name in names]
+        table.add_row(escape(f"{later.name} - {earlier.name}"), *cells)
     return table
+
+
+def value_table(document: Mapping[str, Any]) -> Table | None:
+    """Off-policy values of the policies and of their lists of the first k; None where the document has none."""
+    k = document["setting"]["ks"][0]
+    shown = [(target, estimator) for target in ("policy", f"top_{k}") for estimator in ("SNIPS", "DR")]
+    rows = {
+        contender["name"]: {(entry["target"], entry["estimator"]): entry for entry in contender["off_policy"]}
+        for contender in document["contenders"]
+    }
+    columns = [column for column in shown if any(column in row for row in rows.values())]
+    if not columns:
+        return None
+    caption = "mean reward per exposure ± half of the 95 % interval; ! read the warnings in the report; - not known"
+    table = _table("off-policy value", caption)
+    table.add_column("contender")
+    for target, estimator in columns:
+        table.add_column(f"{target}\n{estimator}", justify="right")
+    for name, entries in rows.items():
+        earned = [entry for (_, estimator), entry in entries.items() if estimator == "mean"]
+        cells = [_value_cell(entries.get(column, earned[0] if earned else None)) for column in columns]
+        table.add_row(escape(name), *cells)
+    return table
+
+
+def _value_cell(entry: Mapping[str, Any] | None) -> str:
+    if entry is None or entry["value"] is None:
+        return "-"
+    ends = entry["intervals"]["normal"]
+    half_width = "" if ends["low"] is None else f"\n±{(ends['high'] - ends['low']) / 2:.4f}"
+    return f"{entry['value']:.4f}{' !' if entry['warnings'] else ''}{half_width}"
 
 
 def _shown(contenders: Sequence[Contender], headings: Sequence[str], k: int) -> list[str]:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from recpo.evaluation.item_facts import POPULARITY_BINS, ItemFacts, popularity_bins
 from recpo.evaluation.ranking import RankedHits
 from recpo.types import EvaluationBatch
 
@@ -65,3 +67,36 @@ def history_length(bounds: Sequence[int] = (1, 5, 20, 50)) -> UserSegment:
 
     upper = [f"{low}-{high - 1}" for low, high in pairwise(bounds)]
     return UserSegment("history length", ("new users", *upper, f"{bounds[-1]} and more"), label)
+
+
+def item_popularity(train_count: Tensor) -> ItemSegment:
+    """Items by share of the training events, see ``popularity_bins``."""
+    return ItemSegment("item popularity", POPULARITY_BINS, popularity_bins(train_count))
+
+
+def item_duration(duration: Tensor, bounds: Sequence[float] | None = None) -> ItemSegment:
+    """Items by duration.
+
+    Args:
+        duration: ``[V + 1]`` seconds, nan = unknown, which is a bin of its own if there are such items.
+        bounds: least duration of the second, third, ... bin; ascending. None = the quartiles of the catalogue.
+    """
+    known = ~duration.isnan()
+    known[0] = False
+    if bounds is None:
+        values = duration[known].double().numpy()  # torch.quantile takes 16 million at most
+        bounds = np.unique(np.quantile(values, [0.25, 0.5, 0.75])).tolist() if len(values) else []
+    label = torch.bucketize(duration.double(), torch.tensor(bounds, dtype=torch.float64), right=True)
+    label = label.masked_fill(~known, len(bounds) + 1)
+    label[0] = NO_BIN
+    names = [f"under {bounds[0]:.4g} s"] if bounds else ["known"]
+    names += [f"{low:.4g} to {high:.4g} s" for low, high in pairwise(bounds)]
+    names += [f"{bounds[-1]:.4g} s and more"] if bounds else []
+    names += ["unknown"] if not bool(known[1:].all()) else []
+    return ItemSegment("item duration", tuple(names), label)
+
+
+def item_segments(facts: ItemFacts) -> list[ItemSegment]:
+    """All divisions of the items that the facts allow."""
+    by_duration = [] if facts.duration is None else [item_duration(facts.duration)]
+    return [item_popularity(facts.train_count), *by_duration]

@@ -44,13 +44,13 @@ def matmul_transposed(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left, right.T)
 
 
-def linear(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``inputs weightᵀ + bias``, as ``torch.nn.functional.linear``; differentiable once.
 
     Args:
         inputs: ``[..., k]``.
         weight: ``[m, k]``.
-        bias: ``[m]``.
+        bias: ``[m]``; None = 0.
     """
     if (
         torch.compiler.is_compiling()
@@ -68,7 +68,7 @@ def _suits(values: Tensor) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = inputs.reshape(-1, inputs.shape[-1])
         ctx.save_for_backward(rows, weight)
         ctx.shape = inputs.shape
@@ -86,4 +86,4 @@ class _Linear(torch.autograd.Function):
             # oneDNN copies a transposed left operand: let that be the narrower one
             narrow_inputs = rows.shape[1] < grad.shape[1]
             grad_weight = _onednn(rows.T, grad.T).T.contiguous() if narrow_inputs else _onednn(grad.T, rows.T)
-        return grad_inputs, grad_weight, grad.sum(0)
+        return grad_inputs, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None

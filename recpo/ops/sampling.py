@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 
@@ -72,46 +71,3 @@ def proposal_cdf(counts: Tensor, power: float) -> Tensor:
     """
     cdf = torch.cat([counts.new_zeros(1, dtype=torch.float64), (counts.double() + 1).pow(power).cumsum(0)])
     return cdf / cdf[-1]
-
-
-def nucleus(logp: Tensor, top_p: float) -> Tensor:
-    """Log-probabilities renormalised over the smallest set of choices whose probability reaches ``top_p``.
-
-    Nucleus sampling (arXiv 1904.09751). The likeliest choice is always kept.
-
-    Args:
-        logp: ``[..., C]`` normalised log-probabilities.
-        top_p: in (0, 1]; 1 = all choices.
-
-    Returns:
-        ``[..., C]``, -inf outside the set.
-    """
-    if top_p >= 1.0:
-        return logp
-    descending, order = logp.sort(-1, descending=True)
-    before = descending.exp().cumsum(-1) - descending.exp()
-    kept = torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before < top_p)
-    return logp.masked_fill(~kept, -torch.inf).log_softmax(-1)
-
-
-def draw_choices(logp: Tensor, count: int, *, replacement: bool = True) -> tuple[Tensor, Tensor]:
-    """Draws ``count`` choices per row; without replacement by Gumbel top-k (arXiv 1903.06059), in the order of drawing.
-
-    Args:
-        logp: ``[N, C]`` log-probabilities, -inf = never.
-        count: number of draws G.
-        replacement: False = different choices.
-
-    Returns:
-        indices ``[N, G]`` and their ``logp``; where a row has fewer than G choices to draw, the latter is -inf.
-    """
-    if replacement:
-        index = torch.multinomial(logp.exp(), count, replacement=True)
-        return index, logp.gather(1, index)
-    # -log of a standard exponential number is a standard Gumbel number
-    perturbed = logp - torch.empty_like(logp).exponential_().log()
-    index = perturbed.topk(min(count, logp.shape[1]), 1).indices
-    index = F.pad(index, (0, count - index.shape[1]))
-    drawn = logp.gather(1, index)
-    drawn[:, logp.shape[1] :] = -torch.inf
-    return index, drawn

@@ -1,4 +1,4 @@
-"""Search and sampling in a softmax over the catalogue, scored in blocks of items."""
+"""Search in a softmax over the catalogue, scored in blocks of items."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from torch import Tensor
 
 from recpo.ops.linear_logprob import column_blocks
 from recpo.ops.matmul import matmul_transposed
-from recpo.ops.sampling import draw_choices, nucleus
-from recpo.types import Recommendations, SamplingOptions
+from recpo.types import Recommendations
 
 # Scores of one block of items for the whole batch: beyond this the catalogue is searched block by block.
 SCORE_BYTES = 64 << 20
@@ -45,7 +44,7 @@ def _top_k_by_blocks(states: Tensor, table: Tensor, k: int, exclude: Tensor | No
     best = states.new_full((len(states), 0), -torch.inf)
     ids = torch.empty_like(best, dtype=torch.long)
     lse = states.new_full((len(states),), -torch.inf)
-    for rows in _blocks(states, table):
+    for rows in score_blocks(states, table):
         scores = matmul_transposed(states, table[rows].float())
         lse = torch.logaddexp(lse, scores.logsumexp(1))
         if exclude is not None:
@@ -80,60 +79,6 @@ def _ties_to_smaller_id(best: Tensor, ids: Tensor, num_rows: int) -> Tensor:
     return (new_run.long().cumsum(1) * num_rows + ids).sort(1).values % num_rows
 
 
-def draw(
-    states: Tensor,
-    table: Tensor,
-    count: int,
-    options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
-) -> tuple[Tensor, Tensor]:
-    """``count`` items per state.
-
-    Args:
-        states: ``[B, d]``, divided by the policy's temperature.
-        table: ``[V + 1, d]``; row 0 is padding and never drawn.
-        count: number of draws G.
-        options: how they are drawn.
-
-    Returns:
-        ids ``[B, G]``, 0 where fewer than G items can be drawn, and their log-probabilities ``[B, G]`` under the
-        distribution from which one item is drawn, -inf where the id is 0; no gradient.
-    """
-    states, table = states.detach() / options.temperature, table.detach()
-    if options.replacement and options.top_p >= 1.0:
-        return _draw_by_inversion(states, table, count)
-    # a nucleus and draws without replacement want a context's whole distribution: a few contexts at a time
-    height = max(1, SCORE_BYTES // (4 * len(table)))
-    parts = [_draw_from_rows(part, table, count, options) for part in states.split(height)]
-    return torch.cat([ids for ids, _ in parts]), torch.cat([logp for _, logp in parts])
-
-
-def _draw_from_rows(states: Tensor, table: Tensor, count: int, options: SamplingOptions) -> tuple[Tensor, Tensor]:
-    logp = nucleus(matmul_transposed(states, table[1:].float()).log_softmax(1), options.top_p)
-    index, drawn = draw_choices(logp, count, replacement=options.replacement)
-    return (index + 1).masked_fill(drawn == -torch.inf, 0), drawn
-
-
-def _draw_by_inversion(states: Tensor, table: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """With replacement, by inversion of the cumulative distribution, block by block."""
-    lse = states.new_full((len(states),), -torch.inf)
-    for rows in _blocks(states, table):
-        lse = torch.logaddexp(lse, matmul_transposed(states, table[rows].float()).logsumexp(1))
-    remaining = torch.rand(len(states), count, dtype=torch.float64, device=states.device)
-    ids = torch.zeros(len(states), count, dtype=torch.long, device=states.device)
-    logp = states.new_zeros(len(states), count)
-    for rows in _blocks(states, table):
-        log_probabilities = matmul_transposed(states, table[rows].float()) - lse[:, None]
-        cdf = log_probabilities.double().exp_().cumsum_(1)
-        index = torch.searchsorted(cdf, remaining, right=True)
-        # rounding may leave the last total a little below 1: such a draw takes the last item
-        last = rows.stop == len(table)
-        here = (ids == 0) & ((index < cdf.shape[1]) | last)
-        index = index.clamp_max(cdf.shape[1] - 1)
-        ids = torch.where(here, index + rows.start, ids)
-        logp = torch.where(here, log_probabilities.gather(1, index), logp)
-        remaining = remaining - cdf[:, -1:]
-    return ids, logp
-
-
-def _blocks(states: Tensor, table: Tensor) -> list[slice]:
+def score_blocks(states: Tensor, table: Tensor) -> list[slice]:
+    """Rows of ``table [V + 1, d]``, without row 0, in blocks whose scores for all ``states [B, d]`` are bounded."""
     return list(column_blocks(len(table), 1, max(1024, SCORE_BYTES // (4 * max(1, len(states))))))

@@ -12,7 +12,7 @@ from recpo.contracts import StatePolicy
 from recpo.errors import RecpoError
 from recpo.ops.linear_logprob import linear_entropy, linear_logprob
 from recpo.ops.sampling import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
-from recpo.policies import catalog_search
+from recpo.policies import catalog_sampling, catalog_search
 from recpo.policies.encoder import HistoryEncoder
 from recpo.policies.item_table import ItemTable
 from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
@@ -126,7 +126,8 @@ class CatalogSoftmaxPolicy(StatePolicy):
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``."""
-        return self.encoder(self.item_table(self._ids(histories)), histories.feedback, histories.timestamps)
+        vectors = self.item_table(self._ids(histories))
+        return self.encoder(vectors, histories.feedback, histories.timestamps, histories.lengths)
 
     def item_vectors(self, item_ids: Tensor) -> Tensor:
         """See ``StatePolicy.item_vectors``."""
@@ -139,6 +140,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
             raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalogue, got {k}")
         return catalog_search.top_k(self._last_states(histories), self._output_weight(), k, exclude)
 
+    @torch.no_grad()
     def sample(
         self,
         histories: Histories,
@@ -146,7 +148,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``."""
-        ids, logp = catalog_search.draw(self._last_states(histories), self._output_weight(), group_size, options)
+        ids, logp = catalog_sampling.draw(self._last_states(histories), self._output_weight(), group_size, options)
         return ids, logp[..., None]
 
     def _ids(self, histories: Histories) -> Tensor:
@@ -187,7 +189,8 @@ class CatalogSoftmaxPolicy(StatePolicy):
             history_vectors, output = vectors[: history.numel()], vectors[history.numel() :]
         else:
             history_vectors, output = self.item_table(history.reshape(-1)), self.output_table(output_ids)
-        encoded = self.encoder(history_vectors.view(*history.shape, -1), histories.feedback, histories.timestamps)
+        history_vectors = history_vectors.view(*history.shape, -1)
+        encoded = self.encoder(history_vectors, histories.feedback, histories.timestamps, histories.lengths)
         states = self._scored_states(histories, encoded)
         output = F.normalize(output, dim=-1) if self.similarity == "cosine" else output
         rows, state_index = _shared_states(slates, positions, states.shape[1])

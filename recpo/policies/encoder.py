@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from recpo.errors import RecpoError
 from recpo.policies.hstu import HSTUBlock, time_gap_buckets
 from recpo.policies.layers import ByteDropout
+from recpo.policies.packing import Packing
 from recpo.policies.sasrec import SASRecBlock
 
 
@@ -62,19 +63,28 @@ class HistoryEncoder(nn.Module):
         )
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, items: Tensor, feedback: Tensor | None = None, timestamps: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        items: Tensor,
+        feedback: Tensor | None = None,
+        timestamps: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
         """States ``[B, H + 1, d]`` of histories.
 
         Args:
             items: ``[B, H, d]`` item vectors.
             feedback: ``[B, H]`` feedback levels; None = unknown.
             timestamps: ``[B, H]`` milliseconds; HSTU blocks read them, None = no time bias.
+            lengths: ``[B]`` numbers of events; SASRec blocks then skip the padding, HSTU blocks do not.
         """
         states = items * self.item_scale + self.position[: items.shape[1]]
         if self.feedback is not None and feedback is not None:
             states = states + self.feedback(feedback)
-        states = self.dropout(states)
+        packing = None if self.reads_time or lengths is None else Packing.of(lengths, items.shape[1])
+        states = self.dropout(states if packing is None else packing.pack(states))
         gaps = time_gap_buckets(timestamps) if self.reads_time and timestamps is not None else None
         for block in self.blocks:
-            states = block(states, gaps)
+            states = block(states, gaps) if packing is None else block(states, packing=packing)
+        states = states if packing is None else packing.unpack(states)
         return self.norm(torch.cat([self.start.expand(items.shape[0], 1, -1), states], 1))

@@ -164,7 +164,7 @@ class LazyDecoderBlock(nn.Module):
 
     def __init__(self, dim: int, heads: int, groups: int, *, dropout: float) -> None:
         super().__init__()
-        self.num_heads, self.groups = heads, groups
+        self.num_heads, self.groups, self.width = heads, groups, dim // heads
         self.cross_norm = nn.LayerNorm(dim)
         self.query = Linear(dim, dim)
         self.cross_output = Linear(dim, dim)
@@ -212,12 +212,12 @@ class LazyDecoderBlock(nn.Module):
         flat = queries.reshape(items, tokens * dim)
         if places is not None:
             flat = flat.new_zeros(batch * positions, tokens * dim).index_copy(0, places, flat)
-        folded = flat.view(batch, positions, tokens, self.groups, self.num_heads // self.groups, -1)
-        folded = folded.permute(0, 3, 1, 2, 4, 5).reshape(batch, self.groups, -1, keys.shape[-1])
-        repeats = folded.shape[2] // positions
-        mask = seen[:, None, :, None].expand(batch, 1, positions, repeats, length).reshape(batch, 1, -1, length)
+        folded = flat.view(batch, positions, tokens, self.groups, self.num_heads // self.groups, self.width)
+        folded = folded.permute(0, 3, 1, 2, 4, 5).flatten(2, 4)
+        repeats = tokens * self.num_heads // self.groups
+        mask = seen[:, None, :, None].expand(batch, 1, positions, repeats, length).flatten(2, 3)
         attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
-        attended = attended.view(batch, self.groups, positions, tokens, self.num_heads // self.groups, -1)
+        attended = attended.view(batch, self.groups, positions, tokens, self.num_heads // self.groups, self.width)
         flat = attended.permute(0, 2, 3, 1, 4, 5).reshape(batch * positions, tokens * dim)
         return (flat if places is None else flat[places]).view(items, tokens, dim)
 
@@ -225,7 +225,7 @@ class LazyDecoderBlock(nn.Module):
         self, query_key_value: Tensor, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         items, tokens, width = query_key_value.shape
-        split = query_key_value.view(items, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        split = query_key_value.view(items, tokens, 3, self.num_heads, self.width).permute(2, 0, 3, 1, 4)
         query, key, value = split.unbind(0)
         if past is not None:
             key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)

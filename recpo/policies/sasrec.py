@@ -6,6 +6,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.policies.layers import ByteDropout, Linear
+from recpo.policies.packing import Packing
 
 
 class SASRecBlock(nn.Module):
@@ -32,13 +33,19 @@ class SASRecBlock(nn.Module):
         self.contract = Linear(expansion * dim, dim)
         self.dropout = ByteDropout(dropout)
 
-    def forward(self, states: Tensor, time_gaps: Tensor | None = None) -> Tensor:
-        """Maps ``[B, H, d]`` to ``[B, H, d]``; position j depends on positions <= j. ``time_gaps`` are not used."""
-        batch, length, dim = states.shape
-        heads = self.query_key_value(self.attention_norm(states)).view(batch, length, 3, self.heads, dim // self.heads)
+    def forward(self, states: Tensor, time_gaps: Tensor | None = None, packing: Packing | None = None) -> Tensor:
+        """Maps ``[B, H, d]`` to ``[B, H, d]``; position j depends on positions <= j. ``time_gaps`` are not used.
+
+        With ``packing`` it maps the events alone, ``[N, d]`` to ``[N, d]``; only the attention sees padding.
+        """
+        split = self.query_key_value(self.attention_norm(states))
+        split = split if packing is None else packing.unpack(split)
+        batch, length, width = split.shape
+        heads = split.view(batch, length, 3, self.heads, width // (3 * self.heads))
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        attended = self.attention_output(attended.transpose(1, 2).reshape(batch, length, dim))
-        states = states + self.dropout(attended)
+        attended = attended.transpose(1, 2).reshape(batch, length, width // 3)
+        attended = attended if packing is None else packing.pack(attended)
+        states = states + self.dropout(self.attention_output(attended))
         hidden = self.contract(F.gelu(self.expand(self.feed_forward_norm(states))))
         return states + self.dropout(hidden)

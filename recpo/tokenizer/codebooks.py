@@ -66,9 +66,12 @@ class Codebooks:
             codes.append(code)
         return torch.stack(codes, 1) if codes else points.new_zeros(len(points), 0, dtype=torch.int64)
 
-    def to(self, device: torch.device | str) -> Codebooks:
-        """The same codebooks on ``device``."""
-        return Codebooks(*(tensor.to(device) for tensor in (self.centroids, self.shift, self.scale, self.unit)))
+    def reconstruct(self, codes: Tensor) -> Tensor:
+        """The points ``[n, d]`` that ``codes [n, T]`` stand for: the sums of their centroids."""
+        points = self.shift.new_zeros(len(codes), len(self.shift))
+        for centroids, code in zip(self.centroids, codes.T, strict=True):
+            points += centroids[code]
+        return points
 
     def save(self, root: Path) -> None:
         """Writes ``codebooks.safetensors`` into the existing directory ``root``."""
@@ -115,8 +118,9 @@ def _normalise(vectors: Tensor, shift: Tensor, scale: Tensor, unit: bool) -> Ten
 
 def squared_distances(points: Tensor, centroids: Tensor) -> Tensor:
     """``|x_i - c_k|^2`` as ``[n, K]``, by one matrix product; at least 0."""
-    offset = points.square().sum(1, keepdim=True) + centroids.square().sum(1)
-    return torch.addmm(offset, points, centroids.T, alpha=-2).clamp_min_(0)
+    # two sums in place are faster than one [n, K] offset, which would have to be made and read
+    table = torch.addmm(centroids.square().sum(1), points, centroids.T, alpha=-2)
+    return table.add_(points.square().sum(1, keepdim=True)).clamp_min_(0)
 
 
 def nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,6 +102,8 @@ def _collect(
 
 
 def _batches(file: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    if len(columns) < 2:
+        raise RecpoError(f"{file}: name at least one column beside {columns[0]}")
     try:
         source = ds.dataset(file, format="parquet")
         absent = [name for name in columns if name not in source.schema.names]

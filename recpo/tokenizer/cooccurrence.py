@@ -87,19 +87,36 @@ class Cooccurrence:
         """``[V, d]`` float32; zero for items that stand near no other one.
 
         Raises:
-            RecpoError: no two items ever stand near each other.
+            RecpoError: no two items stand near each other more often than by chance.
         """
         information = self.information(pairs.weights)
         if not information.nnz:
             raise RecpoError(
-                "no two items of the training period stand near each other in a user's sequence, so co-occurrence "
-                "makes no vectors; give item vectors from a file (VectorsFromParquet)"
+                "no two items of the training period stand near each other more often than by chance (shift "
+                f"{self.shift}), so co-occurrence makes no vectors; give item vectors from a file (VectorsFromParquet)"
             )
         width = min(self.dim, information.shape[0] - 1)
         left, singular, _ = randomized_svd(information, width, n_iter=4, random_state=seed)
         vectors = (left * np.sqrt(singular)).astype(np.float32)
         vectors[np.diff(information.indptr) == 0] = 0  # exactly, not up to rounding
         return vectors
+
+    def fold_in(self, pairs: Pairs, points: np.ndarray, is_new: np.ndarray) -> np.ndarray:
+        """Points of new items among given ones: the mean of the given items they stand near, weighed by information.
+
+        Args:
+            pairs: of all items.
+            points: ``[V, d]``; those of new items are not read.
+            is_new: ``[V]`` bool.
+
+        Returns:
+            ``[V, d]`` float32; zero for new items that stand near no given one.
+        """
+        near = self.information(pairs.weights)[is_new][:, ~is_new]
+        total = np.asarray(near.sum(1)).ravel()
+        folded = points.astype(np.float32, copy=True)
+        folded[is_new] = (near @ points[~is_new]) / np.where(total > 0, total, 1)[:, None]
+        return folded
 
     def information(self, weights: sparse.csr_matrix) -> sparse.csr_matrix:
         """The shifted positive pointwise mutual information ``[V, V]`` of the pairs, zeros not stored."""

@@ -13,6 +13,7 @@ from recpo.tokenizer.capacity import settle
 from recpo.tokenizer.codebooks import Codebooks, Normalisation, nearest, normalisation, squared_distances, subtract
 
 _POINTS_PER_CODE = 32
+_LARGEST = 1e15
 
 
 def _nothing() -> None:
@@ -31,7 +32,8 @@ class ResidualKMeans:
         levels: T.
         codebook_size: K, codes of every level.
         normalise: what happens to the vectors first (``recpo.tokenizer.codebooks.normalisation``).
-        capacity_slack: None, or a number from 1: no code of a level is given to more than ``slack * items / K`` items.
+        capacity_slack: a number from 1: no code of a level is given to more than ``slack * items / K`` items, so that
+            none swallows the catalogue; None = every item gets its nearest code.
         iterations: steps of Lloyd's algorithm.
         sample: how many items the codebooks are fitted on (at least 32 for each code); all of them get codes.
     """
@@ -39,7 +41,7 @@ class ResidualKMeans:
     levels: int = 3
     codebook_size: int = 256
     normalise: Normalisation = "l2"
-    capacity_slack: float | None = None
+    capacity_slack: float | None = 2.0
     iterations: int = 25
     sample: int = 65_536
 
@@ -63,7 +65,12 @@ class ResidualKMeans:
 
         Returns:
             The codebooks and the codes ``[V, T]`` int64, which several items may share.
+
+        Raises:
+            RecpoError: values so large that their squares are no float32 numbers.
         """
+        if float(vectors.abs().max()) > _LARGEST:
+            raise RecpoError(f"item vectors have values beyond {_LARGEST:g}, whose squares overflow: scale them down")
         shift, scale, unit = normalisation(vectors, self.normalise)
         empty = Codebooks(vectors.new_zeros(0, self.codebook_size, vectors.shape[1]), shift, scale, unit)
         residual = empty.normalise(vectors)
@@ -109,11 +116,13 @@ def _first_centroids(points: Tensor, num_codes: int, generator: torch.Generator)
     distances 0), and the same on every device.
     """
     centroids = points.new_empty(num_codes, points.shape[1])
-    distance = torch.ones_like(points[:, 0])
+    norms = points.square().sum(1)
+    distance = torch.ones_like(norms)
     for index in range(num_codes):
         race = torch.empty(len(points)).exponential_(generator=generator).to(points.device)
-        centroids[index] = points[(distance / race).argmax()]
-        to_new = squared_distances(points, centroids[index : index + 1]).squeeze(1)
+        chosen = (distance / race).argmax()
+        centroids[index] = points[chosen]
+        to_new = torch.addmv(norms + norms[chosen], points, points[chosen], alpha=-2).clamp_min_(0)
         distance = to_new if index == 0 else torch.minimum(distance, to_new)
     return centroids
 

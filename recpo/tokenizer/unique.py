@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ def _separate(
             group,
             num_codes=size,
             capacity=min(math.prod(codebook_sizes[level + 1 :]), len(codes)),
-            distances=lambda items, level=level: distances(level, items),  # type: ignore[misc]
+            distances=partial(distances, level),
         )
         moved = (code != codes[:, level]).nonzero().squeeze(1)
         codes[:, level] = code

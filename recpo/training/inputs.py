@@ -293,6 +293,7 @@ def logged_logp(batch: FeedbackBatch, logp: Tensor, needed: Tensor) -> Tensor:
         )
     if logp.shape[-1] > 1:
         raise RecpoError(
-            "old_policy: logged gives one probability per item, this policy scores several tokens per item"
+            "old_policy: logged gives one probability per item, this policy scores several tokens per item: set "
+            "old_policy to snapshot"
         )
     return torch.where(needed, logged, 0.0)[..., None].to(logp.dtype)

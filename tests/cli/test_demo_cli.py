@@ -11,17 +11,27 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+VERBS = ("simulate", "prepare", "train", "evaluate", "export", "recommend")
+ROWS = ["GBPO-aligned", "aligned - pre-trained", "pre-trained"]
+
+
 @pytest.mark.slow
-def test_the_whole_road_in_a_hurry(tmp_path):
+@pytest.mark.parametrize(
+    ("policy", "verbs", "families"),
+    [("CatalogSoftmaxPolicy", VERBS, [""]), ("SemanticIdPolicy", ("tokenize", *VERBS), ["", "semantic ids, "])],
+)
+def test_the_whole_road_in_a_hurry(policy, verbs, families, tmp_path):
     out = tmp_path / "demo"
     size = ["--users", "150", "--items", "60", "--events", "9000", "--seeds", "2", "--epochs", "2"]
-    command = [sys.executable, "-m", "recpo.cli.main", "demo", "--out", str(out), *size]
+    command = [sys.executable, "-m", "recpo.cli.main", "demo", "--out", str(out), "--policy", policy, *size]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for verb in ("simulate", "prepare", "train", "evaluate", "export", "recommend"):
+    for verb in verbs:
         assert f"$ recpo {verb} " in done.stdout
     summary = json.loads((out / "summary.json").read_text())
-    assert list(summary) == ["GBPO-aligned", "aligned - pre-trained", "popularity", "pre-trained"]
+    assert sorted(summary) == sorted(["popularity", *(f"{family}{row}" for family in families for row in ROWS)])
+    exported = json.loads((out / "bundle" / "manifest.json").read_text())["policy"]
+    assert exported.endswith(policy)
     for row in summary.values():
         assert row.keys() == {"NDCG@10", "disliked@10", "true_reward@10"}
     lists = pq.read_table(out / "recommendations.parquet")

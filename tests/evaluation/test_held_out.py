@@ -124,6 +124,16 @@ def test_a_recommender_that_ignores_exclusions_is_refused():
         evaluate_ranking(always([2, 3]), [batch], num_items=9, ks=(2,))
 
 
+def test_nonsense_is_refused():
+    batch = batch_of([[1]], [[0.9]])
+    with pytest.raises(RecpoError, match="an item twice"):
+        evaluate_ranking(always([2, 3, 2]), [batch], num_items=9, ks=(3,))
+    unstable = Recommender(always([2]).recommend, lambda feedback: torch.full((1, 1, 2), math.nan))
+    with pytest.raises(RecpoError, match="are nan"):
+        evaluate_ranking(unstable, [batch], num_items=9, ks=(1,))
+    assert evaluate_ranking(always([2, 0, 0]), [batch], num_items=9, ks=(3,)).estimate("Recall@3").mean == 0
+
+
 @pytest.mark.parametrize(("batches", "ks"), [([], (10,)), ([batch_of([[1]], [[1.0]])], (0,)), ([], (5, 5)), ([], ())])
 def test_nothing_to_evaluate_is_an_error(batches, ks):
     with pytest.raises(RecpoError):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +12,12 @@ from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score
 
 from recpo.evaluation.ranking import (
+    graded_hits,
+    graded_ndcg,
     hit_rate,
     is_member,
     mean_average_precision,
+    mean_rank,
     mrr,
     ndcg,
     precision,
@@ -21,6 +26,8 @@ from recpo.evaluation.ranking import (
 )
 from tests.reference import ranking_loops
 
+VECTORS = Path(__file__).parents[1] / "data" / "objectives.json"
+VECTOR = next(v for v in json.loads(VECTORS.read_text())["vectors"] if v["id"] == "metrics.ranking")
 METRICS = {
     "HitRate": hit_rate,
     "Recall": recall,
@@ -55,12 +62,12 @@ def test_metrics_worked_by_hand():
 
 
 def test_single_targets_at_known_ranks():
-    # published values: targets at ranks 1, 4 and 11 and nowhere, k = 10
-    lists = torch.arange(1, 21).expand(4, -1)
-    hits = ranked_hits(lists, torch.tensor([[1], [4], [11], [99]]), torch.ones(4, 1, dtype=torch.bool))
-    assert hit_rate(hits, [10]).mean().item() == pytest.approx(0.5)
-    assert ndcg(hits, [10]).mean().item() == pytest.approx(0.3576691395183483)
-    assert mrr(hits, [10]).mean().item() == pytest.approx(0.3125)
+    inputs, expected = VECTOR["inputs"], VECTOR["expected"]
+    ranks = [[99 if rank is None else rank] for rank in inputs["rank_of_target"]]
+    lists = torch.arange(1, 21).expand(len(ranks), -1)  # item = rank
+    hits = ranked_hits(lists, torch.tensor(ranks), torch.ones(len(ranks), 1, dtype=torch.bool))
+    for name, metric in (("HR", hit_rate), ("NDCG", ndcg), ("MRR", mrr)):
+        assert metric(hits, [inputs["K"]]).mean().item() == pytest.approx(expected[name])
 
 
 def test_users_without_targets_are_nan_and_repeats_count_once():
@@ -91,6 +98,30 @@ def test_ndcg_agrees_with_scikit_learn():
     assert ours.tolist() == pytest.approx(theirs, rel=1e-5)
 
 
+def test_mean_rank_is_cut_after_k():
+    hits = hits_of([[7, 1, 3, 2], [7, 1, 3, 2]], [[3, 7, 9], []])
+    assert mean_rank(hits, [1, 4])[0].tolist() == pytest.approx([(1 + 2 + 2) / 3, (1 + 3 + 5) / 3])
+    assert mean_rank(hits, [4])[1].isnan()
+
+
+def test_graded_ndcg_worked_by_hand():
+    # gains 3 of item 5, 1 of item 8 (the larger of its two), 0 of item 4; item 9 is unknown
+    hits = graded_hits(torch.tensor([[8, 9, 5, 4]]), torch.tensor([[8, 5, 8, 4, 0]]), torch.tensor([[1, 3, 0.5, 0, 7]]))
+    assert hits.gain.tolist() == [[1, 0, 3, 0]]
+    expected = [1 / 3, 1 / (3 + 1 / math.log2(3)), (1 + 3 / 2) / (3 + 1 / math.log2(3))]
+    assert graded_ndcg(hits, [1, 2, 4])[0].tolist() == pytest.approx(expected)
+
+
+def test_graded_ndcg_agrees_with_scikit_learn():
+    rng = np.random.default_rng(1)
+    scores, gains = rng.normal(size=(50, 40)), rng.random((50, 40)) * (rng.random((50, 40)) < 0.3)
+    gains[:, 0] = 0.5
+    order = torch.from_numpy(np.argsort(-scores, axis=1) + 1)
+    hits = graded_hits(order, torch.arange(1, 41).expand(50, -1), torch.from_numpy(gains))
+    theirs = [ndcg_score(gains, scores, k=k) for k in (1, 5, 10, 40)]
+    assert graded_ndcg(hits, [1, 5, 10, 40]).mean(0).tolist() == pytest.approx(theirs, rel=1e-5)
+
+
 users = st.lists(
     st.tuples(
         st.lists(st.integers(1, 60), max_size=45),  # crosses the width at which the look-up changes its method
@@ -110,6 +141,24 @@ def test_agrees_with_loops(users, ks):
         torch.testing.assert_close(
             metric(hits, ks), torch.tensor(expected).float(), equal_nan=True, rtol=1e-5, atol=1e-6
         )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.sampled_from([0.0, 0.25, 0.5, 1.0])), max_size=15),
+    st.permutations(range(1, 13)),
+    st.integers(1, 14),
+)
+def test_graded_ndcg_and_mean_rank_agree_with_loops(events, shown, k):
+    best = {}
+    for item, gain in events:
+        if item:
+            best[item] = max(best.get(item, 0), gain)
+    items, gains = torch.tensor([[i for i, _ in events]]).long(), torch.tensor([[g for _, g in events]])
+    got = graded_ndcg(graded_hits(torch.tensor([shown]), items, gains), [k])
+    assert got.item() == pytest.approx(ranking_loops.graded_ndcg(shown, best, k), rel=1e-5, nan_ok=True)
+    rank = mean_rank(ranked_hits(torch.tensor([shown]), items, items > 0), [k])
+    assert rank.item() == pytest.approx(ranking_loops.mean_rank(shown, best, k), rel=1e-5, nan_ok=True)
 
 
 @pytest.mark.parametrize("width", [3, 40])

@@ -32,6 +32,14 @@ def test_linear_and_its_gradients(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
 
 
+def test_linear_without_bias() -> None:
+    inputs, weight = torch.randn(4096, 32), torch.randn(96, 32, requires_grad=True)
+    outputs = linear(inputs, weight, None)
+    torch.testing.assert_close(outputs, F.linear(inputs, weight), rtol=1e-4, atol=1e-4)
+    outputs.sum().backward()
+    torch.testing.assert_close(weight.grad, inputs.sum(0).expand(96, 32), rtol=1e-3, atol=1e-3)
+
+
 def test_linear_follows_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert linear(torch.randn(4096, 64), torch.randn(64, 64), torch.randn(64)).dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""recommend and sample against brute force, block by block and in one block, eager and exported."""
+"""recommend against brute force, block by block and in one block, eager and exported."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_top_k_is_the_brute_force_ranking(contexts: int, items: int, k: int, tie
         states, table = states.round(), table.round()
     exclude = torch.randint(0, items + 1, (contexts, 2 * items // 3 + 1), generator=generator)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(catalog_search, "_blocks", lambda *_: list(catalog_search.column_blocks(items + 1, 1, block)))
+        patch.setattr(
+            catalog_search, "score_blocks", lambda *_: list(catalog_search.column_blocks(items + 1, 1, block))
+        )
         got = catalog_search.top_k(states, table, k, exclude)
     ids, scores = brute_force(states, table, k, exclude)
     assert (got.item_ids.numpy() == ids).all()
@@ -60,32 +62,8 @@ def test_a_large_catalogue_is_searched_in_blocks(monkeypatch: pytest.MonkeyPatch
     states, table = torch.randn(20, 8), torch.randn(9001, 8)
     whole = catalog_search.top_k(states, table, 10, None)
     monkeypatch.setattr(catalog_search, "SCORE_BYTES", 1)
-    assert len(catalog_search._blocks(states, table)) > 5
+    assert len(catalog_search.score_blocks(states, table)) > 5
     assert torch.equal(catalog_search.top_k(states, table, 10, None).item_ids, whole.item_ids)
-
-
-@pytest.mark.parametrize("blocks", [1, 7])
-def test_samples_follow_the_distribution(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    states, table = torch.randn(2, 4), torch.randn(21, 4)
-    monkeypatch.setattr(
-        catalog_search, "_blocks", lambda *_: list(catalog_search.column_blocks(21, 1, -(-20 // blocks)))
-    )
-    ids, logp = catalog_search.draw(states, table, 40_000)
-    exact = (states @ table[1:].T).log_softmax(1)
-    torch.testing.assert_close(logp, exact.gather(1, ids - 1), rtol=0, atol=1e-5)
-    for row in range(2):
-        expected = 40_000 * exact[row].exp().double()
-        observed = torch.bincount(ids[row], minlength=21)[1:].double()
-        assert ((observed - expected) ** 2 / expected).sum() < 43.8  # chi-square, 19 degrees of freedom, 0.1 %
-
-
-def test_sample_of_the_policy_gives_tokens() -> None:
-    policy = CatalogSoftmaxPolicy(V, dim=8, max_history=H).eval()
-    ids, logp = policy.sample(_inputs(3)[0], 5)
-    assert ids.shape == (3, 5)
-    assert logp.shape == (3, 5, 1)
-    assert ids.min() >= 1
 
 
 class _Recommend(nn.Module):

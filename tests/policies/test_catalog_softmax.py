@@ -86,8 +86,9 @@ def test_no_state_knows_a_later_event(blocks: str, lengths: list[int], event: in
     )
     before, after = made.encode(known), made.encode(known._replace(**{field: changed}))
     torch.testing.assert_close(before[:, : event + 1], after[:, : event + 1], rtol=0, atol=1e-6)
-    if field == "item_ids":
-        assert ((before[:, event + 1] - after[:, event + 1]).abs().amax(1) > 1e-4).all()
+    if field == "item_ids":  # states behind the last event may be those of the padding
+        real = known.lengths > event
+        assert ((before[real, event + 1] - after[real, event + 1]).abs().amax(1) > 1e-4).all()
 
 
 @settings(max_examples=20, deadline=None)

@@ -27,3 +27,20 @@ def metrics(recommended, targets, k):
         "MRR": 1 / first if first else 0.0,
         "MAP": sum(precisions) / best,
     }
+
+
+def graded_ndcg(recommended, gains, k):
+    """Of a user whose held-out items have ``gains`` (item to gain); nan if all are 0."""
+
+    def dcg(values):
+        return sum(value / math.log2(rank + 1) for rank, value in enumerate(values, 1))
+
+    best = dcg(sorted(gains.values(), reverse=True)[:k])
+    return dcg([gains.get(item, 0) for item in recommended[:k]]) / best if best else math.nan
+
+
+def mean_rank(recommended, targets, k):
+    """Mean rank of the targets, k + 1 for an absent one; nan without targets."""
+    shown = recommended[:k]
+    ranks = [shown.index(item) + 1 if item in shown else k + 1 for item in set(targets)]
+    return sum(ranks) / len(ranks) if ranks else math.nan

@@ -2,20 +2,30 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
 from recpo.data.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.semantic_id import SemanticIdPolicy
+from recpo.semantic_codes import SemanticCodes
 from recpo.serving.export import export_bundle
 
 NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20
+CODEBOOKS = (8, 6, 5)
 
 
-def make_policy(kind):
+def make_policy(kind, root=None):
     torch.manual_seed(3)
-    policy = CatalogSoftmaxPolicy(NUM_ITEMS, blocks=kind, dim=16, max_history=MAX_HISTORY).eval()
+    if kind == "semantic":
+        tuples = np.random.default_rng(0).permutation(np.prod(CODEBOOKS))[:NUM_ITEMS]
+        codes = SemanticCodes(np.stack(np.unravel_index(tuples, CODEBOOKS), 1), CODEBOOKS, "checksum")
+        codes.save(root, pa.array(range(NUM_ITEMS)), {})
+        policy = SemanticIdPolicy(NUM_ITEMS, codes=root, dim=16, max_history=MAX_HISTORY, beam_width=NUM_ITEMS).eval()
+    else:
+        policy = CatalogSoftmaxPolicy(NUM_ITEMS, blocks=kind, dim=16, max_history=MAX_HISTORY).eval()
     with torch.no_grad():  # far from uniform, so that a wrong input cannot go unnoticed
         for parameter in policy.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -31,19 +41,19 @@ def prepared(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def export_once(prepared):
+def export_once(prepared, tmp_path_factory):
     """A policy and its bundle, by kind of policy."""
 
     @cache
     def exported(kind):
-        policy, out = make_policy(kind), prepared.parent / kind
+        policy, out = make_policy(kind, tmp_path_factory.mktemp("codes")), prepared.parent / kind
         export_bundle(policy, prepared, out, k=K, feedback={"cutoffs": {}}, origin={"policy": kind})
         return policy, out
 
     return exported
 
 
-@pytest.fixture(scope="session", params=["sasrec", "hstu"])
+@pytest.fixture(scope="session", params=["sasrec", "hstu", pytest.param("semantic", marks=pytest.mark.slow)])
 def exported(request, export_once):
     return export_once(request.param)
 

@@ -1,0 +1,88 @@
+"""What off-policy evaluation needs of prepared data: propensities, and a reward model of the training period."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from recpo.contracts import Policy, RewardFunction
+from recpo.data.prepared import Events, Prepared
+from recpo.evaluation.off_policy.measure import OffPolicyMeasure
+from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.off_policy.propensities import (
+    EstimatedPropensities,
+    LoggedPropensities,
+    Propensities,
+    UniformPropensities,
+)
+from recpo.evaluation.off_policy.reward_model import AdditiveRewardModel, RewardedExposures
+from recpo.types import FeedbackBatch, Histories, Slates
+
+
+@dataclass(frozen=True)
+class OffPolicySetting:
+    """What all contenders share; ``measure`` makes the one of each.
+
+    Attributes:
+        options: how values are estimated.
+        reward: of logged items.
+        propensities: of logged items.
+        model: fitted on the training period.
+        num_items: V.
+        ks: list lengths, unless the options name others.
+    """
+
+    options: OffPolicyOptions
+    reward: RewardFunction
+    propensities: Propensities
+    model: AdditiveRewardModel
+    num_items: int
+    ks: Sequence[int]
+
+    def measure(self, policy: Policy | None = None) -> OffPolicyMeasure:
+        """The measure of a policy, which is drawn from, or of a contender that has lists only."""
+        return OffPolicyMeasure(
+            self.options,
+            reward=self.reward,
+            propensities=self.propensities,
+            num_items=self.num_items,
+            ks=self.ks,
+            model=self.model,
+            sample=None if policy is None else lambda histories, size: policy.sample(histories, size)[0],
+        )
+
+
+def off_policy_setting(
+    options: OffPolicyOptions, data: Prepared, reward: RewardFunction, ks: Sequence[int]
+) -> OffPolicySetting:
+    """Reads item counts and fits the reward model, in passes over the training shards.
+
+    Raises:
+        RecpoError: no training event has a reward.
+    """
+
+    def training() -> Iterator[RewardedExposures]:
+        for shard in range(data.num_shards("train")):
+            yield rewarded(data.load("train", shard), reward)
+
+    propensities: Propensities = {
+        "logged": LoggedPropensities,
+        "uniform": lambda: UniformPropensities(options.pool_size or data.num_items),
+        "estimated": lambda: EstimatedPropensities(torch.from_numpy(data.item_counts())),
+    }[options.propensity]()
+    num_users = int(data.manifest["num_users"])
+    model = AdditiveRewardModel.fit(training, num_users=num_users, num_items=data.num_items)
+    return OffPolicySetting(options, reward, propensities, model, data.num_items, ks)
+
+
+def rewarded(events: Events, reward: RewardFunction) -> RewardedExposures:
+    """The rewards of a shard's events, each a slate of its own."""
+    columns = (events.item_index, events.watch_quantile, events.dislike)
+    items, quantile, dislike = (torch.tensor(column)[:, None] for column in columns)
+    mask = torch.ones_like(items, dtype=torch.bool)
+    slates = Slates(items, torch.zeros_like(items), mask, quantile, dislike, is_logged=mask)
+    nothing = torch.zeros_like(items[:, :0])
+    batch = FeedbackBatch(Histories(nothing, torch.zeros(len(items), dtype=torch.long)), slates, items[:, 0])
+    return RewardedExposures(events.user_index, events.item_index, reward(batch, slates)[:, 0].double().numpy())

@@ -1,0 +1,172 @@
+"""Tables of the report, out of the evaluation's document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+from recpo.evaluation.html_report.blocks import Cell, Details, Row, Table
+from recpo.evaluation.reading import Document, best_first, paired, with_interval
+from recpo.evaluation.report import lower_is_better
+
+ACCURACY = ("NDCG", "Recall", "HitRate", "MRR", "MAP", "Precision", "gNDCG")
+DISLIKES = ("disliked", "disliked_hit_rate", "disliked_MRR", "disliked_rank")
+TRUE = ("true_reward", "true_dislike")
+_MAIN = ("NDCG", "Recall", "HitRate", "MRR", *DISLIKES[:1], *TRUE)
+_COMPARED = ("NDCG", "Recall", "HitRate", "disliked", "true_reward")
+_NOTHING = Cell("-")
+_MOST_FOR_ALL_PAIRS = 4
+
+
+def colour(place: int) -> str:
+    """Class of the colour of the contender at ``place``; from the ninth on colours come again, dashed."""
+    return f"s{place % 8}" + (" again" if place >= 8 else "")
+
+
+def metrics_at(document: Document, names: Sequence[str], k: int) -> list[str]:
+    """Those of the metrics ``names`` at ``k`` that some contender has."""
+    present = {metric for contender in document["contenders"] for metric in contender["metrics"]}
+    return [f"{name}@{k}" for name in names if f"{name}@{k}" in present]
+
+
+def main_table(document: Document) -> Table:
+    """Every ranked contender: the main metrics at the first k, the best of a column marked."""
+    k = document["setting"]["ks"][0]
+    return metrics_table(document, metrics_at(document, _MAIN, k), f"lists of {k}")
+
+
+def metrics_table(document: Document, metrics: Sequence[str], about: str, *, judged: bool = True) -> Table:
+    """``metrics`` with intervals of every contender that has any of them.
+
+    Args:
+        document: the evaluation.
+        metrics: all of the same list length, or of none.
+        about: what the caption begins with.
+        judged: mark the best of a column; False where more is neither better nor worse.
+    """
+    best = {metric: best_first(document, metric)[:1] if judged else [] for metric in metrics}
+    rows = []
+    for place, contender in ranked(document):
+        found = [contender["metrics"].get(metric) for metric in metrics]
+        if any(found):
+            cells = [
+                _estimate_cell(value, "best" if contender in best[metric] else "")
+                for metric, value in zip(metrics, found, strict=True)
+            ]
+            rows.append(Row(contender["name"], cells, colour(place)))
+    arrows = [f" {'↓' if lower_is_better(metric) else '↑'}" if judged else "" for metric in metrics]
+    head = [metric.split("@")[0] + arrow for metric, arrow in zip(metrics, arrows, strict=True)]
+    caption = f"{about}; mean ± half of the 95 % interval over users"
+    caption += "; ↑ higher is better, ↓ lower; shaded: the best" if judged else ""
+    return Table(caption, ["contender", *head], rows)
+
+
+def all_metrics_tables(document: Document) -> list[Details]:
+    """Every accuracy metric of every contender, one table per list length and one for metrics without one."""
+    names = every_metric(document)
+    known = (*ACCURACY, *DISLIKES, *TRUE)
+    groups = {f"all metrics, lists of {k}": metrics_at(document, known, k) for k in document["setting"]["ks"]}
+    groups["scores of the exposed items"] = [name for name in names if "@" not in name]
+    return [Details(title, [metrics_table(document, group, title)]) for title, group in groups.items() if group]
+
+
+def every_metric(document: Document) -> list[str]:
+    """Names of all metrics, in the order in which the contenders have them."""
+    return list(dict.fromkeys(metric for contender in document["contenders"] for metric in contender["metrics"]))
+
+
+def totals_table(document: Document, names: Sequence[str]) -> Table:
+    """Metrics of all lists together, such as coverage."""
+    rows = [
+        Row(contender["name"], [_number_cell(contender["totals"].get(name)) for name in names], colour(place))
+        for place, contender in ranked(document)
+        if contender["totals"]
+    ]
+    return Table("of all lists together", ["contender", *names], rows)
+
+
+def differences_table(document: Document, pairs: Sequence[tuple[str, str]] | None = None) -> Table:
+    """Paired differences at the first k.
+
+    Args:
+        document: the evaluation.
+        pairs: contenders to compare; None = all pairs of up to four, and from there on the best one with every other.
+    """
+    k = document["setting"]["ks"][0]
+    metrics = metrics_at(document, _COMPARED, k)
+    rows = []
+    for one, other in pairs or compared_pairs(document):
+        cells = [_difference_cell(paired(document, one, other, metric)) for metric in metrics]
+        rows.append(Row(f"{one} - {other}", cells))
+    caption = (
+        f"lists of {k}; mean of the per-user difference ± half of its 95 % interval; * survives Holm's correction at "
+        "5 % for all pairs of contenders on that metric"
+    )
+    return Table(caption, ["contender - against", *metrics], rows)
+
+
+def compared_pairs(document: Document) -> list[tuple[str, str]]:
+    """All pairs, the better one first, or where there are many the best contender with each of the others."""
+    k = document["setting"]["ks"][0]
+    names = [contender["name"] for contender in best_first(document, f"NDCG@{k}")]
+    names += [contender["name"] for _, contender in ranked(document) if contender["name"] not in names]
+    if len(names) <= _MOST_FOR_ALL_PAIRS:
+        return list(combinations(names, 2))
+    return [(names[0], name) for name in names[1:]]
+
+
+def all_pairs(document: Document) -> list[tuple[str, str]]:
+    """Every pair of contenders as in the document."""
+    return [(difference["contender"], difference["against"]) for difference in document["differences"]]
+
+
+def segment_table(document: Document, segment: str, metric: str) -> Table:
+    """One metric by the bins of a segment."""
+    bins = document["setting"]["segments"][segment]
+    rows = []
+    for place, contender in ranked(document):
+        found = contender["segments"].get(segment)
+        if found:
+            cells = [_estimate_cell(found.get(name, {}).get(metric)) for name in bins]
+            rows.append(Row(contender["name"], cells, colour(place)))
+    sizes = ranked(document)[0][1]["segments"].get(segment, {})
+    head = [f"{name} (n = {sizes.get(name, {}).get(metric, {}).get('n', 0):,})" for name in bins]
+    return Table(f"{metric} by {segment}", ["contender", *head], rows)
+
+
+def ranked(document: Document) -> list[tuple[int, Document]]:
+    """The contenders that made lists, with their places."""
+    return [(place, c) for place, c in enumerate(document["contenders"]) if c["metrics"]]
+
+
+def facts_table(caption: str, facts: dict[str, Any]) -> Table:
+    """Two columns: what, and its value."""
+    return Table(caption, ["", ""], [Row(name, [Cell(_plain(value), style="words")]) for name, value in facts.items()])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _estimate_cell(value: Document | None, style: str = "") -> Cell:
+    if value is None or value["mean"] is None:
+        return _NOTHING
+    mean, _, half_width = with_interval(value).partition(" ")
+    return Cell(mean, half_width.replace(" ", ""), style)
+
+
+def _difference_cell(value: Document | None) -> Cell:
+    if value is None:
+        return _NOTHING
+    mean, _, half_width = with_interval(value, signed=True).partition(" ")
+    survives = value["survives_holm"]
+    return Cell(mean + (" *" if survives else ""), half_width.replace(" ", ""), "survives" if survives else "")
+
+
+def _number_cell(value: float | None) -> Cell:
+    return _NOTHING if value is None else Cell(f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}")

@@ -1,0 +1,107 @@
+"""Whether an estimate means anything: numbers, and the warnings that follow from them in plain words."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from recpo.evaluation.off_policy.estimators import DM, ClippedIPS, Estimator, NaiveAverage
+from recpo.evaluation.off_policy.intervals import Interval
+from recpo.evaluation.off_policy.propensities import PropensitySource
+from recpo.evaluation.off_policy.weights import WeightTail
+
+LEAST_EFFECTIVE_ROWS = 100.0
+LEAST_EFFECTIVE_SHARE = 0.01
+LARGEST_SHARE = 0.1
+LARGEST_PARETO_K = 0.7
+LARGEST_UNSUPPORTED_SHARE = 0.1
+MEAN_WEIGHT_TOLERANCE = 0.01
+MEAN_WEIGHT_LEVEL = 0.99  # one right log in a hundred is warned about
+
+
+class Diagnostics(NamedTuple):
+    """What the estimates of one target policy rest on.
+
+    Attributes:
+        rows: exposures with a reward and a propensity: the estimates are over these.
+        users: who had them.
+        rows_without_reward: exposures that are left out because their reward is unknown.
+        rows_without_propensity: exposures with a reward that are left out because their propensity is unknown.
+        effective_rows: ``(sum w)^2 / sum w^2`` over rows: so many rows of equal weight say as much.
+        effective_users: the same over the users' sums of weights, the units of the intervals.
+        mean_weight: mean of the weights. Its expectation is the share of the target policy's probability on items that
+            the logging policy can show: 1 where propensities are right and nothing is missing.
+        mean_weight_interval: its normal 99 % interval over users.
+        tail: the upper end of the weights.
+        unsupported_share: share of the target policy's choices (places of its lists, or draws from it) that are items
+            which no row of the log shows to anybody; nan where the policy cannot be drawn from.
+    """
+
+    rows: int
+    users: int
+    rows_without_reward: int
+    rows_without_propensity: int
+    effective_rows: float
+    effective_users: float
+    mean_weight: float
+    mean_weight_interval: Interval
+    tail: WeightTail
+    unsupported_share: float
+
+
+def warnings_of(estimator: Estimator, diagnostics: Diagnostics, source: PropensitySource) -> tuple[str, ...]:
+    """What a reader must know before believing an estimate; empty where nothing speaks against it."""
+    found = []
+    if isinstance(estimator, NaiveAverage):
+        found.append("confounded: the rewards of what was shown, to those to whom it was shown; for comparison only")
+    if isinstance(estimator, DM):
+        found.append("this is what the reward model believes: no interval contains the model's error")
+    if isinstance(estimator, ClippedIPS) and diagnostics.tail.largest > estimator.limit:
+        found.append(f"biased, for rewards >= 0 towards 0: weights above {estimator.limit:g} are cut")
+    if estimator.reads_weights:
+        found += _about_size(diagnostics) + _about_tail(diagnostics.tail) + _about_support(diagnostics)
+        if source == "estimated":
+            found.append("propensities are estimated: they know how often an item was shown, not to whom")
+    return tuple(found)
+
+
+def _about_size(diagnostics: Diagnostics) -> list[str]:
+    effective, share = diagnostics.effective_rows, diagnostics.effective_rows / max(1, diagnostics.rows)
+    if effective < LEAST_EFFECTIVE_ROWS:
+        return [
+            f"means nothing: only {effective:.0f} effective rows of {diagnostics.rows:,}, "
+            f"expected at least {LEAST_EFFECTIVE_ROWS:.0f}"
+        ]
+    if share < LEAST_EFFECTIVE_SHARE:
+        return [f"little of the log speaks about this policy: {effective:.0f} effective rows of {diagnostics.rows:,}"]
+    return []
+
+
+def _about_tail(tail: WeightTail) -> list[str]:
+    found = []
+    if tail.largest_share > LARGEST_SHARE:
+        found.append(f"one row carries {tail.largest_share:.0%} of all weight")
+    if tail.pareto_k > LARGEST_PARETO_K:
+        found.append(
+            f"the weights have a long tail (Pareto k {tail.pareto_k:.2f} > {LARGEST_PARETO_K}): larger ones than the "
+            "log happens to hold are missing, and intervals are too narrow"
+        )
+    return found
+
+
+def _about_support(diagnostics: Diagnostics) -> list[str]:
+    found = []
+    interval = diagnostics.mean_weight_interval
+    # a policy close to the logging policy has hardly any spread: rounded propensities are not wrong ones
+    if abs(diagnostics.mean_weight - 1) > MEAN_WEIGHT_TOLERANCE and (interval.low > 1 or interval.high < 1):
+        cause = (
+            "propensities are wrong, or the policy wants items that the log cannot show"
+            if interval.high < 1
+            else "propensities are wrong"
+        )
+        found.append(f"the mean weight is {diagnostics.mean_weight:.3g}, expected 1: {cause}")
+    if diagnostics.unsupported_share > LARGEST_UNSUPPORTED_SHARE:
+        found.append(
+            f"{diagnostics.unsupported_share:.0%} of what the policy would show are items that no row shows: "
+            "the log knows nothing of them"
+        )
+    return found

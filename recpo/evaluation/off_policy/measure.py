@@ -1,0 +1,179 @@
+"""Off-policy value within the pass over held-out users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recpo.contracts import RewardFunction
+from recpo.errors import RecpoError
+from recpo.evaluation.measures import Observed
+from recpo.evaluation.off_policy.estimation import result_of
+from recpo.evaluation.off_policy.estimators import LoggedMean, Rows
+from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.off_policy.propensities import Propensities
+from recpo.evaluation.off_policy.result import LOGGING_POLICY, OffPolicyResult
+from recpo.evaluation.off_policy.reward_model import AdditiveRewardModel
+from recpo.evaluation.off_policy.target_sums import TargetSums
+from recpo.evaluation.ranking import is_member
+from recpo.types import Histories
+
+#: Draws ``(histories, n) -> [B, n]`` items from the policy, with replacement, 0 where there is none.
+Sampler = Callable[[Histories, int], Tensor]
+
+
+class OffPolicyMeasure:
+    """Estimates what a contender would have earned in the held-out period; one instance per contender.
+
+    The policy is frozen at the start of the period: its choices depend on the user's history up to there, and every
+    exposure of the period is one occasion to choose. That is a valid context for any logging policy, whatever it
+    learned in between. Two targets: ``policy``, an item drawn from the policy, where it gives exact probabilities; and
+    ``top_k``, an item drawn uniformly from its list of k, whose value is the mean reward over the k places.
+
+    Memory: some numbers per user and per item. ``result`` has the estimates; ``update`` and ``totals`` give none.
+    """
+
+    def __init__(
+        self,
+        options: OffPolicyOptions,
+        *,
+        reward: RewardFunction,
+        propensities: Propensities,
+        num_items: int,
+        ks: Sequence[int],
+        model: AdditiveRewardModel | None = None,
+        sample: Sampler | None = None,
+    ) -> None:
+        """Prepares one pass.
+
+        Args:
+            options: see there.
+            reward: of logged items; nan = unknown.
+            propensities: of logged items.
+            num_items: V.
+            ks: list lengths, unless the options name others.
+            model: predicts rewards; None = no DM, DR, SNDR and Switch-DR.
+            sample: draws from the policy; None = those estimators for lists only.
+        """
+        self._options, self._reward, self._propensities = options, reward, propensities
+        self._model, self._sample, self._num_items = model, sample, num_items
+        self._ks = tuple(options.top_k or ks)
+        self._targets: dict[str, TargetSums] = {LOGGING_POLICY: TargetSums([LoggedMean()], num_items)}
+        self._without_reward = self._without_propensity = self._batches = 0
+
+    def update(self, observed: Observed) -> Mapping[str, Tensor]:
+        """Adds a batch; there are no per-user metrics."""
+        batch = observed.batch.feedback
+        slates = batch.slates
+        logged = slates.mask if slates.is_logged is None else slates.mask & slates.is_logged
+        reward = self._reward(batch, slates).double()
+        propensity = self._propensities(slates)
+        rewarded = logged & ~reward.isnan()
+        usable = rewarded & ~propensity.isnan()
+        self._without_reward += int((logged & ~rewarded).sum())
+        self._without_propensity += int((rewarded & ~usable).sum())
+        self._check_range(reward[rewarded])
+        users, one = batch.row_ids[:, None].expand_as(slates.item_ids), torch.ones_like(reward)
+        who, what, *columns = _numpy(rewarded, users, slates.item_ids, reward, one, one)
+        self._targets[LOGGING_POLICY].update(who, what, Rows(*columns))
+        predicted = [] if self._model is None else [self._model(batch.row_ids, slates.item_ids)]
+        for name, choice in self._choices(observed).items():
+            # without v_hat the reward model cannot say what the target is worth
+            model = [] if choice.v_hat is None else [*predicted, choice.v_hat[:, None].expand_as(reward)]
+            who, what, *columns = _numpy(usable, users, slates.item_ids, reward, choice.probability, propensity, *model)
+            sums = self._targets.setdefault(name, TargetSums(self._options.estimators(bool(model)), self._num_items))
+            sums.update(who, what, Rows(*columns))
+            if choice.items is not None:
+                sums.add_choices(choice.items.flatten().cpu().numpy())
+        self._batches += 1
+        return {}
+
+    def totals(self) -> Mapping[str, float]:
+        """Nothing: see ``result``."""
+        return {}
+
+    def result(self) -> OffPolicyResult:
+        """The estimates of everything seen so far.
+
+        Raises:
+            RecpoError: no row has both a reward and a propensity.
+        """
+        by_user = self._options.average == "user"
+        totals = {
+            name: sums.compute(
+                by_user=by_user,
+                rows_without_reward=self._without_reward,
+                rows_without_propensity=0 if name == LOGGING_POLICY else self._without_propensity,
+            )
+            for name, sums in self._targets.items()
+        }
+        if not any(total.diagnostics.rows for name, total in totals.items() if name != LOGGING_POLICY):
+            raise RecpoError(
+                f"off-policy value refused: none of the held-out exposures has both a reward and a propensity "
+                f"({self._without_reward:,} lack a reward, {self._without_propensity:,} a propensity of the kind "
+                f"'{self._propensities.source}'); choose another kind of propensity"
+            )
+        return result_of(totals, self._options, self._propensities.source)
+
+    def _choices(self, observed: Observed) -> dict[str, _Choice]:
+        """What each target would show in the contexts of the batch."""
+        batch, lists = observed.batch.feedback, observed.lists.item_ids
+        choices = {}
+        if observed.logp is not None:
+            drawn = self._draw(batch.histories)
+            choices["policy"] = _Choice(observed.logp.double().exp(), drawn, self._value(batch.row_ids, drawn))
+        for k in self._ks:
+            if lists.shape[1] < min(k, self._num_items):
+                raise RecpoError(f"off-policy value: top_k asks for {k} places, the lists have {lists.shape[1]}")
+            first = lists[:, :k]
+            length = (first > 0).sum(1, keepdim=True).clamp_min(1)
+            probability = is_member(batch.slates.item_ids, first).double() / length
+            choices[f"top_{k}"] = _Choice(probability, first, self._value(batch.row_ids, first))
+        return choices
+
+    def _draw(self, histories: Histories) -> Tensor | None:
+        if self._sample is None:
+            return None
+        with torch.random.fork_rng(devices=[histories.item_ids.device] if histories.item_ids.is_cuda else []):
+            torch.manual_seed(self._options.seed + self._batches)
+            return self._sample(histories, self._options.samples)
+
+    def _value(self, users: Tensor, items: Tensor | None) -> Tensor | None:
+        """The reward model's mean over ``items [B, n]``, of which 0 is none: ``[B]``."""
+        if self._model is None or items is None:
+            return None
+        present = items > 0
+        return (self._model(users, items) * present).sum(1) / present.sum(1).clamp_min(1)
+
+    def _check_range(self, reward: Tensor) -> None:
+        if self._options.reward_range is None or not len(reward):
+            return
+        low, high = self._options.reward_range
+        least, most = float(reward.min()), float(reward.max())
+        if least < low or most > high:
+            raise RecpoError(
+                f"off-policy value: rewards from {least:g} to {most:g} leave the reward_range [{low:g}, {high:g}]: "
+                "name the least and the largest possible reward"
+            )
+
+
+class _Choice(NamedTuple):
+    """A target in the contexts of a batch.
+
+    Attributes:
+        probability: ``[B, S]`` float64, of the logged items.
+        items: ``[B, n]`` what it would show, each equally likely, 0 = none; None = it cannot be drawn from.
+        v_hat: ``[B]`` the reward model's value of it; None = there is no model, or nothing can be drawn.
+    """
+
+    probability: Tensor
+    items: Tensor | None
+    v_hat: Tensor | None
+
+
+def _numpy(kept: Tensor, *columns: Tensor) -> list[NDArray[Any]]:
+    return [column[kept].cpu().numpy() for column in columns]

@@ -1,0 +1,74 @@
+"""The options of off-policy evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from recpo.errors import RecpoError
+from recpo.evaluation.off_policy.estimators import (
+    DM,
+    DR,
+    IPS,
+    SNDR,
+    SNIPS,
+    ClippedIPS,
+    Estimator,
+    NaiveAverage,
+    SwitchDR,
+)
+from recpo.evaluation.off_policy.propensities import PropensitySource
+
+
+@dataclass(frozen=True)
+class OffPolicyOptions:
+    """How the value of a policy is estimated from the log of another one.
+
+    Attributes:
+        propensity: where the probability of a logged item comes from: logged (the log's propensity column), uniform
+            (rows that the log marks as random, each item of the pool equally likely; other rows are left out) or
+            estimated (the item's share of the training exposures; labelled in every result).
+        pool_size: how many items random exposures were drawn from; null = the whole catalogue.
+        top_k: list lengths whose value is estimated, an item of the list shown at random; null = those of the ranking.
+        average: exposure: every exposure counts alike, as in an online test; user: every user counts alike, as in the
+            ranking metrics.
+        clip: clipped IPS cuts weights here.
+        switch_threshold: Switch-DR leaves rows of a larger weight to the reward model.
+        samples: items drawn per user for the reward model's value of the policy.
+        level: probability with which an interval is to contain the value.
+        resamples: of the bootstrap over users.
+        reward_range: least and largest possible reward, for the empirical Bernstein interval; null = no such interval.
+        seed: of the bootstrap and of the draws.
+    """
+
+    propensity: PropensitySource = "logged"
+    pool_size: int | None = None
+    top_k: tuple[int, ...] | None = None
+    average: Literal["exposure", "user"] = "exposure"
+    clip: float = 100.0
+    switch_threshold: float = 100.0
+    samples: int = 32
+    level: float = 0.95
+    resamples: int = 1000
+    reward_range: tuple[float, float] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "pool_size": (self.pool_size is None or self.pool_size >= 1, "at least 1, or null"),
+            "top_k": (self.top_k is None or (len(self.top_k) > 0 and min(self.top_k) >= 1), "list lengths from 1 on"),
+            "clip": (self.clip > 0, "above 0"),
+            "switch_threshold": (self.switch_threshold >= 0, "at least 0"),
+            "samples": (self.samples >= 1, "at least 1"),
+            "level": (0 < self.level < 1, "between 0 and 1"),
+            "resamples": (self.resamples >= 1, "at least 1"),
+            "reward_range": (self.reward_range is None or self.reward_range[0] < self.reward_range[1], "low < high"),
+        }
+        for name, (holds, expected) in checks.items():
+            if not holds:
+                raise RecpoError(f"off-policy value: {name} is {getattr(self, name)!r}, expected {expected}")
+
+    def estimators(self, with_model: bool) -> list[Estimator]:
+        """Every estimator, or those that need no reward model."""
+        found: list[Estimator] = [NaiveAverage(), IPS(), ClippedIPS(self.clip), SNIPS()]
+        return found + ([DM(), DR(), SNDR(), SwitchDR(self.switch_threshold)] if with_model else [])

@@ -1,0 +1,97 @@
+"""What is kept of one target policy while the log streams by, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpo.evaluation.off_policy.cluster_sums import ClusterSums, IntArray
+from recpo.evaluation.off_policy.diagnostics import MEAN_WEIGHT_LEVEL, Diagnostics
+from recpo.evaluation.off_policy.estimators import Estimator, FloatArray, Rows, sum_of_ratios
+from recpo.evaluation.off_policy.intervals import influence, normal_interval
+from recpo.evaluation.off_policy.weights import WeightDistribution, effective_sample_size
+
+_ROW, _WEIGHT, _SQUARED_WEIGHT, _OWN_COLUMNS = 0, 1, 2, 3
+
+
+class TargetTotals(NamedTuple):
+    """The sums of one target policy at the end of the log.
+
+    Attributes:
+        users: ``[U]`` int64, ascending.
+        rows: ``[U]`` int64, the user's rows.
+        by_estimator: estimator to its numerators and denominators ``[U, 2 J]``: sums over the user's rows, divided by
+            their number where every user counts alike.
+        diagnostics: of the weights.
+    """
+
+    users: IntArray
+    rows: IntArray
+    by_estimator: dict[Estimator, FloatArray]
+    diagnostics: Diagnostics
+
+
+class TargetSums:
+    """Sums per user of what the estimators and the diagnostics of one target policy need.
+
+    Memory: some numbers per user and two per item, whatever the number of rows.
+    """
+
+    def __init__(self, estimators: Sequence[Estimator], num_items: int) -> None:
+        ends = list(accumulate((2 * e.num_ratios for e in estimators), initial=_OWN_COLUMNS))
+        self._columns = {e: slice(*ends[i : i + 2]) for i, e in enumerate(estimators)}
+        self._sums = ClusterSums(ends[-1])
+        self._weights = WeightDistribution()
+        self._shown = np.zeros(num_items + 1, bool)
+        self._chosen = np.zeros(num_items + 1, np.int64)
+
+    def update(self, users: IntArray, items: IntArray, rows: Rows) -> None:
+        """Adds rows: of ``users [N]``, who were shown ``items [N]``."""
+        weight = rows.weight
+        self._weights.update(weight)
+        self._shown[items] = True
+        own = np.stack([np.ones_like(weight), weight, weight**2], 1)
+        terms = [part for estimator in self._columns for part in estimator.terms(rows)]
+        self._sums.update(users, np.concatenate([own, *terms], axis=1))
+
+    def add_choices(self, items: IntArray) -> None:
+        """Counts what the target policy would show: item ids, 0 = nothing."""
+        self._chosen += np.bincount(items, minlength=len(self._chosen))
+
+    def compute(self, *, by_user: bool, rows_without_reward: int, rows_without_propensity: int) -> TargetTotals:
+        """The totals so far.
+
+        Args:
+            by_user: a mean over users of their means over exposures; False: a mean over exposures.
+            rows_without_reward: see ``Diagnostics``.
+            rows_without_propensity: see ``Diagnostics``.
+        """
+        clusters = self._sums.compute()
+        sums = clusters.sums / clusters.rows[:, None] if by_user else clusters.sums
+        weight, squares = sums[:, _WEIGHT], sums[:, _SQUARED_WEIGHT] / (clusters.rows if by_user else 1)
+        against_rows = sums[:, [_WEIGHT, _ROW]]
+        mean_weight = float(sum_of_ratios(against_rows.sum(0)))
+        total = float(weight.sum())
+        diagnostics = Diagnostics(
+            rows=int(clusters.rows.sum()),
+            users=len(clusters.users),
+            rows_without_reward=rows_without_reward,
+            rows_without_propensity=rows_without_propensity,
+            effective_rows=total**2 / float(squares.sum()) if total else 0.0,
+            effective_users=effective_sample_size(weight),
+            mean_weight=mean_weight,
+            mean_weight_interval=normal_interval(influence(against_rows), mean_weight, MEAN_WEIGHT_LEVEL),
+            tail=self._weights.compute(),
+            unsupported_share=self._unsupported_share(self._chosen[1:], self._shown[1:]),
+        )
+        by_estimator = {estimator: sums[:, columns] for estimator, columns in self._columns.items()}
+        return TargetTotals(clusters.users, clusters.rows, by_estimator, diagnostics)
+
+    @staticmethod
+    def _unsupported_share(chosen: IntArray, shown: NDArray[np.bool_]) -> float:
+        total = int(chosen.sum())
+        return float(chosen[~shown].sum() / total) if total else np.nan

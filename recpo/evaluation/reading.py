@@ -1,0 +1,149 @@
+"""What the numbers of an evaluation say, in sentences that are written from the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from recpo.evaluation.off_policy.result import LOGGING_POLICY
+from recpo.evaluation.report import lower_is_better
+
+Document = dict[str, Any]
+
+_TOLD = ("NDCG", "disliked", "true_reward")
+_NAMED_AT_MOST = 5
+_ESTIMATOR = "SNIPS"
+
+
+def reading(document: Document) -> list[str]:
+    """One sentence or two per main metric: who is best, by how much, and from whom that can be told apart.
+
+    Args:
+        document: as written to ``metrics.json``.
+    """
+    k = document["setting"]["ks"][0]
+    present = {metric for contender in document["contenders"] for metric in contender["metrics"]}
+    sentences = [_on(document, f"{name}@{k}") for name in _TOLD if f"{name}@{k}" in present]
+    return [*sentences, *_against_baselines(document, f"NDCG@{k}"), *_off_policy(document)]
+
+
+def paired(document: Document, contender: str, against: str, metric: str) -> Document | None:
+    """The paired difference ``contender - against`` of a metric, whichever way round the document has it."""
+    for difference in document["differences"]:
+        names = (difference["contender"], difference["against"])
+        value = difference["metrics"].get(metric)
+        if value is None or value["mean"] is None or set(names) != {contender, against}:
+            continue
+        found: Document = value if names == (contender, against) else {**value, "mean": -value["mean"]}
+        return found
+    return None
+
+
+def best_first(document: Document, metric: str) -> list[Document]:
+    """The contenders that have a value of ``metric``, the best first."""
+    scored = [c for c in document["contenders"] if c["metrics"].get(metric, {}).get("mean") is not None]
+    sign = 1 if lower_is_better(metric) else -1
+    return sorted(scored, key=lambda contender: sign * contender["metrics"][metric]["mean"])
+
+
+def with_interval(value: Document, signed: bool = False) -> str:
+    """``0.1234 ± 0.0056``."""
+    text = f"{value['mean']:{'+' if signed else ''}.4f}".replace("-", "\u2212")
+    return text if value["half_width"] is None else f"{text} ± {value['half_width']:.4f}"
+
+
+def _on(document: Document, metric: str) -> str:
+    ranked = best_first(document, metric)
+    if not ranked:
+        return f"{metric} has no value: no user has such targets."
+    leader, others = ranked[0], ranked[1:]
+    direction = "lower" if lower_is_better(metric) else "higher"
+    value = leader["metrics"][metric]
+    users = f"over {value['n']:,} users"
+    if not others:
+        return f"{metric} ({direction} is better) of {leader['name']} is {with_interval(value)} {users}."
+    told = f"On {metric} ({direction} is better) {leader['name']} has the best mean, {with_interval(value)} {users}."
+    apart: list[str] = []
+    same: list[str] = []
+    for other in others:
+        difference = paired(document, leader["name"], other["name"], metric)
+        if difference is not None and difference["survives_holm"]:
+            apart.append(other["name"])
+        else:
+            same.append(other["name"] + (f" (difference {_signed(difference)})" if difference and not same else ""))
+    if apart:
+        told += f" Its lead survives the correction for many comparisons against {_listed(apart)}."
+    if same and apart:
+        told += f" It cannot be told apart from {_listed(same)}."
+    elif same:
+        told += f" But no other contender can be told apart from it: {_listed(same)}."
+    return told
+
+
+def _signed(value: Document) -> str:
+    return with_interval(value, signed=True)
+
+
+def _against_baselines(document: Document, metric: str) -> list[str]:
+    ranked = best_first(document, metric)
+    baselines = [contender for contender in ranked if contender["kind"] == "baseline"]
+    trained = [contender for contender in ranked if contender["kind"] != "baseline"]
+    if not baselines or not trained:
+        return []
+    strongest = baselines[0]["name"]
+    differences = {c["name"]: paired(document, c["name"], strongest, metric) for c in trained}
+    better = [name for name, d in differences.items() if d is not None and d["survives_holm"] and d["mean"] > 0]
+    if not better:
+        verdict = "no trained contender is better"
+    elif len(better) == len(trained):
+        verdict = "every trained contender is better" if len(trained) > 1 else f"{better[0]} is better"
+    else:
+        verdict = f"{len(better)} of {len(trained)} trained contenders are better: {_listed(better)}"
+    return [f"The strongest baseline on {metric} is {strongest}; {verdict}, after the correction."]
+
+
+def _off_policy(document: Document) -> list[str]:
+    """The best off-policy value that may be believed, against what the logging policy earned."""
+    estimates = [
+        (contender["name"], entry)
+        for contender in document["contenders"]
+        for entry in contender["off_policy"]
+        if entry["estimator"] == _ESTIMATOR
+    ]
+    if not estimates:
+        return []
+    believed = [(name, entry) for name, entry in estimates if entry["value"] is not None and not entry["warnings"]]
+    if not believed:
+        return ["The log does not tell the off-policy value of any contender: every estimate carries a warning."]
+    target = min((entry["target"] for _, entry in believed), key=lambda name: (name != "policy", name))
+    name, best = max(
+        ((name, entry) for name, entry in believed if entry["target"] == target), key=lambda one: one[1]["value"]
+    )
+    low, high = best["intervals"]["bootstrap"]["low"], best["intervals"]["bootstrap"]["high"]
+    told = (
+        f"Of the off-policy values that may be believed ({_ESTIMATOR}, {target}), that of {name} is the highest: "
+        f"{best['value']:.4f} per exposure, 95 % interval {low:.4f} to {high:.4f}."
+    )
+    return [told + _over_logging_policy(document, name, target)]
+
+
+def _over_logging_policy(document: Document, name: str, target: str) -> str:
+    for pair in document["differences"]:
+        if {pair["contender"], pair["against"]} != {name, LOGGING_POLICY}:
+            continue
+        for entry in pair["off_policy"]:
+            if (entry["target"], entry["estimator"]) == (target, _ESTIMATOR) and entry["value"] is not None:
+                gain = entry["value"] if pair["contender"] == name else -entry["value"]
+                more = "more" if gain > 0 else "less"
+                verdict = "survives" if entry["survives_holm"] else "does not survive"
+                return (
+                    f" That is {abs(gain):.4f} {more} than the logging policy earned, which {verdict} the correction."
+                )
+    return ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = list(names[:_NAMED_AT_MOST])
+    if len(names) > _NAMED_AT_MOST:
+        shown.append(f"{len(names) - _NAMED_AT_MOST} more")
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"

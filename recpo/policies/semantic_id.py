@@ -1,0 +1,279 @@
+"""A policy that generates the codes of an item one after the other, inside the trie of real items."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recpo.contracts import StatePolicy
+from recpo.errors import RecpoError
+from recpo.policies import semantic_search
+from recpo.policies.encoder import HistoryEncoder
+from recpo.policies.item_table import ItemTable
+from recpo.policies.lazy_decoder import Cache, Context, LazyDecoder, Placement
+from recpo.policies.trie import Trie
+from recpo.semantic_codes import SemanticCodes
+from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
+
+# Beams of one search, over all contexts of a batch: beyond this the batch is searched in parts.
+_BEAMS_AT_ONCE = 1 << 15
+
+
+class SemanticIdPolicy(StatePolicy):
+    """``pi(item | history) = prod_t pi(code_t | codes before it, history)``, every factor a softmax over a codebook.
+
+    A causal history encoder reads items and their codes; a lazy decoder (``recpo.policies.lazy_decoder``) attends to
+    its states and tells code after code, so that the cost of the output does not grow with the catalogue. Only code
+    tuples of real items can be generated: search and sampling walk the trie of the catalogue.
+
+    Args:
+        num_items: catalogue size V; items are 1..V.
+        codes: directory written by ``recpo tokenize`` for the same prepared data.
+        dim: width d of vectors, states and decoder.
+        blocks: history encoder, "sasrec" (arXiv 1808.09781) or "hstu" (reads the time between events, arXiv
+            2402.17152).
+        layers: blocks of the history encoder.
+        heads: attention heads of encoder and decoder; divides ``dim``.
+        decoder_layers: layers of the decoder.
+        kv_groups: groups of query heads that share keys and values in the decoder's cross-attention; divides ``heads``.
+        kv_layers: how many sets of keys and values the decoder's layers share.
+        max_history: H, the most recent events that are read.
+        dropout: probability in encoder and decoder.
+        feedback_levels: levels of ``Histories.feedback`` that the encoder reads, 0 (unknown) included; 0 = none.
+        item_vectors: the encoder also reads a vector per item, not only those of its codes; False keeps the number of
+            parameters independent of the catalogue.
+        sparse: lookups of item and code vectors give sparse gradients; needs an optimiser that takes them.
+        normalizer: "trie": every softmax runs over the codes that lead to an item, so the probabilities of the items
+            sum to 1; "codebook": over all codes, and what is missing from 1 is the probability of no item.
+        beam_width: beams of ``recommend``; it takes ``k`` where that is more.
+    """
+
+    codes_checksum: Tensor
+    _code_offsets: Tensor
+
+    def __init__(
+        self,
+        num_items: int,
+        *,
+        codes: Path,
+        dim: int = 64,
+        blocks: Literal["sasrec", "hstu"] = "sasrec",
+        layers: int = 2,
+        heads: int = 2,
+        decoder_layers: int = 2,
+        kv_groups: int = 1,
+        kv_layers: int = 1,
+        max_history: int = 50,
+        dropout: float = 0.2,
+        feedback_levels: int = 6,
+        item_vectors: bool = True,
+        sparse: bool = False,
+        normalizer: Literal["trie", "codebook"] = "trie",
+        beam_width: int = 50,
+    ) -> None:
+        super().__init__()
+        table = SemanticCodes.load(codes)
+        if table.num_items != num_items:
+            raise RecpoError(
+                f"{codes} has codes of {table.num_items} items, the catalogue has {num_items}: make them for the "
+                "prepared data at hand with `recpo tokenize`"
+            )
+        if beam_width < 1:
+            raise RecpoError(f"beam_width must be at least 1, got {beam_width}")
+        self.num_items, self.max_history, self.dim = num_items, max_history, dim
+        self.num_tokens, self.catalogue_checksum = len(table.codebook_sizes), table.catalogue_checksum
+        self.normalizer, self.beam_width = normalizer, beam_width
+        self.trie = Trie(torch.from_numpy(table.codes), table.codebook_sizes)
+        self.register_buffer("codes_checksum", _checksum(table.codes))
+        # row 0 of the table pads, so the codes of level t begin behind it and behind the levels before
+        offsets = 1 + np.concatenate([[0], np.cumsum(table.codebook_sizes)[:-1]])
+        self.register_buffer("_code_offsets", torch.from_numpy(offsets), persistent=False)
+        self.item_table = ItemTable(num_items, dim, sparse=sparse) if item_vectors else None
+        self.code_table = ItemTable(sum(table.codebook_sizes), dim, sparse=sparse)
+        self.encoder = HistoryEncoder(
+            dim,
+            blocks=blocks,
+            layers=layers,
+            heads=heads,
+            max_history=max_history,
+            dropout=dropout,
+            feedback_levels=feedback_levels,
+        )
+        self.reads_timestamps = self.encoder.reads_time
+        self.decoder = LazyDecoder(
+            dim,
+            table.codebook_sizes,
+            layers=decoder_layers,
+            heads=heads,
+            kv_groups=kv_groups,
+            kv_layers=kv_layers,
+            dropout=dropout,
+        )
+
+    def tokens(self, item_ids: Tensor) -> Tensor:
+        """See ``Policy.tokens``: the codes ``[..., T]``, 0 for padding."""
+        return self.trie.codes(item_ids)
+
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """See ``StatePolicy.log_prob``; all codes of all needed items in one pass."""
+        wanted, positions, logp = self._scored(batch, needed, states, _logp_of_code)
+        return logp.new_zeros(wanted.numel(), self.num_tokens).index_copy(0, positions, logp).view(*wanted.shape, -1)
+
+    def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """An estimate from one item: ``sum_t`` of the entropy of code t given the codes of the slate's item before it.
+
+        Its expectation over items that are drawn from the policy is the entropy of the policy (chain rule); the exact
+        one would need every item of the catalogue. Arguments and shape as in ``StatePolicy.entropy``.
+        """
+        wanted, positions, entropy = self._scored(batch, needed, states, _entropy_of_code)
+        return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy.sum(1)).view(wanted.shape)
+
+    def encode(self, histories: Histories) -> Tensor:
+        """See ``StatePolicy.encode``."""
+        ids = histories.item_ids
+        if ids.shape[1] > self.max_history:
+            raise RecpoError(
+                f"a history has {ids.shape[1]} events and the policy reads {self.max_history}: keep the most recent "
+                f"ones, or build the policy with max_history={ids.shape[1]}"
+            )
+        return self.encoder(self.item_vectors(ids), histories.feedback, histories.timestamps, histories.lengths)
+
+    def item_vectors(self, item_ids: Tensor) -> Tensor:
+        """See ``StatePolicy.item_vectors``: those of the item's codes, and its own."""
+        rows = (self.trie.codes(item_ids) + self._code_offsets) * (item_ids > 0)[..., None]
+        vectors: Tensor = self.code_table(rows).sum(-2)
+        return vectors if self.item_table is None else vectors + self.item_table(item_ids)
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """See ``Policy.recommend``; a beam search, exact where the beams hold every prefix of the catalogue."""
+        if not 1 <= k <= self.num_items:
+            raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalogue, got {k}")
+        states, width = self.encode(histories), max(self.beam_width, k)
+        if torch.compiler.is_exporting():
+            return self._beam_search(states, histories.lengths, k, width, exclude)
+        contexts = max(1, _BEAMS_AT_ONCE // width)
+        parts = [
+            self._beam_search(
+                states[part], histories.lengths[part], k, width, None if exclude is None else exclude[part]
+            )
+            for part in (slice(begin, begin + contexts) for begin in range(0, max(1, len(states)), contexts))
+        ]
+        return Recommendations(torch.cat([p.item_ids for p in parts]), torch.cat([p.scores for p in parts]))
+
+    @torch.no_grad()
+    def sample(
+        self,
+        histories: Histories,
+        group_size: int,
+        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Policy.sample``. With ``normalizer="codebook"`` a draw may be no item: its id is 0."""
+        decoder = _CodeByCode(self, self.encode(histories), histories.lengths)
+        return semantic_search.sample(
+            decoder, self.trie, len(histories.lengths), group_size, options, normalizer=self.normalizer
+        )
+
+    def _beam_search(
+        self, states: Tensor, lengths: Tensor, k: int, width: int, exclude: Tensor | None
+    ) -> Recommendations:
+        return semantic_search.beam_search(
+            _CodeByCode(self, states, lengths),
+            self.trie,
+            states.shape[0],  # not len(), which an exported program would take for a constant
+            k,
+            width,
+            exclude=exclude,
+            normalizer=self.normalizer,
+        )
+
+    def _scored(
+        self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None, of_code: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Which positions are needed, their ``[N]`` flat indices, and ``of_code`` of all their codes, ``[N, T]``."""
+        slates = batch.slates
+        wanted = slates.mask if needed is None else slates.mask & needed
+        positions = wanted.reshape(-1).nonzero().squeeze(1)
+        items = slates.item_ids.reshape(-1)[positions]
+        codes, nodes = self.trie.codes(items), self.trie.paths(items)
+        states = self.encode(batch.histories) if states is None else states
+        hidden = self.decoder(
+            self.vectors_of_codes(codes[:, :-1]), self.decoder.read(states), _packed(wanted, slates.visible, positions)
+        )
+        values = []
+        for level in range(self.num_tokens):
+            logits = self.decoder.logits(level, hidden[:, level])
+            if self.normalizer == "trie":
+                logits = logits.masked_fill(~self.trie.allowed(level, nodes[:, level]), semantic_search.NEVER)
+            values.append(of_code(logits.log_softmax(-1), codes[:, level]))
+        return wanted, positions, torch.stack(values, 1)
+
+    def vectors_of_codes(self, codes: Tensor, level: int = 0) -> Tensor:
+        """What the decoder reads of codes ``[..., t]`` of the levels from ``level`` on: ``[..., t, d]``."""
+        vectors: Tensor = self.code_table(codes + self._code_offsets[level : level + codes.shape[-1]])
+        return vectors * self.encoder.item_scale
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        saved = state_dict.get(prefix + "codes_checksum")
+        if saved is not None and not torch.equal(saved.cpu(), self.codes_checksum.cpu()):
+            raise RecpoError(
+                "the checkpoint was trained on other semantic ids: name the codes directory it was made with"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class _CodeByCode:
+    """The decoder as a search sees it: one step per level for the beams of every context."""
+
+    def __init__(self, policy: SemanticIdPolicy, states: Tensor, lengths: Tensor) -> None:
+        self._policy, self._lengths = policy, lengths
+        self._context: Context = policy.decoder.read(states)
+
+    def step(self, level: int, previous: Tensor | None, cache: Cache | None) -> tuple[Tensor, Cache]:
+        """See ``semantic_search.CodeDecoder``."""
+        width = 1 if previous is None else previous.shape[1]
+        visible = self._lengths[:, None].expand(-1, width)
+        codes = None
+        if previous is not None:
+            codes = self._policy.vectors_of_codes(previous.reshape(-1, 1), level - 1).squeeze(1)
+        logits, cache = self._policy.decoder.step(level, codes, self._context, Placement(visible), cache)
+        return logits.view(-1, width, logits.shape[-1]), cache
+
+    def reorder(self, cache: Cache, beams: Tensor) -> Cache:
+        """See ``semantic_search.CodeDecoder``."""
+        batch = beams.shape[0]
+
+        def picked(kept: Tensor) -> Tensor:
+            rows = kept.view(batch, -1, *kept.shape[1:])
+            index = beams[:, :, None, None, None].expand(-1, -1, *kept.shape[1:])
+            return rows.gather(1, index).flatten(0, 1)
+
+        return [(picked(key), picked(value)) for key, value in cache]
+
+
+def _logp_of_code(logp: Tensor, codes: Tensor) -> Tensor:
+    return logp.gather(1, codes[:, None]).squeeze(1)
+
+
+def _entropy_of_code(logp: Tensor, codes: Tensor) -> Tensor:
+    # where a code leads to no item its probability is 0 and its logarithm finite
+    return -(logp.exp() * logp).sum(1)
+
+
+def _packed(wanted: Tensor, visible: Tensor, positions: Tensor) -> Placement:
+    """The wanted positions of every row moved to its front, so that the attention pads to the longest row only."""
+    column = wanted.long().cumsum(1) - 1
+    width = max(1, int(wanted.sum(1).max())) if wanted.numel() else 1
+    rows = torch.arange(len(wanted), device=wanted.device)[:, None] * width
+    places = (rows + column).reshape(-1)[positions]
+    packed = visible.new_zeros(len(wanted) * width).index_copy(0, places, visible.reshape(-1)[positions])
+    return Placement(packed.view(-1, width), places)
+
+
+def _checksum(codes: np.ndarray) -> Tensor:
+    digest = hashlib.sha256(np.ascontiguousarray(codes, dtype="<i8").tobytes() + repr(codes.shape).encode()).digest()
+    return torch.from_numpy(np.frombuffer(digest, dtype=np.int64).copy())

@@ -1,0 +1,256 @@
+"""Search and sampling code by code, inside the trie of real items.
+
+Shapes: ``B`` contexts, ``W`` beams (or draws) per context, ``T`` codes per item, ``K_t`` codes in codebook t.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from recpo.policies.sampling import check_options, gumbel_like, nucleus
+from recpo.policies.trie import Trie
+from recpo.types import Recommendations, SamplingOptions
+
+#: Log-probability of what cannot happen: finite, so that a row of it has no nan in its softmax, and far from overflow.
+NEVER = torch.finfo(torch.float32).min / 4
+
+
+class CodeDecoder(Protocol):
+    """What a search asks of a model; the cache is the model's own (keys and values of the codes so far)."""
+
+    def step(self, level: int, previous: Tensor | None, cache: Any) -> tuple[Tensor, Any]:
+        """Scores the next code of every beam.
+
+        Args:
+            level: which code is to be told, 0 .. T - 1.
+            previous: ``[B, W]`` the code before it of every beam; None at level 0, where there is one beam.
+            cache: of the step before, its beams picked by ``reorder``; None at level 0.
+
+        Returns:
+            Logits ``[B, W, K_level]`` and the cache for the next step.
+        """
+
+    def reorder(self, cache: Any, beams: Tensor) -> Any:
+        """The cache of the beams ``[B, W']``, each given by the place 0 .. W - 1 of the beam that it continues."""
+
+
+def beam_search(
+    decoder: CodeDecoder,
+    trie: Trie,
+    batch: int,
+    k: int,
+    width: int,
+    *,
+    exclude: Tensor | None = None,
+    normalizer: Literal["trie", "codebook"] = "trie",
+) -> Recommendations:
+    """The ``k`` most probable items that a beam of ``width`` prefixes finds, best first.
+
+    Exact where the beam holds every prefix of the trie. A prefix whose items are all excluded is no beam, so the list
+    holds k items wherever that many are left, whatever is excluded; excluded items stay in the normaliser. Items of
+    equal probability stand in the order of their ids; which of them take the last beam is open.
+
+    Args:
+        decoder: scores codes.
+        trie: of the catalogue.
+        batch: B.
+        k: list length.
+        width: W, prefixes that are kept at every level; at least k of them are.
+        exclude: ``[B, M]`` item ids that are not recommended, 0 pads.
+        normalizer: "trie": a softmax over the codes that lead to an item; "codebook": over all codes.
+
+    Returns:
+        ids and natural-log probabilities ``[B, k]``; 0 and -inf where fewer items are left.
+    """
+    nodes = torch.zeros(batch, 1, dtype=torch.int64, device=trie.device)
+    scores = torch.zeros(batch, 1, device=trie.device)
+    barred = None if exclude is None else _barred_leaves(trie, exclude)
+    previous, cache = None, None
+    for level, size in enumerate(trie.codebook_sizes):
+        logits, cache = decoder.step(level, previous, cache)
+        allowed = trie.allowed(level, nodes)
+        logp = _log_softmax(logits, allowed, normalizer)
+        alive = scores > NEVER / 2
+        if barred is not None:
+            allowed = allowed & ~_struck(trie, level, nodes.masked_fill(~alive, -1), barred)
+        total = torch.where(allowed & alive[..., None], scores[..., None] + logp, NEVER).flatten(1)
+        scores, best = total.topk(min(max(width, k), trie.level_sizes[level + 1], total.shape[1]), 1)
+        beams, previous = best // size, best % size
+        nodes, _ = trie.find(level, nodes.gather(1, beams), previous)
+        if level + 1 < trie.depth:
+            cache = decoder.reorder(cache, beams)
+    return _list_of(trie, nodes, scores, k)
+
+
+def _log_softmax(logits: Tensor, allowed: Tensor, normalizer: str) -> Tensor:
+    return (logits.float().masked_fill(~allowed, NEVER) if normalizer == "trie" else logits.float()).log_softmax(-1)
+
+
+def _list_of(trie: Trie, leaves: Tensor, scores: Tensor, k: int) -> Recommendations:
+    """The first k of the last level's beams ``[B, W]``, equal scores in the order of their ids."""
+    new_run = F.pad(scores[:, 1:] != scores[:, :-1], (1, 0))
+    keys = new_run.long().cumsum(1) * (trie.num_items + 1) + trie.items(leaves)
+    dead = scores <= NEVER / 2
+    ids = (keys.sort(1).values % (trie.num_items + 1)).masked_fill(dead, 0)[:, :k]
+    scores = scores.masked_fill(dead, -torch.inf)[:, :k]
+    missing = k - ids.shape[1]
+    return Recommendations(F.pad(ids, (0, missing)), F.pad(scores, (0, missing), value=-torch.inf))
+
+
+class _Barred(NamedTuple):
+    """The excluded items as leaves.
+
+    Attributes:
+        leaves: ``[B, M]`` ascending, each once; behind them, where an item was padding or a repetition, no leaf.
+        path: for every level ``[B, M]`` the nodes on the way to the leaves.
+    """
+
+    leaves: Tensor
+    path: list[Tensor]
+
+
+def _barred_leaves(trie: Trie, exclude: Tensor) -> _Barred:
+    none = trie.num_nodes
+    leaves = trie.leaves(exclude).masked_fill(exclude == 0, none).sort(1).values
+    before = F.pad(leaves, (1, 0), value=-1)[:, :-1]
+    leaves = leaves.masked_fill(leaves == before, none).sort(1).values
+    return _Barred(leaves, trie.path(leaves.clamp_max(none - 1)))
+
+
+def _struck(trie: Trie, level: int, nodes: Tensor, barred: _Barred) -> Tensor:
+    """The codes ``[B, W, K_level]`` after the beams ``nodes [B, W]`` below which every item is excluded.
+
+    The leaves below a node are consecutive numbers, so all are excluded where the first of them is, and where the last
+    of them stands as many places further on in the sorted list as there are leaves in between.
+    """
+    leaves, parents, children = barred.leaves, barred.path[level], barred.path[level + 1]
+    first, end = trie.leaf_ranges(level + 1, children)
+    last_place = torch.arange(leaves.shape[1], device=leaves.device) + (end - first - 1)
+    last_leaf = leaves.gather(1, last_place.clamp_max(leaves.shape[1] - 1))
+    full = (leaves == first) & (last_leaf == end - 1) & (last_place < leaves.shape[1])
+    same = nodes[:, :, None] == parents[:, None, :]
+    # one column per beam and code, and a last one for what is no beam's
+    (batch, width), size = nodes.shape, trie.codebook_sizes[level]
+    column = same.int().argmax(1) * size + trie.last_codes(children)
+    column = torch.where(full & same.any(1), column, width * size)
+    mask = torch.zeros(batch, width * size + 1, dtype=torch.bool, device=nodes.device)
+    mask = mask.scatter(1, column, torch.ones_like(column, dtype=torch.bool))
+    return mask[:, : width * size].view(batch, width, size)
+
+
+@torch.no_grad()
+def sample(
+    decoder: CodeDecoder,
+    trie: Trie,
+    batch: int,
+    group_size: int,
+    options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+    *,
+    normalizer: Literal["trie", "codebook"] = "trie",
+) -> tuple[Tensor, Tensor]:
+    """Draws ``group_size`` items per context, code by code.
+
+    With replacement every draw is made of one draw per code (ancestral sampling). Without it, by Gumbel top-k over the
+    trie (stochastic beam search, Kool et al., arXiv 1903.06059), which is exact: the first is a draw from the
+    distribution, every next one a draw from what is left of it.
+
+    Args:
+        decoder: scores codes.
+        trie: of the catalogue.
+        batch: B.
+        group_size: G.
+        options: temperature and nucleus apply to every code, inside the trie.
+        normalizer: "trie": a softmax over the codes that lead to an item; "codebook": over all codes, so that a draw
+            may be no item.
+
+    Returns:
+        ids ``[B, G]``, 0 where a draw is no item or where fewer than G tuples can be drawn, and the log-probabilities
+        ``[B, G, T]`` of the drawn codes, finite also where they make no item; 0 where nothing could be drawn.
+
+    Raises:
+        RecpoError: see ``check_options``.
+    """
+    check_options(group_size, options)
+    draw = _draw if options.replacement else _draw_without_replacement
+    return draw(decoder, trie, batch, group_size, options, normalizer)
+
+
+def _draw(
+    decoder: CodeDecoder, trie: Trie, batch: int, group_size: int, options: SamplingOptions, normalizer: str
+) -> tuple[Tensor, Tensor]:
+    nodes = torch.zeros(batch, 1, dtype=torch.int64, device=trie.device)
+    is_item = torch.ones(batch, group_size, dtype=torch.bool, device=trie.device)
+    tokens, codes, cache = [], None, None
+    for level in range(trie.depth):
+        logits, cache = decoder.step(level, codes, cache)
+        logp = _distribution(logits, trie.allowed(level, nodes), options, normalizer)
+        # one state for all draws at the root, one for each of them after it
+        width = logp.shape[1]
+        drawn = torch.multinomial(logp.flatten(0, 1).exp(), group_size // width, replacement=True)
+        codes = drawn.view(batch, group_size)
+        nodes, logp = nodes.expand(-1, group_size), logp.expand(-1, group_size, -1)
+        if width < group_size and level + 1 < trie.depth:
+            cache = decoder.reorder(cache, torch.zeros_like(codes))
+        tokens.append(logp.gather(2, codes[..., None]))
+        nodes, found = trie.find(level, nodes, codes)
+        is_item = is_item & found
+    return trie.items(nodes) * is_item, torch.cat(tokens, 2)
+
+
+def _draw_without_replacement(
+    decoder: CodeDecoder, trie: Trie, batch: int, group_size: int, options: SamplingOptions, normalizer: str
+) -> tuple[Tensor, Tensor]:
+    """Gumbel top-k over the tree: a prefix carries the largest perturbed log-probability of what lies below it."""
+    nodes = torch.zeros(batch, 1, dtype=torch.int64, device=trie.device)
+    is_item = torch.ones_like(nodes, dtype=torch.bool)
+    # float64: differences of perturbed values are small against the values
+    totals = torch.zeros(batch, 1, dtype=torch.float64, device=trie.device)
+    perturbed, tokens = totals, totals.float()[..., None][..., :0]
+    codes, cache = None, None
+    for level, size in enumerate(trie.codebook_sizes):
+        logits, cache = decoder.step(level, codes, cache)
+        logp = _distribution(logits, trie.allowed(level, nodes), options, normalizer)
+        below = totals[..., None] + logp
+        candidates = _conditional_gumbel(below, perturbed[..., None]).flatten(1)
+        perturbed, best = candidates.topk(min(group_size, candidates.shape[1]), 1)
+        beams, codes = best // size, best % size
+        totals = below.flatten(1).gather(1, best)
+        token = logp.flatten(1).gather(1, best)
+        tokens = torch.cat([tokens.gather(1, beams[..., None].expand(-1, -1, level)), token[..., None]], 2)
+        nodes, found = trie.find(level, nodes.gather(1, beams), codes)
+        is_item = is_item.gather(1, beams) & found
+        if level + 1 < trie.depth:
+            cache = decoder.reorder(cache, beams)
+    alive = perturbed > -torch.inf
+    missing = group_size - alive.shape[1]
+    ids = F.pad(trie.items(nodes) * (is_item & alive), (0, missing))
+    return ids, F.pad(tokens.masked_fill(~alive[..., None], 0), (0, 0, 0, missing))
+
+
+def _distribution(logits: Tensor, allowed: Tensor, options: SamplingOptions, normalizer: str) -> Tensor:
+    """Log-probabilities ``[B, W, K]`` of the next code under the options, -inf where it cannot be drawn."""
+    scores = logits.float() / options.temperature
+    if normalizer == "trie":
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    return nucleus(scores.log_softmax(-1), options.top_p)
+
+
+def _conditional_gumbel(logp: Tensor, largest: Tensor) -> Tensor:
+    """Gumbel variables of location ``logp [..., K]``, given that the largest of them is ``largest [..., 1]``.
+
+    Kool et al., appendix B.3: ``largest - max(v, 0) - log(1 + exp(-|v|))`` with ``v = largest - g + log(1 - exp(g -
+    max g))`` for free variables g, which neither overflows nor cancels. Impossible choices (-inf) stay at -inf.
+    """
+    free = logp + gumbel_like(logp)
+    v = largest - free + _log1mexp(free - free.amax(-1, keepdim=True))
+    shifted = largest - v.clamp_min(0) - torch.log1p(torch.exp(-v.abs()))
+    return torch.where(logp > -torch.inf, shifted, -torch.inf)
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """``log(1 - exp(x))`` for x <= 0 (Mächler 2012)."""
+    return torch.where(x > -0.6931, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))

@@ -1,0 +1,289 @@
+"""recpo evaluate on a small simulated log: the directory that it writes, what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from recpo.cli.main import main
+
+SECTIONS = (
+    "warnings",
+    "summary",
+    "metrics",
+    "differences",
+    "plots",
+    "segments",
+    "beyond-accuracy",
+    "off-policy",
+    "labels",
+    "training",
+    "data",
+    "conventions",
+)
+ESTIMATE = {"mean", "half_width", "n"}
+
+
+class Page(HTMLParser):
+    """Sections, references to elsewhere, and whether every element is closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.sections, self.outside, self.scripts, self.charts = [], [], [], 0, 0
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.sections += [found["id"]] if tag == "section" else []
+        self.scripts += tag in ("script", "iframe", "object", "link")
+        self.charts += tag == "svg"
+        self.outside += [v for k, v in attributes if k in ("src", "href") and not v.startswith("#")]
+        if tag not in ("meta", "link", "br", "img", "input", "hr"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def evaluated(road, tmp_path_factory):
+    """Everybody at once, in a process of its own: the directory and what was printed."""
+    out = tmp_path_factory.mktemp("evaluated") / "evaluation"
+    runs = json.dumps([str(road / "run-0"), str(road / "run-1")])
+    options = ["--prepared", str(road / "prepared"), "--run", runs, "--bundle", str(road / "bundle")]
+    options += ["--ks", "[5, 10]", "--truth", str(road / "log"), "--out", str(out)]
+    options += ["--baselines", '["popularity","positives","recency","cooccurrence","random"]']
+    features = str(road / "log" / "truth" / "items.parquet")
+    options += ["--item_features.file", features, "--item_features.tags", "topic", "--item_features.vectors", "latent"]
+    command = [sys.executable, "-m", "recpo.cli.main", "evaluate", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def document_in(out):
+    return json.loads((out / "metrics.json").read_text(encoding="utf-8"))
+
+
+def test_the_directory_holds_the_document_the_report_and_the_options(evaluated):
+    out, printed = evaluated
+    assert sorted(file.name for file in out.iterdir()) == ["metrics.json", "report.html", "resolved.yaml"]
+    assert yaml.safe_load((out / "resolved.yaml").read_text())["ks"] == [5, 10]
+    for expected in ("NDCG", "popularity", "run-1", "seen items: excluded", "paired differences", "warning:"):
+        assert expected in printed
+
+
+def test_the_document_has_the_keys_of_schema_2(evaluated):
+    document = document_in(evaluated[0])
+    assert document["schema_version"] == 2
+    expected = {"setting", "conventions", "warnings", "contenders", "differences", "labels", "training", "provenance"}
+    assert document.keys() == expected | {"schema_version"}
+    names = [contender["name"] for contender in document["contenders"]]
+    baselines = ["popularity", "positives", "recency", "cooccurrence", "random"]
+    assert names == [*baselines, "run-0", "run-1", "bundle", "logging policy"]
+    kinds = [contender["kind"] for contender in document["contenders"]]
+    assert kinds == ["baseline"] * 5 + ["run"] * 2 + ["bundle", "baseline"]
+    keys = {"name", "kind", "counts", "metrics", "totals", "segments", "off_policy"}
+    for contender in document["contenders"]:
+        assert contender.keys() == keys
+        assert all(value.keys() == ESTIMATE for value in contender["metrics"].values())
+        for entry in contender["off_policy"]:
+            assert entry.keys() >= {"target", "estimator", "value", "intervals", "effective_sample_size", "warnings"}
+    metrics = document["contenders"][5]["metrics"]
+    wanted = {"NDCG@5", "Recall@10", "disliked@10", "true_reward@10", "true_dislike@5", "AUC_skips", "diversity@5"}
+    assert wanted | {"tag_diversity@10", "miscalibration@10"} <= metrics.keys()
+    assert all(-2 <= metrics[f"true_reward@{k}"]["mean"] <= 1 for k in (5, 10))
+    assert document["contenders"][5]["segments"].keys() == set(document["setting"]["segments"])
+    assert document["training"].keys() == {"run-0", "run-1"}
+    assert document["training"]["run-0"]["val/NDCG@10"]
+    assert document["provenance"]["runs"].keys() == {"run-0", "run-1", "bundle"}
+    assert document["provenance"]["runs"]["run-0"]["max_history"] == 20
+
+
+def test_only_policies_with_probabilities_have_the_target_policy(evaluated):
+    contenders = {contender["name"]: contender for contender in document_in(evaluated[0])["contenders"]}
+    targets = {name: {e["target"] for e in contender["off_policy"]} for name, contender in contenders.items()}
+    assert targets["run-0"] == {"policy", "top_5", "top_10"}
+    assert targets["bundle"] == targets["popularity"] == {"top_5", "top_10"}
+    assert targets["logging policy"] == {"logging policy"}
+    assert contenders["logging policy"]["metrics"].keys() == {"true_reward@5", "true_reward@10"}
+
+
+def test_a_bundle_ranks_as_its_run_does(evaluated):
+    document = document_in(evaluated[0])
+    contenders = {contender["name"]: contender for contender in document["contenders"]}
+    for name, value in contenders["bundle"]["metrics"].items():
+        assert value["mean"] == pytest.approx(contenders["run-0"]["metrics"][name]["mean"], rel=1e-5)
+    assert any("exactly the same metrics" in warning for warning in document["warnings"])
+    assert "AUC_skips" not in contenders["bundle"]["metrics"]
+
+
+def test_every_pair_is_compared_and_corrected(evaluated):
+    differences = document_in(evaluated[0])["differences"]
+    assert len(differences) == 9 * 8 / 2
+    between_runs = next(d for d in differences if (d["contender"], d["against"]) == ("run-1", "run-0"))
+    for value in between_runs["metrics"].values():
+        assert value.keys() == ESTIMATE | {"p_value", "p_holm", "survives_holm"}
+        assert value["p_value"] is None or value["p_value"] <= value["p_holm"] <= 1
+    targets = {entry["target"] for entry in between_runs["off_policy"]}
+    assert targets <= {"policy", "top_5", "top_10"}
+    assert "policy" in targets
+    with_logging = next(d for d in differences if d["contender"] == "logging policy" and d["against"] == "run-0")
+    assert with_logging["metrics"].keys() == {"true_reward@5", "true_reward@10"}
+    assert with_logging["off_policy"]
+
+
+def test_labels_are_counted_of_both_periods(evaluated):
+    document, road_counts = document_in(evaluated[0]), {"train", "test"}
+    assert document["labels"]["periods"].keys() == road_counts
+    for period, groups in document["labels"]["periods"].items():
+        assert groups[0]["name"] == "all"
+        assert groups[0]["events"] == document["provenance"]["data"][f"{period} events"]
+        assert groups[0]["events"] == sum(group["events"] for group in groups[1:])
+
+
+def test_the_report_stands_alone(evaluated):
+    text = (evaluated[0] / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert tuple(page.sections) == SECTIONS
+    assert page.outside == []
+    assert page.scripts == 0
+    assert page.charts > 20
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert len(text) < 600_000
+
+
+def test_the_resolved_options_repeat_the_result_and_nothing_is_overwritten_unasked(evaluated, tmp_path, capsys):
+    out = evaluated[0]
+    again = ["evaluate", "--config", str(out / "resolved.yaml"), "--out", str(tmp_path / "again")]
+    assert main(again) == 0
+    assert document_in(tmp_path / "again") == document_in(out)
+    assert main(again) == 1
+    assert "exists already" in capsys.readouterr().err
+    assert main([*again, "--overwrite", "true", "--baselines", "[random]", "--off_policy", "null"]) == 0
+    assert [c["off_policy"] for c in document_in(tmp_path / "again")["contenders"]] == [[]] * 5
+
+
+def run_on(road, out, *options):
+    return main(["evaluate", "--prepared", str(road / "prepared"), "--out", str(out), *options])
+
+
+def test_kept_seen_items_are_said_and_change_the_targets(road, tmp_path, capsys):
+    out = tmp_path / "evaluation"
+    assert run_on(road, out, "--exclude_seen", "false", "--baselines", "[popularity]", "--segments", "false") == 0
+    assert "seen items: kept" in capsys.readouterr().out
+    contender = document_in(out)["contenders"][0]
+    assert contender["counts"]["positive_events"] > 0
+    assert contender["counts"]["positive_events_removed_as_seen"] == 0
+    assert contender["segments"] == {}
+
+
+def test_the_validation_period_is_called_optimistic(road, tmp_path, capsys):
+    assert run_on(road, tmp_path / "e", "--split", "valid", "--run", str(road / "run-0"), "--baselines", "[]") == 0
+    assert "chosen by their NDCG on this very period" in capsys.readouterr().out
+
+
+def test_lists_longer_than_the_catalogue_are_the_whole_catalogue(road, tmp_path):
+    out = tmp_path / "evaluation"
+    options = ["--ks", "[10, 1000]", "--bundle", str(road / "bundle"), "--baselines", "[cooccurrence]"]
+    assert run_on(road, out, *options, "--off_policy", "null") == 0
+    for contender in document_in(out)["contenders"]:
+        assert contender["metrics"]["Recall@1000"]["mean"] == 1
+        assert contender["totals"]["coverage@1000"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--baselines", "[]"], "nothing to evaluate"),
+        (["--ks", "[0]"], "ks must be"),
+        (["--ks", "[]"], "ks must be"),
+        (["--run", '["nowhere"]'], "nowhere is no run directory"),
+        (["--bundle", '["nowhere"]'], "nowhere is no bundle"),
+        (["--truth", "nowhere"], "nowhere"),
+        (["--baselines", '["random","random"]'], "two contenders are called random"),
+        (["--baseline_options.recency_half_life", "0"], "positive number of days"),
+        (["--item_features.file", "nowhere.parquet"], "name the column of the tags"),
+        (["--item_features.file", "nowhere.parquet", "--item_features.tags", "t"], "nowhere.parquet cannot be read"),
+        (["--off_policy.clip", "0"], "clip is 0.0, expected above 0"),
+    ],
+)
+def test_mistakes_are_told_in_one_message(road, tmp_path, capsys, options, message):
+    out = tmp_path / "evaluation"
+    assert run_on(road, out, *options) in (1, 2)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_run_twice_and_contenders_of_other_items_are_refused(road, tmp_path, capsys):
+    run, out = str(road / "run-0"), tmp_path / "evaluation"
+    assert run_on(road, out, "--run", json.dumps([run, run])) == 1
+    assert "named twice" in capsys.readouterr().err
+    other = shutil.copytree(road / "run-0", tmp_path / "other")
+    finished = json.loads((other / "run.json").read_text())
+    (other / "run.json").write_text(json.dumps(finished | {"catalogue_checksum": "0"}))
+    assert run_on(road, out, "--run", str(other)) == 1
+    assert "other items" in capsys.readouterr().err
+    prepared = shutil.copytree(road / "prepared", tmp_path / "prepared")
+    items = pq.read_table(prepared / "items.parquet")
+    swapped = items.set_column(1, "item_id", pa.array(items["item_id"].to_numpy()[::-1].copy()))
+    pq.write_table(swapped, prepared / "items.parquet")
+    assert main(["evaluate", "--prepared", str(prepared), "--bundle", str(road / "bundle"), "--out", str(out)]) == 1
+    assert "holds other items" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_bundles_say_what_they_cannot_do(road, tmp_path, capsys):
+    short = shutil.copytree(road / "bundle", tmp_path / "short")
+    manifest = json.loads((short / "manifest.json").read_text())
+    (short / "manifest.json").write_text(json.dumps(manifest | {"k": 7}))
+    out = tmp_path / "evaluation"
+    assert run_on(road, out, "--bundle", str(short)) == 1
+    assert "serves lists of up to 7, and ks asks for 50" in capsys.readouterr().err
+    assert run_on(road, out, "--bundle", str(short), "--ks", "[7]", "--exclude_seen", "false") == 1
+    assert "a bundle never shows what is in the history" in capsys.readouterr().err
+
+
+def test_a_log_without_propensities_is_evaluated_without_off_policy_values(road, tmp_path, capsys):
+    prepared = shutil.copytree(road / "prepared", tmp_path / "prepared")
+    for file in (prepared / "test").iterdir():
+        table = pq.read_table(file)
+        empty = pa.array(np.full(len(table), np.nan, np.float32))
+        place = table.column_names.index("propensity")
+        pq.write_table(table.set_column(place, "propensity", empty), file)
+    common = ["evaluate", "--prepared", str(prepared), "--baselines", "[popularity]"]
+    assert main([*common, "--out", str(tmp_path / "without")]) == 0
+    assert "has no propensities" in capsys.readouterr().out
+    document = document_in(tmp_path / "without")
+    assert [c["name"] for c in document["contenders"]] == ["popularity"]
+    assert "off-policy" not in Page((tmp_path / "without" / "report.html").read_text()).sections
+    assert main([*common, "--out", str(tmp_path / "guessed"), "--off_policy.propensity", "estimated"]) == 0
+    assert document_in(tmp_path / "guessed")["contenders"][0]["off_policy"][0]["propensity"] == "estimated"
+
+
+def test_hostile_names_are_escaped(road, tmp_path):
+    run = tmp_path / "<script src=x>&'\""
+    shutil.copytree(road / "run-0", run)
+    out = tmp_path / "evaluation"
+    assert run_on(road, out, "--run", json.dumps([str(run)]), "--baselines", "[]") == 0
+    text = (out / "report.html").read_text(encoding="utf-8")
+    assert "<script src" not in text
+    assert "&lt;script src" in text
+    assert Page(text).open == []

@@ -1,0 +1,56 @@
+"""From prepared data to off-policy estimates of real contenders."""
+
+import numpy as np
+import pytest
+import torch
+
+from recpo.cli.off_policy import off_policy_setting
+from recpo.data.datamodule import evaluation_batches
+from recpo.data.prepared import Prepared
+from recpo.evaluation.baselines import Popularity
+from recpo.evaluation.held_out import evaluate_ranking
+from recpo.evaluation.measures import Recommender
+from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.rewards import LoggedReward
+
+KS = [3, 10]
+
+
+def evaluated(root, propensity, policy=None):
+    data = Prepared.open(root)
+    setting = off_policy_setting(OffPolicyOptions(propensity, resamples=50), data, LoggedReward(), KS)
+    measure = setting.measure(policy)
+    recommender = (
+        Recommender(Popularity(torch.from_numpy(data.item_counts())).recommend)
+        if policy is None
+        else Recommender(policy.recommend, policy.log_prob)
+    )
+    batches = evaluation_batches(root, "test", 20, 32)
+    evaluate_ranking(recommender, batches, num_items=data.num_items, ks=KS, exclude_seen=False, measures=[measure])
+    return setting, measure.result()
+
+
+@pytest.mark.parametrize("propensity", ["logged", "uniform", "estimated"])
+def test_a_policy_and_a_baseline(prepared, propensity):
+    torch.manual_seed(0)
+    policy = CatalogSoftmaxPolicy(Prepared.open(prepared).num_items, dim=16, max_history=20).eval()
+    _, trained = evaluated(prepared, propensity, policy)
+    _, baseline = evaluated(prepared, propensity)
+    assert {e.target for e in trained.estimates} == {"logging policy", "policy", "top_3", "top_10"}
+    assert {e.target for e in baseline.estimates} == {"logging policy", "top_3", "top_10"}
+    assert {e.propensity for e in trained.estimates} == {propensity}
+    values = {e.estimator: e.value for e in trained.estimates if e.target == "policy"}
+    assert {"IPS", "clipped IPS", "SNIPS", "DM", "DR", "SNDR", "Switch-DR"} <= set(values)
+    assert all(-1 <= values[name] <= 1 for name in ("SNIPS", "DM")), "within the range of the rewards"
+    assert {d.target for d in trained.differences(baseline)} == {"top_3", "top_10"}
+
+
+def test_the_reward_model_is_that_of_the_training_period(prepared):
+    setting, _ = evaluated(prepared, "logged")
+    events = Prepared.open(prepared).load("train", 0)
+    reward = events.watch_quantile - events.dislike
+    assert setting.model.mean == pytest.approx(np.nanmean(reward), abs=1e-5)
+    items, effect = np.unique(events.item_index), setting.model.item_effect.numpy()
+    means = np.array([np.nanmean(reward[events.item_index == item]) for item in items])
+    assert np.corrcoef(means, effect[items])[0, 1] > 0.8

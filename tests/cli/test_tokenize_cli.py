@@ -1,0 +1,300 @@
+"""`recpo tokenize` as a user runs it: every source, frozen codebooks, hostile files."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from recpo.cli.main import main
+from recpo.cli.prepare import prepare
+from recpo.data.prepared import Prepared
+from recpo.semantic_codes import SemanticCodes
+from recpo.tokenizer.codebooks import Codebooks
+from recpo.training.run import load_policy
+
+SMALL = ["--levels", "2", "--codebook_size", "8", "--capacity_slack", "null"]
+
+
+def tokenize(prepared, out, *options):
+    return main(["tokenize", "--prepared", str(prepared), "--out", str(out), *map(str, options)])
+
+
+def item_ids(prepared):
+    return pq.read_table(prepared / "items.parquet")["item_id"].to_pylist()
+
+
+def write_vectors(file, ids, dim=6, seed=0):
+    vectors = np.random.default_rng(seed).normal(size=(len(ids), dim)).astype(np.float32)
+    pq.write_table(pa.table({"item_id": ids, "vector": list(vectors)}), file)
+    return file
+
+
+def from_file(file, *options):
+    return ["--vectors", "VectorsFromParquet", "--vectors.file", str(file), *options]
+
+
+def test_from_a_log_to_codes_in_a_process_of_its_own(prepared, tmp_path):
+    command = [sys.executable, "-m", "recpo.cli.main", "tokenize", "--prepared", str(prepared), *SMALL, "--out"]
+    done = subprocess.run([*command, str(tmp_path / "codes")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "error / variance" in done.stdout
+    assert "items;" in done.stdout
+    codes = SemanticCodes.load(tmp_path / "codes")
+    data = Prepared.open(prepared)
+    assert codes.num_items == data.num_items
+    assert codes.codebook_sizes == (8, 8)
+    assert codes.catalogue_checksum == data.catalogue_checksum
+    table = pq.read_table(tmp_path / "codes/codes.parquet")
+    assert table["item_id"].to_pylist() == item_ids(prepared)
+    manifest = json.loads((tmp_path / "codes/manifest.json").read_text())
+    assert manifest["source"] == "VectorsFromCooccurrence"
+    assert manifest["report"]["items"] == data.num_items
+    assert 0 < manifest["report"]["levels"][1]["error"] < manifest["report"]["levels"][0]["error"] < 1
+    assert tokenize(prepared, tmp_path / "again", *SMALL) == 0
+    for name in ("codes.parquet", "manifest.json", "codebooks.safetensors"):
+        assert (tmp_path / "codes" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+    resolved = ["--config", str(tmp_path / "codes/resolved.yaml"), "--out", str(tmp_path / "third")]
+    assert main(["tokenize", *resolved]) == 0
+    assert (tmp_path / "third/codes.parquet").read_bytes() == (tmp_path / "codes/codes.parquet").read_bytes()
+
+
+def test_an_existing_directory_is_kept_unless_told_otherwise(prepared, tmp_path, capsys):
+    assert tokenize(prepared, tmp_path / "codes", *SMALL) == 0
+    before = (tmp_path / "codes/codes.parquet").read_bytes()
+    assert tokenize(prepared, tmp_path / "codes", *SMALL, "--seed", 1) == 1
+    assert "exists already" in capsys.readouterr().err
+    assert (tmp_path / "codes/codes.parquet").read_bytes() == before
+    assert tokenize(prepared, tmp_path / "codes", *SMALL, "--seed", 1, "--overwrite", "true") == 0
+    assert (tmp_path / "codes/codes.parquet").read_bytes() != before
+
+
+def test_vectors_of_a_file(prepared, tmp_path):
+    ids = item_ids(prepared)
+    file = write_vectors(tmp_path / "vectors.parquet", [*reversed(ids), 10**9])
+    assert tokenize(prepared, tmp_path / "codes", *from_file(file), *SMALL, "--normalise", "none") == 0
+    manifest = json.loads((tmp_path / "codes/manifest.json").read_text())
+    assert manifest["rows_of_other_items"] == 1
+    codes, books = SemanticCodes.load(tmp_path / "codes"), Codebooks.load(tmp_path / "codes")
+    given = dict(zip(*(pq.read_table(file)[name].to_pylist() for name in ("item_id", "vector")), strict=True))
+    wanted = books.encode(torch.tensor([given[item] for item in ids])).numpy()
+    assert int((wanted != codes.codes).any(1).sum()) == manifest["report"]["moved"]
+    pq.write_table(
+        pa.table({"item_id": ids, **{f"v{number}": [given[item][number] for item in ids] for number in range(6)}}),
+        tmp_path / "columns.parquet",
+    )
+    columns = "[" + ",".join(f"v{number}" for number in range(6)) + "]"
+    options = from_file(tmp_path / "columns.parquet", "--vectors.vector", columns)
+    assert tokenize(prepared, tmp_path / "other", *options, *SMALL, "--normalise", "none") == 0
+    assert np.array_equal(SemanticCodes.load(tmp_path / "other").codes, codes.codes)
+
+
+def test_an_extra_code_and_balanced_codes(prepared, tmp_path):
+    few = ["--levels", "1", "--codebook_size", "4", "--collisions", "extra", "--capacity_slack", "1"]
+    assert tokenize(prepared, tmp_path / "codes", *few) == 0
+    codes = SemanticCodes.load(tmp_path / "codes")
+    largest = -(-codes.num_items // 4)
+    assert codes.codebook_sizes == (4, largest)
+    assert np.bincount(codes.codes[:, 0]).max() == largest
+
+
+def test_missing_items_are_an_error_or_get_the_vector_that_was_asked_for(prepared, tmp_path, capsys):
+    ids = item_ids(prepared)
+    file = write_vectors(tmp_path / "vectors.parquet", ids[2:])
+    assert tokenize(prepared, tmp_path / "codes", *from_file(file), *SMALL) == 1
+    assert f"has no vector for 2 of {len(ids)} items, the first is {ids[0]}" in capsys.readouterr().err
+    assert not (tmp_path / "codes").exists()
+    for missing in ("mean", "zero"):
+        assert tokenize(prepared, tmp_path / missing, *from_file(file, "--vectors.missing", missing), *SMALL) == 0
+        assert json.loads((tmp_path / missing / "manifest.json").read_text())["items_missing"] == 2
+
+
+def test_vectors_of_a_run(prepared, tmp_path, capsys):
+    run = tmp_path / "run"
+    policy = [
+        "--policy",
+        "CatalogSoftmaxPolicy",
+        "--policy.dim",
+        "8",
+        "--policy.heads",
+        "1",
+        "--policy.max_history",
+        "8",
+    ]
+    options = ["--trainer.max_epochs", "1", "--trainer.limit_train_batches", "1", "--data.batch_size", "8"]
+    layout = ["--data.layout", "SequenceLayout", "--data.layout.history_length", "8", "--objective", "Likelihood"]
+    common = ["--data.prepared", str(prepared), "--out", str(run), "--trainer.accelerator", "cpu"]
+    assert main(["train", *common, *policy, *layout, *options]) == 0
+    source = ["--vectors", "VectorsFromRun", "--vectors.run", run]
+    assert tokenize(prepared, tmp_path / "codes", *source, *SMALL) == 0
+    table = load_policy(run).item_table.weight.detach()[1:]
+    books = Codebooks.load(tmp_path / "codes")
+    wanted = books.encode(books.normalise(table)).numpy()
+    moved = json.loads((tmp_path / "codes/manifest.json").read_text())["report"]["moved"]
+    assert int((wanted != SemanticCodes.load(tmp_path / "codes").codes).any(1).sum()) == moved
+    other = json.loads((run / "run.json").read_text()) | {"catalogue_checksum": "other"}
+    (run / "run.json").write_text(json.dumps(other))
+    assert tokenize(prepared, tmp_path / "refused", *source, *SMALL) == 1
+    assert "was trained on other items than" in capsys.readouterr().err
+    assert tokenize(prepared, tmp_path / "refused", *source, "--codebooks", tmp_path / "codes") == 1
+    assert "a space of their own" in capsys.readouterr().err
+
+
+def write_codes(file, ids, **columns):
+    pq.write_table(pa.table({"item_id": ids, **columns}), file)
+    return ["--vectors", "CodesFromFile", "--vectors.file", file, "--vectors.codes", f"[{','.join(columns)}]"]
+
+
+def test_codes_of_a_file(prepared, tmp_path):
+    ids = item_ids(prepared)
+    numbers = np.arange(len(ids))
+    source = write_codes(tmp_path / "f.parquet", ids, a=[f"<a_{n // 9}>" for n in numbers], b=numbers % 9 // 2)
+    assert tokenize(prepared, tmp_path / "extra", *source) == 0
+    codes = SemanticCodes.load(tmp_path / "extra")
+    assert codes.codebook_sizes == ((len(ids) - 1) // 9 + 1, 5, 2)
+    assert np.array_equal(codes.codes[:, 0], numbers // 9)
+    assert not (tmp_path / "extra/codebooks.safetensors").exists()
+    sized = ["--collisions", "first_free", "--vectors.codebook_size", 16]
+    assert tokenize(prepared, tmp_path / "free", *source, *sized) == 0
+    codes = SemanticCodes.load(tmp_path / "free")
+    assert codes.codebook_sizes == (16, 16)
+    assert np.array_equal(codes.codes[:, 0], numbers // 9)
+
+
+def test_the_shipped_configuration_on_a_small_catalogue(prepared, tmp_path):
+    ids, config = item_ids(prepared), Path(__file__).parents[2] / "configs/tokenize_beauty.yaml"
+    assert f"recpo tokenize --config configs/{config.name}\n" in config.read_text()
+    columns = {f"sid_{level}": [f"<{level}_{n // 2}>" for n in range(len(ids))] for level in "abcd"}
+    file = write_codes(tmp_path / "f.parquet", ids, **columns)[3]
+    options = ["tokenize", "--config", config, "--vectors.init_args.file", file, "--prepared", prepared]
+    assert main([*map(str, options), "--out", str(tmp_path / "codes")]) == 0
+    codes = SemanticCodes.load(tmp_path / "codes")
+    assert codes.codebook_sizes == (256,) * 4
+    assert np.array_equal(codes.codes[::2, 3], np.arange(0, len(ids), 2) // 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--collisions", "nearest"], "nearest needs vectors"),
+        (["--levels", "4"], "CodesFromFile has its codes already: leave out levels"),
+        (["--vectors.codebook_size", "3"], "does not fit into a codebook of 3"),
+        (["--collisions", "first_free"], "items do not fit into"),
+        (["--codebooks", "anything"], "not CodesFromFile"),
+    ],
+)
+def test_what_codes_of_a_file_cannot_do(prepared, tmp_path, capsys, options, message):
+    ids = item_ids(prepared)
+    source = write_codes(tmp_path / "f.parquet", ids, a=np.arange(len(ids)) % 5)
+    assert tokenize(prepared, tmp_path / "codes", *source, *options) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "codes").exists()
+
+
+def test_a_column_that_holds_no_codes(prepared, tmp_path, capsys):
+    ids = item_ids(prepared)
+    source = write_codes(tmp_path / "f.parquet", ids, a=np.arange(len(ids)) + 10**8)
+    assert tokenize(prepared, tmp_path / "codes", *source) == 1
+    assert "is beyond any codebook" in capsys.readouterr().err
+    assert tokenize(prepared, tmp_path / "codes", *source[:-1], "[]") == 1
+    assert "name at least one column beside item_id" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there(prepared, tmp_path, capsys):
+    assert tokenize(prepared, tmp_path / "codes", *SMALL, "--device", "cuda:99") == 1
+    assert "device 'cuda:99' cannot be used here" in capsys.readouterr().err
+
+
+def test_codes_of_a_file_that_lacks_items(prepared, tmp_path, capsys):
+    ids = item_ids(prepared)
+    source = write_codes(tmp_path / "f.parquet", ids[1:], a=np.arange(len(ids) - 1))
+    assert tokenize(prepared, tmp_path / "codes", *source) == 1
+    assert f"has no codes for 1 items, the first is {ids[0]}" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def grown(world, tmp_path_factory):
+    """Two catalogues of one log: without and with some of its items."""
+    folder = tmp_path_factory.mktemp("grown")
+    log = pa.concat_tables(pq.read_table(file) for file in sorted((world / "log").glob("*.parquet")))
+    item = log["item_id"].to_numpy()
+    pq.write_table(log.filter(pa.array(item % 4 != 0)), folder / "old.parquet")
+    pq.write_table(log.filter(pa.array(item % 7 != 1)), folder / "new.parquet")
+    for name in ("old", "new"):
+        prepare(str(folder / f"{name}.parquet"), folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("collisions", ["nearest", "extra"])
+@pytest.mark.parametrize("source", ["file", "log"])
+def test_old_items_keep_their_codes_and_new_ones_get_free_ones(grown, tmp_path, source, collisions):
+    old_ids, new_ids = item_ids(grown / "old"), item_ids(grown / "new")
+    everything = sorted({*old_ids, *new_ids})
+    options = from_file(write_vectors(tmp_path / "vectors.parquet", everything)) if source == "file" else []
+    first = [*options, *SMALL, "--normalise", "standardise", "--collisions", collisions]
+    assert tokenize(grown / "old", tmp_path / "old", *first) == 0
+    assert tokenize(grown / "new", tmp_path / "new", *options, "--codebooks", tmp_path / "old") == 0
+    old, new = SemanticCodes.load(tmp_path / "old"), SemanticCodes.load(tmp_path / "new")  # loading checks uniqueness
+    given = dict(zip(old_ids, old.codes.tolist(), strict=True))
+    found = dict(zip(new_ids, new.codes.tolist(), strict=True))
+    assert all(found[item] == given[item] for item in given.keys() & found.keys())
+    manifest = json.loads((tmp_path / "new/manifest.json").read_text())
+    assert manifest["items_kept"] == len(given.keys() & found.keys())
+    assert manifest["items_gone"] == len(given.keys() - found.keys())
+    assert manifest["report"]["movable"] == len(found.keys() - given.keys())
+    assert manifest["catalogue_checksum"] == Prepared.open(grown / "new").catalogue_checksum
+    name = "codebooks.safetensors"
+    assert (tmp_path / "old" / name).read_bytes() == (tmp_path / "new" / name).read_bytes()
+
+
+def test_only_new_items_need_a_vector(grown, tmp_path, capsys):
+    old_ids, new_ids = item_ids(grown / "old"), item_ids(grown / "new")
+    file = write_vectors(tmp_path / "old.parquet", old_ids)
+    assert tokenize(grown / "old", tmp_path / "old", *from_file(file), *SMALL) == 0
+    added = sorted({*new_ids} - {*old_ids})
+    frozen = ["--codebooks", tmp_path / "old"]
+    file = write_vectors(tmp_path / "new.parquet", added)
+    assert tokenize(grown / "new", tmp_path / "new", *from_file(file), *frozen) == 0
+    file = write_vectors(tmp_path / "fewer.parquet", added[1:])
+    assert tokenize(grown / "new", tmp_path / "fewer", *from_file(file), *frozen) == 1
+    assert f"no vector for 1 of {len(added)} items, the first is {added[0]}" in capsys.readouterr().err
+    file = write_vectors(tmp_path / "wide.parquet", added, dim=7)
+    assert tokenize(grown / "new", tmp_path / "wide", *from_file(file), *frozen) == 1
+    assert "item vectors have 7 dimensions and the codebooks 6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--levels", "2"], "codebooks bring the options of k-means along"),
+        (["--collisions", "extra"], "its collisions were resolved the other way"),
+        (["--collisions", "first_free"], "first_free is for codes without vectors"),
+    ],
+)
+def test_frozen_codebooks_take_no_options(grown, tmp_path, capsys, options, message):
+    assert tokenize(grown / "old", tmp_path / "old", *SMALL) == 0
+    assert tokenize(grown / "new", tmp_path / "new", "--codebooks", tmp_path / "old", *options) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_directories_that_hold_no_codebooks(prepared, tmp_path, capsys):
+    assert tokenize(prepared, tmp_path / "new", "--codebooks", tmp_path / "nowhere") == 1
+    assert "holds no codes" in capsys.readouterr().err
+    assert tokenize(prepared, tmp_path / "old", *SMALL) == 0
+    (tmp_path / "old/codebooks.safetensors").unlink()
+    assert tokenize(prepared, tmp_path / "new", "--codebooks", tmp_path / "old") == 1
+    assert "has no codebooks.safetensors" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "old")
+    assert tokenize(tmp_path, tmp_path / "new") == 1
+    assert "is no prepared directory" in capsys.readouterr().err
+
+
+def test_more_items_than_tuples(prepared, tmp_path, capsys):
+    assert tokenize(prepared, tmp_path / "codes", "--levels", "1", "--codebook_size", "4") == 1
+    assert "items do not fit into 4 code tuples: take more levels or larger codebooks" in capsys.readouterr().err

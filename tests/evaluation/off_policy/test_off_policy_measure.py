@@ -1,0 +1,336 @@
+"""The measure within a pass: rows that count, targets, refusals, differences, JSON."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from recpo.contracts import RewardFunction
+from recpo.errors import RecpoError
+from recpo.evaluation.held_out import evaluate_ranking
+from recpo.evaluation.measures import Observed, Recommender
+from recpo.evaluation.off_policy.estimation import result_of_rows
+from recpo.evaluation.off_policy.estimators import Rows
+from recpo.evaluation.off_policy.measure import OffPolicyMeasure
+from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.off_policy.propensities import EstimatedPropensities, LoggedPropensities, UniformPropensities
+from recpo.evaluation.off_policy.reward_model import AdditiveRewardModel
+from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
+
+ITEMS, PLACES = 12, 3
+CALM = OffPolicyOptions(resamples=50)
+
+
+class Given(RewardFunction):
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        return candidates.reward
+
+
+class Contender:
+    """A policy with a table of probabilities; a user's row number is its only history."""
+
+    def __init__(self, seed=0, users=40):
+        logits = 2 * torch.randn(users, ITEMS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        self.logp = logits.log_softmax(1)
+
+    def recommend(self, histories, k, exclude=None):
+        scores, order = self.logp[histories.item_ids[:, 0] - 1].topk(k)
+        return Recommendations(order + 1, scores)
+
+    def log_prob(self, batch):
+        return self.logp[batch.row_ids[:, None], (batch.slates.item_ids - 1).clamp_min(0)][..., None]
+
+    def sample(self, histories, size):
+        return torch.multinomial(self.logp[histories.item_ids[:, 0] - 1].exp(), size, replacement=True) + 1
+
+
+def log(users=40, seed=0, batch=16):
+    """Batches of users with one to six exposures each, items drawn from a known policy, rewards in [0, 1]."""
+    rng = np.random.default_rng(seed)
+    propensity = rng.dirichlet(np.ones(ITEMS), users)
+    for begin in range(0, users, batch):
+        rows = np.arange(begin, min(users, begin + batch))
+        mask = np.arange(6) < rng.integers(1, 7, (len(rows), 1))
+        item = np.array([rng.choice(ITEMS, 6, p=propensity[row]) for row in rows])
+        slates = Slates(
+            item_ids=torch.from_numpy(np.where(mask, item + 1, 0)),
+            visible=torch.from_numpy(mask.astype(np.int64)),
+            mask=torch.from_numpy(mask),
+            watch_quantile=torch.zeros(mask.shape),
+            reward=torch.from_numpy(np.where(mask, rng.random(mask.shape), np.nan)),
+            logp_behavior=torch.from_numpy(np.where(mask, np.log(propensity[rows[:, None], item]), np.nan)),
+            is_random=torch.from_numpy(mask & (rng.random(mask.shape) < 0.5)),
+        )
+        histories = Histories(torch.from_numpy(rows[:, None] + 1), torch.ones(len(rows), dtype=torch.long))
+        nothing = torch.zeros(len(rows), 1, dtype=torch.long)
+        yield EvaluationBatch(FeedbackBatch(histories, slates, torch.from_numpy(rows)), nothing)
+
+
+def changed(batches, **fields):
+    for batch in batches:
+        values = {name: change(getattr(batch.feedback.slates, name)) for name, change in fields.items()}
+        yield batch._replace(feedback=batch.feedback._replace(slates=batch.feedback.slates._replace(**values)))
+
+
+def measured(batches, contender=None, *, options=CALM, propensities=None, scores=True, **model):
+    contender = contender or Contender()
+    propensities = propensities or LoggedPropensities()
+    measure = OffPolicyMeasure(
+        options, reward=Given(), propensities=propensities, num_items=ITEMS, ks=[PLACES], **model
+    )
+    for batch in batches:
+        logp = contender.log_prob(batch.feedback).sum(-1) if scores else None
+        lists = contender.recommend(batch.feedback.histories, PLACES)
+        assert measure.update(Observed(batch, lists, None, logp)) == {}
+    assert measure.totals() == {}
+    return measure.result()
+
+
+def additive(users=40):
+    effects = torch.Generator().manual_seed(1)
+    items = torch.cat([torch.zeros(1), torch.rand(ITEMS, generator=effects)]).double()
+    return AdditiveRewardModel(0.3, torch.rand(users, generator=effects).double(), items)
+
+
+def rows_of(batches, contender):
+    """Everything flat: users, items, rewards, propensities and both targets' probabilities."""
+    columns = []
+    for batch in batches:
+        feedback, kept = batch.feedback, batch.feedback.slates.mask
+        lists = contender.recommend(feedback.histories, PLACES).item_ids
+        in_list = (feedback.slates.item_ids[:, :, None] == lists[:, None]).any(-1).double() / PLACES
+        values = (
+            feedback.row_ids[:, None].expand_as(kept),
+            feedback.slates.item_ids,
+            feedback.slates.reward,
+            feedback.slates.logp_behavior.exp(),
+            contender.log_prob(feedback)[..., 0].exp(),
+            in_list,
+        )
+        columns.append([value[kept].numpy() for value in values])
+    return (np.concatenate(part) for part in zip(*columns, strict=True))
+
+
+def test_estimates_are_the_formulas_over_all_rows():
+    contender, model = Contender(), additive()
+    result = measured(log(), contender, model=model, sample=contender.sample)
+    user, item, reward, p, pi, in_list = rows_of(log(), contender)
+    q = 0.3 + model.user_effect.numpy()[user] + model.item_effect.numpy()[item]
+    lists = contender.logp.topk(PLACES).indices + 1
+    v = 0.3 + model.user_effect.numpy()[user] + model.item_effect[lists].mean(1).numpy()[user]
+    for target, chance in (("policy", pi), (f"top_{PLACES}", in_list)):
+        weight = chance / p
+        assert result.estimate(target, "IPS").value == pytest.approx((weight * reward).mean())
+        assert result.estimate(target, "SNIPS").value == pytest.approx((weight * reward).sum() / weight.sum())
+        naive = result.estimate(target, "naive average")
+        assert naive.value == pytest.approx((chance * reward).sum() / chance.sum())
+        assert "confounded" in naive.warnings[0]
+        diagnostics = naive.diagnostics
+        assert diagnostics.mean_weight == pytest.approx(weight.mean())
+        assert diagnostics.effective_rows == pytest.approx(weight.sum() ** 2 / (weight**2).sum())
+        by_user = np.bincount(user, weight)
+        assert diagnostics.effective_users == pytest.approx(by_user.sum() ** 2 / (by_user**2).sum())
+        assert (diagnostics.rows, diagnostics.users) == (len(user), 40)
+    weight = in_list / p
+    assert result.estimate(f"top_{PLACES}", "DM").value == pytest.approx(v.mean()), "exact over a list"
+    assert result.estimate(f"top_{PLACES}", "DR").value == pytest.approx((v + weight * (reward - q)).mean())
+    exact = 0.3 + model.user_effect.numpy()[user] + (contender.logp.exp() @ model.item_effect[1:]).numpy()[user]
+    assert result.estimate("policy", "DM").value == pytest.approx(exact.mean(), abs=0.03), "32 draws for each user"
+    assert result.estimate("logging policy", "mean").value == pytest.approx(reward.mean())
+
+
+def test_rows_in_arrays_have_the_same_result():
+    contender = Contender()
+    user, _, reward, p, pi, _ = rows_of(log(), contender)
+    found = result_of_rows(Rows(reward, pi, p), user, CALM)
+    expected = [e for e in measured(log(), contender).estimates if e.target == "policy"]
+    for mine, theirs in zip(found.estimates, expected, strict=True):
+        assert (mine.estimator, mine.warnings) == (theirs.estimator, theirs.warnings)
+        assert mine.value == pytest.approx(theirs.value)
+        np.testing.assert_allclose(list(mine.intervals.values()), list(theirs.intervals.values()))
+
+
+def test_a_mean_over_users_counts_every_user_alike():
+    contender = Contender()
+    options = OffPolicyOptions(resamples=50, average="user")
+    result = measured(log(), contender, options=options)
+    user, _, reward, p, pi, _ = rows_of(log(), contender)
+    own = np.bincount(user, pi / p * reward) / np.bincount(user)
+    assert result.estimate("policy", "IPS").value == pytest.approx(own.mean())
+    normal = result.estimate("policy", "IPS").intervals["normal"]
+    assert normal.high - normal.low == pytest.approx(2 * 1.95996 * own.std(ddof=1) / np.sqrt(40), rel=1e-4)
+
+
+def test_batches_do_not_matter():
+    a, b = (measured(log(batch=40), options=CALM), measured(list(log(batch=40)), options=CALM))
+    split = measured(halves(log(batch=40)))
+    for whole, other in ((a, b), (a, split)):
+        for x, y in zip(whole.estimates, other.estimates, strict=True):
+            assert x.value == pytest.approx(y.value)
+            assert x.warnings == y.warnings
+            np.testing.assert_allclose(list(x.intervals.values()), list(y.intervals.values()))
+
+
+def halves(batches):
+    """Each user's events in two batches."""
+    for batch in batches:
+        for part in (slice(0, 2), slice(2, 6)):
+            slates = Slates(*(None if column is None else column[:, part] for column in batch.feedback.slates))
+            yield batch._replace(feedback=batch.feedback._replace(slates=slates))
+
+
+def test_rows_without_reward_or_propensity_are_left_out_and_counted():
+    hole = torch.tensor([True, False, False, False, False, False])
+    partial = changed(
+        log(),
+        reward=lambda r: r.masked_fill(hole, torch.nan),
+        logp_behavior=lambda p: p.masked_fill(hole.roll(1), torch.nan),
+    )
+    shorter = changed(log(), mask=lambda mask: mask & ~hole & ~hole.roll(1))
+    result, expected = measured(partial), measured(shorter)
+    found = result.estimate("policy", "IPS")
+    assert found.value == pytest.approx(expected.estimate("policy", "IPS").value)
+    assert found.diagnostics.rows_without_reward == 40
+    every = sum(int(batch.feedback.slates.mask.sum()) for batch in log())
+    assert found.rows + 40 + found.diagnostics.rows_without_propensity == every
+    assert result.estimate("logging policy", "mean").rows == every - 40
+
+
+def test_random_exposures_alone_count_with_uniform_propensities():
+    contender = Contender()
+    result = measured(log(), contender, propensities=UniformPropensities(ITEMS))
+    only = changed(log(), mask=lambda mask: mask)
+    kept = [(batch, batch.feedback.slates.is_random) for batch in only]
+    pi = np.concatenate([contender.log_prob(b.feedback)[..., 0].exp()[r].numpy() for b, r in kept])
+    reward = np.concatenate([b.feedback.slates.reward[r].numpy() for b, r in kept])
+    assert result.estimate("policy", "IPS").value == pytest.approx((pi * ITEMS * reward).mean())
+    assert result.estimate("policy", "IPS").propensity == "uniform"
+
+
+def test_estimated_propensities_are_shares_of_exposures_and_are_labelled():
+    counts = torch.arange(ITEMS)
+    result = measured(log(), propensities=EstimatedPropensities(counts))
+    found = result.estimate("policy", "SNIPS")
+    assert found.propensity == "estimated"
+    assert any("estimated" in warning for warning in found.warnings)
+    slates = next(iter(log())).feedback.slates
+    share = EstimatedPropensities(counts)(slates)[slates.mask]
+    torch.testing.assert_close(share, (slates.item_ids[slates.mask].double()) / (counts.sum() + ITEMS))
+
+
+def test_a_policy_that_gives_no_probabilities_has_lists_only_and_no_sampler_means_no_model_for_the_policy():
+    result = measured(log(), scores=False, model=additive())
+    assert {e.target for e in result.estimates} == {"logging policy", f"top_{PLACES}"}
+    result = measured(log(), model=additive())
+    assert "DR" not in {e.estimator for e in result.estimates if e.target == "policy"}
+    assert "DR" in {e.estimator for e in result.estimates if e.target == f"top_{PLACES}"}
+
+
+def test_draws_are_seeded_and_leave_the_callers_random_numbers_alone():
+    contender = Contender()
+    before = torch.get_rng_state()
+    first, again = (measured(log(), contender, model=additive(), sample=contender.sample) for _ in range(2))
+    assert torch.equal(before, torch.get_rng_state())
+    assert first.as_json() == again.as_json()
+
+
+def test_paired_differences():
+    mine, theirs = Contender(0), Contender(1)
+    a, b = measured(log(), mine), measured(log(), theirs)
+    found = {(d.target, d.estimator): d for d in a.differences(b)}
+    difference = found["policy", "IPS"]
+    values = a.estimate("policy", "IPS"), b.estimate("policy", "IPS")
+    assert difference.value == pytest.approx(values[0].value - values[1].value)
+    user, _, reward, p, pi, _ = rows_of(log(), mine)
+    other = list(rows_of(log(), theirs))[4]
+    own, rows = np.bincount(user, (pi - other) / p * reward), np.bincount(user)
+    moved = (own - own.sum() / rows.sum() * rows) / rows.sum()
+    half = 1.95996 * np.sqrt(40 / 39 * (moved**2).sum())
+    assert difference.intervals["normal"] == pytest.approx((difference.value - half, difference.value + half), rel=1e-4)
+    assert all(d.value == 0 and d.intervals["normal"].low == 0 for d in a.differences(a))
+    over = {(d.target, d.estimator): d for d in a.over_logging_policy()}
+    assert over["policy", "IPS"].value == pytest.approx(values[0].value - reward.mean())
+    with pytest.raises(ValueError, match="same rows"):
+        a.differences(measured(log(seed=5)))
+
+
+def test_the_logging_policy_is_paired_by_user_although_it_has_more_rows():
+    result = measured(log(), propensities=UniformPropensities(ITEMS))
+    (difference,) = [d for d in result.over_logging_policy() if (d.target, d.estimator) == ("policy", "SNIPS")]
+    low, high = difference.intervals["normal"]
+    assert low < difference.value < high
+
+
+def test_without_any_row_it_is_refused():
+    with pytest.raises(RecpoError, match="refused: none of the held-out exposures"):
+        measured(changed(log(), logp_behavior=lambda p: torch.full_like(p, torch.nan)))
+    with pytest.raises(RecpoError, match="no logged propensities"):
+        measured(changed(log(), logp_behavior=lambda p: None))
+    with pytest.raises(RecpoError, match="is_random"):
+        measured(changed(log(), is_random=lambda r: None), propensities=UniformPropensities(ITEMS))
+    with pytest.raises(RecpoError, match="logged propensity is 2"):
+        measured(changed(log(), logp_behavior=lambda p: torch.full_like(p, np.log(2))))
+
+
+def test_a_target_without_support_is_refused_and_the_others_are_not():
+    class Elsewhere(Contender):
+        def recommend(self, histories, k, exclude=None):
+            ids = torch.full((len(histories.lengths), k), ITEMS)
+            return Recommendations(ids * (torch.arange(k) == 0), torch.zeros(ids.shape))
+
+    elsewhere = changed(log(), item_ids=lambda items: torch.where(items == ITEMS, 1, items))
+    result = measured(elsewhere, Elsewhere())
+    refused = result.estimate(f"top_{PLACES}", "IPS")
+    assert np.isnan(refused.value)
+    assert "refused" in refused.warnings[0]
+    assert refused.diagnostics.unsupported_share == 1
+    assert result.estimate("policy", "IPS").value > 0
+    assert {d.target for d in result.over_logging_policy()} == {"policy"}
+    json.dumps(result.as_json(), allow_nan=False)
+
+
+def test_intervals_of_bounded_rewards_and_json():
+    options = OffPolicyOptions(resamples=50, reward_range=(0.0, 1.0), clip=2.0)
+    result = measured(log(), options=options)
+    clipped = result.estimate("policy", "clipped IPS")
+    low, high = clipped.intervals["empirical_bernstein"]
+    assert low < clipped.intervals["normal"].low < clipped.value < clipped.intervals["normal"].high < high
+    (entry,) = [e for e in result.as_json() if (e["target"], e["estimator"]) == ("policy", "SNIPS")]
+    assert json.loads(json.dumps(entry, allow_nan=False)) == entry
+    assert entry["intervals"]["empirical_bernstein"] == {"low": None, "high": None}
+    assert entry["diagnostics"]["tail"]["largest"] > 1
+    with pytest.raises(RecpoError, match="leave the reward_range"):
+        measured(log(), options=OffPolicyOptions(reward_range=(0.0, 0.5)))
+
+
+def test_what_means_nothing_is_said():
+    tiny = measured(log())
+    assert any("means nothing" in warning for warning in tiny.estimate("policy", "IPS").warnings)
+    wrong = measured(changed(log(600, batch=600), logp_behavior=lambda p: p - 1.0), Contender(users=600))
+    assert any("mean weight" in warning for warning in wrong.estimate("policy", "SNIPS").warnings)
+    right = measured(log(600, batch=600), Contender(users=600))
+    assert not any("mean weight" in warning for warning in right.estimate("policy", "SNIPS").warnings)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"level": 1.0}, {"clip": 0.0}, {"top_k": ()}, {"pool_size": 0}, {"reward_range": (1.0, 0.0)}, {"samples": 0}],
+)
+def test_options_are_checked(wrong):
+    with pytest.raises(RecpoError, match=next(iter(wrong))):
+        OffPolicyOptions(**wrong)
+
+
+def test_lists_shorter_than_asked_for_are_named():
+    with pytest.raises(RecpoError, match="top_k asks for 7 places, the lists have 3"):
+        measured(log(), options=OffPolicyOptions(top_k=(7,)))
+
+
+def test_it_is_a_measure_of_the_one_pass():
+    contender = Contender()
+    measure = OffPolicyMeasure(CALM, reward=Given(), propensities=LoggedPropensities(), num_items=ITEMS, ks=[PLACES])
+    recommender = Recommender(contender.recommend, contender.log_prob)
+    evaluate_ranking(recommender, log(), num_items=ITEMS, ks=[PLACES], exclude_seen=False, measures=[measure])
+    assert measure.result().as_json() == measured(log(), contender).as_json()

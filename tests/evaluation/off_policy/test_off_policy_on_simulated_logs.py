@@ -1,0 +1,209 @@
+"""On a simulated log, estimates rank policies as their true values do; the naive average does not."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kendalltau
+
+from recpo.cli.prepare import prepare
+from recpo.cli.simulate import simulate
+from recpo.cli.true_rewards import true_rewards
+from recpo.contracts import RewardFunction
+from recpo.data.datamodule import evaluation_batches
+from recpo.data.prepared import Prepared
+from recpo.evaluation.measures import Observed
+from recpo.evaluation.off_policy.measure import OffPolicyMeasure
+from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.off_policy.propensities import EstimatedPropensities, LoggedPropensities, UniformPropensities
+from recpo.evaluation.off_policy.reward_model import AdditiveRewardModel, RewardedExposures
+from recpo.rewards import LoggedReward
+from recpo.types import Recommendations, Slates
+
+K = 10
+
+
+class TrueReward(RewardFunction):
+    """What the users truly think, and a coin: the reward that the simulator's values are means of."""
+
+    def __init__(self, expected):
+        self.expected = expected
+
+    def __call__(self, batch, candidates):
+        rng = np.random.default_rng(int(batch.row_ids[0]))
+        mean = self.expected[batch.row_ids.numpy()[:, None], (candidates.item_ids - 1).clamp_min(0).numpy()]
+        return torch.from_numpy(mean + 0.2 * rng.standard_normal(mean.shape))
+
+
+class World:
+    """A simulated log, what is true of it, and policies that are softmaxes over scores ``[users, items]``."""
+
+    def __init__(self, root):
+        simulate(root / "world", users=800, items=150, events=100_000, days=10)
+        prepare(str(root / "world" / "log"), root / "prepared")
+        self.data = Prepared.open(root / "prepared")
+        truth = true_rewards(root / "world", self.data, "test", [K])
+        everything = truth.user_ids, np.broadcast_to(truth.item_ids, (len(truth.user_ids), self.data.num_items))
+        self.expected = truth.truth.expected_reward(*everything, truth.day)
+        self.logging = truth.truth.propensity(*everything)
+        self.counts = self.data.item_counts()
+        self.rows = np.zeros(len(self.expected))
+        for batch in self.batches():
+            self.rows[batch.feedback.row_ids.numpy()] += batch.feedback.slates.mask.sum(1).numpy()
+        noise = np.random.default_rng(0).standard_normal(self.expected.shape)
+        popularity = np.tile(np.log(self.counts + 1.0), (len(self.expected), 1))
+        self.policies = {
+            "almost the truth": self.expected / 0.15,
+            "a good model": (self.expected + 0.3 * noise) / 0.15,
+            "a poor model": (self.expected + 0.8 * noise) / 0.3,
+            "sharper than the log": 2 * np.log(self.logging),
+            "as logged": np.log(self.logging),
+            "popularity": popularity,
+            "random": np.zeros_like(self.expected),
+            "contrary": -self.expected / 0.3,
+        }
+
+    def batches(self):
+        return evaluation_batches(self.data.root, "test", 50, 256)
+
+    def true_value(self, name, target="policy"):
+        weight = self.rows / self.rows.sum()
+        logp = torch.from_numpy(self.policies[name]).log_softmax(1)
+        if target == "policy":
+            return float(weight @ (logp.exp().numpy() * self.expected).sum(1))
+        listed = logp.topk(K, dim=1).indices.numpy()
+        return float(weight @ np.take_along_axis(self.expected, listed, 1).mean(1))
+
+    def evaluate(self, name, reward, propensities=None, model=None, **options):
+        logp = torch.from_numpy(self.policies[name]).log_softmax(1)
+        measure = OffPolicyMeasure(
+            OffPolicyOptions(resamples=100, **options),
+            reward=reward,
+            propensities=propensities or LoggedPropensities(),
+            num_items=self.data.num_items,
+            ks=[K],
+            model=model,
+            sample=lambda histories, size: torch.multinomial(logp[users].exp(), size, replacement=True) + 1,
+        )
+        for batch in self.batches():
+            users, items = batch.feedback.row_ids, batch.feedback.slates.item_ids
+            scores, order = logp[users].topk(K)
+            scored = logp[users[:, None], (items - 1).clamp_min(0)]
+            measure.update(Observed(batch, Recommendations(order + 1, scores), None, scored))
+        return measure.result()
+
+    def reward_model(self, reward):
+        def training():
+            for shard in range(self.data.num_shards("train")):
+                events = self.data.load("train", shard)
+                item = torch.from_numpy(events.item_index)[:, None]
+                columns = (torch.from_numpy(c)[:, None] for c in (events.watch_quantile, events.dislike))
+                slates = Slates(item, item * 0, item > 0, *columns)
+                yield RewardedExposures(events.user_index, events.item_index, reward(None, slates)[:, 0].numpy())
+
+        return AdditiveRewardModel.fit(training, num_users=len(self.expected), num_items=self.data.num_items)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return World(tmp_path_factory.mktemp("off_policy"))
+
+
+@pytest.fixture(scope="module")
+def by_logged_reward(world):
+    reward = LoggedReward(dislike_cost=2.0)
+    model = world.reward_model(reward)
+    return {name: world.evaluate(name, reward, model=model) for name in world.policies}
+
+
+@pytest.mark.parametrize("target", ["policy", f"top_{K}"])
+@pytest.mark.parametrize("name", ["almost the truth", "as logged", "popularity", "contrary"])
+def test_the_true_value_is_recovered(world, name, target):
+    result = world.evaluate(name, TrueReward(world.expected), level=0.999)
+    value = world.true_value(name, target)
+    for estimator in ("IPS", "SNIPS"):
+        found = result.estimate(target, estimator)
+        low, high = found.intervals["normal"]
+        assert low <= value <= high, f"{estimator} {found.value}"
+        if found.effective_sample_size > 100:
+            assert not any("mean weight" in warning for warning in found.warnings)
+
+
+def test_estimates_rank_policies_as_their_true_values_do(world, by_logged_reward):
+    names = list(world.policies)
+    for target in ("policy", f"top_{K}"):
+        kept = [n for n in names if target == "policy" or n != "random"]
+        truth = [world.true_value(name, target) for name in kept]
+        for estimator in ("IPS", "SNIPS", "DR", "SNDR"):
+            values = [by_logged_reward[name].estimate(target, estimator).value for name in kept]
+            assert kendalltau(truth, values).statistic > 0.85, (target, estimator)
+
+
+def test_no_interval_of_a_difference_claims_the_wrong_order(world, by_logged_reward):
+    claimed = 0
+    for one, other in combinations(world.policies, 2):
+        for difference in by_logged_reward[one].differences(by_logged_reward[other]):
+            if difference.estimator in ("SNIPS", "SNDR") and difference.target == "policy":
+                gain = world.true_value(one) - world.true_value(other)
+                if difference.intervals["normal"].excludes_zero and abs(gain) > 0.05:
+                    claimed += 1
+                    assert (difference.value > 0) == (gain > 0), (one, other)
+    assert claimed > 30, "of 56 differences"
+
+
+def test_the_naive_average_is_confounded(world, by_logged_reward):
+    """Items are logged where they are liked, so a list of popular items borrows the merit of who it was shown to.
+
+    The log shows an item to users of its topic. The rows in which a popular item was shown are rows of users who like
+    its topic, and their mean reward says nothing of what everybody else would think of it. The list of the logging
+    policy's own favourites is truly far better, and looks worse, for its rows are those of every user.
+    """
+    popular, logged = world.true_value("popularity", f"top_{K}"), world.true_value("as logged", f"top_{K}")
+    assert logged - popular > 0.1
+    estimates = {
+        estimator: [by_logged_reward[n].estimate(f"top_{K}", estimator).value for n in ("popularity", "as logged")]
+        for estimator in ("naive average", "SNIPS", "SNDR")
+    }
+    assert estimates["naive average"][0] > estimates["naive average"][1], "the wrong order"
+    assert estimates["SNIPS"][0] < estimates["SNIPS"][1] - 0.05
+    assert estimates["SNDR"][0] < estimates["SNDR"][1] - 0.05
+    # a policy that knows nothing looks as good as the log itself
+    random = by_logged_reward["random"]
+    mean = random.estimate("logging policy", "mean").value
+    assert random.estimate("policy", "naive average").value == pytest.approx(mean)
+    gain = {(d.target, d.estimator): d for d in random.over_logging_policy()}["policy", "SNIPS"]
+    assert gain.intervals["normal"].high < -0.05
+
+
+def test_random_exposures_say_the_same_with_fewer_rows(world):
+    reward = TrueReward(world.expected)
+    logged = world.evaluate("almost the truth", reward).estimate("policy", "SNIPS")
+    pool = UniformPropensities(world.data.num_items)
+    random = world.evaluate("almost the truth", reward, pool, level=0.999).estimate("policy", "SNIPS")
+    assert random.rows < 0.15 * logged.rows
+    assert random.intervals["normal"].low <= world.true_value("almost the truth") <= random.intervals["normal"].high
+
+
+def test_estimated_propensities_correct_for_popularity_only(world):
+    reward = TrueReward(world.expected)
+    shares = EstimatedPropensities(torch.from_numpy(world.counts))
+    found = world.evaluate("random", reward, shares)
+    value = world.true_value("random")
+    naive, estimated = (found.estimate("policy", name).value for name in ("naive average", "SNIPS"))
+    assert estimated - value > 0.1, "who is shown what is still confounded"
+    assert any("not to whom" in warning for warning in found.estimate("policy", "SNIPS").warnings)
+    assert naive > value
+
+
+def test_missing_support_shows_in_the_mean_weight(world):
+    """The log without its random exposures, as if nobody had ever been shown a bad item, under honest propensities."""
+
+    class Without(LoggedPropensities):
+        def __call__(self, slates):
+            found = super().__call__(slates)
+            return torch.where(found > 2e-3, found, torch.nan)
+
+    found = world.evaluate("contrary", TrueReward(world.expected), Without()).estimate("policy", "IPS")
+    assert found.diagnostics.mean_weight < 0.6
+    assert any("the log cannot show" in warning for warning in found.warnings)

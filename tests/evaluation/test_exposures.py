@@ -1,0 +1,80 @@
+"""The AUC over exposures, against scikit-learn user by user."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+
+from recpo.evaluation.exposures import auc, exposure_auc, first_events
+from recpo.evaluation.held_out import evaluate_ranking
+from recpo.evaluation.measures import Recommender
+from recpo.evaluation.targets import Targets
+from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
+
+rows = st.lists(
+    st.lists(st.tuples(st.sampled_from([-3.0, -2.0, -1.5, -math.inf]), st.sampled_from("pn ")), min_size=9, max_size=9),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows)
+def test_auc_is_scikit_learns_with_ties(users):
+    scores = torch.tensor([[score for score, _ in row] for row in users])
+    positive, negative = (torch.tensor([[kind == k for _, kind in row] for row in users]) for k in "pn")
+    got = auc(scores, positive, negative)
+    for row, value in zip(users, got.tolist(), strict=True):
+        kept = [(max(score, -1e9), kind == "p") for score, kind in row if kind != " "]
+        if len({kind for _, kind in kept}) < 2:
+            assert math.isnan(value)
+        else:
+            assert value == pytest.approx(roc_auc_score([k for _, k in kept], [s for s, _ in kept]))
+
+
+def test_auc_of_long_slates_without_ties():
+    rng = np.random.default_rng(0)
+    scores, positive = rng.normal(size=(4, 500)), rng.random((4, 500)) < 0.3
+    got = auc(torch.from_numpy(scores), torch.from_numpy(positive), torch.from_numpy(~positive))
+    assert got.tolist() == pytest.approx([roc_auc_score(p, s) for p, s in zip(positive, scores, strict=True)])
+
+
+def test_constant_scores_are_worth_nothing():
+    positive = torch.tensor([[True, False, False]])
+    assert auc(torch.zeros(1, 3), positive, ~positive).item() == 0.5
+
+
+def test_repeated_items_count_once():
+    items = torch.tensor([[3, 5, 3, 0, 5]])
+    mask = torch.tensor([[True, False, True, False, True]])
+    assert first_events(items, mask).tolist() == [[True, False, False, False, True]]
+    liked, below = torch.tensor([[True, False, True, False, False]]), torch.tensor([[False, True, False, True, True]])
+    items, logp = torch.tensor([[1, 2, 1, 3, 2]]), torch.tensor([[-2.0, -3.0, -2.0, -1.0, -3.0]])
+    found = exposure_auc(logp, Targets(items, liked, torch.zeros_like(liked), below))
+    assert found["AUC_skips"].item() == 0.5  # item 1 above 2, below 3; events would say 2 / 3
+    assert found["AUC_dislikes"].isnan().all()
+
+
+def test_tokens_are_summed_and_seen_or_unlabelled_items_left_out():
+    items = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    quantile = torch.tensor([[0.9, 0.1, math.nan, 0.2, 0.9, 0.3]])
+    dislike = torch.tensor([[False, False, False, False, False, True]])
+    mask = torch.ones_like(dislike)
+    slates = Slates(items, torch.zeros_like(items), mask, watch_quantile=quantile, dislike=dislike)
+    seen = torch.tensor([[4]])
+    batch = EvaluationBatch(FeedbackBatch(Histories(seen, torch.tensor([1])), slates, torch.tensor([0])), seen)
+    tokens = torch.tensor([[[-1, -1], [-2, -1], [0, 0], [0, 0], [-1, -3], [-1, -2.5]]])  # sums -2 -3 0 0 -4 -3.5
+
+    def recommend(histories, k, exclude):
+        return Recommendations(torch.tensor([[1]]), torch.zeros(1, 1))
+
+    result = evaluate_ranking(Recommender(recommend, lambda feedback: tokens), [batch], num_items=6, ks=(1,))
+    assert result.per_user["AUC_skips"].item() == 0.5  # of 1 and 5 against 2 alone
+    assert result.per_user["AUC_dislikes"].item() == 0.5
+    assert "AUC_skips" not in evaluate_ranking(Recommender(recommend), [batch], num_items=6, ks=(1,)).per_user

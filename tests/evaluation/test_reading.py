@@ -1,0 +1,133 @@
+"""Sentences and warnings follow from the numbers."""
+
+from __future__ import annotations
+
+import copy
+
+from recpo.evaluation.cautions import cautions
+from recpo.evaluation.comparison import with_holm
+from recpo.evaluation.reading import best_first, paired, reading
+
+
+def estimate(mean, half_width=0.01):
+    return {"mean": mean, "half_width": half_width, "n": 200}
+
+
+def document_of(means, half_width=0.01, kinds=None):
+    """Contenders a, b, ... with these means of NDCG@10; every difference has the same half-width."""
+    names = [chr(ord("a") + index) for index in range(len(means))]
+    kinds = kinds or ["run"] * len(means)
+    counts = {"users": 300, "users_with_positives": 200, "users_with_dislikes": 150, "positive_events": 1000}
+    contenders = [
+        {
+            "name": name,
+            "kind": kind,
+            "counts": counts | {"positive_events_removed_as_seen": 10},
+            "metrics": {"NDCG@10": estimate(mean), "disliked@10": estimate(mean)},
+            "off_policy": [],
+        }
+        for name, mean, kind in zip(names, means, kinds, strict=True)
+    ]
+    differences = [
+        {
+            "contender": names[j],
+            "against": names[i],
+            "metrics": {m: estimate(means[j] - means[i], half_width) for m in ("NDCG@10", "disliked@10")},
+        }
+        for i in range(len(means))
+        for j in range(i + 1, len(means))
+    ]
+    return {
+        "setting": {"ks": [10], "split": "test", "checkpoint": "best"},
+        "contenders": contenders,
+        "differences": with_holm(differences),
+        "provenance": {"runs": {name: {"max_history": 50} for name in names}},
+    }
+
+
+def entry(name, value, warnings=()):
+    ends = {"low": value - 0.1, "high": value + 0.1}
+    found = {"target": "policy", "estimator": "SNIPS", "value": value, "intervals": {"normal": ends, "bootstrap": ends}}
+    return {**found, "warnings": list(warnings)}
+
+
+def test_the_best_is_named_and_told_apart_only_where_the_difference_survives():
+    sentence = reading(document_of([0.10, 0.30, 0.295]))[0]
+    assert "On NDCG@10 (higher is better) b has the best mean, 0.3000 ± 0.0100 over 200 users." in sentence
+    assert "survives the correction for many comparisons against a." in sentence
+    assert "cannot be told apart from c (difference +0.0050 ± 0.0100)" in sentence
+
+
+def test_the_least_is_best_of_dislikes():
+    document = document_of([0.3, 0.1])
+    assert [c["name"] for c in best_first(document, "disliked@10")] == ["b", "a"]
+    assert "On disliked@10 (lower is better) b has the best mean" in reading(document)[1]
+
+
+def test_nobody_is_told_apart_by_wide_intervals():
+    assert "But no other contender can be told apart from it" in reading(document_of([0.1, 0.3], half_width=0.5))[0]
+
+
+def test_a_difference_is_found_whichever_way_round():
+    document = document_of([0.1, 0.3])
+    assert paired(document, "a", "b", "NDCG@10")["mean"] == -paired(document, "b", "a", "NDCG@10")["mean"] < 0
+    assert paired(document, "a", "nobody", "NDCG@10") is None
+
+
+def test_metrics_without_a_value_say_so():
+    document = document_of([0.1])
+    document["contenders"][0]["metrics"]["NDCG@10"] = {"mean": None, "half_width": None, "n": 0}
+    assert reading(document)[0] == "NDCG@10 has no value: no user has such targets."
+    assert "of a is 0.1000 ± 0.0100" in reading(document)[1]
+
+
+def test_runs_are_held_against_the_strongest_baseline():
+    kinds = ["baseline", "baseline", "run", "run"]
+    sentence = reading(document_of([0.10, 0.20, 0.15, 0.40], kinds=kinds))[-1]
+    assert sentence.startswith("The strongest baseline on NDCG@10 is b; 1 of 2 trained contenders are better: d")
+    assert "no trained contender is better" in reading(document_of([0.1, 0.3, 0.2], kinds=kinds[:3]))[-1]
+
+
+def test_only_estimates_without_warnings_are_believed():
+    document = document_of([0.1, 0.3])
+    logged = {**copy.deepcopy(document["contenders"][0]), "name": "logging policy", "kind": "baseline"}
+    document["contenders"].append({**logged, "off_policy": []})
+    document["contenders"][0]["off_policy"] = [entry("a", 0.9, ["means nothing: 3 rows"])]
+    assert "every estimate carries a warning" in reading(document)[-1]
+    document["contenders"][1]["off_policy"] = [entry("b", 0.5)]
+    gained = {**entry("b", 0.2), "survives_holm": True}
+    document["differences"].append(
+        {"contender": "b", "against": "logging policy", "metrics": {}, "off_policy": [gained]}
+    )
+    sentence = reading(document)[-1]
+    assert "(SNIPS, policy), that of b is the highest: 0.5000 per exposure, 95 % interval 0.4000 to 0.6000." in sentence
+    assert "0.2000 more than the logging policy earned, which survives the correction" in sentence
+
+
+def changed(document, **counts):
+    document = copy.deepcopy(document)
+    for contender in document["contenders"]:
+        contender["counts"] |= counts
+    return document
+
+
+def test_nothing_is_said_where_nothing_is_wrong():
+    assert cautions(document_of([0.1, 0.2])) == []
+
+
+def test_each_weakness_has_its_warning():
+    sound = document_of([0.1, 0.2])
+    assert cautions(changed(sound, users_with_positives=0))[0].startswith("No user has positives")
+    assert cautions(changed(sound, users_with_dislikes=7))[0].startswith("Only 7 users have disliked items: too few")
+    assert cautions(changed(sound, users_with_positives=70))[0].startswith("Only 70 users have positives: accuracy")
+    assert "60% of the positive events" in cautions(changed(sound, positive_events_removed_as_seen=600))[0]
+    on_valid = {**sound, "setting": sound["setting"] | {"split": "valid"}}
+    assert "optimistic" in cautions(on_valid)[0]
+    assert cautions({**on_valid, "setting": on_valid["setting"] | {"checkpoint": "last"}}) == []
+    unlike = {**sound, "provenance": {"runs": {"a": {"max_history": 10}, "b": {"max_history": 50}}}}
+    assert "a 10, b 50 events" in cautions(unlike)[0]
+    same = document_of([0.2, 0.2], half_width=0.0)
+    assert cautions(same) == ["b and a have exactly the same metrics for every user: are they the same policy?"]
+    weak = copy.deepcopy(sound)
+    weak["contenders"][0]["off_policy"] = [entry("a", 0.5, ["means nothing: only 3 effective rows"])]
+    assert cautions(weak)[0].endswith("a (policy).")

@@ -1,0 +1,124 @@
+"""The flat trie against a dictionary, its refusals and its size."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from recpo.errors import RecpoError
+from recpo.policies.trie import Trie
+from tests.reference.code_tries import children, dictionary_trie
+
+
+def random_codes(items: int, sizes: tuple[int, ...], seed: int, clustered: bool = False) -> Tensor:
+    """Different tuples in random order; clustered: small codes are much more frequent."""
+    rng = np.random.default_rng(seed)
+    places = rng.random((3 * items, len(sizes))) ** (8 if clustered else 1)
+    tuples = np.unique((places * sizes).astype(np.int64), axis=0)
+    return torch.from_numpy(rng.permutation(tuples)[:items])
+
+
+@st.composite
+def catalogues(draw: st.DrawFn) -> tuple[Tensor, tuple[int, ...]]:
+    sizes = tuple(draw(st.lists(st.sampled_from([1, 2, 5, 8, 9, 40, 300, 40_000]), min_size=1, max_size=5)))
+    return random_codes(draw(st.integers(1, 80)), sizes, draw(st.integers(0, 999)), draw(st.booleans())), sizes
+
+
+@given(catalogues())
+def test_the_trie_is_the_dictionary(catalogue: tuple[Tensor, tuple[int, ...]]) -> None:
+    codes, sizes = catalogue
+    trie, root = Trie(codes, sizes), dictionary_trie(codes.tolist())
+    ids = torch.arange(1, len(codes) + 1)
+    nodes, paths = torch.zeros_like(ids), trie.paths(ids)
+    for level, size in enumerate(sizes):
+        assert torch.equal(paths[:, level], nodes)
+        mask = trie.allowed(level, nodes)
+        assert mask.shape == (len(codes), size)
+        for row in range(len(codes)):
+            assert mask[row].nonzero().squeeze(1).tolist() == sorted(children(root, codes[row, :level].tolist()))
+        first, end = trie.leaf_ranges(level, nodes)
+        below = [sum(codes[row, :level].equal(other[:level]) for other in codes) for row in range(len(codes))]
+        assert (end - first).tolist() == below
+        nodes = trie.child(level, nodes, codes[:, level])
+    assert torch.equal(trie.items(nodes), ids)
+    assert torch.equal(trie.leaves(ids), nodes)
+    assert torch.equal(trie.codes(ids), codes)
+
+
+@given(catalogues(), st.integers(0, 999))
+def test_an_unknown_prefix_is_an_error_that_names_it(catalogue: tuple[Tensor, tuple[int, ...]], seed: int) -> None:
+    codes, sizes = catalogue
+    trie, root = Trie(codes, sizes), dictionary_trie(codes.tolist())
+    rng = np.random.default_rng(seed)
+    item, level = int(rng.integers(len(codes))), int(rng.integers(len(sizes)))
+    prefix = codes[item, :level].tolist()
+    node, code = trie.paths(torch.tensor([item + 1]))[:, level], int(rng.integers(-1, sizes[level] + 1))
+    given_codes = torch.tensor([code])
+    if code in children(root, prefix):
+        assert trie.find(level, node, given_codes)[1].all()
+        assert trie.child(level, node, given_codes) > 0
+    else:
+        child, found = trie.find(level, node, given_codes)
+        assert not found
+        assert trie.last_codes(child).item() in children(root, prefix)
+        with pytest.raises(RecpoError) as error:
+            trie.child(level, node, given_codes)
+        assert f"begin with {[*prefix, code]} (the first of 1 unknown" in str(error.value)
+
+
+def test_padding_has_codes_0_and_shapes_are_kept() -> None:
+    trie = Trie(torch.tensor([[1, 2], [2, 0], [1, 1]]), (3, 3))
+    ids = torch.tensor([[0, 3], [2, 0]])
+    assert trie.codes(ids).tolist() == [[[0, 0], [1, 1]], [[2, 0], [0, 0]]]
+    assert trie.paths(ids).shape == (2, 2, 2)
+    assert trie.allowed(1, trie.paths(ids)[..., 1])[0, 1].tolist() == [False, True, True]
+    assert trie.codes(torch.zeros(0, dtype=torch.long)).shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("codes", "sizes", "message"),
+    [
+        (torch.zeros(0, 2, dtype=torch.long), (3, 3), r"shape \[0, 2\]"),
+        (torch.zeros(4, 2, dtype=torch.long), (3, 3, 3), r"shape \[4, 2\], expected \[items, 3 levels\]"),
+        (torch.tensor([[0, 0], [0, 3]]), (3, 3), r"1 items have a code outside .* item 2 with \[0, 3\]"),
+        (torch.tensor([[0, 0], [0, -1]]), (3, 3), "1 items have a code outside"),
+        (torch.tensor([[0, 1], [1, 1], [0, 1]]), (3, 3), "1 items share their codes"),
+    ],
+)
+def test_codes_that_name_no_catalogue_are_refused(codes: Tensor, sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(RecpoError, match=message):
+        Trie(codes, sizes)
+
+
+@pytest.mark.parametrize("clustered", [False, True])
+@pytest.mark.parametrize("depth", [3, 4])
+def test_a_million_items_take_less_than_30_megabytes_and_a_mask_less_than_a_hundredth_of_a_step(
+    depth: int, clustered: bool
+) -> None:
+    sizes = (256,) * depth
+    keys = torch.randint(0, 256**depth, (1_100_000,), generator=torch.Generator().manual_seed(0))
+    if clustered:  # the first million tuples: every node on the way has all its children
+        keys = torch.arange(1_000_000)
+    keys = keys.unique()
+    keys = keys[torch.randperm(len(keys))[:1_000_000]]
+    codes = torch.stack([keys // 256**place % 256 for place in reversed(range(depth))], 1)
+    started = time.process_time()
+    trie = Trie(codes, sizes)
+    assert time.process_time() - started < 5  # measured: 0.3 s
+    assert sum(buffer.numel() * buffer.element_size() for buffer in trie.buffers()) < 30e6
+    paths = trie.paths(torch.randint(1, 1_000_001, (64, 50)))
+    for level in range(depth):
+        started = time.process_time()
+        for _ in range(5):
+            trie.allowed(level, paths[..., level])
+        assert (time.process_time() - started) / 5 < 10e-3  # measured: 0.7 ms; a decoder takes 100 ms
+
+
+def test_it_is_no_part_of_a_checkpoint() -> None:
+    assert not Trie(torch.tensor([[1, 2], [2, 0]]), (3, 3)).state_dict()
