@@ -71,7 +71,7 @@ class ScoreMetrics:
             known = known & slates.mask[..., None]
             sums.append((-pointwise_reward_loss(scores, targets, known).double().sum(), known.sum().double()))
         per_user = exposure_auc(scores[..., 0], held_out_targets(batch, self._threshold))["AUC_skips"]
-        sums.append((per_user.nansum(), per_user.isfinite().sum().double()))
+        sums.append((per_user.double().nansum(), per_user.isfinite().sum().double()))
         self._sums += torch.stack([torch.stack(pair) for pair in sums]).cpu()
 
     def compute(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -64,18 +64,23 @@ def load_reward_model(run: Path, checkpoint: Checkpoint = "best") -> RewardModel
     Raises:
         RecpoError: the run did not finish, trained no score head, or the checkpoint does not fit.
     """
-    policy = load_policy(run, checkpoint)
+    read_finished(run)
+    objective, policy = _objective_of(run), load_policy(run, checkpoint)
+    assert isinstance(policy, StatePolicy)
+    options: CriticOptions = load_option(run, "critic", CriticOptions)
+    head = ItemScore(policy.num_items, policy.dim, options.hidden, objective.num_scores)
+    load_weights(head, checkpoint_path(run, checkpoint), "inputs.critic.score.")
+    return RewardModel(policy, head, objective)
+
+
+def _objective_of(run: Path) -> Objective:
     objective: Objective = load_option(run, "objective", Objective)
     if "score" not in objective.requires:
         raise RecpoError(
             f"{run} trained {type(objective).__name__}, which is no reward model: name a run of PointwiseReward or "
             "PairwiseReward"
         )
-    assert isinstance(policy, StatePolicy)
-    options: CriticOptions = load_option(run, "critic", CriticOptions)
-    head = ItemScore(policy.num_items, policy.dim, options.hidden, objective.num_scores)
-    load_weights(head, checkpoint_path(run, checkpoint), "inputs.critic.score.")
-    return RewardModel(policy, head, objective)
+    return objective
 
 
 def checkpoint_sha256(run: Path, checkpoint: Checkpoint) -> str:
@@ -126,7 +131,10 @@ class LearnedReward(RewardFunction):
     checkpoint: Checkpoint = "best"
 
     def __post_init__(self) -> None:
-        read_finished(self.run)  # a wrong path is said before training starts
+        # what is wrong is said before training starts
+        read_finished(self.run)
+        if self.calibrated and isinstance(_objective_of(self.run), PointwiseReward):
+            load_calibration(self.run, self.checkpoint)
 
     @property
     def catalogue_checksum(self) -> str | None:
@@ -152,7 +160,7 @@ class LearnedReward(RewardFunction):
         scores = model(batch.histories, candidates._replace(mask=is_item))
         if isinstance(model.objective, PointwiseReward):
             weights = torch.tensor([self.long_watch, self.like, -self.dislike_cost], device=scores.device)
-            reward = self._calibration.probabilities(scores) @ weights
+            reward = (self._calibration.probabilities(scores) * weights).sum(-1)
         else:
             reward = scores[..., 0]
         return reward.masked_fill(~is_item, torch.nan)

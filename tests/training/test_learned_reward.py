@@ -1,0 +1,232 @@
+"""A reward model from `recpo train` to a reward: trained, calibrated, recomputed by hand, held against the truth."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from recpo.atomic import write_json
+from recpo.cli.main import main
+from recpo.cli.simulated_reward import TrueReward
+from recpo.data.datamodule import evaluation_batches
+from recpo.data.id_map import IdMap
+from recpo.errors import RecpoError
+from recpo.objectives.pointwise_reward import TARGETS
+from recpo.rewards import WeightedSum
+from recpo.simulation.truth import Truth
+from recpo.training.learned_reward import CALIBRATION, LearnedReward, load_reward_model
+from recpo.types import Slates
+
+HISTORY = 20
+POLICY = {"dim": 16, "layers": 1, "heads": 1, "max_history": HISTORY, "dropout": 0.0}
+COMMON = {
+    "policy.class_path": "CatalogSoftmaxPolicy",
+    **{f"policy.init_args.{name}": value for name, value in POLICY.items()},
+    "trainer.accelerator": "cpu",
+    "trainer.enable_progress_bar": "false",
+    "trainer.logger": "false",
+    "allocator": "false",
+    "data.batch_size": 32,
+    "data.layout.init_args.history_length": HISTORY,
+    "optimizer": "torch.optim.AdamW",
+    "optimizer.init_args.lr": 5e-3,
+    "critic.shares_encoder": "false",
+}
+SEQUENCES = {"data.layout": "SequenceLayout"}
+POINTWISE = {"objective": "PointwiseReward", "trainer.max_epochs": 5, **SEQUENCES}
+PAIRWISE = {
+    "objective": "PairwiseReward",
+    "trainer.max_epochs": 1,
+    "data.layout": "PreferenceListLayout",
+    "data.layout.init_args.popularity": 0,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Such small products only wait for each other on several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """200 users, 80 items: big enough to learn something within seconds."""
+    from recpo.cli.prepare import prepare
+    from recpo.cli.simulate import simulate
+
+    out = tmp_path_factory.mktemp("reward_world")
+    simulate(out / "simulated", users=200, items=80, events=12_000, days=10)
+    prepare(str(out / "simulated" / "log"), out / "prepared")
+    return out
+
+
+def train(world, out, **options):
+    chosen = {**SEQUENCES, **COMMON, **options}
+    first = [f"--{name}={chosen.pop(name)}" for name in ("data.layout", "policy.class_path", "optimizer")]
+    arguments = [f"--{name}={value}" for name, value in chosen.items()]
+    assert main(["train", f"--data.prepared={world / 'prepared'}", f"--out={out}", *first, *arguments]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def policy_run(world):
+    return train(world, world / "policy", objective="Likelihood", **{"trainer.max_epochs": 6})
+
+
+@pytest.fixture(scope="module")
+def pointwise_run(world, policy_run):
+    out = train(world, world / "pointwise", init_from=policy_run, **POINTWISE)
+    assert main(["calibrate", f"--run={out}", f"--prepared={world / 'prepared'}", "--resamples=50"]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def pairwise_run(world, policy_run):
+    return train(world, world / "pairwise", init_from=policy_run, **PAIRWISE)
+
+
+@pytest.fixture(scope="module")
+def batch(world):
+    return next(evaluation_batches(world / "prepared", "valid", HISTORY, 1000)).feedback
+
+
+def candidates_of(batch, items):
+    visible = batch.histories.lengths[:, None].expand_as(items)
+    return Slates(items, visible, torch.ones_like(items, dtype=torch.bool))
+
+
+def every_item(world, batch):
+    num_items = json.loads((world / "prepared" / "manifest.json").read_text())["num_items"]
+    return candidates_of(batch, torch.arange(1, num_items + 1).expand(len(batch.row_ids), -1).contiguous())
+
+
+def mean_correlation(first, second):
+    """The mean over contexts of the correlation over their candidates."""
+    first, second = ((x - x.mean(1, keepdim=True)).double() for x in (first, second))
+    return float(((first * second).sum(1) / (first.norm(dim=1) * second.norm(dim=1)).clamp(min=1e-12)).mean())
+
+
+def test_it_ranks_and_means_what_it_says_on_later_days(pointwise_run):
+    report = json.loads((pointwise_run / CALIBRATION).read_text())["targets"]
+    watched = report["long_watch"]["test"]["all"]
+    assert watched["auc"]["low"] > 0.65
+    assert watched["auc_per_user"]["value"] > 0.65
+    assert watched["calibration_error"]["value"] < 0.08
+    assert report["dislike"]["test"]["all"]["auc"]["value"] > 0.65
+    assert set(watched) >= {"base_rate", "log_loss", "log_loss_uncalibrated", "exposures", "happened", "users"}
+    assert report["long_watch"]["test"]["random"]["exposures"] < watched["exposures"] / 5
+
+
+def test_it_knows_the_truth_about_items_that_the_log_never_showed(world, pointwise_run, pairwise_run, batch):
+    candidates = every_item(world, batch)
+    truth = TrueReward(world / "simulated", world / "prepared")(batch, candidates)
+    for run in (pointwise_run, pairwise_run):
+        learned = LearnedReward(run)(batch, candidates)
+        assert mean_correlation(learned, truth) > 0.4
+        best = learned.topk(5, 1).indices
+        assert truth.gather(1, best).mean() > truth.mean() + 0.2
+
+
+def test_the_reward_is_recomputed_by_hand(pointwise_run, batch):
+    items = torch.randint(1, 80, (len(batch.row_ids), 3))
+    candidates = candidates_of(batch, items)
+    reward = LearnedReward(pointwise_run, long_watch=0.7, like=0.2, dislike_cost=1.5)(batch, candidates)
+    saved = torch.load(pointwise_run / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
+    head = {n.removeprefix("inputs.critic.score."): v for n, v in saved.items() if n.startswith("inputs.critic.score.")}
+    vectors = saved["policy.item_table.weight"][items]
+    vectors = vectors / vectors.norm(dim=-1, keepdim=True)
+    known = vectors @ head["adapt.weight"].T + head["adapt.bias"] + head["item_table.weight"][items]
+    states = load_reward_model(pointwise_run).policy.encode(batch.histories)
+    state = states[torch.arange(len(items)), batch.histories.lengths]
+
+    def layers(name, x):
+        x = torch.nn.functional.gelu(x @ head[f"{name}.0.weight"].T + head[f"{name}.0.bias"])
+        return x @ head[f"{name}.2.weight"].T + head[f"{name}.2.bias"]
+
+    of_state = layers("of_state", state).view(len(items), 1, 3, -1)
+    scores = (of_state * known.unsqueeze(2)).sum(-1) + layers("of_item", known) + head["bias"][items]
+    fitted = json.loads((pointwise_run / CALIBRATION).read_text())["targets"]
+    expected = torch.zeros(items.shape)
+    for k, (name, weight) in enumerate(zip(TARGETS, (0.7, 0.2, -1.5), strict=True)):
+        platt = fitted[name]["calibration"]
+        expected += weight * torch.sigmoid(platt["scale"] * scores[..., k] + platt["shift"])
+    torch.testing.assert_close(reward, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_no_item_has_no_reward_and_changes_nothing(pointwise_run, batch, monkeypatch):
+    items = torch.randint(1, 80, (len(batch.row_ids), 4))
+    reward = LearnedReward(pointwise_run)
+    whole = reward(batch, candidates_of(batch, items))
+    assert not whole.isnan().any()
+    assert not whole.requires_grad
+    assert torch.equal(whole, LearnedReward(pointwise_run)(batch, candidates_of(batch, items)))
+    holed = candidates_of(batch, items.clone())
+    holed.item_ids[:, 1] = 0
+    holed.mask[:, 2] = False
+    partly = reward(batch, holed)
+    assert partly[:, 1:3].isnan().all()
+    torch.testing.assert_close(partly[:, [0, 3]], whole[:, [0, 3]])
+    monkeypatch.setattr("recpo.training.item_scores._POSITIONS_AT_ONCE", 7)
+    torch.testing.assert_close(reward(batch, candidates_of(batch, items)), whole)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(reward(batch, candidates_of(batch, items)), whole)
+    empty = candidates_of(batch, torch.zeros_like(items))
+    assert reward(batch, empty).isnan().all()
+
+
+def test_an_uncalibrated_or_a_changed_run_is_refused(pointwise_run, batch, tmp_path):
+    candidates = candidates_of(batch, torch.ones(len(batch.row_ids), 1, dtype=torch.long))
+    copy = tmp_path / "copy"
+    shutil.copytree(pointwise_run, copy)
+    shutil.copy(copy / "checkpoints" / "last.ckpt", copy / "checkpoints" / "best.ckpt")
+    with pytest.raises(RecpoError, match=r"belongs to other weights.*recpo calibrate"):
+        LearnedReward(copy)
+    (copy / CALIBRATION).unlink()
+    with pytest.raises(RecpoError, match=r"not calibrated.*recpo calibrate"):
+        LearnedReward(copy)
+    raw = LearnedReward(copy, calibrated=False, like=0.0, dislike_cost=0.0)(batch, candidates)
+    model = load_reward_model(copy)
+    torch.testing.assert_close(raw, model(batch.histories, candidates)[..., 0].sigmoid())
+
+
+def test_wrong_runs_are_refused(world, policy_run, pairwise_run, pointwise_run, tmp_path, capsys):
+    with pytest.raises(RecpoError, match="no run directory"):
+        LearnedReward(tmp_path)
+    with pytest.raises(RecpoError, match="no reward model"):
+        LearnedReward(policy_run)
+    assert main(["calibrate", f"--run={pairwise_run}", f"--prepared={world / 'prepared'}"]) == 1
+    assert "nothing to calibrate" in capsys.readouterr().err
+    other = tmp_path / "other"
+    shutil.copytree(pointwise_run, other)
+    finished = json.loads((other / "run.json").read_text())
+    write_json(other / "run.json", {**finished, "catalogue_checksum": "another"})
+    assert main(["calibrate", f"--run={other}", f"--prepared={world / 'prepared'}"]) == 1
+    assert "other items" in capsys.readouterr().err
+    with pytest.raises(RecpoError, match="different items"):
+        _ = WeightedSum([LearnedReward(other), LearnedReward(pointwise_run)], [1.0, 1.0]).catalogue_checksum
+    arguments = {**COMMON, "objective": "Reinforce", "advantage": "GroupNormalizedAdvantage", "reward": "LearnedReward"}
+    first = [f"--{name}={arguments.pop(name)}" for name in ("policy.class_path", "optimizer", "reward")]
+    rest = [f"--{name}={value}" for name, value in arguments.items() if not name.startswith("data.layout")]
+    places = [f"--data.prepared={world / 'prepared'}", f"--out={tmp_path / 'run'}", f"--reward.init_args.run={other}"]
+    assert main(["train", *first, *places, *rest]) == 1
+    assert "other items" in capsys.readouterr().err
+
+
+def test_the_true_reward_is_that_of_the_simulation(world, batch):
+    reward = TrueReward(world / "simulated", world / "prepared")
+    items = torch.tensor([[3, 0, 7]]).expand(len(batch.row_ids), -1).contiguous()
+    got = reward(batch, candidates_of(batch, items))
+    assert got[:, 1].isnan().all()
+    truth = Truth.load(world / "simulated")
+    item_ids = IdMap.load(world / "prepared" / "items.parquet").to_external(np.array([3, 7])).cast("int64").to_numpy()
+    users = reward._known.user_ids[batch.user_ids.numpy()]
+    shown = np.broadcast_to(item_ids, (len(users), 2))
+    expected = truth.expected_reward(users, shown, reward._known.day)
+    torch.testing.assert_close(got[:, [0, 2]].double(), torch.from_numpy(expected), rtol=1e-6, atol=1e-6)
+    with pytest.raises(RecpoError, match="whose contexts"):
+        reward(batch._replace(user_ids=None), candidates_of(batch, items))
