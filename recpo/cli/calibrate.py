@@ -130,7 +130,12 @@ def _judge(test: _Exposures, k: int, fitted: Platt, resamples: int, seed: int) -
         "calibration_error_uncalibrated": before["calibration_error"],
     }
     counts = {"exposures": len(score), "happened": int(happened.sum()), "users": len(np.unique(test.user))}
-    return {**counts, **{name: interval._asdict() for name, interval in intervals.items()}}
+    return {**counts, **{name: _numbers(interval) for name, interval in intervals.items()}}
+
+
+def _numbers(interval: Interval) -> dict[str, float | None]:
+    """JSON knows no nan: null where too few events tell."""
+    return {name: None if np.isnan(number) else number for name, number in interval._asdict().items()}
 
 
 def _auc_per_user(test: _Exposures, k: int) -> Interval:
@@ -157,7 +162,7 @@ def _print(content: dict[str, Any], run: Path) -> None:
         for group, report in target["test"].items():
             shown = [_shown(report[key]) for key in ("base_rate", "auc", "auc_per_user")]
             pairs = [
-                f"{report[f'{key}_uncalibrated']['value']:.4f} -> {_shown(report[key], 4)}"
+                f"{report[f'{key}_uncalibrated']['value']:.4f} -> {_shown(report[key], 4)}"  # these are always known
                 for key in ("log_loss", "calibration_error")
             ]
             table.add_row(name, group, f"{report['exposures']:,}", *shown, *pairs)
@@ -165,6 +170,7 @@ def _print(content: dict[str, Any], run: Path) -> None:
     print(f"{run / CALIBRATION}")
 
 
-def _shown(interval: dict[str, float], digits: int = 3) -> str:
-    value, low, high = (f"{interval[key]:.{digits}f}" for key in ("value", "low", "high"))
+def _shown(interval: dict[str, float | None], digits: int = 3) -> str:
+    numbers = (interval[key] for key in ("value", "low", "high"))
+    value, low, high = ("-" if number is None else f"{number:.{digits}f}" for number in numbers)
     return f"{value} [{low}, {high}]"

@@ -1,0 +1,53 @@
+"""The road of a learned reward in processes of its own: train, calibrate, use."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recpo.cli.main import main
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+SMALL = (
+    *("--policy.init_args.dim=8", "--policy.init_args.heads=1", "--policy.init_args.layers=1"),
+    *("--policy.init_args.max_history=12", "--data.layout.init_args.history_length=12", "--trainer.max_epochs=2"),
+    *("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--allocator=false"),
+)
+
+
+def recpo(*arguments, status=0):
+    command = [sys.executable, "-m", "recpo.cli.main", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_train_calibrate_use(prepared, tmp_path):
+    def train(config, out, *options, status=0):
+        places = (f"--config={CONFIGS / config}", f"--data.prepared={prepared}", f"--out={tmp_path / out}")
+        return recpo("train", *places, *SMALL, *options, status=status)
+
+    train("pretrain.yaml", "policy")
+    start = f"--init_from={tmp_path / 'policy'}"
+    train("reward_model.yaml", "reward", start)
+    use = (start, "--reward=LearnedReward", f"--reward.init_args.run={tmp_path / 'reward'}")
+    said = train("grpo.yaml", "aligned", *use, status=1)
+    assert f"recpo calibrate --run {tmp_path / 'reward'}" in said
+    said = recpo("calibrate", f"--run={tmp_path / 'reward'}", f"--prepared={prepared}", "--resamples=20")
+    assert "long_watch" in said
+    assert "calibration.json" in said
+    report = json.loads((tmp_path / "reward" / "calibration.json").read_text())
+    assert set(report["targets"]) == {"long_watch", "like", "dislike"}
+    train("grpo.yaml", "aligned", *use, "--overwrite=true")
+    again = json.loads((tmp_path / "reward" / "calibration.json").read_text())
+    recpo("calibrate", f"--run={tmp_path / 'reward'}", f"--prepared={prepared}", "--resamples=20")
+    assert json.loads((tmp_path / "reward" / "calibration.json").read_text()) == again
+
+
+def test_what_cannot_be_calibrated_is_said_in_one_line(prepared, tmp_path, capsys):
+    assert main(["calibrate", f"--run={tmp_path}", f"--prepared={prepared}"]) == 1
+    said = capsys.readouterr().err
+    assert said == f"error: {tmp_path} is no run directory: run.json is missing; make one with `recpo train`\n"
