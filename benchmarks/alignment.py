@@ -29,6 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from recpo.atomic import write_json
 from recpo.cli.calibrate import calibrate
 from recpo.cli.main import run
 from recpo.cli.prepare import prepare
@@ -91,7 +92,10 @@ def start(seed, prepared, options):
 
 def align(name, seed, prepared, truth, options):
     """Continues one policy in one way; returns its metrics and the seconds that training took."""
-    out = options.work / f"{METHODS[name]}-aligned-{seed}"
+    out = options.work / f"{METHODS[name]}-{options.steps}-{seed}"
+    kept = out.with_suffix(".json")
+    if kept.is_file():
+        return json.loads(kept.read_text())
     pretrained, reward = start(seed, prepared, options)
     config = options.configs / f"{METHODS[name]}.yaml"
     arguments = {
@@ -115,9 +119,10 @@ def align(name, seed, prepared, truth, options):
     started = time.perf_counter()
     call(train, **arguments)
     seconds = time.perf_counter() - started
-    metrics = measured(load_policy(out, "last"), prepared, truth)
+    metrics = measured(load_policy(out, "last"), prepared, truth) | {"seconds": round(seconds, 1)}
     shutil.rmtree(out)
-    return metrics | {"seconds": round(seconds, 1)}
+    write_json(kept, metrics)
+    return metrics
 
 
 def measured(policy, prepared, truth):

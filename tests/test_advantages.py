@@ -117,3 +117,45 @@ def test_estimators_say_what_they_lack():
         GAEAdvantage()(feedback(reward=torch.ones(1, 2)))
     with pytest.raises(RecpoError, match="positive_fraction"):
         TernaryAdvantage(positive_fraction=0.0)
+
+
+def session(rewards, ends, mask=None):
+    """One row of rewards; 1 in ``ends`` where the session ends."""
+    columns = {"reward": torch.tensor([rewards]), "ends_session": torch.tensor([ends]).bool()}
+    return feedback(**columns, **({} if mask is None else {"mask": torch.tensor([mask]).bool()}))
+
+
+def test_a_session_ends_where_it_ends_and_not_where_the_window_does():
+    gamma, lam, values = 0.5, 0.5, torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    advantages, returns = GAEAdvantage(gamma, lam).advantages_and_returns(
+        session([1.0, 1.0, 1.0, 1.0], [0, 1, 0, 0]), values
+    )
+    # the second step ends its session; the fourth does not, so its value stands for what follows the third
+    second, third = 1.0 - 2.0, 1.0 + gamma * 4.0 - 3.0
+    first = 1.0 + gamma * 2.0 - 1.0 + gamma * lam * second
+    torch.testing.assert_close(advantages, torch.tensor([[first, second, third, 0.0]]))
+    torch.testing.assert_close(returns, torch.tensor([[first + 1.0, second + 2.0, third + 3.0, 4.0]]))
+
+
+def test_without_a_discount_the_cut_step_learns_too():
+    batch, values = session([1.0, 2.0], [0, 0]), torch.tensor([[0.5, 0.5]])
+    assert GAEAdvantage(gamma=0.0)(batch, values).tolist() == [[0.5, 1.5]]
+
+
+def test_candidates_are_sessions_of_one_step():
+    batch, values = session([1.0, 2.0, 3.0], [1, 1, 1]), torch.tensor([[0.5, 0.5, 0.5]])
+    assert GAEAdvantage(gamma=0.9)(batch, values).tolist() == [[0.5, 1.5, 2.5]]
+
+
+def test_a_session_also_ends_where_its_last_step_was_left_out():
+    values = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    whole = GAEAdvantage(0.5)(session([1.0, 9.0, 1.0, 1.0], [0, 1, 0, 1], mask=[1, 0, 1, 1]), values)
+    assert whole[0, 0] == 1.0 - 1.0
+    assert whole[0, 1] == 0.0
+    assert whole[0, 3] == 1.0 - 4.0
+
+
+def test_slates_that_do_not_say_where_sessions_end_are_one_session():
+    values = torch.tensor([[1.0, 2.0]])
+    batch = feedback(reward=torch.tensor([[1.0, 1.0]]))
+    assert GAEAdvantage(0.5, 1.0)(batch, values)[0, 1] == -1.0

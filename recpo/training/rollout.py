@@ -18,6 +18,7 @@ from torch import Tensor
 from recpo.advantages import group_normalized_advantage
 from recpo.contracts import Policy, RewardFunction
 from recpo.errors import RecpoError
+from recpo.evaluation.ranking import is_member
 from recpo.objectives.health import masked_mean
 from recpo.ops.reduce import zero_masked
 from recpo.training.rollout_slates import (
@@ -264,8 +265,8 @@ def _draw_metrics(
     if logged.watch_quantile is not None:
         liked = logged.mask & (logged.watch_quantile >= positive_threshold)
         liked = liked if logged.dislike is None else liked & ~logged.dislike
-        hit = (slates.item_ids[:, :, None] == (logged.item_ids * liked)[:, None]) & valid[..., None]
-        metrics["hit_group_share"] = masked_mean(hit.any(-1).any(-1), logged.mask.any(-1))
+        hit = valid & is_member(slates.item_ids, logged.item_ids, liked)
+        metrics["hit_group_share"] = masked_mean(hit.any(-1), logged.mask.any(-1))
     if not options.beam:
         # -log p of a draw is an unbiased estimate of the entropy of what it was drawn from
         metrics["draw_entropy"] = masked_mean(-drawn.logp.sum(-1), valid & slates.mask)

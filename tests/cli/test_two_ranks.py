@@ -63,3 +63,40 @@ def test_two_ranks_equal_one_process_with_twice_the_batch(tmp_path, prepared, ob
     for name, weights in one["state_dict"].items():
         torch.testing.assert_close(weights, two["state_dict"][name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)
     assert (tmp_path / "two" / "run.json").is_file()
+
+
+ON_POLICY = """
+data:
+  prepared: {prepared}
+  layout: {{class_path: ImpressionLayout, init_args: {{history_length: 12, slate_length: 6}}}}
+policy:
+  class_path: CatalogSoftmaxPolicy
+  init_args: {{dim: 8, layers: 1, heads: 1, max_history: 12, dropout: 0.0}}
+objective: {{class_path: PPO, init_args: {{kl_coef: 0.1}}}}
+advantage: {{class_path: GAEAdvantage}}
+reward: {{class_path: HitReward}}
+rollout: {{batches: 3, epochs: 2, resamples: 1, max_kl: 0.02}}
+adaptive_kl: {{target: 0.01}}
+old_policy: snapshot
+optimizer: {{class_path: torch.optim.Adam, init_args: {{lr: 0.01}}}}
+trainer:
+  max_steps: 14
+  accelerator: cpu
+  devices: 2
+  strategy: ddp
+  num_sanity_val_steps: 0
+  enable_progress_bar: false
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_from_their_own_candidates_and_resume(tmp_path, prepared):
+    config = tmp_path / "config.yaml"
+    config.write_text(ON_POLICY.format(prepared=prepared))
+    whole = train(config, tmp_path / "whole", "--data.batch_size", "16")
+    assert whole["global_step"] == 14
+    train(config, tmp_path / "cut", "--data.batch_size", "16", "--trainer.max_steps", "9")
+    resumed = train(config, tmp_path / "cut", "--data.batch_size", "16", "--resume", "true")
+    assert whole["kl_control"] == resumed["kl_control"]
+    for name, weights in whole["state_dict"].items():
+        torch.testing.assert_close(weights, resumed["state_dict"][name], rtol=0, atol=0)

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from recpo.data.datamodule import FeedbackDataModule, HeldOutBatches, Rank, ResumableLoader, TrainBatches
+from recpo.data.datamodule import FeedbackDataModule, HeldOutBatches, Phases, Rank, ResumableLoader, TrainBatches
 from recpo.data.prepared import Prepared
 from recpo.data.slates import ImpressionLayout, SequenceLayout
 from recpo.errors import RecpoError
@@ -161,3 +161,45 @@ def test_a_damaged_directory_is_refused(shards, spoil, message):
     spoil(shards.root)
     with pytest.raises(RecpoError, match=message):
         FeedbackDataModule(shards.root)
+
+
+@pytest.mark.parametrize("rank", [Rank(), Rank(1, 2, 1), Rank(0, 2, 2)], ids=str)
+def test_a_phase_comes_several_times_in_a_row(shards, rank):
+    phases = Phases(steps=2, passes=3)
+    once = rows_of(TrainBatches(shards, LAYOUT, 2, 0, rank))
+    batches = TrainBatches(shards, LAYOUT, 2, 0, rank, phases)
+    visits = rows_of(batches)
+    assert len(visits) == len(batches)
+    size = rank.accumulate
+    steps = [tuple(visits[i : i + size]) for i in range(0, len(visits), size)]
+    assert len(steps) * size == len(visits)
+    for start in range(0, len(steps), 6):
+        phase = steps[start : start + 6]
+        assert len(phase) in (3, 6)
+        distinct = phase[: len(phase) // 3]
+        assert sorted(phase) == sorted(distinct * 3)
+        once_here = once[: len(distinct) * size]
+        assert [row for step in distinct for row in step][: len(once_here)] == once_here
+        once = once[len(distinct) * size :]
+    assert not once
+
+
+def test_a_resumed_phase_goes_on_with_the_next_visit(shards):
+    def batches():
+        return TrainBatches(shards, LAYOUT, 2, 0, Rank(), Phases(2, 2))
+
+    whole, cut = rows_of(batches()), batches()
+    cut.start = 3
+    assert rows_of(cut) == whole[3:]
+
+
+def test_a_session_ends_before_a_long_gap_and_not_where_the_log_does(prepared):
+    data = Prepared.open(prepared)
+    batch = next(iter(TrainBatches(data, SequenceLayout(history_length=500), 80, 0, Rank())))
+    events = data.load("train", 0)
+    ends = batch.slates.ends_session
+    for row, user in enumerate(batch.user_ids.tolist()):
+        mine = np.flatnonzero(events.user_index == user)
+        gaps = np.diff(events.timestamp[mine]) > 30 * 60 * 1000
+        assert ends[row, : len(mine)].tolist() == [*gaps.tolist(), False]
+    assert 0 < ends.sum() < batch.slates.mask.sum()

@@ -1,0 +1,27 @@
+"""Advantages: how much better than expected each slate position did.
+
+Pure functions on tensors, and the estimators that read a ``FeedbackBatch``. Shapes: ``[B, S]``, ``B`` contexts and
+``S`` slate positions; the slate axis is the group of GRPO and the time axis of a session. Nothing here carries a
+gradient.
+"""
+
+from recpo.advantages.gae import GAEAdvantage, generalized_advantage_estimate
+from recpo.advantages.group import (
+    GroupNormalizedAdvantage,
+    LeaveOneOutAdvantage,
+    group_normalized_advantage,
+    leave_one_out_advantage,
+)
+from recpo.advantages.ternary import TernaryAdvantage, positive_threshold, ternary_advantage
+
+__all__ = [
+    "GAEAdvantage",
+    "GroupNormalizedAdvantage",
+    "LeaveOneOutAdvantage",
+    "TernaryAdvantage",
+    "generalized_advantage_estimate",
+    "group_normalized_advantage",
+    "leave_one_out_advantage",
+    "positive_threshold",
+    "ternary_advantage",
+]
