@@ -154,23 +154,21 @@ def _auc_per_user(test: _Exposures, k: int) -> Interval:
 
 
 def _print(content: dict[str, Any], run: Path) -> None:
-    table = Table(title="test period, 95 % intervals over users", title_justify="left")
-    columns = ("target", "exposures", "number", "base rate", "AUC", "AUC per user", "log loss", "calibration error")
-    for column in columns:
-        table.add_column(column, justify="left" if column in columns[:2] else "right")
+    table = Table(title="test period", title_justify="left", box=None, pad_edge=False, padding=(0, 1))
+    for column in ("target", "shown"):
+        table.add_column(column, no_wrap=True)
+    for column in ("number", "rate", "AUC", "95 %", "per user", "ECE before", "after"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, target in content["targets"].items():
         for group, report in target["test"].items():
-            shown = [_shown(report[key]) for key in ("base_rate", "auc", "auc_per_user")]
-            pairs = [
-                f"{report[f'{key}_uncalibrated']['value']:.4f} -> {_shown(report[key], 4)}"  # these are always known
-                for key in ("log_loss", "calibration_error")
-            ]
-            table.add_row(name, group, f"{report['exposures']:,}", *shown, *pairs)
+            value = {key: _shown(number["value"]) for key, number in report.items() if isinstance(number, dict)}
+            interval = "-".join(_shown(report["auc"][end]) for end in ("low", "high"))
+            ranks = value["auc"], interval, value["auc_per_user"]
+            errors = value["calibration_error_uncalibrated"], value["calibration_error"]
+            table.add_row(name, group, f"{report['exposures']:,}", value["base_rate"], *ranks, *errors)
     Console().print(table)
-    print(f"{run / CALIBRATION}")
+    print(f"ECE: expected calibration error; every number with its interval: {run / CALIBRATION}")
 
 
-def _shown(interval: dict[str, float | None], digits: int = 3) -> str:
-    numbers = (interval[key] for key in ("value", "low", "high"))
-    value, low, high = ("-" if number is None else f"{number:.{digits}f}" for number in numbers)
-    return f"{value} [{low}, {high}]"
+def _shown(number: float | None) -> str:
+    return "-" if number is None else f"{number:.3f}"
