@@ -154,7 +154,7 @@ def _auc_per_user(test: _Exposures, k: int) -> Interval:
 
 
 def _print(content: dict[str, Any], run: Path) -> None:
-    table = Table(title="test period", title_justify="left", box=None, pad_edge=False, padding=(0, 1))
+    table = Table(title="test period", title_justify="left", box=None, padding=(0, 1, 0, 0))
     for column in ("target", "shown"):
         table.add_column(column, no_wrap=True)
     for column in ("number", "rate", "AUC", "95 %", "per user", "ECE before", "after"):
