@@ -68,10 +68,20 @@ def pretrained(options, tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="module")
+def reward_model(options, pretrained, tmp_path_factory):
+    out = tmp_path_factory.mktemp("reward") / "run"
+    arguments = options(CONFIGS[0].parent / "reward_model.yaml", out)
+    assert main(["train", *arguments, "--init_from", str(pretrained / "pretrain")]) == 0
+    return ["--reward.init_args.run", str(out), "--reward.init_args.calibrated", "false"]
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_a_configuration_does_one_step_and_logs_its_health(config, options, pretrained, tmp_path):
+def test_a_configuration_does_one_step_and_logs_its_health(config, options, pretrained, reward_model, tmp_path):
     out = tmp_path / "run"
     arguments = options(config, out)
+    if "class_path: LearnedReward" in config.read_text():
+        arguments += reward_model
     if config.stem not in PRETRAINING:
         arguments += ["--init_from", str(pretrained / PRETRAINING[is_semantic(config)])]
     assert main(["train", *arguments]) == 0
@@ -79,9 +89,11 @@ def test_a_configuration_does_one_step_and_logs_its_health(config, options, pret
 
 
 @pytest.mark.parametrize("config", [c for c in CONFIGS if not is_semantic(c)], ids=lambda path: path.stem)
-def test_every_objective_also_trains_a_policy_of_several_tokens(config, options, pretrained, tmp_path):
+def test_every_objective_also_trains_a_policy_of_several_tokens(config, options, pretrained, reward_model, tmp_path):
     out = tmp_path / "run"
     start = ["--init_from", str(pretrained / "semantic_pretrain")]
+    if "class_path: LearnedReward" in config.read_text():
+        start += reward_model
     if "old_policy: logged" in config.read_text():
         start += ["--old_policy", "snapshot"]  # a log has one propensity per item, not one per code
     assert main(["train", *options(config, out, semantic=True), *start]) == 0

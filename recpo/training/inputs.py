@@ -15,7 +15,7 @@ from recpo.training.contradictions import OF_STATES, all_requirements
 from recpo.training.critic import Critic, CriticOptions
 from recpo.training.lists import first_position, with_hard_negatives, without_shared_prefix
 from recpo.training.rollout import Rollout, RolloutOptions, Rollouts, RolloutSources, roll_out
-from recpo.training.rollout_slates import side_by_side
+from recpo.training.rollout_slates import items_of, side_by_side
 from recpo.training.snapshots import ReferenceCache, Snapshot
 from recpo.types import FeedbackBatch, LogProbs, ObjectiveInputs, Slates
 
@@ -169,11 +169,11 @@ class InputBuilder(nn.Module):
         values = None
         if self.old.head is not None:
             values = self.old.state_values(self.old.encode(batch.histories), batch.slates.visible)
-        return rollout._replace(reference=self._reference_logp(batch, batch.slates.mask), values=values)
+        return rollout._replace(reference=self._reference_logp(batch, items_of(batch.slates)), values=values)
 
     def _needed(self, batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:
         """Positions that have to be scored. Of candidates it is all of them: they measure the divergence."""
-        mask = batch.slates.mask
+        mask = items_of(batch.slates)
         inert = self._objective.zero_advantage_is_inert and advantages is not None
         if not inert or self._sources.anchored or self._sources.rollout is not None:
             return mask
@@ -189,7 +189,7 @@ class InputBuilder(nn.Module):
         return batch._replace(slates=slates._replace(reward=torch.where(known, reward, 0.0), mask=known))
 
     def _token_mask(self, policy: Policy, slates: Slates) -> Tensor:
-        mask = slates.mask[..., None]
+        mask = items_of(slates)[..., None]
         return without_shared_prefix(mask, policy.tokens(slates.item_ids)) if self._sources.mask_shared_prefix else mask
 
     def _values(self, states: Tensor | None, batch: FeedbackBatch, rollout: Rollout | None) -> _Values:

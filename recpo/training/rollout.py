@@ -25,6 +25,7 @@ from recpo.training.rollout_slates import (
     Candidates,
     as_preference_list,
     first_occurrences,
+    most_probable_first,
     put_rows,
     take_rows,
     with_logged,
@@ -194,17 +195,18 @@ def _scored(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, rewar
 
 
 def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Candidates:
+    """Groups in descending probability, as rewards that look at ranks want them."""
     histories, size = batch.histories, options.group_size
     if options.beam:
         item_ids = policy.recommend(histories, min(size, policy.num_items)).item_ids
         logp = item_ids.new_zeros(*item_ids.shape, policy.num_tokens, dtype=torch.float32)
     else:
         item_ids, logp = policy.sample(histories, size, options.sampling)
-    kept = (item_ids > 0) & batch.slates.mask.any(-1, keepdim=True)
+    kept = batch.slates.mask.any(-1, keepdim=True).expand_as(item_ids)
     slates = Slates(
         item_ids=item_ids * kept,
         visible=histories.lengths[:, None] * kept,
-        mask=kept,
+        mask=kept,  # a draw that is no item stays: a reward may know it, as a miss
         watch_quantile=torch.full(kept.shape, torch.nan, device=kept.device),
         dislike=torch.zeros_like(kept),
         is_logged=torch.zeros_like(kept),
@@ -212,13 +214,15 @@ def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Can
     )
     slates = with_logged(slates, batch.slates, options.num_logged)
     assert slates.is_logged is not None
-    unscored = slates.mask if options.beam else slates.is_logged
     if options.beam or options.num_logged:
+        unscored = (slates.mask if options.beam else slates.is_logged) & (slates.item_ids > 0)
         own = policy.log_prob(batch._replace(slates=slates), unscored)
         logp = torch.where(unscored[..., None], own, logp)
+    candidates = most_probable_first(Candidates(slates, logp))
+    slates = candidates.slates
     if options.duplicates == "drop":
         slates = slates._replace(mask=slates.mask & first_occurrences(slates.item_ids))
-    return Candidates(slates, zero_masked(logp, slates.mask[..., None]))
+    return Candidates(slates, zero_masked(candidates.logp, (slates.mask & (slates.item_ids > 0))[..., None]))
 
 
 def _informative(

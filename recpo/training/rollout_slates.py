@@ -18,6 +18,11 @@ class Candidates(NamedTuple):
     logp: Tensor
 
 
+def items_of(slates: Slates) -> Tensor:
+    """``[B, S]``: kept positions that hold an item. A draw may be none; it counts in its group, but has no tokens."""
+    return slates.mask & (slates.item_ids > 0)
+
+
 def with_logged(slates: Slates, logged: Slates, count: int) -> Slates:
     """Puts up to ``count`` random items of the logged slate, with their labels, into the first places of each group.
 
@@ -89,13 +94,26 @@ def as_preference_list(candidates: Candidates, *, worst_only: bool) -> Candidate
     if worst_only:
         last = (slates.mask.sum(1, keepdim=True) - 1).clamp(min=0)
         index = torch.cat([index[:, :1], index.gather(1, last)], 1)
-    ordered = slates._replace(**_changed(slates, lambda column: column.gather(1, index)))
-    assert ordered.reward is not None
-    rejected = ordered.mask & (ordered.reward < ordered.reward[:, :1])
+    ordered = _ordered(candidates, index)
+    reward = ordered.slates.reward
+    assert reward is not None
+    rejected = ordered.slates.mask & (reward < reward[:, :1])
     kept = rejected.clone()
     kept[:, 0] = rejected.any(1)
-    logp = candidates.logp.gather(1, index[..., None].expand(-1, -1, candidates.logp.shape[2]))
-    return Candidates(ordered._replace(mask=kept), logp)
+    return ordered._replace(slates=ordered.slates._replace(mask=kept))
+
+
+def most_probable_first(candidates: Candidates) -> Candidates:
+    """Sorts every group by the probability of what was drawn; ties stay in their order."""
+    logp = candidates.logp.sum(-1).masked_fill(~candidates.slates.mask, -torch.inf)
+    return _ordered(candidates, logp.argsort(stable=True, dim=1, descending=True))
+
+
+def _ordered(candidates: Candidates, index: Tensor) -> Candidates:
+    """The places ``index [B, K]`` of every group."""
+    slates, logp = candidates
+    columns = _changed(slates, lambda column: column.gather(1, index))
+    return Candidates(slates._replace(**columns), logp.gather(1, index[..., None].expand(-1, -1, logp.shape[2])))
 
 
 def side_by_side(slates: Slates, others: Slates) -> Slates:

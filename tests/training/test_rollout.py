@@ -26,7 +26,8 @@ class Modulo(RewardFunction):
 
     def __call__(self, batch, candidates):
         self.calls.append(len(candidates.item_ids))
-        return (candidates.item_ids % self.of == 0).float()
+        reward = (candidates.item_ids % self.of == 0).float()
+        return reward.masked_fill(candidates.item_ids == 0, torch.nan)
 
 
 @pytest.fixture
@@ -101,6 +102,7 @@ def test_repeats_are_kept_or_dropped(policy, batch):
     kept, dropped = drawn(policy, batch, **sharp), drawn(policy, batch, **sharp, duplicates="drop")
     assert kept.slates.mask.all()
     items, mask = dropped.slates.item_ids, dropped.slates.mask
+    assert (dropped.logp[..., 0].diff() <= 0)[mask[:, 1:]].all()
     assert torch.equal(items, kept.slates.item_ids)
     for row in range(len(items)):
         expected = [item not in items[row, :place].tolist() for place, item in enumerate(items[row].tolist())]

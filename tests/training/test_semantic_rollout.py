@@ -11,6 +11,7 @@ from recpo.data.datamodule import FeedbackDataModule
 from recpo.data.slates import ImpressionLayout
 from recpo.objectives import GRPO, GSPO
 from recpo.policies.semantic_id import SemanticIdPolicy
+from recpo.rewards import ValidityReward
 from recpo.semantic_codes import SemanticCodes
 from recpo.training.inputs import InputBuilder, InputSources
 from recpo.training.rollout import RolloutOptions, RolloutSources, roll_out
@@ -22,7 +23,8 @@ class Even(RewardFunction):
     """1 for even items."""
 
     def __call__(self, batch, candidates):
-        return (candidates.item_ids % 2 == 0).float()
+        reward = (candidates.item_ids % 2 == 0).float()
+        return reward.masked_fill(candidates.item_ids == 0, torch.nan)
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +79,18 @@ def test_the_expected_reward_rises(codes, batch, objective):
             optimizer.step()
         rewards.append(built.metrics["reward_mean"].item())
     assert rewards[-1] > rewards[0] + 0.15
+
+
+def test_a_draw_that_is_no_item_counts_in_its_group_but_is_not_trained(codes, batch):
+    policy = new_policy(codes, normalizer="codebook")
+    sources = InputSources(GroupNormalizedAdvantage(), ValidityReward(count=8), "snapshot", rollout=RolloutOptions())
+    inputs = InputBuilder(policy, GRPO(kl_coef=0.1), sources)(policy, batch).inputs
+    trained = inputs.logp.mask.any(-1)
+    share = trained.float().mean(1)
+    mixed = (share > 0) & (share < 1)
+    assert mixed.any()
+    assert torch.equal(inputs.logp.mask, inputs.logp.mask[..., :1].expand_as(inputs.logp.mask))
+    assert (inputs.advantages[mixed][trained[mixed]] > 0).all()
+    assert (inputs.advantages[mixed][~trained[mixed]] < 0).all()
+    assert (inputs.logp.policy[~trained] == 0).all()
+    assert GRPO(kl_coef=0.1)(inputs).loss.isfinite()
