@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.table import Table
 
@@ -163,6 +164,59 @@ def table(results, seeds, steps):
     Console(width=160).print(shown)
 
 
+class StepTimes(Callback):
+    """Milliseconds from the end of one step to the end of the next, data included, and a profile of them."""
+
+    def __init__(self):
+        StepTimes.latest = self
+        self.ends, self.positions = [], []
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        """Notes the time; profiles eight steps after those that are timed."""
+        self.ends.append(time.perf_counter())
+        self.positions.append(int(batch.slates.mask.sum()))
+        if batch_idx == 23:
+            self.profiler.start()
+        if batch_idx == 31:
+            self.profiler.stop()
+
+    @property
+    def milliseconds(self):
+        """Of every timed step but the first."""
+        return 1000 * np.diff(self.ends[:24])
+
+
+def throughput(prepared, options):
+    """Prints what a step costs: pre-training, GRPO on the log, GRPO with its rollout on first and later visits."""
+    pretrained, reward = start(options.seeds[0], prepared, options)
+    contenders = {
+        "pre-training": {"config": options.configs / "pretrain.yaml"},
+        "GRPO, log": {"config": options.configs / "grpo.yaml", "rollout": "null"},
+        "GRPO, rollout": {"config": options.configs / "grpo.yaml"},
+    }
+    for name, arguments in contenders.items():
+        out = options.work / "throughput"
+        learned = {} if name == "pre-training" else {"reward__init_args__run": reward}
+        arguments |= {"data__prepared": prepared, "init_from": pretrained, "out": out, "overwrite": "true", **learned}
+        arguments |= {"trainer__max_steps": 33, "trainer__max_epochs": -1, "trainer__limit_val_batches": 0}
+        arguments |= {"trainer__num_sanity_val_steps": 0, "trainer__enable_progress_bar": "false"}
+        call(train, **arguments, trainer__callbacks=json.dumps([{"class_path": "alignment.StepTimes"}]))
+        steps = StepTimes.latest
+        line = {"step": name, "median ms": round(float(np.median(steps.milliseconds)), 1)}
+        line["logged positions per second"] = round(1000 * np.mean(steps.positions[1:24]) / np.mean(steps.milliseconds))
+        if name == "GRPO, rollout":  # a phase is four first visits and four later ones
+            first = (np.arange(1, 24) % 8) < 4
+            line["ms of first visits"] = round(float(np.median(steps.milliseconds[first])), 1)
+            line["ms of later visits"] = round(float(np.median(steps.milliseconds[~first])), 1)
+            line["candidates per second"] = round(1000 * 128 * 8 / np.mean(steps.milliseconds))
+        print(json.dumps(line), flush=True)
+        print(
+            steps.profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=10, max_name_column_width=48)
+        )
+        shutil.rmtree(out)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/alignment"))
@@ -173,9 +227,13 @@ def main():
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--throughput", action="store_true", help="measure steps instead of values")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     options = parser.parse_args()
     prepared, truth = world(options)
+    if options.throughput:
+        throughput(prepared, options)
+        return
     results = {}
     for name in ["pre-trained", *options.methods]:
         results[name] = {}
@@ -192,4 +250,5 @@ def main():
 
 
 if __name__ == "__main__":
+    sys.modules["alignment"] = sys.modules["__main__"]  # where the trainer looks for StepTimes
     main()

@@ -80,7 +80,7 @@ def reward_model(options, pretrained, tmp_path_factory):
 def test_a_configuration_does_one_step_and_logs_its_health(config, options, pretrained, reward_model, tmp_path):
     out = tmp_path / "run"
     arguments = options(config, out)
-    if "class_path: LearnedReward" in config.read_text():
+    if "\n  class_path: LearnedReward" in config.read_text():
         arguments += reward_model
     if config.stem not in PRETRAINING:
         arguments += ["--init_from", str(pretrained / PRETRAINING[is_semantic(config)])]
@@ -92,7 +92,7 @@ def test_a_configuration_does_one_step_and_logs_its_health(config, options, pret
 def test_every_objective_also_trains_a_policy_of_several_tokens(config, options, pretrained, reward_model, tmp_path):
     out = tmp_path / "run"
     start = ["--init_from", str(pretrained / "semantic_pretrain")]
-    if "class_path: LearnedReward" in config.read_text():
+    if "\n  class_path: LearnedReward" in config.read_text():
         start += reward_model
     if "old_policy: logged" in config.read_text():
         start += ["--old_policy", "snapshot"]  # a log has one propensity per item, not one per code
