@@ -1,4 +1,4 @@
-"""True value before and after alignment, for every objective that has a configuration.
+"""True value before and after alignment from the log, for every objective that has a configuration.
 
     recpo simulate --out demo/log && recpo prepare --log demo/log/log --out demo/prepared
     for s in 0 1 2; do
@@ -48,6 +48,10 @@ def values(policy, prepared, truth):
     return torch.cat(found, 1).numpy()
 
 
+def is_on_policy(config):
+    return "\nrollout:" in config.read_text()
+
+
 def align(name, seed, options):
     """Trains one configuration from one pre-trained policy; returns the JSON line."""
     out = options.out / f"{name}-{seed}"
@@ -67,6 +71,8 @@ def align(name, seed, options):
         "trainer.limit_val_batches": 1,
         "trainer.enable_progress_bar": "false",
     }
+    if is_on_policy(arguments["config"]):
+        arguments |= {"rollout": "null", "reward": "LoggedReward"}
     with redirect_stdout(sys.stderr):
         run(train, [word for key, value in arguments.items() for word in (f"--{key}", str(value))])
     seconds = time.perf_counter() - started
@@ -97,7 +103,8 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--objectives", nargs="+", help="names of configurations; default: all but pretrain")
     options = parser.parse_args()
-    listed = sorted(file.stem for file in options.configs.glob("*.yaml") if "init_from:" in file.read_text())
+    aligned = [file for file in options.configs.glob("*.yaml") if "init_from:" in file.read_text()]
+    listed = sorted(file.stem for file in aligned if "preference:" not in file.read_text())  # lists want candidates
     for seed in options.seeds:
         for name in options.objectives or listed:
             print(json.dumps(align(name, seed, options)), flush=True)

@@ -264,7 +264,8 @@ class PreferenceModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores what ``on_save_checkpoint`` added."""
-        self._kl.load_state_dict(checkpoint["kl_control"])
+        if "kl_control" in checkpoint:  # a run from before there was any has nothing to restore
+            self._kl.load_state_dict(checkpoint["kl_control"])
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
