@@ -145,7 +145,7 @@ def test_clipping_acts_and_clipped_items_have_no_gradient(prepared):
     ],
     ids=["ppo", "dapo", "iterative"],
 )
-@pytest.mark.parametrize("stop_after", [4, 10])
+@pytest.mark.parametrize("stop_after", [4, pytest.param(10, marks=pytest.mark.slow)])
 def test_resuming_in_the_middle_of_a_phase_equals_not_having_stopped(
     prepared, tmp_path, objective, rollout, module, stop_after
 ):
@@ -284,7 +284,12 @@ LEARNERS = {
 }
 
 
-@pytest.mark.parametrize("name", LEARNERS)
+VARIANTS = {"dr_grpo", "without_replacement", "iterative_pairs"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in LEARNERS]
+)
 def test_the_expected_reward_rises(prepared, name):
     objective, rollout, module = LEARNERS[name]
     policy = new_policy(dim=16)
