@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from rich.console import Console
@@ -26,7 +27,7 @@ from recpo.cli.contenders import (
 )
 from recpo.cli.evaluation_document import evaluation_document, logging_policy
 from recpo.cli.item_facts import ItemFeatures, item_facts
-from recpo.cli.off_policy_value import OffPolicyMeasures, has_propensities
+from recpo.cli.off_policy import OffPolicySetting, off_policy_setting
 from recpo.cli.true_rewards import TrueRewards, true_rewards
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
@@ -108,12 +109,9 @@ def evaluate(
     with atomic_directory(out, overwrite=overwrite) as partial:
         data = Prepared.open(prepared)
         target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-        candidates = [baseline(name, data, baseline_options) for name in baselines]
-        candidates += runs(_listed(run), data, checkpoint, target)
-        candidates += bundles(_listed(bundle), data, max(ks, default=1))
-        check_names(candidates)
-        if not candidates:
-            raise RecpoError("nothing to evaluate: name at least one --run, one --bundle or one of --baselines")
+        candidates = _candidates(
+            data, _listed(run), _listed(bundle), baselines, baseline_options, ks, checkpoint, target
+        )
         pass_over = _Pass(
             data=data,
             split=split,
@@ -128,25 +126,32 @@ def evaluate(
             device=target,
         )
         evaluated = [pass_over.evaluate(candidate) for candidate in candidates]
-        contenders = [one.contender for one in evaluated]
-        values = {one.contender.name: one.value for one in evaluated if one.value is not None}
-        document = evaluation_document(
-            [*contenders, *logging_policy(contenders[0].result, values, pass_over.truth)],
-            values,
-            data=data,
-            runs={
-                candidate.name: {**candidate.facts, "max_history": one.max_history}
-                for candidate, one in zip(candidates, evaluated, strict=True)
-                if candidate.facts
-            },
-            training={candidate.name: candidate.curves for candidate in candidates if candidate.curves},
-            setting=pass_over.described() | {"checkpoint": checkpoint},
-            notes=[_NO_PROPENSITIES] if off_policy is not None and pass_over.off_policy is None else [],
-        )
+        document = pass_over.document(candidates, evaluated, {"checkpoint": checkpoint})
+        if off_policy is not None and pass_over.off_policy is None:
+            document["warnings"].append(_NO_PROPENSITIES)
         write_json(partial / METRICS, document)
         (partial / REPORT).write_text(html_report(document), encoding="utf-8")
         write_resolved(partial / RESOLVED)
-    _print(contenders, document, out)
+    _print([one.contender for one in evaluated], document, out)
+
+
+def _candidates(
+    data: Prepared,
+    run: list[Path],
+    bundle: list[Path],
+    baselines: list[Baseline],
+    options: BaselineOptions,
+    ks: list[int],
+    checkpoint: str,
+    device: torch.device,
+) -> list[Candidate]:
+    found = [baseline(name, data, options) for name in baselines]
+    found += runs(run, data, checkpoint, device)
+    found += bundles(bundle, data, max(ks, default=1))
+    check_names(found)
+    if not found:
+        raise RecpoError("nothing to evaluate: name at least one --run, one --bundle or one of --baselines")
+    return found
 
 
 def _listed(paths: list[Path] | Path) -> list[Path]:
@@ -159,10 +164,15 @@ def _off_policy(
     options: OffPolicyOptions | None,
     reward: LoggedReward,
     ks: list[int],
-) -> OffPolicyMeasures | None:
-    if options is None or (options.propensity == "logged" and not has_propensities(data, split)):
+) -> OffPolicySetting | None:
+    if options is None or (options.propensity == "logged" and not _has_propensities(data, split)):
         return None
-    return OffPolicyMeasures.of(data, options, reward, ks)
+    return off_policy_setting(options, data, reward, ks)
+
+
+def _has_propensities(data: Prepared, split: Literal["valid", "test"]) -> bool:
+    shards = (data.columns(split, shard, ["propensity", "is_target"]) for shard in range(data.num_shards(split)))
+    return any(bool((~np.isnan(shard["propensity"]) & shard["is_target"]).any()) for shard in shards)
 
 
 class _Evaluated(NamedTuple):
@@ -183,14 +193,14 @@ class _Pass:
     facts: ItemFacts
     segments: bool
     truth: TrueRewards | None
-    off_policy: OffPolicyMeasures | None
+    off_policy: OffPolicySetting | None
     batch_size: int
     device: torch.device
 
     def evaluate(self, candidate: Candidate) -> _Evaluated:
         """One pass over the held-out users; the candidate is loaded for it and then forgotten."""
-        recommender, max_history, sample = candidate.load()
-        value = None if self.off_policy is None else self.off_policy.measure(sample)
+        recommender, max_history, policy = candidate.load()
+        value = None if self.off_policy is None else self.off_policy.measure(policy)
         measures: list[Measure] = [BeyondAccuracy(self.facts, self.ks)]
         measures += [measure for measure in (self.truth, value) if measure is not None]
         result = evaluate_ranking(
@@ -217,9 +227,13 @@ class _Pass:
                 yield move_data_to_device(batch, self.device)
                 bar.update(len(batch.seen))
 
-    def described(self) -> dict[str, Any]:
-        """The part of the options that every number depends on."""
-        return {
+    def document(
+        self, candidates: Sequence[Candidate], evaluated: Sequence[_Evaluated], setting: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Everything that was found, with what every number depends on; ``setting`` has more of that."""
+        contenders = [one.contender for one in evaluated]
+        values = {one.contender.name: one.value for one in evaluated if one.value is not None}
+        described = {
             "recpo_version": __version__,
             "split": self.split,
             "ks": list(self.ks),
@@ -229,6 +243,18 @@ class _Pass:
             "catalogue_checksum": self.data.catalogue_checksum,
             "max_context": self.data.manifest["max_context"],
         }
+        return evaluation_document(
+            [*contenders, *logging_policy(contenders[0].result, values, self.truth)],
+            values,
+            data=self.data,
+            runs={
+                candidate.name: {**candidate.facts, "max_history": one.max_history}
+                for candidate, one in zip(candidates, evaluated, strict=True)
+                if candidate.facts
+            },
+            training={candidate.name: candidate.curves for candidate in candidates if candidate.curves},
+            setting=described | setting,
+        )
 
 
 def _print(contenders: Sequence[Contender], document: dict[str, Any], out: Path) -> None:

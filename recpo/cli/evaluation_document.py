@@ -27,7 +27,6 @@ def evaluation_document(
     runs: Document,
     training: Mapping[str, Curves],
     setting: Document,
-    notes: Sequence[str],
 ) -> Document:
     """What ``metrics.json`` holds: ``metrics_document``, and what is listed here.
 
@@ -47,7 +46,6 @@ def evaluation_document(
         runs: where the runs and bundles come from.
         training: curves of the runs.
         setting: what every number depends on.
-        notes: warnings that the document itself does not show.
     """
     document = metrics_document(contenders, setting=setting)
     for difference in document["differences"]:
@@ -64,7 +62,7 @@ def evaluation_document(
         "training": dict(training),
         "provenance": {"data": _data_facts(data), "runs": runs},
     }
-    document["warnings"] = [*cautions(document), *notes]
+    document["warnings"] = cautions(document)
     return document
 
 
