@@ -10,6 +10,7 @@ from recpo.cli.training_curves import Curves
 from recpo.cli.true_rewards import TrueRewards
 from recpo.data.label_summary import label_summary
 from recpo.data.prepared import Prepared, Split
+from recpo.data.schema import PERIODS
 from recpo.evaluation.cautions import cautions
 from recpo.evaluation.comparison import with_holm
 from recpo.evaluation.held_out import RankingResult
@@ -17,6 +18,8 @@ from recpo.evaluation.off_policy.result import LOGGING_POLICY, OffPolicyResult
 from recpo.evaluation.report import Contender, metrics_document
 
 Document = dict[str, Any]
+
+_OF_A_PERIOD = {"events": "targets", "users": "users"}
 
 
 def evaluation_document(
@@ -111,8 +114,7 @@ def _data_facts(data: Prepared) -> Document:
         "items": data.num_items,
         "users": manifest["num_users"],
         "events read": manifest["counts"]["read"],
-        **{f"{name} events": counts["targets"] for name, counts in splits.items()},
-        **{f"{name} users": counts["users"] for name, counts in splits.items()},
+        **{f"{name} {of}": splits[name][key] for of, key in _OF_A_PERIOD.items() for name in PERIODS},
         **{f"dropped: {reason}": count for reason, count in manifest["counts"]["dropped"].items()},
         "label": manifest["label"]["class_path"].rsplit(".", 1)[-1],
         **{name: value for name, value in manifest["boundaries"].items() if isinstance(value, str)},
