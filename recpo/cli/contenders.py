@@ -20,6 +20,7 @@ from recpo.errors import RecpoError
 from recpo.evaluation.baselines import Popularity, UniformlyRandom, decayed_counts
 from recpo.evaluation.cooccurrence import Cooccurrence, CooccurrenceOptions, EventChunk, neighbours_of
 from recpo.evaluation.measures import Recommender
+from recpo.evaluation.off_policy.result import LOGGING_POLICY
 from recpo.serving.bundle import Bundle
 from recpo.serving.manifest import ITEMS
 from recpo.training.run import RESOLVED, load_policy, read_finished
@@ -137,8 +138,8 @@ def baseline(name: Baseline, data: Prepared, options: BaselineOptions) -> Candid
 
 
 def check_names(candidates: Sequence[Candidate]) -> None:
-    """Raises ``RecpoError`` where two candidates have the same name."""
-    names = [candidate.name for candidate in candidates]
+    """Raises ``RecpoError`` where two candidates have the same name, or one that of the logging policy."""
+    names = [LOGGING_POLICY, *(candidate.name for candidate in candidates)]
     if again := sorted({name for name in names if names.count(name) > 1}):
         raise RecpoError(f"two contenders are called {again[0]}: rename a directory, or leave one out")
 
