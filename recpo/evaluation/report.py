@@ -173,7 +173,8 @@ def differences_table(contenders: Sequence[Contender], k: int) -> Table:
     pairs = list(combinations(contenders, 2))
     values = {name: [later.result.difference(earlier.result, name) for earlier, later in pairs] for name in names}
     adjusted = {name: holm([p_value(value) for value in column]) for name, column in values.items()}
-    caption = f"bold: survives Holm's correction for {len(pairs)} comparisons at 5 %"
+    family = "interval excludes 0" if len(pairs) == 1 else f"survives Holm's correction for {len(pairs)} comparisons"
+    caption = f"bold: {family} (5 %)"
     table = _table(f"paired differences on the same users; lists of {k}", caption)
     table.add_column("contender - against")
     for name in names:
