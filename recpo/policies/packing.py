@@ -32,7 +32,6 @@ class Packing(NamedTuple):
     def of(cls, lengths: Tensor, length: int) -> Packing | None:
         """The packing of histories with ``lengths [B]`` events, padded to ``length``; None where it is not worth it.
 
-
         An exported program keeps the padding: its shapes must not depend on values.
         """
         if torch.compiler.is_exporting():
