@@ -32,6 +32,7 @@ from recpo.cli.true_rewards import TrueRewards, true_rewards
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
+from recpo.evaluation.accuracy import Gain
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy
 from recpo.evaluation.held_out import evaluate_ranking
 from recpo.evaluation.html_report.page import html_report
@@ -63,7 +64,9 @@ def evaluate(
     ks: list[int] = [10, 50],  # noqa: B006
     positive_threshold: float = 0.75,
     exclude_seen: bool = True,
+    gain: Gain = "linear",
     segments: bool = True,
+    bootstrap_resamples: int = 0,
     item_features: ItemFeatures | None = None,
     off_policy: OffPolicyOptions | None = OffPolicyOptions(),  # noqa: B008  frozen
     reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
@@ -93,7 +96,9 @@ def evaluate(
         ks: list lengths; the tables show the first.
         positive_threshold: watch quantile from which a held-out event is positive, unless its item was disliked.
         exclude_seen: leave a user's earlier items out of the lists, and such held-out events out of the targets.
+        gain: of the graded NDCG: the watch quantile (linear), or 0, 1, 3, 7 for its quartiles (exponential).
         segments: also by length of the history, popularity and duration of the items.
+        bootstrap_resamples: also bootstrap intervals over users of every per-user metric, from so many resamples.
         item_features: tags or vectors of the items, for diversity and calibration.
         off_policy: how the value is estimated from the log; null = not at all. With logged propensities it is left out
             where the period has none.
@@ -118,6 +123,8 @@ def evaluate(
             ks=ks,
             positive_threshold=positive_threshold,
             exclude_seen=exclude_seen,
+            gain=gain,
+            bootstrap_resamples=bootstrap_resamples,
             facts=item_facts(data, item_features),
             segments=segments,
             truth=None if truth is None else true_rewards(truth, data, split, ks),
@@ -190,6 +197,8 @@ class _Pass:
     ks: Sequence[int]
     positive_threshold: float
     exclude_seen: bool
+    gain: Gain
+    bootstrap_resamples: int
     facts: ItemFacts
     segments: bool
     truth: TrueRewards | None
@@ -210,6 +219,7 @@ class _Pass:
             ks=self.ks,
             positive_threshold=self.positive_threshold,
             exclude_seen=self.exclude_seen,
+            gain=self.gain,
             measures=measures,
             user_segments=[history_length()] if self.segments else [],
             item_segments=item_segments(self.facts) if self.segments else [],
@@ -239,6 +249,7 @@ class _Pass:
             "ks": list(self.ks),
             "positive_threshold": self.positive_threshold,
             "exclude_seen": self.exclude_seen,
+            "gain": self.gain,
             "num_items": self.data.num_items,
             "catalogue_checksum": self.data.catalogue_checksum,
             "max_context": self.data.manifest["max_context"],
@@ -254,6 +265,7 @@ class _Pass:
             },
             training={candidate.name: candidate.curves for candidate in candidates if candidate.curves},
             setting=described | setting,
+            bootstrap_resamples=self.bootstrap_resamples,
         )
 
 

@@ -30,6 +30,7 @@ def evaluation_document(
     runs: Document,
     training: Mapping[str, Curves],
     setting: Document,
+    bootstrap_resamples: int = 0,
 ) -> Document:
     """What ``metrics.json`` holds: ``metrics_document``, and what is listed here.
 
@@ -49,8 +50,9 @@ def evaluation_document(
         runs: where the runs and bundles come from.
         training: curves of the runs.
         setting: what every number depends on.
+        bootstrap_resamples: see ``metrics_document``.
     """
-    document = metrics_document(contenders, setting=setting)
+    document = metrics_document(contenders, setting=setting, bootstrap_resamples=bootstrap_resamples)
     for difference in document["differences"]:
         difference["off_policy"] = _off_policy_differences(difference, values)
     split: Split = setting["split"]

@@ -100,7 +100,7 @@ def lower_is_better(metric: str) -> bool:
 def _as_entry(contender: Contender, resamples: int) -> dict[str, Any]:
     result = contender.result
     metrics = {metric: _as_json(result.estimate(metric)) for metric in result.per_user}
-    if resamples:
+    if resamples and metrics:  # the logging policy has none
         ends = bootstrap_interval(torch.stack(list(result.per_user.values()), 1), resamples=resamples)
         for value, low, high in zip(metrics.values(), *(end.tolist() for end in ends), strict=True):
             value |= {"low": _defined(low), "high": _defined(high)}
