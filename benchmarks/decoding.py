@@ -140,10 +140,10 @@ def build(contender: str, items: int, dim: int) -> tuple[nn.Module, dict[str, fl
 
 def measure(contender: str, items: int, dim: int, repeats: int) -> dict[str, object]:
     """Runs one contender in this process."""
-    tune_allocator()  # otherwise a process that has freed something large before is a quarter faster
     torch.set_num_threads(1)
     torch.manual_seed(0)
     policy, facts = build(contender, items, dim)
+    tune_allocator()  # otherwise a process that has freed something large before is a quarter faster
     torch.manual_seed(0)
     for parameter in (p for name, p in policy.named_parameters() if "table" not in name):
         nn.init.normal_(parameter, std=0.2)

@@ -5,6 +5,8 @@ import inspect
 import pkgutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -12,9 +14,11 @@ import recpo.objectives
 from recpo.cli.main import main, parser_of
 from recpo.cli.train import train
 from recpo.contracts import Objective
+from recpo.data.datamodule import evaluation_batches
 
 FILES = (Path(__file__).parent.parent / "configs").glob("*.yaml")
-CONFIGS = sorted(path for path in FILES if not path.stem.startswith("tokenize"))  # those: test_tokenize_cli.py
+OTHER_VERBS = ("tokenize", "beauty_prepare")  # the former: test_tokenize_cli.py
+CONFIGS = sorted(path for path in FILES if not path.stem.startswith(OTHER_VERBS))
 SMALL = {
     "data.batch_size": 16,
     "data.evaluation_batch_size": 16,
@@ -35,7 +39,8 @@ SMALL = {
 
 
 PRETRAINING = ["pretrain", "semantic_pretrain"]
-SEMANTIC = {"policy.init_args.decoder_layers": 1, "policy.init_args.beam_width": 10}
+ON_OWN_DATA = ["beauty_catalog", "beauty_semantic"]  # pre-training too
+SEMANTIC = {"policy.init_args.decoder_layers": 1, "policy.init_args.kv_groups": 1, "policy.init_args.beam_width": 10}
 
 
 def is_semantic(config):
@@ -82,13 +87,15 @@ def test_a_configuration_does_one_step_and_logs_its_health(config, options, pret
     arguments = options(config, out)
     if "\n  class_path: LearnedReward" in config.read_text():
         arguments += reward_model
-    if config.stem not in PRETRAINING:
+    if config.stem not in PRETRAINING + ON_OWN_DATA:
         arguments += ["--init_from", str(pretrained / PRETRAINING[is_semantic(config)])]
     assert main(["train", *arguments]) == 0
     assert_healthy(out)
 
 
-@pytest.mark.parametrize("config", [c for c in CONFIGS if not is_semantic(c)], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "config", [c for c in CONFIGS if not is_semantic(c) and c.stem not in ON_OWN_DATA], ids=lambda path: path.stem
+)
 def test_every_objective_also_trains_a_policy_of_several_tokens(config, options, pretrained, reward_model, tmp_path):
     out = tmp_path / "run"
     start = ["--init_from", str(pretrained / "semantic_pretrain")]
@@ -114,7 +121,8 @@ def assert_healthy(out):
 def test_the_header_holds_the_command_that_runs_it(config):
     text = config.read_text()
     header = text.split("\n\n")[0].replace("\\\n#", "")
-    assert f"recpo train --config configs/{config.name} --data.prepared demo/prepared" in " ".join(header.split())
+    data = "" if config.stem in ON_OWN_DATA else " --data.prepared demo/prepared"
+    assert f"recpo train --config configs/{config.name}{data}" in " ".join(header.split())
     assert f"\nout: runs/{config.stem}\n" in text
 
 
@@ -134,3 +142,21 @@ def test_every_objective_has_a_configuration(prepared):
         parsed = parser.parse_args(["--config", str(config), "--data.prepared", str(prepared)])
         configured.add(parsed.objective.class_path.split(".")[-1])
     assert configured == set(recpo.objectives.__all__)
+
+
+def test_beauty_is_split_as_in_the_papers(tmp_path):
+    config = CONFIGS[0].parent / "beauty_prepare.yaml"
+    assert f"recpo prepare --config configs/{config.name}\n" in config.read_text()
+    log = {"user_id": [7] * 5 + [8] * 5, "pos": [*range(5)] * 2, "item_id": [50, 40, 30, 20, 10, 60, 70, 80, 90, 100]}
+    pq.write_table(pa.table(log), tmp_path / "log.parquet")
+    files = ["--log", str(tmp_path / "log.parquet"), "--out", str(tmp_path / "prepared")]
+    assert main(["prepare", "--config", str(config), *files]) == 0
+    seen = {}
+    for split in ("valid", "test"):
+        (batch,) = evaluation_batches(tmp_path / "prepared", split, 50, 2)
+        seen[split] = batch.feedback.histories.item_ids.tolist(), batch.feedback.slates.item_ids.tolist()
+    # items of the train period come first: 30, 40 .. 80 are 1 .. 6; then 10, 20, 90 and 100
+    assert seen == {
+        "valid": ([[3, 2, 1], [4, 5, 6]], [[8], [9]]),
+        "test": ([[3, 2, 1, 8], [4, 5, 6, 9]], [[7], [10]]),
+    }

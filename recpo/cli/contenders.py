@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from recpo.cli.training_curves import Curves, training_curves
+from recpo.contracts import Policy
 from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.baselines import Popularity, UniformlyRandom, decayed_counts
 from recpo.evaluation.cooccurrence import Cooccurrence, CooccurrenceOptions, EventChunk, neighbours_of
 from recpo.evaluation.measures import Recommender
-from recpo.evaluation.off_policy.measure import Sampler
+from recpo.evaluation.off_policy.result import LOGGING_POLICY
 from recpo.serving.bundle import Bundle
 from recpo.serving.manifest import ITEMS
 from recpo.training.run import RESOLVED, load_policy, read_finished
@@ -36,12 +37,12 @@ class Loaded(NamedTuple):
     Attributes:
         recommender: what is evaluated.
         max_history: how many events of a history it reads.
-        sample: draws items from the policy; None = it cannot.
+        policy: whose items can be drawn; None = there are only lists.
     """
 
     recommender: Recommender
     max_history: int
-    sample: Sampler | None = None
+    policy: Policy | None = None
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ def baseline(name: Baseline, data: Prepared, options: BaselineOptions) -> Candid
 
 
 def check_names(candidates: Sequence[Candidate]) -> None:
-    """Raises ``RecpoError`` where two candidates have the same name."""
-    names = [candidate.name for candidate in candidates]
+    """Raises ``RecpoError`` where two candidates have the same name, or one that of the logging policy."""
+    names = [LOGGING_POLICY, *(candidate.name for candidate in candidates)]
     if again := sorted({name for name in names if names.count(name) > 1}):
         raise RecpoError(f"two contenders are called {again[0]}: rename a directory, or leave one out")
 
@@ -157,7 +158,7 @@ def _load_run(path: Path, checkpoint: str, device: torch.device) -> Loaded:
     return Loaded(
         Recommender(policy.recommend, policy.log_prob if policy.has_exact_log_prob else None),
         policy.max_history,
-        lambda histories, number: policy.sample(histories, number)[0],
+        policy,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from rich.console import Console
@@ -26,11 +27,12 @@ from recpo.cli.contenders import (
 )
 from recpo.cli.evaluation_document import evaluation_document, logging_policy
 from recpo.cli.item_facts import ItemFeatures, item_facts
-from recpo.cli.off_policy_value import OffPolicyMeasures, has_propensities
+from recpo.cli.off_policy import OffPolicySetting, off_policy_setting
 from recpo.cli.true_rewards import TrueRewards, true_rewards
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
+from recpo.evaluation.accuracy import Gain
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy
 from recpo.evaluation.held_out import evaluate_ranking
 from recpo.evaluation.html_report.page import html_report
@@ -62,7 +64,9 @@ def evaluate(
     ks: list[int] = [10, 50],  # noqa: B006
     positive_threshold: float = 0.75,
     exclude_seen: bool = True,
+    gain: Gain = "linear",
     segments: bool = True,
+    bootstrap_resamples: int = 0,
     item_features: ItemFeatures | None = None,
     off_policy: OffPolicyOptions | None = OffPolicyOptions(),  # noqa: B008  frozen
     reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
@@ -92,7 +96,9 @@ def evaluate(
         ks: list lengths; the tables show the first.
         positive_threshold: watch quantile from which a held-out event is positive, unless its item was disliked.
         exclude_seen: leave a user's earlier items out of the lists, and such held-out events out of the targets.
+        gain: of the graded NDCG: the watch quantile (linear), or 0, 1, 3, 7 for its quartiles (exponential).
         segments: also by length of the history, popularity and duration of the items.
+        bootstrap_resamples: also bootstrap intervals over users of every per-user metric, from so many resamples.
         item_features: tags or vectors of the items, for diversity and calibration.
         off_policy: how the value is estimated from the log; null = not at all. With logged propensities it is left out
             where the period has none.
@@ -108,18 +114,17 @@ def evaluate(
     with atomic_directory(out, overwrite=overwrite) as partial:
         data = Prepared.open(prepared)
         target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-        candidates = [baseline(name, data, baseline_options) for name in baselines]
-        candidates += runs(_listed(run), data, checkpoint, target)
-        candidates += bundles(_listed(bundle), data, max(ks, default=1))
-        check_names(candidates)
-        if not candidates:
-            raise RecpoError("nothing to evaluate: name at least one --run, one --bundle or one of --baselines")
+        candidates = _candidates(
+            data, _listed(run), _listed(bundle), baselines, baseline_options, ks, checkpoint, target
+        )
         pass_over = _Pass(
             data=data,
             split=split,
             ks=ks,
             positive_threshold=positive_threshold,
             exclude_seen=exclude_seen,
+            gain=gain,
+            bootstrap_resamples=bootstrap_resamples,
             facts=item_facts(data, item_features),
             segments=segments,
             truth=None if truth is None else true_rewards(truth, data, split, ks),
@@ -128,25 +133,32 @@ def evaluate(
             device=target,
         )
         evaluated = [pass_over.evaluate(candidate) for candidate in candidates]
-        contenders = [one.contender for one in evaluated]
-        values = {one.contender.name: one.value for one in evaluated if one.value is not None}
-        document = evaluation_document(
-            [*contenders, *logging_policy(contenders[0].result, values, pass_over.truth)],
-            values,
-            data=data,
-            runs={
-                candidate.name: {**candidate.facts, "max_history": one.max_history}
-                for candidate, one in zip(candidates, evaluated, strict=True)
-                if candidate.facts
-            },
-            training={candidate.name: candidate.curves for candidate in candidates if candidate.curves},
-            setting=pass_over.described() | {"checkpoint": checkpoint},
-            notes=[_NO_PROPENSITIES] if off_policy is not None and pass_over.off_policy is None else [],
-        )
+        document = pass_over.document(candidates, evaluated, {"checkpoint": checkpoint})
+        if off_policy is not None and pass_over.off_policy is None:
+            document["warnings"].append(_NO_PROPENSITIES)
         write_json(partial / METRICS, document)
         (partial / REPORT).write_text(html_report(document), encoding="utf-8")
         write_resolved(partial / RESOLVED)
-    _print(contenders, document, out)
+    _print([one.contender for one in evaluated], document, out)
+
+
+def _candidates(
+    data: Prepared,
+    run: list[Path],
+    bundle: list[Path],
+    baselines: list[Baseline],
+    options: BaselineOptions,
+    ks: list[int],
+    checkpoint: str,
+    device: torch.device,
+) -> list[Candidate]:
+    found = [baseline(name, data, options) for name in baselines]
+    found += runs(run, data, checkpoint, device)
+    found += bundles(bundle, data, max(ks, default=1))
+    check_names(found)
+    if not found:
+        raise RecpoError("nothing to evaluate: name at least one --run, one --bundle or one of --baselines")
+    return found
 
 
 def _listed(paths: list[Path] | Path) -> list[Path]:
@@ -159,10 +171,15 @@ def _off_policy(
     options: OffPolicyOptions | None,
     reward: LoggedReward,
     ks: list[int],
-) -> OffPolicyMeasures | None:
-    if options is None or (options.propensity == "logged" and not has_propensities(data, split)):
+) -> OffPolicySetting | None:
+    if options is None or (options.propensity == "logged" and not _has_propensities(data, split)):
         return None
-    return OffPolicyMeasures.of(data, options, reward, ks)
+    return off_policy_setting(options, data, reward, ks)
+
+
+def _has_propensities(data: Prepared, split: Literal["valid", "test"]) -> bool:
+    shards = (data.columns(split, shard, ["propensity", "is_target"]) for shard in range(data.num_shards(split)))
+    return any(bool((~np.isnan(shard["propensity"]) & shard["is_target"]).any()) for shard in shards)
 
 
 class _Evaluated(NamedTuple):
@@ -180,17 +197,19 @@ class _Pass:
     ks: Sequence[int]
     positive_threshold: float
     exclude_seen: bool
+    gain: Gain
+    bootstrap_resamples: int
     facts: ItemFacts
     segments: bool
     truth: TrueRewards | None
-    off_policy: OffPolicyMeasures | None
+    off_policy: OffPolicySetting | None
     batch_size: int
     device: torch.device
 
     def evaluate(self, candidate: Candidate) -> _Evaluated:
         """One pass over the held-out users; the candidate is loaded for it and then forgotten."""
-        recommender, max_history, sample = candidate.load()
-        value = None if self.off_policy is None else self.off_policy.measure(sample)
+        recommender, max_history, policy = candidate.load()
+        value = None if self.off_policy is None else self.off_policy.measure(policy)
         measures: list[Measure] = [BeyondAccuracy(self.facts, self.ks)]
         measures += [measure for measure in (self.truth, value) if measure is not None]
         result = evaluate_ranking(
@@ -200,6 +219,7 @@ class _Pass:
             ks=self.ks,
             positive_threshold=self.positive_threshold,
             exclude_seen=self.exclude_seen,
+            gain=self.gain,
             measures=measures,
             user_segments=[history_length()] if self.segments else [],
             item_segments=item_segments(self.facts) if self.segments else [],
@@ -217,18 +237,36 @@ class _Pass:
                 yield move_data_to_device(batch, self.device)
                 bar.update(len(batch.seen))
 
-    def described(self) -> dict[str, Any]:
-        """The part of the options that every number depends on."""
-        return {
+    def document(
+        self, candidates: Sequence[Candidate], evaluated: Sequence[_Evaluated], setting: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Everything that was found, with what every number depends on; ``setting`` has more of that."""
+        contenders = [one.contender for one in evaluated]
+        values = {one.contender.name: one.value for one in evaluated if one.value is not None}
+        described = {
             "recpo_version": __version__,
             "split": self.split,
             "ks": list(self.ks),
             "positive_threshold": self.positive_threshold,
             "exclude_seen": self.exclude_seen,
+            "gain": self.gain,
             "num_items": self.data.num_items,
             "catalogue_checksum": self.data.catalogue_checksum,
             "max_context": self.data.manifest["max_context"],
         }
+        return evaluation_document(
+            [*contenders, *logging_policy(contenders[0].result, values, self.truth)],
+            values,
+            data=self.data,
+            runs={
+                candidate.name: {**candidate.facts, "max_history": one.max_history}
+                for candidate, one in zip(candidates, evaluated, strict=True)
+                if candidate.facts
+            },
+            training={candidate.name: candidate.curves for candidate in candidates if candidate.curves},
+            setting=described | setting,
+            bootstrap_resamples=self.bootstrap_resamples,
+        )
 
 
 def _print(contenders: Sequence[Contender], document: dict[str, Any], out: Path) -> None:

@@ -10,6 +10,7 @@ from recpo.cli.training_curves import Curves
 from recpo.cli.true_rewards import TrueRewards
 from recpo.data.label_summary import label_summary
 from recpo.data.prepared import Prepared, Split
+from recpo.data.schema import PERIODS
 from recpo.evaluation.cautions import cautions
 from recpo.evaluation.comparison import with_holm
 from recpo.evaluation.held_out import RankingResult
@@ -17,6 +18,8 @@ from recpo.evaluation.off_policy.result import LOGGING_POLICY, OffPolicyResult
 from recpo.evaluation.report import Contender, metrics_document
 
 Document = dict[str, Any]
+
+_OF_A_PERIOD = {"events": "targets", "users": "users"}
 
 
 def evaluation_document(
@@ -27,7 +30,7 @@ def evaluation_document(
     runs: Document,
     training: Mapping[str, Curves],
     setting: Document,
-    notes: Sequence[str],
+    bootstrap_resamples: int = 0,
 ) -> Document:
     """What ``metrics.json`` holds: ``metrics_document``, and what is listed here.
 
@@ -47,9 +50,9 @@ def evaluation_document(
         runs: where the runs and bundles come from.
         training: curves of the runs.
         setting: what every number depends on.
-        notes: warnings that the document itself does not show.
+        bootstrap_resamples: see ``metrics_document``.
     """
-    document = metrics_document(contenders, setting=setting)
+    document = metrics_document(contenders, setting=setting, bootstrap_resamples=bootstrap_resamples)
     for difference in document["differences"]:
         difference["off_policy"] = _off_policy_differences(difference, values)
     split: Split = setting["split"]
@@ -64,7 +67,7 @@ def evaluation_document(
         "training": dict(training),
         "provenance": {"data": _data_facts(data), "runs": runs},
     }
-    document["warnings"] = [*cautions(document), *notes]
+    document["warnings"] = cautions(document)
     return document
 
 
@@ -113,8 +116,7 @@ def _data_facts(data: Prepared) -> Document:
         "items": data.num_items,
         "users": manifest["num_users"],
         "events read": manifest["counts"]["read"],
-        **{f"{name} events": counts["targets"] for name, counts in splits.items()},
-        **{f"{name} users": counts["users"] for name, counts in splits.items()},
+        **{f"{name} {of}": splits[name][key] for of, key in _OF_A_PERIOD.items() for name in PERIODS},
         **{f"dropped: {reason}": count for reason, count in manifest["counts"]["dropped"].items()},
         "label": manifest["label"]["class_path"].rsplit(".", 1)[-1],
         **{name: value for name, value in manifest["boundaries"].items() if isinstance(value, str)},

@@ -167,7 +167,10 @@ def _step_quantiles(step: list[_Part]) -> Tensor:
 
 
 class HeldOutBatches(IterableDataset[EvaluationBatch]):
-    """The users of a held-out split, batch by batch; every rank takes every ``world_size``-th batch."""
+    """The users of a held-out split, batch by batch; every rank takes every ``world_size``-th batch.
+
+    With ``max_users`` so many of them, evenly spaced: the first ones of a log may be quite unlike the others.
+    """
 
     def __init__(
         self,
@@ -182,11 +185,17 @@ class HeldOutBatches(IterableDataset[EvaluationBatch]):
         self._batch_size, self._rank, self._max_users = batch_size, rank, max_users
 
     def __iter__(self) -> Iterator[EvaluationBatch]:
-        number, left = 0, self._max_users
-        for shard in range(self._prepared.num_shards(self._split)):
+        sizes = [shard["users"] for shard in self._prepared.manifest["shards"][self._split]]
+        total = sum(sizes)
+        chosen = np.arange(total if self._max_users is None else min(self._max_users, total))
+        chosen = chosen * total // max(1, len(chosen))
+        number, first = 0, 0
+        for shard, size in enumerate(sizes):
+            users = chosen[(chosen >= first) & (chosen < first + size)] - first
+            first += size
+            if not len(users):
+                continue
             events = self._prepared.load(self._split, shard)
-            users = np.arange(len(events.offsets) - 1)[:left]
-            left = None if left is None else left - len(users)
             for begin in range(0, len(users), self._batch_size):
                 if number % self._rank.world_size == self._rank.rank:
                     yield evaluation_batch(events, users[begin : begin + self._batch_size], self._history_length)
@@ -234,7 +243,7 @@ class FeedbackDataModule(LightningDataModule):
         num_workers: processes that gather batches; 0 gathers in the training process. The batches are the same.
         seed: order of the epochs, and items that the layout samples.
         evaluation_batch_size: users of one validation batch.
-        max_validation_users: validate on the first so many users of the validation split; null = all.
+        max_validation_users: validate on so many users of the validation split, evenly spaced; null = all.
 
     Attributes:
         phases: how training goes through the epoch; set by whoever trains.

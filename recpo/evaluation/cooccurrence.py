@@ -51,13 +51,15 @@ class CooccurrenceOptions:
 
 
 class Neighbours(NamedTuple):
-    """The heaviest neighbours of every item, heaviest first, ties to the smaller id; row 0 is the padding's.
+    """The heaviest neighbours of every item as one flat list, heaviest first, ties to the smaller id.
 
     Attributes:
-        item_ids: ``[V + 1, N]`` int32, 0 = none.
-        weights: ``[V + 1, N]`` float32, 0 where there is none.
+        offsets: ``[V + 2]`` int64; item i owns ``offsets[i] : offsets[i + 1]``, item 0 (padding) nothing.
+        item_ids: ``[M]`` int32.
+        weights: ``[M]`` float32.
     """
 
+    offsets: Tensor
     item_ids: Tensor
     weights: Tensor
 
@@ -96,8 +98,15 @@ class Cooccurrence:
         rank = torch.arange(1, self._recent_events + 1)
         history = torch.nn.functional.pad(histories.item_ids.cpu(), (0, 1))  # where all are empty there is a place too
         recent = history.gather(1, (lengths - rank).clamp_min(0)).masked_fill(lengths < rank, 0)
-        weights = self._neighbours.weights[recent] / rank[:, None]
-        return self._neighbours.item_ids[recent].flatten(1).long(), weights.flatten(1)
+        offsets, item_ids, weights = self._neighbours
+        begin, end = offsets[recent], offsets[recent + 1]
+        longest = int((end - begin).max()) if len(begin) else 0
+        place = begin[..., None] + torch.arange(longest)
+        missing = (place >= end[..., None]).flatten(1)
+        place = place.masked_fill(place >= end[..., None], 0).flatten(1)
+        near = item_ids[place].long().masked_fill(missing, 0)
+        weight = weights[place].masked_fill(missing, 0.0) / rank.repeat_interleave(longest)
+        return near, weight
 
 
 def neighbours_of(
@@ -119,16 +128,17 @@ def neighbours_of(
     for chunk in events():
         for one, other in _near_pairs(chunk, options.window):
             totals += np.bincount(one, minlength=num_items + 1) + np.bincount(other, minlength=num_items + 1)
-    item_ids = np.zeros((num_items + 1, options.neighbours), np.int32)
-    weights = np.zeros((num_items + 1, options.neighbours), np.float32)
     group = np.cumsum(totals) // options.pairs_in_memory
     starts = np.flatnonzero(np.diff(group, prepend=-1)).tolist()
+    parts = []
     for first, last in zip(starts, [*starts[1:], num_items + 1], strict=True):
         counts = csr_array((last - first, num_items + 1))
         for chunk in events():
             counts += _pair_counts(chunk, options.window, range(first, last), num_items)
-        _keep_heaviest(_weighed(counts, totals, first, options), item_ids[first:last], weights[first:last])
-    return Neighbours(torch.from_numpy(item_ids), torch.from_numpy(weights))
+        parts.append(_heaviest(_weighed(counts, totals, first, options), options.neighbours))
+    lengths, item_ids, weights = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Neighbours(torch.from_numpy(offsets), torch.from_numpy(item_ids), torch.from_numpy(weights))
 
 
 def _near_pairs(chunk: EventChunk, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -154,15 +164,14 @@ def _weighed(counts: csr_array, totals: np.ndarray, first: int, options: Cooccur
     return csr_array((counts.data / (expected + options.shrinkage), counts.indices, counts.indptr), shape=counts.shape)
 
 
-def _keep_heaviest(weighed: csr_array, item_ids: np.ndarray, weights: np.ndarray) -> None:
-    """Writes the heaviest entries of every row into ``item_ids`` and ``weights``, ``[rows, N]`` each."""
+def _heaviest(weighed: csr_array, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of every row its heaviest entries: how many, their columns and their values, row after row."""
     row = np.repeat(np.arange(weighed.shape[0]), np.diff(weighed.indptr))
     order = np.lexsort((weighed.indices, -weighed.data, row))
-    rank = np.arange(len(row)) - weighed.indptr[row]
-    kept = rank < item_ids.shape[1]
+    kept = np.arange(len(row)) - weighed.indptr[row] < most
     source = order[kept]
-    item_ids[row[kept], rank[kept]] = weighed.indices[source]
-    weights[row[kept], rank[kept]] = weighed.data[source]
+    lengths = np.bincount(row[kept], minlength=weighed.shape[0])
+    return lengths, weighed.indices[source].astype(np.int32), weighed.data[source].astype(np.float32)
 
 
 def _summed(item_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -100,7 +100,7 @@ def lower_is_better(metric: str) -> bool:
 def _as_entry(contender: Contender, resamples: int) -> dict[str, Any]:
     result = contender.result
     metrics = {metric: _as_json(result.estimate(metric)) for metric in result.per_user}
-    if resamples:
+    if resamples and metrics:  # the logging policy has none
         ends = bootstrap_interval(torch.stack(list(result.per_user.values()), 1), resamples=resamples)
         for value, low, high in zip(metrics.values(), *(end.tolist() for end in ends), strict=True):
             value |= {"low": _defined(low), "high": _defined(high)}
@@ -173,7 +173,8 @@ def differences_table(contenders: Sequence[Contender], k: int) -> Table:
     pairs = list(combinations(contenders, 2))
     values = {name: [later.result.difference(earlier.result, name) for earlier, later in pairs] for name in names}
     adjusted = {name: holm([p_value(value) for value in column]) for name, column in values.items()}
-    caption = f"bold: survives Holm's correction for {len(pairs)} comparisons at 5 %"
+    family = "interval excludes 0" if len(pairs) == 1 else f"survives Holm's correction for {len(pairs)} comparisons"
+    caption = f"bold: {family} (5 %)"
     table = _table(f"paired differences on the same users; lists of {k}", caption)
     table.add_column("contender - against")
     for name in names:

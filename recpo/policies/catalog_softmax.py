@@ -167,9 +167,10 @@ class CatalogSoftmaxPolicy(StatePolicy):
 
     def _last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the whole history, divided by the temperature."""
-        states = self._scored_states(histories)
-        last = histories.lengths[:, None, None].expand(-1, 1, states.shape[2])
-        return states.gather(1, last).squeeze(1).float() / self.temperature
+        vectors = self.item_table(self._ids(histories))
+        states = self.encoder.last(vectors, histories.feedback, histories.timestamps, histories.lengths)
+        states = F.normalize(states, dim=-1) if self.similarity == "cosine" else states
+        return states.float() / self.temperature
 
     def _output_weight(self) -> Tensor:
         table = self.item_table if self.output_table is None else self.output_table

@@ -7,6 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.policies.layers import ByteDropout, Linear
+from recpo.policies.packing import Packing, rows_of
 
 # Gaps in milliseconds fall into buckets of their logarithm to base 2: 2^42 ms is 139 years.
 TIME_BUCKETS = 44
@@ -39,13 +40,25 @@ class HSTUBlock(nn.Module):
         self.time_bias = nn.Parameter(torch.zeros(heads, TIME_BUCKETS))
         self.dropout = ByteDropout(dropout)
 
-    def forward(self, states: Tensor, time_gaps: Tensor | None = None) -> Tensor:
+    def forward(self, states: Tensor, time_gaps: Tensor | None = None, packing: Packing | None = None) -> Tensor:
         """Maps ``[B, H, d]`` to ``[B, H, d]``; position j depends on positions <= j.
 
         Args:
             states: ``[B, H, d]``.
             time_gaps: ``[B, H, H]`` int64, bucket of the time from event k (last axis) to event j, or None.
+            packing: not used.
         """
+        attended, gate = self._attended(states, time_gaps)
+        return self._gated(states, attended, gate)
+
+    def at(
+        self, states: Tensor, places: Tensor, time_gaps: Tensor | None = None, packing: Packing | None = None
+    ) -> Tensor:
+        """The rows ``places [B]`` of what ``forward`` gives, flattened: ``[B, d]``, without the cost of the others."""
+        return self._gated(*(rows_of(part, places) for part in (states, *self._attended(states, time_gaps))))
+
+    def _attended(self, states: Tensor, time_gaps: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the events before a position say of it, and the gate, ``[B, H, d]`` each."""
         batch, length, dim = states.shape
         mixed = F.silu(self.gate_value_query_key(self.norm(states)))
         gate, rest = mixed[..., :dim], mixed[..., dim:]
@@ -57,7 +70,9 @@ class HSTUBlock(nn.Module):
         if time_gaps is not None:
             weights = weights + self.time_bias[:, time_gaps].transpose(0, 1)
         weights = F.silu(weights) * (distance >= 0) / (positions + 1)[:, None]
-        attended = (weights @ value).transpose(1, 2).reshape(batch, length, dim)
+        return (weights @ value).transpose(1, 2).reshape(batch, length, dim), gate
+
+    def _gated(self, states: Tensor, attended: Tensor, gate: Tensor) -> Tensor:
         return states + self.dropout(self.output(self.attention_norm(attended) * gate))
 
 

@@ -37,7 +37,8 @@ class Packing(NamedTuple):
         if torch.compiler.is_exporting():
             return None
         places = (torch.arange(length, device=lengths.device) < lengths[:, None]).reshape(-1).nonzero().squeeze(1)
-        return cls(places, len(lengths), length) if len(places) < _NOT_WORTH_IT * len(lengths) * length else None
+        worth_it = 0 < len(places) < _NOT_WORTH_IT * len(lengths) * length
+        return cls(places, len(lengths), length) if worth_it else None
 
     def pack(self, padded: Tensor) -> Tensor:
         """``[B, H, d]`` to ``[N, d]``."""
@@ -48,3 +49,9 @@ class Packing(NamedTuple):
         """``[N, d]`` to ``[B, H, d]``, zero where there is no event."""
         padded = packed.new_zeros(self.batch * self.length, packed.shape[-1])
         return padded.index_copy(0, self.places, packed).view(self.batch, self.length, -1)
+
+
+def rows_of(states: Tensor, places: Tensor) -> Tensor:
+    """Rows ``places [B]`` of ``states [..., d]`` with all but the last axis flattened: ``[B, d]``."""
+    # an embedding lookup, because its gradient is several times faster than that of indexing on a CPU
+    return F.embedding(places, states.reshape(-1, states.shape[-1]))

@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.policies.layers import ByteDropout, Linear
-from recpo.policies.packing import Packing
+from recpo.policies.packing import Packing, rows_of
 
 
 class SASRecBlock(nn.Module):
@@ -38,6 +38,15 @@ class SASRecBlock(nn.Module):
 
         With ``packing`` it maps the events alone, ``[N, d]`` to ``[N, d]``; only the attention sees padding.
         """
+        return self._feed_forward(states, self._attended(states, packing))
+
+    def at(
+        self, states: Tensor, places: Tensor, time_gaps: Tensor | None = None, packing: Packing | None = None
+    ) -> Tensor:
+        """The rows ``places [B]`` of what ``forward`` gives, flattened: ``[B, d]``, without the cost of the others."""
+        return self._feed_forward(rows_of(states, places), rows_of(self._attended(states, packing), places))
+
+    def _attended(self, states: Tensor, packing: Packing | None) -> Tensor:
         split = self.query_key_value(self.attention_norm(states))
         split = split if packing is None else packing.unpack(split)
         batch, length, width = split.shape
@@ -45,7 +54,9 @@ class SASRecBlock(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         attended = attended.transpose(1, 2).reshape(batch, length, width // 3)
-        attended = attended if packing is None else packing.pack(attended)
+        return attended if packing is None else packing.pack(attended)
+
+    def _feed_forward(self, states: Tensor, attended: Tensor) -> Tensor:
         states = states + self.dropout(self.attention_output(attended))
         hidden = self.contract(F.gelu(self.expand(self.feed_forward_norm(states))))
         return states + self.dropout(hidden)

@@ -193,6 +193,17 @@ def test_kept_seen_items_are_said_and_change_the_targets(road, tmp_path, capsys)
     assert contender["segments"] == {}
 
 
+def test_gains_and_bootstrap_intervals_are_options(road, tmp_path):
+    common = ("--baselines", "[popularity]", "--segments", "false")
+    assert run_on(road, tmp_path / "a", *common, "--bootstrap_resamples", "200", "--gain", "exponential") == 0
+    assert run_on(road, tmp_path / "b", *common) == 0
+    one, other = (document_in(tmp_path / name)["contenders"][0]["metrics"] for name in "ab")
+    assert one["NDCG@10"]["low"] < one["NDCG@10"]["mean"] < one["NDCG@10"]["high"]
+    assert "low" not in other["NDCG@10"]
+    assert one["gNDCG@10"]["mean"] != other["gNDCG@10"]["mean"]
+    assert one["NDCG@10"]["mean"] == other["NDCG@10"]["mean"]
+
+
 def test_the_validation_period_is_called_optimistic(road, tmp_path, capsys):
     assert run_on(road, tmp_path / "e", "--split", "valid", "--run", str(road / "run-0"), "--baselines", "[]") == 0
     assert "chosen by their NDCG on this very period" in capsys.readouterr().out

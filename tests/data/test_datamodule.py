@@ -51,7 +51,7 @@ def shards(tmp_path):
         "num_items": max(first + second, third),
         "shards": {
             "train": [{"file": "train/00000.parquet"}, {"file": "train/00001.parquet"}],
-            "valid": [{"file": "valid/00000.parquet"}],
+            "valid": [{"file": "valid/00000.parquet", "users": 11}],
             "test": [],
         },
         "files": {"items.parquet": "0"},
@@ -136,7 +136,8 @@ def test_held_out_users_are_split_over_ranks_and_can_be_limited(shards):
 
     assert users(Rank()) == list(range(11))
     assert sorted(users(Rank(0, 2)) + users(Rank(1, 2))) == list(range(11))
-    assert users(Rank(), 5) == list(range(5))
+    assert users(Rank(), 5) == [0, 2, 4, 6, 8]  # evenly spaced
+    assert users(Rank(), 99) == list(range(11))
 
 
 def test_the_module_yields_what_the_trainer_needs(shards):

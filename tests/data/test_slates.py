@@ -143,4 +143,5 @@ def test_random_exposures_are_read_for_held_out_periods_only(prepared):
     opened = Prepared.open(prepared)
     assert opened.load("train", 0).is_random is None
     held_out = opened.load("test", 0)
-    assert held_out.is_random.dtype == bool and 0 < held_out.is_random.mean() < 0.5
+    assert held_out.is_random.dtype == bool
+    assert 0 < held_out.is_random.mean() < 0.5

@@ -80,13 +80,13 @@ def lists_by_loop(log, kept, counts, k, exclude, recent):
 def test_neighbours_are_those_of_a_loop_over_pairs_in_one_pass_or_many(weight, pairs_in_memory):
     log = log_of()
     options = CooccurrenceOptions(window=3, neighbours=6, weight=weight, shrinkage=2.0, pairs_in_memory=pairs_in_memory)
-    item_ids, weights = neighbours_of(chunks_of(log), ITEMS, options)
-    assert item_ids.shape == (ITEMS + 1, 6)
-    assert not item_ids[0].any()
+    offsets, item_ids, weights = neighbours_of(chunks_of(log), ITEMS, options)
+    assert len(offsets) == ITEMS + 2
+    assert offsets[1] == 0
     expected = weights_by_loop(log, options)
     for item in range(1, ITEMS + 1):
-        found = dict(zip(item_ids[item].tolist(), weights[item].tolist(), strict=True))
-        found.pop(0, None)
+        own = slice(offsets[item], offsets[item + 1])
+        found = dict(zip(item_ids[own].tolist(), weights[own].tolist(), strict=True))
         assert list(found) == list(expected[item])
         assert list(found.values()) == pytest.approx(list(expected[item].values()), rel=1e-6)
 
@@ -110,6 +110,12 @@ def test_an_empty_history_gets_the_most_popular_items():
     shown = recommender.recommend(Histories(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, dtype=torch.long)), 3)
     assert shown.item_ids.tolist() == [[ITEMS, ITEMS - 1, ITEMS - 2]]
     assert shown.scores.tolist() == [[0, 0, 0]]
+
+
+def test_a_log_without_pairs_is_popularity():
+    log = [np.array([4]), np.array([4]), np.array([2, 2])]
+    recommender = Cooccurrence(neighbours_of(chunks_of(log), ITEMS), torch.arange(ITEMS))
+    assert recommender.recommend(histories_of(log), 2).item_ids.tolist() == [[ITEMS, ITEMS - 1]] * 3
 
 
 def test_a_half_life_halves_the_count_and_chunks_add_up():

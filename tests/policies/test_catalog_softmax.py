@@ -247,3 +247,14 @@ def test_refuses_what_cannot_work() -> None:
         policy().recommend(histories([3]), V + 1)
     with pytest.raises(RecpoError, match="empty"):
         CatalogSoftmaxPolicy(0)
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("lengths", [[0, 1, 3, 0, H], [H] * 4, [0]])
+def test_the_last_state_alone_is_that_of_the_whole_history(blocks: str, lengths: list[int]) -> None:
+    made, known = policy(blocks), histories(lengths, padding=7)
+    with torch.no_grad():
+        every = made.encode(known)
+        vectors = made.item_table(known.item_ids)
+        last = made.encoder.last(vectors, known.feedback, known.timestamps, known.lengths)
+    torch.testing.assert_close(last, every[torch.arange(len(lengths)), known.lengths], rtol=1e-4, atol=1e-5)

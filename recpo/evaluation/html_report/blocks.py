@@ -52,7 +52,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Table:
-    """A table that scrolls within its own frame."""
+    """A table that scrolls within its own frame; an empty ``head`` is left out."""
 
     caption: str
     head: Sequence[str]

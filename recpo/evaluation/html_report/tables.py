@@ -142,7 +142,7 @@ def ranked(document: Document) -> list[tuple[int, Document]]:
 
 def facts_table(caption: str, facts: dict[str, Any]) -> Table:
     """Two columns: what, and its value."""
-    return Table(caption, ["", ""], [Row(name, [Cell(_plain(value), style="words")]) for name, value in facts.items()])
+    return Table(caption, [], [Row(name, [Cell(_plain(value), style="words")]) for name, value in facts.items()])
 
 
 def _plain(value: Any) -> str:
