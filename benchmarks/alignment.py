@@ -82,11 +82,12 @@ def world(options):
 def start(seed, prepared, options):
     """The pre-trained policy and the reward model of a seed."""
     pretrained, reward = options.work / f"pretrain-{seed}", options.work / f"reward-{seed}"
+    quick = {"trainer__max_epochs": 1} if options.quick else {}
     common = {"data__prepared": prepared, "seed": seed, "data__seed": seed, "trainer__enable_progress_bar": "false"}
     if not (pretrained / "run.json").is_file():
-        call(train, config=options.configs / "pretrain.yaml", out=pretrained, **common)
+        call(train, config=options.configs / "pretrain.yaml", out=pretrained, **common, **quick)
     if not (reward / "calibration.json").is_file():
-        call(train, config=options.configs / "reward_model.yaml", init_from=pretrained, out=reward, **common)
+        call(train, config=options.configs / "reward_model.yaml", init_from=pretrained, out=reward, **common, **quick)
         call(calibrate, run=reward, prepared=prepared)
     return pretrained, reward
 
@@ -229,7 +230,11 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--throughput", action="store_true", help="measure steps instead of values")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--quick", action="store_true", help="a tiny world and few steps, to see that it runs")
     options = parser.parse_args()
+    if options.quick:
+        options.users, options.items, options.events = 80, 60, 5000
+        options.steps, options.seeds = 4, options.seeds[:2]
     prepared, truth = world(options)
     if options.throughput:
         throughput(prepared, options)

@@ -36,6 +36,15 @@ def test_pretrain_measures_recpo_and_the_yardstick_and_skips_absent_peers():
         assert line["versions"]["torch"]
 
 
+def test_alignment_compares_every_method_from_the_same_policies(tmp_path):
+    lines = [line for line in lines_of("alignment.py", "--work", str(tmp_path)) if "policy" in line]
+    assert len(lines) == 2 * 15
+    assert {line["seed"] for line in lines} == {0, 1}
+    for line in lines:
+        assert 0 < line["coverage"] <= 1
+        assert -1 < line["true value"] < 1
+
+
 def test_semantic_codes_are_as_good_as_those_of_the_peers():
     lines = lines_of("semantic_codes.py")
     for data in ("gaussian", "clusters"):

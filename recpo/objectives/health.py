@@ -33,10 +33,10 @@ def advantage_shares(advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def ratio_metrics(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Mean, deviation and largest ratio, approximate KL(old || policy) = mean(-log_ratio), and the effective sample size.
+    """Mean, deviation and maximum of the ratio, approximate KL(old || policy), and the effective sample size.
 
-    ``effective_sample_size = (sum w)^2 / (n sum w^2)`` in (0, 1], of the ratios as importance weights; 0 where nothing
-    is kept.
+    ``approx_kl = mean(-log_ratio)``, the k1 value; ``effective_sample_size = (sum w)^2 / (n sum w^2)`` in (0, 1], of
+    the ratios as importance weights; 0 where nothing is kept.
 
     Args:
         log_ratio: ``[..., T]``.
