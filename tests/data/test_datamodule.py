@@ -185,6 +185,14 @@ def test_a_phase_comes_several_times_in_a_row(shards, rank):
     assert not once
 
 
+def test_workers_do_not_change_the_visits(shards):
+    def visits(workers):
+        batches = TrainBatches(shards, LAYOUT, 2, 0, Rank(), Phases(2, 2))
+        return rows_of(ResumableLoader(batches, num_workers=workers))
+
+    assert visits(2) == visits(0)
+
+
 def test_a_resumed_phase_goes_on_with_the_next_visit(shards):
     def batches():
         return TrainBatches(shards, LAYOUT, 2, 0, Rank(), Phases(2, 2))
