@@ -35,12 +35,15 @@ from recpo.objectives import (
     Likelihood,
     MarginListwiseDPO,
     PairwiseReward,
+    PointwiseReward,
     QLearning,
     Reinforce,
     SoftmaxDPO,
 )
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.critic import ItemScore
 from recpo.rewards import LoggedReward
+from recpo.training.critic import CriticOptions
 from recpo.training.module import PreferenceModule
 
 K, HISTORY = 5, 20
@@ -99,8 +102,12 @@ def of_head(policy, head):
 
     def recommend(histories):
         states = policy.encode(histories)[torch.arange(len(histories.lengths)), histories.lengths]
-        items = torch.arange(1, policy.num_items + 1)
-        values = head(states[:, None].expand(-1, len(items), -1), items.expand(len(states), -1))
+        items = torch.arange(1, policy.num_items + 1).expand(len(states), -1)
+        states = states[:, None].expand(-1, policy.num_items, -1)
+        if isinstance(head, ItemScore):
+            values = head(states, items, policy.item_vectors(items))[..., 0]
+        else:
+            values = head(states, items)
         return values.topk(K).indices + 1
 
     return recommend
@@ -181,12 +188,14 @@ def test_the_true_value_rises_by_more_than_its_noise(small_world, pretrained, na
 # These do not raise the value of the policy, and should not: the likelihood of every exposure imitates the logging
 # policy, which pre-training has done; Q-learning trains the policy by that same likelihood; the printed margin form has
 # no gradient for a mis-ordered pair, so that without its likelihood term it only widens gaps that are there; a reward
-# model trains its scores and the encoder under them, not the policy.
+# model that only reads the states trains its scores and leaves the policy as it is.
+READS_ONLY = {"critic": CriticOptions(shares_encoder=False)}
 BYSTANDERS = {
     "likelihood": (Likelihood(), SEQUENCES, {}),
     "q_learning": (QLearning(), SEQUENCES, {"reward": LoggedReward()}),
     "margin_without_likelihood": (MarginListwiseDPO(nll_coef=0.0), MIXED, {}),
-    "pairwise_reward": (PairwiseReward(), MIXED, {}),
+    "pairwise_reward": (PairwiseReward(), MIXED, READS_ONLY),
+    "pointwise_reward": (PointwiseReward(), SEQUENCES, READS_ONLY),
 }
 
 
@@ -197,8 +206,8 @@ def test_the_true_value_does_not_rise_where_the_objective_does_not_aim_at_it(sma
     policy, before = pretrained(seed)
     fit(small_world, policy, objective, layout, seed, rate=2e-3, steps=60, **module)
     difference = true_value(small_world, of_policy(policy)) - before
-    # twelve such tests, each with its chance of a false alarm: 2.5 % / 12 on one side is z = 2.87
-    assert difference.mean() < noise_of(difference, z=2.87)
+    # nine of these can raise a false alarm: 2.5 % / 9 on one side is z = 2.77; the reward models change nothing
+    assert difference.mean() <= noise_of(difference, z=2.77)
 
 
 def test_every_objective_is_tried():
@@ -209,6 +218,7 @@ def test_every_objective_is_tried():
 HEADS = {
     "q_learning": (QLearning(), SEQUENCES, {"reward": LoggedReward()}, "q_value"),
     "pairwise_reward": (PairwiseReward(), MIXED, {}, "score"),
+    "pointwise_reward": (PointwiseReward(), SEQUENCES, READS_ONLY, "score"),
 }
 
 
