@@ -13,7 +13,7 @@ from recpo.errors import RecpoError
 from recpo.ops.linear_logprob import linear_entropy, linear_logprob
 from recpo.ops.sampling import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
 from recpo.policies import catalog_sampling, catalog_search
-from recpo.policies.encoder import HistoryEncoder
+from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.item_table import ItemTable
 from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
 
@@ -126,7 +126,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``."""
-        vectors = self.item_table(self._ids(histories))
+        vectors = self.item_table(readable_ids(histories, self.max_history))
         return self.encoder(vectors, histories.feedback, histories.timestamps, histories.lengths)
 
     def item_vectors(self, item_ids: Tensor) -> Tensor:
@@ -151,15 +151,6 @@ class CatalogSoftmaxPolicy(StatePolicy):
         ids, logp = catalog_sampling.draw(self._last_states(histories), self._output_weight(), group_size, options)
         return ids, logp[..., None]
 
-    def _ids(self, histories: Histories) -> Tensor:
-        length = histories.item_ids.shape[1]
-        if length > self.max_history:
-            raise RecpoError(
-                f"a history has {length} events and the policy reads {self.max_history}: keep the most recent ones, "
-                f"or build the policy with max_history={length}"
-            )
-        return histories.item_ids
-
     def _scored_states(self, histories: Histories, states: Tensor | None = None) -> Tensor:
         """The states as the softmax takes them, from those of ``encode`` where they are at hand."""
         states = self.encode(histories) if states is None else states
@@ -167,7 +158,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
 
     def _last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the whole history, divided by the temperature."""
-        vectors = self.item_table(self._ids(histories))
+        vectors = self.item_table(readable_ids(histories, self.max_history))
         states = self.encoder.last(vectors, histories.feedback, histories.timestamps, histories.lengths)
         states = F.normalize(states, dim=-1) if self.similarity == "cosine" else states
         return states.float() / self.temperature
@@ -184,7 +175,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
             negatives, log_expected_count = draw_from_cdf(self.cdf, self.num_negatives)
         else:
             negatives, log_expected_count = draw_uniform(self.num_items, self.num_negatives, targets.device)
-        history, output_ids = self._ids(histories), torch.cat([targets, negatives])
+        history, output_ids = readable_ids(histories, self.max_history), torch.cat([targets, negatives])
         if self.output_table is None:
             vectors = self.item_table(torch.cat([history.reshape(-1), output_ids]))
             history_vectors, output = vectors[: history.numel()], vectors[history.numel() :]

@@ -12,6 +12,7 @@ from recpo.policies.hstu import HSTUBlock, time_gap_buckets
 from recpo.policies.layers import ByteDropout
 from recpo.policies.packing import Packing
 from recpo.policies.sasrec import SASRecBlock
+from recpo.types import Histories
 
 
 class HistoryEncoder(nn.Module):
@@ -109,3 +110,18 @@ class HistoryEncoder(nn.Module):
             states = states + self.feedback(feedback)
         gaps = time_gap_buckets(timestamps) if self.reads_time and timestamps is not None else None
         return self.dropout(states if packing is None else packing.pack(states)), gaps
+
+
+def readable_ids(histories: Histories, max_history: int) -> Tensor:
+    """The item ids ``[B, H]`` of histories that an encoder of ``max_history`` positions can read.
+
+    Raises:
+        RecpoError: they are longer.
+    """
+    length = histories.item_ids.shape[1]
+    if length > max_history:
+        raise RecpoError(
+            f"a history has {length} events and the policy reads {max_history}: keep the most recent ones, "
+            f"or build the policy with max_history={length}"
+        )
+    return histories.item_ids

@@ -13,7 +13,7 @@ from torch import Tensor
 from recpo.contracts import StatePolicy
 from recpo.errors import RecpoError
 from recpo.policies import semantic_search
-from recpo.policies.encoder import HistoryEncoder
+from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import Cache, Context, LazyDecoder, Placement
 from recpo.policies.trie import Trie
@@ -135,13 +135,8 @@ class SemanticIdPolicy(StatePolicy):
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``."""
-        ids = histories.item_ids
-        if ids.shape[1] > self.max_history:
-            raise RecpoError(
-                f"a history has {ids.shape[1]} events and the policy reads {self.max_history}: keep the most recent "
-                f"ones, or build the policy with max_history={ids.shape[1]}"
-            )
-        return self.encoder(self.item_vectors(ids), histories.feedback, histories.timestamps, histories.lengths)
+        vectors = self.item_vectors(readable_ids(histories, self.max_history))
+        return self.encoder(vectors, histories.feedback, histories.timestamps, histories.lengths)
 
     def item_vectors(self, item_ids: Tensor) -> Tensor:
         """See ``StatePolicy.item_vectors``: those of the item's codes, and its own."""
