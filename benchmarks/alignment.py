@@ -74,7 +74,8 @@ def call(verb, **arguments):
 def world(options):
     log, prepared = options.work / "log", options.work / "prepared"
     if not (prepared / "manifest.json").is_file():
-        call(simulate, out=log, users=options.users, items=options.items, events=options.events)
+        size = {"users": options.users, "items": options.items, "events": options.events}
+        call(simulate, out=log, seed=options.world_seed, **size)
         call(prepare, log=log / "log", out=prepared)
     return prepared, log / "truth"
 
@@ -225,6 +226,9 @@ def main():
     parser.add_argument("--users", type=int, default=2000)
     parser.add_argument("--items", type=int, default=1000)
     parser.add_argument("--events", type=int, default=200_000)
+    parser.add_argument(
+        "--world-seed", type=int, default=0, help="of the simulation; the configurations were made on 0"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
