@@ -8,21 +8,18 @@ import torch
 from torch import Tensor
 
 from recpo.contracts import Policy
+from recpo.evaluation.item_facts import POPULARITY_BINS, popularity_bins
 from recpo.evaluation.ranking import hit_rate, ndcg, precision, ranked_hits, recall
 from recpo.evaluation.targets import held_out_targets
 from recpo.types import EvaluationBatch
 
-TAIL_SHARE = 0.2
-"""Tail items are the least popular ones that together hold this share of the training events."""
-
 
 def tail_items(item_counts: Tensor) -> Tensor:
-    """Which of the items 0..V belong to the tail, ``[V + 1]`` bool, from their training counts ``[V]``."""
-    descending, order = item_counts.double().sort(descending=True, stable=True)
-    before = descending.cumsum(0) - descending
-    tail = torch.zeros(len(item_counts) + 1, dtype=torch.bool)
-    tail[1 + order] = before >= (1.0 - TAIL_SHARE) * descending.sum()
-    return tail
+    """Which items 0..V are in the tail or have no event, ``[V + 1]`` bool, from their training counts ``[V]``.
+
+    The tail is that of ``popularity_bins``: the least popular items, behind those that hold 80 % of the events.
+    """
+    return popularity_bins(torch.nn.functional.pad(item_counts, (1, 0))) >= POPULARITY_BINS.index("tail")
 
 
 class ValidationMetrics:
@@ -31,7 +28,7 @@ class ValidationMetrics:
     Items of the user's past are left out of the lists and of the targets. Users without a positive target are left out
     of the first two means, users without a held-out dislike out of the third. ``coverage@k`` is the share of the
     catalogue on at least one list; with ``item_counts``, ``Recall_head@k`` and ``Recall_tail@k`` are the recalls of the
-    positives in the head and in the tail of the catalogue (``TAIL_SHARE``).
+    positives outside and inside the tail of the catalogue (``tail_items``).
 
     Args:
         k: length of the lists.
