@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recpo.atomic import write_json
+from recpo.cli.devices import compute_device
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared, Split
 from recpo.errors import RecpoError
@@ -20,7 +21,7 @@ from recpo.evaluation.exposures import auc
 from recpo.evaluation.intervals import estimate
 from recpo.objectives.pointwise_reward import TARGETS, PointwiseReward
 from recpo.training.learned_reward import CALIBRATION, Checkpoint, RewardModel, checkpoint_sha256, load_reward_model
-from recpo.training.run import read_finished
+from recpo.training.run import refuse_other_items
 
 
 def calibrate(
@@ -50,15 +51,14 @@ def calibrate(
         device: where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
     """
     data = Prepared.open(prepared)
-    if read_finished(run)["catalogue_checksum"] != data.catalogue_checksum:
-        raise RecpoError(f"{run} was trained on other items than {prepared} holds: name its own prepared directory")
+    refuse_other_items(run, data.catalogue_checksum, prepared)
     model = load_reward_model(run, checkpoint)
     if not isinstance(model.objective, PointwiseReward):
         raise RecpoError(
             f"{run} is a pairwise reward model: its scores only compare items of one context, there is nothing to "
             "calibrate; LearnedReward takes it as it is"
         )
-    model.to(torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device))
+    model.to(compute_device(device))
     valid, test = (_exposures(model, model.objective, data, split, batch_size) for split in ("valid", "test"))
     targets = {}
     for k, name in enumerate(TARGETS):

@@ -23,7 +23,7 @@ from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.result import LOGGING_POLICY
 from recpo.serving.bundle import Bundle
 from recpo.serving.manifest import ITEMS
-from recpo.training.run import RESOLVED, load_policy, read_finished
+from recpo.training.run import RESOLVED, load_policy, refuse_other_items
 from recpo.types import Histories, Recommendations
 
 Baseline = Literal["popularity", "positives", "recency", "cooccurrence", "random"]
@@ -89,10 +89,7 @@ def runs(paths: Sequence[Path], data: Prepared, checkpoint: str, device: torch.d
     """
     found = []
     for path, name in zip(paths, _names("run", paths), strict=True):
-        if read_finished(path)["catalogue_checksum"] != data.catalogue_checksum:
-            raise RecpoError(
-                f"{path} was trained on other items than {data.root} holds: name its own prepared directory"
-            )
+        refuse_other_items(path, data.catalogue_checksum, data.root)
         facts = {
             "kind": "run",
             "path": str(path),

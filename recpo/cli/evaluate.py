@@ -25,6 +25,7 @@ from recpo.cli.contenders import (
     check_names,
     runs,
 )
+from recpo.cli.devices import compute_device
 from recpo.cli.evaluation_document import evaluation_document, logging_policy
 from recpo.cli.item_facts import ItemFeatures, item_facts
 from recpo.cli.off_policy import OffPolicySetting, off_policy_setting
@@ -113,7 +114,7 @@ def evaluate(
     """
     with atomic_directory(out, overwrite=overwrite) as partial:
         data = Prepared.open(prepared)
-        target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        target = compute_device(device)
         candidates = _candidates(
             data, _listed(run), _listed(bundle), baselines, baseline_options, ks, checkpoint, target
         )

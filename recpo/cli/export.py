@@ -8,9 +8,8 @@ from typing import Literal
 import yaml
 
 from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
 from recpo.serving.export import export_bundle
-from recpo.training.run import RESOLVED, load_policy, read_finished
+from recpo.training.run import RESOLVED, load_policy, refuse_other_items
 
 
 def export(
@@ -34,8 +33,7 @@ def export(
         overwrite: replace ``out`` where it exists.
     """
     data = Prepared.open(prepared)
-    if read_finished(run)["catalogue_checksum"] != data.catalogue_checksum:
-        raise RecpoError(f"{run} was trained on other items than {prepared} holds: name its own prepared directory")
+    refuse_other_items(run, data.catalogue_checksum, prepared)
     options = yaml.safe_load((run / RESOLVED).read_text(encoding="utf-8"))
     k = min(k, data.num_items)
     export_bundle(

@@ -17,7 +17,7 @@ from recpo.errors import RecpoError
 from recpo.tokenizer.codebooks import Codebooks
 from recpo.tokenizer.columns import ItemRows, read_codes, read_vectors
 from recpo.tokenizer.cooccurrence import Cooccurrence, Pairs, Sequences
-from recpo.training.run import load_policy, read_finished
+from recpo.training.run import load_policy, refuse_other_items
 
 _LARGEST_CODEBOOK = 1 << 20
 
@@ -175,10 +175,7 @@ class VectorsFromRun(VectorSource):
         Raises:
             RecpoError: the run has other items, or its policy has no item table.
         """
-        if read_finished(self.run)["catalogue_checksum"] != data.catalogue_checksum:
-            raise RecpoError(
-                f"{self.run} was trained on other items than {data.root} holds: name its own prepared data"
-            )
+        refuse_other_items(self.run, data.catalogue_checksum, data.root)
         table = getattr(load_policy(self.run, self.checkpoint), "item_table", None)
         if table is None:
             raise RecpoError(f"{self.run}: its policy has no item table to take vectors from")

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from recpo.atomic import atomic_directory
 from recpo.cli.config import write_resolved
+from recpo.cli.devices import compute_device
 from recpo.cli.item_sources import (
     CodesFromFile,
     EarlierCodes,
@@ -92,7 +93,7 @@ def tokenize(
             under the same prefix; a full prefix overflows to the nearest one with room), extra (everybody gets one more
             code, 0 for items that are alone), or first_free (the smallest free last code, for codes without vectors);
             null = nearest where there are vectors, extra where there are none.
-        device: where k-means runs: cpu, cuda, cuda:1 and so on.
+        device: where k-means runs: cpu, auto (a GPU if there is one), cuda, cuda:1 and so on.
         seed: of everything random.
         overwrite: replace ``out`` where it exists.
         progress: show a progress bar on a terminal.
@@ -100,7 +101,7 @@ def tokenize(
     data = Prepared.open(prepared)
     items = IdMap.load(data.root / "items.parquet")
     quantiser = ResidualKMeans(levels, codebook_size, normalise, capacity_slack, iterations, sample)
-    place = _device(device)
+    place = compute_device(device)
     with (
         atomic_directory(out, overwrite=overwrite) as partial,
         tqdm(total=levels + 3, desc="tokenize", unit="stage", disable=None if progress else True) as bar,
@@ -120,13 +121,6 @@ def tokenize(
         semantic.save(partial, items.to_external(range(1, len(items) + 1)), {**facts, "report": report})
         bar.update(bar.total - bar.n)
     _print(report, out, str(result.facts["collisions"]))
-
-
-def _device(name: str) -> torch.device:
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # no such device, or a torch without CUDA
-        raise RecpoError(f"device {name!r} cannot be used here ({error})") from error
 
 
 def _ready_made(

@@ -37,7 +37,7 @@ from recpo.training.run import (
     checkpoint_path,
     load_weights,
     mark_finished,
-    read_finished,
+    refuse_other_items,
 )
 from recpo.training.trainer import TrainerOptions
 
@@ -180,11 +180,7 @@ def _refuse_other_items(model: Policy, reward: RewardFunction | None, data: Feed
 
 
 def _start_from(model: Policy, run: Path, data: FeedbackDataModule) -> None:
-    if read_finished(run)["catalogue_checksum"] != data.prepared.catalogue_checksum:
-        raise RecpoError(
-            f"init_from: {run} was trained on other items than {data.prepared.root} holds (items.parquet differs); "
-            "use the prepared directory it was trained on"
-        )
+    refuse_other_items(run, data.prepared.catalogue_checksum, data.prepared.root)
     load_weights(model, checkpoint_path(run))
 
 

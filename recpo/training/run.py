@@ -57,6 +57,24 @@ def read_finished(run: Path) -> dict[str, Any]:
     return finished
 
 
+def refuse_other_items(run: Path, catalogue_checksum: str, prepared: Path) -> None:
+    """Raises where a run was not trained on the items of a prepared directory.
+
+    Args:
+        run: the run directory.
+        catalogue_checksum: of the prepared directory.
+        prepared: the directory itself, for the message.
+
+    Raises:
+        RecpoError: the items differ, or the run did not finish.
+    """
+    if read_finished(run)["catalogue_checksum"] != catalogue_checksum:
+        raise RecpoError(
+            f"{run} was trained on other items than {prepared} holds (items.parquet differs): name the prepared "
+            "directory it was trained on"
+        )
+
+
 def load_policy(run: Path, checkpoint: str = "best") -> Policy:
     """Rebuilds the policy of a finished run, in evaluation mode.
 
