@@ -32,6 +32,9 @@ class Policy(nn.Module, ABC):
     def set_item_counts(self, counts: Tensor) -> None:
         """Hands over the training counts ``[V]`` of the items 1..V, for policies that use them; others ignore them."""
 
+    def begin_step(self, seed: int) -> None:
+        """Says that a training step begins; what must be drawn alike on every rank is drawn from ``seed``."""
+
     def tokens(self, item_ids: Tensor) -> Tensor:
         """The tokens ``[..., T]`` of items ``[...]``: their codes, or the items themselves where T = 1."""
         return item_ids[..., None]

@@ -44,20 +44,23 @@ def sampled_logprob(
     return target_scores - torch.cat([target_scores[:, None], rest], 1).logsumexp(1)
 
 
-def draw_uniform(num_items: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def draw_uniform(
+    num_items: int, count: int, device: torch.device, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
     """``count`` ids out of 1..num_items with replacement, and their log expected counts, both ``[count]``."""
-    ids = torch.randint(1, num_items + 1, (count,), device=device)
+    ids = torch.randint(1, num_items + 1, (count,), device=device, generator=generator)
     return ids, torch.full((count,), count / num_items, device=device).log()
 
 
-def draw_from_cdf(cdf: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def draw_from_cdf(cdf: Tensor, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """``count`` ids with replacement from a proposal, and their log expected counts, both ``[count]``.
 
     Args:
         cdf: ``[V + 1]`` float64, cumulative probability of the ids 0..V; ``cdf[0] = 0`` and ``cdf[V] = 1``.
         count: number of draws.
+        generator: on the device of ``cdf``; None = the default one.
     """
-    draws = torch.rand(count, dtype=cdf.dtype, device=cdf.device)
+    draws = torch.rand(count, dtype=cdf.dtype, device=cdf.device, generator=generator)
     ids = torch.searchsorted(cdf, draws, right=True).clamp_(1, len(cdf) - 1)
     return ids, (count * (cdf[ids] - cdf[ids - 1])).log().float()
 

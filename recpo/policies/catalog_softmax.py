@@ -10,11 +10,9 @@ from torch import Tensor
 
 from recpo.contracts import StatePolicy
 from recpo.errors import RecpoError
-from recpo.ops.linear_logprob import linear_entropy, linear_logprob
 from recpo.ops.sampling import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
-from recpo.policies import catalog_sampling, catalog_search
 from recpo.policies.encoder import HistoryEncoder, readable_ids
-from recpo.policies.item_table import ItemTable
+from recpo.policies.item_table import ItemTable, TableUse
 from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
 
 
@@ -45,6 +43,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
     """
 
     cdf: Tensor | None
+    _step_seed: int | None = None
 
     def __init__(
         self,
@@ -72,8 +71,9 @@ class CatalogSoftmaxPolicy(StatePolicy):
         self.similarity, self.temperature = similarity, temperature
         self.normalizer, self.num_negatives = normalizer, num_negatives
         self.has_exact_log_prob = normalizer == "full"
-        self.item_table = ItemTable(num_items, dim, sparse=sparse)
-        self.output_table = None if tie_weights else ItemTable(num_items, dim, sparse=sparse)
+        scored: TableUse = "softmax" if normalizer == "full" else "lookup"
+        self.item_table = ItemTable(num_items, dim, sparse=sparse, use=scored if tie_weights else "lookup")
+        self.output_table = None if tie_weights else ItemTable(num_items, dim, sparse=sparse, use=scored)
         self.encoder = HistoryEncoder(
             dim,
             blocks=blocks,
@@ -93,6 +93,10 @@ class CatalogSoftmaxPolicy(StatePolicy):
         if self.cdf is not None:
             self.cdf.copy_(proposal_cdf(counts, 0.75))
 
+    def begin_step(self, seed: int) -> None:
+        """See ``Policy.begin_step``: the negatives of the step come from ``seed``, so all ranks have the same."""
+        self._step_seed = seed
+
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.log_prob``. Positions that share a state share its normaliser.
 
@@ -108,8 +112,8 @@ class CatalogSoftmaxPolicy(StatePolicy):
         else:
             states = self._scored_states(batch.histories, states)
             rows, state_index = _shared_states(slates, positions, states.shape[1])
-            logp = linear_logprob(
-                _take(states, rows), self._output_weight(), targets, state_index, temperature=self.temperature
+            logp = self._output.log_prob(
+                _take(states, rows), targets, state_index, temperature=self.temperature, cosine=self._cosine
             )
         return logp.new_zeros(wanted.numel()).index_copy(0, positions, logp).view(*wanted.shape, 1)
 
@@ -120,7 +124,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         positions = wanted.reshape(-1).nonzero().squeeze(1)
         states = self._scored_states(batch.histories, states)
         rows, state_index = _shared_states(slates, positions, states.shape[1])
-        entropy = linear_entropy(_take(states, rows), self._output_weight(), temperature=self.temperature)
+        entropy = self._output.entropy(_take(states, rows), temperature=self.temperature, cosine=self._cosine)
         entropy = entropy if state_index is None else entropy[state_index]
         return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy).view(wanted.shape)
 
@@ -138,7 +142,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         """See ``Policy.recommend``; the catalogue is scored in blocks where ``B x V`` is large."""
         if not 1 <= k <= self.num_items:
             raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalogue, got {k}")
-        return catalog_search.top_k(self._last_states(histories), self._output_weight(), k, exclude)
+        return self._output.top_k(self._last_states(histories), k, exclude, cosine=self._cosine)
 
     @torch.no_grad()
     def sample(
@@ -148,33 +152,39 @@ class CatalogSoftmaxPolicy(StatePolicy):
         options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``."""
-        ids, logp = catalog_sampling.draw(self._last_states(histories), self._output_weight(), group_size, options)
+        ids, logp = self._output.draw(self._last_states(histories), group_size, options, cosine=self._cosine)
         return ids, logp[..., None]
 
     def _scored_states(self, histories: Histories, states: Tensor | None = None) -> Tensor:
         """The states as the softmax takes them, from those of ``encode`` where they are at hand."""
         states = self.encode(histories) if states is None else states
-        return F.normalize(states, dim=-1) if self.similarity == "cosine" else states
+        return F.normalize(states, dim=-1) if self._cosine else states
 
     def _last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the whole history, divided by the temperature."""
         vectors = self.item_table(readable_ids(histories, self.max_history))
         states = self.encoder.last(vectors, histories.feedback, histories.timestamps, histories.lengths)
-        states = F.normalize(states, dim=-1) if self.similarity == "cosine" else states
+        states = F.normalize(states, dim=-1) if self._cosine else states
         return states.float() / self.temperature
 
-    def _output_weight(self) -> Tensor:
-        table = self.item_table if self.output_table is None else self.output_table
-        return F.normalize(table.weight, dim=-1) if self.similarity == "cosine" else table.weight
+    @property
+    def _output(self) -> ItemTable:
+        """The table whose vectors the states are compared with."""
+        return self.item_table if self.output_table is None else self.output_table
+
+    @property
+    def _cosine(self) -> bool:
+        return self.similarity == "cosine"
 
     def _sampled_log_prob(self, histories: Histories, slates: Slates, positions: Tensor, targets: Tensor) -> Tensor:
         """Estimated log-probabilities; the tied table is looked up once: history, targets and negatives together."""
+        generator = None if self._step_seed is None else torch.Generator(targets.device).manual_seed(self._step_seed)
         if self.cdf is not None:
             if self.cdf[-1] == 0:
                 raise RecpoError('proposal="popularity" needs the training counts of the items: call set_item_counts')
-            negatives, log_expected_count = draw_from_cdf(self.cdf, self.num_negatives)
+            negatives, log_expected_count = draw_from_cdf(self.cdf, self.num_negatives, generator)
         else:
-            negatives, log_expected_count = draw_uniform(self.num_items, self.num_negatives, targets.device)
+            negatives, log_expected_count = draw_uniform(self.num_items, self.num_negatives, targets.device, generator)
         history, output_ids = readable_ids(histories, self.max_history), torch.cat([targets, negatives])
         if self.output_table is None:
             vectors = self.item_table(torch.cat([history.reshape(-1), output_ids]))
@@ -184,7 +194,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         history_vectors = history_vectors.view(*history.shape, -1)
         encoded = self.encoder(history_vectors, histories.feedback, histories.timestamps, histories.lengths)
         states = self._scored_states(histories, encoded)
-        output = F.normalize(output, dim=-1) if self.similarity == "cosine" else output
+        output = F.normalize(output, dim=-1) if self._cosine else output
         rows, state_index = _shared_states(slates, positions, states.shape[1])
         scored = _take(states, rows) / self.temperature
         scores = (scored @ output[len(targets) :].T).float()

@@ -64,7 +64,7 @@ class ItemValue(nn.Module):
         super().__init__()
         self.hidden = nn.Linear(dim, hidden)
         self.output = nn.Linear(hidden, dim)
-        self.item_table = ItemTable(num_items, dim)
+        self.item_table = ItemTable(num_items, dim, use="whole")
         self.bias = nn.Parameter(torch.zeros(num_items + 1))
 
     def forward(self, states: Tensor, item_ids: Tensor) -> Tensor:

@@ -2,27 +2,120 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, Protocol
+
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+
+from recpo.ops.linear_logprob import linear_entropy, linear_logprob
+from recpo.policies import catalog_sampling, catalog_search
+from recpo.types import Recommendations, SamplingOptions
+
+#: What training does with a table: it looks rows up ("lookup"), multiplies states with all of it ("softmax"), or reads
+#: the weight itself ("whole"), which is then on every rank.
+TableUse = Literal["lookup", "softmax", "whole"]
+
+_ON_META: ContextVar[bool] = ContextVar("tables_on_meta", default=False)
+_BLOCK_ROWS = 1 << 16
+
+
+@contextmanager
+def tables_on_meta() -> Iterator[None]:
+    """Tables made inside hold no memory: each rank fills the part that sharding gives it from ``ItemTable.initial``."""
+    token = _ON_META.set(True)
+    try:
+        yield
+    finally:
+        _ON_META.reset(token)
+
+
+class Rows(Protocol):
+    """The rows of a whole table, of which any range can be had without the rest."""
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Rows ``[stop - start, d]``."""
+
+
+class RandomRows:
+    """Normally distributed rows that depend on the seed and the row alone, not on who asks for how many of them.
+
+    Args:
+        seed: of the table.
+        dim: d.
+        std: standard deviation; row 0 is zero.
+    """
+
+    def __init__(self, seed: int, dim: int, std: float) -> None:
+        self._seed, self._dim, self._std = seed, dim, std
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RandomRows:
+        return self
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        first = rows.start // _BLOCK_ROWS
+        blocks = [self._block(number) for number in range(first, -(-rows.stop // _BLOCK_ROWS))]
+        values = torch.cat(blocks) if blocks else torch.empty(0, self._dim)
+        return values[rows.start - first * _BLOCK_ROWS : rows.stop - first * _BLOCK_ROWS]
+
+    def _block(self, number: int) -> Tensor:
+        seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1, np.uint64)[0] >> 1)
+        values = torch.randn(_BLOCK_ROWS, self._dim, generator=torch.Generator().manual_seed(seed)).mul_(self._std)
+        if number == 0:
+            values[0] = 0
+        return values
+
+
+class SavedRows:
+    """The rows of a table that was saved; they are read where they are asked for.
+
+    Args:
+        rows: of the whole table ``[V + 1, d]``: a tensor mapped from a file, or what reads slices of one.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SavedRows:
+        return self
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self._rows[rows]
 
 
 class ItemTable(nn.Module):
     """Vectors of the items 1..V; row 0 is the padding item, which is zero and stays zero.
 
-    A policy looks its items up once per step through ``forward``; a sharded table takes the place of this module there.
+    A policy looks its items up once per step through ``forward``, and a softmax over the catalogue runs over the rows
+    1..V; a sharded table takes the place of this module in both.
 
     Args:
         num_items: catalogue size V.
-        dim: d.
+        dim: width d of the vectors.
         sparse: lookups give sparse gradients, for optimisers that take them (``SparseAdam``, ``Adagrad``): 2 to 3 times
             faster steps on large tables.
         std: standard deviation of the initial values.
+        use: what training does with it, which decides how it may be sharded.
+
+    Attributes:
+        initial: where a table made inside ``tables_on_meta`` has its values from; None elsewhere.
     """
 
-    def __init__(self, num_items: int, dim: int, *, sparse: bool = False, std: float = 0.02) -> None:
+    initial: Rows | None = None
+
+    def __init__(
+        self, num_items: int, dim: int, *, sparse: bool = False, std: float = 0.02, use: TableUse = "lookup"
+    ) -> None:
         super().__init__()
-        self.num_items, self.dim, self.sparse = num_items, dim, sparse
+        self.num_items, self.dim, self.sparse, self.use = num_items, dim, sparse, use
+        if _ON_META.get() and use != "whole":
+            self.weight = nn.Parameter(torch.empty(num_items + 1, dim, device="meta"))
+            self.initial = RandomRows(int(torch.randint(2**62, ())), dim, std)
+            return
         self.weight = nn.Parameter(torch.empty(num_items + 1, dim))
         with torch.no_grad():
             nn.init.normal_(self.weight, std=std)
@@ -32,6 +125,41 @@ class ItemTable(nn.Module):
         """Vectors ``[..., d]`` of item ids ``[...]``; zero, without gradient, for id 0."""
         return F.embedding(ids, self.weight, padding_idx=0, sparse=self.sparse)
 
+    def log_prob(
+        self,
+        states: Tensor,
+        targets: Tensor,
+        state_index: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        cosine: bool = False,
+    ) -> Tensor:
+        """See ``recpo.ops.linear_logprob``; with ``cosine`` the vectors have length 1."""
+        return linear_logprob(states, self._scored_rows(cosine), targets, state_index, temperature=temperature)
+
+    def entropy(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
+        """See ``recpo.ops.linear_logprob.linear_entropy``."""
+        return linear_entropy(states, self._scored_rows(cosine), temperature=temperature)
+
+    def top_k(self, states: Tensor, k: int, exclude: Tensor | None, *, cosine: bool = False) -> Recommendations:
+        """See ``recpo.policies.catalog_search.top_k``; ``states [B, d]`` are divided by the temperature."""
+        return catalog_search.top_k(states, self._scored_rows(cosine), k, exclude)
+
+    def draw(
+        self, states: Tensor, group_size: int, options: SamplingOptions, *, cosine: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """See ``recpo.policies.catalog_sampling.draw``; ``states [B, d]`` are divided by the temperature."""
+        return catalog_sampling.draw(states, self._scored_rows(cosine), group_size, options)
+
+    def _scored_rows(self, cosine: bool) -> Tensor:
+        return F.normalize(self.weight, dim=-1) if cosine else self.weight
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if self.initial is not None and prefix + "weight" in state_dict:
+            self.initial = SavedRows(state_dict[prefix + "weight"])
+            return
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def extra_repr(self) -> str:
         """What ``repr`` shows."""
-        return f"{self.num_items}, {self.dim}, sparse={self.sparse}"
+        return f"{self.num_items}, {self.dim}, sparse={self.sparse}, use={self.use!r}"

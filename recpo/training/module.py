@@ -163,8 +163,9 @@ class PreferenceModule(LightningModule):
 
     def on_train_batch_start(self, batch: FeedbackBatch, batch_idx: int) -> None:
         """Seeds the step, so that a resumed run draws the same dropout, and refreshes frozen copies when due."""
-        key = [self._seed, self.current_epoch, batch_idx, self.global_rank]
-        torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+        key = [self._seed, self.current_epoch, batch_idx]
+        torch.manual_seed(_seed_of([*key, self.global_rank]))
+        self.policy.begin_step(_seed_of(key))
         if self._step_count is None:  # the first micro-batch of the step
             self._begin_step(batch_idx)
 
@@ -270,3 +271,7 @@ class PreferenceModule(LightningModule):
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
         return total
+
+
+def _seed_of(key: list[int]) -> int:
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
