@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -40,57 +42,105 @@ def draw(
     check_options(group_size, options)
     states = states.float() / options.temperature
     if options.top_p < 1:
-        at_once = max(1, catalog_search.SCORE_BYTES // (32 * len(table)))
-        parts = [_from_nucleus(part, table, group_size, options) for part in states.split(at_once)]
+        parts = [
+            draw_from_scores(matmul_transposed(part, table[1:].float()), group_size, options)
+            for part in states.split(contexts_at_once(len(table)))
+        ]
         return torch.cat([ids for ids, _ in parts]), torch.cat([logp for _, logp in parts])
-    return (_by_inversion if options.replacement else _gumbel_top_k)(states, table, group_size)
+    if options.replacement:
+        uniform = torch.rand(len(states), group_size, dtype=torch.float64, device=states.device)
+        return invert(states, table, log_normalizer(states, table), uniform)
+    best = gumbel_best(states, table, group_size)
+    missing = group_size - best.ids.shape[1]
+    return F.pad(best.ids, (0, missing)), F.pad(best.scores - best.lse[:, None], (0, missing))
 
 
-def _by_inversion(states: Tensor, table: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """With replacement: where the cumulative distribution passes a uniform number, block by block."""
+def contexts_at_once(num_rows: int) -> int:
+    """From how many contexts a nucleus is drawn at a time: all their scores and what sorting them takes are bounded."""
+    return max(1, catalog_search.SCORE_BYTES // (32 * num_rows))
+
+
+def log_normalizer(states: Tensor, table: Tensor, padding_rows: int = 1) -> Tensor:
+    """Log-sum-exp ``[B]`` of the scores of the item rows, block by block; -inf without any."""
     lse = states.new_full((len(states),), -torch.inf)
-    for rows in catalog_search.score_blocks(states, table):
+    for rows in catalog_search.score_blocks(states, table, padding_rows):
         lse = torch.logaddexp(lse, matmul_transposed(states, table[rows].float()).logsumexp(1))
-    remaining = torch.rand(len(states), group_size, dtype=torch.float64, device=states.device)
-    ids = torch.zeros(len(states), group_size, dtype=torch.long, device=states.device)
-    logp = states.new_zeros(len(states), group_size)
-    for rows in catalog_search.score_blocks(states, table):
+    return lse
+
+
+def invert(states: Tensor, table: Tensor, lse: Tensor, uniform: Tensor, padding_rows: int = 1) -> tuple[Tensor, Tensor]:
+    """Where the cumulative distribution passes uniform numbers, block by block: draws with replacement.
+
+    Args:
+        states: ``[B, d]``, divided by all temperatures.
+        table: ``[padding_rows + items, d]``.
+        lse: ``[B]`` the log-normaliser.
+        uniform: ``[B, G]`` in [0, 1), float64.
+        padding_rows: rows of the table before the first item.
+
+    Returns:
+        row numbers ``[B, G]`` and their log-probabilities; both 0 if there is no item.
+    """
+    remaining = uniform
+    ids = torch.zeros_like(uniform, dtype=torch.long)
+    logp = torch.zeros_like(uniform, dtype=states.dtype)
+    unset = torch.ones_like(uniform, dtype=torch.bool)
+    for rows in catalog_search.score_blocks(states, table, padding_rows):
         log_probabilities = matmul_transposed(states, table[rows].float()) - lse[:, None]
         cdf = log_probabilities.double().exp_().cumsum_(1)
         index = torch.searchsorted(cdf, remaining, right=True)
         # rounding may leave the last total a little below 1: such a draw takes the last item
         last = rows.stop == len(table)
-        here = (ids == 0) & ((index < cdf.shape[1]) | last)
+        here = unset & ((index < cdf.shape[1]) | last)
         index = index.clamp_max(cdf.shape[1] - 1)
         ids = torch.where(here, index + rows.start, ids)
         logp = torch.where(here, log_probabilities.gather(1, index), logp)
+        unset = unset & ~here
         remaining = remaining - cdf[:, -1:]
     return ids, logp
 
 
-def _gumbel_top_k(states: Tensor, table: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Without replacement: the G largest of the scores with Gumbel noise (Kool et al., arXiv 1903.06059)."""
+class GumbelBest(NamedTuple):
+    """The rows with the largest scores after Gumbel noise.
+
+    Attributes:
+        perturbed: ``[B, at most G]`` scores with noise, float64, largest first.
+        ids: their row numbers.
+        scores: the scores without noise.
+        lse: ``[B]`` log-sum-exp of the scores of all items.
+    """
+
+    perturbed: Tensor
+    ids: Tensor
+    scores: Tensor
+    lse: Tensor
+
+
+def gumbel_best(
+    states: Tensor, table: Tensor, group_size: int, padding_rows: int = 1, generator: torch.Generator | None = None
+) -> GumbelBest:
+    """Draws without replacement: the G largest of the scores with Gumbel noise (Kool et al., arXiv 1903.06059)."""
     perturbed = states.new_empty((len(states), 0), dtype=torch.float64)
     ids, scores = perturbed.long(), perturbed.float()
     lse = states.new_full((len(states),), -torch.inf)
-    for rows in catalog_search.score_blocks(states, table):
+    for rows in catalog_search.score_blocks(states, table, padding_rows):
         scores_here = matmul_transposed(states, table[rows].float())
         lse = torch.logaddexp(lse, scores_here.logsumexp(1))
-        noisy = gumbel_like(scores_here).add_(scores_here)
+        noisy = gumbel_like(scores_here, generator).add_(scores_here)
         best, index = noisy.topk(min(group_size, noisy.shape[1]), 1)
         perturbed, order = torch.cat([perturbed, best], 1).sort(dim=1, descending=True)
         perturbed, order = perturbed[:, :group_size], order[:, :group_size]
         ids = torch.cat([ids, index + rows.start], 1).gather(1, order)
         scores = torch.cat([scores, scores_here.gather(1, index)], 1).gather(1, order)
-    missing = group_size - ids.shape[1]
-    return F.pad(ids, (0, missing)), F.pad(scores - lse[:, None], (0, missing))
+    return GumbelBest(perturbed, ids, scores, lse)
 
 
-def _from_nucleus(states: Tensor, table: Tensor, group_size: int, options: SamplingOptions) -> tuple[Tensor, Tensor]:
-    logp = nucleus(matmul_transposed(states, table[1:].float()).log_softmax(1), options.top_p)
+def draw_from_scores(scores: Tensor, group_size: int, options: SamplingOptions) -> tuple[Tensor, Tensor]:
+    """``draw`` from the nucleus of all scores ``[B, V]`` of some contexts."""
+    logp = nucleus(scores.log_softmax(1), options.top_p)
     if options.replacement:
         cdf = logp.double().exp_().cumsum_(1)
-        uniform = torch.rand(len(states), group_size, dtype=torch.float64, device=states.device)
+        uniform = torch.rand(len(scores), group_size, dtype=torch.float64, device=scores.device)
         index = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).clamp_max(cdf.shape[1] - 1)
     else:
         index = gumbel_like(logp).add_(logp).topk(min(group_size, logp.shape[1]), 1).indices

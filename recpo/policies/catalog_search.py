@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.ops.linear_logprob import column_blocks
+from recpo.ops.catalog_blocks import column_blocks
 from recpo.ops.matmul import matmul_transposed
 from recpo.types import Recommendations
 
@@ -25,7 +25,8 @@ def top_k(states: Tensor, table: Tensor, k: int, exclude: Tensor | None) -> Reco
     """
     if torch.compiler.is_exporting():
         return _top_k_of_one_block(states, table, k, exclude)
-    return _top_k_by_blocks(states.detach(), table.detach(), k, exclude)
+    ids, best, lse = best_by_blocks(states.detach(), table.detach(), k, exclude)
+    return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])
 
 
 def _top_k_of_one_block(states: Tensor, table: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
@@ -40,11 +41,19 @@ def _top_k_of_one_block(states: Tensor, table: Tensor, k: int, exclude: Tensor |
     return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])
 
 
-def _top_k_by_blocks(states: Tensor, table: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+def best_by_blocks(
+    states: Tensor, table: Tensor, k: int, exclude: Tensor | None, padding_rows: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows with the best scores, ties to the smaller row number; the arguments are those of ``top_k``.
+
+    Returns:
+        row numbers and scores ``[B, at most k]``, best first (the score of an excluded row is -inf), and ``[B]`` the
+        log-sum-exp of all scores.
+    """
     best = states.new_full((len(states), 0), -torch.inf)
     ids = torch.empty_like(best, dtype=torch.long)
     lse = states.new_full((len(states),), -torch.inf)
-    for rows in score_blocks(states, table):
+    for rows in score_blocks(states, table, padding_rows):
         scores = matmul_transposed(states, table[rows].float())
         lse = torch.logaddexp(lse, scores.logsumexp(1))
         if exclude is not None:
@@ -55,7 +64,7 @@ def _top_k_by_blocks(states: Tensor, table: Tensor, k: int, exclude: Tensor | No
         best, order = torch.cat([best, best_here], 1).sort(dim=1, descending=True, stable=True)
         ids = torch.cat([ids, ids_here + rows.start], 1).gather(1, order)[:, :k]
         best = best[:, :k]
-    return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])
+    return ids, best, lse
 
 
 def _block_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -79,6 +88,6 @@ def _ties_to_smaller_id(best: Tensor, ids: Tensor, num_rows: int) -> Tensor:
     return (new_run.long().cumsum(1) * num_rows + ids).sort(1).values % num_rows
 
 
-def score_blocks(states: Tensor, table: Tensor) -> list[slice]:
-    """Rows of ``table [V + 1, d]``, without row 0, in blocks whose scores for all ``states [B, d]`` are bounded."""
-    return list(column_blocks(len(table), 1, max(1024, SCORE_BYTES // (4 * max(1, len(states))))))
+def score_blocks(states: Tensor, table: Tensor, padding_rows: int = 1) -> list[slice]:
+    """The item rows of a table in blocks whose scores for all ``states [B, d]`` are bounded."""
+    return list(column_blocks(len(table), padding_rows, max(1024, SCORE_BYTES // (4 * max(1, len(states))))))

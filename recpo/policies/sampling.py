@@ -45,9 +45,9 @@ def nucleus(logp: Tensor, top_p: float) -> Tensor:
     return torch.empty_like(logp).scatter_(-1, order, kept)
 
 
-def gumbel_like(values: Tensor) -> Tensor:
+def gumbel_like(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Independent standard Gumbel noise in the shape of ``values``, float64.
 
     In double precision, because the largest of many float32 draws is cut off at about 16.6.
     """
-    return torch.empty_like(values, dtype=torch.float64).exponential_().log_().neg_()
+    return torch.empty_like(values, dtype=torch.float64).exponential_(generator=generator).log_().neg_()
