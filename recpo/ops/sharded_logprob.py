@@ -1,0 +1,213 @@
+"""The exact softmax over a catalogue whose table is cut into row blocks over ranks (``linear_logprob`` over many).
+
+Each rank has states and targets of its own and gets their log-probabilities. The states of all ranks go to every rank,
+each makes one pass over its own rows (``catalog_blocks``), and what is left to exchange has no catalogue in it: with
+``lse_r [N]`` the log-sum-exp over the rows of rank r, ``lse = log Σ_r exp(lse_r)`` and the scores of the targets, known
+to the rank that holds them, are all-reduced. Backward, the incoming gradients go to every rank, each has the gradient
+of its own rows to itself, and ``dh = Σ_k g_k E[t_k] - (Σ_k g_k) Σ_r exp(lse_r - lse) u_r`` is reduced to the rank of
+its state, ``u_r`` being the expected row within the rows of rank r.
+
+Per step and rank a sum over ranks of N states costs an all-gather and a reduce-scatter of ``[ΣN, d]`` and all-reduces
+of ``[ΣN]`` and ``[ΣM]`` numbers: no more for a larger catalogue.
+
+Gradients are those that ``DistributedDataParallel`` would leave, the mean over the ranks of the gradients of each
+rank's own loss: those of ``rows`` are divided by the number of ranks here; those of ``states`` are not, because the
+parameters behind them are averaged by DDP.
+
+Every function is a collective, in its forward and its backward pass: all ranks call it, with the same arguments
+needing gradients, and all run the backward pass, also where they have no states.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from recpo.ops import catalog_blocks
+from recpo.ops.catalog_blocks import add_softmax_gradient, as_float, entropy_gradients, sum_over_catalog, sum_rows
+from recpo.ops.linear_logprob import state_of_targets
+from recpo.ops.row_shard import RowShard, common_sizes, exchange_rows, gather_rows, start_sum_of_rows
+
+
+def sharded_logprob(
+    states: Tensor, shard: RowShard, targets: Tensor, state_index: Tensor | None = None, *, temperature: float = 1.0
+) -> Tensor:
+    """``log softmax(states tableᵀ / temperature)`` at ``targets``, the table being cut over the ranks.
+
+    Args:
+        states: ``[N, d]`` of this rank; N may differ between ranks, and be 0.
+        shard: this rank's rows of the table.
+        targets: row numbers in the whole table: ``[N]`` or ``[N, K]``; ``[M]`` with ``state_index``.
+        state_index: ``[M]``, the state of each target; None = target (or row of targets) ``n`` belongs to state ``n``.
+        temperature: divides the logits.
+
+    Returns:
+        float32 (float64 for float64 states), of the shape of ``targets``. Differentiable once, in states and rows.
+
+    Raises:
+        ValueError: shapes that do not fit, or blocks that do not make up a table.
+        IndexError: on all ranks, if one has a target outside of the table or of a state that is not there.
+    """
+    _check(states, shard)
+    index = state_of_targets(states, targets, state_index)
+    scaled, rows = as_float(states, temperature), as_float(shard.rows)
+    with torch.autocast(states.device.type, enabled=False):
+        logp = _ShardedLogProb.apply(scaled, rows, targets.reshape(-1), index, shard)
+    return logp.view(targets.shape)
+
+
+def sharded_entropy(states: Tensor, shard: RowShard, *, temperature: float = 1.0) -> Tensor:
+    """Entropy of ``softmax(states tableᵀ / temperature)`` in nats, ``[N]``; arguments as in ``sharded_logprob``."""
+    _check(states, shard)
+    with torch.autocast(states.device.type, enabled=False):
+        return _ShardedEntropy.apply(as_float(states, temperature), as_float(shard.rows), shard)
+
+
+def sharded_lookup(ids: Tensor, shard: RowShard) -> Tensor:
+    """Rows of a table that is cut over the ranks: each id goes to its owner once, its row comes back.
+
+    Args:
+        ids: row numbers ``[...]`` in the whole table; the shape may differ between ranks, and be empty.
+        shard: this rank's rows of the table.
+
+    Returns:
+        ``[..., d]``; zero, without gradient, for id 0. The gradient of the rows is dense.
+
+    Raises:
+        IndexError: on all ranks, if one has an id outside of the table.
+    """
+    return _ShardedLookup.apply(shard.rows, ids, shard)
+
+
+def _check(states: Tensor, shard: RowShard) -> None:
+    rows = shard.rows
+    if states.dim() != 2 or rows.dim() != 2 or states.shape[1] != rows.shape[1] or shard.num_rows < 2:
+        raise ValueError(
+            f"states must be [N, d] and rows [R, d] of a table of V + 1 rows with V > 0, "
+            f"got {tuple(states.shape)}, {tuple(rows.shape)} and {shard.num_rows}"
+        )
+
+
+def _faults(ids: Tensor, stop: int) -> Tensor:
+    """How many ids are not in ``[0, stop)``."""
+    return ((ids < 0) | (ids >= stop)).sum()
+
+
+class _ShardedLogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, rows: Tensor, targets: Tensor, state_index: Tensor, shard: RowShard
+    ) -> Tensor:
+        faults = _faults(targets, shard.num_rows) + _faults(state_index, len(states))
+        _, (num_states, num_targets) = common_sizes(shard, len(states), len(targets), faults=faults)
+        everyone = gather_rows(states, num_states, shard.group)
+        own = torch.stack([targets, state_index + sum(num_states[: shard.rank])], 1)
+        targets, state_index = gather_rows(own, num_targets, shard.group).unbind(1)
+        held = ((targets >= shard.first) & (targets < shard.first + len(rows))).nonzero().squeeze(1)
+        row_of_held, state_of_held = targets[held] - shard.first, state_index[held]
+
+        needs_states, needs_rows = ctx.needs_input_grad[:2]
+        keep_bytes = catalog_blocks.KEEP_BYTES if needs_rows else 0
+        sums = sum_over_catalog(
+            everyone, rows, shard.padding_rows, want_expected_row=needs_states, keep_bytes=keep_bytes
+        )
+        scores = everyone.new_zeros(len(targets))
+        scores[held] = torch.einsum("md,md->m", everyone[state_of_held], rows[row_of_held])
+        lse, scores = _log_sum_over_ranks(sums.lse, scores, shard)
+        if sums.expected_row is not None:
+            sums.expected_row.mul_((sums.lse - lse).exp_()[:, None])
+
+        ctx.save_for_backward(everyone, rows, state_index, held, row_of_held, state_of_held)
+        ctx.sums, ctx.shard, ctx.num_states, ctx.num_targets = sums._replace(lse=lse), shard, num_states, num_targets
+        start = sum(num_targets[: shard.rank])
+        return (scores - lse[state_index])[start : start + len(own)].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        everyone, rows, state_index, held, row_of_held, state_of_held = ctx.saved_tensors
+        shard, sums = ctx.shard, ctx.sums
+        grad = gather_rows(grad, ctx.num_targets, shard.group)
+        per_state = grad.new_zeros(len(everyone)).index_add_(0, state_index, grad)
+        of_held = grad[held, None]
+        grad_states = grad_rows = None
+        if ctx.needs_input_grad[0]:
+            partial = sums.expected_row * -per_state[:, None]
+            partial += sum_rows(rows[row_of_held] * of_held, state_of_held, len(everyone))
+            # on its way while the gradient of the rows is made
+            grad_states = start_sum_of_rows(partial, ctx.num_states, shard.group)
+        if ctx.needs_input_grad[1]:
+            grad_rows = sum_rows(everyone[state_of_held] * (of_held / shard.ranks), row_of_held, len(rows))
+            grad_rows[: shard.padding_rows] = 0
+            add_softmax_gradient(grad_rows, per_state / -shard.ranks, everyone, rows, shard.padding_rows, sums)
+        return None if grad_states is None else grad_states(), grad_rows, None, None, None
+
+
+def _log_sum_over_ranks(lse: Tensor, values: Tensor, shard: RowShard) -> tuple[Tensor, Tensor]:
+    """``log Σ exp(lse [N])`` and ``Σ values [M]`` over the ranks."""
+    maximum = lse.clone()
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=shard.group)
+    summed = torch.cat([(lse - maximum).exp_(), values])
+    dist.all_reduce(summed, group=shard.group)
+    shares, values = summed.split([len(lse), len(values)])
+    return maximum + shares.log(), values
+
+
+class _ShardedEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, rows: Tensor, shard: RowShard) -> Tensor:
+        _, (num_states,) = common_sizes(shard, len(states))
+        everyone = gather_rows(states, num_states, shard.group)
+        sums = sum_over_catalog(everyone, rows, shard.padding_rows, want_expected_row=True)
+        assert sums.expected_row is not None
+        lse, _ = _log_sum_over_ranks(sums.lse, sums.lse[:0], shard)
+        mean_score = torch.einsum("nd,nd->n", everyone, sums.expected_row).mul_((sums.lse - lse).exp_())
+        dist.all_reduce(mean_score, group=shard.group)
+        entropy = lse - mean_score
+        ctx.save_for_backward(everyone, rows, lse, entropy)
+        ctx.shard, ctx.num_states = shard, num_states
+        return entropy.split(num_states)[shard.rank].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        everyone, rows, lse, entropy = ctx.saved_tensors
+        shard, (needs_states, needs_rows, _) = ctx.shard, ctx.needs_input_grad
+        grad = gather_rows(grad, ctx.num_states, shard.group)
+        grad_states, grad_rows = entropy_gradients(
+            grad, everyone, rows, shard.padding_rows, lse, entropy, needs_states, needs_rows
+        )
+        if grad_states is not None:
+            grad_states = start_sum_of_rows(grad_states, ctx.num_states, shard.group)()
+        return grad_states, None if grad_rows is None else grad_rows.div_(shard.ranks), None
+
+
+class _ShardedLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ids: Tensor, shard: RowShard) -> Tensor:
+        bounds, _ = common_sizes(shard, faults=_faults(ids, shard.num_rows))
+        distinct, place = ids.unique(return_inverse=True)
+        # sorted, so those of one owner stand together
+        to_owner = torch.searchsorted(distinct, torch.tensor(bounds, device=ids.device, dtype=ids.dtype)).diff()
+        from_asker = torch.empty_like(to_owner)
+        dist.all_to_all_single(from_asker, to_owner, group=shard.group)
+        send, receive = torch.stack([to_owner, from_asker]).tolist()
+        asked = exchange_rows(distinct, send, receive, shard.group) - shard.first
+        vectors = exchange_rows(rows[asked], receive, send, shard.group)
+        ctx.save_for_backward(distinct, place, asked)
+        ctx.shard, ctx.send, ctx.receive = shard, send, receive
+        return vectors.masked_fill_(distinct[:, None] == 0, 0)[place]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        distinct, place, asked = ctx.saved_tensors
+        shard = ctx.shard
+        of_distinct = sum_rows(grad.reshape(-1, grad.shape[-1]), place.reshape(-1), len(distinct))
+        of_distinct.masked_fill_(distinct[:, None] == 0, 0)
+        received = exchange_rows(of_distinct, ctx.send, ctx.receive, shard.group)
+        return sum_rows(received.div_(shard.ranks), asked, len(shard.rows)), None, None

@@ -1,0 +1,152 @@
+"""Search in and draws from a softmax over a catalogue whose table is cut into row blocks over ranks.
+
+As ``recpo.policies.catalog_search`` and ``catalog_sampling``. Each rank has contexts of its own and gets their lists;
+the contexts of all ranks are scored by every rank on its own rows, and the best candidates of a context go back to its
+rank, which merges them. Every function is a collective: all ranks call it, also those without contexts.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from recpo.ops.matmul import matmul_transposed
+from recpo.ops.row_shard import RowShard, common_sizes, exchange_rows, gather_rows
+from recpo.policies import catalog_sampling, catalog_search
+from recpo.policies.sampling import check_options
+from recpo.types import Recommendations, SamplingOptions
+
+
+@torch.no_grad()
+def top_k(states: Tensor, shard: RowShard, k: int, exclude: Tensor | None) -> Recommendations:
+    """The ``k`` best items by log-probability, ties to the smaller id.
+
+    Args:
+        states: ``[B, d]`` of this rank, divided by the temperature.
+        shard: this rank's rows of the table; row 0 of the table is padding and never recommended.
+        k: list length, the same on all ranks.
+        exclude: ``[B, M]`` ids that are not recommended, 0 pads; they stay in the normaliser.
+    """
+    exclude = states.new_zeros((len(states), 0), dtype=torch.long) if exclude is None else exclude
+    _, (contexts, widths) = common_sizes(shard, *exclude.shape)
+    everyone = gather_rows(states, contexts, shard.group)
+    exclude = gather_rows(F.pad(exclude, (0, max(widths) - exclude.shape[1])), contexts, shard.group)
+    ids, scores, lse = catalog_search.best_by_blocks(everyone, shard.rows, k, exclude - shard.first, shard.padding_rows)
+    missing = k - ids.shape[1]
+    ids = _to_owners(F.pad(ids + shard.first, (0, missing)), contexts, shard)
+    scores = _to_owners(F.pad(scores, (0, missing), value=-torch.inf), contexts, shard)
+    lse = _to_owners(lse, contexts, shard).logsumexp(0)
+    # of equal scores the one of the smaller id stands first, because ranks are in the order of their rows
+    best, order = _side_by_side(scores).sort(dim=1, descending=True, stable=True)
+    best, ids = best[:, :k], _side_by_side(ids).gather(1, order[:, :k])
+    return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])
+
+
+@torch.no_grad()
+def draw(
+    states: Tensor,
+    shard: RowShard,
+    group_size: int,
+    options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+) -> tuple[Tensor, Tensor]:
+    """Draws ``group_size`` items per state.
+
+    With replacement and from a nucleus the random numbers are those of the context's rank, as many as without a cut:
+    what a rank draws does not depend on the cut, but for rounding. The noise of draws without replacement belongs to
+    the rows, and differs between ranks that have the same seed.
+
+    Args:
+        states: ``[B, d]`` of this rank, divided by the temperature of the policy.
+        shard: this rank's rows of the table; row 0 of the table is padding and never drawn.
+        group_size: G, the same on all ranks.
+        options: temperature, nucleus, with or without replacement; the same on all ranks.
+
+    Returns:
+        ids ``[B, G]`` and their log-probabilities ``[B, G]``, as ``catalog_sampling.draw``.
+
+    Raises:
+        RecpoError: see ``check_options``.
+    """
+    check_options(group_size, options)
+    states = states.float() / options.temperature
+    bounds, (contexts,) = common_sizes(shard, len(states))
+    everyone = gather_rows(states, contexts, shard.group)
+    if options.top_p < 1:
+        return _from_nucleus(everyone, contexts, bounds, shard, group_size, options)
+    if options.replacement:
+        return _by_inversion(everyone, contexts, shard, group_size)
+    return _gumbel_top_k(everyone, contexts, shard, group_size)
+
+
+def _to_owners(values: Tensor, contexts: list[int], shard: RowShard) -> Tensor:
+    """Sends what this rank knows of all contexts ``[ΣB, ...]`` to their ranks: ``[ranks, B, ...]`` of its own."""
+    own = contexts[shard.rank]
+    received = exchange_rows(values, contexts, [own] * shard.ranks, shard.group)
+    return received.view(shard.ranks, own, *values.shape[1:])
+
+
+def _side_by_side(values: Tensor) -> Tensor:
+    """``[ranks, B, n]`` as ``[B, ranks * n]``."""
+    return values.movedim(0, 1).flatten(1)
+
+
+def _by_inversion(everyone: Tensor, contexts: list[int], shard: RowShard, group_size: int) -> tuple[Tensor, Tensor]:
+    """A uniform number chooses a rank by its share of the probability, and what is left of it an item of that rank."""
+    lse_here = catalog_sampling.log_normalizer(everyone, shard.rows, shard.padding_rows)
+    lse_by_rank = _to_owners(lse_here, contexts, shard)
+    log_share = lse_by_rank - lse_by_rank.logsumexp(0)
+    share = log_share.T.double().exp()
+    cdf = share.cumsum(1)
+    uniform = torch.rand(len(share), group_size, dtype=torch.float64, device=share.device)
+    # rounding may leave the last total a little below 1: such a draw takes the last rank that has a share
+    last = len(contexts) - 1 - (share > 0).long().flip(1).argmax(1)
+    chosen = torch.searchsorted(cdf, uniform, right=True).minimum(last[:, None])
+    within = (uniform - (cdf - share).gather(1, chosen)) / share.gather(1, chosen)
+    # every rank gets a number for every draw; only that of the chosen one is used
+    within = within.clamp_(0, 1).expand(len(contexts), *within.shape).flatten(0, 1)
+    within = exchange_rows(within, [len(share)] * len(contexts), contexts, shard.group)
+    ids, logp = catalog_sampling.invert(everyone, shard.rows, lse_here, within, shard.padding_rows)
+    ids, logp = _to_owners(ids + shard.first, contexts, shard), _to_owners(logp, contexts, shard)
+    logp = logp + log_share[:, :, None]
+    return ids.gather(0, chosen[None])[0], logp.gather(0, chosen[None])[0]
+
+
+def _gumbel_top_k(everyone: Tensor, contexts: list[int], shard: RowShard, group_size: int) -> tuple[Tensor, Tensor]:
+    """The largest of the scores with Gumbel noise, of each rank and then of all."""
+    # ranks are usually seeded alike, and the noise of their rows must not be: an odd factor keeps all seeds apart
+    seed = (int(torch.randint(2**62, ())) + shard.rank * 0x9E3779B97F4A7C15) % 2**63
+    generator = torch.Generator(everyone.device).manual_seed(seed)
+    here = catalog_sampling.gumbel_best(everyone, shard.rows, group_size, shard.padding_rows, generator)
+    missing = group_size - here.ids.shape[1]
+    perturbed = _to_owners(F.pad(here.perturbed, (0, missing), value=-torch.inf), contexts, shard)
+    ids = _to_owners(F.pad(here.ids + shard.first, (0, missing)), contexts, shard)
+    scores = _to_owners(F.pad(here.scores, (0, missing)), contexts, shard)
+    lse = _to_owners(here.lse, contexts, shard).logsumexp(0)
+    best, order = _side_by_side(perturbed).topk(group_size, 1)
+    ids, scores = _side_by_side(ids).gather(1, order), _side_by_side(scores).gather(1, order)
+    return ids, (scores - lse[:, None]).masked_fill(best == -torch.inf, 0)
+
+
+def _from_nucleus(
+    everyone: Tensor, contexts: list[int], bounds: list[int], shard: RowShard, group_size: int, options: SamplingOptions
+) -> tuple[Tensor, Tensor]:
+    """All scores of some contexts of each rank at a time go to the rank of the context, which draws from them."""
+    rows = shard.rows[shard.padding_rows :].float()
+    # the rows of each rank without row 0, which the first rank with rows has
+    items = [max(stop, 1) - max(start, 1) for start, stop in pairwise(bounds)]
+    at_once = catalog_sampling.contexts_at_once(shard.num_rows)
+    of_rank = [states.split(at_once) for states in everyone.split(contexts)]
+    drawn = []
+    for number in range(-(-max(contexts) // at_once)):
+        part = [parts[number] if number < len(parts) else everyone[:0] for parts in of_rank]
+        own = len(part[shard.rank])
+        scores = matmul_transposed(torch.cat(part), rows).flatten()
+        send, receive = [len(states) * len(rows) for states in part], [own * count for count in items]
+        received = exchange_rows(scores, send, receive, shard.group).split(receive)
+        scores = torch.cat([block.view(own, count) for block, count in zip(received, items, strict=True)], 1)
+        drawn.append(catalog_sampling.draw_from_scores(scores, group_size, options))
+    none = everyone.new_zeros((0, group_size))
+    return torch.cat([none.long(), *(ids for ids, _ in drawn)]), torch.cat([none, *(logp for _, logp in drawn)])
