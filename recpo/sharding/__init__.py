@@ -1,0 +1,1 @@
+"""Tables that are spread over ranks, with torchrec."""

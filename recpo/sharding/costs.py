@@ -1,0 +1,193 @@
+"""What sharded tables cost in bytes on a rank and bytes between ranks: formulas, and nothing else.
+
+Words: ``W`` ranks, ``d`` the width of vectors, ``L`` ids that a rank looks up per step, ``N`` states that it scores.
+What is exchanged is what a rank *sends* to other ranks in a step, as a mean over the ranks; what it keeps for itself
+costs nothing. Tables and all that is exchanged of them are float32 and int64, under mixed precision too.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Sharding = Literal["auto", "row_wise", "table_wise", "column_wise", "data_parallel"]
+TableOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+
+GIB = 1 << 30
+BYTES_PER_ID = 8
+FLOAT = 4
+#: the columns of a block must be a multiple of it (FBGEMM reads four floats at a time)
+COLUMN_MULTIPLE = 4
+
+
+class TableSpec(NamedTuple):
+    """One table.
+
+    Attributes:
+        name: dotted module path.
+        num_rows: rows, the padding row included (V + 1).
+        dim: d.
+        lookups: ids that a rank looks up per step; the planner weighs communication by them.
+        frozen: no gradient and no optimiser state.
+        copy_of: name of the table that this one is a copy of; it is put where that one is.
+    """
+
+    name: str
+    num_rows: int
+    dim: int
+    lookups: int
+    frozen: bool = False
+    copy_of: str | None = None
+
+
+class Block(NamedTuple):
+    """What one rank holds of a table: ``num_rows`` rows from ``first_row`` on, and the same of its columns."""
+
+    rank: int
+    first_row: int
+    num_rows: int
+    first_column: int
+    num_columns: int
+
+
+class Placement(NamedTuple):
+    """How a table is sharded, and its blocks in the order of the ranks (``data_parallel``: all of it on every rank)."""
+
+    sharding: str
+    blocks: list[Block]
+
+
+class Links(NamedTuple):
+    """Bandwidths in bytes per second that one rank sees; the defaults are those of torchrec's planner.
+
+    Attributes:
+        within_node: to a rank of its own node.
+        between_nodes: to a rank of another node.
+    """
+
+    within_node: float = 600 * GIB
+    between_nodes: float = 12.5 * GIB
+
+
+class Exchange(NamedTuple):
+    """Bytes that a rank sends in a step.
+
+    Attributes:
+        ids: ids of the rows that it looks up on other ranks.
+        forward: vectors, states and partial sums of the forward pass.
+        backward: gradients.
+    """
+
+    ids: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.ids + self.forward + self.backward
+
+
+# ---------------------------------------------------------------- tables
+def columns_can_be_split(dim: int, ranks: int) -> bool:
+    """Whether ``d`` columns fall into ``W`` equal blocks of a multiple of 4."""
+    return dim % (COLUMN_MULTIPLE * ranks) == 0
+
+
+def row_wise_placement(num_rows: int, dim: int, ranks: int) -> Placement:
+    """Row-wise blocks of ``ceil(rows / W)`` rows, the last ones shorter, maybe empty."""
+    height = -(-num_rows // ranks)
+    starts = [min(rank * height, num_rows) for rank in range(ranks + 1)]
+    blocks = [Block(rank, starts[rank], starts[rank + 1] - starts[rank], 0, dim) for rank in range(ranks)]
+    return Placement("row_wise", blocks)
+
+
+def state_bytes(rows: int, columns: int, optimizer: TableOptimizerName) -> int:
+    """Optimiser state of a block in float32: sgd 0, rowwise_adagrad ``rows``, adagrad ``rows d``, adam ``2 rows d``."""
+    floats = {"sgd": 0, "rowwise_adagrad": rows, "adagrad": rows * columns, "adam": 2 * rows * columns}
+    return FLOAT * floats[optimizer]
+
+
+def block_bytes(
+    rows: int,
+    columns: int,
+    optimizer: TableOptimizerName,
+    *,
+    copies: int = 0,
+    frozen: bool = False,
+    replicated: bool = False,
+    dense_gradient: bool = False,
+) -> int:
+    """Bytes of a block of a table: ``rows d (1 + copies)`` weights, state, and gradients where they are dense.
+
+    Args:
+        rows: rows of the block.
+        columns: its columns.
+        optimizer: of the table.
+        copies: frozen copies of it.
+        frozen: it has neither gradient nor state.
+        replicated: it is data-parallel: a gradient of its size, and as much again for the bucket that is all-reduced.
+        dense_gradient: the exact softmax multiplies with it: a gradient of its size. Tables that are only looked up
+            have none, their update is fused into the backward pass.
+    """
+    size = FLOAT * rows * columns * (1 + copies)
+    if frozen:
+        return size
+    gradients = 2 if replicated else int(dense_gradient)
+    return size + state_bytes(rows, columns, optimizer) + gradients * FLOAT * rows * columns
+
+
+# ---------------------------------------------------------------- exchange
+def all_reduce_bytes(size: float, ranks: int) -> float:
+    """``2 (W - 1) / W`` of the tensor: a reduce-scatter and an all-gather over a ring."""
+    return 2 * (ranks - 1) / ranks * size
+
+
+def lookup_exchange(
+    lookups: float, num_rows: int, dim: int, ranks: int, sharding: str, *, frozen: bool = False
+) -> Exchange:
+    """One lookup of ``L`` ids per rank in a sharded table, and its gradient.
+
+    ========================  ===================  =======================  ==========================
+    sharding                  ids                  forward                  backward
+    ========================  ===================  =======================  ==========================
+    row_wise, table_wise      ``8 L (W-1) / W``    ``4 d L (W-1) / W``      ``4 d L (W-1) / W``
+    column_wise               ``8 L (W-1)``        ``4 d L (W-1) / W``      ``4 d L (W-1) / W``
+    data_parallel             0                    0                        all-reduce of ``4 d rows``
+    ========================  ===================  =======================  ==========================
+
+    Row-wise and table-wise: a share ``1 / W`` of the ids is at home, as a mean over the ranks. The rows that everybody
+    asks for make the rank that holds them send more than the mean.
+
+    Args:
+        lookups: L, padding included.
+        num_rows: rows of the table.
+        dim: d.
+        ranks: W.
+        sharding: a sharding type.
+        frozen: no backward pass.
+    """
+    if sharding == "data_parallel":
+        return Exchange(backward=0.0 if frozen else all_reduce_bytes(FLOAT * dim * num_rows, ranks))
+    others = (ranks - 1) / ranks
+    vectors = FLOAT * dim * lookups * others
+    ids = BYTES_PER_ID * lookups * (ranks - 1 if sharding == "column_wise" else others)
+    return Exchange(ids, vectors, 0.0 if frozen else vectors)
+
+
+def softmax_exchange(states: float, targets: float, dim: int, ranks: int, *, frozen: bool = False) -> Exchange:
+    """The exact softmax over a row-sharded table: every rank scores the states of all ranks against its rows.
+
+    Forward: an all-gather of the states, ``4 d N (W-1)``, and of the targets with the state of each, ``16 M (W-1)``;
+    log-sum-exp and target scores of all, ``4 (N + M) W``, all-reduced. Backward: the ranks' parts of the states'
+    gradients are reduced and scattered, ``4 d N (W-1)``. Nothing of it grows with the catalogue.
+
+    Args:
+        states: N of this rank.
+        targets: M of this rank.
+        dim: d.
+        ranks: W.
+        frozen: no backward pass.
+    """
+    gathered = FLOAT * dim * states * (ranks - 1)
+    sums = all_reduce_bytes(FLOAT * (states + targets) * ranks, ranks)
+    return Exchange(2 * BYTES_PER_ID * targets * (ranks - 1), gathered + sums, 0.0 if frozen else gathered)

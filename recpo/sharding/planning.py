@@ -1,0 +1,287 @@
+"""Which rank holds what of which table: torchrec's planner, asked with recpo's own account of the memory.
+
+A plan is made for embedding collections of one table each. A frozen copy (old policy, reference) always lies where the
+table that it copies lies, so that copying moves nothing between ranks. Names are dotted module paths; inside torchrec,
+whose names may not hold dots, a table is called by ``table_key``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorFactory
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import (
+    HardwareConfig,
+    KernelConfig,
+    PlannerError,
+    ShardingOption,
+    TopologyFactory,
+    TrainerConfig,
+)
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from recpo.errors import RecpoError
+from recpo.sharding.costs import (
+    COLUMN_MULTIPLE,
+    Block,
+    Links,
+    Placement,
+    Sharding,
+    TableOptimizerName,
+    TableSpec,
+    columns_can_be_split,
+)
+from recpo.sharding.storage import TableStorage, does_not_fit
+
+_META = torch.device("meta")
+_UNLIMITED = 1 << 50
+
+__all__ = ["Block", "Placement", "TableSpec", "make_collection", "placements", "plan_tables", "table_key"]
+
+
+def table_key(name: str) -> str:
+    """The name of a table inside torchrec, which allows no dots: ``policy/item_table`` of ``policy.item_table``."""
+    return name.replace(".", "/")
+
+
+def make_collection(spec: TableSpec, device: torch.device = _META) -> EmbeddingCollection:
+    """The collection of one table; its table and its one feature are both called ``table_key(spec.name)``.
+
+    Args:
+        spec: the table.
+        device: where its rows are made; on ``meta`` they are not, and every rank makes its own when it is sharded.
+    """
+    key = table_key(spec.name)
+    config = EmbeddingConfig(name=key, embedding_dim=spec.dim, num_embeddings=spec.num_rows, feature_names=[key])
+    return EmbeddingCollection(tables=[config], device=device)
+
+
+def plan_tables(
+    specs: Sequence[TableSpec],
+    *,
+    sharding: Sharding | dict[str, Sharding],
+    optimizer: TableOptimizerName,
+    world_size: int,
+    local_world_size: int | None = None,
+    compute_device: Literal["cpu", "cuda"] = "cpu",
+    memory_per_rank: int | None = None,
+    links: Links = Links(),  # noqa: B008  immutable
+    group: dist.ProcessGroup | None = None,
+) -> ShardingPlan:
+    """Decides how every table is sharded.
+
+    Row-wise blocks are ``ceil(rows / ranks)`` rows each, the last ones shorter; column-wise blocks are equal, one per
+    rank. ``auto`` takes what torchrec's planner expects to be fastest of what fits.
+
+    Args:
+        specs: the tables, copies among them.
+        sharding: of all tables, or by name; those that are not named are ``auto``, copies follow their original.
+        optimizer: of the tables; its state is counted, and forbids column-wise blocks for ``rowwise_adagrad``.
+        world_size: ranks; without a ``group`` they need not exist.
+        local_world_size: ranks of one node; None = all.
+        compute_device: where the tables lie.
+        memory_per_rank: bytes that tables, optimiser state, copies and looked-up vectors may take on a rank; None = no
+            limit.
+        links: bandwidths that the planner reckons with.
+        group: the plan is made on its first rank and sent to the others, all of which must call; so is an error.
+
+    Returns:
+        A plan whose module paths are the tables' names, each with the one table ``table_key(name)``.
+
+    Raises:
+        RecpoError: on all ranks of the group: tables that do not fit, columns that cannot be split, names that do not
+            exist, a copy of another shape.
+    """
+
+    def plan() -> ShardingPlan:
+        _check_specs(specs, sharding)
+        if world_size < 1 or world_size % (local_world_size or world_size):
+            raise RecpoError(f"{world_size} ranks cannot be split into nodes of {local_world_size} ranks each")
+        topology = _topology(world_size, local_world_size or world_size, compute_device, memory_per_rank, links)
+        return _plan(specs, sharding, optimizer, topology, memory_per_rank)
+
+    return plan() if group is None else _on_first_rank(plan, group)
+
+
+def placements(plan: ShardingPlan, specs: Sequence[TableSpec]) -> dict[str, Placement]:
+    """What every rank holds of every table of a plan, by name."""
+    placed = {}
+    for spec in specs:
+        of_table = plan.plan[spec.name][table_key(spec.name)]
+        if of_table.sharding_spec is None:
+            blocks = [Block(rank, 0, spec.num_rows, 0, spec.dim) for rank in of_table.ranks or []]
+        else:
+            blocks = [
+                Block(shard.placement.rank(), shard.shard_offsets[0], shard.shard_sizes[0], *columns)
+                for shard in of_table.sharding_spec.shards
+                for columns in [(shard.shard_offsets[1], shard.shard_sizes[1])]
+            ]
+        placed[spec.name] = Placement(of_table.sharding_type, blocks)
+    return placed
+
+
+def _check_specs(specs: Sequence[TableSpec], sharding: Sharding | dict[str, Sharding]) -> None:
+    by_name = {spec.name: spec for spec in specs}
+    if len(by_name) < len(specs) or not specs:
+        raise RecpoError(f"every table needs a name of its own, got {[spec.name for spec in specs]}")
+    if isinstance(sharding, dict):
+        originals = sorted(spec.name for spec in specs if spec.copy_of is None)
+        unknown = sorted(set(sharding) - set(originals))
+        if unknown:
+            raise RecpoError(f"sharding names {', '.join(unknown)}, the tables are {', '.join(originals)}")
+    for spec in specs:
+        if spec.num_rows < 1 or spec.dim < 1:
+            raise RecpoError(f"table {spec.name} is empty: {spec.num_rows} x {spec.dim}")
+        if spec.copy_of is None:
+            continue
+        original = by_name.get(spec.copy_of)
+        if original is None or original.copy_of is not None or original[1:3] != spec[1:3]:
+            raise RecpoError(
+                f"table {spec.name} ({spec.num_rows} x {spec.dim}) is said to copy {spec.copy_of}, which is "
+                + ("no original table" if original is None or original.copy_of else "of another shape")
+            )
+
+
+def _topology(world_size: int, local_size: int, device: str, memory: int | None, links: Links) -> Topology:
+    capacity = _UNLIMITED if memory is None else memory
+    # the planner counts in bytes per millisecond
+    hardware = HardwareConfig(intra_host_bw=links.within_node / 1000, inter_host_bw=links.between_nodes / 1000)
+    trainer = TrainerConfig(
+        world_size=world_size, local_world_size=local_size, hbm_cap_bytes=capacity, ddr_cap_bytes=capacity
+    )
+    return TopologyFactory.create_topology(
+        trainer, hardware, KernelConfig(compute_device=device, use_hardware_based_bandwidth=True)
+    )
+
+
+def _plan(
+    specs: Sequence[TableSpec],
+    sharding: Sharding | dict[str, Sharding],
+    optimizer: TableOptimizerName,
+    topology: Topology,
+    memory: int | None,
+) -> ShardingPlan:
+    originals = {table_key(spec.name): spec for spec in specs if spec.copy_of is None}
+    ranks = topology.world_size
+    allowed = {spec.name: _allowed(spec, _wanted(spec, sharding), optimizer, ranks) for spec in originals.values()}
+    constraints = {
+        key: ParameterConstraints(
+            sharding_types=allowed[spec.name],
+            compute_kernels=["fused", "dense"],  # dense is what data_parallel means
+            min_partition=max(COLUMN_MULTIPLE, spec.dim // ranks),
+            pooling_factors=[float(_lookups(spec, specs))],
+        )
+        for key, spec in originals.items()
+    }
+    copies = {key: _copies(spec, specs) for key, spec in originals.items()}
+    storage = TableStorage(topology, originals, copies, optimizer)
+    speed = EmbeddingPerfEstimatorFactory.create(DEFAULT_PERF_ESTIMATOR, topology=topology, constraints=constraints)
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=1,
+        enumerator=EmbeddingEnumerator(topology, 1, constraints, estimator=[speed, storage]),
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        constraints=constraints,
+        callbacks=[_one_column_block_per_rank],
+        stats=[],
+    )
+    tables = nn.ModuleDict({key: make_collection(spec) for key, spec in originals.items()})
+    try:
+        with _without_needless_warnings():
+            made = planner.plan(tables, [EmbeddingCollectionSharder()]).plan
+    except PlannerError as error:
+        raise does_not_fit(specs, allowed, optimizer, ranks, memory, error) from error
+    return ShardingPlan({spec.name: _renamed(made[table_key(spec.copy_of or spec.name)], spec) for spec in specs})
+
+
+def _wanted(spec: TableSpec, sharding: Sharding | dict[str, Sharding]) -> Sharding:
+    return sharding.get(spec.name, "auto") if isinstance(sharding, dict) else sharding
+
+
+def _allowed(spec: TableSpec, wanted: Sharding, optimizer: TableOptimizerName, world_size: int) -> list[str]:
+    """The sharding types that the planner may choose from."""
+    splittable = columns_can_be_split(spec.dim, world_size)
+    if wanted == "auto":
+        types = ["row_wise", "table_wise", "data_parallel"]
+        return [*types, "column_wise"] if splittable and world_size > 1 and optimizer != "rowwise_adagrad" else types
+    if wanted == "column_wise" and not splittable:
+        raise RecpoError(
+            f"table {spec.name}: its {spec.dim} columns cannot be split over {world_size} ranks in equal blocks of a "
+            f"multiple of {COLUMN_MULTIPLE}; choose row_wise, or a dim that is a multiple of "
+            f"{COLUMN_MULTIPLE * world_size}"
+        )
+    if wanted == "column_wise" and optimizer == "rowwise_adagrad":
+        raise RecpoError(
+            f"table {spec.name}: rowwise_adagrad keeps one accumulator per row, and every block of columns would have "
+            "its own, so that the result would depend on the number of ranks; choose row_wise, or adagrad"
+        )
+    return [wanted]
+
+
+def _copies(spec: TableSpec, specs: Sequence[TableSpec]) -> int:
+    return sum(other.copy_of == spec.name for other in specs)
+
+
+def _lookups(spec: TableSpec, specs: Sequence[TableSpec]) -> int:
+    return max(1, spec.lookups + sum(other.lookups for other in specs if other.copy_of == spec.name))
+
+
+def _one_column_block_per_rank(options: list[ShardingOption]) -> list[ShardingOption]:
+    """The planner may give a rank two blocks of one table and another none; blocks of one size are best dealt out."""
+    for option in options:
+        if option.sharding_type == "column_wise":
+            for rank, shard in enumerate(option.shards):
+                shard.rank = rank
+    return options
+
+
+@contextmanager
+def _without_needless_warnings() -> Iterator[None]:
+    """The planner warns of every data-parallel table that it has no blocks."""
+
+    def needed(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Sharding spec not found")
+
+    root = logging.getLogger()
+    root.addFilter(needed)
+    try:
+        yield
+    finally:
+        root.removeFilter(needed)
+
+
+def _renamed(made: Any, spec: TableSpec) -> EmbeddingModuleShardingPlan:
+    (of_table,) = made.values()
+    return EmbeddingModuleShardingPlan({table_key(spec.name): of_table})
+
+
+def _on_first_rank(plan: Callable[[], ShardingPlan], group: dist.ProcessGroup) -> ShardingPlan:
+    """Runs ``plan`` on the group's first rank; its result, or its error, reaches every rank."""
+    outcome: list[Any] = [None, None]
+    first = dist.get_rank(group) == 0
+    if first:
+        try:
+            outcome[0] = plan()
+        except RecpoError as error:
+            outcome[1] = str(error)
+        except Exception as error:  # the other ranks wait: whatever it is, they must hear of it
+            logging.getLogger(__name__).exception("the plan could not be made")
+            outcome[1] = f"the first rank could not plan how to shard the tables: {type(error).__name__}: {error}"
+    dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
+    if outcome[1] is not None:
+        raise RecpoError(outcome[1])
+    made: ShardingPlan = outcome[0]
+    return made

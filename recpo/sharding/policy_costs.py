@@ -1,0 +1,140 @@
+"""What a policy costs beside its tables: dense parameters, activations, operations, the trie of semantic ids.
+
+Words: ``W`` ranks, ``V`` items, ``d`` the width of vectors and states, ``H`` events of a history, ``N`` states that a
+rank scores per step, ``T`` codes per item, ``K`` the size of a codebook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from recpo.sharding.costs import FLOAT
+
+Blocks = Literal["sasrec", "hstu"]
+Device = Literal["cpu", "cuda"]
+
+# table rows in a block of the exact softmax, the bytes of its logits, and up to how many bytes of softmax are kept
+# (recpo.ops.linear_logprob)
+SOFTMAX_BLOCK_ROWS = 8192
+SOFTMAX_BLOCK_BYTES: dict[Device, int] = {"cpu": 8 << 20, "cuda": 256 << 20}
+SOFTMAX_KEEP_BYTES = 192 << 20
+_TRIE_BITMAP_BYTES_PER_CHILD = 4
+
+
+# ---------------------------------------------------------------- dense parameters
+def encoder_parameters(
+    dim: int, layers: int, blocks: Blocks, heads: int, max_history: int, feedback_levels: int
+) -> int:
+    """Parameters of ``HistoryEncoder``: ``12 d² + 13 d`` per SASRec block, ``5 d² + 9 d + heads (H + 44)`` per HSTU."""
+    per_block = 12 * dim**2 + 13 * dim if blocks == "sasrec" else 5 * dim**2 + 9 * dim + heads * (max_history + 44)
+    return layers * per_block + (max_history + 1 + feedback_levels + 2) * dim
+
+
+def decoder_parameters(dim: int, layers: int, codebooks: Sequence[int], heads: int, groups: int, kv_layers: int) -> int:
+    """Parameters of ``LazyDecoder``: ``14 d² + 17 d`` per layer, ``K (d + 1)`` per code, the keys and values."""
+    width = dim // heads
+    keys_and_values = 2 * kv_layers * (groups * width * dim + width)
+    heads_of_codes = sum(codebooks) * (dim + 1)
+    return layers * (14 * dim**2 + 17 * dim) + keys_and_values + (1 + len(codebooks) + 2) * dim + heads_of_codes
+
+
+def dense_bytes(parameters: int, ranks: int, copies: int = 0) -> int:
+    """Weight, gradient and Adam's two moments, ``16`` bytes each; the bucket of the all-reduce, copies: ``4`` each."""
+    return parameters * FLOAT * (4 + (ranks > 1) + copies)
+
+
+# ---------------------------------------------------------------- activations
+# Floats kept for the backward pass, measured by hooks on saved tensors (torch 2.13, dropout on); tests hold them within
+# 15 %. Under autocast to 16 bits the blocks keep 0.57 of the bytes.
+_SASREC_FLOATS, _EMBEDDED_FLOATS, _DECODER_FLOATS, _CODE_FLOATS = 20.0, 2.3, 26.0, 5.0
+_HSTU_FLOATS, _HSTU_FLOATS_PER_HEAD_AND_EVENT, _TIME_GAP_FLOATS_PER_EVENT = 17.6, 2.1, 2.0
+MIXED_SHARE = 0.57
+
+
+def encoder_activation_bytes(
+    events: float, dim: int, layers: int, blocks: Blocks, heads: int, history: int, *, mixed: bool = False
+) -> float:
+    """What the encoder keeps of ``events`` events: about ``20 d`` floats per event and SASRec block.
+
+    HSTU: ``17.6 d + 2.1 heads H``, because its attention weights are kept, and buckets of the time between events.
+    """
+    share = MIXED_SHARE if mixed else 1.0
+    if blocks == "sasrec":
+        return FLOAT * events * (layers * _SASREC_FLOATS * dim * share + _EMBEDDED_FLOATS * dim)
+    per_block = _HSTU_FLOATS * dim + _HSTU_FLOATS_PER_HEAD_AND_EVENT * heads * history
+    once = _EMBEDDED_FLOATS * dim + _TIME_GAP_FLOATS_PER_EVENT * history
+    return FLOAT * events * (layers * per_block * share + once)
+
+
+def decoder_activation_bytes(
+    items: float, dim: int, layers: int, codebooks: Sequence[int], *, mixed: bool = False
+) -> float:
+    """What the decoder keeps of ``items`` items: ``26 d`` floats per code and layer, ``1.25 K`` per softmax."""
+    share = MIXED_SHARE if mixed else 1.0
+    tokens = len(codebooks)
+    floats = tokens * dim * (layers * _DECODER_FLOATS * share + _CODE_FLOATS) + 1.25 * sum(codebooks)
+    return FLOAT * items * floats
+
+
+def full_softmax_bytes(states: float, dim: int, rows: int, ranks: int, device: Literal["cpu", "cuda"] = "cpu") -> float:
+    """What the exact softmax holds of ``N`` states per rank over ``rows`` of its own: blocks, not ``[N W, rows]``.
+
+    A block of logits (three of them at work), the states of all ranks, their expected rows and gradients
+    ``3 · 4 d N W``, a log-sum-exp per block of 8192 rows ``4 N W rows / 8192``, and the softmax itself where it takes
+    at most 192 MiB.
+    """
+    scored = states * ranks
+    softmax = FLOAT * scored * rows
+    per_block = FLOAT * scored * -(-rows // SOFTMAX_BLOCK_ROWS)
+    blocks = 3 * min(SOFTMAX_BLOCK_BYTES[device], softmax)
+    return 3 * FLOAT * dim * scored + per_block + blocks + (softmax if softmax <= SOFTMAX_KEEP_BYTES else 0.0)
+
+
+def sampled_softmax_bytes(states: float, negatives: int) -> float:
+    """Scores, masked scores, their concatenation and its gradient: ``4 · 4 N K``, and a mask of a byte each."""
+    return states * negatives * (4 * FLOAT + 1)
+
+
+# ---------------------------------------------------------------- operations (a multiplication with an addition is two)
+def encoder_flops(events: float, dim: int, layers: int, blocks: Blocks, history: int) -> float:
+    """Forward: ``24 d²`` (SASRec) or ``10 d²`` (HSTU) per event and block, and ``4 H d`` for the attention."""
+    return events * layers * ((24 if blocks == "sasrec" else 10) * dim**2 + 4 * history * dim)
+
+
+def decoder_flops(items: float, dim: int, layers: int, codebooks: Sequence[int], history: int) -> float:
+    """Forward: per item ``T layers (28 d² + 4 d (H + 1 + T))`` and ``2 d K`` for every code."""
+    tokens = len(codebooks)
+    return items * (tokens * layers * (28 * dim**2 + 4 * dim * (history + 1 + tokens)) + 2 * dim * sum(codebooks))
+
+
+def softmax_flops(states: float, candidates: float, dim: int) -> float:
+    """Forward: ``2 N C d``; of a catalogue in ``W`` parts a rank scores ``N W`` states on ``V / W`` rows: C = V."""
+    return 2 * states * candidates * dim
+
+
+# ---------------------------------------------------------------- trie
+def trie_levels(num_items: int, codebooks: Sequence[int]) -> list[int]:
+    """Expected nodes of the levels 0..T where codes were drawn evenly: ``P (1 - (1 - 1/P)^V)``, ``P`` the prefixes.
+
+    The last level has one node per item. Codes of real items are not even, so there are fewer nodes than this.
+    """
+    levels, prefixes = [1.0], 1.0
+    for size in codebooks[:-1]:
+        prefixes *= size
+        levels.append(prefixes * (1 - (1 - 1 / prefixes) ** num_items) if prefixes < 1e12 else float(num_items))
+    return [round(min(level, num_items)) for level in levels] + [num_items]
+
+
+def trie_bytes(levels: Sequence[int], codebooks: Sequence[int]) -> int:
+    """The trie of ``recpo.policies.trie``, on every rank, whose levels 0..T have so many nodes.
+
+    Per node 4 bytes and its last code (1, 2 or 4), 4 more where it has children, 8 per item, and a bit per node and
+    code on the levels where that is little.
+    """
+    code_bytes = next(size for size, most in ((1, 1 << 8), (2, 1 << 15), (4, 1 << 31)) if max(codebooks) <= most)
+    size = sum(levels) * (4 + code_bytes) + 4 * sum(levels[:-1]) + 8 * levels[-1]
+    for nodes, children, codes in zip(levels, levels[1:], codebooks, strict=False):
+        bitmap = nodes * -(-codes // 8)
+        size += bitmap if bitmap <= _TRIE_BITMAP_BYTES_PER_CHILD * max(children, codes) else 0
+    return size
