@@ -8,6 +8,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from recpo.data.engine import EngineOptions
 from recpo.data.labels import BinaryColumn, EveryEvent, NumericColumn
 from recpo.data.prepare import Preparation
 from recpo.data.presets import PresetName
@@ -30,7 +31,7 @@ __all__ = [
 
 def prepare(
     log: str | list[str],
-    out: Path,
+    out: str | Path,
     preset: PresetName = "plain",
     columns: ColumnMapping = ColumnMapping(),  # noqa: B008 frozen
     split: Split = TemporalSplit(),  # noqa: B008 frozen
@@ -42,8 +43,12 @@ def prepare(
     catalogue: Literal["train", "log"] = "train",
     max_watch_time: float = 86_400.0,
     strict: bool = False,
+    engine: Literal["duckdb", "spark"] = "duckdb",
     memory_limit: str = "4GB",
     threads: int | None = None,
+    spark_master: str = "local[*]",
+    spark_conf: dict[str, str] = {},  # noqa: B006  never changed
+    work: str | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> None:
@@ -53,11 +58,13 @@ def prepare(
     users, items or times, times that do not parse. Neutralised and counted (the event stays, without that value):
     missing or impossible watch times, durations, labels and propensities. Dropped and counted: exact duplicates (equal
     in every column that is used), events of items outside the catalogue. The counts stand in ``manifest.json``.
-    Whatever is fitted is fitted on the train period. Equal logs give equal bytes, in whatever order their rows are.
+    Whatever is fitted is fitted on the train period. Equal logs give equal bytes, in whatever order their rows are, and
+    whichever engine runs.
 
     Args:
-        log: Parquet or CSV file, directory of such files, or glob pattern; or a list of them.
-        out: directory to make.
+        log: Parquet or CSV file, directory of such files, or glob pattern; or a list of them. With a scheme (s3://,
+            gs://, abfs://, hdfs://) in an object store.
+        out: directory to make, here or in an object store.
         preset: column names and units to start from.
         columns: columns and units that differ from the preset.
         split: TemporalSplit or LeaveLastOut.
@@ -70,8 +77,13 @@ def prepare(
         catalogue: items of the train period, so that nothing is known of the future, or of the whole log.
         max_watch_time: longest possible watch time in seconds.
         strict: refuse impossible values and exact duplicates instead of neutralising or dropping them.
-        memory_limit: what the engine may hold in memory before it writes to disk beside ``out``.
-        threads: worker threads; null = one for each core.
+        engine: duckdb inside this process, or spark for logs beyond one machine; the result is the same.
+        memory_limit: what DuckDB, Spark's local process or each Spark executor may hold before it writes to disk.
+        threads: worker threads of DuckDB or of Spark's local process; null = one for each core.
+        spark_master: where Spark runs: local[*], spark://host:port, yarn, k8s://...
+        spark_conf: more settings of Spark by their names, as a dictionary.
+        work: directory for temporary files; null = beside ``out``, or the system's where ``out`` is in an object store.
+            Spark on a cluster needs one that all its machines reach (hdfs://, s3://, a network mount).
         overwrite: replace ``out`` where it exists.
         progress: show a progress bar on a terminal.
     """
@@ -88,13 +100,12 @@ def prepare(
         max_watch_time=max_watch_time,
         strict=strict,
     )
-    manifest = preparation.run(
-        log, out, memory_limit=memory_limit, threads=threads, overwrite=overwrite, progress=progress
-    )
+    engine_options = EngineOptions(engine, memory_limit, threads, spark_master, spark_conf)
+    manifest = preparation.run(log, out, engine=engine_options, work=work, overwrite=overwrite, progress=progress)
     _report(manifest, out)
 
 
-def _report(manifest: dict[str, Any], out: Path) -> None:
+def _report(manifest: dict[str, Any], out: str | Path) -> None:
     counts, console = manifest["counts"], Console()
     columns = manifest["columns"].items()
     found = ", ".join(column if column == name else f"{column} (from {name})" for column, name in columns if name)

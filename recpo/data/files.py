@@ -6,7 +6,8 @@ import difflib
 import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Final
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from recpo.data.faults import Fault
+from recpo.data.locations import Location, Place, locate, readable, writable
 from recpo.data.schema import ColumnMapping, Columns
 from recpo.errors import RecpoError
 
@@ -25,7 +27,7 @@ _LIKE: Final = 0.6  # share of common letters at which two column names are alik
 class LogFile:
     """A Parquet file that the engine reads: ``path``, and ``shown``, the name that the user knows it by."""
 
-    path: Path
+    path: Place
     shown: str
 
 
@@ -37,7 +39,7 @@ class Log:
         files: Parquet files with at least one row, in order of their names.
         empty_files: names of files without rows, which are skipped.
         columns: standard name -> name in the log, only of columns that the log has with a type that suits.
-        types: standard name -> type of the column.
+        types: standard name -> type of the column; of ids the one that holds those of all files.
     """
 
     files: tuple[LogFile, ...]
@@ -51,25 +53,19 @@ class Log:
         return self.files[0].shown if len(self.files) == 1 else f"the log ({len(self.files)} files)"
 
 
-def find_files(log: str | Sequence[str]) -> list[Path]:
+def find_files(log: str | Sequence[str]) -> list[Place]:
     """The files that ``log`` means: files, directories (their .parquet and .csv files) and glob patterns.
 
-    Hidden files and those whose name begins with an underscore are left out of directories.
+    Hidden files and those whose name begins with an underscore are left out of directories. A name with a scheme, such
+    as ``s3://``, is one of an object store (``recpo.data.locations``).
 
     Raises:
         RecpoError: something named does not exist, or holds no file.
     """
-    found: dict[Path, None] = {}
+    found: dict[Place, None] = {}
     for name in [log] if isinstance(log, str) else log:
-        if "://" in name:
-            raise RecpoError(f"log {name}: only local files are read; copy the log to this machine first")
-        path = Path(name)
-        if path.is_dir():
-            files = [file for file in sorted(path.rglob("*")) if _belongs(file.relative_to(path)) and file.is_file()]
-        elif path.is_file():
-            files = [path]
-        else:
-            files = [Path(match) for match in sorted(glob.glob(name, recursive=True)) if Path(match).is_file()]
+        place = locate(name)
+        files = _local_files(place) if isinstance(place, Path) else _stored_files(name)
         if not files:
             raise RecpoError(
                 f"log {name}: no such file, directory with {' or '.join(_SUFFIXES)} files, or matching glob"
@@ -78,12 +74,42 @@ def find_files(log: str | Sequence[str]) -> list[Path]:
     return list(found)
 
 
-def _belongs(file: Path) -> bool:
+def _local_files(path: Path) -> Sequence[Place]:
+    if path.is_dir():
+        return [file for file in sorted(path.rglob("*")) if _belongs(file.relative_to(path)) and file.is_file()]
+    if path.is_file():
+        return [path]
+    return [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
+
+
+def _stored_files(name: str) -> Sequence[Place]:
+    base, query_mark, query = name.partition("?")
+    parts = base.split("/")
+    first = next((place for place, part in enumerate(parts) if "*" in part or "[" in part), len(parts))
+    root = locate("/".join(parts[:first]) + query_mark + query)
+    if not isinstance(root, Location):
+        raise RecpoError(f"log {name}: a pattern begins after the bucket or host")
+    if parts[first:]:
+        return [file for file in root.files() if _matches(file.inside.split("/"), parts[first:])]
+    if root.is_file():
+        return [root]
+    return [file for file in root.files() if _belongs(PurePosixPath(file.inside))]
+
+
+def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_matches(path[skipped:], pattern[1:]) for skipped in range(len(path) + 1))
+    return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+
+
+def _belongs(file: PurePath) -> bool:
     return file.suffix.lower() in _SUFFIXES and not any(part[0] in "._" for part in file.parts)
 
 
 def open_log(
-    paths: Sequence[Path], mapping: ColumnMapping, chosen: ColumnMapping, work: Path
+    paths: Sequence[Place], mapping: ColumnMapping, chosen: ColumnMapping, work: Place
 ) -> tuple[Log, list[Fault]]:
     """Reads the schema of every file and settles which columns are used.
 
@@ -103,7 +129,7 @@ def open_log(
     for number, path in enumerate(paths):
         try:
             file = LogFile(_as_parquet(path, work / f"csv-{number}.parquet"), path.name)
-            with pq.ParquetFile(file.path) as parquet:
+            with pq.ParquetFile(readable(file.path)) as parquet:
                 rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
         except (pa.ArrowException, OSError) as error:
             faults.append(_unreadable(path, error))
@@ -125,23 +151,27 @@ def open_log(
     return Log(tuple(files), tuple(empty), columns, types), faults
 
 
-def _as_parquet(path: Path, staged: Path) -> Path:
+def _as_parquet(path: Place, staged: Place) -> Place:
     if path.suffix.lower() != ".csv":
         return path
-    with pa.csv.open_csv(path) as reader, pq.ParquetWriter(staged, reader.schema) as writer:
+    with (
+        pa.csv.open_csv(readable(path)) as reader,
+        writable(staged) as sink,
+        pq.ParquetWriter(sink, reader.schema) as writer,
+    ):
         for batch in reader:
             writer.write_batch(batch)
     return staged
 
 
-def _unreadable(path: Path, error: Exception) -> Fault:
-    size = path.stat().st_size
+def _unreadable(path: Place, error: Exception) -> Fault:
+    size = path.stat().st_size if isinstance(path, Path) else path.size()
     if size == 0:
         problem = "the file is empty: 0 bytes"
     elif path.suffix.lower() == ".csv":
         problem = f"not a readable CSV file ({_first_line(error)})"
     else:
-        with path.open("rb") as handle:
+        with path.open("rb") if isinstance(path, Path) else path.open_input() as handle:
             starts_well = handle.read(4) == b"PAR1"
         kind = "a truncated or damaged Parquet file" if starts_well else "not a Parquet file"
         problem = f"{kind}, {size:,} bytes ({_first_line(error)})"
@@ -194,8 +224,19 @@ def _settle_types(
                 mend = f"{schemas[0][0]} has {types[column]}: cast one of them"
                 faults.append(Fault(shown, name, f"type {kind} differs between files", mend))
             else:
-                types.setdefault(column, kind)
+                types[column] = _wider(types.get(column, kind), kind)
     return {column: kind for column, kind in types.items() if column not in mistyped}, faults
+
+
+def _wider(first: pa.DataType, second: pa.DataType) -> pa.DataType:
+    """The type that holds the values of both; ``first`` where there is none."""
+    if _is_text(first):
+        return pa.string()
+    try:
+        both = [pa.schema([("column", kind)]) for kind in (first, second)]
+        return pa.unify_schemas(both, promote_options="permissive").field("column").type
+    except pa.ArrowTypeError:
+        return first
 
 
 def _expected_type(column: str, kind: pa.DataType) -> str | None:

@@ -48,7 +48,7 @@ class IdMap:
         return cls(distinct.take(pc.sort_indices(distinct)))
 
     @classmethod
-    def load(cls, path: Path) -> IdMap:
+    def load(cls, path: Path | pa.NativeFile) -> IdMap:
         """Reads ``items.parquet``: ``item_index`` (1..V, ascending) and ``item_id``; other columns are left alone.
 
         Raises:

@@ -7,13 +7,14 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from recpo.data.locations import Place
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 
 
-def sha256(file: Path) -> str:
+def sha256(file: Place) -> str:
     """Checksum of a file, read in pieces."""
-    with file.open("rb") as handle:
+    with file.open("rb") if isinstance(file, Path) else file.open_input() as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
@@ -25,21 +26,20 @@ def describe(choice: Any) -> dict[str, Any]:
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": asdict(choice)}
 
 
-def verify_checksums(prepared: Path) -> None:
+def verify_checksums(prepared: Place | str) -> None:
     """Compares every file with the manifest.
 
     Raises:
         RecpoError: a file is missing or its bytes differ; all of them are named.
     """
-    manifest = Prepared.open(prepared).manifest
-    expected = dict(manifest["files"])
-    for shards in manifest["shards"].values():
+    data = Prepared.open(prepared)
+    expected = dict(data.manifest["files"])
+    for shards in data.manifest["shards"].values():
         expected |= {shard["file"]: shard["sha256"] for shard in shards}
-    root = Path(prepared)
     wrong = [
-        f"{name} ({'changed' if (root / name).is_file() else 'missing'})"
+        f"{name} ({'changed' if (data.root / name).is_file() else 'missing'})"
         for name, checksum in sorted(expected.items())
-        if not (root / name).is_file() or sha256(root / name) != checksum
+        if not (data.root / name).is_file() or sha256(data.root / name) != checksum
     ]
     if wrong:
         raise RecpoError(f"{prepared}: {', '.join(wrong)}; run recpo prepare again")

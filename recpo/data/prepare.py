@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import ibis.expr.types as ir
+import pyarrow as pa
 from tqdm import tqdm
 
 from recpo import __version__
-from recpo.atomic import atomic_directory, write_json
+from recpo.atomic import write_json
 from recpo.data.catalogue import (
     CatalogueScope,
     add_positions,
@@ -22,20 +22,31 @@ from recpo.data.catalogue import (
     place_events,
     user_indices,
 )
-from recpo.data.engine import Engine
+from recpo.data.engine import Engine, EngineOptions
 from recpo.data.events import select_columns, standardise, time_order
 from recpo.data.faults import Fault, refuse
 from recpo.data.feedback import add_feedback, cutoff_table, describe_cutoffs, quantile_table
 from recpo.data.files import Log, find_files, open_log
+from recpo.data.locations import Place, locate
 from recpo.data.manifest import describe, sha256
 from recpo.data.periods import last_events, period_rows
 from recpo.data.prepared import FORMAT_VERSION, MANIFEST
 from recpo.data.presets import PRESETS, PresetName
-from recpo.data.schema import PERIODS, ColumnMapping, Columns, Events
+from recpo.data.publishing import prepared_directory, work_directory
+from recpo.data.schema import (
+    PERIODS,
+    QUANTILE_SCHEMA,
+    ColumnMapping,
+    Columns,
+    Events,
+    history_schema,
+    item_schema,
+    user_schema,
+)
 from recpo.data.shaping import Label, WatchQuantiles
 from recpo.data.splits import Split, TemporalSplit
 from recpo.data.validate import check_rows
-from recpo.data.writing import write_histories, write_parquet, write_shards
+from recpo.data.writing import write_histories, write_rows, write_shards
 from recpo.errors import RecpoError
 
 _STAGES: Final = ("reading", "checking", "splitting", "shaping", *PERIODS, "histories")
@@ -86,10 +97,10 @@ class Preparation:
     def run(
         self,
         log: str | Sequence[str],
-        out: Path,
+        out: str | Path,
         *,
-        memory_limit: str = "4GB",
-        threads: int | None = None,
+        engine: EngineOptions = EngineOptions(),  # noqa: B008  frozen
+        work: str | Path | None = None,
         overwrite: bool = False,
         progress: bool = True,
     ) -> dict[str, Any]:
@@ -99,15 +110,13 @@ class Preparation:
             RecpoError: the log has faults (all of them in one message), cannot be split, or ``out`` exists.
         """
         paths = find_files(log)
-        with atomic_directory(Path(out), overwrite=overwrite) as partial:
-            work = partial / ".work"
-            work.mkdir()
+        with prepared_directory(locate(out), overwrite=overwrite) as partial:
             with (
-                Engine(work, memory_limit, threads) as engine,
+                work_directory(None if work is None else locate(work), partial) as temporary,
+                engine.start(temporary) as started,
                 tqdm(total=len(_STAGES), desc="prepare", unit="stage", disable=None if progress else True) as bar,
             ):
-                manifest = _Run(self, engine, partial, work, bar).manifest(paths)
-            shutil.rmtree(work)
+                manifest = _Run(self, started, partial, temporary, bar).manifest(paths)
             write_json(partial / MANIFEST, manifest)
         return manifest
 
@@ -115,14 +124,14 @@ class Preparation:
 class _Run:
     """One pass from files to shards."""
 
-    def __init__(self, choice: Preparation, engine: Engine, partial: Path, work: Path, bar: tqdm[Any]) -> None:
+    def __init__(self, choice: Preparation, engine: Engine, partial: Path, work: Place, bar: tqdm[Any]) -> None:
         self.choice, self.engine, self.partial, self.work, self.bar = choice, engine, partial, work, bar
         self.stages = iter(_STAGES)
         self.counts: dict[str, Any] = {}
         self.dropped: dict[str, int] = {}
         self.rows_written = 0
 
-    def manifest(self, paths: Sequence[Path]) -> dict[str, Any]:
+    def manifest(self, paths: Sequence[Place]) -> dict[str, Any]:
         self._stage()
         log, events = self._read(paths)
         self._stage()
@@ -130,12 +139,9 @@ class _Run:
         items, users, events = self._keep(events)
         self._stage()
         events, feedback = self._shape(events, log)
-        sizes = self._write_tables(items, users, events)
+        sizes = self._write_tables(log, items, users, events)
         shards = {name: self._write_period(events, number) for number, name in enumerate(PERIODS)}
-        self._stage()
-        rows = last_events(events, items, users, self.choice.max_context)
-        write_histories(self.engine.stream(rows), self.partial / "histories.parquet", _HISTORY_ROWS, self._written)
-        self.bar.update()
+        self._write_histories(log, items, users, events)
         files = ("items.parquet", "users.parquet", "quantiles.parquet", "histories.parquet")
         return {
             "format_version": FORMAT_VERSION,
@@ -158,13 +164,13 @@ class _Run:
             self.bar.update()
         self.bar.set_description(f"prepare: {name}")
 
-    def _read(self, paths: Sequence[Path]) -> tuple[Log, ir.Table]:
+    def _read(self, paths: Sequence[Place]) -> tuple[Log, ir.Table]:
         choice, mapping = self.choice, self.choice.mapping
         log, faults = open_log(paths, mapping, choice.columns, self.work)
         faults += _label_faults(choice.label, log)
         self._stage()
         if log.files and log.columns:
-            rows = self.engine.read_parquet([file.path for file in log.files])
+            rows = self.engine.read_parquet([file.path for file in log.files], list(log.columns.values()))
             raw = select_columns(rows, log.columns)
             read, neutralised, row_faults = check_rows(
                 self.engine, raw, log, mapping, choice.label, choice.max_watch_time, choice.strict
@@ -203,7 +209,7 @@ class _Run:
         engine, base = self.engine, self.choice.label.duration_base
         placed = engine.materialise("placed", add_positions(events, time_order(events)))
         quantiles = engine.materialise("quantiles", quantile_table(placed, base))
-        write_parquet(engine.table(quantiles.order_by(quantiles.columns[:2])), self.partial / "quantiles.parquet")
+        self._write_rows(quantiles.order_by(quantiles.columns[:2]), QUANTILE_SCHEMA, "quantiles.parquet")
         cutoffs = engine.materialise("cutoffs", cutoff_table(quantiles))
         timed = {Columns.WATCH_TIME, Columns.DURATION} <= set(log.columns)
         shaped = add_feedback(self.choice.label.add(placed), cutoffs if timed else None, base)
@@ -212,12 +218,23 @@ class _Run:
         feedback = describe_cutoffs(engine.table(cutoffs.order_by("bucket")), base)
         return shaped, feedback
 
-    def _write_tables(self, items: ir.Table, users: ir.Table, events: ir.Table) -> dict[str, int]:
-        item_rows = self.engine.table(item_table(items, events))
-        user_rows = self.engine.table(users.select(Events.USER_INDEX, Columns.USER_ID).order_by(Events.USER_INDEX))
-        write_parquet(item_rows, self.partial / "items.parquet")
-        write_parquet(user_rows, self.partial / "users.parquet")
-        return {"num_items": item_rows.num_rows, "num_users": user_rows.num_rows}
+    def _write_tables(self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table) -> dict[str, int]:
+        item_ids, user_ids = log.types[Columns.ITEM_ID], log.types[Columns.USER_ID]
+        user_rows = users.select(Events.USER_INDEX, Columns.USER_ID).order_by(Events.USER_INDEX)
+        return {
+            "num_items": self._write_rows(item_table(items, events), item_schema(item_ids), "items.parquet"),
+            "num_users": self._write_rows(user_rows, user_schema(user_ids), "users.parquet"),
+        }
+
+    def _write_histories(self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table) -> None:
+        self._stage()
+        schema = history_schema(log.types[Columns.USER_ID], log.types[Columns.ITEM_ID])
+        rows = self.engine.stream(last_events(events, items, users, self.choice.max_context))
+        write_histories(rows, schema, self.partial / "histories.parquet", _HISTORY_ROWS, self._written)
+        self.bar.update()
+
+    def _write_rows(self, rows: ir.Table, schema: pa.Schema, file: str) -> int:
+        return write_rows(self.engine.stream(rows), schema, self.partial / file)
 
     def _write_period(self, events: ir.Table, period: int) -> list[dict[str, Any]]:
         self._stage()

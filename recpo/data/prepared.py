@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recpo.data.id_map import IdMap
+from recpo.data.locations import Place, locate, readable
 from recpo.errors import RecpoError
 
 Split = Literal["train", "valid", "test"]
@@ -61,30 +64,28 @@ class Prepared:
         manifest: the parsed ``manifest.json``.
     """
 
-    root: Path
+    root: Place
     manifest: dict[str, Any]
 
     @classmethod
-    def open(cls, root: Path | str) -> Prepared:
-        """Opens a directory written by ``recpo prepare``.
+    def open(cls, root: Place | str) -> Prepared:
+        """Opens a directory written by ``recpo prepare``, here or in an object store (``recpo.data.locations``).
 
         Raises:
             RecpoError: no manifest (not a prepared directory, or a preparation that did not end), another format
                 version, or a shard that is missing.
         """
-        root = Path(root)
+        root = locate(root)
         file = root / MANIFEST
         if not file.is_file():
             raise RecpoError(f"{root} is no prepared directory: {MANIFEST} is missing; make it with `recpo prepare`")
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = json.loads(file.read_bytes())
         if manifest.get("format_version") != FORMAT_VERSION:
             raise RecpoError(
                 f"{file}: format_version {manifest.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; "
                 "prepare the log again"
             )
-        missing = [
-            s["file"] for shards in manifest["shards"].values() for s in shards if not (root / s["file"]).is_file()
-        ]
+        missing = _missing(root, shard_files(manifest))
         if missing:
             raise RecpoError(
                 f"{root}: {len(missing)} shards are missing, the first is {missing[0]}; prepare the log again"
@@ -98,7 +99,15 @@ class Prepared:
 
     def item_counts(self, column: Literal["train_count", "train_positives"] = "train_count") -> np.ndarray:
         """Training events, or training positives, of the items 1..V: ``[V]`` int64, writable."""
-        return pq.read_table(self.root / "items.parquet", columns=[column]).column(0).to_numpy().copy()
+        return self.table("items.parquet", [column]).column(0).to_numpy().copy()
+
+    def table(self, file: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """A file of the directory, or some of its columns, in memory."""
+        return pq.read_table(readable(self.root / file), columns=None if columns is None else list(columns))
+
+    def item_ids(self) -> IdMap:
+        """The bridge between external item ids and 1..V."""
+        return IdMap.load(readable(self.root / "items.parquet"))
 
     @property
     def catalogue_checksum(self) -> str:
@@ -138,8 +147,20 @@ class Prepared:
 
     def columns(self, split: Split, shard: int, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Some columns of one shard, by name (``recpo.data.schema.EVENT_SCHEMA``)."""
-        table = pq.read_table(self.root / self.manifest["shards"][split][shard]["file"], columns=list(names))
+        table = self.table(self.manifest["shards"][split][shard]["file"], names)
         return {name: table.column(name).to_numpy() for name in names}
+
+
+def shard_files(manifest: dict[str, Any]) -> list[str]:
+    """The shards that a manifest names, relative to its directory."""
+    return [shard["file"] for shards in manifest["shards"].values() for shard in shards]
+
+
+def _missing(root: Place, files: Sequence[str]) -> list[str]:
+    if isinstance(root, Path):
+        return [file for file in files if not (root / file).is_file()]
+    there = {file.inside.removeprefix(root.inside).strip("/") for file in root.files()}
+    return [file for file in files if file not in there]
 
 
 def run_change(*keys: np.ndarray) -> np.ndarray:

@@ -106,6 +106,41 @@ EVENT_SCHEMA: Final = pa.schema(
     ]
 )
 
+QUANTILE_SCHEMA: Final = pa.schema(
+    [("bucket", pa.int32()), (Events.WATCH_MS, pa.int64()), ("count", pa.int64()), ("quantile", pa.float64())]
+)
+
+
+def item_schema(item_id: pa.DataType) -> pa.Schema:
+    """Layout of ``items.parquet``, with the type of the external ids."""
+    return pa.schema(
+        [
+            (Events.ITEM_INDEX, pa.int32()),
+            (Columns.ITEM_ID, item_id),
+            ("train_count", pa.int64()),
+            ("train_positives", pa.int64()),
+            (Columns.DURATION, pa.float32()),
+        ]
+    )
+
+
+def user_schema(user_id: pa.DataType) -> pa.Schema:
+    """Layout of ``users.parquet``, with the type of the external ids."""
+    return pa.schema([(Events.USER_INDEX, pa.int32()), (Columns.USER_ID, user_id)])
+
+
+def history_schema(user_id: pa.DataType, item_id: pa.DataType) -> pa.Schema:
+    """The events that ``histories.parquet`` is made of, with the types of the external ids."""
+    return pa.schema(
+        [
+            (Events.USER_INDEX, pa.int32()),
+            (Columns.USER_ID, user_id),
+            (Columns.ITEM_ID, item_id),
+            (Events.FEEDBACK, pa.int8()),
+            (Columns.TIMESTAMP, pa.int64()),
+        ]
+    )
+
 
 @dataclass(frozen=True)
 class ColumnMapping:

@@ -208,7 +208,7 @@ def _examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> lis
     first = offending.order_by([Engine.FILE, Engine.ROW]).limit(_EXAMPLES)
     rows = engine.table(first.select(file=first[Engine.FILE], row=first[Engine.ROW], value=first[column])).to_pylist()
     shown = {str(file.path): file.shown for file in log.files}
-    return [Example(shown[row["file"]], row["row"], row["value"]) for row in rows]
+    return [Example(shown[engine.file_of(row["file"])], row["row"], row["value"]) for row in rows]
 
 
 def _duplicates(engine: Engine, raw: ir.Table, log: Log) -> Sequence[Fault]:

@@ -51,9 +51,31 @@ def user_blocks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Tab
 
 def write_parquet(table: pa.Table, file: Path) -> None:
     """One writer setting for every file, so that equal tables are equal bytes."""
+    with _writer(file, table.schema) as writer:
+        writer.write_table(table, row_group_size=_ROW_GROUP)
+
+
+def write_rows(batches: Iterable[pa.RecordBatch], schema: pa.Schema, file: Path) -> int:
+    """Writes a table that need not fit in memory, one row group at a time, and returns its number of rows."""
+    rows, held, pending = 0, 0, list[pa.Table]()
+    with _writer(file, schema) as writer:
+        for batch in batches:
+            pending.append(pa.table(batch).select(schema.names).cast(schema))
+            held += batch.num_rows
+            if held >= _ROW_GROUP:
+                table = pa.concat_tables(pending).combine_chunks()
+                whole = held // _ROW_GROUP * _ROW_GROUP
+                writer.write_table(table.slice(0, whole), row_group_size=_ROW_GROUP)
+                rows, held, pending = rows + whole, held - whole, [table.slice(whole)]
+        if held or not rows:
+            writer.write_table(pa.concat_tables([*pending, schema.empty_table()]).combine_chunks())
+    return rows + held
+
+
+def _writer(file: Path, schema: pa.Schema) -> pq.ParquetWriter:
     # A dictionary of values that hardly repeat costs time and space.
-    repeating = [name for name in table.column_names if name in _REPEATING]
-    pq.write_table(table, file, row_group_size=_ROW_GROUP, compression="zstd", use_dictionary=repeating)
+    repeating = [name for name in schema.names if name in _REPEATING]
+    return pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=repeating)
 
 
 def write_shards(
@@ -91,12 +113,17 @@ def write_shards(
 
 
 def write_histories(
-    batches: Iterable[pa.RecordBatch], file: Path, rows_per_block: int, progress: Callable[[int], object]
+    batches: Iterable[pa.RecordBatch],
+    schema: pa.Schema,
+    file: Path,
+    rows_per_block: int,
+    progress: Callable[[int], object],
 ) -> None:
     """Writes one row per user: ``user_id`` and its ``item_ids``, ``feedback`` and ``timestamps``, oldest event first.
 
     Args:
-        batches: rows with ``user_index``, ``user_id``, ``item_id``, ``feedback``, ``timestamp``, by user and time.
+        batches: rows of ``schema``, by user and time.
+        schema: ``recpo.data.schema.history_schema``.
         file: the Parquet file.
         rows_per_block: events held in memory.
         progress: called with the number of rows written.
@@ -104,7 +131,7 @@ def write_histories(
     writer: pq.ParquetWriter | None = None
     try:
         for block in user_blocks(batches, rows_per_block):
-            table = _one_row_per_user(block.combine_chunks())
+            table = _one_row_per_user(block.select(schema.names).cast(schema).combine_chunks())
             writer = writer or pq.ParquetWriter(file, table.schema, compression="zstd")
             writer.write_table(table, row_group_size=_ROW_GROUP)
             progress(block.num_rows)

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.data.engine import Engine
+from recpo.data.duckdb_engine import DuckDBEngine
 
 DAY_MS = 86_400_000
 START_MS = 1_700_006_400_000  # 2023-11-15 00:00 UTC
@@ -13,7 +13,7 @@ START_MS = 1_700_006_400_000  # 2023-11-15 00:00 UTC
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    with Engine(tmp_path_factory.mktemp("engine"), memory_limit="512MB", threads=1) as engine:
+    with DuckDBEngine(tmp_path_factory.mktemp("engine"), memory_limit="512MB", threads=1) as engine:
         yield engine
 
 

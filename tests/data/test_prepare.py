@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from recpo.data.engine import EngineOptions
 from recpo.data.id_map import IdMap
 from recpo.data.labels import EveryEvent
 from recpo.data.manifest import verify_checksums
@@ -25,7 +26,7 @@ from tests.reference import watch_labels as reference
 
 
 def run(log, out, **choice):
-    return Preparation(**choice).run(log, out, progress=False, memory_limit="512MB")
+    return Preparation(**choice).run(log, out, progress=False, engine=EngineOptions(memory_limit="512MB"))
 
 
 def files(directory):

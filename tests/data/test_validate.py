@@ -5,6 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recpo.data.engine import EngineOptions
 from recpo.data.labels import BinaryColumn, EveryEvent
 from recpo.data.prepare import Preparation
 from recpo.data.schema import ColumnMapping
@@ -23,7 +24,7 @@ def put(table, column, values, kind=None):
 
 
 def run(log, out, **choice):
-    return Preparation(**choice).run(log, out, progress=False, memory_limit="512MB", threads=1)
+    return Preparation(**choice).run(log, out, progress=False, engine=EngineOptions(memory_limit="512MB", threads=1))
 
 
 def fault(log, tmp_path, **choice):
@@ -216,4 +217,4 @@ def test_a_period_without_events(tmp_path):
 def test_memory_limit(tmp_path, log):
     path = write_log(tmp_path / "log.parquet", log)
     with pytest.raises(RecpoError, match="memory_limit 'lots'"):
-        Preparation().run(path, tmp_path / "out", memory_limit="lots")
+        Preparation().run(path, tmp_path / "out", engine=EngineOptions(memory_limit="lots"))

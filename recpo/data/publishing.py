@@ -1,0 +1,77 @@
+"""Where a prepared directory is made, and how it appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from recpo.atomic import atomic_directory
+from recpo.data.locations import Location, Place
+from recpo.data.prepared import MANIFEST, shard_files
+from recpo.errors import RecpoError
+
+
+@contextmanager
+def prepared_directory(target: Place, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yields an empty local directory that becomes ``target`` when the block ends without an error.
+
+    An object store knows no rename, so there the files are uploaded and the manifest last: without one nothing counts
+    as a prepared directory. What is replaced loses its manifest first, and its other files after the new manifest.
+
+    Args:
+        target: the directory to make.
+        overwrite: replace an existing ``target``.
+
+    Raises:
+        RecpoError: ``target`` exists and ``overwrite`` is False, or the store cannot be written to.
+    """
+    if isinstance(target, Path):
+        with atomic_directory(target, overwrite=overwrite) as partial:
+            yield partial
+        return
+    manifest = target / MANIFEST
+    if manifest.is_file() and not overwrite:
+        raise RecpoError(f"{target} exists already: choose another output, remove it, or pass --overwrite true")
+    with tempfile.TemporaryDirectory(prefix="recpo-prepare-") as folder:
+        yield Path(folder)
+        _upload(Path(folder), target)
+
+
+def _upload(folder: Path, target: Location) -> None:
+    manifest = target / MANIFEST
+    replaced = shard_files(json.loads(manifest.read_bytes())) if manifest.is_file() else []
+    manifest.unlink()
+    files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    files.remove(MANIFEST)
+    for file in [*files, MANIFEST]:
+        (target / file).upload(folder / file)
+    for file in set(replaced) - set(files):
+        (target / file).unlink()
+
+
+@contextmanager
+def work_directory(work: Place | None, partial: Path) -> Iterator[Place]:
+    """Yields a new directory for temporary files, which is removed in the end.
+
+    Args:
+        work: where to make it; None = inside ``partial``.
+        partial: the directory that is being prepared.
+    """
+    name = f"recpo-work-{uuid.uuid4().hex[:12]}"
+    place = partial / ".work" if work is None else work / name
+    if isinstance(place, Location):
+        try:
+            yield place
+        finally:
+            place.delete_directory()
+        return
+    place.mkdir(parents=True)
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
