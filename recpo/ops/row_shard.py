@@ -75,9 +75,9 @@ def common_sizes(shard: RowShard, *counts: int, faults: Tensor | None = None) ->
     """
     mine = torch.tensor([shard.first, len(shard.rows), shard.num_rows, *counts], device=shard.rows.device)
     mine = torch.cat([mine, mine.new_zeros(1) if faults is None else faults.view(1)])
-    everyone = mine.new_empty(shard.ranks, len(mine))
+    everyone = mine.new_empty(shard.ranks * len(mine))
     dist.all_gather_single(everyone, mine, group=shard.group)
-    firsts, lengths, num_rows, *others, faulty = everyone.T.tolist()
+    firsts, lengths, num_rows, *others, faulty = everyone.view(shard.ranks, -1).T.tolist()
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     gaps = any(length and first != bound for first, length, bound in zip(firsts, lengths, bounds, strict=False))
     if gaps or set(num_rows) != {bounds[-1]}:
