@@ -26,6 +26,7 @@ VERBS = {
     "evaluate": "rank the full catalogue for held-out users and report metrics",
     "export": "write a trained policy as a bundle for serving",
     "recommend": "run a bundle over a Parquet file of histories",
+    "plan": "say what training needs: memory and exchange per rank, and which rank holds what",
     "demo": "the whole road on a simulated log",
     "doctor": "say what is installed and whether it works",
 }

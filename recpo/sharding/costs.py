@@ -7,6 +7,7 @@ costs nothing. Tables and all that is exchanged of them are float32 and int64, u
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 Sharding = Literal["auto", "row_wise", "table_wise", "column_wise", "data_parallel"]
@@ -108,32 +109,22 @@ def state_bytes(rows: int, columns: int, optimizer: TableOptimizerName) -> int:
 
 
 def block_bytes(
-    rows: int,
-    columns: int,
-    optimizer: TableOptimizerName,
-    *,
-    copies: int = 0,
-    frozen: bool = False,
-    replicated: bool = False,
-    dense_gradient: bool = False,
+    rows: int, columns: int, optimizer: TableOptimizerName, *, copies: int = 0, frozen: bool = False, gradients: int = 0
 ) -> int:
-    """Bytes of a block of a table: ``rows d (1 + copies)`` weights, state, and gradients where they are dense.
+    """Bytes of a block of a table: ``4 rows d (1 + copies)`` of weights, its state, its dense gradients.
 
     Args:
         rows: rows of the block.
         columns: its columns.
         optimizer: of the table.
         copies: frozen copies of it.
-        frozen: it has neither gradient nor state.
-        replicated: it is data-parallel: a gradient of its size, and as much again for the bucket that is all-reduced.
-        dense_gradient: the exact softmax multiplies with it: a gradient of its size. Tables that are only looked up
-            have none, their update is fused into the backward pass.
+        frozen: it has neither gradients nor state.
+        gradients: tensors of its size that a backward pass makes. None where a table is only looked up; 1 where the
+            exact softmax multiplies with it, 2 where it is looked up as well (the two are then added); 2 where it is
+            data-parallel (the second is the bucket that is all-reduced).
     """
     size = FLOAT * rows * columns * (1 + copies)
-    if frozen:
-        return size
-    gradients = 2 if replicated else int(dense_gradient)
-    return size + state_bytes(rows, columns, optimizer) + gradients * FLOAT * rows * columns
+    return size if frozen else size + state_bytes(rows, columns, optimizer) + gradients * FLOAT * rows * columns
 
 
 # ---------------------------------------------------------------- exchange
@@ -159,7 +150,7 @@ def lookup_exchange(
     asks for make the rank that holds them send more than the mean.
 
     Args:
-        lookups: L, padding included.
+        lookups: L, different ids.
         num_rows: rows of the table.
         dim: d.
         ranks: W.
@@ -177,9 +168,10 @@ def lookup_exchange(
 def softmax_exchange(states: float, targets: float, dim: int, ranks: int, *, frozen: bool = False) -> Exchange:
     """The exact softmax over a row-sharded table: every rank scores the states of all ranks against its rows.
 
-    Forward: an all-gather of the states, ``4 d N (W-1)``, and of the targets with the state of each, ``16 M (W-1)``;
-    log-sum-exp and target scores of all, ``4 (N + M) W``, all-reduced. Backward: the ranks' parts of the states'
-    gradients are reduced and scattered, ``4 d N (W-1)``. Nothing of it grows with the catalogue.
+    Forward: an all-gather of the states, ``4 d N (W-1)``, and of the ``M`` targets with the number of their state,
+    ``16 M (W-1)``; all-reduces of the maximum and of the sum of all states and of the scores of all targets,
+    ``8 (2 N + M) (W-1)``. Backward: an all-gather of the targets' gradients, ``4 M (W-1)``, and a reduce-scatter of the
+    states' gradients, ``4 d N (W-1)``. Nothing of it grows with the catalogue.
 
     Args:
         states: N of this rank.
@@ -189,5 +181,25 @@ def softmax_exchange(states: float, targets: float, dim: int, ranks: int, *, fro
         frozen: no backward pass.
     """
     gathered = FLOAT * dim * states * (ranks - 1)
-    sums = all_reduce_bytes(FLOAT * (states + targets) * ranks, ranks)
-    return Exchange(2 * BYTES_PER_ID * targets * (ranks - 1), gathered + sums, 0.0 if frozen else gathered)
+    sums = all_reduce_bytes(FLOAT * (2 * states + targets) * ranks, ranks)
+    backward = gathered + FLOAT * targets * (ranks - 1)
+    return Exchange(2 * BYTES_PER_ID * targets * (ranks - 1), gathered + sums, 0.0 if frozen else backward)
+
+
+def distinct_ids(draws: float, num_rows: int) -> float:
+    """How many different ids there are among ``L`` that are drawn evenly from ``R``: ``R (1 - (1 - 1/R)^L)``.
+
+    A table is asked for every id of a step once. Items are not drawn evenly, so there are fewer in truth.
+    """
+    return float(draws if num_rows < 2 else -num_rows * math.expm1(draws * math.log1p(-1 / num_rows)))
+
+
+def transfer_seconds(sent: float, ranks: int, ranks_per_node: int, links: Links) -> float:
+    """Time to send ``sent`` bytes evenly to all other ranks, ``(w-1)/(W-1)`` of them within the node of ``w`` ranks.
+
+    Both kinds of links work at once: the slower one counts. Without latency and without contention.
+    """
+    if ranks == 1:
+        return 0.0
+    within = sent * (ranks_per_node - 1) / (ranks - 1)
+    return max(within / links.within_node, (sent - within) / links.between_nodes)

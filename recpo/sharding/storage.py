@@ -36,7 +36,7 @@ class TableStorage(ShardEstimator):
                     self._optimizer,
                     copies=self._copies[option.name],
                     frozen=spec.frozen,
-                    replicated=option.sharding_type == "data_parallel",
+                    gradients=2 if option.sharding_type == "data_parallel" else 0,
                 )
                 size += round(option.input_lengths[0]) * (BYTES_PER_ID + 2 * FLOAT * columns)
                 shard.storage = Storage(hbm=0 if self._on_cpu else size, ddr=size if self._on_cpu else 0)

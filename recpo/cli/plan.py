@@ -1,0 +1,292 @@
+"""``recpo plan``: what training costs before it is run: memory and exchange per rank, and which rank holds what."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from recpo.atomic import write_json
+from recpo.cli.config import save_resolved
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+
+try:
+    from recpo.sharding import planning
+    from recpo.sharding.costs import GIB, Exchange, Links, Placement, Sharding, TableOptimizerName, transfer_seconds
+    from recpo.sharding.policy_costs import Blocks
+    from recpo.sharding.workload import (
+        Estimate,
+        PolicyKind,
+        Workload,
+        estimate,
+        place_softmax_tables,
+        table_memory,
+    )
+except (ImportError, OSError) as fault:
+    raise RecpoError(
+        f"recpo plan asks the planner of torchrec, which does not load ({fault}): `recpo doctor` says why and how to "
+        "mend it"
+    ) from fault
+
+
+def plan(
+    num_items: int | None = None,
+    prepared: Path | None = None,
+    events: int | None = None,
+    ranks: int = 1,
+    ranks_per_node: int | None = None,
+    memory_gib: float | None = None,
+    device: Literal["cpu", "cuda"] = "cuda",
+    batch_size: int = 128,
+    history_length: int = 50,
+    slate: int | None = None,
+    policy: PolicyKind = "softmax",
+    dim: int = 64,
+    blocks: Blocks = "sasrec",
+    layers: int = 2,
+    heads: int = 2,
+    feedback_levels: int = 6,
+    tie_weights: bool = True,
+    normalizer: Literal["full", "sampled"] = "full",
+    num_negatives: int = 1024,
+    codebooks: list[int] = [256, 256, 256, 256],  # noqa: B006  never changed
+    decoder_layers: int = 2,
+    kv_groups: int = 1,
+    kv_layers: int = 1,
+    item_vectors: bool = True,
+    copies: int = 0,
+    sharding: Sharding | dict[str, Sharding] = "auto",
+    table_optimizer: TableOptimizerName = "rowwise_adagrad",
+    precision: Literal["32-true", "16-mixed", "bf16-mixed"] = "32-true",
+    within_node_gb: float = 600.0,
+    between_nodes_gb: float = 12.5,
+    out: Path | None = None,
+) -> None:
+    """Says what a run needs: memory per rank, bytes exchanged and operations per step, and which rank holds what.
+
+    Everything is computed, nothing is run; docs/scaling.md has the formulas and how far they were checked. The exit
+    status is 1 where it does not fit.
+
+    Args:
+        num_items: catalogue size; or take that of prepared.
+        prepared: directory of recpo prepare: its items, and its training events for the steps of an epoch.
+        events: training events of an epoch, for the number of steps; those of prepared go before.
+        ranks: processes, one per device.
+        ranks_per_node: of one machine; null = all.
+        memory_gib: memory of a rank in GiB; null = whatever it takes.
+        device: where it runs.
+        batch_size: contexts per rank and step.
+        history_length: events per context.
+        slate: items that are scored after the whole history (an impression, a list, a group); null = pre-training,
+            every event of the history is scored.
+        policy: a softmax over the catalogue, or semantic ids.
+        dim: width of vectors and states.
+        blocks: of the history encoder.
+        layers: of the history encoder.
+        heads: of attention.
+        feedback_levels: that the encoder reads.
+        tie_weights: of a softmax: one table for input and output.
+        normalizer: of a softmax: over all items, or over sampled ones.
+        num_negatives: sampled items per step.
+        codebooks: of semantic ids: the number of codes of every level.
+        decoder_layers: of semantic ids.
+        kv_groups: of semantic ids.
+        kv_layers: of semantic ids.
+        item_vectors: of semantic ids: the encoder also reads a vector per item.
+        copies: frozen copies of the policy: 1 for an old policy (snapshot), 1 for a frozen reference.
+        sharding: of all tables, or by name (policy.item_table, policy.output_table, policy.code_table).
+        table_optimizer: of the tables; everything else is stepped by Adam.
+        precision: under mixed precision activations are smaller; weights, states and what is exchanged are not.
+        within_node_gb: GB per second from a rank to the others of its node.
+        between_nodes_gb: GB per second from a rank to other nodes.
+        out: JSON file with everything.
+    """
+    catalogue, in_log = _sizes(num_items, prepared, events)
+    workload = Workload(
+        num_items=catalogue,
+        ranks=ranks,
+        batch=batch_size,
+        history=history_length,
+        slate=slate,
+        policy=policy,
+        dim=dim,
+        blocks=blocks,
+        layers=layers,
+        heads=heads,
+        feedback_levels=feedback_levels,
+        tie_weights=tie_weights,
+        normalizer=normalizer,
+        num_negatives=num_negatives,
+        codebooks=tuple(codebooks),
+        decoder_layers=decoder_layers,
+        kv_groups=kv_groups,
+        kv_layers=kv_layers,
+        item_vectors=item_vectors,
+        copies=copies,
+        optimizer=table_optimizer,
+        mixed=precision != "32-true",
+        device=device,
+    )
+    links = Links(within_node_gb * 1e9, between_nodes_gb * 1e9)
+    node = ranks_per_node or ranks
+    if ranks % node:
+        raise RecpoError(f"{ranks} ranks cannot be split into nodes of {node} ranks each")
+    limit = None if memory_gib is None else int(memory_gib * GIB)
+    placements, fault = _placements(workload, sharding, node, limit, links)
+    document = _document(workload, placements, estimate(workload, placements), node, links, in_log)
+    _print(document)
+    if out is not None:
+        write_json(out, document)
+        save_resolved(out)
+    if fault is not None:
+        raise fault
+    if limit is not None and document["memory_total"] > limit:
+        raise RecpoError(
+            f"a rank needs {document['memory_total'] / GIB:,.2f} GiB and has {limit / GIB:,.2f}: take more ranks, a "
+            "smaller batch_size, or what the largest parts above suggest"
+        )
+
+
+def _sizes(num_items: int | None, prepared: Path | None, events: int | None) -> tuple[int, int | None]:
+    """Catalogue size and training events."""
+    if (num_items is None) == (prepared is None):
+        raise RecpoError("give the catalogue size with --num_items, or a prepared directory with --prepared")
+    if prepared is None:
+        assert num_items is not None
+        return num_items, events
+    data = Prepared.open(prepared)
+    return data.num_items, sum(shard["rows"] for shard in data.manifest["shards"]["train"])
+
+
+def _placements(
+    workload: Workload, sharding: Sharding | dict[str, Sharding], node: int, limit: int | None, links: Links
+) -> tuple[dict[str, Placement], RecpoError | None]:
+    """Where every table lies, by torchrec's planner; where they do not fit, without a limit, and why they do not."""
+    of_softmax = sharding.get(workload.softmax_table or "", "auto") if isinstance(sharding, dict) else sharding
+    if workload.softmax_table is not None and isinstance(sharding, dict):
+        sharding = {name: kind for name, kind in sharding.items() if name != workload.softmax_table}
+    fixed = place_softmax_tables(workload, replicated=of_softmax == "data_parallel")
+    specs = [spec for spec in workload.tables() if spec.name not in fixed]
+
+    def planned(memory: int | None) -> dict[str, Placement]:
+        if not specs:
+            return fixed
+        made = planning.plan_tables(
+            specs,
+            sharding=sharding,
+            optimizer=workload.optimizer,
+            world_size=workload.ranks,
+            local_world_size=node,
+            compute_device=workload.device,
+            memory_per_rank=memory,
+            links=links,
+        )
+        return fixed | planning.placements(made, specs)
+
+    unlimited = planned(None)
+    if limit is None:
+        return unlimited, None
+    needed = estimate(workload, unlimited).memory
+    of_specs = table_memory(workload, {spec.name: unlimited[spec.name] for spec in specs})
+    elsewhere = sum(needed.values()) - needed["looked-up vectors"] - sum(of_specs.values())
+    try:
+        return planned(max(0, limit - round(elsewhere))), None
+    except RecpoError as error:
+        return unlimited, error
+
+
+def _document(
+    workload: Workload, placements: dict[str, Placement], costs: Estimate, node: int, links: Links, events: int | None
+) -> dict[str, Any]:
+    sent = sum(part.total for part in costs.exchange.values())
+    per_step = workload.ranks * workload.scored
+    tables = {
+        spec.name: {
+            "rows": spec.num_rows,
+            "dim": spec.dim,
+            "lookups": spec.lookups,
+            "copy_of": spec.copy_of,
+            "sharding": placements[spec.name].sharding,
+            "blocks": [block._asdict() for block in placements[spec.name].blocks],
+        }
+        for spec in workload.tables()
+    }
+    return {
+        "workload": asdict(workload),
+        "dense_parameters": workload.dense_parameters(),
+        "tables": tables,
+        "memory_bytes": costs.memory,
+        "memory_total": sum(costs.memory.values()),
+        "exchange_bytes": {name: part._asdict() for name, part in costs.exchange.items()},
+        "exchange_total": sent,
+        "exchange_seconds": transfer_seconds(sent, workload.ranks, node, links),
+        "operations": costs.operations,
+        "operations_total": sum(costs.operations.values()),
+        "steps_per_epoch": None if events is None else -(-events // per_step),
+    }
+
+
+def _print(document: dict[str, Any]) -> None:
+    console, ranks = Console(), document["workload"]["ranks"]
+    for rows in (_table_rows, _memory_rows, _exchange_rows, _operation_rows):
+        title, headings, lines = rows(document)
+        print(f"\n{title}")
+        table = Table(box=None, padding=(0, 1, 0, 0), show_header=any(headings))
+        for number, heading in enumerate(headings):
+            table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+    seconds = document["exchange_seconds"]
+    print()
+    if ranks > 1:
+        print(f"exchange: {seconds * 1000:,.2f} ms per step at the bandwidths given, if nothing hides it")
+    if document["steps_per_epoch"] is not None:
+        print(f"steps per epoch: {document['steps_per_epoch']:,}")
+
+
+_Rows = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
+
+
+def _table_rows(document: dict[str, Any]) -> _Rows:
+    lines: list[tuple[str, ...]] = []
+    for name, table in document["tables"].items():
+        if table["copy_of"] is None:
+            blocks = [block for block in table["blocks"] if block["num_rows"]]
+            first, last = blocks[0], blocks[-1]["rank"]
+            on = f"{first['rank']}" if len(blocks) == 1 else f"{first['rank']}-{last}"
+            held = f"{first['num_rows']:,} x {first['num_columns']}"
+            lines.append((name, f"{table['rows']:,} x {table['dim']}", table["sharding"], on, held))
+    copies = document["workload"]["copies"]
+    title = "tables" + (f"; their {copies} frozen copies lie alike" if copies else "")
+    return title, ("", "size", "sharding", "on ranks", "block"), lines
+
+
+def _memory_rows(document: dict[str, Any]) -> _Rows:
+    lines = [(name, _bytes(size)) for name, size in document["memory_bytes"].items() if size]
+    return "memory of the fullest rank", ("", ""), [*lines, ("sum", _bytes(document["memory_total"]))]
+
+
+def _exchange_rows(document: dict[str, Any]) -> _Rows:
+    parts = {name: Exchange(**part) for name, part in document["exchange_bytes"].items()}
+    lines = [(name, *map(_bytes, part), _bytes(part.total)) for name, part in parts.items()]
+    total = Exchange(*(sum(kind) for kind in zip(*parts.values(), strict=True)))
+    headings = ("", "ids", "forward", "backward", "sum")
+    return "sent by a rank per step", headings, [*lines, ("sum", *map(_bytes, total), _bytes(total.total))]
+
+
+def _operation_rows(document: dict[str, Any]) -> _Rows:
+    lines = [(name, f"{count:.2e}") for name, count in document["operations"].items()]
+    total = ("sum", f"{document['operations_total']:.2e}")
+    return "floating-point operations of a rank per step", ("", ""), [*lines, total]
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:,.2f} {unit}"
+    return f"{size:,.0f} B"

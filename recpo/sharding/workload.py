@@ -1,0 +1,266 @@
+"""What a step of training costs a rank: the formulas of ``costs`` and ``policy_costs`` put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from recpo.errors import RecpoError
+from recpo.sharding import policy_costs
+from recpo.sharding.costs import (
+    BYTES_PER_ID,
+    FLOAT,
+    Block,
+    Exchange,
+    Placement,
+    TableOptimizerName,
+    TableSpec,
+    all_reduce_bytes,
+    distinct_ids,
+    lookup_exchange,
+    row_wise_placement,
+    softmax_exchange,
+    state_bytes,
+)
+
+PolicyKind = Literal["softmax", "semantic"]
+# a position of a batch: item, watch quantile, reward, propensity and a few flags; an event: item, feedback, time
+_BYTES_PER_POSITION, _BYTES_PER_EVENT = 40, 24
+_NOWHERE = Placement("", [])
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A policy, its batches and the ranks that train it; see ``recpo plan`` for the fields."""
+
+    num_items: int
+    ranks: int = 1
+    batch: int = 128
+    history: int = 50
+    slate: int | None = None
+    policy: PolicyKind = "softmax"
+    dim: int = 64
+    blocks: policy_costs.Blocks = "sasrec"
+    layers: int = 2
+    heads: int = 2
+    feedback_levels: int = 6
+    tie_weights: bool = True
+    normalizer: Literal["full", "sampled"] = "full"
+    num_negatives: int = 1024
+    codebooks: tuple[int, ...] = (256, 256, 256, 256)
+    decoder_layers: int = 2
+    kv_groups: int = 1
+    kv_layers: int = 1
+    item_vectors: bool = True
+    copies: int = 0
+    optimizer: TableOptimizerName = "rowwise_adagrad"
+    mixed: bool = False
+    device: policy_costs.Device = "cuda"
+
+    def __post_init__(self) -> None:
+        """Refuses what no policy can be."""
+        for name in ("num_items", "ranks", "batch", "history", "dim", "layers", "heads", "decoder_layers"):
+            if getattr(self, name) < 1:
+                raise RecpoError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.copies < 0 or (self.slate is not None and self.slate < 1):
+            raise RecpoError(f"copies must be 0 or more and slate 1 or more, got {self.copies} and {self.slate}")
+        if self.dim % self.heads or self.heads % self.kv_groups:
+            raise RecpoError(
+                f"heads must divide dim, and kv_groups heads; got dim {self.dim}, heads {self.heads}, "
+                f"kv_groups {self.kv_groups}"
+            )
+        tuples = 1
+        for size in self.codebooks:
+            tuples *= size
+        if self.policy == "semantic" and tuples < self.num_items:
+            raise RecpoError(
+                f"{self.num_items:,} items need as many different code tuples, and codebooks of "
+                f"{' x '.join(map(str, self.codebooks))} give {tuples:,}: take larger ones or one more"
+            )
+
+    @property
+    def events(self) -> int:
+        """History events that a rank encodes in a step."""
+        return self.batch * self.history
+
+    @property
+    def scored(self) -> int:
+        """Items that a rank scores: all events of the history, or the slate."""
+        return self.batch * (self.slate or self.history)
+
+    @property
+    def states(self) -> int:
+        """States that they are scored from: one per event, or one per context."""
+        return self.batch * (self.history if self.slate is None else 1)
+
+    @property
+    def softmax_table(self) -> str | None:
+        """The table that an exact softmax runs over, while the policy trains."""
+        if self.policy == "semantic" or self.normalizer == "sampled":
+            return None
+        return "policy.item_table" if self.tie_weights else "policy.output_table"
+
+    def optimizer_of(self, name: str) -> TableOptimizerName:
+        """The table of an exact softmax is stepped as the dense parameters are, by Adam."""
+        return "adam" if name == self.softmax_table else self.optimizer
+
+    def gradients(self, name: str, sharding: str) -> int:
+        """How many dense gradients of a table a backward pass makes; see ``costs.block_bytes``."""
+        if sharding == "data_parallel":
+            return 2
+        return 0 if name != self.softmax_table else 2 if self.tie_weights else 1
+
+    def tables(self) -> list[TableSpec]:
+        """The tables of the policy and of its frozen copies; ``lookups`` are expected different ids of a step."""
+        items, asked = self.num_items + 1, float(self.events)
+        sizes: dict[str, tuple[int, list[float]]] = {}  # rows, and the ids of every lookup
+        if self.policy == "semantic":
+            codes = len(self.codebooks)
+            sizes["policy.code_table"] = (1 + sum(self.codebooks), [asked * codes, self.scored * (codes - 1.0)])
+            if self.item_vectors:
+                sizes["policy.item_table"] = (items, [asked])
+        else:
+            output = self.scored + self.num_negatives if self.normalizer == "sampled" else 0
+            sizes["policy.item_table"] = (items, [asked + (output if self.tie_weights else 0)])
+            if not self.tie_weights:
+                sizes["policy.output_table"] = (items, [output])
+        specs = [
+            TableSpec(name, rows, self.dim, round(sum(distinct_ids(draws, rows) for draws in lookups)))
+            for name, (rows, lookups) in sizes.items()
+        ]
+        copied = [
+            spec._replace(name=f"copy_{number}.{spec.name}", frozen=True, copy_of=spec.name)
+            for number in range(1, self.copies + 1)
+            for spec in specs
+        ]
+        return specs + copied
+
+    def dense_parameters(self) -> int:
+        """Parameters that every rank has."""
+        parameters = policy_costs.encoder_parameters(
+            self.dim, self.layers, self.blocks, self.heads, self.history, self.feedback_levels
+        )
+        if self.policy == "semantic":
+            parameters += policy_costs.decoder_parameters(
+                self.dim, self.decoder_layers, self.codebooks, self.heads, self.kv_groups, self.kv_layers
+            )
+        return parameters
+
+
+class Estimate(NamedTuple):
+    """What a step costs.
+
+    Attributes:
+        memory: bytes of the rank whose tables are the largest, by part.
+        exchange: what a rank sends per step, by part.
+        operations: floating-point operations of a rank per step, by part.
+    """
+
+    memory: dict[str, float]
+    exchange: dict[str, Exchange]
+    operations: dict[str, float]
+
+
+def place_softmax_tables(workload: Workload, *, replicated: bool) -> dict[str, Placement]:
+    """Where the table of the exact softmax and its copies lie: cut into rows, or whole on every rank."""
+    ranks, placed = workload.ranks, {}
+    for spec in workload.tables():
+        if (spec.copy_of or spec.name) == workload.softmax_table:
+            everywhere = [Block(rank, 0, spec.num_rows, 0, spec.dim) for rank in range(ranks)]
+            in_rows = row_wise_placement(spec.num_rows, spec.dim, ranks)
+            placed[spec.name] = Placement("data_parallel", everywhere) if replicated else in_rows
+    return placed
+
+
+def estimate(workload: Workload, placements: dict[str, Placement]) -> Estimate:
+    """All costs of a step, where all tables of the workload lie as said."""
+    memory = table_memory(workload, placements) | _other_memory(workload, placements)
+    return Estimate(memory, _exchange(workload, placements), _operations(workload))
+
+
+def table_memory(workload: Workload, placements: dict[str, Placement]) -> dict[str, float]:
+    """Bytes of those tables that are placed, on the rank that has most of them."""
+    parts = ("tables", "state of their optimiser", "their dense gradients", "frozen copies of tables")
+    of_rank = [[0.0] * len(parts) for _ in range(workload.ranks)]
+    for spec in workload.tables():
+        placement = placements.get(spec.name, _NOWHERE)
+        for block in placement.blocks:
+            rows, columns = block.num_rows, block.num_columns
+            weights, held = FLOAT * rows * columns, of_rank[block.rank]
+            if spec.frozen:
+                held[3] += weights
+                continue
+            held[0] += weights
+            held[1] += state_bytes(rows, columns, workload.optimizer_of(spec.name))
+            held[2] += weights * workload.gradients(spec.name, placement.sharding)
+    return dict(zip(parts, max(of_rank, key=sum), strict=True))
+
+
+def _other_memory(workload: Workload, placements: dict[str, Placement]) -> dict[str, float]:
+    w = workload
+    parameters = w.dense_parameters()
+    activations = policy_costs.encoder_activation_bytes(
+        w.events, w.dim, w.layers, w.blocks, w.heads, w.history, mixed=w.mixed
+    )
+    parts = {"dense parameters, gradients, Adam": float(policy_costs.dense_bytes(parameters, w.ranks, w.copies))}
+    if w.policy == "semantic":
+        activations += policy_costs.decoder_activation_bytes(
+            w.scored, w.dim, w.decoder_layers, w.codebooks, mixed=w.mixed
+        )
+        levels = policy_costs.trie_levels(w.num_items, w.codebooks)
+        parts["trie and codes"] = float(policy_costs.trie_bytes(levels, w.codebooks))
+    elif w.normalizer == "sampled":
+        parts["softmax"] = policy_costs.sampled_softmax_bytes(w.states, w.num_negatives)
+    else:
+        assert w.softmax_table is not None
+        placement = placements[w.softmax_table]
+        ranks = 1 if placement.sharding == "data_parallel" else w.ranks
+        rows = placement.blocks[0].num_rows
+        parts["softmax"] = policy_costs.full_softmax_bytes(w.states, w.dim, rows, ranks, w.device)
+    # ids; vectors at home and where they are asked for, and the gradients of both
+    per_id = BYTES_PER_ID + 4 * FLOAT * w.dim
+    parts["activations"] = activations
+    parts["looked-up vectors"] = float(sum(spec.lookups for spec in w.tables()) * per_id)
+    parts["batch"] = float(w.events * _BYTES_PER_EVENT + w.scored * _BYTES_PER_POSITION)
+    return parts
+
+
+def _exchange(workload: Workload, placements: dict[str, Placement]) -> dict[str, Exchange]:
+    w = workload
+    parts, copies = {}, []
+    for spec in w.tables():
+        sharding = placements[spec.name].sharding
+        sent = lookup_exchange(spec.lookups, spec.num_rows, spec.dim, w.ranks, sharding, frozen=spec.frozen)
+        if spec.frozen:
+            copies.append(sent)
+        else:
+            parts[spec.name] = sent
+    in_rows = w.softmax_table is None or placements[w.softmax_table].sharding != "data_parallel"
+    if w.policy == "softmax" and in_rows:
+        if w.softmax_table is not None:
+            parts["exact softmax"] = softmax_exchange(w.states, w.scored, w.dim, w.ranks)
+        copies += [softmax_exchange(w.states, w.scored, w.dim, w.ranks, frozen=True)] * w.copies
+    if copies:
+        parts["frozen copies"] = Exchange(*(sum(kind) for kind in zip(*copies, strict=True)))
+    parts["dense gradients"] = Exchange(backward=all_reduce_bytes(FLOAT * w.dense_parameters(), w.ranks))
+    return parts
+
+
+def _operations(workload: Workload) -> dict[str, float]:
+    """A backward pass costs twice the forward pass; frozen copies have none."""
+    w = workload
+    passes = 3 + w.copies
+    parts = {
+        "history encoder": passes * policy_costs.encoder_flops(w.events, w.dim, w.layers, w.blocks, w.history),
+    }
+    if w.policy == "semantic":
+        parts["decoder"] = passes * policy_costs.decoder_flops(
+            w.scored, w.dim, w.decoder_layers, w.codebooks, w.history
+        )
+        return parts
+    # forward: logits and expected rows; backward: logits again unless they were kept, and the gradient of the rows
+    exact = policy_costs.softmax_flops(w.states, w.num_items, w.dim)
+    kept = FLOAT * w.states * w.num_items <= policy_costs.SOFTMAX_KEEP_BYTES
+    own = 3 * policy_costs.softmax_flops(w.states, w.num_negatives, w.dim)
+    parts["softmax"] = w.copies * exact + (own if w.softmax_table is None else (3 if kept else 4) * exact)
+    return parts
