@@ -20,18 +20,12 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from recpo.data.held_out import HeldOutBatches, Rank
+from recpo.data.locations import Place
 from recpo.data.prepared import Events, Prepared, Split
-from recpo.data.slates import Catalogue, Layout, SequenceLayout, Windows, evaluation_batch
+from recpo.data.slates import Catalogue, Layout, SequenceLayout, Windows
 from recpo.errors import RecpoError
 from recpo.types import EvaluationBatch, FeedbackBatch
-
-
-class Rank(NamedTuple):
-    """This process among its peers, and how many micro-batches make one optimiser step."""
-
-    rank: int = 0
-    world_size: int = 1
-    accumulate: int = 1
 
 
 class Phases(NamedTuple):
@@ -75,9 +69,9 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
     ) -> None:
         self._prepared, self._layout, self._batch_size = prepared, layout, batch_size
         self._seed, self._rank, self._phases = seed, rank, phases
-        shards = range(prepared.num_shards("train"))
-        cuts = [layout.windows(*prepared.keys("train", shard, layout.cuts_by_label)) for shard in shards]
-        self._windows = np.array([len(windows.slate_start) for windows in cuts], np.int64)
+        self._windows = np.array(
+            [self._count_windows(shard) for shard in range(prepared.num_shards("train"))], np.int64
+        )
         if self.num_rows == 0:
             raise RecpoError(
                 f"{prepared.root}: the training split holds no "
@@ -87,6 +81,9 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         self._make_batch = layout.batch_maker(Catalogue(prepared.num_items, counts), seed)
         self.epoch = 0
         self.start = 0
+
+    def _count_windows(self, shard: int) -> int:
+        return len(self._layout.windows(*self._prepared.keys("train", shard, self._layout.cuts_by_label)).slate_start)
 
     @property
     def num_rows(self) -> int:
@@ -103,23 +100,40 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
     def __iter__(self) -> Iterator[FeedbackBatch]:
         worker = get_worker_info()
         workers, mine = (worker.num_workers, worker.id) if worker else (1, 0)
-        local, start, epoch = -1, self.start, self.epoch
-        for step in self._visits():
-            quantiles = _step_quantiles(step) if self._rank.world_size * self._rank.accumulate > 1 else None
+        start, epoch = self.start, self.epoch
+        # Phases that were consumed before a resume are left out unread.
+        consumed = start // self._visits_per_phase
+        local = consumed * self._visits_per_phase - 1
+        for step in self._visits(consumed):
+            quantiles = _step_quantiles(step) if self._batches_per_step > 1 else None
             for part in step[self._rank.rank :: self._rank.world_size]:
                 local += 1
                 if local >= start and (local - start) % workers == mine:
                     batch = self._make_batch(part.events, part.windows, part.row_ids, epoch)
                     yield batch._replace(step_quantiles=quantiles)
 
-    def _visits(self) -> Iterator[list[_Part]]:
-        """The epoch's optimiser steps, phase by phase, each as often as its phase has passes."""
-        if self._phases.passes == 1:
-            yield from self._steps()
-            return
-        steps = self._steps()
-        for number in count():
-            phase = list(islice(steps, self._phases.steps))
+    @property
+    def division(self) -> dict[str, int]:
+        """How an epoch is divided: into batches of this size, among so many ranks."""
+        return {"batch_size": self._batch_size, "world_size": self._rank.world_size}
+
+    @property
+    def _batches_per_step(self) -> int:
+        return self._rank.world_size * self._rank.accumulate
+
+    @property
+    def _steps_per_phase(self) -> int:
+        return 1 if self._phases.passes == 1 else self._phases.steps
+
+    @property
+    def _visits_per_phase(self) -> int:
+        return self._steps_per_phase * self._phases.passes * self._rank.accumulate
+
+    def _visits(self, consumed: int) -> Iterator[list[_Part]]:
+        """The epoch's optimiser steps from phase ``consumed`` on, each as often as its phase has passes."""
+        steps = self._steps(consumed * self._steps_per_phase)
+        for number in count(consumed):
+            phase = list(islice(steps, self._steps_per_phase))
             if not phase:
                 return
             yield from phase
@@ -127,12 +141,12 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
             for _ in range(self._phases.passes - 1):
                 yield from (phase[i] for i in order.permutation(len(phase)))
 
-    def _steps(self) -> Iterator[list[_Part]]:
-        """The epoch's batches of all ranks, grouped into optimiser steps."""
+    def _steps(self, consumed: int) -> Iterator[list[_Part]]:
+        """The epoch's batches of all ranks, grouped into optimiser steps, without the first ``consumed`` steps."""
         step: list[_Part] = []
-        for part in self._parts():
+        for part in self._parts(consumed * self._batches_per_step):
             step.append(part)
-            if len(step) == self._rank.world_size * self._rank.accumulate:
+            if len(step) == self._batches_per_step:
                 yield step
                 step = []
         if step:
@@ -143,14 +157,19 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
             nothing = step[-1]._replace(windows=step[-1].windows.empty(1), row_ids=np.zeros(1, np.int64))
             yield step + [nothing] * short
 
-    def _parts(self) -> Iterator[_Part]:
+    def _parts(self, consumed: int) -> Iterator[_Part]:
+        """The epoch's batches without the first ``consumed``; a shard of which nothing is left is not read."""
         order = np.random.default_rng([self._seed, self.epoch])
         first_row = np.concatenate([[0], np.cumsum(self._windows)])
         for shard in order.permutation(len(self._windows)):
+            rows = order.permutation(self._windows[shard])  # drawn in any case: the next shard's order follows it
+            begins = range(0, len(rows), self._batch_size)[consumed:]
+            consumed = max(0, consumed - -(-len(rows) // self._batch_size))
+            if not begins:
+                continue
             events = self._prepared.load("train", int(shard))
             windows = self._layout.windows_of(events)
-            rows = order.permutation(self._windows[shard])
-            for begin in range(0, len(rows), self._batch_size):
+            for begin in begins:
                 batch = rows[begin : begin + self._batch_size]
                 yield _Part(events, windows.take(batch), batch + first_row[shard])
 
@@ -164,42 +183,6 @@ def _step_quantiles(step: list[_Part]) -> Tensor:
     ]
     known = np.concatenate(quantiles)
     return torch.from_numpy(known[~np.isnan(known)])
-
-
-class HeldOutBatches(IterableDataset[EvaluationBatch]):
-    """The users of a held-out split, batch by batch; every rank takes every ``world_size``-th batch.
-
-    With ``max_users`` so many of them, evenly spaced: the first ones of a log may be quite unlike the others.
-    """
-
-    def __init__(
-        self,
-        prepared: Prepared,
-        split: Split,
-        history_length: int,
-        batch_size: int,
-        rank: Rank,
-        max_users: int | None = None,
-    ) -> None:
-        self._prepared, self._split, self._history_length = prepared, split, history_length
-        self._batch_size, self._rank, self._max_users = batch_size, rank, max_users
-
-    def __iter__(self) -> Iterator[EvaluationBatch]:
-        sizes = [shard["users"] for shard in self._prepared.manifest["shards"][self._split]]
-        total = sum(sizes)
-        chosen = np.arange(total if self._max_users is None else min(self._max_users, total))
-        chosen = chosen * total // max(1, len(chosen))
-        number, first = 0, 0
-        for shard, size in enumerate(sizes):
-            users = chosen[(chosen >= first) & (chosen < first + size)] - first
-            first += size
-            if not len(users):
-                continue
-            events = self._prepared.load(self._split, shard)
-            for begin in range(0, len(users), self._batch_size):
-                if number % self._rank.world_size == self._rank.rank:
-                    yield evaluation_batch(events, users[begin : begin + self._batch_size], self._history_length)
-                number += 1
 
 
 class ResumableLoader(DataLoader[FeedbackBatch]):
@@ -223,12 +206,25 @@ class ResumableLoader(DataLoader[FeedbackBatch]):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch and local batches consumed in it."""
-        return {"epoch": self._batches.epoch, "batch": self._yielded}
+        """Epoch, batches that each rank consumed in it, and how many ranks of which batch size."""
+        return {"epoch": self._batches.epoch, "batch": self._yielded, **self._batches.division}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on after ``state``."""
-        self._batches.epoch, self._batches.start = state["epoch"], state["batch"]
+        """Goes on after ``state``, which may be that of another number of ranks.
+
+        Raises:
+            RecpoError: in mid-epoch with another batch size, or with ranks among which the batches do not divide.
+        """
+        now = self._batches.division
+        before = now | {key: state[key] for key in now if key in state}
+        consumed, uneven = divmod(state["batch"] * before["world_size"], now["world_size"])
+        if uneven or (consumed and before["batch_size"] != now["batch_size"]):
+            raise RecpoError(
+                f"data: the epoch was left after {state['batch']} batches of {before['batch_size']} on each of "
+                f"{before['world_size']} ranks; it cannot go on with batch_size {now['batch_size']} on "
+                f"{now['world_size']}: keep batch_size, and let accumulate_grad_batches make up for other ranks"
+            )
+        self._batches.epoch, self._batches.start = state["epoch"], consumed
 
 
 class FeedbackDataModule(LightningDataModule):
@@ -253,7 +249,7 @@ class FeedbackDataModule(LightningDataModule):
 
     def __init__(
         self,
-        prepared: Path,
+        prepared: str | Path,
         batch_size: int = 128,
         layout: Layout = SequenceLayout(),  # noqa: B008  frozen
         num_workers: int = 0,
@@ -289,6 +285,8 @@ class FeedbackDataModule(LightningDataModule):
         return Rank(trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
 
 
-def evaluation_batches(prepared: Path, split: Split, history_length: int, batch_size: int) -> Iterator[EvaluationBatch]:
+def evaluation_batches(
+    prepared: Place | str, split: Split, history_length: int, batch_size: int
+) -> Iterator[EvaluationBatch]:
     """Streams the held-out users of ``split`` with their last ``history_length`` earlier events."""
     return iter(HeldOutBatches(Prepared.open(prepared), split, history_length, batch_size, Rank()))

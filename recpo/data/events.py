@@ -14,6 +14,7 @@ from recpo.data.schema import MILLISECONDS_PER_UNIT, TIE_RULE, ColumnMapping, Co
 #: Times outside 1971-01-01 .. 2100-01-01 UTC come from a wrong unit: seconds read as milliseconds fall into 1970.
 EARLIEST_MS: Final = 31_536_000_000
 LATEST_MS: Final = 4_102_444_800_000
+_DATED: Final = "^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}"
 
 
 def select_columns(rows: ir.Table, columns: dict[str, str]) -> ir.Table:
@@ -37,8 +38,10 @@ def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
         return _plausible(_clock_ms(column.cast("timestamp")))
     if kind.is_string():
         counted = _numeric_ms(column.try_cast("int64"), unit)
-        # An offset in the string counts; without one the string is UTC.
-        return counted.coalesce(_plausible(_clock_ms(column.try_cast("timestamp('UTC')").cast("timestamp"))))
+        # An offset in the string counts; without one the string is UTC. What is a date is settled here, as engines
+        # disagree: Spark reads "2024" as a year and "12:00" as a time of today.
+        dated = ibis.ifelse(column.re_search(_DATED), column, ibis.null("string"))
+        return counted.coalesce(_plausible(_clock_ms(dated.try_cast("timestamp('UTC')").cast("timestamp"))))
     return _numeric_ms(column, unit)
 
 

@@ -108,7 +108,7 @@ def test_a_trainer_that_counts_its_batches_gets_the_next_epoch_too(shards):
     loader = ResumableLoader(TrainBatches(shards, LAYOUT, 3, seed=0, rank=Rank()), num_workers=0)
     first, second = ([next(iterator) for _ in range(len(loader))] for iterator in (iter(loader), iter(loader)))
     assert rows_of(first) != rows_of(second)
-    assert loader.state_dict() == {"epoch": 2, "batch": 0}
+    assert loader.state_dict() == {"epoch": 2, "batch": 0, "batch_size": 3, "world_size": 1}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -126,18 +126,75 @@ def test_a_resumed_epoch_goes_on_with_the_next_batch(shards, workers):
     resumed = loader()
     resumed.load_state_dict(stopped.state_dict())
     assert rows_of(resumed) == expected[len(stopped) + 3 :]
-    assert resumed.state_dict() == {"epoch": 2, "batch": 0}
+    assert resumed.state_dict() == {"epoch": 2, "batch": 0, "batch_size": 2, "world_size": 1}
+
+
+def test_an_epoch_goes_on_with_another_number_of_ranks(shards):
+    def loader(rank, size=2):
+        return ResumableLoader(TrainBatches(shards, LAYOUT, size, seed=3, rank=rank), num_workers=0)
+
+    stopped = loader(Rank(0, 2, 1))
+    iterator = iter(stopped)
+    for _ in range(3):
+        next(iterator)
+    alone = loader(Rank(0, 1, 2))
+    alone.load_state_dict(stopped.state_dict())
+    assert rows_of(alone) == rows_of(loader(Rank(0, 1, 2)))[6:]
+    with pytest.raises(RecpoError, match="cannot go on with batch_size 4 on 2"):
+        loader(Rank(0, 2), 4).load_state_dict(stopped.state_dict())
+    with pytest.raises(RecpoError, match="cannot go on with batch_size 2 on 4"):
+        loader(Rank(0, 4)).load_state_dict(stopped.state_dict())
+    loader(Rank(0, 4)).load_state_dict({"epoch": 1, "batch": 0})
+
+
+class Counting(Prepared):
+    """Remembers which training shards were read."""
+
+    def load(self, split, shard):
+        self.manifest.setdefault("loads", []).append(shard)
+        return super().load(split, shard)
+
+
+@pytest.mark.parametrize("rank", [Rank(), Rank(1, 2, 1), Rank(0, 2, 2)], ids=str)
+@pytest.mark.parametrize("phases", [Phases(), Phases(2, 3)], ids=str)
+def test_a_resume_reads_no_shard_that_was_consumed_and_goes_on_alike(shards, rank, phases):
+    counting = Counting(shards.root, shards.manifest)
+    batches = TrainBatches(counting, LAYOUT, 2, 3, rank, phases)
+    whole = rows_of(batches)
+    for start in range(len(whole) + 1):
+        counting.manifest["loads"] = []
+        batches.start = start
+        assert rows_of(batches) == whole[start:]
+        if start == len(whole) - 1:
+            assert len(counting.manifest["loads"]) == 1
 
 
 def test_held_out_users_are_split_over_ranks_and_can_be_limited(shards):
     def users(rank, limit=None):
         held_out = HeldOutBatches(shards, "valid", 6, 4, rank, limit)
-        return [row for batch in held_out for row in batch.feedback.row_ids.tolist()]
+        return [row for b in held_out for row in b.feedback.row_ids[b.feedback.slates.mask.any(1)].tolist()]
 
     assert users(Rank()) == list(range(11))
     assert sorted(users(Rank(0, 2)) + users(Rank(1, 2))) == list(range(11))
     assert users(Rank(), 5) == [0, 2, 4, 6, 8]  # evenly spaced
     assert users(Rank(), 99) == list(range(11))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("limit", [None, 7])
+def test_every_rank_validates_as_often_and_every_user_counts_once(shards, world_size, limit):
+    ranks = [list(HeldOutBatches(shards, "valid", 6, 2, Rank(rank, world_size), limit)) for rank in range(world_size)]
+    assert len({len(batches) for batches in ranks}) == 1
+    counted = [
+        batch.feedback.row_ids.tolist() for batches in ranks for batch in batches if batch.feedback.slates.mask.any()
+    ]
+    alone = [batch.feedback.row_ids.tolist() for batch in HeldOutBatches(shards, "valid", 6, 2, Rank(), limit)]
+    assert sorted(counted) == sorted(alone)
+    fillers = [batch for batches in ranks for batch in batches if not batch.feedback.slates.mask.any()]
+    assert all(len(batch.seen) == 1 for batch in fillers)
+    assert len(fillers) == -len(alone) % world_size
+    # Its list is that of a user who is counted elsewhere, so that not even the coverage changes.
+    assert {row for batch in fillers for row in batch.feedback.row_ids.tolist()} <= {row for b in alone for row in b}
 
 
 def test_the_module_yields_what_the_trainer_needs(shards):
