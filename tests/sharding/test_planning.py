@@ -1,0 +1,255 @@
+"""Plans of torchrec's planner: what lies where, what fits, and that every rank hears of a fault."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpo.errors import RecpoError
+from recpo.sharding import planning
+from recpo.sharding.costs import GIB, block_bytes
+from recpo.sharding.planning import Block, Placement, TableSpec, make_collection, placements, plan_tables, table_key
+from tests.sharding.ranks import Ranks
+
+ITEMS = TableSpec("policy.item_table", 1_000_001, 64, 6400)
+CODES = TableSpec("policy.code_table", 769, 64, 600)
+OLD = TableSpec("inputs.old.policy.item_table", 1_000_001, 64, 6400, frozen=True, copy_of=ITEMS.name)
+REFERENCE = OLD._replace(name="inputs.reference.policy.item_table")
+
+
+def placed(specs, sharding="auto", optimizer="adagrad", ranks=2, **options):
+    return placements(plan_tables(specs, sharding=sharding, optimizer=optimizer, world_size=ranks, **options), specs)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def test_rows_are_cut_into_blocks_of_the_same_height_but_the_last_ones():
+    small = ITEMS._replace(num_rows=10)
+    blocks = placed([small], "row_wise", ranks=4)[small.name].blocks
+    assert blocks == [Block(0, 0, 3, 0, 64), Block(1, 3, 3, 0, 64), Block(2, 6, 3, 0, 64), Block(3, 9, 1, 0, 64)]
+    tiny = ITEMS._replace(num_rows=5)
+    assert [block.num_rows for block in placed([tiny], "row_wise", ranks=4)[tiny.name].blocks] == [2, 2, 1, 0]
+
+
+def test_columns_are_dealt_out_one_block_per_rank_whatever_else_there_is():
+    specs = [ITEMS, CODES._replace(num_rows=900_000), CODES._replace(name="policy.output_table")]
+    shardings = dict.fromkeys((spec.name for spec in specs[1:]), "column_wise") | {ITEMS.name: "table_wise"}
+    found = placed(specs, shardings, ranks=4)
+    for spec in specs[1:]:
+        assert found[spec.name].blocks == [Block(r, 0, spec.num_rows, 16 * r, 16) for r in range(4)]
+
+
+def test_whole_tables():
+    on_one, everywhere = placed([CODES], "table_wise")[CODES.name], placed([CODES], "data_parallel")[CODES.name]
+    assert on_one.blocks in ([Block(0, 0, 769, 0, 64)], [Block(1, 0, 769, 0, 64)])
+    assert everywhere == Placement("data_parallel", [Block(0, 0, 769, 0, 64), Block(1, 0, 769, 0, 64)])
+
+
+@pytest.mark.parametrize("sharding", ["auto", "row_wise", "table_wise", "column_wise", "data_parallel"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_one_rank_holds_everything(sharding, device):
+    for placement in placed([ITEMS, CODES, OLD], sharding, ranks=1, compute_device=device).values():
+        assert sharding in ("auto", placement.sharding)
+        assert [block[:3] for block in placement.blocks] == [(0, 0, placement.blocks[0].num_rows)]
+
+
+@given(
+    rows=st.lists(st.integers(1, 5000), min_size=1, max_size=3),
+    dim=st.sampled_from([8, 24, 64]),
+    ranks=st.sampled_from([1, 2, 3, 8, 16]),
+    sharding=st.sampled_from(["auto", "row_wise", "table_wise"]),
+)
+@settings(max_examples=25)
+def test_blocks_cover_every_table_once(rows, dim, ranks, sharding):
+    specs = [TableSpec(f"policy.table_{i}", count, dim, 100) for i, count in enumerate(rows)]
+    for spec, placement in zip(specs, placed(specs, sharding, ranks=ranks).values(), strict=True):
+        cells = torch.zeros(spec.num_rows, dim)
+        for block in placement.blocks:
+            rows_, columns = slice(block.first_row, block.first_row + block.num_rows), block.first_column
+            cells[rows_, columns : columns + block.num_columns] += 1
+        assert (cells == (ranks if placement.sharding == "data_parallel" else 1)).all()
+        assert len({block.rank for block in placement.blocks}) == len(placement.blocks)
+
+
+def test_the_planner_replicates_what_is_cheaper_to_reduce_than_to_exchange():
+    found = placed([ITEMS, CODES._replace(lookups=100_000)], ranks=64, local_world_size=8, compute_device="cuda")
+    assert found[ITEMS.name].sharding == "row_wise"
+    assert found[CODES.name].sharding == "data_parallel"
+
+
+def test_column_wise_is_never_chosen_where_its_result_would_depend_on_the_ranks():
+    for optimizer in ("rowwise_adagrad", "adagrad"):
+        for lookups in (10, 100_000):
+            found = placed([ITEMS._replace(lookups=lookups)], optimizer=optimizer, ranks=4)[ITEMS.name]
+            assert optimizer == "adagrad" or found.sharding != "column_wise"
+    with pytest.raises(RecpoError, match=r"policy\.item_table: rowwise_adagrad keeps one accumulator per row"):
+        placed([ITEMS], "column_wise", "rowwise_adagrad")
+
+
+def test_copies_lie_where_their_table_lies():
+    for sharding in ("auto", "row_wise", "table_wise", "column_wise", "data_parallel"):
+        specs = [CODES._replace(num_rows=900_000), ITEMS, OLD, REFERENCE]
+        plan = plan_tables(specs, sharding=sharding, optimizer="adagrad", world_size=4)
+        found = placements(plan, specs)
+        assert found[OLD.name] == found[REFERENCE.name] == found[ITEMS.name]
+        assert list(plan.plan[OLD.name]) == [table_key(OLD.name)] == ["inputs/old/policy/item_table"]
+
+
+def test_a_collection_is_named_as_the_plan_names_it():
+    collection = make_collection(ITEMS)
+    assert dict(collection.named_parameters())["embeddings.policy/item_table.weight"].shape == (1_000_001, 64)
+    assert next(collection.parameters()).device.type == "meta"
+    assert collection.embedding_configs()[0].feature_names == [table_key(ITEMS.name)]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_fits_is_counted_with_state_copies_and_lookups(optimizer, device):
+    specs = [ITEMS, OLD, REFERENCE]
+    lookups = 3 * 6400 * (8 + 2 * 4 * 64)
+    needed = block_bytes(500_001, 64, optimizer, copies=2) + lookups
+    options = {"sharding": "row_wise", "optimizer": optimizer, "compute_device": device}
+    placed(specs, **options, memory_per_rank=needed)
+    with pytest.raises(RecpoError, match=r"do not fit.*item_table 1,000,001 x 64 .* GiB on each of 2 ranks"):
+        placed(specs, **options, memory_per_rank=needed - 1)
+
+
+def test_the_planner_falls_back_to_what_fits():
+    busy, lookups = CODES._replace(lookups=100_000), 100_000 * (8 + 2 * 4 * 64)
+    options = {"ranks": 64, "local_world_size": 8, "compute_device": "cuda"}
+    whole = block_bytes(769, 64, "adagrad", gradients=2)
+    assert placed([busy], **options, memory_per_rank=lookups + whole)[busy.name].sharding == "data_parallel"
+    assert placed([busy], **options, memory_per_rank=lookups + whole - 1)[busy.name].sharding == "row_wise"
+
+
+def test_what_does_not_fit_is_said_with_numbers_and_how_to_mend_it():
+    options = {"ranks": 2, "memory_per_rank": 3 * GIB // 8}
+    with pytest.raises(RecpoError, match=r"0\.48 GiB on every rank, .*takes 2 ranks or a few more.*reference: cached"):
+        placed([ITEMS], "data_parallel", **options)
+    with pytest.raises(RecpoError, match=r"0\.48 GiB on one rank, .*Take more ranks and row_wise"):
+        placed([ITEMS], "table_wise", **options)
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "message"),
+    [
+        ([ITEMS], {"sharding": "column_wise", "ranks": 3}, "its 64 columns cannot be split over 3 ranks .* of 12"),
+        ([ITEMS], {"sharding": "column_wise", "ranks": 32}, "choose row_wise, or a dim that is a multiple of 128"),
+        ([ITEMS], {"sharding": {"item_table": "row_wise"}}, r"sharding names item_table, the tables are policy\.item"),
+        ([ITEMS, OLD], {"sharding": {OLD.name: "row_wise"}}, r"the tables are policy\.item_table$"),
+        ([ITEMS, ITEMS], {}, "a name of its own"),
+        ([], {}, "a name of its own"),
+        ([ITEMS._replace(num_rows=0)], {}, "is empty: 0 x 64"),
+        ([OLD], {}, "which is no original table"),
+        ([ITEMS, OLD._replace(dim=32)], {}, "which is of another shape"),
+        ([ITEMS], {"ranks": 6, "local_world_size": 4}, "6 ranks cannot be split into nodes of 4"),
+    ],
+)
+def test_mistakes(specs, options, message):
+    with pytest.raises(RecpoError, match=message):
+        placed(specs, **options)
+
+
+def test_a_thousand_ranks_are_planned_in_no_time():
+    begin = time.perf_counter()
+    found = placed([ITEMS._replace(num_rows=10**9 + 1), CODES], ranks=1024, local_world_size=8, compute_device="cuda")
+    assert [len(placement.blocks) for placement in found.values()] == [1024, 1024]
+    assert time.perf_counter() - begin < 5
+
+
+# ---------------------------------------------------------------- two ranks
+def plan_together(memory):
+    return placements(
+        plan_tables(
+            [ITEMS, OLD],
+            sharding="auto",
+            optimizer="adagrad",
+            world_size=2,
+            memory_per_rank=memory,
+            group=dist.group.WORLD,
+        ),
+        [ITEMS, OLD],
+    )
+
+
+def fault_of(memory, broken=False):
+    """What a rank is told, and after how many seconds."""
+    begin = time.perf_counter()
+    before = planning._plan
+    if broken and dist.get_rank() == 0:
+        planning._plan = lambda *arguments: 1 / 0
+    try:
+        plan_together(memory)
+    except RecpoError as error:
+        return str(error), time.perf_counter() - begin
+    finally:
+        planning._plan = before
+    return "", 0.0
+
+
+def looked_up(sharding):
+    """Rows of a table that is sharded as planned, and the shape of what this rank holds of it."""
+    specs = [TableSpec("policy.item_table", 11, 8, 4)]
+    plan = plan_tables(specs, sharding=sharding, optimizer="sgd", world_size=2, group=dist.group.WORLD)
+    key = table_key(specs[0].name)
+    tables = nn.ModuleDict({key: make_collection(specs[0], torch.device("cpu"))})
+    rows = torch.arange(88.0).view(11, 8)
+    with torch.no_grad():
+        next(tables.parameters()).copy_(rows)
+    sharded = DistributedModelParallel(
+        tables,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=ShardingPlan({key: plan.plan[specs[0].name]}),
+        sharders=[EmbeddingCollectionSharder()],
+        init_data_parallel=False,
+    )
+    ids = torch.tensor([10, 0, 3, 7, 3])
+    features = KeyedJaggedTensor(keys=[key], values=ids, lengths=torch.tensor([5], dtype=torch.int32))
+    vectors = sharded.module[key](features).wait()[key].values()
+    held = [list(p.shape) for p in sharded.module[key].parameters()]
+    return torch.equal(vectors, rows[ids]), held
+
+
+def test_all_ranks_get_the_plan_of_the_first(ranks):
+    first, second = ranks.run(plan_together, None)
+    assert first == second
+    assert first[OLD.name] == first[ITEMS.name]
+
+
+def test_all_ranks_hear_of_what_went_wrong_on_the_first(ranks):
+    (first, seconds), (second, others) = ranks.run(fault_of, 1 << 20)
+    assert first == second
+    assert "do not fit into 0.00 GiB per rank" in first
+    assert max(seconds, others) < 5
+    answers = ranks.run(fault_of, None, True)
+    assert {answer[0] for answer in answers} == {
+        "the first rank could not plan how to shard the tables: ZeroDivisionError: division by zero"
+    }
+
+
+@pytest.mark.parametrize(
+    ("sharding", "shapes"),
+    [("row_wise", [[6, 8], [5, 8]]), ("column_wise", [[11, 4], [11, 4]]), ("table_wise", None)],
+)
+def test_torchrec_shards_as_planned(ranks, sharding, shapes):
+    (right, first), (too, second) = ranks.run(looked_up, sharding)
+    assert right
+    assert too
+    if shapes is not None:
+        assert [first, second] == [[shapes[0]], [shapes[1]]]
