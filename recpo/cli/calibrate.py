@@ -26,7 +26,7 @@ from recpo.training.run import refuse_other_items
 
 def calibrate(
     run: Path,
-    prepared: Path,
+    prepared: str | Path,
     checkpoint: Checkpoint = "best",
     batch_size: int = 512,
     resamples: int = 200,
@@ -51,7 +51,7 @@ def calibrate(
         device: where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
     """
     data = Prepared.open(prepared)
-    refuse_other_items(run, data.catalogue_checksum, prepared)
+    refuse_other_items(run, data.catalogue_checksum, data.root)
     model = load_reward_model(run, checkpoint)
     if not isinstance(model.objective, PointwiseReward):
         raise RecpoError(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from recpo.cli.training_curves import Curves, training_curves
 from recpo.contracts import Policy
-from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.baselines import Popularity, UniformlyRandom, decayed_counts
@@ -114,7 +113,7 @@ def bundles(paths: Sequence[Path], data: Prepared, longest: int) -> list[Candida
     """
     found = []
     ids = np.arange(1, data.num_items + 1)
-    expected = IdMap.load(data.root / "items.parquet").to_external(ids)
+    expected = data.item_ids().to_external(ids)
     for path, name in zip(paths, _names("bundle", paths), strict=True):
         bundle = Bundle.load(path)
         if len(bundle.items) != data.num_items or not bundle.items.to_external(ids).equals(expected):

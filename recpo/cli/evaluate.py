@@ -56,7 +56,7 @@ _NO_PROPENSITIES = (
 
 
 def evaluate(
-    prepared: Path,
+    prepared: str | Path,
     out: Path,
     run: list[Path] | Path = [],  # noqa: B006  jsonargparse prints it
     bundle: list[Path] | Path = [],  # noqa: B006

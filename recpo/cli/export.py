@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import yaml
@@ -14,7 +15,7 @@ from recpo.training.run import RESOLVED, load_policy, refuse_other_items
 
 def export(
     run: Path,
-    prepared: Path,
+    prepared: str | Path,
     out: Path,
     k: int = 100,
     checkpoint: Literal["best", "last"] = "best",
@@ -33,16 +34,23 @@ def export(
         overwrite: replace ``out`` where it exists.
     """
     data = Prepared.open(prepared)
-    refuse_other_items(run, data.catalogue_checksum, prepared)
+    refuse_other_items(run, data.catalogue_checksum, data.root)
     options = yaml.safe_load((run / RESOLVED).read_text(encoding="utf-8"))
     k = min(k, data.num_items)
-    export_bundle(
-        load_policy(run, checkpoint),
-        prepared,
-        out,
-        k=k,
-        feedback=data.manifest["feedback"],
-        origin={"policy": options["policy"], "checkpoint": checkpoint, "catalogue_checksum": data.catalogue_checksum},
-        overwrite=overwrite,
-    )
+    with TemporaryDirectory() as folder:
+        # The bundle's items come from a local file.
+        data.item_ids().save(Path(folder) / "items.parquet")
+        export_bundle(
+            load_policy(run, checkpoint),
+            Path(folder),
+            out,
+            k=k,
+            feedback=data.manifest["feedback"],
+            origin={
+                "policy": options["policy"],
+                "checkpoint": checkpoint,
+                "catalogue_checksum": data.catalogue_checksum,
+            },
+            overwrite=overwrite,
+        )
     print(f"{out}: {data.num_items:,} items, lists of {k}; ONNX and torch.export give the policy's lists and scores")

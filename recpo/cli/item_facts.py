@@ -46,12 +46,12 @@ def item_facts(data: Prepared, features: ItemFeatures | None) -> ItemFacts:
     Raises:
         RecpoError: the file cannot be read, lacks a column, or names no item of the catalogue.
     """
-    table = pq.read_table(data.root / "items.parquet", columns=["train_count", "duration"])
+    table = data.table("items.parquet", ["train_count", "duration"])
     count, duration = (_with_place_0(torch.from_numpy(column.to_numpy().copy())) for column in table.columns)
     facts = ItemFacts(count, duration.double() if bool((~duration[1:].isnan()).any()) else None)
     if features is None:
         return facts
-    items = IdMap.load(data.root / "items.parquet")
+    items = data.item_ids()
     vectors = None
     if features.vectors is not None:
         rows = read_vectors(features.file, features.item_id, [features.vectors], items.to_internal, data.num_items)

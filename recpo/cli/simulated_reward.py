@@ -30,7 +30,7 @@ class TrueReward(RewardFunction):
     """
 
     truth: Path
-    prepared: Path
+    prepared: str | Path
 
     @property
     def catalogue_checksum(self) -> str | None:

@@ -53,7 +53,7 @@ class _Tokenized(NamedTuple):
 
 
 def tokenize(
-    prepared: Path,
+    prepared: str | Path,
     out: Path,
     vectors: VectorSource | CodesFromFile = VectorsFromCooccurrence(),  # noqa: B008 frozen
     codebooks: Path | None = None,
@@ -99,7 +99,7 @@ def tokenize(
         progress: show a progress bar on a terminal.
     """
     data = Prepared.open(prepared)
-    items = IdMap.load(data.root / "items.parquet")
+    items = data.item_ids()
     quantiser = ResidualKMeans(levels, codebook_size, normalise, capacity_slack, iterations, sample)
     place = compute_device(device)
     with (

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.measures import Observed
@@ -82,8 +80,8 @@ def true_rewards(path: Path, data: Prepared, split: Literal["valid", "test"], ks
     boundaries = data.manifest["boundaries"]
     begin = boundaries.get(f"{split}_start_ms")
     day = float(truth.day_of(boundaries["last_ms"] if begin is None else begin))
-    items = IdMap.load(data.root / "items.parquet").to_external(np.arange(1, data.num_items + 1))
-    users = pq.read_table(data.root / "users.parquet", columns=["user_id"]).column(0)
+    items = data.item_ids().to_external(np.arange(1, data.num_items + 1))
+    users = data.table("users.parquet", ["user_id"]).column(0)
     try:
         item_ids, user_ids = (column.cast("int64").to_numpy() for column in (items, users))
     except ValueError as error:

@@ -57,7 +57,7 @@ def read_finished(run: Path) -> dict[str, Any]:
     return finished
 
 
-def refuse_other_items(run: Path, catalogue_checksum: str, prepared: Path) -> None:
+def refuse_other_items(run: Path, catalogue_checksum: str, prepared: object) -> None:
     """Raises where a run was not trained on the items of a prepared directory.
 
     Args:
