@@ -6,9 +6,11 @@ Only the module of the verb that was asked for is imported.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
@@ -30,6 +32,8 @@ VERBS = {
     "demo": "the whole road on a simulated log",
     "doctor": "say what is installed and whether it works",
 }
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,11 +69,22 @@ def run(function: Callable[..., None], options: Sequence[str]) -> None:
     parser = parser_of(function)
     configuration = parser.parse_args(list(options))
     configuration.pop("config", None)
+    _refuse_addresses(configuration)
     token = RESOLVED.set(parser.dump(configuration, skip_unset=False))
     try:
         function(**_instantiated(parser, configuration))
     finally:
         RESOLVED.reset(token)
+
+
+def _refuse_addresses(configuration: Namespace) -> None:
+    """A path option that was given ``s3://...`` would make a local directory of that name."""
+    for name, value in vars(configuration.as_flat()).items():
+        if isinstance(value, Path) and _ADDRESS.match(str(value)):
+            raise RecpoError(
+                f"--{name} {value}: a local path is expected; in an object store may lie the log, what prepare writes, "
+                "and the prepared directory that the other verbs read"
+            )
 
 
 def _instantiated(parser: ArgumentParser, configuration: Namespace) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from recpo.data.held_out import HeldOutBatches, Rank
-from recpo.data.locations import Place
+from recpo.data.locations import Location, Place
 from recpo.data.prepared import Events, Prepared, Split
 from recpo.data.slates import Catalogue, Layout, SequenceLayout, Windows
 from recpo.errors import RecpoError
@@ -54,6 +54,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
     """One rank's batches of an epoch.
 
     Attributes:
+        prepared: the prepared directory.
         epoch: which epoch to yield next.
         start: local batches of that epoch to leave out (they were consumed before a resume).
     """
@@ -67,7 +68,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         rank: Rank,
         phases: Phases = Phases(),  # noqa: B008  immutable
     ) -> None:
-        self._prepared, self._layout, self._batch_size = prepared, layout, batch_size
+        self.prepared, self._layout, self._batch_size = prepared, layout, batch_size
         self._seed, self._rank, self._phases = seed, rank, phases
         self._windows = np.array(
             [self._count_windows(shard) for shard in range(prepared.num_shards("train"))], np.int64
@@ -83,7 +84,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         self.start = 0
 
     def _count_windows(self, shard: int) -> int:
-        return len(self._layout.windows(*self._prepared.keys("train", shard, self._layout.cuts_by_label)).slate_start)
+        return len(self._layout.windows(*self.prepared.keys("train", shard, self._layout.cuts_by_label)).slate_start)
 
     @property
     def num_rows(self) -> int:
@@ -167,7 +168,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
             consumed = max(0, consumed - -(-len(rows) // self._batch_size))
             if not begins:
                 continue
-            events = self._prepared.load("train", int(shard))
+            events = self.prepared.load("train", int(shard))
             windows = self._layout.windows_of(events)
             for begin in begins:
                 batch = rows[begin : begin + self._batch_size]
@@ -192,7 +193,14 @@ class ResumableLoader(DataLoader[FeedbackBatch]):
     """
 
     def __init__(self, batches: TrainBatches, num_workers: int) -> None:
-        super().__init__(batches, batch_size=None, num_workers=num_workers, pin_memory=torch.cuda.is_available())
+        super().__init__(
+            batches,
+            batch_size=None,
+            num_workers=num_workers,
+            pin_memory=torch.cuda.is_available(),
+            # the clients of object stores do not survive a fork
+            multiprocessing_context="spawn" if num_workers and isinstance(batches.prepared.root, Location) else None,
+        )
         self._batches = batches
         self._yielded = 0
 
