@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from recpo.ops.catalog_blocks import BLOCK_BYTES, BLOCK_BYTES_ACCELERATOR, BLOCK_ROWS_OF_TABLE, KEEP_BYTES
 from recpo.sharding.costs import FLOAT
 
 Blocks = Literal["sasrec", "hstu"]
 Device = Literal["cpu", "cuda"]
 
-# table rows in a block of the exact softmax, the bytes of its logits, and up to how many bytes of softmax are kept
-# (recpo.ops.linear_logprob)
-SOFTMAX_BLOCK_ROWS = 8192
-SOFTMAX_BLOCK_BYTES: dict[Device, int] = {"cpu": 8 << 20, "cuda": 256 << 20}
-SOFTMAX_KEEP_BYTES = 192 << 20
 _TRIE_BITMAP_BYTES_PER_CHILD = 4
 
 
@@ -39,14 +35,17 @@ def decoder_parameters(dim: int, layers: int, codebooks: Sequence[int], heads: i
     return layers * (14 * dim**2 + 17 * dim) + keys_and_values + (1 + len(codebooks) + 2) * dim + heads_of_codes
 
 
-def dense_bytes(parameters: int, ranks: int, copies: int = 0) -> int:
-    """Weight, gradient and Adam's two moments, ``16`` bytes each; the bucket of the all-reduce, copies: ``4`` each."""
-    return parameters * FLOAT * (4 + (ranks > 1) + copies)
+def dense_bytes(parameters: int, ranks: int, copies: int = 0, *, mixed: bool = False) -> int:
+    """``16`` bytes per parameter: weight, gradient, Adam's two moments.
+
+    ``4`` more for the bucket that is all-reduced, ``4`` for each frozen copy, ``2`` for a 16-bit copy of the weights.
+    """
+    return parameters * (FLOAT * (4 + (ranks > 1) + copies) + 2 * mixed)
 
 
 # ---------------------------------------------------------------- activations
 # Floats kept for the backward pass, measured by hooks on saved tensors (torch 2.13, dropout on); tests hold them within
-# 15 %. Under autocast to 16 bits the blocks keep 0.57 of the bytes.
+# 20 %. Under autocast to 16 bits the blocks keep 0.57 of the bytes.
 _SASREC_FLOATS, _EMBEDDED_FLOATS, _DECODER_FLOATS, _CODE_FLOATS = 20.0, 2.3, 26.0, 5.0
 _HSTU_FLOATS, _HSTU_FLOATS_PER_HEAD_AND_EVENT, _TIME_GAP_FLOATS_PER_EVENT = 17.6, 2.1, 2.0
 MIXED_SHARE = 0.57
@@ -86,9 +85,9 @@ def full_softmax_bytes(states: float, dim: int, rows: int, ranks: int, device: L
     """
     scored = states * ranks
     softmax = FLOAT * scored * rows
-    per_block = FLOAT * scored * -(-rows // SOFTMAX_BLOCK_ROWS)
-    blocks = 3 * min(SOFTMAX_BLOCK_BYTES[device], softmax)
-    return 3 * FLOAT * dim * scored + per_block + blocks + (softmax if softmax <= SOFTMAX_KEEP_BYTES else 0.0)
+    per_block = FLOAT * scored * -(-rows // BLOCK_ROWS_OF_TABLE)
+    blocks = 3 * min(BLOCK_BYTES.get(device, BLOCK_BYTES_ACCELERATOR), softmax)
+    return 3 * FLOAT * dim * scored + per_block + blocks + (softmax if softmax <= KEEP_BYTES else 0.0)
 
 
 def sampled_softmax_bytes(states: float, negatives: int) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from recpo.errors import RecpoError
+from recpo.ops.catalog_blocks import KEEP_BYTES
 from recpo.sharding import policy_costs
 from recpo.sharding.costs import (
     BYTES_PER_ID,
@@ -202,7 +203,8 @@ def _other_memory(workload: Workload, placements: dict[str, Placement]) -> dict[
     activations = policy_costs.encoder_activation_bytes(
         w.events, w.dim, w.layers, w.blocks, w.heads, w.history, mixed=w.mixed
     )
-    parts = {"dense parameters, gradients, Adam": float(policy_costs.dense_bytes(parameters, w.ranks, w.copies))}
+    dense = policy_costs.dense_bytes(parameters, w.ranks, w.copies, mixed=w.mixed)
+    parts = {"dense parameters, gradients, Adam": float(dense)}
     if w.policy == "semantic":
         activations += policy_costs.decoder_activation_bytes(
             w.scored, w.dim, w.decoder_layers, w.codebooks, mixed=w.mixed
@@ -260,7 +262,7 @@ def _operations(workload: Workload) -> dict[str, float]:
         return parts
     # forward: logits and expected rows; backward: logits again unless they were kept, and the gradient of the rows
     exact = policy_costs.softmax_flops(w.states, w.num_items, w.dim)
-    kept = FLOAT * w.states * w.num_items <= policy_costs.SOFTMAX_KEEP_BYTES
+    kept = FLOAT * w.states * w.num_items <= KEEP_BYTES
     own = 3 * policy_costs.softmax_flops(w.states, w.num_negatives, w.dim)
     parts["softmax"] = w.copies * exact + (own if w.softmax_table is None else (3 if kept else 4) * exact)
     return parts
