@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from recpo.cli.config import write_resolved
 from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
 from recpo.data.datamodule import FeedbackDataModule, Phases
 from recpo.errors import RecpoError
+from recpo.policies.item_table import tables_on_meta
 from recpo.training.allocator import tune_allocator
 from recpo.training.critic import CriticOptions
 from recpo.training.health import CollapseGuard, CollapseLimits
@@ -117,7 +119,8 @@ def train(
     if allocator:
         tune_allocator()
     torch.manual_seed(seed)
-    model = policy(data.prepared.num_items)
+    with tables_on_meta() if trainer.shards_tables else nullcontext():
+        model = policy(data.prepared.num_items)
     _refuse_other_items(model, reward, data)
     item_counts = torch.from_numpy(data.prepared.item_counts())
     model.set_item_counts(item_counts)
@@ -147,6 +150,7 @@ def train(
         seed=seed,
     )
     last = _open_run(out, resume=resume, overwrite=overwrite)
+    _refuse_other_strategy(last, sharded=trainer.shards_tables)
     guards = []
     if rollout is not None:
         data.phases = Phases(rollout.batches, rollout.epochs)
@@ -179,6 +183,15 @@ def _refuse_other_items(model: Policy, reward: RewardFunction | None, data: Feed
         )
 
 
+def _refuse_other_strategy(last: Path | None, *, sharded: bool) -> None:
+    if last is not None and last.is_dir() != sharded:
+        made = "with ShardedStrategy" if last.is_dir() else "without ShardedStrategy"
+        raise RecpoError(
+            f"{last} was written {made}: resume the run with the trainer.strategy it was started with, or start "
+            "another one from its policy with --init_from"
+        )
+
+
 def _start_from(model: Policy, run: Path, data: FeedbackDataModule) -> None:
     refuse_other_items(run, data.prepared.catalogue_checksum, data.prepared.root)
     load_weights(model, checkpoint_path(run))
@@ -187,7 +200,7 @@ def _start_from(model: Policy, run: Path, data: FeedbackDataModule) -> None:
 def _open_run(out: Path, *, resume: bool, overwrite: bool) -> Path | None:
     """Makes the run directory; returns the checkpoint to go on from, None to start anew."""
     last = checkpoint_path(out, "last")
-    goes_on = last if resume and last.is_file() else None
+    goes_on = last if resume and last.exists() else None
     if getattr(rank_zero_only, "rank", 0):  # another process of the same run makes it
         return goes_on
     if out.exists() and resume:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from recpo.ops.linear_logprob import linear_entropy, linear_logprob
 from recpo.policies import catalog_sampling, catalog_search
@@ -103,9 +104,13 @@ class ItemTable(nn.Module):
 
     Attributes:
         initial: where a table made inside ``tables_on_meta`` has its values from; None elsewhere.
+        is_block: ``weight`` holds this rank's part of the table, not all of it.
+        optimizer: that steps ``weight``, where it is none of the training module's.
     """
 
     initial: Rows | None = None
+    is_block: bool = False
+    optimizer: Optimizer | None = None
 
     def __init__(
         self, num_items: int, dim: int, *, sparse: bool = False, std: float = 0.02, use: TableUse = "lookup"
@@ -124,6 +129,9 @@ class ItemTable(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Vectors ``[..., d]`` of item ids ``[...]``; zero, without gradient, for id 0."""
         return F.embedding(ids, self.weight, padding_idx=0, sparse=self.sparse)
+
+    def changed(self) -> None:
+        """Says that the weights are others now; sharded tables may keep something made from them."""
 
     def log_prob(
         self,

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
+from recpo.errors import RecpoError
 from recpo.objectives.likelihood import Likelihood
+from recpo.policies.item_table import ItemTable
 from recpo.training.contradictions import (
     refuse_feedback,
     refuse_old_policy,
@@ -147,6 +149,11 @@ class PreferenceModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Makes the reference cache before any checkpoint is restored, from the weights that training starts with."""
         if stage == "fit" and self._reference == "cached" and "reference" in self.objective.requires:
+            if any(weight.is_meta for weight in self.policy.parameters()):
+                raise RecpoError(
+                    "reference: cached needs whole tables before training begins: with sharded ones set reference: "
+                    "frozen, whose copy is sharded like the policy"
+                )
             batches = self.trainer.datamodule.every_row()  # type: ignore[attr-defined]
             device = self.trainer.strategy.root_device
             self.inputs.cache = ReferenceCache(self.policy, batches, batches.num_rows, device)
@@ -209,8 +216,9 @@ class PreferenceModule(LightningModule):
         self.log_dict({f"train/{name}": value for name, value in self._kl.metrics.items()}, batch_size=size)
 
     def _no_loss(self) -> Tensor:
-        """0, with a gradient of 0 for every parameter."""
-        return 0.0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad]).sum()
+        """0, with a gradient of 0 for every parameter but the blocks of sharded tables, which wait for no rank."""
+        blocks = {id(m.weight) for m in self.modules() if isinstance(m, ItemTable) and m.is_block}
+        return 0.0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad and id(p) not in blocks]).sum()
 
     def _nominal_denominator(self, count: Tensor) -> Tensor:
         """The denominator of this rank's micro-batches: an equal share of the first micro-batch's total over the ranks.
@@ -237,15 +245,16 @@ class PreferenceModule(LightningModule):
                 parameter.grad = None
         elif self.trainer.accumulate_grad_batches > 1:
             true = (self._step_count / self.trainer.world_size).clamp(min=1.0)
-            scale_gradients(self.parameters(), self._nominal / true)
+            scale_gradients(self, self._nominal / true)
         self._step_count = None
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Lightning's clipping, and the same for sparse gradients, which PyTorch's own refuses."""
-        if gradient_clip_val and any(p.grad is not None and p.grad.is_sparse for p in self.parameters()):
-            clip_gradients(self.parameters(), gradient_clip_val, gradient_clip_algorithm or "norm")
+        """Lightning's clipping, and the same for sparse gradients and sharded tables, which PyTorch's own refuses."""
+        blocks_or_sparse = any(isinstance(m, ItemTable) and (m.is_block or m.sparse) for m in self.modules())
+        if gradient_clip_val and blocks_or_sparse:
+            clip_gradients(self, gradient_clip_val, gradient_clip_algorithm or "norm", self._sum_over_ranks)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from recpo.policies.item_table import ItemTable
@@ -51,36 +52,78 @@ class JointOptimizer(Optimizer):
 
 
 def build_optimizer(model: nn.Module, dense: OptimizerFactory, sparse: OptimizerFactory) -> Optimizer:
-    """Gives the weights of sparse item tables to ``sparse`` and every other trainable parameter to ``dense``."""
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, ItemTable) and m.sparse}
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    sparse_parameters = [p for p in trainable if id(p) in tables]
-    dense_parameters = [p for p in trainable if id(p) not in tables]
-    if not sparse_parameters:
-        return dense(dense_parameters)
-    return JointOptimizer([dense(dense_parameters), sparse(sparse_parameters)])
+    """Gives the weights of sparse item tables to ``sparse`` and every other trainable parameter to ``dense``.
+
+    Tables that bring an optimiser of their own keep it, and the blocks of a sharded table get a ``dense`` one that has
+    no other parameters: distributed tensors and plain ones cannot be stepped in one go.
+    """
+    tables = [module for module in model.modules() if isinstance(module, ItemTable) and module.weight.requires_grad]
+    own = {id(table.optimizer): table.optimizer for table in tables if table.optimizer is not None}
+    kinds = {id(table.weight): _kind(table) for table in tables}
+    parameters: dict[str, list[nn.Parameter]] = {"dense": [], "block": [], "sparse": [], "own": []}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameters[kinds.get(id(parameter), "dense")].append(parameter)
+    members = [dense(parameters[kind]) for kind in ("dense", "block") if parameters[kind]]
+    members += [sparse(parameters["sparse"])] if parameters["sparse"] else []
+    members += own.values()
+    return members[0] if len(members) == 1 else JointOptimizer(members)
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
-    """Multiplies every gradient in place, sparse ones included."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+def _kind(table: ItemTable) -> str:
+    if table.optimizer is not None:
+        return "own"
+    return "block" if table.is_block else "sparse" if table.sparse else "dense"
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], clip_value: float, algorithm: str) -> None:
-    """``torch.nn.utils.clip_grad_{norm,value}_`` that also takes sparse gradients (by "norm" or "value")."""
+def local_gradients(module: nn.Module, *, of_blocks: bool | None = None) -> list[Tensor]:
+    """The memory of every gradient on this rank, of sparse ones the values.
+
+    Args:
+        module: what was trained.
+        of_blocks: True: only of parameters of which each rank holds a part; False: only of the others; None: all.
+    """
+    blocks = {id(m.weight) for m in module.modules() if isinstance(m, ItemTable) and m.is_block}
     gradients = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            if parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
-            gradients.append(parameter.grad.values() if parameter.grad.is_sparse else parameter.grad)
+    for parameter in module.parameters():
+        if parameter.grad is None or of_blocks not in (None, id(parameter) in blocks):
+            continue
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            gradients.append(parameter.grad.values())
+        else:
+            gradients.append(parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
+    return gradients
+
+
+def scale_gradients(module: nn.Module, factor: Tensor | float) -> None:
+    """Multiplies every gradient in place."""
+    for gradient in local_gradients(module):
+        gradient.mul_(factor)
+
+
+def clip_gradients(
+    module: nn.Module, clip_value: float, algorithm: str, sum_over_ranks: Callable[[Tensor], Tensor]
+) -> None:
+    """``torch.nn.utils.clip_grad_{norm,value}_`` that also takes sparse gradients and those of sharded tables.
+
+    Args:
+        module: what was trained.
+        clip_value: largest norm of all gradients together, or largest value of each.
+        algorithm: "norm" or "value".
+        sum_over_ranks: adds a number up over the ranks.
+    """
+    gradients = local_gradients(module)
     if algorithm == "value":
         for gradient in gradients:
             gradient.clamp_(-clip_value, clip_value)
         return
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+    of_blocks = sum_over_ranks(_square_norm(local_gradients(module, of_blocks=True)))
+    norm = (_square_norm(local_gradients(module, of_blocks=False)) + of_blocks).sqrt()
     factor = (clip_value / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factor)
+
+
+def _square_norm(gradients: list[Tensor]) -> Tensor:
+    return torch.stack([torch.zeros(()), *(torch.linalg.vector_norm(g).square() for g in gradients)]).sum()

@@ -3,7 +3,8 @@
 ::
 
     run/resolved.yaml      every option of the run; `recpo train --config run/resolved.yaml` repeats it
-    run/checkpoints/       best.ckpt (by validation NDCG) and last.ckpt: plain tensors and numbers, weights_only
+    run/checkpoints/       best.ckpt (by validation NDCG) and last.ckpt: plain tensors and numbers, weights_only; of a
+                           sharded run directories, which every rank writes its part of
     run/logs/              metrics.csv and TensorBoard events
     run/run.json           written last: the run is finished
 """
@@ -15,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from jsonargparse import ArgumentParser
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from recpo.atomic import write_json
 from recpo.contracts import Policy
 from recpo.errors import RecpoError
+from recpo.training.checkpoints import saved_tensors
 
 RESOLVED, FINISHED, CHECKPOINTS = "resolved.yaml", "run.json", "checkpoints"
 
@@ -105,15 +106,13 @@ def load_weights(module: nn.Module, checkpoint: Path, prefix: str = "policy.") -
 
     Args:
         module: the policy, or another part of what was trained.
-        checkpoint: the file.
+        checkpoint: the file, or the directory of a sharded run.
         prefix: where the checkpoint keeps the part.
 
     Raises:
         RecpoError: the file is missing, or a weight is missing, left over, or of another shape.
     """
-    if not checkpoint.is_file():
-        raise RecpoError(f"{checkpoint} is missing: the run kept no such checkpoint")
-    saved: dict[str, Tensor] = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
+    saved = saved_tensors(checkpoint)
     weights = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
     own, part = module.state_dict(), prefix.rstrip(".")
     faults = [f"{name}: only in the checkpoint" for name in weights.keys() - own.keys()]
@@ -128,4 +127,6 @@ def load_weights(module: nn.Module, checkpoint: Path, prefix: str = "policy.") -
         raise RecpoError(
             f"{checkpoint} does not fit the {part} ({len(faults)} faults); use that run's {part} options:\n  {listed}"
         )
-    module.load_state_dict(weights)
+    # a table without memory of its own takes what it needs when it is sharded
+    whole = {n: w if isinstance(w, Tensor) or own[n].is_meta else w.whole() for n, w in weights.items()}
+    module.load_state_dict(whole)

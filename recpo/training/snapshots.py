@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from recpo.contracts import Policy, StatePolicy
 from recpo.policies.critic import states_at
+from recpo.policies.item_table import ItemTable
 from recpo.types import FeedbackBatch, Histories
 
 
@@ -61,12 +62,27 @@ class Snapshot(nn.Module):
 
 
 def _move_towards(own: nn.Module, other: nn.Module, rate: float) -> None:
-    weights = other.state_dict()
-    for name, value in own.state_dict().items():
+    # not by state_dict: of a sharded table that is all ranks' blocks, and the copy's block lies where its original's is
+    weights = _tensors(other)
+    for name, value in _tensors(own).items():
         if rate < 1.0 and value.is_floating_point():
             value.lerp_(weights[name], rate)
         else:
             value.copy_(weights[name])
+    for module in own.modules():
+        if isinstance(module, ItemTable):
+            module.changed()
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Weights and the buffers that are saved: the others, such as a trie, are the same in every copy."""
+    saved = {
+        f"{prefix}.{name}": buffer
+        for prefix, part in module.named_modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    }
+    return dict(module.named_parameters()) | saved
 
 
 class ReferenceCache:

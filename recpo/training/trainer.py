@@ -64,6 +64,11 @@ class TrainerOptions:
     def __init__(self, **options: Any) -> None:
         self._options = options
 
+    @property
+    def shards_tables(self) -> bool:
+        """Whether the strategy cuts item tables over the ranks, so that none has to hold all of one."""
+        return bool(getattr(self._options.get("strategy"), "shards_tables", False))
+
     def build(self, run: Path, monitor: str, checkpoint_every: int | None, guards: Sequence[Callback] = ()) -> Trainer:
         """Makes the trainer of a run.
 

@@ -1,0 +1,92 @@
+"""Blocks of a table on the ranks: as one tensor for checkpoints, and moved from one cut to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharding_spec import ShardMetadata
+
+from recpo.sharding.planning import Block
+
+
+def row_blocks(num_rows: int, world_size: int) -> list[tuple[int, int]]:
+    """``(first row, rows)`` of every rank: blocks of ``ceil(rows / ranks)`` rows, the last ones shorter."""
+    size = -(-num_rows // world_size)
+    starts = [min(rank * size, num_rows) for rank in range(world_size + 1)]
+    return [(begin, end - begin) for begin, end in pairwise(starts)]
+
+
+def sharded_tensor(
+    local: Tensor | None, blocks: Sequence[Block], size: Sequence[int], dtype: torch.dtype, group: dist.ProcessGroup
+) -> ShardedTensor:
+    """The blocks of all ranks as one tensor, which a distributed checkpoint saves and cuts anew when it loads.
+
+    Args:
+        local: this rank's block, which is not copied; None where it has none.
+        blocks: of all ranks.
+        size: of the whole: ``[V + 1, d]``, or ``[V + 1]`` for one number per row.
+        dtype: of the whole.
+        group: the ranks.
+    """
+    device = torch.device("cpu") if local is None else local.device
+    metadata = [
+        ShardMetadata(
+            shard_offsets=[block.first_row, block.first_column][: len(size)],
+            shard_sizes=[block.num_rows, block.num_columns][: len(size)],
+            placement=f"rank:{block.rank}/{device.type}",
+        )
+        for block in blocks
+    ]
+    mine = [
+        Shard(local, shard)
+        for shard, block in zip(metadata, blocks, strict=True)
+        if local is not None and block.rank == dist.get_rank(group)
+    ]
+    of_all = ShardedTensorMetadata(metadata, torch.Size(size), TensorProperties(dtype=dtype))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(mine, of_all, process_group=group)
+
+
+def redistribute(
+    local: Tensor, blocks: Sequence[Block], cuts: Sequence[tuple[int, int]], dim: int, group: dist.ProcessGroup
+) -> Tensor:
+    """This rank's rows ``[cuts[rank], d]`` of a table that lies in other blocks; every rank calls.
+
+    Args:
+        local: this rank's block, empty where it has none.
+        blocks: of all ranks, at most one per rank.
+        cuts: ``(first row, rows)`` that each rank is to have.
+        dim: d.
+        group: the ranks.
+    """
+    rank, by_rank = dist.get_rank(group), {block.rank: block for block in blocks}
+    own = by_rank.get(rank)
+    sent = [_overlap(own, cut) for cut in cuts]
+    received = [_overlap(by_rank.get(source), cuts[rank]) for source in range(len(cuts))]
+    outgoing = [local[begin - own.first_row : end - own.first_row] for begin, end in sent] if own else []
+    flat = torch.cat([part.reshape(-1) for part in outgoing]) if outgoing else local.new_empty(0)
+    widths = [by_rank[source].num_columns if source in by_rank else 0 for source in range(len(cuts))]
+    arriving = [(end - begin) * width for (begin, end), width in zip(received, widths, strict=True)]
+    incoming = local.new_empty(sum(arriving))
+    dist.all_to_all_single(
+        incoming, flat, arriving, [part.numel() for part in outgoing] or [0] * len(cuts), group=group
+    )
+    first, count = cuts[rank]
+    rows = local.new_empty(count, dim)
+    for source, part in enumerate(incoming.split(arriving)):
+        if part.numel():
+            (begin, end), block = received[source], by_rank[source]
+            columns = slice(block.first_column, block.first_column + block.num_columns)
+            rows[begin - first : end - first, columns] = part.view(end - begin, block.num_columns)
+    return rows
+
+
+def _overlap(block: Block | None, cut: tuple[int, int]) -> tuple[int, int]:
+    if block is None:
+        return 0, 0
+    begin, end = max(block.first_row, cut[0]), min(block.first_row + block.num_rows, sum(cut))
+    return (begin, end) if begin < end else (block.first_row, block.first_row)

@@ -1,0 +1,118 @@
+"""Checkpoints that all ranks write together and any number of ranks, or a process without torchrec, reads.
+
+A checkpoint is a directory: safetensors files with the blocks of every rank (torch.distributed.checkpoint), and
+``meta.pt`` with what is no tensor. Nothing in it is pickled but plain numbers, strings and containers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from recpo.atomic import atomic_directory
+from recpo.errors import RecpoError
+from recpo.training.checkpoints import META
+
+_TENSOR, _STATES = "__tensor__", "optimizer_states"
+
+
+def save(tensors: dict[str, Any], rest: dict[str, Any], path: Path) -> None:
+    """Writes a checkpoint; all ranks call, and it appears when all have written.
+
+    Args:
+        tensors: by name: of the whole model where sharded, else equal on all ranks.
+        rest: plain containers, numbers and small tensors; under "optimizer_states" also sharded ones.
+        path: the same on all ranks, on a file system that all of them see.
+    """
+    tensors = dict(tensors)
+    states = _strip(rest.get(_STATES, []), _STATES, tensors)
+    skeleton = rest | {_STATES: states}
+    if dist.get_rank() == 0:
+        with atomic_directory(path, overwrite=True) as partial:
+            dist.broadcast_object_list([str(partial)], src=0)
+            _write(tensors, partial)
+            torch.save(skeleton, partial / META)
+            dist.barrier()
+    else:
+        shared: list[Any] = [None]
+        dist.broadcast_object_list(shared, src=0)
+        _write(tensors, Path(shared[0]))
+        dist.barrier()
+    dist.barrier()
+
+
+def load(tensors: dict[str, Any], optimizers: list[Optimizer], path: Path) -> dict[str, Any]:
+    """Reads a checkpoint into ``tensors`` and into the optimisers, and returns the rest; all ranks call.
+
+    Raises:
+        RecpoError: it is no such checkpoint, or of another model.
+    """
+    if not (path / META).is_file():
+        raise RecpoError(
+            f"{path} was not written by a run with ShardedStrategy: resume it with the strategy it was made with, or "
+            "start from its policy with --init_from"
+        )
+    skeleton = torch.load(path / META, map_location="cpu", weights_only=True)
+    reader = dcp.HuggingFaceStorageReader(str(path))
+    saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    wanted = dict(tensors)
+    for number, optimizer in enumerate(optimizers):
+        _strip(optimizer.state_dict(), f"{_STATES}.{number}", wanted)
+        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for name, sizes in saved.items():
+            if name.startswith(f"{_STATES}.{number}.") and name not in wanted:
+                wanted[name] = _room(sizes.size, sizes.properties.dtype, params)
+    faults = sorted(wanted.keys() ^ saved.keys()) or [
+        name for name in sorted(wanted) if wanted[name].size() != saved[name].size
+    ]
+    if faults:
+        raise RecpoError(
+            f"{path} does not fit the run ({len(faults)} faults): resume with the options it was made with:\n  "
+            + "\n  ".join(faults[:10])
+        )
+    dcp.load(wanted, storage_reader=reader)
+    rest: dict[str, Any] = _fill(skeleton, wanted)
+    return rest
+
+
+def _write(tensors: dict[str, Any], path: Path) -> None:
+    dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(path), save_distributed=True))
+
+
+def _strip(value: Any, name: str, tensors: dict[str, Any]) -> Any:
+    """``value`` with names in the place of its tensors, which are added to ``tensors``."""
+    if isinstance(value, (Tensor, ShardedTensor)):
+        tensors[name] = value
+        return {_TENSOR: name}
+    if isinstance(value, dict):
+        return {key: _strip(part, f"{name}.{key}", tensors) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_strip(part, f"{name}.{index}", tensors) for index, part in enumerate(value))
+    return value
+
+
+def _fill(value: Any, tensors: dict[str, Any]) -> Any:
+    """The reverse of ``_strip``."""
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        return {key: _fill(part, tensors) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_fill(part, tensors) for part in value)
+    return value
+
+
+def _room(size: torch.Size, dtype: torch.dtype, parameters: list[Tensor]) -> Tensor:
+    """An empty tensor for a state that the optimiser makes in its first step: in rows where its parameter is."""
+    for parameter in parameters:
+        if isinstance(parameter.data, DTensor) and parameter.size() == size:
+            return torch.zeros_like(parameter.data)
+    return torch.empty(size, dtype=dtype)

@@ -1,0 +1,237 @@
+"""A table whose rows are looked up: a torchrec embedding collection, sharded over the ranks.
+
+Its vectors come from the ranks that hold them, and their gradients go back there after the backward pass, where they
+wait as an ordinary sparse gradient of the rank's own block: clipping, rescaling, accumulation and skipped steps then
+mean what they mean for any other parameter, and a step may look up as often as it likes. (Inside torchrec the update
+happens in the backward pass of every single lookup, before any of that.) One fused update per step follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recpo.errors import RecpoError
+from recpo.ops.sharded_logprob import RowShard, sharded_entropy, sharded_logprob
+from recpo.policies.item_table import ItemTable
+from recpo.sharding import search
+from recpo.sharding.blocks import redistribute, row_blocks, sharded_tensor
+from recpo.sharding.planning import Block
+from recpo.types import Recommendations, SamplingOptions
+
+_ROWS_AT_ONCE: Final = 1 << 18
+
+
+class _Lookup(NamedTuple):
+    """One lookup of a training step, until its gradient has gone back.
+
+    Attributes:
+        ids: ``[m]`` rows of this rank's block that any rank asked for.
+        rows: ``[m, w]`` what they were; their gradient arrives here.
+        vectors: ``[n, d]`` what came back for this rank's own ids.
+        leaf: ``vectors``, cut off from the exchange, as the policy sees them.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    vectors: Tensor
+    leaf: Tensor
+
+
+class LookupTable(ItemTable):
+    """Takes the place of an ``ItemTable``; every method is called by all ranks together.
+
+    Args:
+        table: the table it replaces.
+        key: of the one feature of the collection.
+        collection: sharded.
+        blocks: which rank holds what.
+        group: the ranks.
+
+    Attributes:
+        weight: this rank's block ``[h, w]``, the memory that the collection computes with; ``[0, d]`` if it has none.
+    """
+
+    is_block = True
+    _collection: ShardedEmbeddingCollection
+
+    def __init__(
+        self,
+        table: ItemTable,
+        key: str,
+        collection: ShardedEmbeddingCollection,
+        blocks: Sequence[Block],
+        group: dist.ProcessGroup,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.num_items, self.dim, self.sparse, self.use = table.num_items, table.dim, True, table.use
+        self._key, self._blocks, self._group = key, blocks, group
+        # not a submodule: its parameters are the memory of ``weight`` under other names
+        object.__setattr__(self, "_collection", collection)
+        rank = dist.get_rank(group)
+        self._own = next((block for block in blocks if block.rank == rank and block.num_rows), None)
+        self._kernels = [
+            module
+            for lookup in collection._lookups
+            for module in lookup.modules()
+            if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen)
+        ]
+        held = self._kernels[0].split_embedding_weights()[0] if self._own else torch.empty(0, table.dim)
+        self.weight = nn.Parameter(held.detach(), requires_grad=table.weight.requires_grad)
+        self._pending: list[_Lookup] = []
+        self._rows: Tensor | None = None
+        self.train(table.training)
+        if table.initial is not None:
+            self.fill(table.initial)
+
+    @torch.no_grad()
+    def fill(self, rows: Any) -> None:
+        """Sets this rank's block from the rows of the whole table, a piece at a time."""
+        self.changed()
+        if self._own is None:
+            return
+        columns = slice(self._own.first_column, self._own.first_column + self._own.num_columns)
+        for begin in range(0, self._own.num_rows, _ROWS_AT_ONCE):
+            end = min(begin + _ROWS_AT_ONCE, self._own.num_rows)
+            self.weight[begin:end] = rows[self._own.first_row + begin : self._own.first_row + end][:, columns]
+
+    def changed(self) -> None:
+        """Says that the weights are others now."""
+        self._rows = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """See ``ItemTable.forward``; every id is asked for once, however often it occurs."""
+        asked, place = ids.reshape(-1).unique(return_inverse=True)
+        vectors = self._vectors(asked) * (asked > 0)[:, None]
+        return F.embedding(place.view(ids.shape), vectors)
+
+    def _vectors(self, asked: Tensor) -> Tensor:
+        features = KeyedJaggedTensor(keys=[self._key], values=asked, lengths=_length(asked))
+        context = self._collection.create_context()
+        local = self._collection.input_dist(context, features).wait().wait()
+        with torch.no_grad():
+            rows = self._collection.compute(context, local)
+        learns = torch.is_grad_enabled() and self.training and self.weight.requires_grad
+        for part in rows:
+            part.requires_grad_(learns)
+        vectors: Tensor = self._collection.output_dist(context, rows).wait()[self._key].values()
+        if not learns:
+            return vectors.detach()
+        leaf = vectors.detach().requires_grad_()
+        self._pending.append(_Lookup(local[0].values(), rows[0], vectors, leaf))
+        return leaf
+
+    def collect_gradients(self) -> None:
+        """Sends the gradients of all lookups since the last call to the ranks whose rows they are, and adds them up.
+
+        As with every parameter of a data-parallel module, the gradient is the mean over the ranks.
+        """
+        for lookup in self._pending:
+            arrived = torch.zeros_like(lookup.leaf) if lookup.leaf.grad is None else lookup.leaf.grad
+            torch.autograd.backward(lookup.vectors, arrived)
+            if self._own is not None:
+                assert lookup.rows.grad is not None
+                gradient = torch.sparse_coo_tensor(lookup.ids[None], lookup.rows.grad, self.weight.shape)
+                self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
+        self._pending.clear()
+
+    def fused_step(self, learning_rate: float, steps_before: int) -> None:
+        """Updates the rows that have a gradient with the optimiser that is fused into torchrec's kernel.
+
+        Args:
+            learning_rate: of this step.
+            steps_before: how many came before it; Adam corrects its bias with it, and a rank without a gradient skips.
+        """
+        if self.weight.grad is None or self._own is None:
+            return
+        gradient = self.weight.grad.coalesce()
+        ids = gradient.indices()[0]
+        features = KeyedJaggedTensor(keys=[self._key], values=ids, lengths=_length(ids))
+        kernel = self._kernels[0]
+        kernel.set_learning_rate(learning_rate)
+        kernel.iter.fill_(steps_before)
+        kernel.iter_cpu.fill_(steps_before)
+        with torch.enable_grad():
+            self._collection._lookups[0](features).view(len(ids), -1).backward(gradient.values())
+
+    def fused_state(self, names: list[str]) -> dict[str, Tensor]:
+        """The memory of the fused optimiser for this rank's block, by name; empty where it has none."""
+        if self._own is None or not names:
+            return {}
+        return dict(zip(names, self._kernels[0].split_optimizer_states()[0], strict=True))
+
+    def whole(self, local: Tensor | None, *, per_row: bool = False) -> ShardedTensor:
+        """What has the shape of the table, or one number per row, and of which ``local`` is this rank's block."""
+        size = (self.num_items + 1,) if per_row else (self.num_items + 1, self.dim)
+        mine = local if self._own else None
+        return sharded_tensor(mine, self._blocks, size, self.weight.dtype, self._group)
+
+    def log_prob(
+        self,
+        states: Tensor,
+        targets: Tensor,
+        state_index: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        cosine: bool = False,
+    ) -> Tensor:
+        """See ``ItemTable.log_prob``; the table learns nothing from it.
+
+        Raises:
+            RecpoError: a gradient is asked for.
+        """
+        self._refuse_gradient()
+        return sharded_logprob(states, self._shard(cosine), targets, state_index, temperature=temperature)
+
+    def entropy(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
+        """See ``ItemTable.entropy``; the table learns nothing from it."""
+        self._refuse_gradient()
+        return sharded_entropy(states, self._shard(cosine), temperature=temperature)
+
+    def top_k(self, states: Tensor, k: int, exclude: Tensor | None, *, cosine: bool = False) -> Recommendations:
+        """See ``ItemTable.top_k``."""
+        return search.top_k(states.detach(), self._shard(cosine), k, exclude)
+
+    def draw(
+        self, states: Tensor, group_size: int, options: SamplingOptions, *, cosine: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """See ``ItemTable.draw``."""
+        return search.draw(states, self._shard(cosine), group_size, options)
+
+    def _refuse_gradient(self) -> None:
+        if torch.is_grad_enabled() and self.training and self.weight.requires_grad:
+            raise RecpoError(
+                "a table sharded for lookups learns nothing from the exact softmax, which this objective asks for: set "
+                "policy.normalizer to full, or shard with trainer.strategy sharding: data_parallel"
+            )
+
+    def _shard(self, cosine: bool) -> RowShard:
+        """The table cut into rows: the block itself if that is how it lies, else a copy until the weights change."""
+        rank, cuts = dist.get_rank(self._group), row_blocks(self.num_items + 1, dist.get_world_size(self._group))
+        if self._rows is None:
+            in_rows = [block.num_columns for block in self._blocks] == [self.dim] * len(cuts)
+            weight = self.weight.detach()
+            self._rows = weight if in_rows else redistribute(weight, self._blocks, cuts, self.dim, self._group)
+        rows = F.normalize(self._rows, dim=-1) if cosine else self._rows
+        return RowShard(rows, cuts[rank][0], self.num_items + 1, self._group)
+
+    def train(self, mode: bool = True) -> LookupTable:
+        """Also forgets lookups whose gradient nobody asked for."""
+        self._pending = []
+        return super().train(mode)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.whole(self.weight.detach())
+
+
+def _length(ids: Tensor) -> Tensor:
+    return torch.tensor([len(ids)], dtype=torch.int32, device=ids.device)

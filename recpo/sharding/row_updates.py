@@ -1,0 +1,77 @@
+"""How an optimiser moves the rows of a table that have a gradient, and no others; what FBGEMM's fused kernels compute.
+
+For tables that no fused kernel steps: replicated ones, and Adam on a CPU, where FBGEMM has none. All change ``weight``
+and the state in place; ``rows [n]`` are the numbers of the rows, each once, ``gradient [n, d]`` theirs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sgd(weight: Tensor, rows: Tensor, gradient: Tensor, lr: float) -> None:
+    """``w <- w - lr g``."""
+    weight.index_add_(0, rows, gradient, alpha=-lr)
+
+
+def adagrad(weight: Tensor, total: Tensor, rows: Tensor, gradient: Tensor, lr: float, eps: float) -> None:
+    """``s <- s + g^2; w <- w - lr g / (sqrt(s) + eps)`` (Duchi et al. 2011); ``total`` is ``s [V + 1, d]``."""
+    total.index_add_(0, rows, gradient.square())
+    weight.index_add_(0, rows, gradient / (total[rows].sqrt() + eps), alpha=-lr)
+
+
+def rowwise_adagrad(weight: Tensor, total: Tensor, rows: Tensor, gradient: Tensor, lr: float, eps: float) -> None:
+    """``s_v <- s_v + mean_j g_vj^2; w_v <- w_v - lr g_v / (sqrt(s_v) + eps)``: one number per row, ``total [V + 1]``.
+
+    Gupta et al. 2014; Mudigere et al., arXiv 2104.05158.
+    """
+    total.index_add_(0, rows, gradient.square().mean(1))
+    weight.index_add_(0, rows, gradient / (total[rows, None].sqrt() + eps), alpha=-lr)
+
+
+def adam(
+    weight: Tensor,
+    moments: tuple[Tensor, Tensor],
+    rows: Tensor,
+    gradient: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+) -> None:
+    """Adam (arXiv 1412.6980) of the rows in the batch; the moments of the others stay as they are.
+
+    ``m <- b1 m + (1 - b1) g; v <- b2 v + (1 - b2) g^2; w <- w - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)``.
+
+    Args:
+        weight: ``[V + 1, d]``.
+        moments: ``m`` and ``v``, each ``[V + 1, d]``.
+        rows: ``[n]``.
+        gradient: ``[n, d]``.
+        lr: learning rate.
+        betas: ``b1``, ``b2``.
+        eps: added to the denominator.
+        step: ``t``, from 1.
+    """
+    first = moments[0][rows].lerp_(gradient, 1 - betas[0])
+    second = moments[1][rows].lerp_(gradient.square(), 1 - betas[1])
+    moments[0][rows], moments[1][rows] = first, second
+    denominator = (second / (1 - betas[1] ** step)).sqrt_().add_(eps)
+    weight.index_add_(0, rows, first.div_(1 - betas[0] ** step).div_(denominator), alpha=-lr)
+
+
+def row_gradient(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and values of a sparse gradient, or of the rows of a dense one that are not 0."""
+    if not gradient.is_sparse:
+        rows = gradient.any(1).nonzero().squeeze(1)
+        return rows, gradient[rows]
+    gradient = gradient.coalesce()
+    return gradient.indices()[0], gradient.values()
+
+
+def empty_state(weight: Tensor, names: list[str], *, per_row: bool) -> dict[str, Tensor]:
+    """The state before the first step."""
+    shape = weight.shape[:1] if per_row else weight.shape
+    return {name: torch.zeros(shape, dtype=weight.dtype, device=weight.device) for name in names}

@@ -1,0 +1,252 @@
+"""The Lightning strategy that trains sharded tables: one line of YAML, nothing in the model knows of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+from recpo.errors import RecpoError
+from recpo.policies.item_table import ItemTable, SavedRows
+from recpo.sharding import checkpoint
+from recpo.sharding.costs import Sharding
+from recpo.sharding.lookup_table import LookupTable
+from recpo.sharding.planning import Placement, TableSpec, make_collection, placements, plan_tables, table_key
+from recpo.sharding.row_table import RowTable
+from recpo.sharding.table_optimizer import TableOptimizer, TableOptions
+
+_log = logging.getLogger(__name__)
+
+
+class ShardedStrategy(DDPStrategy):
+    """Data-parallel training in which item and code tables are cut over the ranks.
+
+    Tables that are looked up become torchrec embedding collections, sharded by ``DistributedModelParallel`` and stepped
+    by their own, fused optimiser. The table that an exact softmax runs over (``normalizer: full``) is cut into rows
+    instead and stepped by the optimiser of the dense parameters. Frozen copies (old policy, reference) lie where the
+    tables lie that they copy. Everything else is replicated, as in ``DDPStrategy``.
+
+    Args:
+        sharding: of every table, or of each by its name (``policy.item_table``): ``row_wise``, ``table_wise``,
+            ``column_wise``, ``data_parallel`` (the table is whole on every rank), or ``auto``: torchrec's planner
+            chooses. The table of an exact softmax is ``row_wise`` or ``data_parallel``.
+        table_optimizer: how the tables learn.
+        table_scheduler: learning-rate schedule of the tables; null = that of the dense parameters.
+        memory_per_rank: GiB that tables, their optimiser and copies may take on a rank; the planner keeps to it.
+        lookups_per_step: ids that a rank looks up per step, from which the planner reckons the communication.
+        process_group_backend: ``nccl`` or ``gloo``; null = what suits the device.
+        timeout: seconds after which a rank that waits for another gives up.
+        find_unused_parameters: see ``torch.nn.parallel.DistributedDataParallel``.
+    """
+
+    #: Tables may be built without memory: they are filled block by block.
+    shards_tables = True
+
+    def __init__(
+        self,
+        sharding: Sharding | dict[str, Sharding] = "auto",
+        table_optimizer: TableOptions = TableOptions(),  # noqa: B008  frozen
+        table_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        memory_per_rank: float | None = None,
+        lookups_per_step: int = 8192,
+        process_group_backend: str | None = None,
+        timeout: float = 1800.0,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__(
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout),
+            find_unused_parameters=find_unused_parameters,
+        )
+        self._sharding, self._options, self._scheduler = sharding, table_optimizer, table_scheduler
+        self._memory = None if memory_per_rank is None else int(memory_per_rank * (1 << 30))
+        self._lookups = lookups_per_step
+        self._tables: list[LookupTable] = []
+        self._blocks: list[str] = []
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shards the tables of the module, then goes on as ``DDPStrategy`` does."""
+        assert isinstance(self.model, LightningModule)
+        if trainer.state.fn != TrainerFn.FITTING:
+            raise RecpoError("ShardedStrategy is for training: `recpo evaluate` reads its checkpoints without it")
+        if self.precision_plugin.precision in ("16-true", "bf16-true"):
+            raise RecpoError(
+                f"trainer.precision {self.precision_plugin.precision}: tables learn in float32; use bf16-mixed"
+            )
+        self._shard(self.model)
+        super().setup(trainer)
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, self._blocks)
+        return super()._setup_model(model)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Sends the gradients of looked-up vectors to the ranks that hold the rows."""
+        super().post_backward(closure_loss)
+        for table in self._tables:
+            table.collect_gradients()
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: a checkpoint is read into the blocks of the ranks."""
+        return True
+
+    def save_checkpoint(self, checkpoint_: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Writes a checkpoint directory; all ranks call."""
+        rest = {key: value for key, value in checkpoint_.items() if key != "state_dict"}
+        checkpoint.save(checkpoint_["state_dict"], rest, Path(self.broadcast(str(filepath))))
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint directory of any number of ranks; all ranks call."""
+        assert self.lightning_module is not None
+        loaded = checkpoint.load(self.lightning_module.state_dict(), self.optimizers, Path(checkpoint_path))
+        for table in self._tables:
+            table.changed()
+        return loaded | {"state_dict": {}}
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Nothing is left to do: ``load_checkpoint`` has read the weights where they belong."""
+
+    def _shard(self, module: LightningModule) -> None:
+        tables = {
+            name: table
+            for name, table in module.named_modules()
+            if isinstance(table, ItemTable) and table.use != "whole"
+        }
+        for table in tables.values():
+            if table.initial is None:  # it was built with memory of its own
+                table.initial = SavedRows(table.weight.detach())
+        of_softmax = {name: table for name, table in tables.items() if table.use == "softmax"}
+        looked_up = {name: table for name, table in tables.items() if table.use == "lookup"}
+        self._check(tables, of_softmax)
+        for name, table in of_softmax.items():
+            original = _original(name, tables) or name
+            if self._sharding_of(original) == "data_parallel":
+                _materialise(table)
+            else:
+                mesh = init_device_mesh(self.root_device.type, (dist.get_world_size(),))
+                self._replace(module, name, RowTable(table, mesh))
+        if looked_up:
+            self._shard_lookups(module, looked_up)
+
+    def _shard_lookups(self, module: LightningModule, tables: dict[str, ItemTable]) -> None:
+        specs = [
+            TableSpec(
+                name,
+                table.num_items + 1,
+                table.dim,
+                self._lookups,
+                frozen=not table.weight.requires_grad,
+                copy_of=_original(name, tables),
+            )
+            for name, table in tables.items()
+        ]
+        sharding = self._sharding
+        if isinstance(sharding, dict):
+            sharding = {name: kind for name, kind in sharding.items() if name in tables}
+        plan = plan_tables(
+            specs,
+            sharding=sharding,
+            optimizer=self._options.optimizer,
+            world_size=dist.get_world_size(),
+            local_world_size=self.num_processes,
+            compute_device="cuda" if self.root_device.type == "cuda" else "cpu",
+            memory_per_rank=self._memory,
+            group=dist.group.WORLD,
+        )
+        placed = placements(plan, specs)
+        learning: dict[str, ItemTable] = {}
+        for frozen in (False, True):
+            some = [s for s in specs if s.frozen == frozen and placed[s.name].sharding != "data_parallel"]
+            collections = self._collections(some, plan, frozen=frozen) if some else {}
+            for spec in some:
+                key = table_key(spec.name)
+                blocks = placed[spec.name].blocks
+                assert dist.group.WORLD is not None
+                sharded = LookupTable(tables[spec.name], key, collections[key], blocks, dist.group.WORLD)
+                self._replace(module, spec.name, sharded)
+                if not frozen:
+                    learning[spec.name] = sharded
+        for spec in specs:
+            if placed[spec.name].sharding == "data_parallel":
+                _materialise(tables[spec.name])
+                tables[spec.name].sparse = False
+                if not spec.frozen:
+                    learning[spec.name] = tables[spec.name]
+        self._report(placed)
+        optimizer = TableOptimizer(learning, self._options, self._scheduler) if learning else None
+        for table in learning.values():
+            table.optimizer = optimizer
+
+    def _collections(self, specs: list[TableSpec], plan: ShardingPlan, *, frozen: bool) -> dict[str, Any]:
+        """Sharded collections by key."""
+        collections = nn.ModuleDict({table_key(spec.name): make_collection(spec) for spec in specs})
+        sharder = EmbeddingCollectionSharder(fused_params=self._options.fused_params(self.root_device, frozen=frozen))
+        sharded = DistributedModelParallel(
+            collections,
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=self.root_device,
+            plan=ShardingPlan({table_key(spec.name): plan.plan[spec.name] for spec in specs}),
+            sharders=[sharder],
+            init_data_parallel=False,
+        )
+        return dict(sharded.module.items())
+
+    def _replace(self, module: LightningModule, name: str, table: LookupTable | RowTable) -> None:
+        parent, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(parent), attribute, table)
+        self._blocks.append(f"{name}.weight")
+        if isinstance(table, LookupTable):
+            self._tables.append(table)
+
+    def _sharding_of(self, name: str) -> Sharding:
+        return self._sharding.get(name, "auto") if isinstance(self._sharding, dict) else self._sharding
+
+    def _check(self, tables: dict[str, ItemTable], of_softmax: dict[str, ItemTable]) -> None:
+        if not isinstance(self._sharding, dict):
+            return
+        originals = sorted(name for name in tables if _original(name, tables) is None)
+        unknown = sorted(set(self._sharding) - set(originals))
+        if unknown:
+            raise RecpoError(f"sharding names {', '.join(unknown)}; the tables are {', '.join(originals)}")
+        for name in of_softmax.keys() & self._sharding.keys():
+            if self._sharding[name] not in ("auto", "row_wise", "data_parallel"):
+                raise RecpoError(
+                    f"sharding: an exact softmax runs over {name}, which may be row_wise or data_parallel, not "
+                    f"{self._sharding[name]}; with policy.normalizer sampled it is only looked up"
+                )
+
+    def _report(self, placed: dict[str, Placement]) -> None:
+        if self.is_global_zero:
+            for name, placement in placed.items():
+                _log.info("%s: %s", name, placement.sharding)
+
+
+def _original(name: str, tables: dict[str, ItemTable]) -> str | None:
+    """The table that a frozen copy copies: ``policy.item_table`` of ``inputs.old.policy.item_table``."""
+    head, found, tail = name.rpartition("policy.")
+    original = found + tail
+    return original if head and original in tables and not tables[name].weight.requires_grad else None
+
+
+def _materialise(table: ItemTable) -> None:
+    """Gives a table that is whole on every rank its memory."""
+    if table.initial is not None:
+        rows = table.initial[0 : table.num_items + 1].clone()
+        table.weight = nn.Parameter(rows, requires_grad=table.weight.requires_grad)
+        table.initial = None

@@ -1,0 +1,91 @@
+"""The tensors of a checkpoint, whoever wrote it: one file, or a directory that the ranks of a sharded run wrote.
+
+A directory holds safetensors files, each with one rank's blocks of the tensors and where they stand; here the blocks
+are put together again, without torchrec and without other ranks, and only as far as they are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from recpo.errors import RecpoError
+
+META = "meta.pt"
+"""What a checkpoint directory holds beside tensors; a directory without it is none."""
+
+
+class _Block(NamedTuple):
+    file: Path
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class SavedTensor:
+    """A tensor in the blocks of a checkpoint directory.
+
+    Args:
+        name: in the files.
+        blocks: which together are the tensor.
+
+    Attributes:
+        shape: of the whole.
+    """
+
+    def __init__(self, name: str, blocks: list[_Block]) -> None:
+        self._name, self._blocks = name, blocks
+        ends = ([o + s for o, s in zip(block.offset, block.shape, strict=True)] for block in blocks)
+        self.shape = torch.Size(max(sizes) for sizes in zip(*ends, strict=True))
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """The rows of a range."""
+        begin, end = rows.start or 0, self.shape[0] if rows.stop is None else rows.stop
+        whole: Tensor | None = None
+        for block in self._blocks:
+            low, high = max(begin, block.offset[0]), min(end, block.offset[0] + block.shape[0])
+            if low >= high:
+                continue
+            with safe_open(block.file, framework="pt") as file:
+                part = file.get_slice(self._name)[low - block.offset[0] : high - block.offset[0]]
+            whole = part.new_empty(end - begin, *self.shape[1:]) if whole is None else whole
+            places = [slice(low - begin, high - begin)]
+            places += [slice(o, o + s) for o, s in zip(block.offset[1:], block.shape[1:], strict=True)]
+            whole[tuple(places)] = part
+        return torch.empty(0, *self.shape[1:]) if whole is None else whole
+
+    def whole(self) -> Tensor:
+        """All of it."""
+        if not self.shape:
+            with safe_open(self._blocks[0].file, framework="pt") as file:
+                scalar: Tensor = file.get_tensor(self._name)
+            return scalar
+        return self[:]
+
+
+def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
+    """The weights in a checkpoint, by name; nothing is unpickled, and the large ones stay on the disk.
+
+    Raises:
+        RecpoError: there is no checkpoint.
+    """
+    if checkpoint.is_file():
+        weights: dict[str, Any] = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+        return weights
+    if not (checkpoint / META).is_file():
+        raise RecpoError(f"{checkpoint} is missing: the run kept no such checkpoint")
+    blocks: dict[str, list[_Block]] = defaultdict(list)
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in file.keys():  # noqa: SIM118  it is no dictionary
+                shape = tuple(file.get_slice(name).get_shape())
+                blocks[name].append(_Block(path, tuple(places[name]["saved_offsets"]), shape))
+    return {
+        name: SavedTensor(name, parts) for name, parts in blocks.items() if not name.startswith("optimizer_states.")
+    }
