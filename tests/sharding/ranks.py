@@ -13,8 +13,8 @@
     def test_sum(ranks):
         assert ranks.run(sum_of_ranks, 10) == [21, 21]
 
-What a function is given and returns is pickled. An error of any rank is raised here with that rank's traceback and
-ends all processes, as a function that takes too long does; the next function starts new ones.
+What a function is given and returns is pickled. An error of any rank is raised here with that rank's traceback. If
+another still waits for it then, all processes are ended, and the next function starts new ones.
 """
 
 from __future__ import annotations
@@ -88,9 +88,10 @@ class Ranks:
         pool = ThreadPoolExecutor(self.world_size)
         answers = [pool.submit(_ask, process, call) for process in self._processes]
         wait(answers, self.timeout, FIRST_EXCEPTION)
+        wait(answers, 2)  # the others of a rank that failed: if they come to an end, they can go on together
         failed = [answer for answer in answers if answer.done() and answer.exception()]
         late = [rank for rank, answer in enumerate(answers) if not answer.done()]
-        if failed or late:
+        if late or any(process.poll() is not None for process in self._processes):
             self._end()
         pool.shutdown()
         if failed:
