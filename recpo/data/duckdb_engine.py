@@ -74,7 +74,9 @@ class DuckDBEngine(Engine):
             for number, file in enumerate(files)
         ]
         self._given = {str(path): str(file) for path, file in zip(paths, files, strict=True)}
-        log = self._connection.read_parquet(list(self._given), filename=True, file_row_number=True, union_by_name=True)
+        # Parquet's statistics know nothing of nan: unless told, DuckDB takes isnan for false where they are finite.
+        options = {"filename": True, "file_row_number": True, "union_by_name": True, "can_have_nan": True}
+        log = self._connection.read_parquet(list(self._given), **options)
         return log.rename({self.FILE: "filename", self.ROW: "file_row_number"})
 
     def _copied(self, file: Location, columns: Sequence[str], copy: Path) -> Path:

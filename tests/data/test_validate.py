@@ -107,6 +107,15 @@ def test_impossible_values_are_neutralised_and_counted_or_refused(tmp_path, log,
         assert reason.partition(": ")[2] + " [first: row 0" in fault(path, tmp_path, strict=True)
 
 
+def test_a_nan_is_found_whatever_the_statistics_of_the_file_say(tmp_path, log):
+    label = np.where(np.arange(len(log)) % 10 == 3, np.nan, np.arange(len(log)) % 2)
+    path = write_log(tmp_path / "log.parquet", log.append_column("label", pa.array(label)))
+    manifest = run(path, tmp_path / "prepared", label=BinaryColumn())
+    assert manifest["counts"]["neutralised"] == {"label: missing": int(np.isnan(label).sum())}
+    without = sum(split["targets_without_label"] for split in manifest["counts"]["splits"].values())
+    assert without == np.isnan(label).sum()
+
+
 def test_exact_duplicates_are_dropped_and_counted_or_refused(tmp_path, log):
     table = pa.concat_tables([log, log.slice(10, 2), log.slice(10, 1)])
     path = write_log(tmp_path / "log.parquet", table)

@@ -1,0 +1,250 @@
+"""Spark prepares what DuckDB prepares, to the byte."""
+
+import hashlib
+import shutil
+import sys
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from recpo.data.duckdb_engine import DuckDBEngine
+from recpo.data.engine import EngineOptions
+from recpo.data.labels import BinaryColumn, EveryEvent, NumericColumn
+from recpo.data.prepare import Preparation
+from recpo.data.schema import ColumnMapping
+from recpo.data.shaping import D2Q, WatchQuantiles, WatchRatio, WatchTimeGain
+from recpo.data.splits import LeaveLastOut, TemporalSplit
+from recpo.errors import RecpoError
+from tests.data.conftest import START_MS, make_log, write_log
+
+SPARK = EngineOptions(
+    "spark",
+    memory_limit="1GB",
+    threads=2,
+    spark_conf={"spark.sql.shuffle.partitions": "3", "spark.default.parallelism": "2"},
+)
+DUCKDB = EngineOptions(memory_limit="512MB")
+
+
+@pytest.fixture(scope="module")
+def spark(tmp_path_factory):
+    """One session for the module: every preparation finds it running and leaves it running."""
+    pytest.importorskip("pyspark", reason="pyspark is not installed")
+    from recpo.data.spark_engine import _has_java, _session
+
+    if not _has_java():
+        pytest.skip("Spark needs Java, and there is none")
+    session, _ = _session(tmp_path_factory.mktemp("spark"), SPARK)
+    yield session
+    session.stop()
+
+
+def contents(directory):
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def both(log, folder, **choice):
+    """Prepares with either engine, compares every byte, returns the manifest."""
+    for name, engine in (("duckdb", DUCKDB), ("spark", SPARK)):
+        manifest = Preparation(**choice).run(log, folder / name, engine=engine, progress=False)
+    assert contents(folder / "spark") == contents(folder / "duckdb")
+    for name in ("duckdb", "spark"):
+        shutil.rmtree(folder / name)
+    return manifest
+
+
+def hostile_log():
+    """Ties, duplicates, nulls, nans, impossible values, ids of letters that collations disagree about."""
+    log = make_log(users=30, events=1200, seed=4)
+    rng = np.random.default_rng(5)
+
+    def spoiled(name, value, share=0.05):
+        chosen = pa.array(rng.random(len(log)) < share)
+        column = log[name].combine_chunks()
+        return pc.if_else(chosen, pa.scalar(value, column.type), column)
+
+    names = ["Zoe", "zoe", "Ärger", "a b", "a", "A", "é", "_", "-", "10", "9", "ß", "z", "\u0001", "日本", "😀"]
+    item = np.asarray(log["item_id"]) + 20
+    for name, value in (("watch_time", -1.0), ("watch_time", None), ("watch_time", float("nan"))):
+        log = log.set_column(log.schema.get_field_index(name), name, spoiled(name, value))
+    for name, value in (("watch_time", float("inf")), ("duration", 0.0), ("duration", None), ("propensity", 2.0)):
+        log = log.set_column(log.schema.get_field_index(name), name, spoiled(name, value))
+    for name in ("dislike", "is_random", "request_id"):
+        log = log.set_column(log.schema.get_field_index(name), name, spoiled(name, None))
+    log = log.set_column(1, "item_id", pa.array([names[i % len(names)] + str(i // 40) for i in item]))
+    coarse = (np.asarray(log["timestamp"]) - START_MS) // 3_600_000 * 3_600_000 + START_MS
+    log = log.set_column(2, "timestamp", pa.array(coarse))
+    label = np.where(rng.random(len(log)) < 0.1, np.nan, rng.integers(1, 11, len(log)) / 2)
+    log = log.append_column("label", pa.array(label))
+    return pa.concat_tables([log, log.slice(0, 40)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("label", "split"),
+    [
+        (WatchQuantiles(min_history=3), TemporalSplit(timezone="+08:00")),
+        (WatchRatio(), LeaveLastOut()),
+        (D2Q(groups=7), TemporalSplit()),
+        (WatchTimeGain(), LeaveLastOut(min_history=2)),
+        (NumericColumn(low=0.5, high=5), TemporalSplit(valid_days=2)),
+        (EveryEvent(), LeaveLastOut()),
+    ],
+    ids=lambda choice: type(choice).__name__,
+)
+def test_every_label_and_split_of_a_hostile_log_gives_the_same_bytes(spark, tmp_path, label, split):
+    log = write_log(tmp_path / "log.parquet", hostile_log())
+    choice = {"min_user_events": 2} if isinstance(label, WatchQuantiles) else {}
+    manifest = both(log, tmp_path, label=label, split=split, rows_per_shard=150, max_context=7, **choice)
+    assert len(manifest["shards"]["train"]) > 2
+    assert manifest["counts"]["neutralised"]
+    assert manifest["counts"]["dropped"]["exact duplicate of another event"] >= 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", ["s", "us", "ns", "text", "offset", "date and time", "csv"])
+def test_times_of_every_kind_give_the_same_bytes(spark, tmp_path, unit):
+    log = make_log(users=12, events=300, seed=7)
+    time = log["timestamp"].to_pylist()
+    kinds = {
+        "s": lambda: pa.array(time).cast(pa.timestamp("ms")).cast(pa.timestamp("s"), safe=False),
+        "us": lambda: pa.array([t * 1000 + 999 for t in time], pa.timestamp("us", tz="Asia/Shanghai")),
+        "ns": lambda: pa.array([moment * 1_000_000 + 999_999 for moment in time], pa.timestamp("ns")),
+        "text": lambda: pa.array(
+            [datetime.fromtimestamp(t / 1000, UTC).replace(tzinfo=None).isoformat() for t in time]
+        ),
+        "offset": lambda: pa.array(
+            [(datetime.fromtimestamp(t / 1000, UTC) + timedelta(hours=8)).isoformat()[:23] + "+08:00" for t in time]
+        ),
+        "date and time": lambda: pa.array([str(moment) for moment in time]),
+        "csv": lambda: pa.array(time),
+    }
+    log = log.set_column(2, "timestamp", kinds[unit]())
+    if unit == "csv":
+        log.to_pandas().to_csv(tmp_path / "log.csv", index=False)
+        both(str(tmp_path / "log.csv"), tmp_path)
+        return
+    # Two files whose columns are of different width, one of them with another order of columns.
+    half = len(log) // 2
+    first, second = log.slice(0, half), log.slice(half).select(log.schema.names[::-1])
+    second = second.set_column(7, "item_id", second["item_id"].cast(pa.int32()))
+    (tmp_path / "log %1").mkdir()
+    write_log(tmp_path / "log %1" / "a b.parquet", first)
+    write_log(tmp_path / "log %1" / "c.parquet", second)
+    both(str(tmp_path / "log %1"), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_faults_of_a_log_are_reported_alike(spark, tmp_path):
+    log = make_log(events=200)
+    spoiled = {"item_id": None, "timestamp": 12, "dislike": None}
+    for name, value in spoiled.items():
+        column = log[name].combine_chunks()
+        wrong = pa.array(np.arange(len(log)) % 50 == 7)
+        log = log.set_column(
+            log.schema.get_field_index(name), name, pc.if_else(wrong, pa.scalar(value, column.type), column)
+        )
+    (tmp_path / "log").mkdir()
+    write_log(tmp_path / "log" / "part 1.parquet", log.slice(0, 100))
+    write_log(tmp_path / "log" / "part 2.parquet", pa.concat_tables([log.slice(100), log.slice(0, 3)]))
+    messages = []
+    for engine in (DUCKDB, SPARK):
+        with pytest.raises(RecpoError) as caught:
+            Preparation(strict=True).run(str(tmp_path / "log"), tmp_path / "out", engine=engine, progress=False)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert "part 1.parquet row 7 (null)" in messages[0]
+    assert "exact duplicates" in messages[0]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_simulated_log_with_users_in_other_files_gives_the_same_bytes(spark, world, tmp_path):
+    both(str(world / "log"), tmp_path, rows_per_shard=700, catalogue="log")
+
+
+@pytest.mark.slow
+def test_binary_labels_without_a_clock_give_the_same_bytes(spark, tmp_path):
+    rng = np.random.default_rng(0)
+    log = pa.table(
+        {
+            "user_id": pa.array(rng.integers(0, 20, 400), pa.uint64()),
+            "pos": pa.array(np.arange(400), pa.int16()),
+            "item_id": pa.array(rng.integers(0, 12, 400), pa.uint32()),
+            "label": pa.array(rng.random(400) < 0.5),
+        }
+    )
+    choice = {"columns": ColumnMapping(timestamp="pos", time_unit="order"), "label": BinaryColumn()}
+    both(write_log(tmp_path / "log.parquet", log), tmp_path, split=LeaveLastOut(), **choice)
+
+
+@pytest.mark.slow
+def test_a_text_is_the_same_time_to_both_engines_or_to_one_of_them_none(spark, tmp_path):
+    """A log with a text that only one of them reads is refused by the other, never misread."""
+    texts = ["2024", "2024-05", "12:00", "2024-05-01", "2024-05-01 7:5", "2024/05/01", "2024-05-01T24:00:00", "epoch"]
+    texts += [" 2024-05-01", "2024-05-01 12:00:00 +08:00", "1e12", "1700000000000.5", "17_000", "now", "0x11"]
+    texts += ["2024-05-01 UTC", "2024-13-01", "2024-02-30", "20240501", "2024-05-01T12:00:00,5", "1700000000000 "]
+    texts += ["2024-05-01T12:00:00.1239"]
+    from recpo.data.events import timestamp_ms
+
+    write_log(tmp_path / "times.parquet", pa.table({"time": texts}))
+    found = []
+    for options in (DUCKDB, SPARK):
+        work = tmp_path / options.engine
+        work.mkdir()
+        with options.start(work) as engine:
+            rows = engine.read_parquet([tmp_path / "times.parquet"], ["time"])
+            milliseconds = rows.select(rows["time"], ms=timestamp_ms(rows["time"], "ms"))
+            found.append({row["time"]: row["ms"] for row in engine.table(milliseconds).to_pylist()})
+    assert found[0]["2024-05-01"] == found[1]["2024-05-01"] == 1_714_521_600_000
+    for text in texts:
+        if None not in (found[0][text], found[1][text]):
+            assert found[0][text] == found[1][text], text
+    assert found[1]["2024"] is found[1]["12:00"] is None
+
+
+def test_a_missing_spark_or_java_is_one_clear_error(tmp_path, monkeypatch):
+    path = write_log(tmp_path / "log.parquet", make_log(events=50))
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "pyspark.errors", None)
+        with pytest.raises(RecpoError, match=r"pyspark is missing: `pip install recpo\[spark\]`"):
+            Preparation().run(path, tmp_path / "out", engine=SPARK, progress=False)
+    pytest.importorskip("pyspark")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    with pytest.raises(RecpoError, match=r"no Java was found; Spark needs Java 17 or newer"):
+        Preparation().run(path, tmp_path / "out", engine=SPARK, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_memory_limits_mean_the_same_to_both_engines(tmp_path):
+    pytest.importorskip("pyspark")
+    from recpo.data.spark_engine import _settings
+
+    def memory(limit, master="local[*]"):
+        settings = _settings(tmp_path, EngineOptions("spark", memory_limit=limit, spark_master=master))
+        return settings["spark.driver.memory" if master.startswith("local") else "spark.executor.memory"]
+
+    assert memory("4GB") == "3814m"
+    assert memory("2GiB") == "2048m"
+    assert memory("8GB", "yarn") == "7629m"
+    with pytest.raises(RecpoError, match="memory_limit 'lots'"):
+        memory("lots")
+    chosen = EngineOptions("spark", threads=3, spark_conf={"spark.executor.cores": "5"})
+    settings = _settings(tmp_path, chosen)
+    assert settings["spark.master"] == "local[3]"
+    assert settings["spark.executor.cores"] == "5"
+
+
+def test_duckdb_works_in_a_local_directory_only():
+    from recpo.data.locations import Location
+
+    with pytest.raises(RecpoError, match="temporary files to a local directory"):
+        DuckDBEngine(Location("s3://bucket/work"))
