@@ -64,6 +64,13 @@ def test_catalog_head_gradients_agree_with_float64():
         assert all(math.isfinite(error) and error < 1e-5 for error in errors), line
 
 
+def test_softmax_over_ranks_has_the_loss_and_gradient_of_one_process():
+    one, two = lines_of("sharded_head.py", "--repeats=1")
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    for name in ("loss", "gradient_norm"):
+        assert math.isclose(one[name], two[name], rel_tol=1e-5), name
+
+
 def test_decoding_finds_the_same_lists_with_both_tries():
     lines = lines_of("decoding.py", "--repeats=1")
     assert [line["contender"] for line in lines] == ["recpo", "dictionary", "softmax"] * 2

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "tokenizer": BASE | {"tokenizer"},
     "evaluation": BASE | L1 | {"evaluation"},
     "training": BASE | L1 | {"advantages", "objectives", "policies", "evaluation", "training"},
-    "sharding": BASE | {"policies", "training"},
+    "sharding": BASE | L1 | {"policies", "training", "sharding"},
     "serving": BASE | {"policies", "data", "serving"},
     "cli": None,
 }
