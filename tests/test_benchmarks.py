@@ -100,3 +100,15 @@ def test_evaluation_measures_passes_and_metrics_that_agree_and_skips_absent_peer
         assert 0 < line["seconds_min"] <= line["seconds"] <= line["seconds_max"], line
         assert line["peak_rss_mib"] > 0
         assert line["memory"]
+
+
+def test_scaling_measures_steps_by_catalogue_and_epochs_by_log():
+    lines = lines_of("scaling.py", "--repeats=1")
+    steps = [line for line in lines if "policy" in line]
+    assert {(line["policy"], line["items"]) for line in steps} == {
+        (policy, items) for policy in ("full", "sampled", "semantic") for items in (1000, 10_000)
+    }
+    assert all(line["cpu_ms"] > 0 and line["times_smallest"] > 0 for line in steps)
+    epochs = [line for line in lines if "ranks" in line]
+    assert [line["ranks"] for line in epochs] == [1, 8, 1, 8]
+    assert all(line["plan_ns_per_event"] > 0 and line["read_ns_per_event"] > 0 for line in epochs)
