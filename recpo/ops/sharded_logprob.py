@@ -7,8 +7,8 @@ to the rank that holds them, are all-reduced. Backward, the incoming gradients g
 of its own rows to itself, and ``dh = Σ_k g_k E[t_k] - (Σ_k g_k) Σ_r exp(lse_r - lse) u_r`` is reduced to the rank of
 its state, ``u_r`` being the expected row within the rows of rank r.
 
-Per step and rank a sum over ranks of N states costs an all-gather and a reduce-scatter of ``[ΣN, d]`` and all-reduces
-of ``[ΣN]`` and ``[ΣM]`` numbers: no more for a larger catalogue.
+With ΣN states and ΣM targets on all ranks a step exchanges ``[ΣN, d]`` twice (all-gather, reduce-scatter) and a few
+times ``[ΣN]`` and ``[ΣM]`` numbers, however large the catalogue is.
 
 Gradients are those that ``DistributedDataParallel`` would leave, the mean over the ranks of the gradients of each
 rank's own loss: those of ``rows`` are divided by the number of ranks here; those of ``states`` are not, because the

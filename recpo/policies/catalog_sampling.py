@@ -82,22 +82,20 @@ def invert(states: Tensor, table: Tensor, lse: Tensor, uniform: Tensor, padding_
         row numbers ``[B, G]`` and their log-probabilities; both 0 if there is no item.
     """
     remaining = uniform
-    ids = torch.zeros_like(uniform, dtype=torch.long)
+    ids = torch.full_like(uniform, -1, dtype=torch.long)
     logp = torch.zeros_like(uniform, dtype=states.dtype)
-    unset = torch.ones_like(uniform, dtype=torch.bool)
     for rows in catalog_search.score_blocks(states, table, padding_rows):
         log_probabilities = matmul_transposed(states, table[rows].float()) - lse[:, None]
         cdf = log_probabilities.double().exp_().cumsum_(1)
         index = torch.searchsorted(cdf, remaining, right=True)
         # rounding may leave the last total a little below 1: such a draw takes the last item
         last = rows.stop == len(table)
-        here = unset & ((index < cdf.shape[1]) | last)
+        here = (ids < 0) & ((index < cdf.shape[1]) | last)
         index = index.clamp_max(cdf.shape[1] - 1)
         ids = torch.where(here, index + rows.start, ids)
         logp = torch.where(here, log_probabilities.gather(1, index), logp)
-        unset = unset & ~here
         remaining = remaining - cdf[:, -1:]
-    return ids, logp
+    return ids.clamp_min(0), logp
 
 
 class GumbelBest(NamedTuple):
