@@ -97,11 +97,13 @@ def _stored_files(name: str) -> Sequence[Place]:
 
 
 def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    if not pattern:
-        return not path
+    """As ``glob``: a wildcard matches no hidden name, and ``**`` any number of directories."""
+    if not path or not pattern:
+        return not path and all(part == "**" for part in pattern)
+    hidden = path[0].startswith(".") and not pattern[0].startswith(".")
     if pattern[0] == "**":
-        return any(_matches(path[skipped:], pattern[1:]) for skipped in range(len(path) + 1))
-    return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+        return _matches(path, pattern[1:]) or (not hidden and _matches(path[1:], pattern))
+    return not hidden and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
 
 
 def _belongs(file: PurePath) -> bool:

@@ -1,9 +1,11 @@
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpo.data.writing import user_blocks
+from recpo.data import writing
+from recpo.data.writing import user_blocks, write_parquet, write_rows
 
 
 @given(
@@ -27,3 +29,22 @@ def test_blocks_hold_whole_users_whatever_the_batches(counts, cuts, rows):
         last_user = block["user_index"].to_pylist()[-1]
         assert block.num_rows >= rows
         assert sum(user != last_user for user in block["user_index"].to_pylist()) < rows
+
+
+@pytest.mark.parametrize("rows", [0, 1, 64, 65, 1000])
+@pytest.mark.parametrize("cut", [1, 30, 64, 100, 5000])
+def test_a_streamed_table_has_the_bytes_of_a_whole_one(tmp_path, monkeypatch, rows, cut):
+    monkeypatch.setattr(writing, "_ROW_GROUP", 64)
+    rng = np.random.default_rng(0)
+    ids = pa.array([f"user-{number}" for number in rng.integers(0, 10**6, rows)], pa.string())
+    table = pa.table({"user_index": pa.array(np.arange(rows), pa.int32()), "user_id": ids})
+    write_parquet(table, tmp_path / "whole.parquet")
+    batches = [batch for start in range(0, rows, cut) for batch in table.slice(start, cut).to_batches()]
+    # An engine may give wider types and more columns.
+    wider = pa.schema([("more", pa.int8()), ("user_id", pa.large_string()), ("user_index", pa.int64())])
+    batches = [
+        pa.record_batch([pa.nulls(len(b), "int8"), b[1].cast("large_string"), b[0].cast("int64")], wider)
+        for b in batches
+    ]
+    assert write_rows(batches, table.schema, tmp_path / "streamed.parquet") == rows
+    assert (tmp_path / "whole.parquet").read_bytes() == (tmp_path / "streamed.parquet").read_bytes()
