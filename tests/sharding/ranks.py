@@ -67,6 +67,8 @@ class Ranks:
             command = [sys.executable, __file__, *group]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self._processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, **pipes))
+        # a busy machine may take long to import torch; that is not the time of the first function
+        self._ask_all((__file__, _ready.__name__, ()), max(self.timeout, 120))
 
     def _end(self) -> None:
         for process in self._processes:
@@ -84,10 +86,12 @@ class Ranks:
         """What ``function(*arguments)`` returns on each rank; it is a top-level function of a file."""
         if not self._processes:
             self._start()
-        call = (inspect.getsourcefile(function), function.__name__, arguments)
+        return self._ask_all((inspect.getsourcefile(function), function.__name__, arguments), self.timeout)
+
+    def _ask_all(self, call: tuple[Any, ...], timeout: float) -> list[Any]:
         pool = ThreadPoolExecutor(self.world_size)
         answers = [pool.submit(_ask, process, call) for process in self._processes]
-        wait(answers, self.timeout, FIRST_EXCEPTION)
+        wait(answers, timeout, FIRST_EXCEPTION)
         wait(answers, 2)  # the others of a rank that failed: if they come to an end, they can go on together
         failed = [answer for answer in answers if answer.done() and answer.exception()]
         late = [rank for rank, answer in enumerate(answers) if not answer.done()]
@@ -97,7 +101,7 @@ class Ranks:
         if failed:
             raise AssertionError("\n".join(str(answer.exception()) for answer in failed))
         if late:
-            raise TimeoutError(f"{function.__name__} takes ranks {late} over {self.timeout} s")
+            raise TimeoutError(f"{call[1]} takes ranks {late} over {timeout} s")
         return [answer.result() for answer in answers]
 
 
@@ -111,6 +115,10 @@ def _ask(process: subprocess.Popen[bytes], call: tuple[Any, ...]) -> Any:
     if error:
         raise AssertionError(error)
     return result
+
+
+def _ready() -> None:
+    """Nothing to do."""
 
 
 @cache

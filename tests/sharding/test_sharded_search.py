@@ -180,29 +180,3 @@ def check_refusals() -> None:
 
 def test_refuses_what_describes_no_distribution_and_no_table(ranks: Ranks) -> None:
     ranks.run(check_refusals)
-
-
-def fail_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        raise KeyError("of rank 1")
-    dist.barrier()
-
-
-def never_end() -> None:
-    while dist.get_rank() == 1:
-        pass
-
-
-def rank() -> int:
-    print("nothing to do with the answer")
-    return dist.get_rank()
-
-
-@pytest.mark.slow
-def test_the_harness_raises_what_a_rank_raised_and_goes_on() -> None:
-    with Ranks(2, timeout=12) as two:
-        with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2:.*fail_on_rank_1.*KeyError: 'of rank 1'"):
-            two.run(fail_on_rank_1)
-        with pytest.raises(TimeoutError, match=r"never_end takes ranks \[1\] over 12 s"):
-            two.run(never_end)
-        assert two.run(rank) == [0, 1]
