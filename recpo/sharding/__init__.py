@@ -1,5 +1,19 @@
 """Tables that no single machine holds: a Lightning strategy that shards them with torchrec, and what goes with it."""
 
-from recpo.sharding.strategy import ShardedStrategy
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recpo.sharding.strategy import ShardedStrategy
 
 __all__ = ["ShardedStrategy"]
+
+
+def __getattr__(name: str) -> Any:
+    # importing torchrec takes seconds, and much of this package does without it
+    if name == "ShardedStrategy":
+        from recpo.sharding.strategy import ShardedStrategy
+
+        return ShardedStrategy
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -140,28 +140,30 @@ class LookupTable(ItemTable):
             torch.autograd.backward(lookup.vectors, arrived)
             if self._own is not None:
                 assert lookup.rows.grad is not None
-                gradient = torch.sparse_coo_tensor(lookup.ids[None], lookup.rows.grad, self.weight.shape)
+                gradient = torch.sparse_coo_tensor(
+                    lookup.ids[None], lookup.rows.grad, self.weight.shape, check_invariants=False
+                )
                 self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
         self._pending.clear()
 
-    def fused_step(self, learning_rate: float, steps_before: int) -> None:
-        """Updates the rows that have a gradient with the optimiser that is fused into torchrec's kernel.
+    def fused_step(self, rows: Tensor, gradient: Tensor, learning_rate: float, steps_before: int) -> None:
+        """Updates rows of this rank's block with the optimiser that is fused into torchrec's kernel.
 
         Args:
+            rows: ``[n]``, each once.
+            gradient: ``[n, w]``.
             learning_rate: of this step.
             steps_before: how many came before it; Adam corrects its bias with it, and a rank without a gradient skips.
         """
-        if self.weight.grad is None or self._own is None:
+        if self._own is None:
             return
-        gradient = self.weight.grad.coalesce()
-        ids = gradient.indices()[0]
-        features = KeyedJaggedTensor(keys=[self._key], values=ids, lengths=_length(ids))
+        features = KeyedJaggedTensor(keys=[self._key], values=rows, lengths=_length(rows))
         kernel = self._kernels[0]
         kernel.set_learning_rate(learning_rate)
         kernel.iter.fill_(steps_before)
         kernel.iter_cpu.fill_(steps_before)
         with torch.enable_grad():
-            self._collection._lookups[0](features).view(len(ids), -1).backward(gradient.values())
+            self._collection._lookups[0](features).view(len(rows), -1).backward(gradient)
 
     def fused_state(self, names: list[str]) -> dict[str, Tensor]:
         """The memory of the fused optimiser for this rank's block, by name; empty where it has none."""

@@ -63,12 +63,17 @@ def adam(
 
 
 def row_gradient(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and values of a sparse gradient, or of the rows of a dense one that are not 0."""
-    if not gradient.is_sparse:
-        rows = gradient.any(1).nonzero().squeeze(1)
-        return rows, gradient[rows]
-    gradient = gradient.coalesce()
-    return gradient.indices()[0], gradient.values()
+    """The rows of a sparse or dense gradient that are not 0, and their values.
+
+    Rows that were looked up to no effect do not move: a dense gradient does not tell them from the others.
+    """
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        rows, values = gradient.indices()[0], gradient.values()
+        kept = values.any(1)
+        return rows[kept], values[kept]
+    rows = gradient.any(1).nonzero().squeeze(1)
+    return rows, gradient[rows]
 
 
 def empty_state(weight: Tensor, names: list[str], *, per_row: bool) -> dict[str, Tensor]:

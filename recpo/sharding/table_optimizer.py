@@ -93,10 +93,10 @@ class _Table:
         weight, options = self.table.weight, self._options
         if weight.grad is None:
             return
-        if self._fused is not None:
-            self._fused.fused_step(lr, steps_before)
-            return
         rows, gradient = row_updates.row_gradient(weight.grad)
+        if self._fused is not None:
+            self._fused.fused_step(rows, gradient, lr, steps_before)
+            return
         moved = weight.detach(), rows, gradient
         state = [self._state[name] for name in self._names]
         if options.optimizer == "sgd":

@@ -1,0 +1,194 @@
+"""Any number of ranks trains what one process trains, whatever is sharded how and stepped by what."""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed as dist
+
+from recpo.semantic_codes import SemanticCodes
+from recpo.training.checkpoints import SavedTensor, saved_tensors
+from recpo.training.run import checkpoint_path, load_policy, read_finished
+from tests.sharding.ranks import Ranks
+
+SMALL = {"dim": 8, "layers": 1, "heads": 1, "max_history": 12, "dropout": 0.0}
+SAMPLED = {"normalizer": "sampled", "num_negatives": 20}
+POLICIES = {
+    "full": {},
+    "full, own output table": {"tie_weights": False},
+    "sampled": SAMPLED,
+    "sampled, own output table, popularity": SAMPLED | {"tie_weights": False, "proposal": "popularity"},
+    "semantic": None,
+    "semantic, codes only": {"item_vectors": False},
+}
+RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.01}
+KINDS = ["row_wise", "table_wise", "column_wise", "data_parallel"]
+
+
+def as_torchrun() -> None:
+    """What torchrun tells a process, for the group that is there already."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update(TORCHELASTIC_RUN_ID="tests", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
+def train(out: Path, prepared: Path, policy: Any, strategy: dict[str, Any] | None, options: dict[str, Any]) -> None:
+    """One run; ``strategy`` None is a plain one. Batches are 32 contexts over all ranks."""
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from recpo.cli.train import train as verb
+    from recpo.data.datamodule import FeedbackDataModule
+    from recpo.data.slates import SequenceLayout
+    from recpo.objectives import Likelihood
+    from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+    from recpo.policies.semantic_id import SemanticIdPolicy
+    from recpo.training.trainer import TrainerOptions
+
+    options = dict(options)
+    if strategy is not None:
+        from recpo.sharding import ShardedStrategy
+        from recpo.sharding.table_optimizer import TableOptions
+
+        as_torchrun()
+        rank_zero_only.rank = dist.get_rank()
+        table = TableOptions(strategy["optimizer"], RATES[strategy["optimizer"]])
+        how = {"strategy": ShardedStrategy(strategy["sharding"], table), "devices": dist.get_world_size()}
+    else:
+        how = {"devices": 1}
+    layout = options.pop("layout", None) or SequenceLayout(history_length=12)
+    trainer = {"max_epochs": 3, "num_sanity_val_steps": 0, "enable_progress_bar": False, "accelerator": "cpu"}
+    verb(
+        FeedbackDataModule(prepared, 32 // (dist.get_world_size() if strategy else 1), layout),
+        lambda items: (SemanticIdPolicy if "codes" in policy else CatalogSoftmaxPolicy)(items, **policy),
+        options.pop("objective", Likelihood()),
+        TrainerOptions(**trainer | how | options.pop("trainer", {})),
+        out,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        **options,
+    )
+    if strategy is not None:
+        dist.barrier()
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """Of the last checkpoint, whoever wrote it."""
+    saved = saved_tensors(checkpoint_path(run, "last"))
+    return {name: value.whole() if isinstance(value, SavedTensor) else value for name, value in saved.items()}
+
+
+def assert_same(first: Path, second: Path, atol: float = 2e-5) -> None:
+    one, other = weights(first), weights(second)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+    metrics = read_finished(first)["results"], read_finished(second)["results"]
+    for name in metrics[0]:
+        if name.startswith("val/"):
+            assert metrics[0][name] == pytest.approx(metrics[1][name], abs=1e-6), name
+
+
+@pytest.fixture(scope="module")
+def groups():
+    """Groups of 1, 2 and 4 processes."""
+    made = {size: Ranks(size, timeout=240) for size in (1, 2, 4)}
+    yield made
+    for group in made.values():
+        group.__exit__()
+
+
+@pytest.fixture(scope="module")
+def codes(prepared, tmp_path_factory):
+    """Codes of the small catalogue."""
+    from recpo.data.prepared import Prepared
+
+    data, out = Prepared.open(prepared), tmp_path_factory.mktemp("codes") / "codes"
+    table = np.stack(np.unravel_index(np.arange(data.num_items), (8, 8)), 1)
+    out.mkdir()
+    items = pq.read_table(prepared / "items.parquet", columns=["item_id"]).column(0)
+    SemanticCodes(table, (8, 8), data.catalogue_checksum).save(out, items, {})
+    return out
+
+
+def options_of(name: str, codes: Path) -> dict[str, Any]:
+    if name.startswith("semantic"):
+        return SMALL | {"codes": codes} | (POLICIES[name] or {})
+    return SMALL | POLICIES[name]
+
+
+def started(tmp_path_factory: Any, prepared: Path, policy: dict[str, Any]) -> Path:
+    """A plain run that others start from."""
+    out = tmp_path_factory.mktemp("start") / "run"
+    train(out, prepared, policy, None, {"trainer": {"max_epochs": 1}})
+    return out
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.slow
+def test_two_ranks_train_what_a_plain_process_trains(groups, codes, prepared, tmp_path, tmp_path_factory, name):
+    policy = options_of(name, codes)
+    start = started(tmp_path_factory, prepared, policy)
+    train(tmp_path / "plain", prepared, policy, None, {"init_from": start})
+    for kind in KINDS:
+        strategy = {"sharding": kind, "optimizer": "sgd"}
+        groups[2].run(train, tmp_path / kind, prepared, policy, strategy, {"init_from": start})
+        assert_same(tmp_path / "plain", tmp_path / kind)
+
+
+@pytest.mark.parametrize("optimizer", RATES)
+@pytest.mark.parametrize("name", ["sampled", "semantic"])
+@pytest.mark.slow
+def test_ranks_and_sharding_do_not_matter_to_any_optimiser(groups, codes, prepared, tmp_path, name, optimizer):
+    policy = options_of(name, codes)
+    whole = {"sharding": "data_parallel", "optimizer": optimizer}
+    groups[1].run(train, tmp_path / "one", prepared, policy, whole, {})
+    for kind, ranks in product(KINDS, (2, 4)):
+        if (kind, optimizer) == ("column_wise", "rowwise_adagrad") or (kind, ranks) == ("column_wise", 4):
+            continue  # refused: accumulators would be per block; and 8 columns make 2 blocks of 4
+        out = tmp_path / f"{kind}-{ranks}"
+        groups[ranks].run(train, out, prepared, policy, {"sharding": kind, "optimizer": optimizer}, {})
+        assert_same(tmp_path / "one", out)
+
+
+@pytest.mark.parametrize(("optimizer", "peer"), [("adagrad", torch.optim.Adagrad), ("adam", torch.optim.SparseAdam)])
+@pytest.mark.slow
+def test_tables_learn_as_with_the_sparse_optimisers_of_torch(groups, prepared, tmp_path, tmp_path_factory, optimizer, peer):
+    policy = SMALL | SAMPLED
+    start = started(tmp_path_factory, prepared, policy)
+
+    def sparse(parameters: Any) -> torch.optim.Optimizer:
+        return peer(parameters, lr=RATES[optimizer], eps=1e-8)
+
+    plain = {"init_from": start, "sparse_optimizer": sparse}
+    train(tmp_path / "plain", prepared, policy | {"sparse": True}, None, plain)
+    strategy = {"sharding": "row_wise", "optimizer": optimizer}
+    groups[2].run(train, tmp_path / "sharded", prepared, policy, strategy, {"init_from": start})
+    # SparseAdam adds eps before it corrects the bias of the denominator: tiny gradients tell the difference
+    assert_same(tmp_path / "plain", tmp_path / "sharded", 2e-5 if optimizer == "adagrad" else 3e-4)
+
+
+CLIPPED = {"trainer": {"gradient_clip_val": 0.05, "max_epochs": 2}}
+
+
+@pytest.mark.parametrize("name", ["full, own output table", "sampled", "semantic"])
+@pytest.mark.slow
+def test_clipping_and_accumulation_mean_what_they_mean_on_one_process(
+    groups, codes, prepared, tmp_path, tmp_path_factory, name
+):
+    policy = options_of(name, codes)
+    start = {"init_from": started(tmp_path_factory, prepared, policy)}
+    strategy = {"sharding": "row_wise", "optimizer": "sgd"}
+    train(tmp_path / "plain", prepared, policy, None, CLIPPED | start)
+    groups[2].run(train, tmp_path / "clipped", prepared, policy, strategy, CLIPPED | start)
+    assert_same(tmp_path / "plain", tmp_path / "clipped")
+    accumulated = {"trainer": CLIPPED["trainer"] | {"accumulate_grad_batches": 2}} | start
+    train(tmp_path / "plain-2", prepared, policy, None, accumulated)
+    groups[2].run(train, tmp_path / "accumulated", prepared, policy, strategy, accumulated)
+    assert_same(tmp_path / "plain-2", tmp_path / "accumulated")
