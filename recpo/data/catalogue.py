@@ -78,7 +78,7 @@ def item_table(items: ir.Table, events: ir.Table) -> ir.Table:
         Columns.ITEM_ID,
         train_count=joined.train_count.fill_null(0),
         train_positives=joined.train_positives.fill_null(0),
-        duration=(joined.median_ms / 1000.0).cast("float32"),
+        duration=(joined.median_ms.cast("float64") / 1000.0).cast("float32"),
     ).order_by(Events.ITEM_INDEX)
 
 

@@ -127,5 +127,6 @@ def bucket(events: ir.Table, base: float) -> ir.IntegerColumn:
 
     OneRec-V2, arXiv 2508.20900, section 3.1.
     """
-    seconds = events[Events.DURATION_MS] / 1000.0 + 1e-6
+    # As float64 by name, here and elsewhere: to Spark a whole number divided by 1000.0 is a decimal.
+    seconds = events[Events.DURATION_MS].cast("float64") / 1000.0 + 1e-6
     return (seconds.ln() / ibis.literal(base, type=dt.float64).ln()).floor().cast("int32")

@@ -46,8 +46,8 @@ def _layout(events: ir.Table, period: int) -> dict[str, ir.Value]:
     nan = float("nan")
     made = {
         Events.WATCH_QUANTILE: events[Events.WATCH_QUANTILE].fill_null(nan).cast("float32"),
-        Columns.WATCH_TIME: (events[Events.WATCH_MS] / 1000.0).fill_null(nan).cast("float32"),
-        Columns.DURATION: (events[Events.DURATION_MS] / 1000.0).fill_null(nan).cast("float32"),
+        Columns.WATCH_TIME: (events[Events.WATCH_MS].cast("float64") / 1000.0).fill_null(nan).cast("float32"),
+        Columns.DURATION: (events[Events.DURATION_MS].cast("float64") / 1000.0).fill_null(nan).cast("float32"),
         Columns.PROPENSITY: events[Columns.PROPENSITY].fill_null(nan).cast("float32"),
         Events.IS_TARGET: ibis.literal(True) if period == TRAIN else events[Events.PERIOD] == period,
     }

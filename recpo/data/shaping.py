@@ -124,7 +124,7 @@ class WatchRatio(Label):
 
     def add(self, events: ir.Table) -> ir.Table:
         """Nothing is fitted."""
-        ratio = events[Events.WATCH_MS] / (events[Events.DURATION_MS] * self.cap)
+        ratio = events[Events.WATCH_MS].cast("float64") / (events[Events.DURATION_MS].cast("float64") * self.cap)
         return _with_label(events, events, ibis.ifelse(ratio > 1.0, 1.0, ratio))
 
 

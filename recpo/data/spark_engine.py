@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import ibis
 import ibis.expr.types as ir
@@ -61,7 +61,7 @@ class SparkEngine(Engine):
 
     def read_parquet(self, files: Sequence[Place], columns: Sequence[str]) -> ir.Table:
         """See ``Engine.read_parquet``; executors read the files where they are."""
-        self._given = {_plain(_spark_uri(file)): str(file) for file in files}
+        self._given = {_plain(quote(_spark_uri(file), safe=":/")): str(file) for file in files}
         alike: dict[pa.Schema, list[Place]] = {}
         for file in files:
             with pq.ParquetFile(readable(file)) as parquet:
@@ -75,7 +75,7 @@ class SparkEngine(Engine):
         return self._view("log", log)
 
     def _read_alike(self, schema: pa.Schema, files: Sequence[Place]) -> DataFrame:
-        rows = self._session.read.parquet(*[_spark_uri(file) for file in files])
+        rows = self._session.read.parquet(*[_pattern(file) for file in files])
         columns = [_column(field) for field in schema]
         return rows.selectExpr(
             *columns, f"_metadata.file_path AS `{self.FILE}`", f"_metadata.row_index AS `{self.ROW}`"
@@ -88,7 +88,7 @@ class SparkEngine(Engine):
     def materialise(self, name: str, expression: ir.Table) -> ir.Table:
         """See ``Engine.materialise``."""
         self._tables[name] = self._written(name, expression)
-        return self._view(name, self._session.read.parquet(_spark_uri(self._tables[name])))
+        return self._view(name, self._session.read.parquet(_pattern(self._tables[name])))
 
     def drop(self, *names: str) -> None:
         """See ``Engine.drop``."""
@@ -188,15 +188,21 @@ def _mebibytes(memory: str) -> int:
 def _column(field: pa.Field) -> str:
     name = "`" + field.name.replace("`", "``") + "`"
     if pa.types.is_timestamp(field.type) and field.type.unit == "ns":
-        return f"timestamp_micros({name} div 1000) AS {name}"
+        return f"timestamp_micros(({name} + 500) div 1000) AS {name}"  # to the nearest, as DuckDB does
     return name
 
 
 def _spark_uri(place: Place) -> str:
+    """The name by which Spark writes to ``place``: what stands in it means itself."""
     if isinstance(place, Path):
-        return place.absolute().as_uri()
+        return f"file://{place.absolute()}"
     # Hadoop's name for the connector that is maintained.
     return f"s3a{str(place).removeprefix('s3')}" if str(place).startswith("s3://") else str(place)
+
+
+def _pattern(place: Place) -> str:
+    """The name by which Spark reads ``place``: a pattern, which matches it alone."""
+    return re.sub(r"([\\{}\[\]*?])", r"\\\1", _spark_uri(place))
 
 
 def _plain(uri: str) -> str:
