@@ -35,7 +35,7 @@ except (ImportError, OSError) as fault:
 
 def plan(
     num_items: int | None = None,
-    prepared: Path | None = None,
+    prepared: str | Path | None = None,
     events: int | None = None,
     ranks: int = 1,
     ranks_per_node: int | None = None,
@@ -151,7 +151,7 @@ def plan(
         )
 
 
-def _sizes(num_items: int | None, prepared: Path | None, events: int | None) -> tuple[int, int | None]:
+def _sizes(num_items: int | None, prepared: str | Path | None, events: int | None) -> tuple[int, int | None]:
     """Catalogue size and training events."""
     if (num_items is None) == (prepared is None):
         raise RecpoError("give the catalogue size with --num_items, or a prepared directory with --prepared")
