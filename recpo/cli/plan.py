@@ -131,6 +131,8 @@ def plan(
         mixed=precision != "32-true",
         device=device,
     )
+    if within_node_gb <= 0 or between_nodes_gb <= 0:
+        raise RecpoError(f"bandwidths are positive, got {within_node_gb} and {between_nodes_gb} GB per second")
     links = Links(within_node_gb * 1e9, between_nodes_gb * 1e9)
     node = ranks_per_node or ranks
     if ranks % node:

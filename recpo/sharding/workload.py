@@ -28,6 +28,10 @@ PolicyKind = Literal["softmax", "semantic"]
 # a position of a batch: item, watch quantile, reward, propensity and a few flags; an event: item, feedback, time
 _BYTES_PER_POSITION, _BYTES_PER_EVENT = 40, 24
 _NOWHERE = Placement("", [])
+_POSITIVE = (
+    *("num_items", "ranks", "batch", "history", "dim", "layers", "heads"),
+    *("num_negatives", "decoder_layers", "kv_groups", "kv_layers"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         """Refuses what no policy can be."""
-        for name in ("num_items", "ranks", "batch", "history", "dim", "layers", "heads", "decoder_layers"):
+        for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise RecpoError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.copies < 0 or (self.slate is not None and self.slate < 1):

@@ -71,6 +71,8 @@ def test_what_does_not_fit_is_printed_and_refused(capsys):
         ((), "give the catalogue size with --num_items, or a prepared directory"),
         (("--num_items=10", "--prepared=nowhere"), "give the catalogue size with --num_items, or a prepared directory"),
         (("--num_items=10", "--ranks=6", "--ranks_per_node=4"), "6 ranks cannot be split into nodes of 4"),
+        (("--num_items=10", "--between_nodes_gb=0"), "bandwidths are positive, got 600.0 and 0.0"),
+        (("--num_items=10", "--kv_groups=0"), "kv_groups must be at least 1"),
         (("--num_items=1000", "--policy=semantic", "--codebooks=[10, 10]"), "10 x 10 give 100"),
         (
             ("--num_items=10", "--normalizer=sampled", "--sharding=column_wise", "--ranks=2"),
