@@ -1,17 +1,21 @@
 """Preparing a log: recpo against pandas and polars doing the same work, one JSON line for each.
 
     python benchmarks/prepare.py --events 10000000
+    python benchmarks/prepare.py --events 5000000 --contenders recpo recpo_on_spark
 
 The work: read the log, drop duplicates, split by time, index users and items, label with watch quantiles per user and
 duration bucket (fitted on train, with the fallback to all users), sort by user and time, write train, valid and test
 with contexts as Parquet. Every contender runs in a fresh process; the mean label of the train events must agree. recpo
 also checks every row, computes feedback levels, histories, item statistics and checksums, which the others leave out.
+``manifest`` is the checksum of everything that recpo wrote: equal for both of its engines. Peaks include Spark's JVM.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -20,7 +24,12 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-CONTENDERS = {"recpo": ("recpo", "ibis-framework", "duckdb"), "pandas": ("pandas",), "polars": ("polars",)}
+CONTENDERS = {
+    "recpo": ("recpo", "ibis-framework", "duckdb"),
+    "recpo_on_spark": ("recpo", "ibis-framework", "pyspark"),
+    "pandas": ("pandas",),
+    "polars": ("polars",),
+}
 MIN_HISTORY, MAX_CONTEXT, DAY_MS = 5, 200, 86_400_000
 
 
@@ -28,6 +37,13 @@ def with_recpo(log, out):
     from recpo.data.prepare import Preparation
 
     Preparation().run(str(log), out, progress=False)
+
+
+def with_recpo_on_spark(log, out):
+    from recpo.data.engine import EngineOptions
+    from recpo.data.prepare import Preparation
+
+    Preparation().run(str(log), out, engine=EngineOptions("spark"), progress=False)
 
 
 def with_pandas(log, out):
@@ -105,11 +121,30 @@ def mean_label(out):
     return round(pc.mean(column.filter(pc.is_finite(column))).as_py(), 5)
 
 
+def children():
+    """Processes that this one started and that still run: Spark's JVM."""
+    tasks = Path("/proc/self/task")
+    pids = [pid for task in tasks.glob("*/children") for pid in task.read_text().split()] if tasks.is_dir() else []
+    return [Path("/proc") / pid for pid in pids]
+
+
+def peak_of_children():
+    lines = [line for child in children() for line in (child / "status").read_text().splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
+
+
+def cpu_of_children():
+    fields = [(child / "stat").read_text().rpartition(")")[2].split() for child in children()]
+    return sum(int(field[11]) + int(field[12]) for field in fields) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(contender, log, out, events):
     start, cpu = time.perf_counter(), time.process_time()
-    {"recpo": with_recpo, "pandas": with_pandas, "polars": with_polars}[contender](log, out)
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    work = {"recpo": with_recpo, "recpo_on_spark": with_recpo_on_spark, "pandas": with_pandas, "polars": with_polars}
+    work[contender](log, out)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu + cpu_of_children()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 + peak_of_children()
+    manifest = out / "manifest.json"
     print(
         json.dumps(
             {
@@ -122,6 +157,7 @@ def measure(contender, log, out, events):
                 "rows_per_second": round(events / seconds),
                 "peak_rss_mib": round(peak),
                 "mean_train_label": mean_label(out),
+                "manifest": hashlib.sha256(manifest.read_bytes()).hexdigest()[:12] if manifest.exists() else None,
             }
         )
     )
@@ -130,7 +166,8 @@ def measure(contender, log, out, events):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=10_000_000)
-    parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS))
+    usual = ["recpo", "pandas", "polars"]
+    parser.add_argument("--contenders", nargs="*", default=usual, choices=list(CONTENDERS))
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -40,6 +40,12 @@ print(", ".join(name.removesuffix("ExecutionProvider") for name in onnxruntime.g
 """
 _IBIS_PROGRAM = "import ibis; ibis.duckdb.connect().raw_sql('select 1')"
 _FBGEMM_PROGRAM = "import torch, fbgemm_gpu; torch.ops.fbgemm.asynchronous_complete_cumsum(torch.ones(2).long())"
+_SPARK_PROGRAM = """
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+assert spark.range(3).count() == 3
+print("Java", spark._jvm.System.getProperty("java.version"))
+"""
 _CUDA_PROGRAM = """
 import torch
 assert torch.cuda.is_available(), "no device: everything runs on the CPU"
@@ -53,12 +59,13 @@ _PARTS = (
     _Part("onnxruntime", ("onnxruntime", "onnxruntime-gpu"), _ONNX_PROGRAM, True),
     _Part("fbgemm", ("fbgemm-gpu-cpu", "fbgemm-gpu"), _FBGEMM_PROGRAM, False),
     _Part("torchrec", ("torchrec",), "import torchrec", False),
+    _Part("spark", ("pyspark",), _SPARK_PROGRAM, False),
     _Part("CUDA", (), _CUDA_PROGRAM, False),
 )
 
 
 def doctor() -> None:
-    """Prints versions, and whether torch, lightning, DuckDB, ONNX Runtime, torchrec, fbgemm and CUDA load.
+    """Prints versions, and whether torch, lightning, DuckDB, ONNX Runtime, torchrec, fbgemm, Spark and CUDA load.
 
     Every library is tried in a process of its own, because a broken one may take its process down. The exit status is 0
     unless something that recpo cannot do without is broken.

@@ -47,7 +47,7 @@ def prepare(
     memory_limit: str = "4GB",
     threads: int | None = None,
     spark_master: str = "local[*]",
-    spark_conf: dict[str, str] = {},  # noqa: B006  never changed
+    spark_conf: dict[str, str | int | float | bool] = {},  # noqa: B006  never changed
     work: str | None = None,
     overwrite: bool = False,
     progress: bool = True,

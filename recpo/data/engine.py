@@ -6,6 +6,7 @@ reduced to a row, and the result is the same.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +88,12 @@ class EngineOptions:
     memory_limit: str = "4GB"
     threads: int | None = None
     spark_master: str = "local[*]"
-    spark_conf: dict[str, str] = field(default_factory=dict)
+    spark_conf: dict[str, str | int | float | bool] = field(default_factory=dict)
+
+    @property
+    def writers(self) -> int:
+        """Threads of this process that encode shards."""
+        return self.threads or os.cpu_count() or 1
 
     def start(self, work: Place) -> Engine:
         """Connects to the engine.

@@ -116,7 +116,7 @@ class Preparation:
                 engine.start(temporary) as started,
                 tqdm(total=len(_STAGES), desc="prepare", unit="stage", disable=None if progress else True) as bar,
             ):
-                manifest = _Run(self, started, partial, temporary, bar).manifest(paths)
+                manifest = _Run(self, started, engine.writers, partial, temporary, bar).manifest(paths)
             write_json(partial / MANIFEST, manifest)
         return manifest
 
@@ -124,8 +124,11 @@ class Preparation:
 class _Run:
     """One pass from files to shards."""
 
-    def __init__(self, choice: Preparation, engine: Engine, partial: Path, work: Place, bar: tqdm[Any]) -> None:
+    def __init__(
+        self, choice: Preparation, engine: Engine, writers: int, partial: Path, work: Place, bar: tqdm[Any]
+    ) -> None:
         self.choice, self.engine, self.partial, self.work, self.bar = choice, engine, partial, work, bar
+        self.writers = writers
         self.stages = iter(_STAGES)
         self.counts: dict[str, Any] = {}
         self.dropped: dict[str, int] = {}
@@ -240,7 +243,8 @@ class _Run:
         self._stage()
         rows = period_rows(events, period, self.choice.max_context)
         directory = self.partial / PERIODS[period]
-        shards = write_shards(self.engine.stream(rows), directory, self.choice.rows_per_shard, self._written)
+        rows_per_shard = self.choice.rows_per_shard
+        shards = write_shards(self.engine.stream(rows), directory, rows_per_shard, self._written, self.writers)
         if not any(shard["targets"] for shard in shards):
             dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
             raise RecpoError(

@@ -30,6 +30,15 @@ if TYPE_CHECKING:
 
 _BATCH_ROWS: Final = 1 << 17
 _JAVA: Final = 17
+#: what the result depends on
+_SQL: Final = {
+    # An overflow is an error, and names mean what they say, as in DuckDB.
+    "spark.sql.ansi.enabled": "true",
+    "spark.sql.caseSensitive": "true",
+    "spark.sql.session.timeZone": "UTC",
+    # Nanoseconds come as whole numbers; _column makes times of them.
+    "spark.sql.legacy.parquet.nanosAsLong": "true",
+}
 _MEND: Final = f"Spark needs Java {_JAVA} or newer (set JAVA_HOME, or put java on the PATH)"
 
 
@@ -135,7 +144,10 @@ def _session(work: Place, options: EngineOptions) -> tuple[SparkSession, bool]:
         raise RecpoError("engine spark: pyspark is missing: `pip install recpo[spark]`") from error
     running = SparkSession.getActiveSession()
     if running is not None:
-        return running, False
+        session = running.newSession()  # the same cluster, settings and tables of its own
+        for name, value in _SQL.items():
+            session.conf.set(name, value)
+        return session, False
     if not _has_java():
         raise RecpoError(f"engine spark: no Java was found; {_MEND}")
     builder = SparkSession.builder.appName("recpo prepare")
@@ -147,23 +159,18 @@ def _session(work: Place, options: EngineOptions) -> tuple[SparkSession, bool]:
         raise RecpoError(f"engine spark: Spark does not start ({_first_line(error)}); {_MEND}") from error
 
 
-def _settings(work: Place, options: EngineOptions) -> dict[str, str]:
+def _settings(work: Place, options: EngineOptions) -> dict[str, Any]:
     memory, master = f"{_mebibytes(options.memory_limit)}m", options.spark_master
     is_local = master.startswith("local")
     if is_local and options.threads is not None:
         master = f"local[{options.threads}]"
-    settings = {
+    settings: dict[str, Any] = {
         "spark.master": master,
         "spark.driver.memory" if is_local else "spark.executor.memory": memory,
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.log.level": "ERROR",
-        # An overflow is an error, and names mean what they say, as in DuckDB.
-        "spark.sql.ansi.enabled": "true",
-        "spark.sql.caseSensitive": "true",
-        "spark.sql.session.timeZone": "UTC",
-        # Nanoseconds come as whole numbers; _column makes times of them.
-        "spark.sql.legacy.parquet.nanosAsLong": "true",
+        **_SQL,
     }
     if is_local:
         settings["spark.sql.shuffle.partitions"] = str(4 * (options.threads or os.cpu_count() or 1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,37 +81,53 @@ def _writer(file: Path, schema: pa.Schema) -> pq.ParquetWriter:
 
 
 def write_shards(
-    batches: Iterable[pa.RecordBatch], directory: Path, rows_per_shard: int, progress: Callable[[int], object]
+    batches: Iterable[pa.RecordBatch],
+    directory: Path,
+    rows_per_shard: int,
+    progress: Callable[[int], object],
+    threads: int = 1,
 ) -> list[dict[str, Any]]:
-    """Writes ``00000.parquet``, ``00001.parquet`` and so on.
+    """Writes ``00000.parquet``, ``00001.parquet`` and so on; in memory are at most ``threads + 1`` shards.
 
     Args:
         batches: rows with the columns of ``EVENT_SCHEMA``, sorted by user and time.
         directory: made here.
         rows_per_shard: a shard ends at the first change of user after this many rows.
         progress: called with the number of rows written.
+        threads: shards that are encoded at the same time.
 
     Returns:
         For each shard its file (relative to the directory's parent), rows, users, targets, sha256.
     """
     directory.mkdir()
-    shards = []
-    for number, block in enumerate(user_blocks(batches, rows_per_shard)):
-        table = block.select(EVENT_SCHEMA.names).cast(EVENT_SCHEMA).combine_chunks()
-        file = directory / f"{number:05d}.parquet"
-        write_parquet(table, file)
-        users = table[Events.USER_INDEX].to_numpy()
-        shards.append(
-            {
-                "file": f"{directory.name}/{file.name}",
-                "rows": table.num_rows,
-                "users": int(np.count_nonzero(np.diff(users, prepend=-1))),
-                "targets": int(np.count_nonzero(table[Events.IS_TARGET].to_numpy())),
-                "sha256": sha256(file),
-            }
-        )
-        progress(table.num_rows)
+    shards: list[dict[str, Any]] = []
+    pending: deque[Future[dict[str, Any]]] = deque()
+
+    def finish_one() -> None:
+        shards.append(pending.popleft().result())
+        progress(shards[-1]["rows"])
+
+    with ThreadPoolExecutor(threads) as pool:
+        for number, block in enumerate(user_blocks(batches, rows_per_shard)):
+            if len(pending) == threads:
+                finish_one()
+            pending.append(pool.submit(_write_shard, block, directory / f"{number:05d}.parquet"))
+        while pending:
+            finish_one()
     return shards
+
+
+def _write_shard(block: pa.Table, file: Path) -> dict[str, Any]:
+    table = block.select(EVENT_SCHEMA.names).cast(EVENT_SCHEMA).combine_chunks()
+    write_parquet(table, file)
+    users = table[Events.USER_INDEX].to_numpy()
+    return {
+        "file": f"{file.parent.name}/{file.name}",
+        "rows": table.num_rows,
+        "users": int(np.count_nonzero(np.diff(users, prepend=-1))),
+        "targets": int(np.count_nonzero(table[Events.IS_TARGET].to_numpy())),
+        "sha256": sha256(file),
+    }
 
 
 def write_histories(

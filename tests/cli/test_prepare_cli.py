@@ -1,9 +1,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from recpo.data.manifest import verify_checksums
 
 
 def recpo(*arguments):
@@ -50,6 +53,20 @@ def test_faults_end_without_a_traceback(tmp_path):
     assert "2 faults" in failed.stderr
     assert "near: user;" in failed.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_into_an_object_store_and_never_by_accident_elsewhere(tmp_path):
+    sample = Path(__file__).parents[2] / "data" / "sample.parquet"
+    done = recpo("--log", f"file://{sample}", "--out", f"file://{tmp_path}/out", "--work", tmp_path / "work")
+    assert done.returncode == 0, done.stderr
+    assert f"file://{tmp_path}/out: 60 users, 60 items" in done.stdout
+    assert not list((tmp_path / "work").iterdir())
+    verify_checksums(f"file://{tmp_path}/out")
+    command = [sys.executable, "-m", "recpo.cli.main", "simulate", "--out", "s3://bucket/log"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "--out s3:/bucket/log: a local path is expected" in refused.stderr
+    assert not (tmp_path / "s3:").exists()
 
 
 def test_the_help_explains_every_option():
