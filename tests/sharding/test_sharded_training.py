@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from recpo.semantic_codes import SemanticCodes
 from recpo.training.checkpoints import SavedTensor, saved_tensors
-from recpo.training.run import checkpoint_path, load_policy, read_finished
+from recpo.training.run import checkpoint_path, read_finished
 from tests.sharding.ranks import Ranks
 
 SMALL = {"dim": 8, "layers": 1, "heads": 1, "max_history": 12, "dropout": 0.0}
@@ -59,11 +59,11 @@ def train(out: Path, prepared: Path, policy: Any, strategy: dict[str, Any] | Non
 
         as_torchrun()
         rank_zero_only.rank = dist.get_rank()
-        table = TableOptions(strategy["optimizer"], RATES[strategy["optimizer"]])
+        table = TableOptions(strategy["optimizer"], options.get("lr") or RATES[strategy["optimizer"]])
         how = {"strategy": ShardedStrategy(strategy["sharding"], table), "devices": dist.get_world_size()}
     else:
         how = {"devices": 1}
-    layout = options.pop("layout", None) or SequenceLayout(history_length=12)
+    lr, layout = options.pop("lr", 0.5), options.pop("layout", None) or SequenceLayout(history_length=12)
     trainer = {"max_epochs": 3, "num_sanity_val_steps": 0, "enable_progress_bar": False, "accelerator": "cpu"}
     verb(
         FeedbackDataModule(prepared, 32 // (dist.get_world_size() if strategy else 1), layout),
@@ -71,7 +71,7 @@ def train(out: Path, prepared: Path, policy: Any, strategy: dict[str, Any] | Non
         options.pop("objective", Likelihood()),
         TrainerOptions(**trainer | how | options.pop("trainer", {})),
         out,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
         **options,
     )
     if strategy is not None:
@@ -192,3 +192,57 @@ def test_clipping_and_accumulation_mean_what_they_mean_on_one_process(
     train(tmp_path / "plain-2", prepared, policy, None, accumulated)
     groups[2].run(train, tmp_path / "accumulated", prepared, policy, strategy, accumulated)
     assert_same(tmp_path / "plain-2", tmp_path / "accumulated")
+
+
+def aligned(kind: str) -> dict[str, Any]:
+    """Options of an alignment with frozen copies: of the policy it started from, of the last iterate, of a critic."""
+    from recpo.advantages import GAEAdvantage, GroupNormalizedAdvantage
+    from recpo.data.preference_lists import PreferenceListLayout
+    from recpo.data.slates import ImpressionLayout
+    from recpo.objectives import GRPO, PPO, SoftmaxDPO
+    from recpo.rewards import HitReward, LoggedReward
+    from recpo.training.rollout import RolloutOptions
+
+    if kind == "SoftmaxDPO":
+        return {"objective": SoftmaxDPO(), "layout": PreferenceListLayout(history_length=12, in_batch=0)}
+    if kind == "PPO":
+        options = {"objective": PPO(kl_coef=0.1), "advantage": GAEAdvantage(), "reward": LoggedReward()}
+        return options | {"old_policy": "snapshot", "snapshot_every": 3}
+    options = {"objective": GRPO(kl_coef=0.1), "advantage": GroupNormalizedAdvantage(), "reward": HitReward()}
+    rollout = RolloutOptions(batches=3, epochs=2, resamples=1)
+    layout = ImpressionLayout(history_length=12, slate_length=6)
+    return options | {"layout": layout, "rollout": rollout, "old_policy": "snapshot"}
+
+
+@pytest.mark.parametrize("name", ["full, own output table", "semantic"])
+@pytest.mark.parametrize("kind", ["SoftmaxDPO", "PPO"])
+@pytest.mark.slow
+def test_frozen_copies_are_sharded_like_what_they_copy(
+    groups, codes, prepared, tmp_path, tmp_path_factory, name, kind
+):
+    policy = options_of(name, codes)
+    # rounding errors grow with every step, where the encoder's ReLU has its kinks
+    shorter = {"trainer": {"max_epochs": 2, "limit_train_batches": 8}, "lr": 0.05}
+    options = aligned(kind) | shorter | {"init_from": started(tmp_path_factory, prepared, policy)}
+    for ranks, sharding in ((1, "data_parallel"), (2, "row_wise"), (2, "table_wise")):
+        strategy = {"sharding": sharding, "optimizer": "sgd"}
+        groups[ranks].run(train, tmp_path / sharding, prepared, policy, strategy, options)
+        assert_same(tmp_path / "data_parallel", tmp_path / sharding, 5e-5)
+
+
+@pytest.mark.parametrize("name", ["full", "semantic"])
+@pytest.mark.slow
+def test_ranks_learn_from_their_own_candidates(groups, codes, prepared, tmp_path, tmp_path_factory, name):
+    """Each rank draws its own, so nothing equals one process; but a run repeats itself, and copies follow."""
+    policy = options_of(name, codes)
+    options = aligned("GRPO") | {"init_from": started(tmp_path_factory, prepared, policy), "lr": 0.05}
+    strategy = {"sharding": "row_wise", "optimizer": "rowwise_adagrad"}
+    for out in ("first", "second"):
+        groups[2].run(train, tmp_path / out, prepared, policy, strategy, options)
+    assert_same(tmp_path / "first", tmp_path / "second")
+    before, after = weights(options["init_from"]), weights(tmp_path / "first")
+    table = "policy.item_table.weight"
+    assert (after[table] != before[table]).any()
+    assert (after[f"inputs.old.{table}"] != after[table]).any()
+    assert (after[f"inputs.old.{table}"] != before[table]).any()
+    assert (after[f"inputs.reference.{table}"] == before[table]).all()
