@@ -249,4 +249,7 @@ def _report(error: BaseException | None) -> None:
 
 
 def _first_line(error: Any) -> str:
-    return str(error).strip().splitlines()[0][:300]
+    lines = [line.strip(": ") for line in str(error).strip().splitlines()]
+    return next((line for line in lines if line and "An error occurred while calling" not in line), "no reason given")[
+        :300
+    ]
