@@ -110,9 +110,10 @@ class Preparation:
             RecpoError: the log has faults (all of them in one message), cannot be split, or ``out`` exists.
         """
         paths = find_files(log)
-        with prepared_directory(locate(out), overwrite=overwrite) as partial:
+        place = None if work is None else locate(work)
+        with prepared_directory(locate(out), place, overwrite=overwrite) as partial:
             with (
-                work_directory(None if work is None else locate(work), partial) as temporary,
+                work_directory(place, partial) as temporary,
                 engine.start(temporary) as started,
                 tqdm(total=len(_STAGES), desc="prepare", unit="stage", disable=None if progress else True) as bar,
             ):

@@ -17,7 +17,7 @@ from recpo.errors import RecpoError
 
 
 @contextmanager
-def prepared_directory(target: Place, *, overwrite: bool = False) -> Iterator[Path]:
+def prepared_directory(target: Place, work: Place | None = None, *, overwrite: bool = False) -> Iterator[Path]:
     """Yields an empty local directory that becomes ``target`` when the block ends without an error.
 
     An object store knows no rename, so there the files are uploaded and the manifest last: without one nothing counts
@@ -25,6 +25,7 @@ def prepared_directory(target: Place, *, overwrite: bool = False) -> Iterator[Pa
 
     Args:
         target: the directory to make.
+        work: where to make what is uploaded, if it is local; None = the system's directory for temporary files.
         overwrite: replace an existing ``target``.
 
     Raises:
@@ -37,7 +38,10 @@ def prepared_directory(target: Place, *, overwrite: bool = False) -> Iterator[Pa
     manifest = target / MANIFEST
     if manifest.is_file() and not overwrite:
         raise RecpoError(f"{target} exists already: choose another output, remove it, or pass --overwrite true")
-    with tempfile.TemporaryDirectory(prefix="recpo-prepare-") as folder:
+    near = work if isinstance(work, Path) else None
+    if near is not None:
+        near.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="recpo-prepare-", dir=near) as folder:
         yield Path(folder)
         _upload(Path(folder), target)
 
