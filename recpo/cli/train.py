@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 from torch.nn import Parameter
 from torch.optim import Adam, Optimizer, SparseAdam
@@ -156,7 +157,8 @@ def train(
         data.phases = Phases(rollout.batches, rollout.epochs)
         guards = [CollapseGuard(collapse, module.monitor)]
     lightning_trainer = trainer.build(out, module.monitor, checkpoint_every, guards)
-    lightning_trainer.fit(module, datamodule=data, ckpt_path=last, weights_only=True)
+    with _lost_ranks(out):
+        lightning_trainer.fit(module, datamodule=data, ckpt_path=last, weights_only=True)
     if lightning_trainer.interrupted:
         raise KeyboardInterrupt
     if lightning_trainer.is_global_zero:
@@ -168,6 +170,22 @@ def train(
             f"{out}: {lightning_trainer.global_step} steps"
             + ("" if score is None else f", {module.monitor} {score:.4f}")
         )
+
+
+@contextmanager
+def _lost_ranks(out: Path) -> Iterator[None]:
+    """Says in one line that a rank of the run is gone; each of the others finds that out on its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise RecpoError(
+            f"rank {getattr(rank_zero_only, 'rank', 0)} has lost another rank of this run, which ended or does not "
+            "answer (see what that one wrote, or whether its machine ran out of memory); once it is mended, go on from "
+            f"the last checkpoint, with as many ranks as you like: recpo train --config {out}/{RESOLVED} --resume true "
+            f"({str(error).strip().splitlines()[0]})"
+        ) from error
 
 
 def _refuse_other_items(model: Policy, reward: RewardFunction | None, data: FeedbackDataModule) -> None:

@@ -13,7 +13,13 @@ __all__ = ["ShardedStrategy"]
 def __getattr__(name: str) -> Any:
     # importing torchrec takes seconds, and much of this package does without it
     if name == "ShardedStrategy":
-        from recpo.sharding.strategy import ShardedStrategy
+        try:
+            from recpo.sharding.strategy import ShardedStrategy
+        except (ImportError, OSError) as error:  # a fbgemm that does not suit the machine is an OSError
+            raise ImportError(
+                f"ShardedStrategy needs torchrec, which cannot be imported here ({error}): `recpo doctor` says how to "
+                "mend it"
+            ) from error
 
         return ShardedStrategy
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -31,6 +32,8 @@ from recpo.sharding.row_table import RowTable
 from recpo.sharding.table_optimizer import TableOptimizer, TableOptions
 
 _log = logging.getLogger(__name__)
+# torchrec asks in every lookup whether it is being traced, and torch.fx warns of how it asks
+logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 class ShardedStrategy(DDPStrategy):
@@ -101,6 +104,14 @@ class ShardedStrategy(DDPStrategy):
         for table in self._tables:
             table.collect_gradients()
 
+    def teardown(self) -> None:
+        """Also after an error that came before the tables had memory, which Lightning could not move."""
+        assert self.lightning_module is not None
+        for table in self.lightning_module.modules():
+            if isinstance(table, ItemTable) and table.weight.is_meta:
+                table.weight = nn.Parameter(torch.empty(0))
+        super().teardown()
+
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """True: a checkpoint is read into the blocks of the ranks."""
@@ -109,6 +120,7 @@ class ShardedStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint_: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Writes a checkpoint directory; all ranks call."""
         rest = {key: value for key, value in checkpoint_.items() if key != "state_dict"}
+        rest["world_size"] = self.world_size
         checkpoint.save(checkpoint_["state_dict"], rest, Path(self.broadcast(str(filepath))))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -117,6 +129,9 @@ class ShardedStrategy(DDPStrategy):
         loaded = checkpoint.load(self.lightning_module.state_dict(), self.optimizers, Path(checkpoint_path))
         for table in self._tables:
             table.changed()
+        _recount_batches(
+            loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"], loaded["world_size"], self.world_size
+        )
         return loaded | {"state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
@@ -235,6 +250,16 @@ class ShardedStrategy(DDPStrategy):
         if self.is_global_zero:
             for name, placement in placed.items():
                 _log.info("%s: %s", name, placement.sharding)
+
+
+def _recount_batches(progress: dict[str, Any], before: int, now: int) -> None:
+    """Lightning counts the batches of one rank: as many events are more batches for fewer ranks.
+
+    A checkpoint is written when the last batch is done but not yet counted as completed.
+    """
+    for counts in (progress["total"], progress["current"]):
+        further = counts["ready"] * before // now - counts["ready"]
+        counts.update({name: count + further for name, count in counts.items()})
 
 
 def _original(name: str, tables: dict[str, ItemTable]) -> str | None:

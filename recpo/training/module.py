@@ -172,7 +172,8 @@ class PreferenceModule(LightningModule):
         """Seeds the step, so that a resumed run draws the same dropout, and refreshes frozen copies when due."""
         key = [self._seed, self.current_epoch, batch_idx]
         torch.manual_seed(_seed_of([*key, self.global_rank]))
-        self.policy.begin_step(_seed_of(key))
+        # of the whole step: neither ranks nor micro-batches may make a difference
+        self.policy.begin_step(_seed_of([self._seed, self.global_step]))
         if self._step_count is None:  # the first micro-batch of the step
             self._begin_step(batch_idx)
 

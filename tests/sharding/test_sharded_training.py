@@ -159,7 +159,9 @@ def test_ranks_and_sharding_do_not_matter_to_any_optimiser(groups, codes, prepar
 
 @pytest.mark.parametrize(("optimizer", "peer"), [("adagrad", torch.optim.Adagrad), ("adam", torch.optim.SparseAdam)])
 @pytest.mark.slow
-def test_tables_learn_as_with_the_sparse_optimisers_of_torch(groups, prepared, tmp_path, tmp_path_factory, optimizer, peer):
+def test_tables_learn_as_with_the_sparse_optimisers_of_torch(
+    groups, prepared, tmp_path, tmp_path_factory, optimizer, peer
+):
     policy = SMALL | SAMPLED
     start = started(tmp_path_factory, prepared, policy)
 
@@ -217,9 +219,7 @@ def aligned(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["full, own output table", "semantic"])
 @pytest.mark.parametrize("kind", ["SoftmaxDPO", "PPO"])
 @pytest.mark.slow
-def test_frozen_copies_are_sharded_like_what_they_copy(
-    groups, codes, prepared, tmp_path, tmp_path_factory, name, kind
-):
+def test_frozen_copies_are_sharded_like_what_they_copy(groups, codes, prepared, tmp_path, tmp_path_factory, name, kind):
     policy = options_of(name, codes)
     # rounding errors grow with every step, where the encoder's ReLU has its kinks
     shorter = {"trainer": {"max_epochs": 2, "limit_train_batches": 8}, "lr": 0.05}
