@@ -129,7 +129,8 @@ class ShardedStrategy(DDPStrategy):
         loaded = checkpoint.load(self.lightning_module.state_dict(), self.optimizers, Path(checkpoint_path))
         for table in self._tables:
             table.changed()
-        _recount_batches(
+        progress = loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        _recount_batches(progress, loaded["world_size"], self.world_size)
             loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"], loaded["world_size"], self.world_size
         )
         return loaded | {"state_dict": {}}
