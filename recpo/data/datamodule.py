@@ -1,238 +1,21 @@
-"""Prepared shards -> batches: streamed shard by shard, split over ranks and workers, resumable in mid-epoch.
-
-The order of an epoch is a function of ``(seed, epoch)`` alone: shards in a random order, the windows of a shard in a
-random order, batches cut within a shard. Batch ``g`` of that order belongs to rank ``g % world_size``; within a rank
-the workers take turns. So neither the number of workers nor a resume changes what a rank sees, and a process holds one
-shard at a time. Where training visits the same contexts several times in a row (``Phases``), it holds the shards of one
-phase.
-"""
+"""Prepared shards -> batches, as Lightning asks for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count, islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from lightning import LightningDataModule
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from recpo.data.held_out import HeldOutBatches, Rank
-from recpo.data.locations import Location, Place
-from recpo.data.prepared import Events, Prepared, Split
-from recpo.data.slates import Catalogue, Layout, SequenceLayout, Windows
-from recpo.errors import RecpoError
-from recpo.types import EvaluationBatch, FeedbackBatch
-
-
-class Phases(NamedTuple):
-    """How an epoch is cut into phases: runs of optimiser steps that are visited several times before the next run.
-
-    The batches of a step stay together; from the second pass on the steps of a phase come in a random order.
-
-    Attributes:
-        steps: optimiser steps of one pass; the last phase of an epoch may have fewer.
-        passes: how often a phase is gone through.
-    """
-
-    steps: int = 1
-    passes: int = 1
-
-
-class _Part(NamedTuple):
-    """A batch before it is gathered: windows of one shard."""
-
-    events: Events
-    windows: Windows
-    row_ids: np.ndarray
-
-
-class TrainBatches(IterableDataset[FeedbackBatch]):
-    """One rank's batches of an epoch.
-
-    Attributes:
-        prepared: the prepared directory.
-        epoch: which epoch to yield next.
-        start: local batches of that epoch to leave out (they were consumed before a resume).
-    """
-
-    def __init__(
-        self,
-        prepared: Prepared,
-        layout: Layout,
-        batch_size: int,
-        seed: int,
-        rank: Rank,
-        phases: Phases = Phases(),  # noqa: B008  immutable
-    ) -> None:
-        self.prepared, self._layout, self._batch_size = prepared, layout, batch_size
-        self._seed, self._rank, self._phases = seed, rank, phases
-        self._windows = np.array(
-            [self._count_windows(shard) for shard in range(prepared.num_shards("train"))], np.int64
-        )
-        if self.num_rows == 0:
-            raise RecpoError(
-                f"{prepared.root}: the training split holds no "
-                + (f"context for {layout}: no event is positive" if layout.cuts_by_label else "events")
-            )
-        counts = prepared.item_counts() if layout.samples_by_popularity else None
-        self._make_batch = layout.batch_maker(Catalogue(prepared.num_items, counts), seed)
-        self.epoch = 0
-        self.start = 0
-
-    def _count_windows(self, shard: int) -> int:
-        return len(self._layout.windows(*self.prepared.keys("train", shard, self._layout.cuts_by_label)).slate_start)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of windows; row ids are 0 .. num_rows - 1."""
-        return int(self._windows.sum())
-
-    def __len__(self) -> int:
-        batches = int((-(-self._windows // self._batch_size)).sum())
-        if self._phases.passes == 1:
-            return -(-batches // self._rank.world_size)
-        steps = -(-batches // (self._rank.world_size * self._rank.accumulate))
-        return steps * self._rank.accumulate * self._phases.passes
-
-    def __iter__(self) -> Iterator[FeedbackBatch]:
-        worker = get_worker_info()
-        workers, mine = (worker.num_workers, worker.id) if worker else (1, 0)
-        start, epoch = self.start, self.epoch
-        # Phases that were consumed before a resume are left out unread.
-        consumed = start // self._visits_per_phase
-        local = consumed * self._visits_per_phase - 1
-        for step in self._visits(consumed):
-            quantiles = _step_quantiles(step) if self._batches_per_step > 1 else None
-            for part in step[self._rank.rank :: self._rank.world_size]:
-                local += 1
-                if local >= start and (local - start) % workers == mine:
-                    batch = self._make_batch(part.events, part.windows, part.row_ids, epoch)
-                    yield batch._replace(step_quantiles=quantiles)
-
-    @property
-    def division(self) -> dict[str, int]:
-        """How an epoch is divided: into batches of this size, among so many ranks."""
-        return {"batch_size": self._batch_size, "world_size": self._rank.world_size}
-
-    @property
-    def _batches_per_step(self) -> int:
-        return self._rank.world_size * self._rank.accumulate
-
-    @property
-    def _steps_per_phase(self) -> int:
-        return 1 if self._phases.passes == 1 else self._phases.steps
-
-    @property
-    def _visits_per_phase(self) -> int:
-        return self._steps_per_phase * self._phases.passes * self._rank.accumulate
-
-    def _visits(self, consumed: int) -> Iterator[list[_Part]]:
-        """The epoch's optimiser steps from phase ``consumed`` on, each as often as its phase has passes."""
-        steps = self._steps(consumed * self._steps_per_phase)
-        for number in count(consumed):
-            phase = list(islice(steps, self._steps_per_phase))
-            if not phase:
-                return
-            yield from phase
-            order = np.random.default_rng([self._seed, self.epoch, number])
-            for _ in range(self._phases.passes - 1):
-                yield from (phase[i] for i in order.permutation(len(phase)))
-
-    def _steps(self, consumed: int) -> Iterator[list[_Part]]:
-        """The epoch's batches of all ranks, grouped into optimiser steps, without the first ``consumed`` steps."""
-        step: list[_Part] = []
-        for part in self._parts(consumed * self._batches_per_step):
-            step.append(part)
-            if len(step) == self._batches_per_step:
-                yield step
-                step = []
-        if step:
-            # every rank must take part in every step: those that would fall short get an empty batch; and so must every
-            # micro-batch of a step that comes again, or the steps after it would be cut in other places
-            whole = self._rank.world_size * (self._rank.accumulate if self._phases.passes > 1 else 1)
-            short = -len(step) % whole
-            nothing = step[-1]._replace(windows=step[-1].windows.empty(1), row_ids=np.zeros(1, np.int64))
-            yield step + [nothing] * short
-
-    def _parts(self, consumed: int) -> Iterator[_Part]:
-        """The epoch's batches without the first ``consumed``; a shard of which nothing is left is not read."""
-        order = np.random.default_rng([self._seed, self.epoch])
-        first_row = np.concatenate([[0], np.cumsum(self._windows)])
-        for shard in order.permutation(len(self._windows)):
-            rows = order.permutation(self._windows[shard])  # drawn in any case: the next shard's order follows it
-            begins = range(0, len(rows), self._batch_size)[consumed:]
-            consumed = max(0, consumed - -(-len(rows) // self._batch_size))
-            if not begins:
-                continue
-            events = self.prepared.load("train", int(shard))
-            windows = self._layout.windows_of(events)
-            for begin in begins:
-                batch = rows[begin : begin + self._batch_size]
-                yield _Part(events, windows.take(batch), batch + first_row[shard])
-
-
-def _step_quantiles(step: list[_Part]) -> Tensor:
-    """The known watch quantiles of a whole optimiser step, so that its threshold does not depend on how it is split."""
-    quantiles = [
-        part.events.watch_quantile[begin:end]
-        for part in step
-        for begin, end in zip(part.windows.slate_start, part.windows.slate_stop, strict=True)
-    ]
-    known = np.concatenate(quantiles)
-    return torch.from_numpy(known[~np.isnan(known)])
-
-
-class ResumableLoader(DataLoader[FeedbackBatch]):
-    """A loader that knows where it stands, so that a resumed epoch goes on with the next batch.
-
-    Lightning keeps ``state_dict`` in its checkpoints and hands it back.
-    """
-
-    def __init__(self, batches: TrainBatches, num_workers: int) -> None:
-        super().__init__(
-            batches,
-            batch_size=None,
-            num_workers=num_workers,
-            pin_memory=torch.cuda.is_available(),
-            # the clients of object stores do not survive a fork
-            multiprocessing_context="spawn" if num_workers and isinstance(batches.prepared.root, Location) else None,
-        )
-        self._batches = batches
-        self._yielded = 0
-
-    def __iter__(self) -> Iterator[FeedbackBatch]:  # type: ignore[override]
-        self._yielded = self._batches.start
-        for batch in super().__iter__():
-            self._yielded += 1
-            if self._yielded == len(self):  # now, not after the loop: a trainer that counts never asks for one more
-                self._batches.epoch += 1
-                self._batches.start = self._yielded = 0
-            yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        """Epoch, batches that each rank consumed in it, and how many ranks of which batch size."""
-        return {"epoch": self._batches.epoch, "batch": self._yielded, **self._batches.division}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on after ``state``, which may be that of another number of ranks.
-
-        Raises:
-            RecpoError: in mid-epoch with another batch size, or with ranks among which the batches do not divide.
-        """
-        now = self._batches.division
-        before = now | {key: state[key] for key in now if key in state}
-        consumed, uneven = divmod(state["batch"] * before["world_size"], now["world_size"])
-        if uneven or (consumed and before["batch_size"] != now["batch_size"]):
-            raise RecpoError(
-                f"data: the epoch was left after {state['batch']} batches of {before['batch_size']} on each of "
-                f"{before['world_size']} ranks; it cannot go on with batch_size {now['batch_size']} on "
-                f"{now['world_size']}: keep batch_size, and let accumulate_grad_batches make up for other ranks"
-            )
-        self._batches.epoch, self._batches.start = state["epoch"], consumed
+from recpo.data.locations import Place
+from recpo.data.prepared import Prepared, Split
+from recpo.data.slates import Layout, SequenceLayout
+from recpo.data.train_batches import Phases, ResumableLoader, TrainBatches
+from recpo.types import EvaluationBatch
 
 
 class FeedbackDataModule(LightningDataModule):
@@ -273,7 +56,9 @@ class FeedbackDataModule(LightningDataModule):
 
     def train_dataloader(self) -> ResumableLoader:
         """Batches of the training period, in the order of ``(seed, epoch)``."""
-        batches = TrainBatches(self.prepared, self.layout, self._batch_size, self._seed, self._rank(), self.phases)
+        batches = TrainBatches(
+            self.prepared, self.layout, self._batch_size, self._seed, self._rank(), self.phases, self._sum_over_ranks
+        )
         return ResumableLoader(batches, self._num_workers)
 
     def every_row(self) -> TrainBatches:
@@ -285,6 +70,14 @@ class FeedbackDataModule(LightningDataModule):
         length, size = self.layout.history_length, self._evaluation_batch_size
         held_out = HeldOutBatches(self.prepared, "valid", length, size, self._rank(), self._max_validation_users)
         return DataLoader(held_out, batch_size=None)
+
+    def _sum_over_ranks(self, counts: np.ndarray) -> np.ndarray:
+        if self.trainer is None:
+            return counts
+        strategy = self.trainer.strategy
+        mine = torch.from_numpy(counts).to(strategy.root_device)
+        total: np.ndarray = strategy.reduce(mine, reduce_op="sum").cpu().numpy()
+        return total
 
     def _rank(self) -> Rank:
         trainer = self.trainer

@@ -218,10 +218,14 @@ def _plain(uri: str) -> str:
 
 
 def _parts(place: Place) -> list[Path] | list[Location]:
-    """The files that Spark wrote, in the order of their rows."""
+    """The files that Spark wrote, in the order of their rows: part-<number>-..., where numbers may differ in length."""
     if isinstance(place, Path):
-        return sorted(place.glob("part-*.parquet"))
-    return [file for file in place.files() if file.name.startswith("part-") and file.suffix == ".parquet"]
+        return sorted(place.glob("part-*.parquet"), key=_order)
+    return sorted((f for f in place.files() if f.name.startswith("part-") and f.suffix == ".parquet"), key=_order)
+
+
+def _order(part: Place) -> tuple[int, str]:
+    return int(part.name.split("-")[1]), part.name
 
 
 def _remove(place: Place) -> None:

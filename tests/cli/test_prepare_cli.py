@@ -1,12 +1,17 @@
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from recpo.data.manifest import verify_checksums
+
+SAMPLE = Path(__file__).parents[2] / "data" / "sample.parquet"
 
 
 def recpo(*arguments):
@@ -56,8 +61,7 @@ def test_faults_end_without_a_traceback(tmp_path):
 
 
 def test_into_an_object_store_and_never_by_accident_elsewhere(tmp_path):
-    sample = Path(__file__).parents[2] / "data" / "sample.parquet"
-    done = recpo("--log", f"file://{sample}", "--out", f"file://{tmp_path}/out", "--work", tmp_path / "work")
+    done = recpo("--log", f"file://{SAMPLE}", "--out", f"file://{tmp_path}/out", "--work", tmp_path / "work")
     assert done.returncode == 0, done.stderr
     assert f"file://{tmp_path}/out: 60 users, 60 items" in done.stdout
     assert not list((tmp_path / "work").iterdir())
@@ -67,6 +71,22 @@ def test_into_an_object_store_and_never_by_accident_elsewhere(tmp_path):
     assert refused.returncode == 1
     assert "--out s3:/bucket/log: a local path is expected" in refused.stderr
     assert not (tmp_path / "s3:").exists()
+
+
+@pytest.mark.slow
+def test_spark_from_the_command_line(tmp_path):
+    pytest.importorskip("pyspark")
+    if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
+        pytest.skip("Spark needs Java, and there is none")
+    options = ["--engine", "spark", "--memory_limit", "1GB", "--spark_conf", '{"spark.sql.shuffle.partitions": 2}']
+    options += ["--work", f"file://{tmp_path}/work"]
+    for name, chosen in (("duckdb", []), ("spark", options)):
+        done = recpo("--log", SAMPLE, "--out", tmp_path / name, *chosen)
+        assert done.returncode == 0, done.stderr
+    manifests = [(tmp_path / name / "manifest.json").read_bytes() for name in ("duckdb", "spark")]
+    assert manifests[0] == manifests[1]
+    verify_checksums(tmp_path / "spark")
+    assert not list((tmp_path / "work").iterdir())
 
 
 def test_the_help_explains_every_option():

@@ -129,6 +129,22 @@ def test_a_resumed_epoch_goes_on_with_the_next_batch(shards, workers):
     assert resumed.state_dict() == {"epoch": 2, "batch": 0, "batch_size": 2, "world_size": 1}
 
 
+def test_ranks_share_the_counting_of_windows(shards):
+    """Each counts its own shards; the sum over ranks is what each would have counted alone."""
+    alone = [TrainBatches(shards, LAYOUT, 2, 0, Rank(rank, 2)) for rank in range(2)]
+    counted = []
+
+    def remember(counts):
+        counted.append(counts.copy())
+        return sum(counted)
+
+    first, second = (TrainBatches(shards, LAYOUT, 2, 0, Rank(rank, 2), Phases(), remember) for rank in range(2))
+    assert first.num_rows == counted[0].sum() < second.num_rows == alone[0].num_rows
+    assert (counted[0] > 0).tolist() == [True, False]
+    assert (counted[1] > 0).tolist() == [False, True]
+    assert rows_of(second) == rows_of(alone[1])
+
+
 def test_an_epoch_goes_on_with_another_number_of_ranks(shards):
     def loader(rank, size=2):
         return ResumableLoader(TrainBatches(shards, LAYOUT, size, seed=3, rank=rank), num_workers=0)

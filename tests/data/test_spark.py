@@ -15,6 +15,7 @@ from recpo.data.duckdb_engine import DuckDBEngine
 from recpo.data.engine import EngineOptions
 from recpo.data.events import timestamp_ms
 from recpo.data.labels import BinaryColumn, NumericColumn
+from recpo.data.locations import Location, locate
 from recpo.data.prepare import Preparation
 from recpo.data.shaping import D2Q, WatchQuantiles, WatchRatio, WatchTimeGain
 from recpo.data.splits import LeaveLastOut, TemporalSplit
@@ -265,8 +266,16 @@ def test_memory_limits_mean_the_same_to_both_engines(tmp_path):
     assert settings["spark.executor.cores"] == "5"
 
 
-def test_duckdb_works_in_a_local_directory_only():
-    from recpo.data.locations import Location
+def test_parts_are_read_in_the_order_of_their_numbers(tmp_path):
+    from recpo.data.spark_engine import _parts
 
+    for number in ("00002", "00010", "100000", "99999"):
+        (tmp_path / f"part-{number}-6f1c-c000.snappy.parquet").touch()
+    (tmp_path / "_SUCCESS").touch()
+    found = [[file.name.split("-")[1] for file in _parts(place)] for place in (tmp_path, locate(f"file://{tmp_path}"))]
+    assert found[0] == found[1] == ["00002", "00010", "99999", "100000"]
+
+
+def test_duckdb_works_in_a_local_directory_only():
     with pytest.raises(RecpoError, match="temporary files to a local directory"):
         DuckDBEngine(Location("s3://bucket/work"))
