@@ -24,7 +24,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from recpo.errors import RecpoError
 from recpo.policies.item_table import ItemTable, SavedRows
-from recpo.sharding import checkpoint
+from recpo.sharding import checkpoint as checkpoints
 from recpo.sharding.costs import Sharding
 from recpo.sharding.lookup_table import LookupTable
 from recpo.sharding.planning import Placement, TableSpec, make_collection, placements, plan_tables, table_key
@@ -117,22 +117,20 @@ class ShardedStrategy(DDPStrategy):
         """True: a checkpoint is read into the blocks of the ranks."""
         return True
 
-    def save_checkpoint(self, checkpoint_: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Writes a checkpoint directory; all ranks call."""
-        rest = {key: value for key, value in checkpoint_.items() if key != "state_dict"}
+        rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
         rest["world_size"] = self.world_size
-        checkpoint.save(checkpoint_["state_dict"], rest, Path(self.broadcast(str(filepath))))
+        checkpoints.save(checkpoint["state_dict"], rest, Path(self.broadcast(str(filepath))))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint directory of any number of ranks; all ranks call."""
         assert self.lightning_module is not None
-        loaded = checkpoint.load(self.lightning_module.state_dict(), self.optimizers, Path(checkpoint_path))
+        loaded = checkpoints.load(self.lightning_module.state_dict(), self.optimizers, Path(checkpoint_path))
         for table in self._tables:
             table.changed()
         progress = loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         _recount_batches(progress, loaded["world_size"], self.world_size)
-            loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"], loaded["world_size"], self.world_size
-        )
         return loaded | {"state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
