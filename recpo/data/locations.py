@@ -121,6 +121,13 @@ class Location:
         if self.kind() == FileType.Directory:
             self.filesystem.delete_dir(self.path)
 
+    def check_writable(self) -> None:
+        """Writes and removes an empty file in this directory, to learn now what would fail later."""
+        probe = self / ".writable"
+        with _reported(self):
+            probe.open_output().close()
+            probe.unlink()
+
     def upload(self, file: Path) -> None:
         """Copies a local file to this place."""
         with _reported(self), file.open("rb") as source, self.open_output() as target:

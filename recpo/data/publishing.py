@@ -7,13 +7,17 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from recpo.atomic import atomic_directory
 from recpo.data.locations import Location, Place
 from recpo.data.prepared import MANIFEST, shard_files
 from recpo.errors import RecpoError
+
+_UPLOADS: Final = 8  # at the same time, 4 MB of memory each
 
 
 @contextmanager
@@ -38,6 +42,7 @@ def prepared_directory(target: Place, work: Place | None = None, *, overwrite: b
     manifest = target / MANIFEST
     if manifest.is_file() and not overwrite:
         raise RecpoError(f"{target} exists already: choose another output, remove it, or pass --overwrite true")
+    target.check_writable()
     near = work if isinstance(work, Path) else None
     if near is not None:
         near.mkdir(parents=True, exist_ok=True)
@@ -52,8 +57,9 @@ def _upload(folder: Path, target: Location) -> None:
     manifest.unlink()
     files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     files.remove(MANIFEST)
-    for file in [*files, MANIFEST]:
-        (target / file).upload(folder / file)
+    with ThreadPoolExecutor(_UPLOADS) as pool:
+        list(pool.map(lambda file: (target / file).upload(folder / file), files))
+    manifest.upload(folder / MANIFEST)
     for file in set(replaced) - set(files):
         (target / file).unlink()
 

@@ -248,7 +248,7 @@ def _report(error: BaseException | None) -> None:
             "Spark has no connector for this object store: add it with --spark_conf, for example spark.jars.packages: "
             f"org.apache.hadoop:hadoop-aws ({_first_line(text)})"
         ) from error
-    if "FAILED_READ_FILE" in text or "CANNOT_READ" in text or "CAST_" in text:
+    if any(word in text for word in ("FAILED_READ_FILE", "CANNOT_READ", "INCOMPATIBLE_COLUMN_TYPE", "CAST_")):
         raise RecpoError(f"Spark could not read the log: {_first_line(text)}") from error
 
 

@@ -180,6 +180,18 @@ def test_a_store_that_does_not_answer_is_one_clear_error(tmp_path, monkeypatch):
         Prepared.open(f"memory://bucket-{uuid.uuid4().hex}/out")
 
 
+def test_a_store_that_cannot_be_written_to_is_found_before_the_work(tmp_path, monkeypatch):
+    path = write_log(tmp_path / "log.parquet", make_log(events=200))
+
+    def refused(*arguments, **options):
+        raise PermissionError("no right to write here")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "_open", refused)
+    monkeypatch.setattr(EngineOptions, "start", lambda *arguments: pytest.fail("the engine was started"))
+    with pytest.raises(RecpoError, match="no right to write here"):
+        run(path, f"memory://bucket-{uuid.uuid4().hex}/out")
+
+
 def test_columns_that_are_not_used_are_not_copied(tmp_path):
     log = make_log(events=200)
     wide = log.append_column("padding", [["x" * 1000] * len(log)])
