@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
 
-from recpo.sharding.planning import Block
+from recpo.sharding.costs import Block
 
 
 def row_blocks(num_rows: int, world_size: int) -> list[tuple[int, int]]:
@@ -33,12 +33,13 @@ def sharded_tensor(
         dtype: of the whole.
         group: the ranks.
     """
+    # with its index, as torch compares it with the block's; of other ranks' devices nothing is made
     device = torch.device("cpu") if local is None else local.device
     metadata = [
         ShardMetadata(
             shard_offsets=[block.first_row, block.first_column][: len(size)],
             shard_sizes=[block.num_rows, block.num_columns][: len(size)],
-            placement=f"rank:{block.rank}/{device.type}",
+            placement=f"rank:{block.rank}/{device}",
         )
         for block in blocks
     ]

@@ -25,7 +25,7 @@ from recpo.ops.sharded_logprob import RowShard, sharded_entropy, sharded_logprob
 from recpo.policies.item_table import ItemTable
 from recpo.sharding import search
 from recpo.sharding.blocks import redistribute, row_blocks, sharded_tensor
-from recpo.sharding.planning import Block
+from recpo.sharding.costs import Block
 from recpo.types import Recommendations, SamplingOptions
 
 _ROWS_AT_ONCE: Final = 1 << 18
@@ -111,6 +111,8 @@ class LookupTable(ItemTable):
     def forward(self, ids: Tensor) -> Tensor:
         """See ``ItemTable.forward``; every id is asked for once, however often it occurs."""
         asked, place = ids.reshape(-1).unique(return_inverse=True)
+        if ((asked < 0) | (asked > self.num_items)).any():  # the kernel would take row 0 for it
+            raise IndexError(f"ids outside of the table of {self.num_items + 1} rows: {asked[0]} to {asked[-1]}")
         vectors = self._vectors(asked) * (asked > 0)[:, None]
         return F.embedding(place.view(ids.shape), vectors)
 
@@ -155,7 +157,7 @@ class LookupTable(ItemTable):
             learning_rate: of this step.
             steps_before: how many came before it; Adam corrects its bias with it, and a rank without a gradient skips.
         """
-        if self._own is None:
+        if not len(rows):  # nobody asked for this rank's rows, which a batch of rare items may leave out
             return
         features = KeyedJaggedTensor(keys=[self._key], values=rows, lengths=_length(rows))
         kernel = self._kernels[0]

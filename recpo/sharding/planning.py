@@ -214,6 +214,13 @@ def _wanted(spec: TableSpec, sharding: Sharding | dict[str, Sharding]) -> Shardi
 def _allowed(spec: TableSpec, wanted: Sharding, optimizer: TableOptimizerName, world_size: int) -> list[str]:
     """The sharding types that the planner may choose from."""
     splittable = columns_can_be_split(spec.dim, world_size)
+    if spec.dim % COLUMN_MULTIPLE:
+        if wanted in ("auto", "data_parallel"):
+            return ["data_parallel"]
+        raise RecpoError(
+            f"table {spec.name}: its vectors have {spec.dim} columns, and tables are cut in multiples of "
+            f"{COLUMN_MULTIPLE} only; choose another dim, or data_parallel"
+        )
     if wanted == "auto":
         types = ["row_wise", "table_wise", "data_parallel"]
         return [*types, "column_wise"] if splittable and world_size > 1 and optimizer != "rowwise_adagrad" else types

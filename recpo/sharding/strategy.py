@@ -151,7 +151,7 @@ class ShardedStrategy(DDPStrategy):
         for name, table in of_softmax.items():
             original = _original(name, tables) or name
             if self._sharding_of(original) == "data_parallel":
-                _materialise(table)
+                _materialise(table, self.root_device)
             else:
                 mesh = init_device_mesh(self.root_device.type, (dist.get_world_size(),))
                 self._replace(module, name, RowTable(table, mesh))
@@ -198,7 +198,7 @@ class ShardedStrategy(DDPStrategy):
                     learning[spec.name] = sharded
         for spec in specs:
             if placed[spec.name].sharding == "data_parallel":
-                _materialise(tables[spec.name])
+                _materialise(tables[spec.name], self.root_device)
                 tables[spec.name].sparse = False
                 if not spec.frozen:
                     learning[spec.name] = tables[spec.name]
@@ -268,9 +268,9 @@ def _original(name: str, tables: dict[str, ItemTable]) -> str | None:
     return original if head and original in tables and not tables[name].weight.requires_grad else None
 
 
-def _materialise(table: ItemTable) -> None:
-    """Gives a table that is whole on every rank its memory."""
+def _materialise(table: ItemTable, device: torch.device) -> None:
+    """Gives a table that is whole on every rank its memory, where the state of its optimiser is made too."""
     if table.initial is not None:
-        rows = table.initial[0 : table.num_items + 1].clone()
+        rows = table.initial[0 : table.num_items + 1].to(device, copy=True)
         table.weight = nn.Parameter(rows, requires_grad=table.weight.requires_grad)
         table.initial = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +45,9 @@ class SavedTensor:
         self.shape = torch.Size(max(sizes) for sizes in zip(*ends, strict=True))
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """The rows of a range."""
-        begin, end = rows.start or 0, self.shape[0] if rows.stop is None else rows.stop
+        """The rows of a range, as of a tensor; its step is 1."""
+        begin, end, _ = rows.indices(self.shape[0])
+        end = max(begin, end)
         whole: Tensor | None = None
         for block in self._blocks:
             low, high = max(begin, block.offset[0]), min(end, block.offset[0] + block.shape[0])
@@ -86,6 +88,12 @@ def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
             for name in file.keys():  # noqa: SIM118  it is no dictionary
                 shape = tuple(file.get_slice(name).get_shape())
                 blocks[name].append(_Block(path, tuple(places[name]["saved_offsets"]), shape))
-    return {
-        name: SavedTensor(name, parts) for name, parts in blocks.items() if not name.startswith("optimizer_states.")
-    }
+    tensors = {name: SavedTensor(name, parts) for name, parts in blocks.items()}
+    holes = sorted(name for name, parts in blocks.items() if _numbers(parts) != tensors[name].shape.numel())
+    if holes:
+        raise RecpoError(f"{checkpoint} has lost files: parts of {', '.join(holes[:5])} are missing; copy all of it")
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer_states.")}
+
+
+def _numbers(blocks: list[_Block]) -> int:
+    return sum(prod(block.shape) for block in blocks)

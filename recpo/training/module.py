@@ -279,8 +279,11 @@ class PreferenceModule(LightningModule):
             self._kl.load_state_dict(checkpoint["kl_control"])
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
-        return total
+        if self.trainer.world_size == 1:
+            return value
+        # some sums are kept on the CPU, and NCCL adds up what lies on a GPU only
+        total: Tensor = self.trainer.strategy.reduce(value.to(self.device), reduce_op="sum")
+        return total.to(value.device)
 
 
 def _seed_of(key: list[int]) -> int:

@@ -118,12 +118,14 @@ def clip_gradients(
         for gradient in gradients:
             gradient.clamp_(-clip_value, clip_value)
         return
-    of_blocks = sum_over_ranks(_square_norm(local_gradients(module, of_blocks=True)))
-    norm = (_square_norm(local_gradients(module, of_blocks=False)) + of_blocks).sqrt()
+    device = next(module.parameters()).device
+    of_blocks = sum_over_ranks(_square_norm(local_gradients(module, of_blocks=True), device))
+    norm = (_square_norm(local_gradients(module, of_blocks=False), device) + of_blocks).sqrt()
     factor = (clip_value / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factor)
 
 
-def _square_norm(gradients: list[Tensor]) -> Tensor:
-    return torch.stack([torch.zeros(()), *(torch.linalg.vector_norm(g).square() for g in gradients)]).sum()
+def _square_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    squares = [torch.linalg.vector_norm(gradient).square() for gradient in gradients]
+    return torch.stack([torch.zeros((), device=device), *squares]).sum()
