@@ -6,21 +6,30 @@ A checkpoint is a directory: safetensors files with the blocks of every rank (to
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, _gen_file_name
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from recpo.atomic import atomic_directory
 from recpo.errors import RecpoError
 from recpo.training.checkpoints import META
 
+_LARGE = 64 << 20  # bytes
 _TENSOR, _STATES = "__tensor__", "optimizer_states"
 
 
@@ -84,7 +93,44 @@ def load(tensors: dict[str, Any], optimizers: list[Optimizer], path: Path) -> di
 
 
 def _write(tensors: dict[str, Any], path: Path) -> None:
-    dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(path), save_distributed=True))
+    dcp.save(tensors, storage_writer=_BlockWriter(str(path), save_distributed=True))
+
+
+class _BlockWriter(dcp.HuggingFaceStorageWriter):
+    """Writes blocks to the disk from where they lie: PyTorch's own writer copies each of them twice in memory."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's part: every large block into a file of its own, the small ones into one."""
+        large = [[item] for item in plan.items if _size(item) >= _LARGE]
+        small = [[item for item in plan.items if _size(item) < _LARGE]]
+        files = [items for items in large + small if items]
+        results = []
+        for number, items in enumerate(files, 1):
+            tensors = {item.index.fqn: _resolved(planner, item) for item in items}
+            places = {item.index.fqn: {SAVED_OFFSETS_KEY: list(_chunk(item).offsets)} for item in items}
+            name = _gen_file_name(number, len(files), plan.storage_data["shard_index"])
+            save_file(tensors, Path(self.path) / name, {CUSTOM_METADATA_KEY: json.dumps(places)})
+            (Path(self.path) / name).chmod(0o644)  # it is made for its owner alone
+            results += [WriteResult(item.index, _size(item), _StorageInfo(name, 0, _size(item))) for item in items]
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+
+def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
+
+
+def _size(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return _chunk(item).sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, Tensor)
+    return tensor.detach().cpu().contiguous()
 
 
 def _strip(value: Any, name: str, tensors: dict[str, Any]) -> Any:
