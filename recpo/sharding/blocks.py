@@ -28,11 +28,12 @@ def sharded_tensor(
 
     Args:
         local: this rank's block, which is not copied; None where it has none.
-        blocks: of all ranks.
+        blocks: of all ranks; those without rows are left out.
         size: of the whole: ``[V + 1, d]``, or ``[V + 1]`` for one number per row.
         dtype: of the whole.
         group: the ranks.
     """
+    blocks = [block for block in blocks if block.num_rows]
     # with its index, as torch compares it with the block's; of other ranks' devices nothing is made
     device = torch.device("cpu") if local is None else local.device
     metadata = [

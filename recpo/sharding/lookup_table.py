@@ -18,6 +18,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpo.errors import RecpoError
@@ -121,7 +122,7 @@ class LookupTable(ItemTable):
         context = self._collection.create_context()
         local = self._collection.input_dist(context, features).wait().wait()
         with torch.no_grad():
-            rows = self._collection.compute(context, local)
+            rows = self._compute(context, local)
         learns = torch.is_grad_enabled() and self.training and self.weight.requires_grad
         for part in rows:
             part.requires_grad_(learns)
@@ -131,6 +132,15 @@ class LookupTable(ItemTable):
         leaf = vectors.detach().requires_grad_()
         self._pending.append(_Lookup(local[0].values(), rows[0], vectors, leaf))
         return leaf
+
+    def _compute(self, context: Any, local: KJTList) -> list[Tensor]:
+        """The rows of this rank's block that any rank asked for; FBGEMM has no kernel for a block of no rows."""
+        if self._own is not None or not self._kernels:
+            found: list[Tensor] = self._collection.compute(context, local)
+            return found
+        asked = local[0]
+        context.sharding_contexts[0].lengths_after_input_dist = asked.lengths().view(-1, asked.stride())
+        return [self.weight.new_empty(0, self.dim)]
 
     def collect_gradients(self) -> None:
         """Sends the gradients of all lookups since the last call to the ranks whose rows they are, and adds them up.

@@ -1,0 +1,84 @@
+"""Tables in blocks: described as one tensor, and moved from any cut to any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recpo.sharding.blocks import redistribute, row_blocks, sharded_tensor
+from recpo.sharding.costs import Block
+from tests.sharding.ranks import Ranks
+
+DIM = 8
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_row_blocks_follow_each_other_and_are_the_table(rows: int, ranks: int) -> None:
+    blocks = row_blocks(rows, ranks)
+    assert len(blocks) == ranks
+    assert [first for first, _ in blocks] == [sum(count for _, count in blocks[:rank]) for rank in range(ranks)]
+    assert sum(count for _, count in blocks) == rows
+    assert max(count for _, count in blocks) == -(-rows // ranks)
+
+
+@st.composite
+def layouts(draw: Any, ranks: int) -> tuple[int, list[Block], list[tuple[int, int]]]:
+    """Rows, the blocks they lie in, and the cuts they are to lie in."""
+    rows = draw(st.integers(1, 12))
+    ends = [sorted(draw(st.lists(st.integers(0, rows), min_size=ranks - 1, max_size=ranks - 1))) for _ in range(2)]
+    lengths = [[stop - start for start, stop in zip([0, *e], [*e, rows], strict=True)] for e in ends]
+    cuts = [[(sum(part[:rank]), count) for rank, count in enumerate(part)] for part in lengths]
+    kind = draw(st.sampled_from(["rows", "columns", "one rank", "rows in another order"]))
+    if kind == "columns":
+        width = DIM // ranks
+        blocks = [Block(rank, 0, rows, rank * width, width) for rank in range(ranks)]
+    elif kind == "one rank":
+        blocks = [Block(draw(st.integers(0, ranks - 1)), 0, rows, 0, DIM)]
+    else:
+        order = range(ranks) if kind == "rows" else draw(st.permutations(range(ranks)))
+        blocks = [Block(rank, *cut, 0, DIM) for rank, cut in zip(order, cuts[0], strict=True)]
+    return rows, draw(st.permutations(blocks)), cuts[1]
+
+
+def block_of(whole: torch.Tensor, block: Block) -> torch.Tensor:
+    rows = slice(block.first_row, block.first_row + block.num_rows)
+    return whole[rows, block.first_column : block.first_column + block.num_columns].contiguous()
+
+
+def check(rows: int, blocks: list[Block], cuts: list[tuple[int, int]]) -> None:
+    rank = dist.get_rank()
+    whole = torch.randn(rows, DIM, generator=torch.Generator().manual_seed(rows))
+    own = next((block for block in blocks if block.rank == rank), None)
+    local = whole[:0] if own is None else block_of(whole, own)
+    assert dist.group.WORLD is not None
+    moved = redistribute(local, blocks, cuts, DIM, dist.group.WORLD)
+    first, count = cuts[rank]
+    assert torch.equal(moved, whole[first : first + count])
+    made = sharded_tensor(local if own else None, blocks, whole.shape, whole.dtype, dist.group.WORLD)
+    assert made.size() == whole.shape
+    places = {tuple(shard.shard_offsets + shard.shard_sizes) for shard in made.metadata().shards_metadata}
+    assert places == {(b.first_row, b.first_column, b.num_rows, b.num_columns) for b in blocks if b.num_rows}
+    held = [shard.tensor for shard in made.local_shards()]
+    assert len(held) == (own is not None and own.num_rows > 0)
+    assert all(tensor.data_ptr() == local.data_ptr() for tensor in held)  # not a copy: it is read into
+
+
+@given(layouts(2))
+def test_any_cut_becomes_any_other(two: Ranks, layout: Any) -> None:
+    two.run(check, *layout)
+
+
+@pytest.mark.slow
+def test_any_cut_becomes_any_other_on_four_ranks() -> None:
+    with Ranks(4) as four:
+
+        @given(layouts(4))
+        def any_cut(layout: Any) -> None:
+            four.run(check, *layout)
+
+        any_cut()
