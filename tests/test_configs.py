@@ -17,8 +17,9 @@ from recpo.contracts import Objective
 from recpo.data.datamodule import evaluation_batches
 
 FILES = (Path(__file__).parent.parent / "configs").glob("*.yaml")
-OTHER_VERBS = ("tokenize", "beauty_prepare")  # the former: test_tokenize_cli.py
-CONFIGS = sorted(path for path in FILES if not path.stem.startswith(OTHER_VERBS))
+# test_tokenize_cli.py has the first and test_sharded_cli.py, which starts processes for it, the last
+ELSEWHERE = ("tokenize", "beauty_prepare", "sharded")
+CONFIGS = sorted(path for path in FILES if not path.stem.startswith(ELSEWHERE))
 SMALL = {
     "data.batch_size": 16,
     "data.evaluation_batch_size": 16,

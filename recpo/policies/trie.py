@@ -63,6 +63,11 @@ class Trie(nn.Module):
             begins.append(self._first[-1] + counts.cumsum(0) - counts)
             self.level_sizes.append(len(keys))
             self._most_children.append(int(counts.max()))
+        if self.num_nodes > torch.iinfo(torch.int32).max:
+            raise RecpoError(
+                f"the trie of the codes has {self.num_nodes:,} nodes, more than 2^31: use fewer codes per item, or "
+                "larger codebooks"
+            )
         begins.append(torch.tensor([self.num_nodes]))
         self._register("_begin", torch.cat(begins), torch.int32)
         self._register("_parent", torch.cat(parents), torch.int32)

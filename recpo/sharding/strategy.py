@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,7 @@ from recpo.sharding.table_optimizer import TableOptimizer, TableOptions
 _log = logging.getLogger(__name__)
 # torchrec asks in every lookup whether it is being traced, and torch.fx warns of how it asks
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", message=".*deprecating ShardedTensor.*")  # which torchrec itself deals in
 
 
 class ShardedStrategy(DDPStrategy):
@@ -87,9 +89,10 @@ class ShardedStrategy(DDPStrategy):
         assert isinstance(self.model, LightningModule)
         if trainer.state.fn != TrainerFn.FITTING:
             raise RecpoError("ShardedStrategy is for training: `recpo evaluate` reads its checkpoints without it")
-        if self.precision_plugin.precision in ("16-true", "bf16-true"):
+        if self.precision_plugin.precision not in ("32-true", "bf16-mixed"):
             raise RecpoError(
-                f"trainer.precision {self.precision_plugin.precision}: tables learn in float32; use bf16-mixed"
+                f"trainer.precision {self.precision_plugin.precision}: sharded tables learn in float32, and each rank "
+                "would skip other steps for overflows of float16; use bf16-mixed"
             )
         self._shard(self.model)
         super().setup(trainer)

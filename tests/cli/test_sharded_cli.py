@@ -134,3 +134,17 @@ def test_a_sharded_run_is_evaluated_exported_and_continued_without_torchrec(kill
     refused = recpo(*again, str(run), "--resume", "true", check=False, block_torchrec=True)
     assert refused.returncode == 1
     assert "was written with ShardedStrategy" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["sharded_pretrain", "pretrain"])
+def test_the_strategy_goes_into_any_configuration(prepared, tmp_path, config, request):
+    file = request.config.rootpath / "configs" / f"{config}.yaml"
+    sizes = {"dim": 16, "layers": 1, "heads": 1, "max_history": 12}
+    small = [word for name, size in sizes.items() for word in (f"--policy.init_args.{name}", str(size))]
+    small += ["--data.layout.init_args.history_length", "12", "--data.batch_size", "16", "--trainer.max_epochs", "1"]
+    ranks = ["--trainer.devices", "2", "--trainer.accelerator", "cpu"]
+    strategy = ["--trainer.strategy", "{class_path: recpo.sharding.ShardedStrategy}"]
+    run = ["train", "--config", str(file), "--data.prepared", str(prepared), "--out", str(tmp_path / "run")]
+    recpo(*run, *small, *ranks, *strategy)
+    assert len(list(checkpoint_path(tmp_path / "run", "best").glob("*.safetensors"))) == 2

@@ -1,0 +1,169 @@
+"""Training on a catalogue that is cut over two ranks of one machine: what it takes in memory, and how fast it goes.
+
+    python benchmarks/large_catalogue.py --items 20000000 --work large      # 20 GB of disk, 15 minutes on 2 cores
+
+Writes a log that shows every item at least once, prepares it, gives the items codes, and trains a policy with a sampled
+normaliser and one with semantic ids (item vectors and codes) through the command line, on two gloo ranks: some steps,
+a checkpoint, and ten more steps after a resume, with a validation over the full catalogue. Prints one JSON line per
+policy: the largest memory of all processes together (proportional set size, GiB), the same of a single process, bytes
+of the checkpoint, and steps per second relative to the first policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+DAY_MS = 86_400_000
+PARTS = 24
+
+
+def write_log(file: Path, items: int, seed: int = 0) -> None:
+    """1.2 events per item by one user per 50 items: every item once, then popular ones."""
+    rng = np.random.default_rng(seed)
+    order, count = rng.permutation(items), items * 6 // 5 // PARTS + 1
+    with pq.ParquetWriter(
+        file, pa.schema([("user_id", "int64"), ("item_id", "int64"), ("timestamp", "int64")])
+    ) as writer:
+        for part in range(PARTS):
+            first = np.arange(part * count, (part + 1) * count)
+            popular = (rng.pareto(1.0, count) * 1000).astype(np.int64) % items
+            shown = order[np.where(first < items, first, popular) % items]
+            when = 1_700_000_000_000 + rng.integers(0, 10 * DAY_MS, count)
+            users = rng.integers(0, max(1, items // 50), count)
+            writer.write_table(pa.table({"user_id": users, "item_id": shown, "timestamp": when}))
+
+
+def write_codes(prepared: Path, out: Path) -> None:
+    """Three codes per item, spread over the tuples: what an item is like does not matter to the cost."""
+    from recpo.data.prepared import Prepared
+    from recpo.semantic_codes import SemanticCodes
+
+    data = Prepared.open(prepared)
+    size = 8
+    while size**3 < 4 * data.num_items:
+        size *= 2
+    tuples = np.arange(data.num_items, dtype=np.int64) * (size**3 // data.num_items)
+    codes = np.stack(np.unravel_index(tuples, (size,) * 3), 1)
+    out.mkdir()
+    items = pq.read_table(prepared / "items.parquet", columns=["item_id"]).column(0)
+    SemanticCodes(codes, (size,) * 3, data.catalogue_checksum).save(out, items, {})
+
+
+def config(prepared: Path, policy: dict[str, Any], batch_size: int) -> dict[str, Any]:
+    strategy = {"sharding": "row_wise", "table_optimizer": {"optimizer": "rowwise_adagrad", "lr": 0.05}}
+    return {
+        "data": {
+            "prepared": str(prepared),
+            "batch_size": batch_size,
+            "layout": {"class_path": "SequenceLayout", "init_args": {"history_length": 50}},
+            "max_validation_users": 64,
+            "evaluation_batch_size": 32,
+        },
+        "policy": policy,
+        "objective": {"class_path": "Likelihood"},
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 2,
+            "max_epochs": 1,
+            "num_sanity_val_steps": 0,
+            "enable_progress_bar": False,
+            "strategy": {"class_path": "recpo.sharding.ShardedStrategy", "init_args": strategy},
+        },
+    }
+
+
+def measured(command: list[str]) -> dict[str, float]:
+    """Runs a command and watches the memory of its processes."""
+    began, peak, single = time.monotonic(), 0.0, 0.0
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        sizes = [resident(pid) for pid in family(process.pid)]
+        peak, single = max(peak, sum(sizes)), max(single, *sizes)
+        time.sleep(0.25)
+    if process.returncode:
+        raise SystemExit(f"failed: {' '.join(command)}")
+    return {"peak_gib": round(peak, 2), "peak_of_a_process_gib": round(single, 2), "seconds": time.monotonic() - began}
+
+
+def family(pid: int) -> list[int]:
+    children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
+    return [pid, *(member for child in children for member in family(int(child)))]
+
+
+def resident(pid: int) -> float:
+    """Proportional set size in GiB: what processes share is split between them."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0.0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / (1 << 20)
+
+
+def train(work: Path, name: str, policy: dict[str, Any], steps: int, batch_size: int) -> dict[str, Any]:
+    run, file = work / name, work / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(config(work / "prepared", policy, batch_size)))
+    shutil.rmtree(run, ignore_errors=True)
+    verb = [sys.executable, "-m", "recpo.cli.main", "train", "--config", str(file), "--out", str(run)]
+    short = measured([*verb, "--trainer.max_steps", "2"])
+    shutil.rmtree(run)
+    first = measured([*verb, "--trainer.max_steps", str(steps)])
+    saved = sum(part.stat().st_size for part in (run / "checkpoints" / "last.ckpt").iterdir())
+    rest = ["--resume", "true", "--trainer.max_epochs", "2", "--trainer.max_steps", str(steps + 10)]
+    rest += ["--trainer.val_check_interval", "10"]
+    resumed = measured([*verb, *rest])
+    results = json.loads((run / "run.json").read_text())["results"]
+    return {
+        "contender": name,
+        "steps_per_second": (steps - 2) / (first["seconds"] - short["seconds"]),
+        "training": first,
+        "resumed with validation": resumed,
+        "checkpoint_gib": round(saved / (1 << 30), 2),
+        "validated": sorted(name for name in results if name.startswith("val/")),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--items", type=int, default=20_000_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--work", type=Path, required=True)
+    arguments = parser.parse_args()
+    work: Path = arguments.work
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "prepared").is_dir():
+        write_log(work / "log.parquet", arguments.items)
+        prepare = ["prepare", "--log", str(work / "log.parquet"), "--out", str(work / "prepared"), "--catalogue", "log"]
+        label = ["--label", "EveryEvent", "--columns.time_unit", "ms"]
+        subprocess.run([sys.executable, "-m", "recpo.cli.main", *prepare, *label], check=True, stdout=sys.stderr)
+    if not (work / "codes").is_dir():
+        write_codes(work / "prepared", work / "codes")
+    common = {"dim": arguments.dim, "layers": 2, "heads": 2, "max_history": 50}
+    sampled = {"class_path": "CatalogSoftmaxPolicy", "init_args": common | {"normalizer": "sampled"}}
+    semantic = {
+        "class_path": "SemanticIdPolicy",
+        "init_args": common | {"codes": str(work / "codes"), "beam_width": 20},
+    }
+    pace = None
+    for name, policy in (("sampled", sampled), ("semantic", semantic)):
+        line = train(work, name, policy, arguments.steps, arguments.batch_size)
+        pace = pace or line["steps_per_second"]
+        line["relative_pace"] = round(line.pop("steps_per_second") / pace, 2)
+        print(json.dumps({"items": arguments.items, "dim": arguments.dim, "ranks": 2} | line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
