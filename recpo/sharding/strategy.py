@@ -98,7 +98,8 @@ class ShardedStrategy(DDPStrategy):
         super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, self._blocks)
+        ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *self._blocks]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         return super()._setup_model(model)
 
     def post_backward(self, closure_loss: Tensor) -> None:

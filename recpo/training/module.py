@@ -141,6 +141,9 @@ class PreferenceModule(LightningModule):
             else ScoreMetrics(objective, head, positive_threshold)
         )
 
+        # every rank makes the same ones; broadcasting a trie in every step would take longer than the step
+        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
+
     @property
     def monitor(self) -> str:
         """The validation metric whose largest value marks the best policy, or the best reward model."""

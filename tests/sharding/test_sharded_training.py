@@ -113,7 +113,8 @@ def codes(prepared, tmp_path_factory):
     table = np.stack(np.unravel_index(np.arange(data.num_items), (8, 8)), 1)
     out.mkdir()
     items = pq.read_table(prepared / "items.parquet", columns=["item_id"]).column(0)
-    SemanticCodes(table, (8, 8), data.catalogue_checksum).save(out, items, {})
+    # a codebook of more than 256 codes: its trie has 16-bit numbers, which no process group can send
+    SemanticCodes(table, (8, 300), data.catalogue_checksum).save(out, items, {})
     return out
 
 
