@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, _gen_file_name
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -27,7 +29,7 @@ from torch.optim import Optimizer
 
 from recpo.atomic import atomic_directory
 from recpo.errors import RecpoError
-from recpo.training.checkpoints import META
+from recpo.training.checkpoints import META, saved_tensors
 
 _LARGE = 64 << 20  # bytes
 _TENSOR, _STATES = "__tensor__", "optimizer_states"
@@ -69,6 +71,7 @@ def load(tensors: dict[str, Any], optimizers: list[Optimizer], path: Path) -> di
             f"{path} was not written by a run with ShardedStrategy: resume it with the strategy it was made with, or "
             "start from its policy with --init_from"
         )
+    saved_tensors(path)  # refuses what has lost files
     skeleton = torch.load(path / META, map_location="cpu", weights_only=True)
     reader = dcp.HuggingFaceStorageReader(str(path))
     saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
@@ -93,7 +96,14 @@ def load(tensors: dict[str, Any], optimizers: list[Optimizer], path: Path) -> di
 
 
 def _write(tensors: dict[str, Any], path: Path) -> None:
-    dcp.save(tensors, storage_writer=_BlockWriter(str(path), save_distributed=True))
+    try:
+        dcp.save(tensors, storage_writer=_BlockWriter(str(path), save_distributed=True))
+    except CheckpointException as error:  # on all ranks, whichever failed
+        reasons = {rank: failure for rank, (failure, _) in error.failures.items()}
+        if not all(isinstance(reason, (OSError, SafetensorError)) for reason in reasons.values()):
+            raise
+        said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
+        raise RecpoError(f"the checkpoint {path.with_suffix('')} could not be written ({said})") from error
 
 
 class _BlockWriter(dcp.HuggingFaceStorageWriter):
