@@ -22,12 +22,11 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpo.errors import RecpoError
-from recpo.ops.sharded_logprob import RowShard, sharded_entropy, sharded_logprob
+from recpo.ops.sharded_logprob import RowShard
 from recpo.policies.item_table import ItemTable
-from recpo.sharding import search
 from recpo.sharding.blocks import redistribute, row_blocks, sharded_tensor
 from recpo.sharding.costs import Block
-from recpo.types import Recommendations, SamplingOptions
+from recpo.sharding.sharded_table import ShardedTable
 
 _ROWS_AT_ONCE: Final = 1 << 18
 
@@ -48,8 +47,8 @@ class _Lookup(NamedTuple):
     leaf: Tensor
 
 
-class LookupTable(ItemTable):
-    """Takes the place of an ``ItemTable``; every method is called by all ranks together.
+class LookupTable(ShardedTable):
+    """A table for look-ups; a softmax may run over it, but it learns nothing from that.
 
     Args:
         table: the table it replaces.
@@ -62,7 +61,6 @@ class LookupTable(ItemTable):
         weight: this rank's block ``[h, w]``, the memory that the collection computes with; ``[0, d]`` if it has none.
     """
 
-    is_block = True
     _collection: ShardedEmbeddingCollection
 
     def __init__(
@@ -86,7 +84,8 @@ class LookupTable(ItemTable):
             for module in lookup.modules()
             if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen)
         ]
-        held = self._kernels[0].split_embedding_weights()[0] if self._own else torch.empty(0, table.dim)
+        nothing = torch.empty(0, table.dim, device=collection._device)
+        held = self._kernels[0].split_embedding_weights()[0] if self._own else nothing
         self.weight = nn.Parameter(held.detach(), requires_grad=table.weight.requires_grad)
         self._pending: list[_Lookup] = []
         self._rows: Tensor | None = None
@@ -189,47 +188,17 @@ class LookupTable(ItemTable):
         mine = local if self._own else None
         return sharded_tensor(mine, self._blocks, size, self.weight.dtype, self._group)
 
-    def log_prob(
-        self,
-        states: Tensor,
-        targets: Tensor,
-        state_index: Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-        cosine: bool = False,
-    ) -> Tensor:
-        """See ``ItemTable.log_prob``; the table learns nothing from it.
+    def row_shard(self, *, learns: bool, cosine: bool = False) -> RowShard:
+        """The table cut into rows: the block itself if that is how it lies, else a copy until the weights change.
 
         Raises:
-            RecpoError: a gradient is asked for.
+            RecpoError: it would have to learn.
         """
-        self._refuse_gradient()
-        return sharded_logprob(states, self._shard(cosine), targets, state_index, temperature=temperature)
-
-    def entropy(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
-        """See ``ItemTable.entropy``; the table learns nothing from it."""
-        self._refuse_gradient()
-        return sharded_entropy(states, self._shard(cosine), temperature=temperature)
-
-    def top_k(self, states: Tensor, k: int, exclude: Tensor | None, *, cosine: bool = False) -> Recommendations:
-        """See ``ItemTable.top_k``."""
-        return search.top_k(states.detach(), self._shard(cosine), k, exclude)
-
-    def draw(
-        self, states: Tensor, group_size: int, options: SamplingOptions, *, cosine: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """See ``ItemTable.draw``."""
-        return search.draw(states, self._shard(cosine), group_size, options)
-
-    def _refuse_gradient(self) -> None:
-        if torch.is_grad_enabled() and self.training and self.weight.requires_grad:
+        if learns and torch.is_grad_enabled() and self.training and self.weight.requires_grad:
             raise RecpoError(
                 "a table sharded for lookups learns nothing from the exact softmax, which this objective asks for: set "
                 "policy.normalizer to full, or shard with trainer.strategy sharding: data_parallel"
             )
-
-    def _shard(self, cosine: bool) -> RowShard:
-        """The table cut into rows: the block itself if that is how it lies, else a copy until the weights change."""
         rank, cuts = dist.get_rank(self._group), row_blocks(self.num_items + 1, dist.get_world_size(self._group))
         if self._rows is None:
             in_rows = [block.num_columns for block in self._blocks] == [self.dim] * len(cuts)

@@ -16,17 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardDim
 
-from recpo.ops.sharded_logprob import RowShard, sharded_entropy, sharded_logprob, sharded_lookup
+from recpo.ops.sharded_logprob import RowShard, sharded_lookup
 from recpo.policies.item_table import ItemTable
-from recpo.sharding import search
 from recpo.sharding.blocks import row_blocks
-from recpo.types import Recommendations, SamplingOptions
+from recpo.sharding.sharded_table import ShardedTable
 
 _ROWS_AT_ONCE = 1 << 18
 
 
-class RowTable(ItemTable):
-    """Takes the place of an ``ItemTable``; every method is called by all ranks together.
+class RowTable(ShardedTable):
+    """A table for an exact softmax, and for look-ups as well.
 
     Args:
         table: the table it replaces.
@@ -35,8 +34,6 @@ class RowTable(ItemTable):
     Attributes:
         weight: the whole table as a ``DTensor`` of which each rank holds ``ceil((V + 1) / ranks)`` rows.
     """
-
-    is_block = True
 
     def __init__(self, table: ItemTable, mesh: DeviceMesh) -> None:
         nn.Module.__init__(self)
@@ -56,35 +53,10 @@ class RowTable(ItemTable):
 
     def forward(self, ids: Tensor) -> Tensor:
         """See ``ItemTable.forward``."""
-        return sharded_lookup(ids, self._shard(False))
+        return sharded_lookup(ids, self.row_shard(learns=True))
 
-    def log_prob(
-        self,
-        states: Tensor,
-        targets: Tensor,
-        state_index: Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-        cosine: bool = False,
-    ) -> Tensor:
-        """See ``ItemTable.log_prob``."""
-        return sharded_logprob(states, self._shard(cosine), targets, state_index, temperature=temperature)
-
-    def entropy(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
-        """See ``ItemTable.entropy``."""
-        return sharded_entropy(states, self._shard(cosine), temperature=temperature)
-
-    def top_k(self, states: Tensor, k: int, exclude: Tensor | None, *, cosine: bool = False) -> Recommendations:
-        """See ``ItemTable.top_k``."""
-        return search.top_k(states.detach(), self._shard(cosine), k, exclude)
-
-    def draw(
-        self, states: Tensor, group_size: int, options: SamplingOptions, *, cosine: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """See ``ItemTable.draw``."""
-        return search.draw(states, self._shard(cosine), group_size, options)
-
-    def _shard(self, cosine: bool) -> RowShard:
+    def row_shard(self, *, learns: bool, cosine: bool = False) -> RowShard:
+        """See ``ShardedTable.row_shard``."""
         weight: Any = self.weight
         rows = weight.to_local()
         rows = F.normalize(rows, dim=-1) if cosine else rows

@@ -15,7 +15,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,11 +28,10 @@ from recpo.policies.item_table import ItemTable, SavedRows
 from recpo.sharding import checkpoint as checkpoints
 from recpo.sharding.costs import Sharding
 from recpo.sharding.lookup_table import LookupTable
-from recpo.sharding.planning import Placement, TableSpec, make_collection, placements, plan_tables, table_key
+from recpo.sharding.planning import TableSpec, make_collection, placements, plan_tables, table_key
 from recpo.sharding.row_table import RowTable
 from recpo.sharding.table_optimizer import TableOptimizer, TableOptions
 
-_log = logging.getLogger(__name__)
 # torchrec asks in every lookup whether it is being traced, and torch.fx warns of how it asks
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", message=".*deprecating ShardedTensor.*")  # which torchrec itself deals in
@@ -152,12 +151,12 @@ class ShardedStrategy(DDPStrategy):
         of_softmax = {name: table for name, table in tables.items() if table.use == "softmax"}
         looked_up = {name: table for name, table in tables.items() if table.use == "lookup"}
         self._check(tables, of_softmax)
+        # a group of its own: its exchanges in the backward pass must not get between those of DDP
+        mesh = DeviceMesh.from_group(dist.new_group(), self.root_device.type) if of_softmax else None
         for name, table in of_softmax.items():
-            original = _original(name, tables) or name
-            if self._sharding_of(original) == "data_parallel":
+            if mesh is None or self._sharding_of(_original(name, tables) or name) == "data_parallel":
                 _materialise(table, self.root_device)
             else:
-                mesh = init_device_mesh(self.root_device.type, (dist.get_world_size(),))
                 self._replace(module, name, RowTable(table, mesh))
         if looked_up:
             self._shard_lookups(module, looked_up)
@@ -206,7 +205,9 @@ class ShardedStrategy(DDPStrategy):
                 tables[spec.name].sparse = False
                 if not spec.frozen:
                     learning[spec.name] = tables[spec.name]
-        self._report(placed)
+        if self.is_global_zero:
+            kinds = ", ".join(f"{name} {placement.sharding}" for name, placement in placed.items())
+            print(f"tables over {self.world_size} ranks: {kinds}", flush=True)
         optimizer = TableOptimizer(learning, self._options, self._scheduler) if learning else None
         for table in learning.values():
             table.optimizer = optimizer
@@ -248,11 +249,6 @@ class ShardedStrategy(DDPStrategy):
                     f"sharding: an exact softmax runs over {name}, which may be row_wise or data_parallel, not "
                     f"{self._sharding[name]}; with policy.normalizer sampled it is only looked up"
                 )
-
-    def _report(self, placed: dict[str, Placement]) -> None:
-        if self.is_global_zero:
-            for name, placement in placed.items():
-                _log.info("%s: %s", name, placement.sharding)
 
 
 def _recount_batches(progress: dict[str, Any], before: int, now: int) -> None:
