@@ -85,8 +85,11 @@ def _objective_of(run: Path) -> Objective:
 
 def checkpoint_sha256(run: Path, checkpoint: Checkpoint) -> str:
     """Identifies the weights that a calibration belongs to."""
-    with checkpoint_path(run, checkpoint).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    path, digest = checkpoint_path(run, checkpoint), hashlib.sha256()
+    for part in sorted(path.iterdir()) if path.is_dir() else [path]:
+        with part.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
 
 
 def load_calibration(run: Path, checkpoint: Checkpoint = "best") -> Calibration:
