@@ -59,6 +59,9 @@ def train(net: Any, optimizer: Any, steps: int) -> None:
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(1, ROWS, (4, 6), generator=generator).flatten()
         net.loss(ids).backward()
+        for parameter in net.dense.parameters():  # as DistributedDataParallel does
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
         for table in (net.looked_up, net.frozen):
             if hasattr(table, "collect_gradients"):
                 table.collect_gradients()
@@ -106,7 +109,7 @@ def load_run(path: Path, kind: str, optimizer: str, expected: tuple[Any, Any, An
 
     net, own = sharded(kind, seed=1, optimizer=optimizer)
     if kind != "data_parallel":
-        net.looked_up._shard(False)  # what was made of other weights is not kept
+        net.looked_up.row_shard(learns=False)  # what was made of other weights is not kept
     rest = checkpoint.load(net.state_dict(), [own], path)
     net.count.fill_(7)
     own.load_state_dict(rest["optimizer_states"][0])

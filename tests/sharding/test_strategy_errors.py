@@ -1,0 +1,213 @@
+"""What a sharded run cannot do is said before it trains, once, on every rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from recpo.errors import RecpoError
+from recpo.policies.critic import ItemValue
+from recpo.policies.item_table import ItemTable, tables_on_meta
+from tests.sharding.ranks import Ranks
+from tests.sharding.tables import Model, as_torchrun, shard
+
+TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}
+TORCHRUN |= {"MASTER_ADDR", "MASTER_PORT"}
+
+
+class Policy(nn.Module):
+    """Tables under the names that they have in a run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = nn.Module()
+        self.policy.item_table = ItemTable(22, 8)
+        self.policy.output_table = ItemTable(22, 8, use="softmax")
+        self.head = ItemValue(22, 8, 4)
+
+
+def options(**values: Any) -> Any:
+    from recpo.sharding.table_optimizer import TableOptions
+
+    return TableOptions(**values)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "message"),
+    [
+        (
+            {"policy.item": "row_wise"},
+            r"sharding names policy\.item; the tables are policy\.item_table, policy\.output",
+        ),
+        ({"head.item_table": "row_wise"}, r"sharding names head\.item_table; the tables are policy\."),
+        ({"policy.output_table": "table_wise"}, r"runs over policy\.output_table, which may be row_wise or data_par"),
+        ({"policy.output_table": "column_wise"}, r"runs over policy\.output_table.*not column_wise"),
+        ({"policy.item_table": "column_wise"}, r"policy\.item_table: rowwise_adagrad keeps one accumulator per row"),
+    ],
+)
+def test_mistaken_sharding_is_refused(alone: None, sharding: dict[str, str], message: str) -> None:
+    with pytest.raises(RecpoError, match=message):
+        shard(Policy(), sharding)
+
+
+def test_the_rest_of_the_names_may_be_left_out(alone: None) -> None:
+    from recpo.sharding.lookup_table import LookupTable
+    from recpo.sharding.row_table import RowTable
+
+    net: Any = shard(Policy(), {"policy.item_table": "row_wise"})
+    assert isinstance(net.policy.item_table, LookupTable)
+    assert isinstance(net.policy.output_table, RowTable)
+    replicated: Any = shard(Policy(), "data_parallel")
+    assert type(replicated.policy.output_table) is type(replicated.policy.item_table) is ItemTable
+    assert replicated.policy.item_table.optimizer is not None
+    assert replicated.policy.output_table.optimizer is None  # the dense parameters' one steps it
+
+
+def test_tables_that_are_read_whole_stay_whole(alone: None) -> None:
+    with tables_on_meta():
+        net: Any = Policy()
+    before = net.head.item_table.weight
+    shard(net, "row_wise")
+    assert type(net.head.item_table) is ItemTable
+    assert net.head.item_table.weight is before
+    assert not before.is_meta
+    assert not any(parameter.is_meta for parameter in net.parameters())
+
+
+@pytest.mark.parametrize(
+    "values", [{"lr": -0.1}, {"eps": -1e-8}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"lr": float("nan")}]
+)
+def test_options_that_are_none_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(RecpoError, match="table_optimizer: lr and eps must not be negative"):
+        options(**values)
+
+
+def test_widths_that_cannot_be_cut_are_refused_or_replicated(alone: None) -> None:
+    with pytest.raises(RecpoError, match="table table: its vectors have 6 columns"):
+        shard(Model(table=(9, 6)), "row_wise")
+    assert type(shard(Model(table=(9, 6)), "auto").table) is ItemTable
+
+
+def check_memory() -> float:
+    """Seconds until every rank knows that the tables do not fit."""
+    start = time.monotonic()
+    with tables_on_meta():
+        net = nn.Module()
+        net.table = ItemTable(10**9, 64)
+    with pytest.raises(RecpoError, match=r"the tables do not fit into 1\.00 GiB per rank.*table 1,000,000,001 x 64"):
+        shard(net, "row_wise", options(), None, 1.0)
+    dist.barrier()
+    return time.monotonic() - start
+
+
+def test_every_rank_hears_that_tables_do_not_fit(two: Ranks) -> None:
+    assert max(two.run(check_memory)) < 10
+
+
+def run(prepared: Path, out: Path, strategy: Any = None, **values: Any) -> None:
+    """A run of this process."""
+    from recpo.cli.train import train
+    from recpo.data.datamodule import FeedbackDataModule
+    from recpo.data.slates import SequenceLayout
+    from recpo.objectives import Likelihood
+    from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+    from recpo.sharding import ShardedStrategy
+    from recpo.training.trainer import TrainerOptions
+
+    as_torchrun()
+    trainer = {"max_epochs": 1, "limit_train_batches": 1, "accelerator": "cpu", "devices": 1}
+    trainer |= {"num_sanity_val_steps": 0, "enable_progress_bar": False, "strategy": strategy or ShardedStrategy()}
+    train(
+        FeedbackDataModule(prepared, 8, values.pop("layout", SequenceLayout(history_length=12))),
+        lambda items: CatalogSoftmaxPolicy(items, dim=8, layers=1, heads=1, max_history=12),
+        values.pop("objective", Likelihood()),
+        TrainerOptions(**trainer | values.pop("trainer", {})),
+        out,
+        allocator=False,
+        **values,
+    )
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_tables_are_kept_in_single_precision(alone: None, prepared: Path, tmp_path: Path, precision: str) -> None:
+    with pytest.raises(RecpoError, match=rf"trainer\.precision {precision}: .*float32.*use bf16-mixed"):
+        run(prepared, tmp_path / "run", trainer={"precision": precision})
+
+
+def test_a_reference_cannot_be_cached_from_tables_without_memory(alone: None, prepared: Path, tmp_path: Path) -> None:
+    from recpo.advantages import GAEAdvantage
+    from recpo.objectives import PPO
+    from recpo.rewards import LoggedReward
+
+    sources = {"advantage": GAEAdvantage(), "reward": LoggedReward(), "old_policy": "snapshot", "reference": "cached"}
+    with pytest.raises(RecpoError, match=r"reference: cached needs whole tables before training begins.*frozen"):
+        run(prepared, tmp_path / "run", objective=PPO(kl_coef=0.1), **sources)
+
+
+def test_it_is_for_training(alone: None) -> None:
+    from lightning import LightningModule, Trainer
+
+    from recpo.sharding import ShardedStrategy
+
+    class Net(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = ItemTable(5, 4)
+
+        def validation_step(self, *_: Any) -> None:
+            raise AssertionError("must not come to this")
+
+    as_torchrun()
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=ShardedStrategy(), logger=False, barebones=True)
+    with pytest.raises(RecpoError, match="ShardedStrategy is for training: `recpo evaluate` reads its checkpoints"):
+        trainer.validate(Net(), torch.utils.data.DataLoader([0]))
+
+
+CONFIG = """
+data:
+  prepared: {prepared}
+  batch_size: 4
+  layout: {{class_path: SequenceLayout, init_args: {{history_length: 12}}}}
+policy:
+  class_path: CatalogSoftmaxPolicy
+  init_args: {{dim: 64, layers: 1, heads: 1, max_history: 12, normalizer: sampled, num_negatives: 20}}
+objective: {{class_path: Likelihood}}
+trainer:
+  max_epochs: 1
+  accelerator: cpu
+  devices: 2
+  enable_progress_bar: false
+  strategy:
+    class_path: recpo.sharding.ShardedStrategy
+    init_args: {{sharding: {sharding}, memory_per_rank: {memory}}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sharding", "memory", "message"),
+    [
+        ("row_wise", 0.000001, "the tables do not fit into 0.00 GiB per rank"),
+        ("{policy.table: row_wise}", "null", "sharding names policy.table; the tables are policy.item_table"),
+    ],
+)
+def test_two_ranks_of_the_command_line_say_it_once(
+    prepared: Path, tmp_path: Path, sharding: str, memory: Any, message: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.format(prepared=prepared, sharding=sharding, memory=memory))
+    command = [sys.executable, "-m", "recpo.cli.main", "train", "--config", str(config), "--out", str(tmp_path / "run")]
+    clean = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=clean)
+    assert finished.returncode == 1, finished.stderr[-2000:]
+    assert "Traceback" not in finished.stderr
+    assert finished.stderr.count(message) == 1, finished.stderr
