@@ -157,7 +157,7 @@ def train(
         data.phases = Phases(rollout.batches, rollout.epochs)
         guards = [CollapseGuard(collapse, module.monitor)]
     lightning_trainer = trainer.build(out, module.monitor, checkpoint_every, guards)
-    with _lost_ranks(out):
+    with _faults_of_ranks(out):
         lightning_trainer.fit(module, datamodule=data, ckpt_path=last, weights_only=True)
     if lightning_trainer.interrupted:
         raise KeyboardInterrupt
@@ -173,11 +173,16 @@ def train(
 
 
 @contextmanager
-def _lost_ranks(out: Path) -> Iterator[None]:
-    """Says in one line that a rank of the run is gone; each of the others finds that out on its own."""
+def _faults_of_ranks(out: Path) -> Iterator[None]:
+    """Says in one line what a run over ranks died of: a rank is gone, or waits for gradients that do not come."""
     try:
         yield
     except RuntimeError as error:
+        if "find_unused_parameters" in str(error):
+            raise RecpoError(
+                "this objective leaves some parameters without a gradient, which the strategy has to be told: set "
+                "trainer.strategy to ddp_find_unused_parameters_true, or ShardedStrategy's find_unused_parameters: true"
+            ) from error
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         raise RecpoError(

@@ -141,6 +141,8 @@ class PreferenceModule(LightningModule):
             else ScoreMetrics(objective, head, positive_threshold)
         )
 
+        if not (objective.reads_log_prob or critic.shares_encoder or anchor_coef):
+            policy.requires_grad_(False)  # the heads only read it, and a parallel strategy would wait for its gradients
         # every rank makes the same ones; broadcasting a trie in every step would take longer than the step
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
 

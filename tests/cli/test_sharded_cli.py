@@ -148,3 +148,17 @@ def test_the_strategy_goes_into_any_configuration(prepared, tmp_path, config, re
     run = ["train", "--config", str(file), "--data.prepared", str(prepared), "--out", str(tmp_path / "run")]
     recpo(*run, *small, *ranks, *strategy)
     assert len(list(checkpoint_path(tmp_path / "run", "best").glob("*.safetensors"))) == 2
+
+
+@pytest.mark.slow
+def test_a_sharded_reward_model_is_calibrated(prepared, tmp_path, request):
+    file = request.config.rootpath / "configs" / "reward_model.yaml"
+    sizes = {"dim": 16, "layers": 1, "heads": 1, "max_history": 12}
+    small = [word for name, size in sizes.items() for word in (f"--policy.init_args.{name}", str(size))]
+    small += ["--data.layout.init_args.history_length", "12", "--data.batch_size", "16", "--trainer.max_epochs", "1"]
+    sharded = ["--trainer.strategy", "{class_path: recpo.sharding.ShardedStrategy}", "--trainer.accelerator", "cpu"]
+    run = str(tmp_path / "run")
+    start = ["train", "--config", str(file), "--data.prepared", str(prepared), "--out", run]
+    recpo(*start, *small, *sharded, "--trainer.devices", "2", "--init_from", "null")
+    recpo("calibrate", "--run", run, "--prepared", str(prepared), block_torchrec=True)
+    assert (tmp_path / "run" / "calibration.json").is_file()
