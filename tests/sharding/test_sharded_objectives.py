@@ -1,0 +1,91 @@
+"""What trains beside the policy, and mixed precision, over ranks: as on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sharding.ranks import Ranks
+from tests.sharding.test_sharded_training import SAMPLED, SMALL, assert_same, train, weights
+
+pytestmark = pytest.mark.slow
+
+SHORT = {"max_epochs": 1, "limit_train_batches": 6, "limit_val_batches": 2}
+KINDS = ["PairwiseReward", "PointwiseReward", "PointwiseReward that reads only", "QLearning"]
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[dict[int, Ranks]]:
+    made = {size: Ranks(size, timeout=120) for size in (1, 2)}
+    yield made
+    for group in made.values():
+        group.__exit__()
+
+
+def options_of(kind: str) -> dict[str, Any]:
+    from recpo.data.preference_lists import PreferenceListLayout
+    from recpo.objectives import PairwiseReward, PointwiseReward, QLearning
+    from recpo.rewards import LoggedReward
+    from recpo.training.critic import CriticOptions
+
+    if kind == "PairwiseReward":
+        return {"objective": PairwiseReward(), "layout": PreferenceListLayout(history_length=12, in_batch=0)}
+    if kind == "QLearning":
+        return {"objective": QLearning(), "reward": LoggedReward()}
+    return {"objective": PointwiseReward(), "critic": CriticOptions(shares_encoder=kind == "PointwiseReward")}
+
+
+def train_beside(out: Path, prepared: Path, kind: str, sharding: str, policy: Any, find_unused: bool) -> list[str]:
+    """One run; returns the tables that were cut."""
+    from recpo.sharding import ShardedStrategy
+    from recpo.sharding.lookup_table import LookupTable
+    from recpo.sharding.table_optimizer import TableOptions
+
+    cut: list[str] = []
+
+    class Watched(ShardedStrategy):
+        def _replace(self, module: Any, name: str, table: Any) -> None:
+            super()._replace(module, name, table)
+            cut.extend([name] * isinstance(table, LookupTable))
+
+    strategy = Watched(sharding, TableOptions("sgd", 0.1), find_unused_parameters=find_unused)
+    trainer = {"trainer": {**SHORT, "strategy": strategy}, "lr": 0.1}
+    train(out, prepared, policy, {"sharding": sharding, "optimizer": "sgd"}, options_of(kind) | trainer)
+    return cut
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"), [("full", kind) for kind in KINDS] + [("sampled", kind) for kind in KINDS if "Reward" in kind]
+)
+def test_critics_and_reward_models_train_as_on_one_rank(
+    groups: dict[int, Ranks], prepared: Path, tmp_path: Path, kind: str, policy: str
+) -> None:
+    how = SMALL | (SAMPLED if policy == "sampled" else {"tie_weights": False})
+    # an output table of the policy learns nothing from scores and Q-values, nor an encoder that is only read
+    unused = policy == "full" or "only" in kind
+    groups[1].run(train_beside, tmp_path / "one", prepared, kind, "data_parallel", how, unused)
+    cut = groups[2].run(train_beside, tmp_path / "two", prepared, kind, "row_wise", how, unused)[0]
+    assert_same(tmp_path / "one", tmp_path / "two", 5e-5)
+    # a reward model's own vectors are looked up; Q-learning searches its table for the best item, which needs all of it
+    assert ("inputs.critic.score.item_table" in cut) == ("Reward" in kind)
+    assert "policy.item_table" in cut
+    assert not any("q_value" in name for name in cut)
+
+
+@pytest.mark.parametrize("policy", ["full", "sampled"])
+def test_mixed_precision_stays_close_to_single(
+    groups: dict[int, Ranks], prepared: Path, tmp_path: Path, policy: str
+) -> None:
+    how = SMALL | (SAMPLED if policy == "sampled" else {"tie_weights": False})
+    strategy = {"sharding": "row_wise", "optimizer": "sgd"}
+    for precision in ("32-true", "bf16-mixed"):
+        options = {"trainer": {**SHORT, "precision": precision}, "lr": 0.1}
+        groups[2].run(train, tmp_path / precision, prepared, how, strategy, options)
+    exact, mixed = weights(tmp_path / "32-true"), weights(tmp_path / "bf16-mixed")
+    for name, value in exact.items():
+        assert mixed[name].dtype == value.dtype, name
+        assert (mixed[name] - value).norm() <= 0.02 * value.norm(), name
+    assert any((mixed[name] != value).any() for name, value in exact.items())
