@@ -14,7 +14,7 @@ from recpo.data.held_out import HeldOutBatches, Rank
 from recpo.data.locations import Place
 from recpo.data.prepared import Prepared, Split
 from recpo.data.slates import Layout, SequenceLayout
-from recpo.data.train_batches import Phases, ResumableLoader, TrainBatches
+from recpo.data.train_batches import Deal, Phases, ResumableLoader, TrainBatches
 from recpo.types import EvaluationBatch
 
 
@@ -31,6 +31,13 @@ class FeedbackDataModule(LightningDataModule):
         seed: order of the epochs, and items that the layout samples.
         evaluation_batch_size: users of one validation batch.
         max_validation_users: validate on so many users of the validation split, evenly spaced; null = all.
+        deal: what is dealt out to the ranks. With "batches" every rank reads every shard and gathers every W-th batch,
+            W being the number of ranks: results do not depend on W. With "shards" the shards are dealt out, the same
+            ones to a rank in every epoch, each rank reads only its own and cuts its batches in them: reading is divided
+            by W. Every row still comes once per epoch, in an order of (seed, epoch, W); what an optimiser step holds
+            depends on W, watch quantiles of a step (TernaryAdvantage) are those of the rank's own part of it, and a
+            run goes on in mid-epoch only on as many ranks. Ranks with fewer batches than the first get empty ones.
+            With one rank both are the same.
 
     Attributes:
         phases: how training goes through the epoch; set by whoever trains.
@@ -47,17 +54,26 @@ class FeedbackDataModule(LightningDataModule):
         seed: int = 0,
         evaluation_batch_size: int = 512,
         max_validation_users: int | None = None,
+        deal: Deal = "batches",
     ) -> None:
         super().__init__()
         self.prepared = Prepared.open(prepared)
         self.layout = layout
         self._batch_size, self._num_workers, self._seed = batch_size, num_workers, seed
+        self._deal = deal
         self._evaluation_batch_size, self._max_validation_users = evaluation_batch_size, max_validation_users
 
     def train_dataloader(self) -> ResumableLoader:
         """Batches of the training period, in the order of ``(seed, epoch)``."""
         batches = TrainBatches(
-            self.prepared, self.layout, self._batch_size, self._seed, self._rank(), self.phases, self._sum_over_ranks
+            self.prepared,
+            self.layout,
+            self._batch_size,
+            self._seed,
+            self._rank(),
+            self.phases,
+            self._sum_over_ranks,
+            self._deal,
         )
         return ResumableLoader(batches, self._num_workers)
 

@@ -5,13 +5,19 @@ random order, batches cut within a shard. Batch ``g`` of that order belongs to r
 the workers take turns. So neither the number of workers nor a resume changes what a rank sees, and a process holds one
 shard at a time. Where training visits the same contexts several times in a row (``Phases``), it holds the shards of one
 phase.
+
+Every rank reads every shard that way. With ``deal="shards"`` the shards are dealt out to the ranks instead, each of
+which has such an order of its own: reading is divided by the ranks, and the order is a function of their number too.
+The hands stay the same in all epochs: a trainer asks for the length of an epoch only once, and a node can keep what it
+has read. They are dealt by size: the first hand holds the most batches, at most those of one shard more than any other,
+and the others are filled up with empty batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count, islice
-from typing import NamedTuple
+from itertools import count, islice, repeat
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +30,9 @@ from recpo.data.prepared import Events, Prepared
 from recpo.data.slates import Catalogue, Layout, Windows
 from recpo.errors import RecpoError
 from recpo.types import FeedbackBatch
+
+Deal = Literal["batches", "shards"]
+"""What is dealt out to the ranks."""
 
 
 class Phases(NamedTuple):
@@ -59,6 +68,10 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         rank: this process among its peers.
         phases: how the epoch is gone through.
         sum_over_ranks: adds up arrays of all ranks; with it every rank counts the windows of its share of the shards.
+        deal: what is dealt out to the ranks; to one rank both are the same.
+
+    Raises:
+        RecpoError: nothing to train on, or fewer shards than ranks that are to have some.
 
     Attributes:
         prepared: the prepared directory.
@@ -75,19 +88,38 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         rank: Rank,
         phases: Phases = Phases(),  # noqa: B008  immutable
         sum_over_ranks: Callable[[np.ndarray], np.ndarray] | None = None,
+        deal: Deal = "batches",
     ) -> None:
         self.prepared, self._layout, self._batch_size = prepared, layout, batch_size
         self._seed, self._rank, self._phases = seed, rank, phases
+        # the shards are dealt into so many hands, and so many ranks share the batches of a hand
+        self._hands = rank.world_size if deal == "shards" else 1
+        self._sharers = rank.world_size // self._hands
+        self._refuse_empty_hands()
         self._windows = self._count_windows(sum_over_ranks)
         if self.num_rows == 0:
             raise RecpoError(
                 f"{prepared.root}: the training split holds no "
                 + (f"context for {layout}: no event is positive" if layout.cuts_by_label else "events")
             )
+        batches = -(-self._windows // batch_size)
+        by_size = np.argsort(-batches, kind="stable")
+        self._shards = np.sort(by_size[rank.rank % self._hands :: self._hands])
+        self._num_batches = int(batches[self._shards].sum())
+        self._most_batches = int(batches[by_size[:: self._hands]].sum())
         counts = prepared.item_counts() if layout.samples_by_popularity else None
         self._make_batch = layout.batch_maker(Catalogue(prepared.num_items, counts), seed)
         self.epoch = 0
         self.start = 0
+
+    def _refuse_empty_hands(self) -> None:
+        shards = self.prepared.num_shards("train")
+        if 0 < shards < self._hands:
+            raise RecpoError(
+                f"{self.prepared.root}: {shards} training shards cannot be dealt out to {self._hands} ranks: some "
+                "would get none, and never train; prepare the log again with a smaller --rows_per_shard, or set "
+                "data.deal to batches"
+            )
 
     def _count_windows(self, sum_over_ranks: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
         counts = np.zeros(self.prepared.num_shards("train"), np.int64)
@@ -103,11 +135,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         return int(self._windows.sum())
 
     def __len__(self) -> int:
-        batches = int((-(-self._windows // self._batch_size)).sum())
-        if self._phases.passes == 1:
-            return -(-batches // self._rank.world_size)
-        steps = -(-batches // (self._rank.world_size * self._rank.accumulate))
-        return steps * self._rank.accumulate * self._phases.passes
+        return self._length // self._sharers * self._phases.passes
 
     def __iter__(self) -> Iterator[FeedbackBatch]:
         worker = get_worker_info()
@@ -118,20 +146,31 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         local = consumed * self._visits_per_phase - 1
         for step in self._visits(consumed):
             quantiles = _step_quantiles(step) if self._batches_per_step > 1 else None
-            for part in step[self._rank.rank :: self._rank.world_size]:
+            for part in step[self._rank.rank // self._hands :: self._sharers]:
                 local += 1
                 if local >= start and (local - start) % workers == mine:
                     batch = self._make_batch(part.events, part.windows, part.row_ids, epoch)
                     yield batch._replace(step_quantiles=quantiles)
 
     @property
-    def division(self) -> dict[str, int]:
-        """How an epoch is divided: into batches of this size, among so many ranks."""
-        return {"batch_size": self._batch_size, "world_size": self._rank.world_size}
+    def division(self) -> dict[str, Any]:
+        """How an epoch is divided: into batches of this size, among so many ranks, by dealing out what."""
+        deal: Deal = "shards" if self._hands > 1 else "batches"
+        return {"batch_size": self._batch_size, "world_size": self._rank.world_size, "deal": deal}
+
+    @property
+    def _length(self) -> int:
+        """Batches of one pass over a hand, empty ones included.
+
+        Every rank must take part in every step: those that would fall short get empty batches; and so must every
+        micro-batch of a step that comes again, or the steps after it would be cut in other places.
+        """
+        whole = self._sharers * (self._rank.accumulate if self._phases.passes > 1 else 1)
+        return -(-self._most_batches // whole) * whole
 
     @property
     def _batches_per_step(self) -> int:
-        return self._rank.world_size * self._rank.accumulate
+        return self._sharers * self._rank.accumulate
 
     @property
     def _steps_per_phase(self) -> int:
@@ -154,36 +193,34 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
                 yield from (phase[i] for i in order.permutation(len(phase)))
 
     def _steps(self, consumed: int) -> Iterator[list[_Part]]:
-        """The epoch's batches of all ranks, grouped into optimiser steps, without the first ``consumed`` steps."""
-        step: list[_Part] = []
-        for part in self._parts(consumed * self._batches_per_step):
-            step.append(part)
-            if len(step) == self._batches_per_step:
-                yield step
-                step = []
-        if step:
-            # every rank must take part in every step: those that would fall short get an empty batch; and so must every
-            # micro-batch of a step that comes again, or the steps after it would be cut in other places
-            whole = self._rank.world_size * (self._rank.accumulate if self._phases.passes > 1 else 1)
-            short = -len(step) % whole
-            nothing = step[-1]._replace(windows=step[-1].windows.empty(1), row_ids=np.zeros(1, np.int64))
-            yield step + [nothing] * short
+        """The batches of the hand, grouped into optimiser steps, without the first ``consumed`` steps."""
+        parts = self._parts(consumed * self._batches_per_step)
+        while step := list(islice(parts, self._batches_per_step)):
+            yield step
 
     def _parts(self, consumed: int) -> Iterator[_Part]:
-        """The epoch's batches without the first ``consumed``; a shard of which nothing is left is not read."""
-        order = np.random.default_rng([self._seed, self.epoch])
+        """The batches of the hand without the first ``consumed``; a shard of which nothing is left is not read."""
+        order = np.random.Generator(np.random.PCG64([self._seed, self.epoch]).jumped(self._rank.rank % self._hands))
         first_row = np.concatenate([[0], np.cumsum(self._windows)])
-        for shard in order.permutation(len(self._windows)):
+        short = self._length - max(self._num_batches, consumed)
+        loaded: tuple[Events, Windows] | None = None
+        for shard in self._shards[order.permutation(len(self._shards))]:
             rows = order.permutation(self._windows[shard])  # drawn in any case: the next shard's order follows it
             begins = range(0, len(rows), self._batch_size)[consumed:]
             consumed = max(0, consumed - -(-len(rows) // self._batch_size))
             if not begins:
                 continue
-            events = self.prepared.load("train", int(shard))
-            windows = self._layout.windows_of(events)
+            loaded = events, windows = self._load(shard)
             for begin in begins:
                 batch = rows[begin : begin + self._batch_size]
                 yield _Part(events, windows.take(batch), batch + first_row[shard])
+        if short > 0:
+            events, windows = loaded or self._load(self._shards[0])
+            yield from repeat(_Part(events, windows.empty(1), np.zeros(1, np.int64)), short)
+
+    def _load(self, shard: int) -> tuple[Events, Windows]:
+        events = self.prepared.load("train", int(shard))
+        return events, self._layout.windows_of(events)
 
 
 def _step_quantiles(step: list[_Part]) -> Tensor:
@@ -224,23 +261,32 @@ class ResumableLoader(DataLoader[FeedbackBatch]):
                 self._batches.start = self._yielded = 0
             yield batch
 
-    def state_dict(self) -> dict[str, int]:
-        """Epoch, batches that each rank consumed in it, and how many ranks of which batch size."""
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, batches that each rank consumed in it, and how it was divided."""
         return {"epoch": self._batches.epoch, "batch": self._yielded, **self._batches.division}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on after ``state``, which may be that of another number of ranks.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on after ``state``, which may be that of another number of ranks if these share every shard.
 
         Raises:
-            RecpoError: in mid-epoch with another batch size, or with ranks among which the batches do not divide.
+            RecpoError: in mid-epoch with another batch size, or with ranks among which the batches do not divide; or
+                with any other division where shards were, or are, dealt out.
         """
         now = self._batches.division
-        before = now | {key: state[key] for key in now if key in state}
+        # a run from before there was a choice dealt out batches
+        before = now | {"deal": "batches"} | {key: state[key] for key in now if key in state}
+        left = f"data: the epoch was left after {state['batch']} batches of {before['batch_size']} on each of "
+        left += f"{before['world_size']} ranks"
+        if state["batch"] and before != now and "shards" in (before["deal"], now["deal"]):
+            raise RecpoError(
+                f"{left} (deal: {before['deal']}); it cannot go on with batch_size {now['batch_size']} on "
+                f"{now['world_size']} (deal: {now['deal']}): where shards are dealt out, which rows are left depends "
+                "on all three, so keep them until the epoch ends"
+            )
         consumed, uneven = divmod(state["batch"] * before["world_size"], now["world_size"])
         if uneven or (consumed and before["batch_size"] != now["batch_size"]):
             raise RecpoError(
-                f"data: the epoch was left after {state['batch']} batches of {before['batch_size']} on each of "
-                f"{before['world_size']} ranks; it cannot go on with batch_size {now['batch_size']} on "
-                f"{now['world_size']}: keep batch_size, and let accumulate_grad_batches make up for other ranks"
+                f"{left}; it cannot go on with batch_size {now['batch_size']} on {now['world_size']}: keep batch_size, "
+                "and let accumulate_grad_batches make up for other ranks"
             )
         self._batches.epoch, self._batches.start = state["epoch"], consumed

@@ -108,7 +108,7 @@ def test_a_trainer_that_counts_its_batches_gets_the_next_epoch_too(shards):
     loader = ResumableLoader(TrainBatches(shards, LAYOUT, 3, seed=0, rank=Rank()), num_workers=0)
     first, second = ([next(iterator) for _ in range(len(loader))] for iterator in (iter(loader), iter(loader)))
     assert rows_of(first) != rows_of(second)
-    assert loader.state_dict() == {"epoch": 2, "batch": 0, "batch_size": 3, "world_size": 1}
+    assert loader.state_dict() == {"epoch": 2, "batch": 0, "batch_size": 3, "world_size": 1, "deal": "batches"}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -126,7 +126,7 @@ def test_a_resumed_epoch_goes_on_with_the_next_batch(shards, workers):
     resumed = loader()
     resumed.load_state_dict(stopped.state_dict())
     assert rows_of(resumed) == expected[len(stopped) + 3 :]
-    assert resumed.state_dict() == {"epoch": 2, "batch": 0, "batch_size": 2, "world_size": 1}
+    assert resumed.state_dict() == {"epoch": 2, "batch": 0, "batch_size": 2, "world_size": 1, "deal": "batches"}
 
 
 def test_ranks_share_the_counting_of_windows(shards):
