@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -90,32 +90,26 @@ class _Table:
 
     @torch.no_grad()
     def step(self, lr: float, steps_before: int) -> None:
-        weight, options = self.table.weight, self._options
-        if weight.grad is None:
+        """Moves the rows that have a gradient, after ``steps_before`` other steps."""
+        if self.table.weight.grad is None:
             return
-        rows, gradient = row_updates.row_gradient(weight.grad)
+        rows, gradient = row_updates.row_gradient(self.table.weight.grad)
         if self._fused is not None:
             self._fused.fused_step(rows, gradient, lr, steps_before)
-            return
-        moved = weight.detach(), rows, gradient
-        state = [self._state[name] for name in self._names]
-        if options.optimizer == "sgd":
-            row_updates.sgd(*moved, lr)
-        elif options.optimizer == "adagrad":
-            row_updates.adagrad(moved[0], state[0], rows, gradient, lr, options.eps)
-        elif options.optimizer == "rowwise_adagrad":
-            row_updates.rowwise_adagrad(moved[0], state[0], rows, gradient, lr, options.eps)
         else:
-            row_updates.adam(
-                moved[0],
-                (state[0], state[1]),
-                rows,
-                gradient,
-                lr=lr,
-                betas=options.betas,
-                eps=options.eps,
-                step=steps_before + 1,
-            )
+            self._plain_step(rows, gradient, lr, steps_before)
+
+    def _plain_step(self, rows: Tensor, gradient: Tensor, lr: float, steps_before: int) -> None:
+        weight, state, options = self.table.weight.detach(), list(self._state.values()), self._options
+        if options.optimizer == "sgd":
+            row_updates.sgd(weight, rows, gradient, lr)
+        elif options.optimizer == "adagrad":
+            row_updates.adagrad(weight, state[0], rows, gradient, lr, options.eps)
+        elif options.optimizer == "rowwise_adagrad":
+            row_updates.rowwise_adagrad(weight, state[0], rows, gradient, lr, options.eps)
+        else:
+            moments, step = (state[0], state[1]), steps_before + 1
+            row_updates.adam(weight, moments, rows, gradient, lr=lr, betas=options.betas, eps=options.eps, step=step)
 
 
 class TableOptimizer(Optimizer):
