@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -112,3 +115,46 @@ def test_scaling_measures_steps_by_catalogue_and_epochs_by_log():
     epochs = [line for line in lines if "ranks" in line]
     assert [line["ranks"] for line in epochs] == [1, 8]
     assert all(line["plan_ns_per_event"] > 0 and line["read_ns_per_event"] > 0 for line in epochs)
+
+
+def gpu_benchmark():
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", BENCHMARKS / "gpu.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_gpu_benchmark_says_that_there_is_none():
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--quick"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=hidden)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("benchmarks/gpu.py needs a CUDA device")
+    assert "Traceback" not in result.stderr + result.stdout
+
+
+def test_parts_of_the_gpu_benchmark_run_and_are_measured_by_formula():
+    gpu = gpu_benchmark()
+    made = gpu.peaks("cpu", 64, 1000) + gpu.catalogue_parts("cpu", 500, 8, 32, 5)
+    made += gpu.table_parts("cpu", 500, 8, 100) + gpu.decoding_parts("cpu", 500, 8, 4, 5)
+    for part in made:
+        part.run()
+        assert part.moved > 0
+    by_name = {part.name: part for part in made}
+    assert by_name["copy"].moved == 8000
+    assert by_name["product, bfloat16"].operations == 2 * 64**3
+    assert by_name["softmax, top k"].operations == 2 * 32 * 500 * 8
+    line = gpu.line_of(by_name["copy"], [1.0, 2.0, 4.0], {"copy": 8e6, "float32": 1e9}, gpu.Sheet(16e6, 1e9, 1e9))
+    assert line["ms"] == 2.0
+    assert (line["share_of_bandwidth"], line["share_of_sheet_bandwidth"]) == (0.5, 0.25)
+    assert line["share_of_product"] == 0
+
+
+@pytest.mark.gpu
+def test_gpu_benchmark_measures_shares_of_the_peaks():
+    lines = {line["part"]: line for line in lines_of("gpu.py", "--repeats=3")}
+    assert {"copy", "product, float32", "softmax, forward and backward", "lookup", "adam"} <= set(lines)
+    assert torch.cuda.get_device_name() == lines["copy"]["device"]
+    for line in lines.values():
+        assert 0 < line["ms_min"] <= line["ms"] <= line["ms_max"]
+        assert 0 <= line.get("share_of_product", 0) < 1.5  # the copy comes before the first product

@@ -1,0 +1,243 @@
+"""What share of a GPU's memory bandwidth and matrix peak the parts of a training step reach.
+
+Bytes and floating-point operations are those that a part cannot do without, by formula: every operand is read once and
+every result written once, whatever is made again or moved twice, so that a share is one of the useful work. The peaks
+are measured in the same run, by a large copy and large matrix products; where the data sheet of the device is known,
+its numbers stand beside them. Times are by CUDA events, medians of ``--repeats`` after two that warm up. Prints one
+JSON line per part; the greater of its two shares is what bounds it.
+
+    python benchmarks/gpu.py            # V = 1,000,000, d = 64
+    python benchmarks/gpu.py --quick    # V = 20,000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from recpo.ops.linear_logprob import linear_logprob
+from recpo.policies.catalog_search import top_k
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.item_table import ItemTable
+from recpo.policies.semantic_id import SemanticIdPolicy
+from recpo.semantic_codes import SemanticCodes
+from recpo.sharding import policy_costs, row_updates
+from recpo.types import Histories
+
+FLOAT, CODEBOOKS, LAYERS, HISTORY = 4, (256, 256, 256), 2, 50
+
+
+class Sheet(NamedTuple):
+    """What the maker says of a device, without sparsity."""
+
+    bytes_per_s: float
+    float32_flops: float
+    bfloat16_flops: float
+
+
+#: by a part of the device's name, the first that fits
+SHEETS = {
+    "H200": Sheet(4.8e12, 67e12, 989e12),
+    "H100 PCIe": Sheet(2.0e12, 51e12, 756e12),
+    "H100": Sheet(3.35e12, 67e12, 989e12),
+    "A100-SXM4-80GB": Sheet(2.039e12, 19.5e12, 312e12),
+    "A100": Sheet(1.555e12, 19.5e12, 312e12),
+    "L40S": Sheet(0.864e12, 91.6e12, 362e12),
+    "L4": Sheet(0.3e12, 30.3e12, 121e12),
+    "A10": Sheet(0.6e12, 31.2e12, 125e12),
+    "T4": Sheet(0.32e12, 8.1e12, 0.0),
+    "V100": Sheet(0.9e12, 15.7e12, 0.0),
+}
+
+
+class Part(NamedTuple):
+    """A part of a step.
+
+    Attributes:
+        name: of the part.
+        run: does it once.
+        moved: bytes read and written.
+        operations: a multiplication with an addition is two.
+        precision: of its matrix products.
+    """
+
+    name: str
+    run: Callable[[], object]
+    moved: float
+    operations: float
+    precision: str = "float32"
+
+
+def milliseconds(run: Callable[[], object], repeats: int) -> list[float]:
+    """How long the GPU takes, by events on its stream."""
+    times = []
+    for _ in range(repeats + 2):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return times[2:]
+
+
+def peaks(device: str, size: int, count: int) -> list[Part]:
+    """A copy of ``count`` floats, and products of square matrices of ``size``."""
+    source, target = torch.randn(count, device=device), torch.empty(count, device=device)
+    parts = [Part("copy", lambda: target.copy_(source), 2 * FLOAT * count, 0.0)]
+    for dtype in (torch.float32, torch.bfloat16):
+        left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        made = torch.empty_like(left)
+        name = str(dtype).removeprefix("torch.")
+
+        def product(left: Tensor = left, right: Tensor = right, made: Tensor = made) -> Tensor:
+            return torch.matmul(left, right, out=made)
+
+        parts.append(Part(f"product, {name}", product, 3 * left.element_size() * size**2, 2.0 * size**3, name))
+    return parts
+
+
+def catalogue_parts(device: str, items: int, dim: int, states: int, k: int) -> list[Part]:
+    """The exact softmax over the catalogue, forward and backward, and search in it."""
+    table = torch.randn(items + 1, dim, device=device).mul_(dim**-0.5).requires_grad_()
+    vectors = torch.randn(states, dim, device=device, requires_grad=True)
+    targets = torch.randint(1, items + 1, (states,), device=device)
+    of_table, of_states = FLOAT * items * dim, FLOAT * states * dim
+    once = policy_costs.softmax_flops(states, items, dim)
+
+    def update() -> None:
+        table.grad = vectors.grad = None
+        linear_logprob(vectors, table, targets).sum().backward()
+
+    return [
+        # logits, gradients of the states, gradients of the table; the table is read forward and backward
+        Part("softmax, forward and backward", update, 3 * of_table + 3 * of_states, 3 * once),
+        Part("softmax, top k", lambda: top_k(vectors, table, k, None), of_table + of_states, once),
+    ]
+
+
+def table_parts(device: str, items: int, dim: int, lookups: int) -> list[Part]:
+    """Looking rows up, and moving them by each table optimiser."""
+    table = ItemTable(items, dim).to(device)
+    ids = torch.randperm(items, device=device)[:lookups] + 1
+    rows, gradient = ids.sort().values, torch.randn(len(ids), dim, device=device)
+    weight, of_rows = table.weight.detach(), FLOAT * len(ids) * dim
+    state = row_updates.empty_state(weight, ["first", "second"], per_row=False)
+    first, second = state.values()
+
+    def looked_up() -> Tensor:
+        with torch.no_grad():
+            return table(ids)
+
+    def adam() -> None:
+        options = {"betas": (0.9, 0.999), "eps": 1e-8, "step": 1}
+        row_updates.adam(weight, (first, second), rows, gradient, lr=1e-3, **options)
+
+    def rowwise() -> None:
+        row_updates.rowwise_adagrad(weight, first[:, 0], rows, gradient, 1e-3, 1e-8)
+
+    return [
+        Part("lookup", looked_up, 2 * of_rows + 8 * len(ids), 0.0),
+        Part("sgd", lambda: row_updates.sgd(weight, rows, gradient, 1e-3), 3 * of_rows + 8 * len(ids), 0.0),
+        Part("rowwise_adagrad", rowwise, 3 * of_rows + (8 + 2 * FLOAT) * len(ids), 0.0),
+        Part("adam", adam, 7 * of_rows + 8 * len(ids), 0.0),
+    ]
+
+
+def codes_of(items: int) -> SemanticCodes:
+    """Different random tuples."""
+    keys = np.random.default_rng(0).choice(np.prod(CODEBOOKS), items, replace=False)
+    return SemanticCodes(np.stack(np.unravel_index(keys, CODEBOOKS), 1), CODEBOOKS, "synthetic")
+
+
+def decoding_parts(device: str, items: int, dim: int, contexts: int, k: int) -> list[Part]:
+    """Lists of ``k`` items: by beam search in the trie, and by scoring the whole catalogue."""
+    with tempfile.TemporaryDirectory() as folder:
+        codes_of(items).save(Path(folder), pa.array(range(items)), {})
+        semantic = SemanticIdPolicy(items, codes=Path(folder), dim=dim, item_vectors=False, beam_width=k)
+    softmax = CatalogSoftmaxPolicy(items, dim=dim)
+    ids = torch.randint(1, items + 1, (contexts, HISTORY), device=device)
+    histories = Histories(ids, torch.full((contexts,), HISTORY, device=device), ids % 6)
+    encoder = policy_costs.encoder_flops(contexts * HISTORY, dim, LAYERS, "sasrec", HISTORY)
+    # the first code of a context is predicted once, the others for every prefix of the beam
+    beams = policy_costs.decoder_flops(contexts * k, dim, LAYERS, CODEBOOKS[1:], HISTORY)
+    beams += policy_costs.decoder_flops(contexts, dim, LAYERS, CODEBOOKS[:1], HISTORY)
+    scores = policy_costs.softmax_flops(contexts, items, dim)
+    parts = []
+    for name, policy, operations in (("beam search", semantic, beams), ("all items", softmax, scores)):
+        policy.to(device).eval()
+        read = FLOAT * sum(parameter.numel() for parameter in policy.parameters())
+
+        def recommend(policy: SemanticIdPolicy | CatalogSoftmaxPolicy = policy) -> object:
+            with torch.no_grad():
+                return policy.recommend(histories, k)
+
+        parts.append(Part(f"{contexts} lists of {k}, {name}", recommend, read, encoder + operations))
+    return parts
+
+
+def sheet_of(device: str) -> Sheet | None:
+    """The data sheet of the device, if it is known."""
+    name = torch.cuda.get_device_name(device)
+    return next((sheet for part, sheet in SHEETS.items() if part in name), None)
+
+
+def line_of(part: Part, times: list[float], measured: dict[str, float], sheet: Sheet | None) -> dict[str, object]:
+    """What is printed: the work per second, and its shares of the peaks by name."""
+    seconds = statistics.median(times) / 1e3
+    bandwidth, rate = part.moved / seconds, part.operations / seconds
+    line: dict[str, object] = {"part": part.name, "precision": part.precision, "ms": round(1e3 * seconds, 4)}
+    line |= {"ms_min": round(min(times), 4), "ms_max": round(max(times), 4)}
+    line |= {"gb_per_s": round(bandwidth / 1e9, 1), "tflops": round(rate / 1e12, 3)}
+    shares = {"bandwidth": bandwidth / measured["copy"]} if "copy" in measured else {}
+    if part.precision in measured:
+        shares["product"] = rate / measured[part.precision]
+    if sheet is not None:
+        shares["sheet_bandwidth"] = bandwidth / sheet.bytes_per_s
+        flops = sheet.float32_flops if part.precision == "float32" else sheet.bfloat16_flops
+        shares |= {"sheet_product": rate / flops} if flops else {}
+    return line | {f"share_of_{name}": round(share, 4) for name, share in shares.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="V = 20,000")
+    parser.add_argument("--items", type=int, default=1_000_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=20)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/gpu.py needs a CUDA device, and torch sees none: see `recpo doctor`")
+    device, items = "cuda", 20_000 if args.quick else args.items
+    torch.manual_seed(0)
+    sheet, measured = sheet_of(device), {}
+    about = {"device": torch.cuda.get_device_name(device), "items": items, "dim": args.dim, "torch": torch.__version__}
+    makers: list[Callable[[], list[Part]]] = [
+        lambda: peaks(device, 2048 if args.quick else 8192, 1 << (24 if args.quick else 29)),
+        lambda: catalogue_parts(device, items, args.dim, 1024, 50),
+        lambda: table_parts(device, items, args.dim, min(items, 1 << 18)),
+        lambda: decoding_parts(device, items, args.dim, 64, 50),
+    ]
+    for make in makers:
+        for part in make():
+            times = milliseconds(part.run, args.repeats)
+            if make is makers[0]:
+                work = part.moved if part.name == "copy" else part.operations
+                measured["copy" if part.name == "copy" else part.precision] = work / statistics.median(times) * 1e3
+            print(json.dumps(line_of(part, times, measured, sheet) | about), flush=True)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
