@@ -74,5 +74,5 @@ def does_not_fit(
         f"the tables do not fit into {memory / GIB:,.2f} GiB per rank: with the state of {optimizer} "
         f"{', '.join(lines)}, and the vectors that are looked up; split evenly all of it takes "
         f"{-(-total // max(1, memory))} ranks or a few more. Take more ranks and row_wise, semantic ids without item "
-        "vectors, a smaller dim, rowwise_adagrad, or fewer frozen copies (reference: cached)"
+        "vectors, a smaller dim, rowwise_adagrad or fewer frozen copies"
     )

@@ -27,6 +27,8 @@ from recpo.sharding.costs import (
 PolicyKind = Literal["softmax", "semantic"]
 # a position of a batch: item, watch quantile, reward, propensity and a few flags; an event: item, feedback, time
 _BYTES_PER_POSITION, _BYTES_PER_EVENT = 40, 24
+# training counts, which items are in the tail, and which were on a list of the validation
+_BYTES_PER_ITEM = 8 + 1 + 8
 _NOWHERE = Placement("", [])
 _POSITIVE = (
     *("num_items", "ranks", "batch", "history", "dim", "layers", "heads"),
@@ -227,6 +229,8 @@ def _other_memory(workload: Workload, placements: dict[str, Placement]) -> dict[
     per_id = BYTES_PER_ID + 4 * FLOAT * w.dim
     parts["activations"] = activations
     parts["looked-up vectors"] = float(sum(spec.lookups for spec in w.tables()) * per_id)
+    if w.device == "cpu":  # beside a GPU they lie in the machine's own memory
+        parts["arrays over the items"] = float(_BYTES_PER_ITEM * w.num_items)
     parts["batch"] = float(w.events * _BYTES_PER_EVENT + w.scored * _BYTES_PER_POSITION)
     return parts
 
