@@ -139,7 +139,7 @@ def test_the_planner_falls_back_to_what_fits():
 
 def test_what_does_not_fit_is_said_with_numbers_and_how_to_mend_it():
     options = {"ranks": 2, "memory_per_rank": 3 * GIB // 8}
-    with pytest.raises(RecpoError, match=r"0\.48 GiB on every rank, .*takes 2 ranks or a few more.*reference: cached"):
+    with pytest.raises(RecpoError, match=r"0\.48 GiB on every rank, .*takes 2 ranks or a few more.*fewer frozen copies"):
         placed([ITEMS], "data_parallel", **options)
     with pytest.raises(RecpoError, match=r"0\.48 GiB on one rank, .*Take more ranks and row_wise"):
         placed([ITEMS], "table_wise", **options)
