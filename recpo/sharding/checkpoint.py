@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from recpo.atomic import atomic_directory
 from recpo.errors import RecpoError
 from recpo.training.checkpoints import META, saved_tensors
+from recpo.training.optimizers import JointOptimizer
 
 _LARGE = 64 << 20  # bytes
 _TENSOR, _STATES = "__tensor__", "optimizer_states"
@@ -78,10 +79,10 @@ def load(tensors: dict[str, Any], optimizers: list[Optimizer], path: Path) -> di
     wanted = dict(tensors)
     for number, optimizer in enumerate(optimizers):
         _strip(optimizer.state_dict(), f"{_STATES}.{number}", wanted)
-        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = _by_state(optimizer, f"{_STATES}.{number}")
         for name, sizes in saved.items():
             if name.startswith(f"{_STATES}.{number}.") and name not in wanted:
-                wanted[name] = _room(sizes.size, sizes.properties.dtype, params)
+                wanted[name] = _room(sizes.size, sizes.properties.dtype, parameters.get(name.rpartition(".")[0]))
     faults = sorted(wanted.keys() ^ saved.keys()) or [
         name for name in sorted(wanted) if wanted[name].size() != saved[name].size
     ]
@@ -166,9 +167,17 @@ def _fill(value: Any, tensors: dict[str, Any]) -> Any:
     return value
 
 
-def _room(size: torch.Size, dtype: torch.dtype, parameters: list[Tensor]) -> Tensor:
+def _by_state(optimizer: Optimizer, name: str) -> dict[str, Tensor]:
+    """The parameters by what their states are called, where the optimiser's own are called ``name``."""
+    if isinstance(optimizer, JointOptimizer):
+        members = [_by_state(member, f"{name}.members.{number}") for number, member in enumerate(optimizer.members)]
+        return {key: parameter for member in members for key, parameter in member.items()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {f"{name}.state.{number}": parameter for number, parameter in enumerate(parameters)}
+
+
+def _room(size: torch.Size, dtype: torch.dtype, parameter: Tensor | None) -> Tensor:
     """An empty tensor for a state that the optimiser makes in its first step: in rows where its parameter is."""
-    for parameter in parameters:
-        if isinstance(parameter.data, DTensor) and parameter.size() == size:
-            return torch.zeros_like(parameter.data)
+    if parameter is not None and isinstance(parameter.data, DTensor) and parameter.size() == size:
+        return torch.zeros_like(parameter.data)
     return torch.empty(size, dtype=dtype)

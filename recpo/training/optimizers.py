@@ -17,11 +17,15 @@ SchedulerFactory = Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 class JointOptimizer(Optimizer):
-    """Steps several optimisers as one; their parameter groups are shared, so schedules and loggers see them all."""
+    """Steps several optimisers as one; their parameter groups are shared, so schedules and loggers see them all.
+
+    Attributes:
+        members: the optimisers.
+    """
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         super().__init__([group for o in optimizers for group in o.param_groups], {})
-        self._optimizers = optimizers
+        self.members = optimizers
         # the base class copied the groups; a schedule must reach the ones that the members step with
         self.param_groups = [group for o in optimizers for group in o.param_groups]
 
@@ -31,24 +35,24 @@ class JointOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for optimizer in self._optimizers:
+        for optimizer in self.members:
             optimizer.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of every member."""
-        for optimizer in self._optimizers:
+        for optimizer in self.members:
             optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """The members' states in order."""
-        return {"members": [optimizer.state_dict() for optimizer in self._optimizers]}
+        return {"members": [optimizer.state_dict() for optimizer in self.members]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores ``state_dict()``."""
-        for optimizer, state in zip(self._optimizers, state_dict["members"], strict=True):
+        for optimizer, state in zip(self.members, state_dict["members"], strict=True):
             optimizer.load_state_dict(state)
-        self.param_groups = [group for o in self._optimizers for group in o.param_groups]
+        self.param_groups = [group for o in self.members for group in o.param_groups]
 
 
 def build_optimizer(model: nn.Module, dense: OptimizerFactory, sparse: OptimizerFactory) -> Optimizer:

@@ -28,7 +28,7 @@ ROWS, DIM = 23, 8
 
 
 class Net(nn.Module):
-    """A table that is looked up, one that a softmax runs over, a frozen copy, and what is no table."""
+    """A table that is looked up, one that a softmax runs over, one that is read whole, a frozen one, and no table."""
 
     def __init__(self, seed: int = 0, rows: int = ROWS) -> None:
         super().__init__()
@@ -36,11 +36,12 @@ class Net(nn.Module):
         self.looked_up = ItemTable(rows - 1, DIM)
         self.scored = ItemTable(rows - 1, DIM, use="softmax")
         self.frozen = ItemTable(rows - 1, DIM).requires_grad_(False)
+        self.read = ItemTable(rows - 1, DIM, use="whole")  # of the shape of a table that is cut into rows
         self.dense = nn.Linear(DIM, DIM)
         self.register_buffer("count", torch.tensor(7))
 
     def loss(self, ids: Tensor) -> Tensor:
-        states = self.dense(self.looked_up(ids) + self.frozen(ids))
+        states = self.dense(self.looked_up(ids) + self.frozen(ids) + self.read(ids))
         return -self.scored.log_prob(states, ids).sum()
 
 
@@ -59,7 +60,7 @@ def train(net: Any, optimizer: Any, steps: int) -> None:
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(1, ROWS, (4, 6), generator=generator).flatten()
         net.loss(ids).backward()
-        for parameter in net.dense.parameters():  # as DistributedDataParallel does
+        for parameter in [*net.dense.parameters(), net.read.weight]:  # as DistributedDataParallel does
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
         for table in (net.looked_up, net.frozen):
@@ -188,11 +189,11 @@ def read_blocks(path: Path, kind: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SavedTensor, "__getitem__", recorded)
         load_weights(net, path, "")
-        assert not ranges
+        assert ranges == [(None, None)]  # the table that is read whole
         shard(net, kind)
     rows = ROWS if kind == "table_wise" else -(-ROWS // 2)
-    assert ranges
-    assert all(stop - start <= rows for start, stop in ranges if start is not None)
+    assert len(ranges) > 1
+    assert all(stop - start <= rows for start, stop in ranges[1:])
     expected = {name: tensor.whole() for name, tensor in saved_tensors(path).items()}  # type: ignore[union-attr]
     torch.testing.assert_close(whole(dict(net.state_dict())), expected, rtol=0, atol=0)
 
