@@ -6,6 +6,11 @@ import sys
 import pytest
 import torch
 
+from recpo.cli.prepare import prepare
+from recpo.data.held_out import Rank
+from recpo.data.prepared import Prepared
+from recpo.data.slates import SequenceLayout
+from recpo.data.train_batches import TrainBatches
 from recpo.training.run import checkpoint_path
 
 CONFIG = """
@@ -42,9 +47,13 @@ CASES = {
 }
 
 
-def train(config, out, *options):
+def run(config, out, *options):
     command = [sys.executable, "-m", "recpo.cli.main", "train", "--config", str(config), "--out", str(out), *options]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def train(config, out, *options):
+    finished = run(config, out, *options)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return torch.load(checkpoint_path(out, "last"), weights_only=True)
 
@@ -98,5 +107,54 @@ def test_two_ranks_learn_from_their_own_candidates_and_resume(tmp_path, prepared
     train(config, tmp_path / "cut", "--data.batch_size", "16", "--trainer.max_steps", "9")
     resumed = train(config, tmp_path / "cut", "--data.batch_size", "16", "--resume", "true")
     assert whole["kl_control"] == resumed["kl_control"]
+    for name, weights in whole["state_dict"].items():
+        torch.testing.assert_close(weights, resumed["state_dict"][name], rtol=0, atol=0)
+
+
+DEALT = """
+data:
+  prepared: {prepared}
+  batch_size: 4
+  num_workers: {workers}
+  deal: shards
+  layout: {{class_path: SequenceLayout, init_args: {{history_length: 12}}}}
+policy:
+  class_path: CatalogSoftmaxPolicy
+  init_args: {{dim: 8, layers: 1, heads: 1, max_history: 12}}
+objective: {{class_path: GBPO}}
+advantage: {{class_path: TernaryAdvantage}}
+optimizer: {{class_path: torch.optim.Adam, init_args: {{lr: 0.01}}}}
+checkpoint_every: {every}
+trainer:
+  max_epochs: 3
+  accelerator: cpu
+  devices: 2
+  strategy: ddp
+  num_sanity_val_steps: 0
+  enable_progress_bar: false
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_that_read_shards_of_their_own_resume_in_mid_epoch(tmp_path, world):
+    prepared = tmp_path / "prepared"
+    prepare(str(world / "log"), prepared, rows_per_shard=600)
+    batches = [
+        TrainBatches(Prepared.open(prepared), SequenceLayout(12), 4, 0, Rank(rank, 2), deal="shards")
+        for rank in range(2)
+    ]
+    filled = [sum(bool(batch.slates.mask.any()) for batch in own) for own in batches]
+    assert filled[0] == len(batches[0]) > filled[1]  # the second rank ends its epochs with empty batches
+    every = len(batches[0]) + 4  # so that last.ckpt is one of mid-epoch
+    config = tmp_path / "config.yaml"
+    config.write_text(DEALT.format(prepared=prepared, workers=0, every=every))
+    whole = train(config, tmp_path / "whole")
+    assert train(config, tmp_path / "cut", "--trainer.max_steps", str(every + 2))["global_step"] == every
+    refused = run(config, tmp_path / "cut", "--resume", "true", "--trainer.devices", "1")
+    assert refused.returncode == 1
+    assert "after 4 batches of 4 on each of 2 ranks (deal: shards); it cannot go on" in refused.stderr
+    config.write_text(DEALT.format(prepared=prepared, workers=1, every=every))
+    resumed = train(config, tmp_path / "cut", "--resume", "true")
+    assert resumed["global_step"] == whole["global_step"] == 2 * every
     for name, weights in whole["state_dict"].items():
         torch.testing.assert_close(weights, resumed["state_dict"][name], rtol=0, atol=0)
