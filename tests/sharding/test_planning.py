@@ -139,7 +139,9 @@ def test_the_planner_falls_back_to_what_fits():
 
 def test_what_does_not_fit_is_said_with_numbers_and_how_to_mend_it():
     options = {"ranks": 2, "memory_per_rank": 3 * GIB // 8}
-    with pytest.raises(RecpoError, match=r"0\.48 GiB on every rank, .*takes 2 ranks or a few more.*fewer frozen copies"):
+    with pytest.raises(
+        RecpoError, match=r"0\.48 GiB on every rank, .*takes 2 ranks or a few more.*fewer frozen copies"
+    ):
         placed([ITEMS], "data_parallel", **options)
     with pytest.raises(RecpoError, match=r"0\.48 GiB on one rank, .*Take more ranks and row_wise"):
         placed([ITEMS], "table_wise", **options)
@@ -169,7 +171,7 @@ def test_a_thousand_ranks_are_planned_in_no_time():
     begin = time.perf_counter()
     found = placed([ITEMS._replace(num_rows=10**9 + 1), CODES], ranks=1024, local_world_size=8, compute_device="cuda")
     assert [len(placement.blocks) for placement in found.values()] == [1024, 1024]
-    assert time.perf_counter() - begin < 5
+    assert time.perf_counter() - begin < 30  # the group would wait for 48
 
 
 # ---------------------------------------------------------------- two ranks
