@@ -171,7 +171,7 @@ def test_a_thousand_ranks_are_planned_in_no_time():
     begin = time.perf_counter()
     found = placed([ITEMS._replace(num_rows=10**9 + 1), CODES], ranks=1024, local_world_size=8, compute_device="cuda")
     assert [len(placement.blocks) for placement in found.values()] == [1024, 1024]
-    assert time.perf_counter() - begin < 30  # the group would wait for 48
+    assert time.perf_counter() - begin < 30  # on a quiet machine it is under one
 
 
 # ---------------------------------------------------------------- two ranks
