@@ -238,7 +238,7 @@ def test_all_ranks_hear_of_what_went_wrong_on_the_first(ranks):
     (first, seconds), (second, others) = ranks.run(fault_of, 1 << 20)
     assert first == second
     assert "do not fit into 0.00 GiB per rank" in first
-    assert max(seconds, others) < 5
+    assert max(seconds, others) < 20  # the group would wait for 48
     answers = ranks.run(fault_of, None, True)
     assert {answer[0] for answer in answers} == {
         "the first rank could not plan how to shard the tables: ZeroDivisionError: division by zero"
