@@ -152,7 +152,8 @@ class ShardedStrategy(DDPStrategy):
         looked_up = {name: table for name, table in tables.items() if table.use == "lookup"}
         self._check(tables, of_softmax)
         # a group of its own: its exchanges in the backward pass must not get between those of DDP
-        mesh = DeviceMesh.from_group(dist.new_group(), self.root_device.type) if of_softmax else None
+        group = dist.new_group(timeout=self._timeout) if of_softmax else None
+        mesh = None if group is None else DeviceMesh.from_group(group, self.root_device.type)
         for name, table in of_softmax.items():
             if mesh is None or self._sharding_of(_original(name, tables) or name) == "data_parallel":
                 _materialise(table, self.root_device)
