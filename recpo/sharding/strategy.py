@@ -51,7 +51,8 @@ class ShardedStrategy(DDPStrategy):
             chooses. The table of an exact softmax is ``row_wise`` or ``data_parallel``.
         table_optimizer: how the tables learn.
         table_scheduler: learning-rate schedule of the tables; null = that of the dense parameters.
-        memory_per_rank: GiB that tables, their optimiser and copies may take on a rank; the planner keeps to it.
+        memory_per_rank: GiB that looked-up tables, their optimiser and copies may take on a rank; the planner keeps to
+            it (`recpo plan` counts everything).
         lookups_per_step: ids that a rank looks up per step, from which the planner reckons the communication.
         process_group_backend: ``nccl`` or ``gloo``; null = what suits the device.
         timeout: seconds after which a rank that waits for another gives up.
