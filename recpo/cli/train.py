@@ -188,7 +188,7 @@ def _faults_of_ranks(out: Path) -> Iterator[None]:
         raise RecpoError(
             f"rank {getattr(rank_zero_only, 'rank', 0)} has lost another rank of this run, which ended or does not "
             "answer (see what that one wrote, or whether its machine ran out of memory); once it is mended, go on from "
-            f"the last checkpoint, with as many ranks as you like: recpo train --config {out}/{RESOLVED} --resume true "
+            f"the last checkpoint: recpo train --config {out}/{RESOLVED} --resume true "
             f"({str(error).strip().splitlines()[0]})"
         ) from error
 

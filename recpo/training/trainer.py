@@ -75,7 +75,7 @@ class TrainerOptions:
         Args:
             run: the run directory.
             monitor: validation metric whose largest value marks the best policy.
-            checkpoint_every: also keep the state every so many optimiser steps, to resume from; None = every epoch.
+            checkpoint_every: also keep the state every so many optimiser steps, to resume from, not only every epoch.
             guards: further callbacks, which look at the metrics.
         """
         _quieten()
@@ -114,13 +114,8 @@ def _checkpoints(directory: Path, monitor: str, every: int | None) -> list[Model
     best = ModelCheckpoint(
         directory, filename="best", monitor=monitor, mode="max", save_top_k=1, enable_version_counter=False
     )
-    last = ModelCheckpoint(
-        directory,
-        filename="last",
-        save_top_k=1,
-        every_n_train_steps=every,
-        every_n_epochs=None if every else 1,
-        save_on_train_epoch_end=True,
-        enable_version_counter=False,
-    )
-    return [best, last]
+    last: dict[str, Any] = {"dirpath": directory, "filename": "last", "save_top_k": 1, "enable_version_counter": False}
+    after_epochs = ModelCheckpoint(**last, every_n_epochs=1, save_on_train_epoch_end=True)
+    # the same file, by a second callback: one counts either steps or epochs
+    after_steps = [ModelCheckpoint(**last, every_n_train_steps=every)] if every else []
+    return [best, *after_steps, after_epochs]

@@ -66,6 +66,15 @@ def test_the_resolved_configuration_repeats_the_run(tmp_path, prepared):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_the_last_state_is_that_of_the_end_however_often_it_is_kept(tmp_path, prepared):
+    config = write_config(tmp_path, prepared, "run", epochs=1)
+    assert main(["train", "--config", str(config), "--checkpoint_every", "7"]) == 0
+    last = torch.load(checkpoint_path(tmp_path / "run", "last"), weights_only=True)
+    assert last["global_step"] % 7
+    assert last["epoch"] == 0
+    assert last["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] == 1  # the epoch was over
+
+
 def test_a_popularity_proposal_gets_the_counts_of_the_training_period(tmp_path, prepared):
     config = write_config(tmp_path, prepared, "run", epochs=1)
     sampled = ["--policy.normalizer", "sampled", "--policy.proposal", "popularity", "--policy.num_negatives", "20"]
