@@ -240,6 +240,8 @@ def test_a_missing_spark_or_java_is_one_clear_error(tmp_path, monkeypatch):
         with pytest.raises(RecpoError, match=r"pyspark is missing: `pip install recpo\[spark\]`"):
             Preparation().run(path, tmp_path / "out", engine=SPARK, progress=False)
     pytest.importorskip("pyspark")
+    # another test may have left its session in this process
+    monkeypatch.setattr("pyspark.sql.SparkSession.getActiveSession", lambda: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("JAVA_HOME", raising=False)
     with pytest.raises(RecpoError, match=r"no Java was found; Spark needs Java 17 or newer"):
