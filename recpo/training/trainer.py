@@ -50,6 +50,41 @@ class ProgressBar(TQDMProgressBar):
         return metrics
 
 
+class LastCheckpoint(ModelCheckpoint):
+    """Keeps the last state: after every epoch, every so many optimiser steps, and where ``max_steps`` ends an epoch.
+
+    Of an epoch that ``max_steps`` cuts short Lightning would keep a state in which it is over, and a run that goes on
+    from there would leave the rest of it out.
+
+    Args:
+        directory: of the checkpoints.
+        every: optimiser steps; None = only after epochs.
+    """
+
+    def __init__(self, directory: Path, every: int | None) -> None:
+        super().__init__(
+            directory, filename="last", save_on_train_epoch_end=True, every_n_epochs=1, enable_version_counter=False
+        )
+        self._every = every
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keeps the state in mid-epoch, where it is due or the run ends."""
+        due = trainer.global_step == trainer.max_steps or (self._every and trainer.global_step % self._every == 0)
+        if due and not _epoch_is_over(trainer) and not self._should_skip_saving_checkpoint(trainer):
+            self._save_checkpoint(trainer, str(Path(self.dirpath or "") / "last.ckpt"))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps the state after an epoch that was gone through."""
+        if _epoch_is_over(trainer):
+            super().on_train_epoch_end(trainer, pl_module)
+
+
+def _epoch_is_over(trainer: Trainer) -> bool:
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
 class TrainerOptions:
     """Every option of ``lightning.Trainer``, by its own name.
 
@@ -84,7 +119,11 @@ class TrainerOptions:
         if self._options.get("enable_progress_bar") is not False:
             callbacks.append(ProgressBar())
         if self._options.get("enable_checkpointing") is not False:
-            callbacks += _checkpoints(run / CHECKPOINTS, monitor, checkpoint_every)
+            best = ModelCheckpoint(
+                run / CHECKPOINTS, filename="best", monitor=monitor, mode="max", enable_version_counter=False
+            )
+            callbacks.append(best)
+            callbacks.append(LastCheckpoint(run / CHECKPOINTS, checkpoint_every))
         if self._options.get("logger") in (None, True):
             csv = CSVLogger(run, name="logs")
             self._options["logger"] = [csv, TensorBoardLogger(run, name="logs", version=csv.version)]
@@ -108,14 +147,3 @@ def _quieten() -> None:
         ".*all_gather.*deprecated.*",
     ):
         warnings.filterwarnings("ignore", message=message)
-
-
-def _checkpoints(directory: Path, monitor: str, every: int | None) -> list[ModelCheckpoint]:
-    best = ModelCheckpoint(
-        directory, filename="best", monitor=monitor, mode="max", save_top_k=1, enable_version_counter=False
-    )
-    last: dict[str, Any] = {"dirpath": directory, "filename": "last", "save_top_k": 1, "enable_version_counter": False}
-    after_epochs = ModelCheckpoint(**last, every_n_epochs=1, save_on_train_epoch_end=True)
-    # the same file, by a second callback: one counts either steps or epochs
-    after_steps = [ModelCheckpoint(**last, every_n_train_steps=every)] if every else []
-    return [best, *after_steps, after_epochs]

@@ -66,6 +66,19 @@ def test_the_resolved_configuration_repeats_the_run(tmp_path, prepared):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("every", ["null", "4"])
+def test_a_run_that_max_steps_ended_goes_on_in_mid_epoch(tmp_path, prepared, every):
+    whole, cut = (write_config(tmp_path, prepared, name) for name in ("whole", "cut"))
+    assert main(["train", "--config", str(whole)]) == 0
+    options = ["train", "--config", str(cut), "--checkpoint_every", every]
+    assert main([*options, "--trainer.max_steps", "13"]) == 0
+    assert torch.load(checkpoint_path(tmp_path / "cut", "last"), weights_only=True)["global_step"] == 13
+    assert main([*options, "--resume", "true"]) == 0
+    one, other = (torch.load(checkpoint_path(tmp_path / name, "last"), weights_only=True) for name in ("whole", "cut"))
+    assert one["global_step"] == other["global_step"]
+    assert all(torch.equal(value, other["state_dict"][name]) for name, value in one["state_dict"].items())
+
+
 def test_the_last_state_is_that_of_the_end_however_often_it_is_kept(tmp_path, prepared):
     config = write_config(tmp_path, prepared, "run", epochs=1)
     assert main(["train", "--config", str(config), "--checkpoint_every", "7"]) == 0
