@@ -149,12 +149,12 @@ def test_two_ranks_that_read_shards_of_their_own_resume_in_mid_epoch(tmp_path, w
     config = tmp_path / "config.yaml"
     config.write_text(DEALT.format(prepared=prepared, workers=0, every=every))
     whole = train(config, tmp_path / "whole")
-    assert train(config, tmp_path / "cut", "--trainer.max_steps", str(every + 2))["global_step"] == every
+    assert train(config, tmp_path / "cut", "--trainer.max_steps", str(every + 2))["global_step"] == every + 2
     refused = run(config, tmp_path / "cut", "--resume", "true", "--trainer.devices", "1")
     assert refused.returncode == 1
-    assert "after 4 batches of 4 on each of 2 ranks (deal: shards); it cannot go on" in refused.stderr
+    assert "after 6 batches of 4 on each of 2 ranks (deal: shards); it cannot go on" in refused.stderr
     config.write_text(DEALT.format(prepared=prepared, workers=1, every=every))
     resumed = train(config, tmp_path / "cut", "--resume", "true")
-    assert resumed["global_step"] == whole["global_step"] == 2 * every
+    assert resumed["global_step"] == whole["global_step"] == 3 * len(batches[0])
     for name, weights in whole["state_dict"].items():
         torch.testing.assert_close(weights, resumed["state_dict"][name], rtol=0, atol=0)
