@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -12,13 +11,6 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, Sharde
 from torch.distributed._shard.sharding_spec import ShardMetadata
 
 from recpo.sharding.costs import Block
-
-
-def row_blocks(num_rows: int, world_size: int) -> list[tuple[int, int]]:
-    """``(first row, rows)`` of every rank: blocks of ``ceil(rows / ranks)`` rows, the last ones shorter."""
-    size = -(-num_rows // world_size)
-    starts = [min(rank * size, num_rows) for rank in range(world_size + 1)]
-    return [(begin, end - begin) for begin, end in pairwise(starts)]
 
 
 def sharded_tensor(

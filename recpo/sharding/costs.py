@@ -8,6 +8,7 @@ costs nothing. Tables and all that is exchanged of them are float32 and int64, u
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 Sharding = Literal["auto", "row_wise", "table_wise", "column_wise", "data_parallel"]
@@ -94,12 +95,17 @@ def columns_can_be_split(dim: int, ranks: int) -> bool:
     return dim % (COLUMN_MULTIPLE * ranks) == 0
 
 
-def row_wise_placement(num_rows: int, dim: int, ranks: int) -> Placement:
-    """Row-wise blocks of ``ceil(rows / W)`` rows, the last ones shorter, maybe empty."""
+def row_blocks(num_rows: int, ranks: int) -> list[tuple[int, int]]:
+    """``(first row, rows)`` of every rank: blocks of ``ceil(rows / W)`` rows, the last ones shorter, maybe empty."""
     height = -(-num_rows // ranks)
     starts = [min(rank * height, num_rows) for rank in range(ranks + 1)]
-    blocks = [Block(rank, starts[rank], starts[rank + 1] - starts[rank], 0, dim) for rank in range(ranks)]
-    return Placement("row_wise", blocks)
+    return [(begin, end - begin) for begin, end in pairwise(starts)]
+
+
+def row_wise_placement(num_rows: int, dim: int, ranks: int) -> Placement:
+    """The row-wise blocks of a table."""
+    cuts = enumerate(row_blocks(num_rows, ranks))
+    return Placement("row_wise", [Block(rank, first, rows, 0, dim) for rank, (first, rows) in cuts])
 
 
 def state_bytes(rows: int, columns: int, optimizer: TableOptimizerName) -> int:

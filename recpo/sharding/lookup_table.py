@@ -9,7 +9,7 @@ happens in the backward pass of every single lookup, before any of that.) One fu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpo.errors import RecpoError
 from recpo.ops.sharded_logprob import RowShard
 from recpo.policies.item_table import ItemTable
-from recpo.sharding.blocks import redistribute, row_blocks, sharded_tensor
-from recpo.sharding.costs import Block
-from recpo.sharding.sharded_table import ShardedTable
-
-_ROWS_AT_ONCE: Final = 1 << 18
+from recpo.sharding.blocks import redistribute, sharded_tensor
+from recpo.sharding.costs import Block, row_blocks
+from recpo.sharding.sharded_table import ShardedTable, copy_rows
 
 
 class _Lookup(NamedTuple):
@@ -95,14 +93,12 @@ class LookupTable(ShardedTable):
 
     @torch.no_grad()
     def fill(self, rows: Any) -> None:
-        """Sets this rank's block from the rows of the whole table, a piece at a time."""
+        """Sets this rank's block from the rows of the whole table."""
         self.changed()
         if self._own is None:
             return
         columns = slice(self._own.first_column, self._own.first_column + self._own.num_columns)
-        for begin in range(0, self._own.num_rows, _ROWS_AT_ONCE):
-            end = min(begin + _ROWS_AT_ONCE, self._own.num_rows)
-            self.weight[begin:end] = rows[self._own.first_row + begin : self._own.first_row + end][:, columns]
+        copy_rows(self.weight, rows, self._own.first_row, columns)
 
     def changed(self) -> None:
         """Says that the weights are others now."""

@@ -18,10 +18,8 @@ from torch.distributed.tensor import Shard as ShardDim
 
 from recpo.ops.sharded_logprob import RowShard, sharded_lookup
 from recpo.policies.item_table import ItemTable
-from recpo.sharding.blocks import row_blocks
-from recpo.sharding.sharded_table import ShardedTable
-
-_ROWS_AT_ONCE = 1 << 18
+from recpo.sharding.costs import row_blocks
+from recpo.sharding.sharded_table import ShardedTable, copy_rows
 
 
 class RowTable(ShardedTable):
@@ -43,9 +41,7 @@ class RowTable(ShardedTable):
         self._first, rows = cuts[dist.get_rank(self._group)]
         local = torch.empty(rows, self.dim, device=mesh.device_type)
         if table.initial is not None:
-            for begin in range(0, rows, _ROWS_AT_ONCE):
-                end = min(begin + _ROWS_AT_ONCE, rows)
-                local[begin:end] = table.initial[self._first + begin : self._first + end]
+            copy_rows(local, table.initial, self._first)
         size = torch.Size([self.num_items + 1, self.dim])
         whole = DTensor.from_local(local, mesh, [ShardDim(0)], run_check=False, shape=size, stride=(self.dim, 1))
         self.weight: nn.Parameter = nn.Parameter(whole, requires_grad=table.weight.requires_grad)

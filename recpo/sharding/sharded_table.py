@@ -7,9 +7,25 @@ from abc import abstractmethod
 from torch import Tensor
 
 from recpo.ops.sharded_logprob import RowShard, sharded_entropy, sharded_logprob
-from recpo.policies.item_table import ItemTable
+from recpo.policies.item_table import ItemTable, Rows
 from recpo.sharding import search
 from recpo.types import Recommendations, SamplingOptions
+
+_ROWS_AT_ONCE = 1 << 18
+
+
+def copy_rows(block: Tensor, rows: Rows, first: int, columns: slice = slice(None)) -> None:
+    """Sets a block to rows from ``first`` on, a piece at a time.
+
+    Args:
+        block: ``[h, w]``, changed in place.
+        rows: of the whole table.
+        first: number of the block's first row.
+        columns: which of the table's columns are the block's.
+    """
+    for begin in range(0, len(block), _ROWS_AT_ONCE):
+        end = min(begin + _ROWS_AT_ONCE, len(block))
+        block[begin:end] = rows[first + begin : first + end][:, columns]
 
 
 class ShardedTable(ItemTable):

@@ -31,6 +31,7 @@ from recpo.training.kl_control import KLControl, KLTarget
 from recpo.training.optimizers import (
     OptimizerFactory,
     SchedulerFactory,
+    block_weights,
     build_optimizer,
     clip_gradients,
     scale_gradients,
@@ -223,7 +224,7 @@ class PreferenceModule(LightningModule):
 
     def _no_loss(self) -> Tensor:
         """0, with a gradient of 0 for every parameter but the blocks of sharded tables, which wait for no rank."""
-        blocks = {id(m.weight) for m in self.modules() if isinstance(m, ItemTable) and m.is_block}
+        blocks = block_weights(self)
         return 0.0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad and id(p) not in blocks]).sum()
 
     def _nominal_denominator(self, count: Tensor) -> Tensor:

@@ -80,6 +80,11 @@ def _kind(table: ItemTable) -> str:
     return "block" if table.is_block else "sparse" if table.sparse else "dense"
 
 
+def block_weights(module: nn.Module) -> set[int]:
+    """Identities of the weights of which each rank holds a part."""
+    return {id(m.weight) for m in module.modules() if isinstance(m, ItemTable) and m.is_block}
+
+
 def local_gradients(module: nn.Module, *, of_blocks: bool | None = None) -> list[Tensor]:
     """The memory of every gradient on this rank, of sparse ones the values.
 
@@ -87,7 +92,7 @@ def local_gradients(module: nn.Module, *, of_blocks: bool | None = None) -> list
         module: what was trained.
         of_blocks: True: only of parameters of which each rank holds a part; False: only of the others; None: all.
     """
-    blocks = {id(m.weight) for m in module.modules() if isinstance(m, ItemTable) and m.is_block}
+    blocks = block_weights(module)
     gradients = []
     for parameter in module.parameters():
         if parameter.grad is None or of_blocks not in (None, id(parameter) in blocks):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpo.sharding.blocks import redistribute, row_blocks, sharded_tensor
-from recpo.sharding.costs import Block
+from recpo.sharding.blocks import redistribute, sharded_tensor
+from recpo.sharding.costs import Block, row_blocks
 from tests.sharding.ranks import Ranks
 
 DIM = 8

@@ -31,14 +31,13 @@ from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.semantic_codes import SemanticCodes
 from recpo.sharding import ShardedStrategy
-from recpo.sharding.blocks import row_blocks
-from recpo.sharding.costs import all_reduce_bytes, lookup_exchange, row_wise_placement, softmax_exchange
+from recpo.sharding.costs import all_reduce_bytes, lookup_exchange, row_blocks, row_wise_placement, softmax_exchange
 from recpo.sharding.planning import placements, plan_tables
 from recpo.sharding.table_optimizer import TableOptions
 from recpo.sharding.workload import Workload, place_softmax_tables, table_memory
 from recpo.training.trainer import TrainerOptions
 from tests.sharding.ranks import Ranks
-from tests.sharding.test_sharded_training import as_torchrun
+from tests.sharding.tables import as_torchrun
 
 DIM, BATCH, HISTORY = 32, 16, 12
 SIZES = {"dim": DIM, "layers": 1, "heads": 1, "max_history": HISTORY, "dropout": 0.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from recpo.semantic_codes import SemanticCodes
 from recpo.training.checkpoints import SavedTensor, saved_tensors
 from recpo.training.run import checkpoint_path, read_finished
 from tests.sharding.ranks import Ranks
+from tests.sharding.tables import as_torchrun
 
 SMALL = {"dim": 8, "layers": 1, "heads": 1, "max_history": 12, "dropout": 0.0}
 SAMPLED = {"normalizer": "sampled", "num_negatives": 20}
@@ -30,14 +30,6 @@ POLICIES = {
 }
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.01}
 KINDS = ["row_wise", "table_wise", "column_wise", "data_parallel"]
-
-
-def as_torchrun() -> None:
-    """What torchrun tells a process, for the group that is there already."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
-    os.environ.update({name: str(value) for name, value in names.items()})
-    os.environ.update(TORCHELASTIC_RUN_ID="tests", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
 def train(out: Path, prepared: Path, policy: Any, strategy: dict[str, Any] | None, options: dict[str, Any]) -> None:
