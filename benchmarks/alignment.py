@@ -3,12 +3,12 @@
     python benchmarks/alignment.py --work runs/alignment
 
 Simulates a log, prepares it, and for every seed pre-trains a policy, trains and calibrates a reward model, and then
-continues the policy in every way of ``METHODS`` for ``--steps`` optimiser steps: supervised (the likelihood of every
+continues the policy in every way of ``METHODS`` for ``--steps`` optimizer steps: supervised (the likelihood of every
 exposure, the pre-training objective, is the baseline), on the log, and on-policy with the *learned* reward. Everything
 runs through ``recpo train``. What is there already is not made again.
 
 Prints one JSON line per method and seed, and a table: true value and disliked share of the top-10 lists (the whole
-catalogue is ranked without the user's earlier items) of the users of the test period, the share of the catalogue on any
+catalog is ranked without the user's earlier items) of the users of the test period, the share of the catalog on any
 list, the recall of positives in the tail, with the paired difference to continued supervised training and its Student
 95 % interval over the seeds. ``--throughput`` measures what a step costs instead.
 """

@@ -1,6 +1,6 @@
-"""Exact preference updates over a large catalogue: time, memory and gradient error of the softmax head.
+"""Exact preference updates over a large catalog: time, memory and gradient error of the softmax head.
 
-One update (forward and backward, no optimiser) of GBPO over 1,024 logged items of which 277 have an advantage, and of
+One update (forward and backward, no optimizer) of GBPO over 1,024 logged items of which 277 have an advantage, and of
 softmax-DPO over 64 lists of one chosen and 20 rejected items, at V = 1,000,000, d = 64, float32, one thread. Every
 contender runs in a process of its own, so that its peak resident size (torch included) is its own; the error is the
 relative norm of the difference from the gradient in float64. Prints one JSON line per contender.

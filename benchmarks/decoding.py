@@ -1,7 +1,7 @@
-"""What a list of items costs as the catalogue grows: beam search inside a trie against scoring every item.
+"""What a list of items costs as the catalog grows: beam search inside a trie against scoring every item.
 
 The 50 best items for 64 histories of 50 events, d = 64, two encoder and two decoder layers, codes of 3 levels of 256,
-one thread, over catalogues of 10^4 to 10^7 items with random different codes. Contenders:
+one thread, over catalogs of 10^4 to 10^7 items with random different codes. Contenders:
 
     recpo        ``SemanticIdPolicy.recommend``: beam search of width 50 in the flat trie
     dictionary   the same search with the trie as Python dictionaries
@@ -9,7 +9,7 @@ one thread, over catalogues of 10^4 to 10^7 items with random different codes. C
 
 Every contender runs in a process of its own, so that its peak resident size (torch included) is its own;
 ``mask_cpu_ms`` and ``child_cpu_ms`` are the parts of the time spent in masks and child look-ups, ``output_mb`` is what
-grows with the catalogue: the trie (of the dictionaries: the resident memory that building them took) or the item table.
+grows with the catalog: the trie (of the dictionaries: the resident memory that building them took) or the item table.
 The first two must give the same ``lists``. Prints one JSON line per contender and size, with ``times_recpo`` = its CPU
 time over recpo's.
 
@@ -126,7 +126,7 @@ def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any
 
 
 def build(contender: str, items: int, dim: int) -> tuple[nn.Module, dict[str, float]]:
-    """The policy, how long its trie took to build and what of it grows with the catalogue."""
+    """The policy, how long its trie took to build and what of it grows with the catalog."""
     if contender == "softmax":
         policy = CatalogSoftmaxPolicy(items, dim=dim)
         return policy, {"output_mb": policy.item_table.weight.nbytes / 1e6}

@@ -1,4 +1,4 @@
-"""Evaluation: the ranking metrics alone against other libraries, and whole passes over the catalogue with their memory.
+"""Evaluation: the ranking metrics alone against other libraries, and whole passes over the catalog with their memory.
 
     python benchmarks/evaluation.py --peer replay=ENV/bin/python --peer rectools=ENV/bin/python
     python benchmarks/evaluation.py --rows large          # the rows whose names begin so
@@ -47,7 +47,7 @@ LIBRARIES = {"recpo": "", "numpy": "", "replay": "replay", "rectools": "rectools
 KS, HISTORY, SEEN, HELD_OUT, BATCH, DIM, TAGS = (10, 100), 50, 100, 12, 512, 64, 40
 GROWTH = (
     "per-user metrics and labels (users x metrics x 4 bytes), one count per item and k, facts of the items; scores of "
-    "one batch, in blocks of the catalogue"
+    "one batch, in blocks of the catalog"
 )
 
 
@@ -166,7 +166,7 @@ def random_batches(users: int, items: int) -> Iterator[EvaluationBatch]:
             held_out,
             torch.full_like(held_out, HISTORY),
             held_out > 0,
-            watch_quantile=torch.rand(rows, HELD_OUT, generator=generator),
+            label=torch.rand(rows, HELD_OUT, generator=generator),
             dislike=torch.rand(rows, HELD_OUT, generator=generator) < 0.05,
         )
         histories = Histories(seen[:, -HISTORY:].contiguous(), torch.full((rows,), HISTORY))
@@ -209,10 +209,10 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="rows whose names begin with this")
     parser.add_argument("--row", choices=list(ROWS), help="this row alone, in this process")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
-    parser.add_argument("--repeats", type=int, default=5, help="of every measurement but those of a large catalogue")
+    parser.add_argument("--repeats", type=int, default=5, help="of every measurement but those of a large catalog")
     parser.add_argument("--turns", type=int, default=3, help="turns of every library, each with all repeats")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--policy-users", type=int, default=2000, help="users of the policy on a large catalogue")
+    parser.add_argument("--policy-users", type=int, default=2000, help="users of the policy on a large catalog")
     options = parser.parse_args()
     if options.quick:
         options.repeats, options.turns, options.threads = 2, 1, 1

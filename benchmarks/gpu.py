@@ -108,8 +108,8 @@ def peaks(device: str, size: int, count: int) -> list[Part]:
     return parts
 
 
-def catalogue_parts(device: str, items: int, dim: int, states: int, k: int) -> list[Part]:
-    """The exact softmax over the catalogue, forward and backward, and search in it."""
+def catalog_parts(device: str, items: int, dim: int, states: int, k: int) -> list[Part]:
+    """The exact softmax over the catalog, forward and backward, and search in it."""
     table = torch.randn(items + 1, dim, device=device).mul_(dim**-0.5).requires_grad_()
     vectors = torch.randn(states, dim, device=device, requires_grad=True)
     targets = torch.randint(1, items + 1, (states,), device=device)
@@ -128,7 +128,7 @@ def catalogue_parts(device: str, items: int, dim: int, states: int, k: int) -> l
 
 
 def table_parts(device: str, items: int, dim: int, lookups: int) -> list[Part]:
-    """Looking rows up, and moving them by each table optimiser."""
+    """Looking rows up, and moving them by each table optimizer."""
     table = ItemTable(items, dim).to(device)
     ids = torch.randperm(items, device=device)[:lookups] + 1
     rows, gradient = ids.sort().values, torch.randn(len(ids), dim, device=device)
@@ -162,7 +162,7 @@ def codes_of(items: int) -> SemanticCodes:
 
 
 def decoding_parts(device: str, items: int, dim: int, contexts: int, k: int) -> list[Part]:
-    """Lists of ``k`` items: by beam search in the trie, and by scoring the whole catalogue."""
+    """Lists of ``k`` items: by beam search in the trie, and by scoring the whole catalog."""
     with tempfile.TemporaryDirectory() as folder:
         codes_of(items).save(Path(folder), pa.array(range(items)), {})
         semantic = SemanticIdPolicy(items, codes=Path(folder), dim=dim, item_vectors=False, beam_width=k)
@@ -225,7 +225,7 @@ def main() -> None:
     about = {"device": torch.cuda.get_device_name(device), "items": items, "dim": args.dim, "torch": torch.__version__}
     makers: list[Callable[[], list[Part]]] = [
         lambda: peaks(device, 2048 if args.quick else 8192, 1 << (24 if args.quick else 29)),
-        lambda: catalogue_parts(device, items, args.dim, 1024, 50),
+        lambda: catalog_parts(device, items, args.dim, 1024, 50),
         lambda: table_parts(device, items, args.dim, min(items, 1 << 18)),
         lambda: decoding_parts(device, items, args.dim, 64, 50),
     ]

@@ -8,8 +8,8 @@
     python benchmarks/objectives.py --prepared demo/prepared --truth demo/log/truth --pretrained runs/pretrain-
 
 Prints one JSON line per objective and seed: the true expected reward and true dislike probability of the top-10 lists
-(the whole catalogue is ranked, the user's earlier items are left out) over the users of the test period, for the policy
-that training started from and for the one after ``--steps`` optimiser steps of ``configs/<name>.yaml``. ``half_width``
+(the whole catalog is ranked, the user's earlier items are left out) over the users of the test period, for the policy
+that training started from and for the one after ``--steps`` optimizer steps of ``configs/<name>.yaml``. ``half_width``
 is that of the paired 95 % interval of the difference over users.
 """
 

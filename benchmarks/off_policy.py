@@ -57,10 +57,10 @@ def random_log(rows: int, items: int, places: int) -> Iterator[Observed]:
             shown,
             torch.zeros_like(shown),
             shown > 0,
-            watch_quantile=torch.rand(shown.shape, generator=generator),
+            label=torch.rand(shown.shape, generator=generator),
             logp_behavior=torch.log(torch.rand(shown.shape, generator=generator) * 0.2 + 0.001),
         )
-        # an order of the catalogue that begins at a shown item: distinct items, cheap to draw
+        # an order of the catalog that begins at a shown item: distinct items, cheap to draw
         lists = (shown[:, :1] - 1 + torch.arange(places)) % items + 1
         histories = Histories(shown, torch.full((size,), ROWS_PER_USER))
         batch = FeedbackBatch(histories, slates, torch.arange(begin, begin + size))
@@ -110,7 +110,7 @@ def dense(rows: int, items: int) -> dict:
         batch, slates = observed.batch.feedback, observed.batch.feedback.slates
         user = batch.row_ids.repeat_interleave(ROWS_PER_USER)
         lists = observed.lists.item_ids.repeat_interleave(ROWS_PER_USER, 0)
-        flat = (slates.watch_quantile, slates.item_ids - 1, slates.logp_behavior.double().exp())
+        flat = (slates.label, slates.item_ids - 1, slates.logp_behavior.double().exp())
         columns.append([column.flatten().numpy() for column in flat] + [user.numpy(), lists.numpy() - 1])
     reward, action, propensity, user, lists = (np.concatenate(part) for part in zip(*columns, strict=True))
     pi = np.zeros((rows, items))

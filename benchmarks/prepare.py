@@ -53,9 +53,9 @@ def with_pandas(log, out):
     events = pd.read_parquet(log).drop_duplicates()
     test = events["timestamp"].max() // DAY_MS * DAY_MS
     events["period"] = np.searchsorted([test - DAY_MS, test], events["timestamp"], side="right")
-    catalogue = np.sort(events.loc[events["period"] == 0, "item_id"].unique())
-    events = events[events["item_id"].isin(catalogue)]
-    events["item_index"] = np.searchsorted(catalogue, events["item_id"]) + 1
+    catalog = np.sort(events.loc[events["period"] == 0, "item_id"].unique())
+    events = events[events["item_id"].isin(catalog)]
+    events["item_index"] = np.searchsorted(catalog, events["item_id"]) + 1
     events["watch_ms"] = (events["watch_time"].astype("float64") * 1000).round().astype("int64")
     events["bucket"] = np.floor(np.log2(events["duration"].astype("float64") + 1e-6)).astype("int64")
     events["fitted"] = (events["period"] == 0).astype("int64")
@@ -66,7 +66,7 @@ def with_pandas(log, out):
         at_most = events.groupby([*group, "watch_ms"])["sum"].transform("max")
         total = events.groupby(group)["fitted"].transform("sum")
         shares[name] = (at_most / total).where(total >= MIN_HISTORY)
-    events["watch_quantile"] = shares["own"].fillna(shares["all"])
+    events["label"] = shares["own"].fillna(shares["all"])
     events = events.drop(columns=["sum", "fitted"]).sort_values(["user_id", "timestamp", "request_id", "item_id"])
     events["position"] = events.groupby("user_id").cumcount()
     out.mkdir()
@@ -90,16 +90,16 @@ def with_polars(log, out):
         watch_ms=(pl.col("watch_time").cast(pl.Float64) * 1000).round().cast(pl.Int64),
         bucket=(pl.col("duration").cast(pl.Float64) + 1e-6).log(2).floor().cast(pl.Int64),
     )
-    catalogue = (
+    catalog = (
         events.filter(pl.col("period") == 0).select(pl.col("item_id").unique().sort()).with_row_index("item_index", 1)
     )
-    events = events.join(catalogue, on="item_id").collect()
+    events = events.join(catalog, on="item_id").collect()
     for name, group in (("own", ["user_id", "bucket"]), ("all", ["bucket"])):
         counts = events.group_by([*group, "watch_ms"]).agg(n=(pl.col("period") == 0).sum()).sort([*group, "watch_ms"])
         counts = counts.with_columns(at_most=pl.col("n").cum_sum().over(group), total=pl.col("n").sum().over(group))
         share = pl.when(pl.col("total") >= MIN_HISTORY).then(pl.col("at_most") / pl.col("total"))
         events = events.join(counts.select(*group, watch, share.alias(name)), on=[*group, "watch_ms"])
-    events = events.with_columns(watch_quantile=pl.coalesce("own", "all")).drop("own", "all")
+    events = events.with_columns(label=pl.coalesce("own", "all")).drop("own", "all")
     events = events.sort("user_id", "timestamp", "request_id", "item_id")
     events = events.with_columns(position=pl.int_range(pl.len()).over("user_id"))
     out.mkdir()
@@ -117,7 +117,7 @@ def mean_label(out):
     import pyarrow.dataset as ds
 
     path = out / "train" if (out / "train").is_dir() else out / "train.parquet"
-    column = ds.dataset(path).to_table(columns=["watch_quantile"])["watch_quantile"].cast("float64")
+    column = ds.dataset(path).to_table(columns=["label"])["label"].cast("float64")
     return round(pc.mean(column.filter(pc.is_finite(column))).as_py(), 5)
 
 

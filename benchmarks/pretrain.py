@@ -2,7 +2,7 @@
 
 SASRec, d = 64, 2 blocks, 2 heads, L = 50, batches of 128, dropout 0.2, full softmax, Adam (1e-3, betas 0.9 and 0.98).
 Each user's last event is the test, the one before it is not trained on but stands in the history that is recommended
-from. The whole catalogue is ranked without the items of the history; HR@10 and NDCG@10 (one target: 1 / log2(1 + rank))
+from. The whole catalog is ranked without the items of the history; HR@10 and NDCG@10 (one target: 1 / log2(1 + rank))
 are computed here, from the lists of every contender.
 
 Contenders run in processes of their own and take turns of a few seconds, so that a busy machine is equally busy for
@@ -121,7 +121,7 @@ def write_data(sequences: Sequences, data: Path) -> np.ndarray:
     data.mkdir()
     columns = ColumnMapping(time_unit="order")
     preparation = Preparation(
-        columns=columns, split=LeaveLastOut(), label=EveryEvent(), max_context=10_000, catalogue="log"
+        columns=columns, split=LeaveLastOut(), label=EveryEvent(), max_context=10_000, catalog="log"
     )
     preparation.run(str(log), data / "prepared", progress=False)
     last = sequences.offsets[1:] - 1

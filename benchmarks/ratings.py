@@ -59,13 +59,13 @@ def read_ratings(path: Path) -> Sequences:
 def simulate(users: int, items: int, events: int, seed: int = 0) -> Sequences:
     """A Markov chain over series of items mixed with personal genres and popularity; nobody meets an item twice.
 
-    Items form a circle of series of 17, and genres of 10 neighbouring series. The next item is, in eight of ten cases,
+    Items form a circle of series of 17, and genres of 10 neighboring series. The next item is, in eight of ten cases,
     of the series of one of the last three items or of one beside it, else of a genre out of the user's own mix; within
     series and genre it is drawn by popularity, which falls off as 1 / rank^0.7.
     """
     rng = np.random.default_rng(seed)
     counts = _lengths(rng, users, min(20, events // users), min(2314, items // 2), events)
-    # place p of the catalogue belongs to series p // 17 and genre p // 170: both are ranges of one cumulative mass
+    # place p of the catalog belongs to series p // 17 and genre p // 170: both are ranges of one cumulative mass
     mass = np.append(0, np.cumsum(1.0 / np.arange(1, items + 1)[rng.permutation(items)] ** 0.7))
     series, genres = -(-items // 17), -(-items // 170)
     tastes = np.cumsum(rng.dirichlet(np.full(genres, 0.3), users), axis=1)

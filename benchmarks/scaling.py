@@ -1,9 +1,9 @@
 """How costs grow with items, events and ranks, on one thread: what docs/scaling.md shows.
 
-``--rows step``: CPU time and peak resident size of a training step (forward, backward, optimiser; 32 histories of 50
-events, d = 64, every event scored) over 10^4 to 10^6 items, with the full and the sampled normaliser (1,024 negatives,
+``--rows step``: CPU time and peak resident size of a training step (forward, backward, optimizer; 32 histories of 50
+events, d = 64, every event scored) over 10^4 to 10^6 items, with the full and the sampled normalizer (1,024 negatives,
 sparse gradients) and with semantic ids (3 codes of 256, no item vectors). ``times_smallest`` is the CPU time over that
-of the same policy on the smallest catalogue.
+of the same policy on the smallest catalog.
 
 ``--rows epoch``: what a rank spends per event of a log on counting the windows of an epoch and on reading its batches,
 for logs of several sizes, for 1 and 8 ranks, and for both deals (``data.deal``) where there are 8.

@@ -42,12 +42,12 @@ def item_vectors(items: int, data: str) -> Tensor:
     if data == "gaussian":
         return noise
     sizes = 1 / torch.arange(1, CLUSTERS + 1, dtype=torch.float64)
-    centres = torch.randn(CLUSTERS, DIM, generator=generator)
-    return centres[torch.multinomial(sizes, items, replacement=True, generator=generator)] + 0.1 * noise
+    centers = torch.randn(CLUSTERS, DIM, generator=generator)
+    return centers[torch.multinomial(sizes, items, replacement=True, generator=generator)] + 0.1 * noise
 
 
 def with_recpo(vectors: Tensor, name: str) -> tuple[Codebooks, Tensor]:
-    options = ResidualKMeans(LEVELS, CODES, normalise="none")
+    options = ResidualKMeans(LEVELS, CODES, normalize="none")
     if "unbalanced" in name:
         options = replace(options, capacity_slack=None)
     return options.fit(vectors, seed=0)

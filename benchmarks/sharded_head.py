@@ -1,6 +1,6 @@
-"""Exact softmax over a catalogue: one process with the whole table against ranks with a part of its rows each.
+"""Exact softmax over a catalog: one process with the whole table against ranks with a part of its rows each.
 
-One update (forward and backward, no optimiser) of the likelihood of 512 states in all, d = 64, float32, one thread per
+One update (forward and backward, no optimizer) of the likelihood of 512 states in all, d = 64, float32, one thread per
 process; ranks share the states evenly and talk over gloo on this machine. Processes are new for every contender, so
 that the peak resident size (torch included) is its own. Prints one JSON line per contender; the loss and the norm of
 the table's gradient are to agree. Times are those of the slowest rank, of which processor time is the one to compare

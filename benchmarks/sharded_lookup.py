@@ -68,7 +68,7 @@ class InBackward:
 
 
 class Collected:
-    """recpo's table and its optimiser."""
+    """recpo's table and its optimizer."""
 
     def __init__(self, spec: TableSpec, kind: Any) -> None:
         collection, blocks = sharded(spec, kind)

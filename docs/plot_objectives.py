@@ -32,7 +32,7 @@ from recpo.objectives.reward_model import pairwise_reward_loss
 from recpo.types import LogProbs, ObjectiveInputs
 
 BLUE, ORANGE, GREY, GREEN = "#3b6fb6", "#d9662b", "#8a8f98", "#3f8f5f"
-# Colour and dashes say the same thing, so that a print in grey can be read.
+# Color and dashes say the same thing, so that a print in gray can be read.
 UP: dict[str, Any] = {"color": BLUE, "linestyle": "-"}
 DOWN: dict[str, Any] = {"color": ORANGE, "linestyle": "--"}
 OTHER: dict[str, Any] = {"color": GREY, "linestyle": ":", "linewidth": 2.0}
@@ -113,7 +113,7 @@ def against_ratio(axes: Axes, objective: Objective, *, tokens: int = 1, name: st
 
 
 def beside_ppo(axes: Axes, objective: Objective) -> None:
-    """An objective against the ratio, with PPO (clip 0.2, no dual clip) in grey."""
+    """An objective against the ratio, with PPO (clip 0.2, no dual clip) in gray."""
     yardstick = PPO(value_coef=0.0)
     for advantage, label in ((1.0, "PPO, both signs"), (-1.0, None)):
         axes.plot(RATIOS, push_at_ratios(yardstick, RATIOS, advantage), label=label, **OTHER)

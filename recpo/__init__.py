@@ -1,3 +1,3 @@
-"""recpo: preference optimisation for recommender systems, from a Parquet log to served recommendations."""
+"""recpo: preference optimization for recommender systems, from a Parquet log to served recommendations."""
 
 __version__ = "0.1.0"

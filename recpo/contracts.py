@@ -10,16 +10,16 @@ from recpo.types import FeedbackBatch, Histories, LossOutput, ObjectiveInputs, R
 
 
 class Policy(nn.Module, ABC):
-    """A distribution over the catalogue given a history.
+    """A distribution over the catalog given a history.
 
     Attributes:
-        num_items: catalogue size ``V``; valid item ids are 1..V.
+        num_items: catalog size ``V``; valid item ids are 1..V.
         num_tokens: ``T``, tokens per item.
         max_history: ``H``, the most history events it can read; callers keep the most recent ones.
-        has_exact_log_prob: False where ``log_prob`` is an estimate (a sampled normaliser).
+        has_exact_log_prob: False where ``log_prob`` is an estimate (a sampled normalizer).
         reads_timestamps: it uses ``Histories.timestamps``, so whoever serves it must hand them over too.
-        catalogue_checksum: of the items that it was built for, where that is fixed before training (semantic ids);
-            None = any catalogue of ``num_items``.
+        catalog_checksum: of the items that it was built for, where that is fixed before training (semantic ids);
+            None = any catalog of ``num_items``.
     """
 
     num_items: int
@@ -27,7 +27,7 @@ class Policy(nn.Module, ABC):
     num_tokens: int = 1
     has_exact_log_prob: bool = True
     reads_timestamps: bool = False
-    catalogue_checksum: str | None = None
+    catalog_checksum: str | None = None
 
     def set_item_counts(self, counts: Tensor) -> None:
         """Hands over the training counts ``[V]`` of the items 1..V, for policies that use them; others ignore them."""
@@ -135,7 +135,7 @@ class Objective(ABC):
 
     @abstractmethod
     def count(self, inputs: ObjectiveInputs) -> Tensor:
-        """The denominator that this batch adds to the optimiser step: tokens, sequences or lists; a scalar tensor."""
+        """The denominator that this batch adds to the optimizer step: tokens, sequences or lists; a scalar tensor."""
 
     @abstractmethod
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
@@ -167,7 +167,7 @@ class RewardFunction(ABC):
     """Scores candidates: those of the log, or those that the policy generated; implementations are dataclasses."""
 
     @property
-    def catalogue_checksum(self) -> str | None:
+    def catalog_checksum(self) -> str | None:
         """Of the items that it was made for; None = any."""
         return None
 

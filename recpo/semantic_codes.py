@@ -3,7 +3,7 @@
 ::
 
     codes/codes.parquet     item_index 1..V ascending, item_id (external), code_0 .. code_{T-1} (int32)
-    codes/manifest.json     codebook sizes, checksum of the catalogue, how the codes were made, the report
+    codes/manifest.json     codebook sizes, checksum of the catalog, how the codes were made, the report
     codes/codebooks.safetensors   the frozen codebooks, where codes were made from vectors
 """
 
@@ -27,17 +27,17 @@ CODES, MANIFEST, CODEBOOKS = "codes.parquet", "manifest.json", "codebooks.safete
 
 @dataclass(frozen=True)
 class SemanticCodes:
-    """The code tuples of a catalogue; no two items share one.
+    """The code tuples of a catalog; no two items share one.
 
     Attributes:
         codes: ``[V, T]`` int64, row i is item i + 1; code t lies in 0 .. ``codebook_sizes[t]`` - 1.
         codebook_sizes: ``K_t`` of every level.
-        catalogue_checksum: which items these are (``Prepared.catalogue_checksum``).
+        catalog_checksum: which items these are (``Prepared.catalog_checksum``).
     """
 
     codes: np.ndarray
     codebook_sizes: tuple[int, ...]
-    catalogue_checksum: str
+    catalog_checksum: str
 
     def __post_init__(self) -> None:
         """Refuses codes out of range and tuples that two items share."""
@@ -81,7 +81,7 @@ class SemanticCodes:
             sizes = tuple(int(size) for size in manifest["codebook_sizes"])
             columns = pq.read_table(root / CODES, columns=[f"code_{level}" for level in range(len(sizes))])
             codes = np.stack([column.to_numpy() for column in columns.columns], 1).astype(np.int64)
-            return cls(codes, sizes, str(manifest["catalogue_checksum"]))
+            return cls(codes, sizes, str(manifest["catalog_checksum"]))
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
             raise RecpoError(f"{root} is damaged ({error!r}): run `recpo tokenize` again") from error
 
@@ -100,6 +100,6 @@ class SemanticCodes:
             "format_version": FORMAT_VERSION,
             "num_items": self.num_items,
             "codebook_sizes": list(self.codebook_sizes),
-            "catalogue_checksum": self.catalogue_checksum,
+            "catalog_checksum": self.catalog_checksum,
         }
         write_json(root / MANIFEST, manifest | description)

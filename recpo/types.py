@@ -1,7 +1,7 @@
 """The nouns of recpo: NamedTuples of tensors, which Lightning moves between devices as they are.
 
 Shapes: ``B`` contexts (one user history each), ``H`` history events, ``S`` slate positions, ``T`` tokens per item (1
-for a catalogue softmax, the codebook depth for semantic ids), ``k`` recommended items. Item ids are internal: 1..V,
+for a catalog softmax, the codebook depth for semantic ids), ``k`` recommended items. Item ids are internal: 1..V,
 0 pads.
 """
 
@@ -35,7 +35,7 @@ class Slates(NamedTuple):
         item_ids: ``[B, S]`` int64, 0 pads.
         visible: ``[B, S]`` int64, after how many history events the position is scored: 0 (nothing is known) .. H.
         mask: ``[B, S]`` bool, True keeps; False is padding.
-        watch_quantile: ``[B, S]`` float, the preference label in [0, 1]; nan = missing.
+        label: ``[B, S]`` float, the preference label in [0, 1]; nan = missing.
         dislike: ``[B, S]`` bool.
         reward: ``[B, S]`` float, a given reward (simulator, reward model).
         logp_behavior: ``[B, S]`` float, log-probability under the policy that made the log; nan = not logged.
@@ -48,7 +48,7 @@ class Slates(NamedTuple):
     item_ids: Tensor
     visible: Tensor
     mask: Tensor
-    watch_quantile: Tensor | None = None
+    label: Tensor | None = None
     dislike: Tensor | None = None
     reward: Tensor | None = None
     logp_behavior: Tensor | None = None
@@ -64,7 +64,7 @@ class FeedbackBatch(NamedTuple):
         histories: the contexts.
         slates: the positions to score.
         row_ids: ``[B]`` int64, stable over epochs; they key cached reference log-probabilities.
-        step_quantiles: ``[N]`` the watch quantiles of the whole optimiser step that this batch is a part of (every
+        step_labels: ``[N]`` the watch quantiles of the whole optimizer step that this batch is a part of (every
             micro-batch, every rank), over which a batch threshold is taken; None = this batch is the whole step.
         known_positives: ``[B, M]`` int64, items that the context's user is known to like and that are therefore no
             negatives, 0 pads; only where the policy is to add hard negatives.
@@ -74,7 +74,7 @@ class FeedbackBatch(NamedTuple):
     histories: Histories
     slates: Slates
     row_ids: Tensor
-    step_quantiles: Tensor | None = None
+    step_labels: Tensor | None = None
     known_positives: Tensor | None = None
     user_ids: Tensor | None = None
 
@@ -113,7 +113,7 @@ class LogProbs(NamedTuple):
     Attributes:
         policy: under the trained policy; carries the gradient.
         mask: ``[B, S, T]`` bool, True keeps.
-        old: under the last snapshot or the behaviour policy; no gradient.
+        old: under the last snapshot or the behavior policy; no gradient.
         reference: under the fixed anchor policy; no gradient.
     """
 
@@ -138,9 +138,9 @@ class ObjectiveInputs(NamedTuple):
         q_values: ``[B, S]`` Q(state, item), with gradient ("q_value").
         q_targets: ``[B, S]`` Bellman targets, no gradient ("q_value").
         scores: ``[B, S, K]`` reward-model scores, ``Objective.num_scores`` per item, with gradient ("score").
-        watch_quantile: ``[B, S]`` preference label, nan = missing ("labels").
+        label: ``[B, S]`` preference label, nan = missing ("labels").
         dislike: ``[B, S]`` bool ("labels").
-        denominator: scalar, the denominator of the whole optimiser step (all micro-batches and ranks) where this batch
+        denominator: scalar, the denominator of the whole optimizer step (all micro-batches and ranks) where this batch
             is only a part of it; None = this batch is the whole step.
     """
 
@@ -155,7 +155,7 @@ class ObjectiveInputs(NamedTuple):
     q_values: Tensor | None = None
     q_targets: Tensor | None = None
     scores: Tensor | None = None
-    watch_quantile: Tensor | None = None
+    label: Tensor | None = None
     dislike: Tensor | None = None
     denominator: Tensor | None = None
 

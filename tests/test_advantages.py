@@ -21,12 +21,12 @@ from recpo.errors import RecpoError
 from recpo.types import FeedbackBatch, Histories, Slates
 
 
-def feedback(step_quantiles=None, **columns):
+def feedback(step_labels=None, **columns):
     shape = next(iter(columns.values())).shape
     ids = torch.ones(shape, dtype=torch.long)
     slates = Slates(ids, torch.zeros_like(ids), **({"mask": torch.ones(shape, dtype=torch.bool)} | columns))
     histories = Histories(ids[:, :1], torch.ones(shape[0], dtype=torch.long))
-    return FeedbackBatch(histories, slates, torch.arange(shape[0]), step_quantiles)
+    return FeedbackBatch(histories, slates, torch.arange(shape[0]), step_labels)
 
 
 QUANTILE = torch.tensor([[0.9, 0.2, 0.5, math.nan], [0.8, 0.1, 0.3, 0.95]])
@@ -36,10 +36,10 @@ DISLIKE = torch.tensor([[False, True, False, True], [False, False, False, True]]
 def test_ternary_estimator_leaves_padding_out():
     mask = torch.ones(2, 4, dtype=torch.bool)
     mask[1, 3] = False
-    advantage = TernaryAdvantage()(feedback(watch_quantile=QUANTILE, dislike=DISLIKE, mask=mask))
+    advantage = TernaryAdvantage()(feedback(label=QUANTILE, dislike=DISLIKE, mask=mask))
     # known: .9 .2 .5 .8 .1 .3, whose 0.75-quantile is 0.725
     assert advantage.tolist() == [[1, -1, 0, 0], [1, 0, 0, 0]]
-    assert TernaryAdvantage(threshold=0.85)(feedback(watch_quantile=QUANTILE, dislike=DISLIKE, mask=mask)).tolist() == [
+    assert TernaryAdvantage(threshold=0.85)(feedback(label=QUANTILE, dislike=DISLIKE, mask=mask)).tolist() == [
         [1, -1, 0, 0],
         [0, 0, 0, 0],
     ]
@@ -47,9 +47,9 @@ def test_ternary_estimator_leaves_padding_out():
 
 def test_micro_batches_share_the_threshold_of_the_step():
     estimator = TernaryAdvantage(positive_fraction=0.4)
-    whole = estimator(feedback(watch_quantile=QUANTILE, dislike=DISLIKE))
+    whole = estimator(feedback(label=QUANTILE, dislike=DISLIKE))
     parts = [
-        estimator(feedback(watch_quantile=QUANTILE[i : i + 1], dislike=DISLIKE[i : i + 1], step_quantiles=QUANTILE))
+        estimator(feedback(label=QUANTILE[i : i + 1], dislike=DISLIKE[i : i + 1], step_labels=QUANTILE))
         for i in range(2)
     ]
     assert torch.cat(parts).tolist() == whole.tolist()
@@ -112,7 +112,7 @@ def test_estimators_say_what_they_lack():
         TernaryAdvantage()(feedback(reward=torch.ones(1, 2)))
     for estimator in (GroupNormalizedAdvantage(), LeaveOneOutAdvantage(), GAEAdvantage()):
         with pytest.raises(RecpoError, match="rewards"):
-            estimator(feedback(watch_quantile=torch.ones(1, 2)), torch.zeros(1, 2))
+            estimator(feedback(label=torch.ones(1, 2)), torch.zeros(1, 2))
     with pytest.raises(RecpoError, match="critic"):
         GAEAdvantage()(feedback(reward=torch.ones(1, 2)))
     with pytest.raises(RecpoError, match="positive_fraction"):

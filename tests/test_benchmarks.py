@@ -105,7 +105,7 @@ def test_evaluation_measures_passes_and_metrics_that_agree_and_skips_absent_peer
         assert line["memory"]
 
 
-def test_scaling_measures_steps_by_catalogue_and_epochs_by_log():
+def test_scaling_measures_steps_by_catalog_and_epochs_by_log():
     lines = lines_of("scaling.py", "--repeats=1")
     steps = [line for line in lines if "policy" in line]
     assert {(line["policy"], line["items"]) for line in steps} == {
@@ -135,7 +135,7 @@ def test_gpu_benchmark_says_that_there_is_none():
 
 def test_parts_of_the_gpu_benchmark_run_and_are_measured_by_formula():
     gpu = gpu_benchmark()
-    made = gpu.peaks("cpu", 64, 1000) + gpu.catalogue_parts("cpu", 500, 8, 32, 5)
+    made = gpu.peaks("cpu", 64, 1000) + gpu.catalog_parts("cpu", 500, 8, 32, 5)
     made += gpu.table_parts("cpu", 500, 8, 100) + gpu.decoding_parts("cpu", 500, 8, 4, 5)
     for part in made:
         part.run()

@@ -135,8 +135,8 @@ def test_reinforce(cap, top_k, off_policy, seed):
     old = case.old if off_policy else None
     loss = reinforce_loss(case.logp, case.a, logp_old=old, mask=case.mask, ratio_cap=cap, top_k=top_k)
     expected = {}
-    for (b, s), new, behaviour, a in case.items():
-        weight = ref.reinforce(new, behaviour if off_policy else None, a, cap, top_k)
+    for (b, s), new, behavior, a in case.items():
+        weight = ref.reinforce(new, behavior if off_policy else None, a, cap, top_k)
         expected |= {(b, s, t): weight for t in range(case.logp.shape[2]) if case.mask[b, s, t]}
     check(case, loss, expected, expected)
 

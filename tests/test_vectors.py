@@ -330,8 +330,8 @@ def test_gbpo_levels(level):
     close(gradient(loss, logp)[0], expected[f"{level}_level_grad_logp_each_token"])
 
 
-def test_gbpo_normaliser():
-    inputs, expected = vector("gbpo.normaliser")
+def test_gbpo_normalizer():
+    inputs, expected = vector("gbpo.normalizer")
     logp = tensor(inputs["logp"], True)
     mask = torch.ones(1, 8, 1, dtype=torch.bool)
     output = GBPO()(ObjectiveInputs(LogProbs(logp.view(1, 8, 1), mask), advantages=tensor([inputs["A"]])))
@@ -435,8 +435,8 @@ def test_dapo():
 def test_dr_grpo():
     inputs, expected = vector("dr_grpo.full")
     leaf, batch = group(inputs)
-    centred = group_normalized_advantage(tensor([inputs["rewards"]]), scale=False)
-    output = DrGRPO(length=inputs["budget"])(batch._replace(advantages=centred))
+    centered = group_normalized_advantage(tensor([inputs["rewards"]]), scale=False)
+    output = DrGRPO(length=inputs["budget"])(batch._replace(advantages=centered))
     close(output.loss, expected["loss_mean_over_B"])
     close(gradient(output.loss, leaf)[0], expected["grad_new_logp_mean_over_B"])
 

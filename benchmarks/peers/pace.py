@@ -76,7 +76,7 @@ class Histories(NamedTuple):
 class Pace:
     """Keeps a training loop to its turns.
 
-    Call ``stepped`` after every optimiser step and stop training when it returns False; the first step warms up. Make
+    Call ``stepped`` after every optimizer step and stop training when it returns False; the first step warms up. Make
     it before anything is printed: from then on standard output belongs to the parent, and prints go to standard error.
     """
 

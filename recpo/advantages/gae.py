@@ -1,4 +1,4 @@
-"""Generalised advantage estimation along sessions, the slate axis (arXiv 1506.02438)."""
+"""Generalized advantage estimation along sessions, the slate axis (arXiv 1506.02438)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generalized_advantage_estimate(
     truncations: Tensor | None = None,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation along the last axis (GAE, arXiv 1506.02438).
+    """Generalized advantage estimation along the last axis (GAE, arXiv 1506.02438).
 
     ``delta_t = r_t + gamma (1 - d_t) v_{t+1} - v_t``; ``A_t = delta_t + gamma lam (1 - d_t) A_{t+1}``; the return is
     ``A + v``. Termination (``dones``) says that nothing follows; truncation that something follows which was not
@@ -74,7 +74,7 @@ def generalized_advantage_estimate(
 
 @dataclass(frozen=True)
 class GAEAdvantage(ReturnEstimator):
-    """Generalised advantage estimation over the slate axis, whose positions are the steps of sessions.
+    """Generalized advantage estimation over the slate axis, whose positions are the steps of sessions.
 
     Where a position ends its session nothing follows. Where the last kept position does not (its window was cut, or the
     log ends there), what follows was not recorded: its value stands for the rest in the returns of the steps before it,

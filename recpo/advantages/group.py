@@ -64,7 +64,7 @@ def leave_one_out_advantage(rewards: Tensor, mask: Tensor | None = None) -> Tens
 
 @dataclass(frozen=True)
 class GroupNormalizedAdvantage(AdvantageEstimator):
-    """Rewards normalised over the slate axis, the group of GRPO (see ``group_normalized_advantage``).
+    """Rewards normalized over the slate axis, the group of GRPO (see ``group_normalized_advantage``).
 
     Attributes:
         scale: divide by the group's standard deviation; False for ``DrGRPO``.

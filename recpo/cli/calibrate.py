@@ -14,7 +14,7 @@ from rich.table import Table
 from recpo.atomic import write_json
 from recpo.cli.devices import compute_device
 from recpo.data.datamodule import evaluation_batches
-from recpo.data.prepared import Prepared, Split
+from recpo.data.prepared import Period, Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.calibration import Interval, Platt, fit_platt, judge
 from recpo.evaluation.exposures import auc
@@ -51,7 +51,7 @@ def calibrate(
         device: where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
     """
     data = Prepared.open(prepared)
-    refuse_other_items(run, data.catalogue_checksum, data.root)
+    refuse_other_items(run, data.catalog_checksum, data.root)
     model = load_reward_model(run, checkpoint)
     if not isinstance(model.objective, PointwiseReward):
         raise RecpoError(
@@ -93,7 +93,7 @@ class _Exposures(NamedTuple):
 
 
 def _exposures(
-    model: RewardModel, objective: PointwiseReward, data: Prepared, split: Split, batch_size: int
+    model: RewardModel, objective: PointwiseReward, data: Prepared, split: Period, batch_size: int
 ) -> _Exposures:
     """Every exposure of a period, scored from what was known when the period began."""
     device, parts = model.head.bias.device, []
@@ -101,7 +101,7 @@ def _exposures(
         feedback = move_data_to_device(batch.feedback, device)
         slates, mask = feedback.slates, feedback.slates.mask
         scores = model(feedback.histories, slates)
-        happened, known = objective.targets(slates.watch_quantile, slates.dislike)
+        happened, known = objective.targets(slates.label, slates.dislike)
         user = feedback.row_ids[:, None].expand_as(mask)
         is_random = torch.zeros_like(mask) if slates.is_random is None else slates.is_random
         columns = (scores.double(), happened, known, user, is_random)

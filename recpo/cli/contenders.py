@@ -17,7 +17,7 @@ from recpo.contracts import Policy
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.baselines import Popularity, UniformlyRandom, decayed_counts
-from recpo.evaluation.cooccurrence import Cooccurrence, CooccurrenceOptions, EventChunk, neighbours_of
+from recpo.evaluation.cooccurrence import Cooccurrence, CooccurrenceOptions, EventChunk, neighbors_of
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.result import LOGGING_POLICY
 from recpo.serving.bundle import Bundle
@@ -88,7 +88,7 @@ def runs(paths: Sequence[Path], data: Prepared, checkpoint: str, device: torch.d
     """
     found = []
     for path, name in zip(paths, _names("run", paths), strict=True):
-        refuse_other_items(path, data.catalogue_checksum, data.root)
+        refuse_other_items(path, data.catalog_checksum, data.root)
         facts = {
             "kind": "run",
             "path": str(path),
@@ -109,7 +109,7 @@ def bundles(paths: Sequence[Path], data: Prepared, longest: int) -> list[Candida
         longest: the longest list that they are asked for.
 
     Raises:
-        RecpoError: no bundle, a damaged one, one of another catalogue, or one with shorter lists.
+        RecpoError: no bundle, a damaged one, one of another catalog, or one with shorter lists.
     """
     found = []
     ids = np.arange(1, data.num_items + 1)
@@ -187,10 +187,10 @@ def _load_baseline(name: Baseline, data: Prepared, options: BaselineOptions) -> 
     if name == "random":
         return Loaded(Recommender(UniformlyRandom(data.num_items).recommend), 1)
     if name == "cooccurrence":
-        neighbours = neighbours_of(partial(_training_events, data), data.num_items, options.cooccurrence)
+        neighbors = neighbors_of(partial(_training_events, data), data.num_items, options.cooccurrence)
         recent = options.cooccurrence.recent_events
         counts = torch.from_numpy(data.item_counts())
-        return Loaded(Recommender(Cooccurrence(neighbours, counts, recent).recommend), recent)
+        return Loaded(Recommender(Cooccurrence(neighbors, counts, recent).recommend), recent)
     if name == "recency":
         counts = torch.from_numpy(_recent_counts(data, options.recency_half_life))
     else:

@@ -28,7 +28,7 @@ from recpo.evaluation.intervals import Estimate
 from recpo.evaluation.seeds import estimate_over_seeds
 
 _METRICS = {"NDCG@10": "NDCG@10 on positives", "disliked@10": "disliked@10", "true_reward@10": "true expected reward"}
-# the demo's catalogue is small: three levels of this size hold it many times over
+# the demo's catalog is small: three levels of this size hold it many times over
 _CODEBOOK_SIZE = 32
 
 

@@ -98,7 +98,7 @@ def advice(findings: list[_Finding]) -> str:
     words = fbgemm.words + torchrec.words
     if "libnvidia-ml" in words or "libcuda" in words or "Could not load this library" in words:
         return (
-            "fbgemm is a CUDA build and this machine has no NVIDIA driver: torchrec cannot be imported. Mend it with\n"
+            "fbgemm is a CUDA build and this machine has no NVIDIA driver: torchrec cannot be imported. Fix it with\n"
             "    pip uninstall fbgemm-gpu fbgemm-gpu-cpu\n"
             "    pip install ./requirements/shim-fbgemm-gpu -r requirements/cpu.lock\n"
             "Everything else in recpo works without it."

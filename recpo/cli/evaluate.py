@@ -1,4 +1,4 @@
-"""``recpo evaluate``: full-catalogue ranking and off-policy value of policies, bundles and baselines, side by side."""
+"""``recpo evaluate``: full-catalog ranking and off-policy value of policies, bundles and baselines, side by side."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def evaluate(
 ) -> None:
     """Evaluates policies, bundles and baselines on the same held-out users, and tells them apart.
 
-    Rankings of the full catalogue, what is beyond accuracy, off-policy value, paired differences. Writes a directory
+    Rankings of the full catalog, what is beyond accuracy, off-policy value, paired differences. Writes a directory
     with metrics.json (every number), report.html (one file, opens offline) and resolved.yaml (the options, which repeat
     the result), and prints the main tables.
 
@@ -252,7 +252,7 @@ class _Pass:
             "exclude_seen": self.exclude_seen,
             "gain": self.gain,
             "num_items": self.data.num_items,
-            "catalogue_checksum": self.data.catalogue_checksum,
+            "catalog_checksum": self.data.catalog_checksum,
             "max_context": self.data.manifest["max_context"],
         }
         return evaluation_document(

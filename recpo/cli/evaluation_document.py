@@ -9,7 +9,7 @@ from typing import Any
 from recpo.cli.training_curves import Curves
 from recpo.cli.true_rewards import TrueRewards
 from recpo.data.label_summary import label_summary
-from recpo.data.prepared import Prepared, Split
+from recpo.data.prepared import Period, Prepared
 from recpo.data.schema import PERIODS
 from recpo.evaluation.cautions import cautions
 from recpo.evaluation.comparison import with_holm
@@ -38,7 +38,7 @@ def evaluation_document(
 
         differences     also p_value, p_holm and survives_holm per metric, and off_policy: [{target, estimator, value,
                         intervals, p_value, p_holm, survives_holm}]; pairs that have nothing in common are left out
-        labels          {threshold, periods: {period: [{name, events, positive, neutral, negative, unlabelled,
+        labels          {threshold, periods: {period: [{name, events, positive, neutral, negative, unlabeled,
                         histogram}]}}: labels by duration of the item
         training        {run: {metric: [[step, value]]}}
         provenance      {data: {...}, runs: {name: {...}}}
@@ -55,8 +55,8 @@ def evaluation_document(
     document = metrics_document(contenders, setting=setting, bootstrap_resamples=bootstrap_resamples)
     for difference in document["differences"]:
         difference["off_policy"] = _off_policy_differences(difference, values)
-    split: Split = setting["split"]
-    periods: tuple[Split, ...] = ("train", split)
+    split: Period = setting["split"]
+    periods: tuple[Period, ...] = ("train", split)
     threshold = float(setting["positive_threshold"])
     document |= {
         "differences": with_holm([pair for pair in document["differences"] if pair["metrics"] or pair["off_policy"]]),

@@ -29,12 +29,12 @@ def export(
         run: run directory written by ``recpo train``.
         prepared: the prepared directory that the run was trained on.
         out: bundle directory to make.
-        k: length of the lists that the bundle serves; a smaller catalogue caps it.
+        k: length of the lists that the bundle serves; a smaller catalog caps it.
         checkpoint: which checkpoint of the run.
         overwrite: replace ``out`` where it exists.
     """
     data = Prepared.open(prepared)
-    refuse_other_items(run, data.catalogue_checksum, data.root)
+    refuse_other_items(run, data.catalog_checksum, data.root)
     options = yaml.safe_load((run / RESOLVED).read_text(encoding="utf-8"))
     k = min(k, data.num_items)
     with TemporaryDirectory() as folder:
@@ -49,7 +49,7 @@ def export(
             origin={
                 "policy": options["policy"],
                 "checkpoint": checkpoint,
-                "catalogue_checksum": data.catalogue_checksum,
+                "catalog_checksum": data.catalog_checksum,
             },
             overwrite=overwrite,
         )

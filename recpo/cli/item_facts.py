@@ -24,7 +24,7 @@ class ItemFeatures:
     """A file of item side information, for diversity and calibration.
 
     Attributes:
-        file: Parquet file with one row per item; items of other catalogues are ignored.
+        file: Parquet file with one row per item; items of other catalogs are ignored.
         item_id: column of the item ids of the log.
         tags: column of genres, topics and the like: a value, or a list of values, per item; null = no tags.
         vectors: column of lists of numbers; null = no vectors.
@@ -44,7 +44,7 @@ def item_facts(data: Prepared, features: ItemFeatures | None) -> ItemFacts:
     """Everything known of the items 1..V; place 0 is unused.
 
     Raises:
-        RecpoError: the file cannot be read, lacks a column, or names no item of the catalogue.
+        RecpoError: the file cannot be read, lacks a column, or names no item of the catalog.
     """
     table = data.table("items.parquet", ["train_count", "duration"])
     count, duration = (_with_place_0(torch.from_numpy(column.to_numpy().copy())) for column in table.columns)
@@ -71,7 +71,7 @@ def _tags(features: ItemFeatures, items: IdMap) -> ItemTags:
     except RecpoError as error:
         raise RecpoError(f"{features.file}, column {features.item_id}: {error}") from error
     if not (index > 0).any():
-        raise RecpoError(f"{features.file}: column {features.item_id} names no item of the catalogue")
+        raise RecpoError(f"{features.file}: column {features.item_id} names no item of the catalog")
     if pa.types.is_list(tags.type) or pa.types.is_large_list(tags.type) or pa.types.is_fixed_size_list(tags.type):
         owner, values = index[pc.list_parent_indices(tags).to_numpy()], pc.list_flatten(tags)
     else:

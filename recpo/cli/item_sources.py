@@ -30,7 +30,7 @@ class ItemVectors(NamedTuple):
 
 
 class EarlierCodes(NamedTuple):
-    """What an earlier catalogue gives to this one.
+    """What an earlier catalog gives to this one.
 
     Attributes:
         codebooks: the frozen codebooks.
@@ -61,7 +61,7 @@ class VectorSource(ABC):
 
 @dataclass(frozen=True)
 class VectorsFromCooccurrence(VectorSource):
-    """Vectors from the training events alone: a factorisation of which items stand near each other.
+    """Vectors from the training events alone: a factorization of which items stand near each other.
 
     The truncated SVD of the shifted positive pointwise mutual information (Levy and Goldberg, NIPS 2014). Items that
     stand near no other one get a zero vector and are counted.
@@ -89,7 +89,7 @@ class VectorsFromCooccurrence(VectorSource):
     def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
         """See ``VectorSource.read_new``.
 
-        Another factorisation has other axes, so new items get the mean of what the codes of the items near them stand
+        Another factorization has other axes, so new items get the mean of what the codes of the items near them stand
         for, weighed by mutual information.
         """
         model, pairs = self._pairs(data)
@@ -118,10 +118,10 @@ class VectorsFromParquet(VectorSource):
     """Vectors from a file: text or image embeddings, or any others.
 
     Attributes:
-        file: Parquet file, or a directory of such files; rows of items outside the catalogue are ignored and counted.
+        file: Parquet file, or a directory of such files; rows of items outside the catalog are ignored and counted.
         item_id: column of the item ids of the log.
         vector: a column of lists of equal length, or a list of columns of numbers, one for each dimension.
-        missing: items of the catalogue that the file does not name: an error, the mean vector, or the zero vector.
+        missing: items of the catalog that the file does not name: an error, the mean vector, or the zero vector.
     """
 
     file: Path
@@ -175,7 +175,7 @@ class VectorsFromRun(VectorSource):
         Raises:
             RecpoError: the run has other items, or its policy has no item table.
         """
-        refuse_other_items(self.run, data.catalogue_checksum, data.root)
+        refuse_other_items(self.run, data.catalog_checksum, data.root)
         table = getattr(load_policy(self.run, self.checkpoint), "item_table", None)
         if table is None:
             raise RecpoError(f"{self.run}: its policy has no item table to take vectors from")
@@ -191,10 +191,10 @@ class VectorsFromRun(VectorSource):
 
 @dataclass(frozen=True)
 class CodesFromFile:
-    """Ready-made codes; every item of the catalogue needs a row.
+    """Ready-made codes; every item of the catalog needs a row.
 
     Attributes:
-        file: Parquet file, or a directory of such files; rows of items outside the catalogue are ignored and counted.
+        file: Parquet file, or a directory of such files; rows of items outside the catalog are ignored and counted.
         item_id: column of the item ids of the log.
         codes: one column for each level, first level first: integers from 0, or text with one number in it, such as
             ``<a_183>``.

@@ -25,7 +25,7 @@ VERBS = {
     "tokenize": "give every item a tuple of codes, for policies that generate items code by code",
     "train": "train or align a policy on prepared data",
     "calibrate": "turn the scores of a reward model into probabilities and judge them on later data",
-    "evaluate": "rank the full catalogue for held-out users and report metrics",
+    "evaluate": "rank the full catalog for held-out users and report metrics",
     "export": "write a trained policy as a bundle for serving",
     "recommend": "run a bundle over a Parquet file of histories",
     "plan": "say what training needs: memory and exchange per rank, and which rank holds what",
@@ -37,7 +37,7 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit status (0 done, 1 the user must mend something, 2 unknown verb or option)."""
+    """Runs one verb; returns the exit status (0 done, 1 the user must fix something, 2 unknown verb or option)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
@@ -119,7 +119,7 @@ def _summary(function: Callable[..., Any]) -> str:
 def _overview() -> str:
     verbs = "\n".join(f"  {verb:<10} {text}" for verb, text in VERBS.items())
     return (
-        f"recpo {__version__}: preference optimisation for recommender systems\n\n"
+        f"recpo {__version__}: preference optimization for recommender systems\n\n"
         f"usage: recpo VERB [options]      recpo VERB --help      recpo --version\n\n{verbs}"
     )
 

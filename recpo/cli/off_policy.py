@@ -79,7 +79,7 @@ def off_policy_setting(
 
 def rewarded(events: Events, reward: RewardFunction) -> RewardedExposures:
     """The rewards of a shard's events, each a slate of its own."""
-    columns = (events.item_index, events.watch_quantile, events.dislike)
+    columns = (events.item_index, events.label, events.dislike)
     items, quantile, dislike = (torch.tensor(column)[:, None] for column in columns)
     mask = torch.ones_like(items, dtype=torch.bool)
     slates = Slates(items, torch.zeros_like(items), mask, quantile, dislike, is_logged=mask)

@@ -29,7 +29,7 @@ try:
 except (ImportError, OSError) as fault:
     raise RecpoError(
         f"recpo plan asks the planner of torchrec, which does not load ({fault}): `recpo doctor` says why and how to "
-        "mend it"
+        "fix it"
     ) from fault
 
 
@@ -72,7 +72,7 @@ def plan(
     status is 1 where it does not fit.
 
     Args:
-        num_items: catalogue size; or take that of prepared.
+        num_items: catalog size; or take that of prepared.
         prepared: directory of recpo prepare: its items, and its training events for the steps of an epoch.
         events: training events of an epoch, for the number of steps; those of prepared go before.
         ranks: processes, one per device.
@@ -83,7 +83,7 @@ def plan(
         history_length: events per context.
         slate: items that are scored after the whole history (an impression, a list, a group); null = pre-training,
             every event of the history is scored.
-        policy: a softmax over the catalogue, or semantic ids.
+        policy: a softmax over the catalog, or semantic ids.
         dim: width of vectors and states.
         blocks: of the history encoder.
         layers: of the history encoder.
@@ -105,9 +105,9 @@ def plan(
         between_nodes_gb: GB per second from a rank to other nodes.
         out: JSON file with everything.
     """
-    catalogue, in_log = _sizes(num_items, prepared, events)
+    catalog, in_log = _sizes(num_items, prepared, events)
     workload = Workload(
-        num_items=catalogue,
+        num_items=catalog,
         ranks=ranks,
         batch=batch_size,
         history=history_length,
@@ -154,9 +154,9 @@ def plan(
 
 
 def _sizes(num_items: int | None, prepared: str | Path | None, events: int | None) -> tuple[int, int | None]:
-    """Catalogue size and training events."""
+    """Catalog size and training events."""
     if (num_items is None) == (prepared is None):
-        raise RecpoError("give the catalogue size with --num_items, or a prepared directory with --prepared")
+        raise RecpoError("give the catalog size with --num_items, or a prepared directory with --prepared")
     if prepared is None:
         assert num_items is not None
         return num_items, events

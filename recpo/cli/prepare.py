@@ -40,7 +40,7 @@ def prepare(
     rows_per_shard: int = 500_000,
     min_user_events: int = 0,
     min_item_events: int = 1,
-    catalogue: Literal["train", "log"] = "train",
+    catalog: Literal["train", "log"] = "train",
     max_watch_time: float = 86_400.0,
     strict: bool = False,
     engine: Literal["duckdb", "spark"] = "duckdb",
@@ -52,12 +52,12 @@ def prepare(
     overwrite: bool = False,
     progress: bool = True,
 ) -> None:
-    """Checks an interaction log and writes it as indexed, labelled, split and sorted shards.
+    """Checks an interaction log and writes it as indexed, labeled, split and sorted shards.
 
     One error lists every fault of the log. Refused: files that cannot be read, missing columns, wrong types, null
-    users, items or times, times that do not parse. Neutralised and counted (the event stays, without that value):
+    users, items or times, times that do not parse. Neutralized and counted (the event stays, without that value):
     missing or impossible watch times, durations, labels and propensities. Dropped and counted: exact duplicates (equal
-    in every column that is used), events of items outside the catalogue. The counts stand in ``manifest.json``.
+    in every column that is used), events of items outside the catalog. The counts stand in ``manifest.json``.
     Whatever is fitted is fitted on the train period. Equal logs give equal bytes, in whatever order their rows are, and
     whichever engine runs.
 
@@ -73,10 +73,10 @@ def prepare(
         max_context: number of earlier events that a held-out user keeps as context, and of events in a serving history.
         rows_per_shard: a shard ends with the user who reaches this number of rows.
         min_user_events: drop users with fewer train events; 0 keeps users who first appear later.
-        min_item_events: drop items with fewer events in the period that ``catalogue`` names; counted before users.
-        catalogue: items of the train period, so that nothing is known of the future, or of the whole log.
+        min_item_events: drop items with fewer events in the period that ``catalog`` names; counted before users.
+        catalog: items of the train period, so that nothing is known of the future, or of the whole log.
         max_watch_time: longest possible watch time in seconds.
-        strict: refuse impossible values and exact duplicates instead of neutralising or dropping them.
+        strict: refuse impossible values and exact duplicates instead of neutralizing or dropping them.
         engine: duckdb inside this process, or spark for logs beyond one machine; the result is the same.
         memory_limit: what DuckDB, Spark's local process or each Spark executor may hold before it writes to disk.
         threads: worker threads of DuckDB or of Spark's local process; null = one for each core.
@@ -96,7 +96,7 @@ def prepare(
         rows_per_shard=rows_per_shard,
         min_user_events=min_user_events,
         min_item_events=min_item_events,
-        catalogue=catalogue,
+        catalog=catalog,
         max_watch_time=max_watch_time,
         strict=strict,
     )
@@ -126,8 +126,8 @@ def _events_table(counts: dict[str, Any]) -> Table:
     for reason, count in sorted(counts["dropped"].items()):
         table.add_row(f"dropped: {reason}", f"{count:,}")
     table.add_row("kept", f"{counts['read'] - sum(counts['dropped'].values()):,}", end_section=True)
-    for reason, count in sorted(counts["neutralised"].items()):
-        table.add_row(f"value neutralised: {reason}", f"{count:,}")
+    for reason, count in sorted(counts["neutralized"].items()):
+        table.add_row(f"value neutralized: {reason}", f"{count:,}")
     if counts["empty_files"]:
         table.add_row("empty files skipped", f"{counts['empty_files']:,}")
     return table

@@ -37,10 +37,10 @@ def simulate(
     Args:
         out: directory to make.
         users: number of users.
-        items: number of items in the catalogue.
+        items: number of items in the catalog.
         events: number of rows of the log.
         days: length of the log.
-        random_share: share of exposures drawn uniformly from the catalogue.
+        random_share: share of exposures drawn uniformly from the catalog.
         topics: number of topics.
         drift: speed at which tastes turn, radians per day.
         dislike_cost: what a dislike takes from the true reward ``P(satisfied) - dislike_cost P(dislike)``.

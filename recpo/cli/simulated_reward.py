@@ -33,9 +33,9 @@ class TrueReward(RewardFunction):
     prepared: str | Path
 
     @property
-    def catalogue_checksum(self) -> str | None:
-        """See ``RewardFunction.catalogue_checksum``."""
-        return Prepared.open(self.prepared).catalogue_checksum
+    def catalog_checksum(self) -> str | None:
+        """See ``RewardFunction.catalog_checksum``."""
+        return Prepared.open(self.prepared).catalog_checksum
 
     @cached_property
     def _known(self) -> TrueRewards:

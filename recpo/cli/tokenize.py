@@ -1,4 +1,4 @@
-"""``recpo tokenize``: the items of a catalogue as tuples of codes, so that a policy can generate them."""
+"""``recpo tokenize``: the items of a catalog as tuples of codes, so that a policy can generate them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.semantic_codes import CODES, MANIFEST, SemanticCodes
-from recpo.tokenizer.codebooks import Codebooks, Normalisation
+from recpo.tokenizer.codebooks import Codebooks, Normalization
 from recpo.tokenizer.report import MANY_MOVED, collision_statistics, level_statistics, reconstruction_errors
 from recpo.tokenizer.residual_kmeans import ResidualKMeans
 from recpo.tokenizer.unique import extra_code, first_free, nearest_free
@@ -59,7 +59,7 @@ def tokenize(
     codebooks: Path | None = None,
     levels: int = 3,
     codebook_size: int = 256,
-    normalise: Normalisation = "l2",
+    normalize: Normalization = "l2",
     capacity_slack: float | None = 2.0,
     iterations: int = 25,
     sample: int = 65_536,
@@ -69,7 +69,7 @@ def tokenize(
     overwrite: bool = False,
     progress: bool = True,
 ) -> None:
-    """Gives every item of a catalogue a tuple of codes of its own: residual k-means, then a pass that ends collisions.
+    """Gives every item of a catalog a tuple of codes of its own: residual k-means, then a pass that ends collisions.
 
     Writes codes.parquet, manifest.json with a report, and codebooks.safetensors. Equal items, options and seed give
     equal bytes.
@@ -79,11 +79,11 @@ def tokenize(
         out: directory to make.
         vectors: what codes are made from: VectorsFromCooccurrence, VectorsFromParquet, VectorsFromRun, or codes that
             exist already: CodesFromFile.
-        codebooks: directory that this verb wrote for an earlier catalogue: its items keep their codes, new items get
+        codebooks: directory that this verb wrote for an earlier catalog: its items keep their codes, new items get
             free tuples by its codebooks.
         levels: codes of an item.
         codebook_size: codes of a level.
-        normalise: vectors are brought to length 1 (l2), every dimension to mean 0 and variance 1 (standardise), or
+        normalize: vectors are brought to length 1 (l2), every dimension to mean 0 and variance 1 (standardize), or
             left alone (none).
         capacity_slack: balance the codes: none is given to more than this many times its equal share of the items;
             null = every item gets its nearest code.
@@ -100,20 +100,20 @@ def tokenize(
     """
     data = Prepared.open(prepared)
     items = data.item_ids()
-    quantiser = ResidualKMeans(levels, codebook_size, normalise, capacity_slack, iterations, sample)
+    quantizer = ResidualKMeans(levels, codebook_size, normalize, capacity_slack, iterations, sample)
     place = compute_device(device)
     with (
         atomic_directory(out, overwrite=overwrite) as partial,
         tqdm(total=levels + 3, desc="tokenize", unit="stage", disable=None if progress else True) as bar,
     ):
         if isinstance(vectors, CodesFromFile):
-            result = _ready_made(vectors, items, quantiser, collisions, codebooks)
+            result = _ready_made(vectors, items, quantizer, collisions, codebooks)
         elif codebooks is None:
-            result = _fitted(vectors, data, items, quantiser, collisions, place, seed, bar.update)
+            result = _fitted(vectors, data, items, quantizer, collisions, place, seed, bar.update)
         else:
-            result = _frozen(vectors, data, items, quantiser, collisions, codebooks)
+            result = _frozen(vectors, data, items, quantizer, collisions, codebooks)
         report = _report(result)
-        semantic = SemanticCodes(result.codes.cpu().numpy(), result.codebook_sizes, data.catalogue_checksum)
+        semantic = SemanticCodes(result.codes.cpu().numpy(), result.codebook_sizes, data.catalog_checksum)
         if result.codebooks is not None:
             result.codebooks.save(partial)
         write_resolved(partial / "resolved.yaml")
@@ -126,13 +126,13 @@ def tokenize(
 def _ready_made(
     source: CodesFromFile,
     items: IdMap,
-    quantiser: ResidualKMeans,
+    quantizer: ResidualKMeans,
     collisions: Collisions | None,
     codebooks: Path | None,
 ) -> _Tokenized:
     if codebooks is not None:
         raise RecpoError("codebooks encode vectors: use a source of vectors with them, not CodesFromFile")
-    _refuse_options(quantiser, "CodesFromFile has its codes already")
+    _refuse_options(quantizer, "CodesFromFile has its codes already")
     if collisions == "nearest":
         raise RecpoError("collisions: nearest needs vectors, and codes from a file have none: use extra or first_free")
     values, sizes, facts = source.read(items)
@@ -146,7 +146,7 @@ def _fitted(
     source: VectorSource,
     data: Prepared,
     items: IdMap,
-    quantiser: ResidualKMeans,
+    quantizer: ResidualKMeans,
     collisions: Collisions | None,
     device: torch.device,
     seed: int,
@@ -156,8 +156,8 @@ def _fitted(
     read = source.read(data, items, seed)
     finished()
     vectors = torch.from_numpy(read.values).to(device)
-    codebooks, wanted = quantiser.fit(vectors, seed, finished)
-    points = codebooks.normalise(vectors)
+    codebooks, wanted = quantizer.fit(vectors, seed, finished)
+    points = codebooks.normalize(vectors)
     result = _Tokenized(wanted, wanted, codebooks.codebook_sizes, read.facts, codebooks, points)
     if collisions == "extra":
         return _with_extra_code(result)
@@ -169,12 +169,12 @@ def _frozen(
     source: VectorSource,
     data: Prepared,
     items: IdMap,
-    quantiser: ResidualKMeans,
+    quantizer: ResidualKMeans,
     collisions: Collisions | None,
     root: Path,
 ) -> _Tokenized:
-    """Codes by the codebooks of an earlier catalogue; its items, known by their external ids, keep theirs."""
-    _refuse_options(quantiser, "codebooks bring the options of k-means along")
+    """Codes by the codebooks of an earlier catalog; its items, known by their external ids, keep theirs."""
+    _refuse_options(quantizer, "codebooks bring the options of k-means along")
     earlier, codebooks = SemanticCodes.load(root), Codebooks.load(root)
     has_extra = earlier.codes.shape[1] > codebooks.levels
     _refuse_first_free(collisions)
@@ -185,7 +185,7 @@ def _frozen(
     wanted = given[:, : codebooks.levels].clone()
     read = source.read_new(data, items, EarlierCodes(codebooks, wanted, is_new))
     facts = read.facts | {"items_kept": int((~is_new).sum()), "items_gone": gone}
-    points = codebooks.normalise(torch.from_numpy(read.values))
+    points = codebooks.normalize(torch.from_numpy(read.values))
     wanted[is_new] = codebooks.encode(points[is_new])
     result = _Tokenized(wanted, wanted, codebooks.codebook_sizes, facts, codebooks, points, is_new)
     if has_extra:
@@ -195,16 +195,16 @@ def _frozen(
 
 
 def _carried_over(earlier: SemanticCodes, root: Path, items: IdMap) -> tuple[Tensor, int]:
-    """Codes ``[V, T]`` that items have already, -1 for new ones, and how many items are no longer in the catalogue."""
+    """Codes ``[V, T]`` that items have already, -1 for new ones, and how many items are no longer in the catalog."""
     index = items.to_internal(pq.read_table(root / CODES, columns=["item_id"]).column(0))
     given = np.full((len(items), earlier.codes.shape[1]), -1)
     given[index[index > 0] - 1] = earlier.codes[index > 0]
     return torch.from_numpy(given), int((index == 0).sum())
 
 
-def _refuse_options(quantiser: ResidualKMeans, reason: str) -> None:
-    if quantiser != ResidualKMeans():
-        raise RecpoError(f"{reason}: leave out levels, codebook_size, normalise, capacity_slack, iterations and sample")
+def _refuse_options(quantizer: ResidualKMeans, reason: str) -> None:
+    if quantizer != ResidualKMeans():
+        raise RecpoError(f"{reason}: leave out levels, codebook_size, normalize, capacity_slack, iterations and sample")
 
 
 def _refuse_first_free(collisions: Collisions | None) -> None:
@@ -247,7 +247,7 @@ def _print(report: dict[str, Any], out: Path, collisions: str) -> None:
     for name in ("level", "codebook", "used", "perplexity", "largest share", "error / variance"):
         table.add_column(name, justify="right")
     for number, level in enumerate(report["levels"]):
-        cells = f"{level['utilisation']:.1%}", f"{level['perplexity']:.1f}", f"{level['largest']:.2%}"
+        cells = f"{level['utilization']:.1%}", f"{level['perplexity']:.1f}", f"{level['largest']:.2%}"
         error = f"{level['error']:.4f}" if "error" in level else ""
         table.add_row(str(number), f"{level['codebook_size']:,}", *cells, error)
     console.print(table)

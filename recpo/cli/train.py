@@ -82,19 +82,19 @@ def train(
 
     Args:
         data: the batches.
-        policy: the policy to train; the catalogue size comes from the data.
-        objective: what is minimised: Likelihood pre-trains, every other objective aligns.
+        policy: the policy to train; the catalog size comes from the data.
+        objective: what is minimized: Likelihood pre-trains, every other objective aligns.
         trainer: options of lightning.Trainer.
         out: run directory to write.
         advantage: turns feedback into advantages, for the objectives that weigh by them.
         reward: turns feedback into rewards, for the advantages and objectives that read them.
         init_from: run directory whose best policy training starts from; the same policy options and the same items.
-        optimizer: optimiser of the dense parameters.
-        sparse_optimizer: optimiser of sparse embedding tables.
-        lr_scheduler: learning-rate schedule, stepped once per optimiser step.
+        optimizer: optimizer of the dense parameters.
+        sparse_optimizer: optimizer of sparse embedding tables.
+        lr_scheduler: learning-rate schedule, stepped once per optimizer step.
         old_policy: where old log-probabilities come from: there are none, every ratio is 1 (current), the propensity
             column of the log (logged), or a frozen copy (snapshot).
-        snapshot_every: optimiser steps between two refreshes of the snapshot; with a rollout it is refreshed at the
+        snapshot_every: optimizer steps between two refreshes of the snapshot; with a rollout it is refreshed at the
             start of every phase instead.
         reference: keep a frozen copy of the starting policy, or its cached log-probabilities of the training rows, or
             take the snapshot (of old_policy): the previous iterate.
@@ -111,9 +111,9 @@ def train(
             of a preference list (RAD-DPO, arXiv 2602.23964).
         validation_k: list length of the validation metrics.
         positive_threshold: watch quantile from which a held-out event is positive.
-        checkpoint_every: also write last.ckpt every so many optimiser steps, not only after every epoch.
+        checkpoint_every: also write last.ckpt every so many optimizer steps, not only after every epoch.
         allocator: keep freed memory in the process (glibc only): up to a third faster on CPU, some more memory.
-        seed: of initialisation, dropout and sampling; the order of the data has its own (data.seed).
+        seed: of initialization, dropout and sampling; the order of the data has its own (data.seed).
         resume: go on from last.ckpt in out.
         overwrite: replace out if it exists.
     """
@@ -163,7 +163,7 @@ def train(
         raise KeyboardInterrupt
     if lightning_trainer.is_global_zero:
         results = {name: float(value) for name, value in lightning_trainer.callback_metrics.items()}
-        mark_finished(out, model, data.prepared.catalogue_checksum, results)
+        mark_finished(out, model, data.prepared.catalog_checksum, results)
         best = lightning_trainer.checkpoint_callback
         score = None if best is None else getattr(best, "best_model_score", None)
         print(
@@ -187,19 +187,19 @@ def _faults_of_ranks(out: Path) -> Iterator[None]:
             raise
         raise RecpoError(
             f"rank {getattr(rank_zero_only, 'rank', 0)} has lost another rank of this run, which ended or does not "
-            "answer (see what that one wrote, or whether its machine ran out of memory); once it is mended, go on from "
+            "answer (see what that one wrote, or whether its machine ran out of memory); once it is fixed, go on from "
             f"the last checkpoint: recpo train --config {out}/{RESOLVED} --resume true "
             f"({str(error).strip().splitlines()[0]})"
         ) from error
 
 
 def _refuse_other_items(model: Policy, reward: RewardFunction | None, data: FeedbackDataModule) -> None:
-    if reward is not None and reward.catalogue_checksum not in (None, data.prepared.catalogue_checksum):
+    if reward is not None and reward.catalog_checksum not in (None, data.prepared.catalog_checksum):
         raise RecpoError(
             f"reward: it was made for other items than {data.prepared.root} holds (items.parquet differs); use the "
             "prepared directory it was made with"
         )
-    if model.catalogue_checksum not in (None, data.prepared.catalogue_checksum):
+    if model.catalog_checksum not in (None, data.prepared.catalog_checksum):
         raise RecpoError(
             f"policy: its codes were made for other items than {data.prepared.root} holds (items.parquet differs); "
             "make them for this directory with `recpo tokenize`"
@@ -216,7 +216,7 @@ def _refuse_other_strategy(last: Path | None, *, sharded: bool) -> None:
 
 
 def _start_from(model: Policy, run: Path, data: FeedbackDataModule) -> None:
-    refuse_other_items(run, data.prepared.catalogue_checksum, data.prepared.root)
+    refuse_other_items(run, data.prepared.catalog_checksum, data.prepared.root)
     load_weights(model, checkpoint_path(run))
 
 

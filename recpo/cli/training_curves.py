@@ -15,7 +15,7 @@ Curves = dict[str, list[list[float]]]
 
 
 def training_curves(run: Path) -> Curves:
-    """The loss and the validation metrics over optimiser steps, thinned to 200 points each.
+    """The loss and the validation metrics over optimizer steps, thinned to 200 points each.
 
     A resumed run logs into another file, which goes on where the first one ended. Empty where the run has no CSV log.
     """

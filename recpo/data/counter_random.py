@@ -15,7 +15,7 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 def uniform(*keys: np.ndarray | int) -> np.ndarray:
     """Uniform numbers in [0, 1) of the broadcast shape of ``keys``: integers of 64 bits, negative ones included.
 
-    The keys are folded in one after the other by the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+    The keys are folded in one after the other by the finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
     """
     state = np.zeros(1, np.uint64)
     for key in keys:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from recpo.data.held_out import HeldOutBatches, Rank
 from recpo.data.locations import Place
-from recpo.data.prepared import Prepared, Split
+from recpo.data.prepared import Period, Prepared
 from recpo.data.slates import Layout, SequenceLayout
 from recpo.data.train_batches import Deal, Phases, ResumableLoader, TrainBatches
 from recpo.types import EvaluationBatch
@@ -34,7 +34,7 @@ class FeedbackDataModule(LightningDataModule):
         deal: what is dealt out to the ranks. With "batches" every rank reads every shard and gathers every W-th batch,
             W being the number of ranks: results do not depend on W. With "shards" the shards are dealt out, the same
             ones to a rank in every epoch, each rank reads only its own and cuts its batches in them: reading is divided
-            by W. Every row still comes once per epoch, in an order of (seed, epoch, W); what an optimiser step holds
+            by W. Every row still comes once per epoch, in an order of (seed, epoch, W); what an optimizer step holds
             depends on W, watch quantiles of a step (TernaryAdvantage) are those of the rank's own part of it, and a
             run goes on in mid-epoch only on as many ranks. Ranks with fewer batches than the first get empty ones.
             With one rank both are the same.
@@ -103,7 +103,7 @@ class FeedbackDataModule(LightningDataModule):
 
 
 def evaluation_batches(
-    prepared: Place | str, split: Split, history_length: int, batch_size: int
+    prepared: Place | str, split: Period, history_length: int, batch_size: int
 ) -> Iterator[EvaluationBatch]:
     """Streams the held-out users of ``split`` with their last ``history_length`` earlier events."""
     return iter(HeldOutBatches(Prepared.open(prepared), split, history_length, batch_size, Rank()))

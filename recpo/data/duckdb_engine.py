@@ -93,8 +93,8 @@ class DuckDBEngine(Engine):
         """See ``Engine.file_of``."""
         return self._given[value]
 
-    def materialise(self, name: str, expression: ir.Table) -> ir.Table:
-        """See ``Engine.materialise``."""
+    def materialize(self, name: str, expression: ir.Table) -> ir.Table:
+        """See ``Engine.materialize``."""
         return self._connection.create_table(name, expression)
 
     def drop(self, *names: str) -> None:

@@ -1,6 +1,6 @@
 """The connection behind the Ibis expressions: DuckDB on one machine, or Spark on many.
 
-Nothing outside the two implementations knows which engine runs: an expression is read, materialised, streamed or
+Nothing outside the two implementations knows which engine runs: an expression is read, materialized, streamed or
 reduced to a row, and the result is the same.
 """
 
@@ -51,12 +51,12 @@ class Engine(ABC):
         """The name, as it was given to ``read_parquet``, of the file that ``FILE`` calls ``value``."""
 
     @abstractmethod
-    def materialise(self, name: str, expression: ir.Table) -> ir.Table:
+    def materialize(self, name: str, expression: ir.Table) -> ir.Table:
         """Computes ``expression`` once and returns it as a table of the engine."""
 
     @abstractmethod
     def drop(self, *names: str) -> None:
-        """Frees materialised tables."""
+        """Frees materialized tables."""
 
     @abstractmethod
     def table(self, expression: ir.Table) -> pa.Table:

@@ -9,7 +9,7 @@ import ibis.expr.datatypes as dt
 import ibis.expr.types as ir
 
 from recpo.data.engine import Engine
-from recpo.data.schema import MILLISECONDS_PER_UNIT, TIE_RULE, ColumnMapping, Columns, Events
+from recpo.data.schema import MILLISECONDS_PER_UNIT, TIE_RULE, ColumnMapping, Columns, Derived
 
 #: Times outside 1971-01-01 .. 2100-01-01 UTC come from a wrong unit: seconds read as milliseconds fall into 1970.
 EARLIEST_MS: Final = 31_536_000_000
@@ -66,7 +66,7 @@ def _numeric_ms(column: ir.NumericColumn, unit: str) -> ir.IntegerColumn:
     return _plausible(whole * int(factor) if factor >= 1 else (whole // round(1 / factor)).cast("int64"))
 
 
-def standardise(raw: ir.Table, mapping: ColumnMapping, max_watch_time: float) -> ir.Table:
+def standardize(raw: ir.Table, mapping: ColumnMapping, max_watch_time: float) -> ir.Table:
     """Standard events of raw rows that passed the checks of ``recpo.data.validate``.
 
     Values that cannot be true (and missing ones) become null, dislike and is_random become False: such an event stays,
@@ -91,7 +91,7 @@ def standardise(raw: ir.Table, mapping: ColumnMapping, max_watch_time: float) ->
         watch_ms=_kept(watch, watch.between(0, max_watch_time * 1000)).round().cast("int64"),
         duration_ms=_kept(duration, (duration > 0) & ~duration.isinf()).round().cast("int64"),
         dislike=_flag(raw, Columns.DISLIKE),
-        label=_kept(label, ~label.isnan() & ~label.isinf()),
+        value=_kept(label, ~label.isnan() & ~label.isinf()),
         propensity=_kept(propensity, (propensity > 0) & (propensity <= 1)),
         is_random=_flag(raw, Columns.IS_RANDOM),
         request_id=raw[Columns.REQUEST_ID] if Columns.REQUEST_ID in raw.columns else ibis.null("int64"),
@@ -128,5 +128,5 @@ def bucket(events: ir.Table, base: float) -> ir.IntegerColumn:
     OneRec-V2, arXiv 2508.20900, section 3.1.
     """
     # As float64 by name, here and elsewhere: to Spark a whole number divided by 1000.0 is a decimal.
-    seconds = events[Events.DURATION_MS].cast("float64") / 1000.0 + 1e-6
+    seconds = events[Derived.DURATION_MS].cast("float64") / 1000.0 + 1e-6
     return (seconds.ln() / ibis.literal(base, type=dt.float64).ln()).floor().cast("int32")

@@ -26,7 +26,7 @@ class Fault:
         where: the file, or the log where a fault spans files.
         column: the column as it is called in the log; None where the fault is the file's.
         problem: what was found.
-        mend: what to do about it.
+        fix: what to do about it.
         count: number of offending rows; None where rows do not apply.
         examples: the first offending rows.
     """
@@ -34,14 +34,14 @@ class Fault:
     where: str
     column: str | None
     problem: str
-    mend: str
+    fix: str
     count: int | None = None
     examples: Sequence[Example] = ()
 
     def __str__(self) -> str:
         place = self.where if self.column is None else f"{self.where}, column {self.column}"
         number = "" if self.count is None else f"{self.count:,} {'row' if self.count == 1 else 'rows'}: "
-        return f"{place}: {number}{self.problem}{self._first_rows()}; {self.mend}"
+        return f"{place}: {number}{self.problem}{self._first_rows()}; {self.fix}"
 
     def _first_rows(self) -> str:
         if not self.examples:

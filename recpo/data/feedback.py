@@ -15,7 +15,7 @@ import ibis.expr.types as ir
 import pyarrow as pa
 
 from recpo.data.events import bucket
-from recpo.data.schema import Columns, Events
+from recpo.data.schema import Columns, Derived
 from recpo.data.shaping import watch_counts
 
 UNKNOWN, DISLIKED, LOWEST, HIGHEST = 0, 1, 2, 5
@@ -27,12 +27,12 @@ def quantile_table(events: ir.Table, base: float) -> ir.Table:
     table = watch_counts(events.mutate(bucket=bucket(events, base)), ["bucket"])
     table = table.filter(table["count"] > 0)
     table = table.mutate(quantile=table.at_most / table.total)
-    return table.select("bucket", Events.WATCH_MS, "count", "quantile").order_by(["bucket", Events.WATCH_MS])
+    return table.select("bucket", Derived.WATCH_MS, "count", "quantile").order_by(["bucket", Derived.WATCH_MS])
 
 
 def cutoff_table(quantiles: ir.Table) -> ir.Table:
     """Quartile cutoffs of each bucket: ``bucket``, ``q25``, ``q50``, ``q75`` in milliseconds."""
-    watch = quantiles[Events.WATCH_MS]
+    watch = quantiles[Derived.WATCH_MS]
     cutoffs = {name: watch.min(where=quantiles.quantile >= quarter / 4) for quarter, name in enumerate(_CUTOFFS, 1)}
     return quantiles.group_by("bucket").aggregate(**cutoffs).order_by("bucket")
 
@@ -47,13 +47,15 @@ def add_feedback(events: ir.Table, cutoffs: ir.Table | None, base: float) -> ir.
     """
     disliked = events[Columns.DISLIKE]
     if cutoffs is None:
-        label = events[Events.WATCH_QUANTILE]
+        label = events[Derived.LABEL]
         level = ibis.cases((disliked, DISLIKED), (label.isnull(), UNKNOWN), (label < 0.5, LOWEST), else_=HIGHEST)
-        return events.mutate(**{Events.FEEDBACK: level.cast("int8")})
+        return events.mutate(**{Derived.FEEDBACK: level.cast("int8")})
     keyed = events.mutate(bucket=bucket(events, base)).left_join(cutoffs, "bucket")
-    passed = sum(((keyed[Events.WATCH_MS] > keyed[name]).cast("int8") for name in _CUTOFFS), start=ibis.literal(LOWEST))
+    passed = sum(
+        ((keyed[Derived.WATCH_MS] > keyed[name]).cast("int8") for name in _CUTOFFS), start=ibis.literal(LOWEST)
+    )
     level = ibis.cases((keyed[Columns.DISLIKE], DISLIKED), else_=passed.fill_null(UNKNOWN))
-    return keyed.select(*[keyed[name] for name in events.columns], level.cast("int8").name(Events.FEEDBACK))
+    return keyed.select(*[keyed[name] for name in events.columns], level.cast("int8").name(Derived.FEEDBACK))
 
 
 def describe_cutoffs(cutoffs: pa.Table, base: float) -> dict[str, Any]:

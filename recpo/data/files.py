@@ -193,8 +193,8 @@ def _settle_columns(
             shown, schema = lacking[0]
             where = shown if len(lacking) == 1 else f"{shown} and {len(lacking) - 1} more"
             free = [known for known in schema.names if known not in mapping.named().values()]
-            mend = _mend_missing(column, name, schema, free)
-            faults.append(Fault(where, name, f"no such column (wanted as {column})", mend))
+            fix = _mend_missing(column, name, schema, free)
+            faults.append(Fault(where, name, f"no such column (wanted as {column})", fix))
     return columns, faults
 
 
@@ -223,8 +223,8 @@ def _settle_types(
                 faults.append(Fault(shown, name, f"type {kind}, wanted as {column}", f"expected {expected}: cast it"))
             elif column in types and _is_text(kind) != _is_text(types[column]):
                 mistyped.add(column)
-                mend = f"{schemas[0][0]} has {types[column]}: cast one of them"
-                faults.append(Fault(shown, name, f"type {kind} differs between files", mend))
+                fix = f"{schemas[0][0]} has {types[column]}: cast one of them"
+                faults.append(Fault(shown, name, f"type {kind} differs between files", fix))
             else:
                 types[column] = _wider(types.get(column, kind), kind)
     return {column: kind for column, kind in types.items() if column not in mistyped}, faults

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from recpo.data.prepared import Prepared, Split
+from recpo.data.prepared import Period, Prepared
 from recpo.data.slates import evaluation_batch
 from recpo.types import EvaluationBatch
 
 
 class Rank(NamedTuple):
-    """This process among its peers, and how many micro-batches make one optimiser step."""
+    """This process among its peers, and how many micro-batches make one optimizer step."""
 
     rank: int = 0
     world_size: int = 1
@@ -33,7 +33,7 @@ class HeldOutBatches(IterableDataset[EvaluationBatch]):
     def __init__(
         self,
         prepared: Prepared,
-        split: Split,
+        split: Period,
         history_length: int,
         batch_size: int,
         rank: Rank,

@@ -33,7 +33,7 @@ class IdMap:
             raise RecpoError(f"item ids: {external.null_count} nulls among {len(external)} items")
         self._external = external
         self._is_text = _is_text(external.type)
-        # An object index keeps its hash table, so that a request for a few ids does not cost a pass over the catalogue.
+        # An object index keeps its hash table, so that a request for a few ids does not cost a pass over the catalog.
         values = external.to_numpy(zero_copy_only=False)
         self._index = pd.Index(values.astype(object) if self._is_text else values)
         if not self._index.is_unique:
@@ -87,7 +87,7 @@ class IdMap:
         if not len(given) or pa.types.is_null(given.type):
             return np.zeros(len(given), dtype=np.int64)
         if _is_text(given.type) != self._is_text or not (_is_text(given.type) or pa.types.is_integer(given.type)):
-            raise RecpoError(f"item ids of this catalogue are {self.type}, got {given.type}: cast them")
+            raise RecpoError(f"item ids of this catalog are {self.type}, got {given.type}: cast them")
         known = given.is_valid().to_numpy(zero_copy_only=False)
         found = np.zeros(len(given), dtype=np.int64)
         plain = given.filter(given.is_valid()).to_numpy(zero_copy_only=False)

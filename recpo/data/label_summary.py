@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from recpo.data.prepared import Prepared, Split
-from recpo.data.schema import Columns, Events
+from recpo.data.prepared import Period, Prepared
+from recpo.data.schema import Columns, Derived
 
 _BINS = 10
-_COLUMNS = (Events.WATCH_QUANTILE, Columns.DISLIKE, Columns.DURATION, Events.IS_TARGET)
+_COLUMNS = (Derived.LABEL, Columns.DISLIKE, Columns.DURATION, Derived.IS_TARGET)
 _UNKNOWN, _LOWEST, _HIGHEST = -1001, -1000, 1000  # duration buckets; no duration is shorter or longer
 
 
-def label_summary(data: Prepared, split: Split, threshold: float) -> list[dict[str, Any]]:
+def label_summary(data: Prepared, split: Period, threshold: float) -> list[dict[str, Any]]:
     """Counts of the events of ``split``, streamed shard by shard: all of them, then by duration bucket.
 
     Args:
@@ -24,7 +24,7 @@ def label_summary(data: Prepared, split: Split, threshold: float) -> list[dict[s
 
     Returns:
         For each group its ``name``, such as ``8 to 16 s``, and ``events``; ``positive``, ``neutral``, ``negative``
-        (disliked) and ``unlabelled``, which sum to ``events``; ``histogram``: labels in 10 equal bins over [0, 1], each
+        (disliked) and ``unlabeled``, which sum to ``events``; ``histogram``: labels in 10 equal bins over [0, 1], each
         with its upper end, as shares of "no longer than this one" fall on it.
     """
     base = float(data.manifest["feedback"]["duration_base"])
@@ -58,5 +58,5 @@ def _name(bucket: int, base: float) -> str:
 
 
 def _row(name: str, signs: np.ndarray, bins: np.ndarray) -> dict[str, Any]:
-    kinds = dict(zip(("positive", "neutral", "negative", "unlabelled"), signs.tolist(), strict=True))
+    kinds = dict(zip(("positive", "neutral", "negative", "unlabeled"), signs.tolist(), strict=True))
     return {"name": name, "events": int(signs.sum()), **kinds, "histogram": bins.tolist()}

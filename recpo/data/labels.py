@@ -8,7 +8,7 @@ from typing import ClassVar
 import ibis
 import ibis.expr.types as ir
 
-from recpo.data.schema import Columns, Events
+from recpo.data.schema import Columns, Derived
 from recpo.data.shaping import Label
 from recpo.errors import RecpoError
 
@@ -19,7 +19,7 @@ class EveryEvent(Label):
 
     def add(self, events: ir.Table) -> ir.Table:
         """A constant column."""
-        return events.mutate(**{Events.WATCH_QUANTILE: ibis.literal(1.0)})
+        return events.mutate(**{Derived.LABEL: ibis.literal(1.0)})
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BinaryColumn(Label):
 
     def add(self, events: ir.Table) -> ir.Table:
         """The column itself."""
-        return events.mutate(**{Events.WATCH_QUANTILE: events[Columns.LABEL]})
+        return events.mutate(**{Derived.LABEL: events[Derived.VALUE]})
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class NumericColumn(Label):
 
     def add(self, events: ir.Table) -> ir.Table:
         """A line or a step."""
-        value = events[Columns.LABEL]
+        value = events[Derived.VALUE]
         if self.threshold is None:
             label = ((value - self.low) / (self.high - self.low)).clip(lower=0.0, upper=1.0)
         else:
             label = (value >= self.threshold).cast("int8").cast("float64")
-        return events.mutate(**{Events.WATCH_QUANTILE: label})
+        return events.mutate(**{Derived.LABEL: label})

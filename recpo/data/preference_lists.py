@@ -10,7 +10,7 @@ import torch
 
 from recpo.data.counter_random import uniform
 from recpo.data.prepared import Events, run_change
-from recpo.data.slates import BatchMaker, Catalogue, Layout, Windows, histories_of
+from recpo.data.slates import BatchMaker, Catalog, Layout, Windows, histories_of
 from recpo.errors import RecpoError
 from recpo.types import FeedbackBatch, Slates, SlateTraits
 
@@ -36,7 +36,7 @@ class PreferenceListLayout(Layout):
         positive_threshold: watch quantile from which an event is positive.
         dislikes: items that the user disliked, at any time of the training period.
         unwatched: items that the user was shown and left, below ``unwatched_below``, without a dislike.
-        uniform: items drawn uniformly from the catalogue.
+        uniform: items drawn uniformly from the catalog.
         popularity: items drawn in proportion to ``train_count ** popularity_power``.
         in_batch: chosen items of other rows of the batch.
         hard: the policy's own top ranks, which training appends; the better the policy, the more of them the user would
@@ -86,9 +86,9 @@ class PreferenceListLayout(Layout):
         """See ``Layout.samples_by_popularity``."""
         return self.popularity > 0
 
-    def is_positive(self, watch_quantile: np.ndarray, dislike: np.ndarray) -> np.ndarray:
+    def is_positive(self, label: np.ndarray, dislike: np.ndarray) -> np.ndarray:
         """Which events are positive."""
-        return (watch_quantile >= self.positive_threshold) & ~dislike
+        return (label >= self.positive_threshold) & ~dislike
 
     def windows(self, user: np.ndarray, request: np.ndarray, *labels: np.ndarray) -> Windows:
         """See ``Layout.windows``; the slate range is the chosen event."""
@@ -97,9 +97,9 @@ class PreferenceListLayout(Layout):
         user_start = _last_true(run_change(user))[chosen]
         return Windows(np.maximum(request_start - self.history_length, user_start), request_start, chosen, chosen + 1)
 
-    def batch_maker(self, catalogue: Catalogue, seed: int) -> BatchMaker:
+    def batch_maker(self, catalog: Catalog, seed: int) -> BatchMaker:
         """See ``Layout.batch_maker``."""
-        return _PreferenceBatches(self, catalogue, seed)
+        return _PreferenceBatches(self, catalog, seed)
 
 
 def _last_true(change: np.ndarray) -> np.ndarray:
@@ -141,18 +141,18 @@ class _PreferenceBatches:
 
     Args:
         layout: how many rejected items of which source.
-        catalogue: what is sampled from.
+        catalog: what is sampled from.
         seed: of the samples.
     """
 
-    def __init__(self, layout: PreferenceListLayout, catalogue: Catalogue, seed: int) -> None:
-        self._layout, self._stride, self._seed = layout, catalogue.num_items + 1, seed
+    def __init__(self, layout: PreferenceListLayout, catalog: Catalog, seed: int) -> None:
+        self._layout, self._stride, self._seed = layout, catalog.num_items + 1, seed
         counts = [layout.dislikes, layout.unwatched, layout.uniform, layout.popularity, layout.in_batch]
         self._source = np.repeat(np.arange(len(counts)), counts)
         self._cdf: np.ndarray | None = None
-        if catalogue.train_counts is not None:
-            counted = catalogue.train_counts > 0
-            total = np.cumsum(np.where(counted, catalogue.train_counts.astype(float) ** layout.popularity_power, 0.0))
+        if catalog.train_counts is not None:
+            counted = catalog.train_counts > 0
+            total = np.cumsum(np.where(counted, catalog.train_counts.astype(float) ** layout.popularity_power, 0.0))
             self._cdf = total / total[-1]
         self._index: _ShardIndex | None = None
 
@@ -174,7 +174,7 @@ class _PreferenceBatches:
             item_ids=torch.from_numpy(items),
             visible=torch.from_numpy(np.where(items > 0, lengths[:, None], 0)),
             mask=torch.from_numpy(items > 0),
-            watch_quantile=torch.from_numpy(np.where(logged, events.watch_quantile[source], np.float32(np.nan))),
+            label=torch.from_numpy(np.where(logged, events.label[source], np.float32(np.nan))),
             dislike=torch.from_numpy(logged & events.dislike[source]),
             is_logged=torch.from_numpy(logged),
         )
@@ -184,7 +184,7 @@ class _PreferenceBatches:
         return FeedbackBatch(histories, slates, rows, known_positives=known, user_ids=users)
 
     def _index_of(self, events: Events) -> _ShardIndex:
-        layout, quantile = self._layout, events.watch_quantile
+        layout, quantile = self._layout, events.label
         positives = self._pairs(events, layout.is_positive(quantile, events.dislike))
         liked = positives.holds(self._keys(events.user_index, events.item_index))
         dislikes = self._pairs(events, events.dislike & ~liked)

@@ -1,4 +1,4 @@
-"""From the files of a log to a prepared directory: checked, indexed, split, labelled, sorted and cut into shards."""
+"""From the files of a log to a prepared directory: checked, indexed, split, labeled, sorted and cut into shards."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from recpo import __version__
 from recpo.atomic import write_json
-from recpo.data.catalogue import (
-    CatalogueScope,
+from recpo.data.catalog import (
+    CatalogScope,
     add_positions,
     count_dropped,
     item_indices,
@@ -23,7 +23,7 @@ from recpo.data.catalogue import (
     user_indices,
 )
 from recpo.data.engine import Engine, EngineOptions
-from recpo.data.events import select_columns, standardise, time_order
+from recpo.data.events import select_columns, standardize, time_order
 from recpo.data.faults import Fault, refuse
 from recpo.data.feedback import add_feedback, cutoff_table, describe_cutoffs, quantile_table
 from recpo.data.files import Log, find_files, open_log
@@ -38,7 +38,7 @@ from recpo.data.schema import (
     QUANTILE_SCHEMA,
     ColumnMapping,
     Columns,
-    Events,
+    Derived,
     history_schema,
     item_schema,
     user_schema,
@@ -65,7 +65,7 @@ class Preparation:
     rows_per_shard: int = 500_000
     min_user_events: int = 0
     min_item_events: int = 1
-    catalogue: CatalogueScope = "train"
+    catalog: CatalogScope = "train"
     max_watch_time: float = 86_400.0
     strict: bool = False
 
@@ -85,7 +85,7 @@ class Preparation:
 
     def describe(self, log: Log) -> dict[str, Any]:
         """The arguments as they are, with the mapping in full and the log's files by name."""
-        plain = ("preset", "max_context", "rows_per_shard", "min_user_events", "min_item_events", "catalogue")
+        plain = ("preset", "max_context", "rows_per_shard", "min_user_events", "min_item_events", "catalog")
         return {
             **{name: getattr(self, name) for name in (*plain, "max_watch_time", "strict")},
             "log": sorted(file.shown for file in log.files),
@@ -176,17 +176,17 @@ class _Run:
         if log.files and log.columns:
             rows = self.engine.read_parquet([file.path for file in log.files], list(log.columns.values()))
             raw = select_columns(rows, log.columns)
-            read, neutralised, row_faults = check_rows(
+            read, neutralized, row_faults = check_rows(
                 self.engine, raw, log, mapping, choice.label, choice.max_watch_time, choice.strict
             )
             faults += row_faults
         refuse(faults)
-        distinct = self.engine.materialise("distinct", raw.drop(Engine.FILE, Engine.ROW).distinct())
+        distinct = self.engine.materialize("distinct", raw.drop(Engine.FILE, Engine.ROW).distinct())
         kept = self.engine.row(distinct.aggregate(rows=distinct.count()))["rows"]
-        self.counts = {"read": read, "empty_files": len(log.empty_files), "neutralised": neutralised}
+        self.counts = {"read": read, "empty_files": len(log.empty_files), "neutralized": neutralized}
         if read > kept:
             self.dropped["exact duplicate of another event"] = read - kept
-        return log, standardise(distinct, mapping, choice.max_watch_time)
+        return log, standardize(distinct, mapping, choice.max_watch_time)
 
     def _split(self, events: ir.Table) -> tuple[ir.Table, dict[str, Any]]:
         time = events[Columns.TIMESTAMP]
@@ -195,15 +195,15 @@ class _Run:
         boundaries = self.choice.split.boundaries(ends["first"], ends["last"], has_clock)
         events = self.choice.split.assign(events, boundaries)
         if not self.choice.split.is_per_event:
-            events = self.engine.materialise("events", events)
+            events = self.engine.materialize("events", events)
         return events, {"first_ms": ends["first"], "last_ms": ends["last"], **boundaries}
 
     def _keep(self, events: ir.Table) -> tuple[ir.Table, ir.Table, ir.Table]:
         choice, engine = self.choice, self.engine
-        items = engine.materialise("items", item_indices(events, choice.catalogue, choice.min_item_events))
+        items = engine.materialize("items", item_indices(events, choice.catalog, choice.min_item_events))
         known = events.semi_join(items, Columns.ITEM_ID)
-        users = engine.materialise("users", user_indices(known, choice.min_user_events))
-        self.dropped |= count_dropped(engine, events, known, "item outside the catalogue")
+        users = engine.materialize("users", user_indices(known, choice.min_user_events))
+        self.dropped |= count_dropped(engine, events, known, "item outside the catalog")
         if choice.min_user_events:
             active = known.semi_join(users, Columns.USER_ID)
             self.dropped |= count_dropped(engine, known, active, "user below min_user_events")
@@ -211,20 +211,20 @@ class _Run:
 
     def _shape(self, events: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
         engine, base = self.engine, self.choice.label.duration_base
-        placed = engine.materialise("placed", add_positions(events, time_order(events)))
-        quantiles = engine.materialise("quantiles", quantile_table(placed, base))
+        placed = engine.materialize("placed", add_positions(events, time_order(events)))
+        quantiles = engine.materialize("quantiles", quantile_table(placed, base))
         self._write_rows(quantiles.order_by(quantiles.columns[:2]), QUANTILE_SCHEMA, "quantiles.parquet")
-        cutoffs = engine.materialise("cutoffs", cutoff_table(quantiles))
+        cutoffs = engine.materialize("cutoffs", cutoff_table(quantiles))
         timed = {Columns.WATCH_TIME, Columns.DURATION} <= set(log.columns)
         shaped = add_feedback(self.choice.label.add(placed), cutoffs if timed else None, base)
-        shaped = engine.materialise("shaped", shaped)
+        shaped = engine.materialize("shaped", shaped)
         engine.drop("placed")
         feedback = describe_cutoffs(engine.table(cutoffs.order_by("bucket")), base)
         return shaped, feedback
 
     def _write_tables(self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table) -> dict[str, int]:
         item_ids, user_ids = log.types[Columns.ITEM_ID], log.types[Columns.USER_ID]
-        user_rows = users.select(Events.USER_INDEX, Columns.USER_ID).order_by(Events.USER_INDEX)
+        user_rows = users.select(Derived.USER_INDEX, Columns.USER_ID).order_by(Derived.USER_INDEX)
         return {
             "num_items": self._write_rows(item_table(items, events), item_schema(item_ids), "items.parquet"),
             "num_users": self._write_rows(user_rows, user_schema(user_ids), "users.parquet"),
@@ -250,14 +250,14 @@ class _Run:
             dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
             raise RecpoError(
                 f"the {PERIODS[period]} period has no events (dropped: {dropped or 'nothing'}): choose another split, "
-                "a smaller min_item_events or min_user_events, or catalogue log"
+                "a smaller min_item_events or min_user_events, or catalog log"
             )
         return shards
 
     def _totals(self, events: ir.Table, shards: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, int]]:
-        neutral = events.filter(events[Events.WATCH_QUANTILE].isnull())
-        counted = neutral.group_by(Events.PERIOD).aggregate(rows=neutral.count())
-        by_period = {row[Events.PERIOD]: row["rows"] for row in self.engine.table(counted).to_pylist()}
+        neutral = events.filter(events[Derived.LABEL].isnull())
+        counted = neutral.group_by(Derived.PERIOD).aggregate(rows=neutral.count())
+        by_period = {row[Derived.PERIOD]: row["rows"] for row in self.engine.table(counted).to_pylist()}
         return {
             name: {
                 **{key: sum(shard[key] for shard in shards[name]) for key in ("rows", "targets", "users")},
@@ -276,8 +276,8 @@ def _label_faults(label: Label, log: Log) -> list[Fault]:
     if not lacking or not log.files:
         return []
     name = type(label).__name__
-    mend = (
+    fix = (
         "name the column with --columns.NAME, or choose another --label: WatchQuantiles, WatchRatio, D2Q and "
         "WatchTimeGain read watch_time and duration; BinaryColumn and NumericColumn read label; EveryEvent none"
     )
-    return [Fault(log.name, None, f"label {name} needs {' and '.join(lacking)}, which the log has not", mend)]
+    return [Fault(log.name, None, f"label {name} needs {' and '.join(lacking)}, which the log has not", fix)]

@@ -16,7 +16,7 @@ from recpo.data.id_map import IdMap
 from recpo.data.locations import Place, locate, readable
 from recpo.errors import RecpoError
 
-Split = Literal["train", "valid", "test"]
+Period = Literal["train", "valid", "test"]
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 # what training batches are made of; shards also hold columns for people: watch_time, duration
@@ -24,7 +24,7 @@ _EVENT_COLUMNS = (
     "user_index",
     "item_index",
     "timestamp",
-    "watch_quantile",
+    "label",
     "dislike",
     "feedback",
     "propensity",
@@ -45,7 +45,7 @@ class Events(NamedTuple):
     user_index: np.ndarray
     item_index: np.ndarray
     timestamp: np.ndarray
-    watch_quantile: np.ndarray
+    label: np.ndarray
     dislike: np.ndarray
     feedback: np.ndarray
     propensity: np.ndarray
@@ -94,7 +94,7 @@ class Prepared:
 
     @property
     def num_items(self) -> int:
-        """Catalogue size V; item indices are 1..V."""
+        """Catalog size V; item indices are 1..V."""
         return int(self.manifest["num_items"])
 
     def item_counts(self, column: Literal["train_count", "train_positives"] = "train_count") -> np.ndarray:
@@ -110,15 +110,15 @@ class Prepared:
         return IdMap.load(readable(self.root / "items.parquet"))
 
     @property
-    def catalogue_checksum(self) -> str:
-        """Identifies the id map: a policy serves only the catalogue it was trained on."""
+    def catalog_checksum(self) -> str:
+        """Identifies the id map: a policy serves only the catalog it was trained on."""
         return str(self.manifest["files"]["items.parquet"])
 
-    def num_shards(self, split: Split) -> int:
+    def num_shards(self, split: Period) -> int:
         """Number of shards of ``split``."""
         return len(self.manifest["shards"][split])
 
-    def load(self, split: Split, shard: int) -> Events:
+    def load(self, split: Period, shard: int) -> Events:
         """Reads one shard into memory."""
         columns = self.columns(split, shard, _EVENT_COLUMNS if split == "train" else _HELD_OUT_COLUMNS)
         user, request = columns["user_index"], columns["request"]
@@ -127,7 +127,7 @@ class Prepared:
             user_index=user,
             item_index=columns["item_index"].astype(np.int64),
             timestamp=columns["timestamp"],
-            watch_quantile=columns["watch_quantile"],
+            label=columns["label"],
             dislike=columns["dislike"],
             feedback=columns["feedback"].astype(np.int64),
             propensity=columns["propensity"],
@@ -137,15 +137,15 @@ class Prepared:
             is_random=columns.get("is_random"),
         )
 
-    def keys(self, split: Split, shard: int, labels: bool = False) -> tuple[np.ndarray, ...]:
+    def keys(self, split: Period, shard: int, labels: bool = False) -> tuple[np.ndarray, ...]:
         """``(user_index, request)`` of one shard: enough to plan an epoch without reading the rest.
 
-        With ``labels``, also ``watch_quantile`` and ``dislike``.
+        With ``labels``, also ``label`` and ``dislike``.
         """
-        names = ["user_index", "request"] + ["watch_quantile", "dislike"] * labels
+        names = ["user_index", "request"] + ["label", "dislike"] * labels
         return tuple(self.columns(split, shard, names).values())
 
-    def columns(self, split: Split, shard: int, names: Sequence[str]) -> dict[str, np.ndarray]:
+    def columns(self, split: Period, shard: int, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Some columns of one shard, by name (``recpo.data.schema.EVENT_SCHEMA``)."""
         table = self.table(self.manifest["shards"][split][shard]["file"], names)
         return {name: table.column(name).to_numpy() for name in names}

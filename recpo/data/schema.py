@@ -49,14 +49,15 @@ class Columns:
     ALL: Final = REQUIRED + OPTIONAL
 
 
-class Events:
+class Derived:
     """Names of the columns that the Ibis expressions of this package add on the way to the prepared shards.
 
     Attributes:
         WATCH_MS: watch time in whole milliseconds, null = unknown; counts over it make quantiles exact.
         DURATION_MS: duration in whole milliseconds, null = unknown.
         PERIOD: 0 train, 1 valid, 2 test (``PERIODS``).
-        WATCH_QUANTILE: the preference label in [0, 1], null = neutral.
+        VALUE: the number in the log's label column, null = missing; what a label method may read.
+        LABEL: how good the event was, in [0, 1]; null = unknown.
         FEEDBACK: feedback level 0..5 (``recpo.data.feedback``).
         POSITION: place of the event in its user's history, from 0.
     """
@@ -64,7 +65,8 @@ class Events:
     WATCH_MS: Final = "watch_ms"
     DURATION_MS: Final = "duration_ms"
     PERIOD: Final = "period"
-    WATCH_QUANTILE: Final = "watch_quantile"
+    VALUE: Final = "value"
+    LABEL: Final = "label"
     FEEDBACK: Final = "feedback"
     POSITION: Final = "position"
     USER_INDEX: Final = "user_index"
@@ -81,33 +83,33 @@ TIE_RULE: Final = (
     Columns.TIMESTAMP,
     Columns.REQUEST_ID,
     Columns.ITEM_ID,
-    Events.WATCH_MS,
-    Events.DURATION_MS,
+    Derived.WATCH_MS,
+    Derived.DURATION_MS,
     Columns.DISLIKE,
-    Columns.LABEL,
+    Derived.VALUE,
     Columns.PROPENSITY,
     Columns.IS_RANDOM,
 )
 
 EVENT_SCHEMA: Final = pa.schema(
     [
-        (Events.USER_INDEX, pa.int32()),
-        (Events.ITEM_INDEX, pa.int32()),
+        (Derived.USER_INDEX, pa.int32()),
+        (Derived.ITEM_INDEX, pa.int32()),
         (Columns.TIMESTAMP, pa.int64()),
-        (Events.WATCH_QUANTILE, pa.float32()),
+        (Derived.LABEL, pa.float32()),
         (Columns.DISLIKE, pa.bool_()),
-        (Events.FEEDBACK, pa.int8()),
+        (Derived.FEEDBACK, pa.int8()),
         (Columns.WATCH_TIME, pa.float32()),
         (Columns.DURATION, pa.float32()),
         (Columns.PROPENSITY, pa.float32()),
         (Columns.IS_RANDOM, pa.bool_()),
-        (Events.REQUEST, pa.int64()),
-        (Events.IS_TARGET, pa.bool_()),
+        (Derived.REQUEST, pa.int64()),
+        (Derived.IS_TARGET, pa.bool_()),
     ]
 )
 
 QUANTILE_SCHEMA: Final = pa.schema(
-    [("bucket", pa.int32()), (Events.WATCH_MS, pa.int64()), ("count", pa.int64()), ("quantile", pa.float64())]
+    [("bucket", pa.int32()), (Derived.WATCH_MS, pa.int64()), ("count", pa.int64()), ("quantile", pa.float64())]
 )
 
 
@@ -115,7 +117,7 @@ def item_schema(item_id: pa.DataType) -> pa.Schema:
     """Layout of ``items.parquet``, with the type of the external ids."""
     return pa.schema(
         [
-            (Events.ITEM_INDEX, pa.int32()),
+            (Derived.ITEM_INDEX, pa.int32()),
             (Columns.ITEM_ID, item_id),
             ("train_count", pa.int64()),
             ("train_positives", pa.int64()),
@@ -126,17 +128,17 @@ def item_schema(item_id: pa.DataType) -> pa.Schema:
 
 def user_schema(user_id: pa.DataType) -> pa.Schema:
     """Layout of ``users.parquet``, with the type of the external ids."""
-    return pa.schema([(Events.USER_INDEX, pa.int32()), (Columns.USER_ID, user_id)])
+    return pa.schema([(Derived.USER_INDEX, pa.int32()), (Columns.USER_ID, user_id)])
 
 
 def history_schema(user_id: pa.DataType, item_id: pa.DataType) -> pa.Schema:
     """The events that ``histories.parquet`` is made of, with the types of the external ids."""
     return pa.schema(
         [
-            (Events.USER_INDEX, pa.int32()),
+            (Derived.USER_INDEX, pa.int32()),
             (Columns.USER_ID, user_id),
             (Columns.ITEM_ID, item_id),
-            (Events.FEEDBACK, pa.int8()),
+            (Derived.FEEDBACK, pa.int8()),
             (Columns.TIMESTAMP, pa.int64()),
         ]
     )

@@ -1,4 +1,4 @@
-"""Preference labels in [0, 1] out of watch times, as Ibis expressions: ``watch_quantile`` of the prepared shards.
+"""Preference labels in [0, 1] out of watch times, as Ibis expressions: ``label`` of the prepared shards.
 
 Every label has the interface of ``Label``. Whatever is fitted counts events of the train period alone, so no label
 depends on what happens later. An event whose label cannot be known is neutral: null here, nan in the shards,
@@ -16,7 +16,7 @@ import ibis
 import ibis.expr.types as ir
 
 from recpo.data.events import bucket
-from recpo.data.schema import TRAIN, Columns, Events
+from recpo.data.schema import TRAIN, Columns, Derived
 from recpo.errors import RecpoError
 
 DEFAULT_DURATION_BASE: Final = 2.0
@@ -35,7 +35,7 @@ class Label(ABC):
 
     @abstractmethod
     def add(self, events: ir.Table) -> ir.Table:
-        """Adds ``watch_quantile``: float64 in [0, 1], null = neutral.
+        """Adds ``label``: float64 in [0, 1], null = neutral.
 
         Args:
             events: standard events with ``user_index`` and ``period``.
@@ -86,19 +86,19 @@ class WatchQuantiles(Label):
         keyed = events.mutate(bucket=bucket(events, self.base))
         table = watch_counts(keyed, ["bucket"])
         table = table.select(
-            "bucket", Events.WATCH_MS, share_of_all=table.at_most / table.total, total_of_all=table.total
+            "bucket", Derived.WATCH_MS, share_of_all=table.at_most / table.total, total_of_all=table.total
         )
-        keyed = keyed.left_join(table, ["bucket", Events.WATCH_MS])
-        own = [Events.USER_INDEX, "bucket"]
-        up_to = ibis.range_window(group_by=own, order_by=Events.WATCH_MS, preceding=None, following=0)
+        keyed = keyed.left_join(table, ["bucket", Derived.WATCH_MS])
+        own = [Derived.USER_INDEX, "bucket"]
+        up_to = ibis.range_window(group_by=own, order_by=Derived.WATCH_MS, preceding=None, following=0)
         fitted = _is_fitted(keyed)
         keyed = keyed.mutate(
             own_at_most=fitted.sum().over(up_to).cast("float64"),
             # With the same order as above one sort serves both sums.
-            own_total=fitted.sum().over(group_by=own, order_by=Events.WATCH_MS, rows=(None, None)).cast("float64"),
+            own_total=fitted.sum().over(group_by=own, order_by=Derived.WATCH_MS, rows=(None, None)).cast("float64"),
         )
         quantile = ibis.cases(
-            (keyed[Events.WATCH_MS].isnull() | keyed.bucket.isnull(), ibis.null("float64")),
+            (keyed[Derived.WATCH_MS].isnull() | keyed.bucket.isnull(), ibis.null("float64")),
             (keyed.own_total >= self.min_history, keyed.own_at_most / keyed.own_total),
             (keyed.total_of_all >= self.min_history, keyed.share_of_all),
             else_=ibis.null("float64"),
@@ -124,7 +124,7 @@ class WatchRatio(Label):
 
     def add(self, events: ir.Table) -> ir.Table:
         """Nothing is fitted."""
-        ratio = events[Events.WATCH_MS].cast("float64") / (events[Events.DURATION_MS].cast("float64") * self.cap)
+        ratio = events[Derived.WATCH_MS].cast("float64") / (events[Derived.DURATION_MS].cast("float64") * self.cap)
         return _with_label(events, events, ibis.ifelse(ratio > 1.0, 1.0, ratio))
 
 
@@ -152,23 +152,23 @@ class D2Q(Label):
 
     def add(self, events: ir.Table) -> ir.Table:
         """Groups are the quantiles of the train durations; a later, unknown duration falls where it would stand."""
-        durations = _train_counts(events, [Events.DURATION_MS])
-        in_order = ibis.cumulative_window(order_by=Events.DURATION_MS)
+        durations = _train_counts(events, [Derived.DURATION_MS])
+        in_order = ibis.cumulative_window(order_by=Derived.DURATION_MS)
         below = durations["count"].sum().over(in_order).cast("int64") - durations["count"]
         total = durations["count"].sum().over(ibis.window()).cast("int64")
         place = (below * self.groups // total).cast("int32")
         groups = durations.filter(durations["count"].sum().over(ibis.window()) > 0).select(
-            Events.DURATION_MS, group=ibis.ifelse(place >= self.groups, self.groups - 1, place)
+            Derived.DURATION_MS, group=ibis.ifelse(place >= self.groups, self.groups - 1, place)
         )
-        keyed = events.left_join(groups, Events.DURATION_MS).drop(f"{Events.DURATION_MS}_right")
-        return _share_within(events, keyed, "group", Events.WATCH_MS, self.min_history)
+        keyed = events.left_join(groups, Derived.DURATION_MS).drop(f"{Derived.DURATION_MS}_right")
+        return _share_within(events, keyed, "group", Derived.WATCH_MS, self.min_history)
 
 
 @dataclass(frozen=True)
 class WatchTimeGain(Label):
     """Rank of the watch-time gain ``(w - mean) / std`` among all train events.
 
-    Watch-time gain (WTG) of DVR, Zheng et al., ACM MM 2022, arXiv 2208.05190: the watch time standardised within items
+    Watch-time gain (WTG) of DVR, Zheng et al., ACM MM 2022, arXiv 2208.05190: the watch time standardized within items
     of like duration. The mean and the standard deviation (of the population) are those of all users' train watch times
     in the duration bucket. Departure from the paper: buckets are those of ``WatchQuantiles``, and the gain, which has
     no bounds, becomes the share of train gains that are no larger, to a resolution of one millionth of a deviation.
@@ -195,13 +195,13 @@ class WatchTimeGain(Label):
         """Moments are summed as whole numbers, so that they do not depend on the order of summation."""
         keyed = events.mutate(bucket=bucket(events, self.base))
         fitted = keyed.filter(_is_fitted(keyed) == 1, keyed.bucket.notnull())
-        exact = fitted[Events.WATCH_MS].cast("decimal(38, 0)")
+        exact = fitted[Derived.WATCH_MS].cast("decimal(38, 0)")
         sums = fitted.group_by("bucket").aggregate(n=fitted.count(), one=exact.sum(), two=(exact * exact).sum())
         n, one, two = (sums[name].cast("float64") for name in ("n", "one", "two"))
         variance = two / n - (one / n) * (one / n)
         moments = sums.filter(sums.n >= self.min_history).select("bucket", mean=one / n, variance=variance)
         keyed = keyed.left_join(moments, "bucket").drop("bucket_right")
-        gain = (keyed[Events.WATCH_MS] - keyed["mean"]) / ibis.ifelse(
+        gain = (keyed[Derived.WATCH_MS] - keyed["mean"]) / ibis.ifelse(
             keyed["variance"] > 0, keyed["variance"], 1.0
         ).sqrt()
         gain = ibis.ifelse(keyed["mean"].isnull(), ibis.null("float64"), gain)
@@ -209,7 +209,7 @@ class WatchTimeGain(Label):
         return _share_within(events, keyed, "everyone", "gain", 1)
 
 
-def watch_counts(keyed: ir.Table, by: Sequence[str], value: str = Events.WATCH_MS) -> ir.Table:
+def watch_counts(keyed: ir.Table, by: Sequence[str], value: str = Derived.WATCH_MS) -> ir.Table:
     """Train events per group and value, and how many of the group have at most that value.
 
     Args:
@@ -234,7 +234,7 @@ def _train_counts(events: ir.Table, keys: Sequence[str]) -> ir.Table:
 
 
 def _is_fitted(events: ir.Table) -> ir.IntegerColumn:
-    return ((events[Events.PERIOD] == TRAIN) & events[Events.WATCH_MS].notnull()).cast("int64")
+    return ((events[Derived.PERIOD] == TRAIN) & events[Derived.WATCH_MS].notnull()).cast("int64")
 
 
 def _share_within(events: ir.Table, keyed: ir.Table, group: str, value: str, min_history: int) -> ir.Table:
@@ -242,12 +242,12 @@ def _share_within(events: ir.Table, keyed: ir.Table, group: str, value: str, min
     table = table.filter(table.total >= max(1, min_history))
     table = table.select(group, value, share=table.at_most / table.total)
     joined = keyed.left_join(table, [group, value])
-    quantile = ibis.ifelse(joined[Events.WATCH_MS].notnull(), joined.share, ibis.null("float64"))
+    quantile = ibis.ifelse(joined[Derived.WATCH_MS].notnull(), joined.share, ibis.null("float64"))
     return _with_label(events, joined, quantile)
 
 
 def _with_label(events: ir.Table, computed: ir.Table, label: ir.FloatingColumn) -> ir.Table:
-    return computed.select(*[computed[name] for name in events.columns], label.name(Events.WATCH_QUANTILE))
+    return computed.select(*[computed[name] for name in events.columns], label.name(Derived.LABEL))
 
 
 def _check_base(base: float) -> None:

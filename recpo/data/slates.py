@@ -48,7 +48,7 @@ BatchMaker = Callable[[Events, Windows, np.ndarray, int], FeedbackBatch]
 """Gathers windows of a shard: ``(events, windows, row_ids, epoch) -> batch``. It may keep what it knows of a shard."""
 
 
-class Catalogue(NamedTuple):
+class Catalog(NamedTuple):
     """The items that a layout may sample.
 
     Attributes:
@@ -83,7 +83,7 @@ class Layout(ABC):
 
     def windows_of(self, events: Events) -> Windows:
         """The windows of a shard that is in memory."""
-        labels = (events.watch_quantile, events.dislike) if self.cuts_by_label else ()
+        labels = (events.label, events.dislike) if self.cuts_by_label else ()
         return self.windows(events.user_index, events.request_start, *labels)
 
     @property
@@ -93,10 +93,10 @@ class Layout(ABC):
 
     @property
     def samples_by_popularity(self) -> bool:
-        """Whether ``batch_maker`` reads ``Catalogue.train_counts``."""
+        """Whether ``batch_maker`` reads ``Catalog.train_counts``."""
         return False
 
-    def batch_maker(self, catalogue: Catalogue, seed: int) -> BatchMaker:
+    def batch_maker(self, catalog: Catalog, seed: int) -> BatchMaker:
         """What gathers windows into batches; ``seed`` is that of whatever it samples."""
         return _logged_batch
 
@@ -179,7 +179,7 @@ def feedback_batch(events: Events, windows: Windows, row_ids: np.ndarray) -> Fee
         item_ids=_padded(events.item_index[index], valid),
         visible=_padded(visible, valid),
         mask=torch.from_numpy(valid),
-        watch_quantile=_padded(events.watch_quantile[index], valid, np.nan),
+        label=_padded(events.label[index], valid, np.nan),
         dislike=_padded(events.dislike[index], valid),
         logp_behavior=_padded(_logp_behavior(events, index), valid, np.nan),
         is_logged=torch.from_numpy(valid),
@@ -212,7 +212,7 @@ def evaluation_batch(events: Events, users: np.ndarray, history_length: int) -> 
         item_ids=_padded(events.item_index[index], valid),
         visible=histories.lengths[:, None].expand(-1, valid.shape[1]) * torch.from_numpy(valid),
         mask=torch.from_numpy(valid),
-        watch_quantile=_padded(events.watch_quantile[index], valid, np.nan),
+        label=_padded(events.label[index], valid, np.nan),
         dislike=_padded(events.dislike[index], valid),
         logp_behavior=_padded(_logp_behavior(events, index), valid, np.nan),
         is_logged=torch.from_numpy(valid),

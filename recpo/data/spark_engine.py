@@ -1,7 +1,7 @@
 """Spark on this machine or a cluster, for logs beyond one machine: the same expressions, the same result.
 
 Executors read the log, shuffle, sort and write; this process holds one batch of the result at a time. Every
-materialised table and every stream is written as Parquet files into the work directory, in their order, and read back
+materialized table and every stream is written as Parquet files into the work directory, in their order, and read back
 from there, so the driver never collects more than small tables.
 """
 
@@ -94,8 +94,8 @@ class SparkEngine(Engine):
         """See ``Engine.file_of``."""
         return self._given[_plain(value)]
 
-    def materialise(self, name: str, expression: ir.Table) -> ir.Table:
-        """See ``Engine.materialise``."""
+    def materialize(self, name: str, expression: ir.Table) -> ir.Table:
+        """See ``Engine.materialize``."""
         self._tables[name] = self._written(name, expression)
         return self._view(name, self._session.read.parquet(_pattern(self._tables[name])))
 
@@ -236,7 +236,7 @@ def _remove(place: Place) -> None:
 
 
 def _report(error: BaseException | None) -> None:
-    """Turns what the user can mend into a ``RecpoError``."""
+    """Turns what the user can fix into a ``RecpoError``."""
     text = str(error)
     kind = type(error).__module__.partition(".")[0]
     if kind not in ("pyspark", "py4j"):

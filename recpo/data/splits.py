@@ -12,7 +12,7 @@ import ibis
 import ibis.expr.types as ir
 
 from recpo.data.events import time_order
-from recpo.data.schema import TEST, TRAIN, VALID, Columns, Events
+from recpo.data.schema import TEST, TRAIN, VALID, Columns, Derived
 from recpo.errors import RecpoError
 
 _MILLISECOND: Final = timedelta(milliseconds=1)
@@ -98,7 +98,7 @@ class TemporalSplit(Split):
         period = ibis.cases(
             (time >= boundaries["test_start_ms"], TEST), (time >= boundaries["valid_start_ms"], VALID), else_=TRAIN
         )
-        return events.mutate(**{Events.PERIOD: period.cast("int8")})
+        return events.mutate(**{Derived.PERIOD: period.cast("int8")})
 
     def _start(self, key: str, zone: tzinfo) -> datetime | None:
         text = getattr(self, key)
@@ -117,7 +117,7 @@ class LeaveLastOut(Split):
 
     Which event is last is settled by the one order of a user's events (``recpo.data.schema.TIE_RULE``), so ties in time
     do not depend on the order of the log. Other users' events may lie after a user's test event: use ``TemporalSplit``
-    where that matters. The last event is taken before events of items outside the catalogue are dropped.
+    where that matters. The last event is taken before events of items outside the catalog are dropped.
 
     Args:
         min_history: least number of train events for a user to be held out; shorter histories are train throughout.
@@ -138,7 +138,7 @@ class LeaveLastOut(Split):
         total = events.count().over(group_by=user)
         held_out = total >= self.min_history + 2
         period = ibis.cases((held_out & (from_end == 0), TEST), (held_out & (from_end == 1), VALID), else_=TRAIN)
-        return events.mutate(**{Events.PERIOD: period.cast("int8")})
+        return events.mutate(**{Derived.PERIOD: period.cast("int8")})
 
 
 def _zone(name: str) -> tzinfo:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from recpo.data.held_out import Rank
 from recpo.data.locations import Location
 from recpo.data.prepared import Events, Prepared
-from recpo.data.slates import Catalogue, Layout, Windows
+from recpo.data.slates import Catalog, Layout, Windows
 from recpo.errors import RecpoError
 from recpo.types import FeedbackBatch
 
@@ -36,12 +36,12 @@ Deal = Literal["batches", "shards"]
 
 
 class Phases(NamedTuple):
-    """How an epoch is cut into phases: runs of optimiser steps that are visited several times before the next run.
+    """How an epoch is cut into phases: runs of optimizer steps that are visited several times before the next run.
 
     The batches of a step stay together; from the second pass on the steps of a phase come in a random order.
 
     Attributes:
-        steps: optimiser steps of one pass; the last phase of an epoch may have fewer.
+        steps: optimizer steps of one pass; the last phase of an epoch may have fewer.
         passes: how often a phase is gone through.
     """
 
@@ -108,7 +108,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         self._num_batches = int(batches[self._shards].sum())
         self._most_batches = int(batches[by_size[:: self._hands]].sum())
         counts = prepared.item_counts() if layout.samples_by_popularity else None
-        self._make_batch = layout.batch_maker(Catalogue(prepared.num_items, counts), seed)
+        self._make_batch = layout.batch_maker(Catalog(prepared.num_items, counts), seed)
         self.epoch = 0
         self.start = 0
 
@@ -145,12 +145,12 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         consumed = start // self._visits_per_phase
         local = consumed * self._visits_per_phase - 1
         for step in self._visits(consumed):
-            quantiles = _step_quantiles(step) if self._batches_per_step > 1 else None
+            quantiles = _step_labels(step) if self._batches_per_step > 1 else None
             for part in step[self._rank.rank // self._hands :: self._sharers]:
                 local += 1
                 if local >= start and (local - start) % workers == mine:
                     batch = self._make_batch(part.events, part.windows, part.row_ids, epoch)
-                    yield batch._replace(step_quantiles=quantiles)
+                    yield batch._replace(step_labels=quantiles)
 
     @property
     def division(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         return self._steps_per_phase * self._phases.passes * self._rank.accumulate
 
     def _visits(self, consumed: int) -> Iterator[list[_Part]]:
-        """The epoch's optimiser steps from phase ``consumed`` on, each as often as its phase has passes."""
+        """The epoch's optimizer steps from phase ``consumed`` on, each as often as its phase has passes."""
         steps = self._steps(consumed * self._steps_per_phase)
         for number in count(consumed):
             phase = list(islice(steps, self._steps_per_phase))
@@ -193,7 +193,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
                 yield from (phase[i] for i in order.permutation(len(phase)))
 
     def _steps(self, consumed: int) -> Iterator[list[_Part]]:
-        """The batches of the hand, grouped into optimiser steps, without the first ``consumed`` steps."""
+        """The batches of the hand, grouped into optimizer steps, without the first ``consumed`` steps."""
         parts = self._parts(consumed * self._batches_per_step)
         while step := list(islice(parts, self._batches_per_step)):
             yield step
@@ -223,10 +223,10 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         return events, self._layout.windows_of(events)
 
 
-def _step_quantiles(step: list[_Part]) -> Tensor:
-    """The known watch quantiles of a whole optimiser step, so that its threshold does not depend on how it is split."""
+def _step_labels(step: list[_Part]) -> Tensor:
+    """The known watch quantiles of a whole optimizer step, so that its threshold does not depend on how it is split."""
     quantiles = [
-        part.events.watch_quantile[begin:end]
+        part.events.label[begin:end]
         for part in step
         for begin, end in zip(part.windows.slate_start, part.windows.slate_stop, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Checks every row of a log in one pass and tells what cannot be used, what is neutralised, and where it stands."""
+"""Checks every row of a log in one pass and tells what cannot be used, what is neutralized, and where it stands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recpo.data.files import Log
 from recpo.data.schema import ColumnMapping, Columns
 from recpo.data.shaping import Label
 
-#: fatal: the log is refused. impossible: the value is neutralised and counted, or fatal if strict. missing: neutralised
+#: fatal: the log is refused. impossible: the value is neutralized and counted, or fatal if strict. missing: neutralized
 #: and counted.
 Severity = Literal["fatal", "impossible", "missing"]
 
@@ -31,14 +31,14 @@ class Check:
         column: standard name of the column.
         problem: what an offending row has.
         severity: what follows.
-        mend: what the user can do.
+        fix: what the user can do.
         offends: the offending rows.
     """
 
     column: str
     problem: str
     severity: Severity
-    mend: str
+    fix: str
     offends: ir.BooleanColumn
 
     @property
@@ -65,27 +65,27 @@ def check_rows(
         mapping: units.
         label: the label method, which may refuse values of the label column.
         max_watch_time: longest possible watch time in seconds.
-        strict: impossible values and exact duplicates are fatal instead of neutralised or dropped.
+        strict: impossible values and exact duplicates are fatal instead of neutralized or dropped.
 
     Returns:
-        Number of rows, neutralised values by reason, faults.
+        Number of rows, neutralized values by reason, faults.
     """
     checks = [*row_checks(raw, mapping, max_watch_time), *_label_checks(raw, label)]
     counts = {f"c{number}": check.offends.fill_null(False).sum() for number, check in enumerate(checks)}
     found = engine.row(raw.aggregate(rows=raw.count(), **counts))
-    neutralised, faults = {}, []
+    neutralized, faults = {}, []
     for place, check in enumerate(checks):
         count = int(found[f"c{place}"] or 0)
         if not count:
             continue
         if check.severity == "fatal" or (strict and check.severity == "impossible"):
             examples = _examples(engine, raw.filter(check.offends), check.column, log)
-            faults.append(Fault(log.name, log.columns[check.column], check.problem, check.mend, count, examples))
+            faults.append(Fault(log.name, log.columns[check.column], check.problem, check.fix, count, examples))
         else:
-            neutralised[check.reason] = count
+            neutralized[check.reason] = count
     if strict:
         faults += _duplicates(engine, raw, log)
-    return int(found["rows"]), neutralised, faults
+    return int(found["rows"]), neutralized, faults
 
 
 def row_checks(raw: ir.Table, mapping: ColumnMapping, max_watch_time: float) -> list[Check]:
@@ -100,9 +100,9 @@ def row_checks(raw: ir.Table, mapping: ColumnMapping, max_watch_time: float) -> 
 
 
 def _key_checks(raw: ir.Table) -> list[Check]:
-    mend = "an event needs a user, an item and a time: remove these rows or fill the key"
+    fix = "an event needs a user, an item and a time: remove these rows or fill the key"
     return [
-        Check(column, "null key", "fatal", mend, raw[column].isnull())
+        Check(column, "null key", "fatal", fix, raw[column].isnull())
         for column in (Columns.USER_ID, Columns.ITEM_ID)
         if column in raw.columns
     ]
@@ -115,15 +115,15 @@ def _time_checks(raw: ir.Table, mapping: ColumnMapping) -> list[Check]:
     absent = time.isnull() | time.isnan() if time.type().is_floating() else time.isnull()
     useless = timestamp_ms(time, unit).isnull() & ~absent
     if unit == "order":
-        mend = "time_unit order takes whole numbers"
+        fix = "time_unit order takes whole numbers"
     elif time.type().is_string():
-        mend = f"write ISO times such as 2024-05-01T12:00:00+08:00, or whole numbers in {unit} (--columns.time_unit)"
+        fix = f"write ISO times such as 2024-05-01T12:00:00+08:00, or whole numbers in {unit} (--columns.time_unit)"
     else:
-        mend = f"times lie in 1971..2099; these were read in {unit}: set --columns.time_unit to s, ms, us, ns or order"
+        fix = f"times lie in 1971..2099; these were read in {unit}: set --columns.time_unit to s, ms, us, ns or order"
     missing = "an event needs a user, an item and a time: remove these rows or fill the time"
     return [
         Check(Columns.TIMESTAMP, "null time", "fatal", missing, absent),
-        Check(Columns.TIMESTAMP, "unparseable or impossible time", "fatal", mend, useless),
+        Check(Columns.TIMESTAMP, "unparseable or impossible time", "fatal", fix, useless),
     ]
 
 
@@ -159,11 +159,11 @@ def _flag_checks(raw: ir.Table) -> list[Check]:
     checks = []
     for column in (Columns.DISLIKE, Columns.IS_RANDOM):
         if column in raw.columns:
-            value, mend = number(raw[column]), "expected a boolean, or 0 and 1"
+            value, fix = number(raw[column]), "expected a boolean, or 0 and 1"
             absent = value.isnull() | value.isnan()
             checks += [
-                Check(column, "missing, taken as false", "missing", mend, absent),
-                Check(column, "neither 0 nor 1", "fatal", mend, ~absent & (value != 0) & (value != 1)),
+                Check(column, "missing, taken as false", "missing", fix, absent),
+                Check(column, "neither 0 nor 1", "fatal", fix, ~absent & (value != 0) & (value != 1)),
             ]
     return checks
 
@@ -183,11 +183,11 @@ def _number_checks(raw: ir.Table) -> list[Check]:
             Check(Columns.LABEL, "infinite", "impossible", "a label is a finite number", label.isinf()),
         ]
     if Columns.PROPENSITY in raw.columns:
-        value, mend = number(raw[Columns.PROPENSITY]), "a propensity is a probability above 0 and at most 1"
+        value, fix = number(raw[Columns.PROPENSITY]), "a propensity is a probability above 0 and at most 1"
         absent = value.isnull() | value.isnan()
         checks += [
-            Check(Columns.PROPENSITY, "missing", "missing", mend, absent),
-            Check(Columns.PROPENSITY, "outside (0, 1]", "impossible", mend, ~absent & ((value <= 0) | (value > 1))),
+            Check(Columns.PROPENSITY, "missing", "missing", fix, absent),
+            Check(Columns.PROPENSITY, "outside (0, 1]", "impossible", fix, ~absent & ((value <= 0) | (value > 1))),
         ]
     return checks
 
@@ -200,8 +200,8 @@ def _label_checks(raw: ir.Table, label: Label) -> list[Check]:
     if refused is None:
         return []
     name = type(label).__name__
-    mend = "map another column to label, or choose another label such as NumericColumn"
-    return [Check(Columns.LABEL, f"a value that {name} cannot read", "fatal", mend, refused & ~value.isnan())]
+    fix = "map another column to label, or choose another label such as NumericColumn"
+    return [Check(Columns.LABEL, f"a value that {name} cannot read", "fatal", fix, refused & ~value.isnan())]
 
 
 def _examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> list[Example]:
@@ -221,5 +221,5 @@ def _duplicates(engine: Engine, raw: ir.Table, log: Log) -> Sequence[Fault]:
     if not count:
         return []
     examples = _examples(engine, again, Columns.ITEM_ID, log)
-    mend = "remove the copies, or leave strict off and they are dropped and counted"
-    return [Fault(log.name, None, "exact duplicates of an earlier event", mend, count, examples)]
+    fix = "remove the copies, or leave strict off and they are dropped and counted"
+    return [Fault(log.name, None, "exact duplicates of an earlier event", fix, count, examples)]

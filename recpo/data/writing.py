@@ -13,15 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.data.manifest import sha256
-from recpo.data.schema import EVENT_SCHEMA, Columns, Events
+from recpo.data.schema import EVENT_SCHEMA, Columns, Derived
 
 _ROW_GROUP: Final = 1 << 16
 _HISTORY_COLUMNS: Final = {
     "item_ids": Columns.ITEM_ID,
-    "feedback": Events.FEEDBACK,
+    "feedback": Derived.FEEDBACK,
     "timestamps": Columns.TIMESTAMP,
 }
-_REPEATING: Final = (Events.USER_INDEX, Events.ITEM_INDEX, Events.FEEDBACK, Columns.DURATION)
+_REPEATING: Final = (Derived.USER_INDEX, Derived.ITEM_INDEX, Derived.FEEDBACK, Columns.DURATION)
 
 
 def user_blocks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
@@ -35,7 +35,7 @@ def user_blocks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Tab
     last_user = -1
     for batch in batches:
         while batch.num_rows:
-            users = batch.column(Events.USER_INDEX).to_numpy()
+            users = batch.column(Derived.USER_INDEX).to_numpy()
             changes = np.flatnonzero(np.diff(users, prepend=last_user))
             cuts = changes[changes + held >= rows]
             take = int(cuts[0]) if len(cuts) else batch.num_rows
@@ -120,12 +120,12 @@ def write_shards(
 def _write_shard(block: pa.Table, file: Path) -> dict[str, Any]:
     table = block.select(EVENT_SCHEMA.names).cast(EVENT_SCHEMA).combine_chunks()
     write_parquet(table, file)
-    users = table[Events.USER_INDEX].to_numpy()
+    users = table[Derived.USER_INDEX].to_numpy()
     return {
         "file": f"{file.parent.name}/{file.name}",
         "rows": table.num_rows,
         "users": int(np.count_nonzero(np.diff(users, prepend=-1))),
-        "targets": int(np.count_nonzero(table[Events.IS_TARGET].to_numpy())),
+        "targets": int(np.count_nonzero(table[Derived.IS_TARGET].to_numpy())),
         "sha256": sha256(file),
     }
 
@@ -159,7 +159,7 @@ def write_histories(
 
 
 def _one_row_per_user(events: pa.Table) -> pa.Table:
-    users = events[Events.USER_INDEX].to_numpy()
+    users = events[Derived.USER_INDEX].to_numpy()
     starts = np.flatnonzero(np.diff(users, prepend=-1))
     offsets = pa.array(np.append(starts, len(users)).astype(np.int32))
     lists = {

@@ -53,11 +53,11 @@ def graded_accuracy(observed: Observed, ks: Sequence[int], gain: Gain = "linear"
     Linear: the gain is q. Exponential: ``2^level - 1`` with the quartile ``level = min(floor(4 q), 3)``, so 0, 1, 3, 7.
     A disliked item has gain 0, an item with several events the largest of their gains.
     """
-    targets, quantile = observed.targets, observed.batch.feedback.slates.watch_quantile
+    targets, quantile = observed.targets, observed.batch.feedback.slates.label
     assert quantile is not None  # the targets were made of it
-    labelled = targets.positive | targets.skipped
+    labeled = targets.positive | targets.skipped
     gains = quantile if gain == "linear" else torch.exp2((4 * quantile).floor().clamp(max=3)) - 1
-    hits = graded_hits(observed.lists.item_ids, targets.item_ids, torch.where(labelled, gains, 0.0))
+    hits = graded_hits(observed.lists.item_ids, targets.item_ids, torch.where(labeled, gains, 0.0))
     return _named(ks, gNDCG=graded_ndcg(hits, ks))
 
 

@@ -34,8 +34,8 @@ class Popularity:
 class UniformlyRandom:
     """A random list per user: every allowed item is equally likely at every place.
 
-    One random order of the catalogue is drawn, and every list begins at a place of its own in it, so that a list of
-    distinct items costs nothing that grows with the catalogue. Scores are ``-log V``.
+    One random order of the catalog is drawn, and every list begins at a place of its own in it, so that a list of
+    distinct items costs nothing that grows with the catalog. Scores are ``-log V``.
     """
 
     def __init__(self, num_items: int, seed: int = 0) -> None:

@@ -22,7 +22,7 @@ _SMOOTHING = 0.01  # Steck's alpha
 class Exposure:
     """How often every item is shown: ``coverage@k`` and ``gini@k`` over all lists.
 
-    ``coverage@k`` is the share of the catalogue that is among the first k items of at least one list. Keeps one count
+    ``coverage@k`` is the share of the catalog that is among the first k items of at least one list. Keeps one count
     per item and k, whatever the number of users.
     """
 

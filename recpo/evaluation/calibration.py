@@ -48,8 +48,8 @@ def fit_platt(score: FloatArray, happened: BoolArray) -> Platt:
         raise RecpoError(f"a calibration needs finite scores of at least one event, got {len(score)}")
     positives = int(happened.sum())
     target = np.where(happened, (positives + 1) / (positives + 2), 1 / (len(score) - positives + 2))
-    centre, spread = score.mean(), score.std() or 1.0
-    design = np.stack([(score - centre) / spread, np.ones_like(score)])
+    center, spread = score.mean(), score.std() or 1.0
+    design = np.stack([(score - center) / spread, np.ones_like(score)])
 
     def loss(weights: FloatArray) -> float:
         logit = weights @ design
@@ -69,7 +69,7 @@ def fit_platt(score: FloatArray, happened: BoolArray) -> Platt:
             rate /= 2
         weights = weights - rate * step
     scale = float(weights[0] / spread)
-    return Platt(scale, float(weights[1] - scale * centre))
+    return Platt(scale, float(weights[1] - scale * center))
 
 
 def roc_auc(score: FloatArray, happened: BoolArray, weight: FloatArray | None = None) -> float:

@@ -30,11 +30,11 @@ class EventChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class CooccurrenceOptions:
-    """How neighbours are counted and weighed.
+    """How neighbors are counted and weighed.
 
     Attributes:
         window: two events of a user are near if at most so many events lie from one to the other.
-        neighbours: how many neighbours of an item are kept, the heaviest.
+        neighbors: how many neighbors of an item are kept, the heaviest.
         weight: ``cosine`` = ``c_ij / (sqrt(n_i n_j) + shrinkage)``, ``conditional`` = ``c_ij / (n_i + shrinkage)``,
             where ``c_ij`` counts the near pairs of i and j (i != j) and ``n_i = sum_j c_ij``.
         shrinkage: keeps items with few events from being near to everything that they occurred with once.
@@ -43,15 +43,15 @@ class CooccurrenceOptions:
     """
 
     window: int = 5
-    neighbours: int = 100
+    neighbors: int = 100
     weight: Literal["cosine", "conditional"] = "cosine"
     shrinkage: float = 10.0
     recent_events: int = 10
     pairs_in_memory: int = 1 << 24
 
 
-class Neighbours(NamedTuple):
-    """The heaviest neighbours of every item as one flat list, heaviest first, ties to the smaller id.
+class Neighbors(NamedTuple):
+    """The heaviest neighbors of every item as one flat list, heaviest first, ties to the smaller id.
 
     Attributes:
         offsets: ``[V + 2]`` int64; item i owns ``offsets[i] : offsets[i + 1]``, item 0 (padding) nothing.
@@ -67,14 +67,14 @@ class Neighbours(NamedTuple):
 class Cooccurrence:
     """Items near those of the user's last events: ``score_j = sum_{r=1..n} weight(h_r, j) / r``.
 
-    ``h_1`` is the most recent event. Item-based neighbourhoods (Sarwar et al., WWW 2001; Deshpande and Karypis, TOIS
+    ``h_1`` is the most recent event. Item-based neighborhoods (Sarwar et al., WWW 2001; Deshpande and Karypis, TOIS
     2004) with windows in place of whole baskets. Ties go to the smaller id; where fewer than k items have a score, the
     most popular of the others follow with score 0.
     """
 
-    def __init__(self, neighbours: Neighbours, counts: Tensor, recent_events: int = 10) -> None:
-        """``counts [V]``: training events of item 1, 2, ..., V, for the places that no neighbour takes."""
-        self._neighbours, self._recent_events = neighbours, recent_events
+    def __init__(self, neighbors: Neighbors, counts: Tensor, recent_events: int = 10) -> None:
+        """``counts [V]``: training events of item 1, 2, ..., V, for the places that no neighbor takes."""
+        self._neighbors, self._recent_events = neighbors, recent_events
         self._ranking = counts.argsort(descending=True, stable=True) + 1
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
@@ -93,12 +93,12 @@ class Cooccurrence:
         return Recommendations(item_ids.to(device), scores.to(device))
 
     def _near(self, histories: Histories) -> tuple[Tensor, Tensor]:
-        """Neighbours of the last events and their weights over the rank of the event, ``[B, n N]`` each."""
+        """Neighbors of the last events and their weights over the rank of the event, ``[B, n N]`` each."""
         lengths = histories.lengths.cpu()[:, None]
         rank = torch.arange(1, self._recent_events + 1)
         history = torch.nn.functional.pad(histories.item_ids.cpu(), (0, 1))  # where all are empty there is a place too
         recent = history.gather(1, (lengths - rank).clamp_min(0)).masked_fill(lengths < rank, 0)
-        offsets, item_ids, weights = self._neighbours
+        offsets, item_ids, weights = self._neighbors
         begin, end = offsets[recent], offsets[recent + 1]
         longest = int((end - begin).max()) if len(begin) else 0
         place = begin[..., None] + torch.arange(longest)
@@ -109,12 +109,12 @@ class Cooccurrence:
         return near, weight
 
 
-def neighbours_of(
+def neighbors_of(
     events: Callable[[], Iterable[EventChunk]],
     num_items: int,
     options: CooccurrenceOptions = CooccurrenceOptions(),
-) -> Neighbours:
-    """Counts near pairs of training events and keeps every item's heaviest neighbours.
+) -> Neighbors:
+    """Counts near pairs of training events and keeps every item's heaviest neighbors.
 
     Exact, and in memory that does not grow with the log: pairs are counted for as many items at once as have
     ``pairs_in_memory`` of them, and the events are read again for the next items.
@@ -135,10 +135,10 @@ def neighbours_of(
         counts = csr_array((last - first, num_items + 1))
         for chunk in events():
             counts += _pair_counts(chunk, options.window, range(first, last), num_items)
-        parts.append(_heaviest(_weighed(counts, totals, first, options), options.neighbours))
+        parts.append(_heaviest(_weighed(counts, totals, first, options), options.neighbors))
     lengths, item_ids, weights = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return Neighbours(torch.from_numpy(offsets), torch.from_numpy(item_ids), torch.from_numpy(weights))
+    return Neighbors(torch.from_numpy(offsets), torch.from_numpy(item_ids), torch.from_numpy(weights))
 
 
 def _near_pairs(chunk: EventChunk, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

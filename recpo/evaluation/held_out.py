@@ -1,4 +1,4 @@
-"""Full-catalogue ranking of held-out users, streamed: memory grows with users and items, not with their product."""
+"""Full-catalog ranking of held-out users, streamed: memory grows with users and items, not with their product."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def evaluate_ranking(
     user_segments: Sequence[UserSegment] = (),
     item_segments: Sequence[ItemSegment] = (),
 ) -> RankingResult:
-    """Ranks the whole catalogue for every held-out user, in one pass over the batches.
+    """Ranks the whole catalog for every held-out user, in one pass over the batches.
 
     For every user ``accuracy``, ``graded_accuracy`` and, where the recommender scores slates, ``exposure_auc``; of all
     lists ``Exposure``; and whatever the ``measures`` add.
@@ -105,7 +105,7 @@ def evaluate_ranking(
     Args:
         recommender: called without gradients.
         batches: held-out users.
-        num_items: catalogue size.
+        num_items: catalog size.
         ks: list lengths.
         positive_threshold: least watch quantile of a positive.
         exclude_seen: nothing from ``EvaluationBatch.seen`` may be recommended. Held-out events of such items cannot be

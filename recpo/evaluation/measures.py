@@ -31,7 +31,7 @@ class Observed(NamedTuple):
 
     Attributes:
         batch: the users, their held-out events and what they saw before.
-        lists: ``[B, K]``, K the longest list asked for (at most the catalogue).
+        lists: ``[B, K]``, K the longest list asked for (at most the catalog).
         targets: the held-out sets; without seen items where those are excluded from the lists.
         logp: ``[B, S]`` log-probability of every held-out slate item (its tokens summed), None where the recommender
             does not score.

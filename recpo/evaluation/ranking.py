@@ -1,4 +1,4 @@
-"""Ranking metrics of top-K lists against sets of held-out items, vectorised over users.
+"""Ranking metrics of top-K lists against sets of held-out items, vectorized over users.
 
 Conventions, the same for every metric
     * Relevance is binary, but for graded NDCG.

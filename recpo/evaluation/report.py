@@ -133,9 +133,9 @@ def conventions(exclude_seen: bool, positive_threshold: float) -> dict[str, str]
         else "kept: they may be recommended, and held-out events of seen items are targets"
     )
     return {
-        "catalogue": "every item is ranked, no sampled negatives",
+        "catalog": "every item is ranked, no sampled negatives",
         "seen_items": f"the items of a user's last max_context events before the period are {seen}",
-        "positives": f"distinct held-out items with watch_quantile >= {positive_threshold:g} that were not disliked",
+        "positives": f"distinct held-out items with label >= {positive_threshold:g} that were not disliked",
         "disliked": "distinct held-out items that were disliked; disliked@k is their share of the k places",
         "ndcg": "binary gains, divided by the DCG of an ideal list of min(k, number of targets) items",
         "map": "divided by min(k, number of targets)",

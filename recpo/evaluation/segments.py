@@ -79,7 +79,7 @@ def item_duration(duration: Tensor, bounds: Sequence[float] | None = None) -> It
 
     Args:
         duration: ``[V + 1]`` seconds, nan = unknown, which is a bin of its own if there are such items.
-        bounds: least duration of the second, third, ... bin; ascending. None = the quartiles of the catalogue.
+        bounds: least duration of the second, third, ... bin; ascending. None = the quartiles of the catalog.
     """
     known = ~duration.isnan()
     known[0] = False

@@ -36,17 +36,17 @@ class Targets(NamedTuple):
 
 
 def held_out_targets(batch: EvaluationBatch, positive_threshold: float) -> Targets:
-    """Positives are held-out events with ``watch_quantile >= positive_threshold`` of items that were not disliked.
+    """Positives are held-out events with ``label >= positive_threshold`` of items that were not disliked.
 
     Raises:
         ValueError: the batch has no watch quantiles.
     """
     slates = batch.feedback.slates
-    if slates.watch_quantile is None:
-        raise ValueError("positives are told by watch_quantile, and this batch has none")
+    if slates.label is None:
+        raise ValueError("positives are told by label, and this batch has none")
     items = slates.item_ids
     disliked = torch.zeros_like(slates.mask) if slates.dislike is None else slates.dislike & slates.mask
-    liked = slates.mask & (slates.watch_quantile >= positive_threshold)
-    below = slates.mask & (slates.watch_quantile < positive_threshold)
+    liked = slates.mask & (slates.label >= positive_threshold)
+    below = slates.mask & (slates.label < positive_threshold)
     acceptable = ~is_member(items, items, disliked)
     return Targets(items, liked & acceptable, disliked, below & acceptable & ~is_member(items, items, liked))

@@ -1,4 +1,4 @@
-"""Asymmetric importance sampling policy optimisation, ASPO (arXiv 2510.06062)."""
+"""Asymmetric importance sampling policy optimization, ASPO (arXiv 2510.06062)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def aspo_loss(
 
 @dataclass(frozen=True)
 class ASPO(ClippedObjective):
-    """Asymmetric importance sampling policy optimisation (arXiv 2510.06062).
+    """Asymmetric importance sampling policy optimization (arXiv 2510.06062).
 
     ``-A w grad logp`` with ``w = 1 / rho`` for ``A > 0`` and ``rho`` for ``A < 0``: a positive that the policy has come
     to find unlikely gets more weight, not less. Outside the clip range there is no gradient (hard mask), and ``w`` is

@@ -1,4 +1,4 @@
-"""Clipped importance-sampling-weight policy optimisation, CISPO (MiniMax-M1, arXiv 2506.13585)."""
+"""Clipped importance-sampling-weight policy optimization, CISPO (MiniMax-M1, arXiv 2506.13585)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Direct preference optimisation over pairs (arXiv 2305.18290) and its variants."""
+"""Direct preference optimization over pairs (arXiv 2305.18290) and its variants."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def dpo_loss(
         logp_ref_chosen: same shape; no gradient flows into it.
         logp_ref_rejected: same shape; no gradient flows into it.
         beta: temperature; inside the sigmoid.
-        label_smoothing: assumed share of wrongly labelled pairs, in [0, 0.5); read by ``sigmoid`` and ``robust``.
+        label_smoothing: assumed share of wrongly labeled pairs, in [0, 0.5); read by ``sigmoid`` and ``robust``.
         variant: see above.
 
     Returns:
@@ -69,14 +69,14 @@ def dpo_loss(
 
 @dataclass(frozen=True)
 class DPO(PreferenceObjective):
-    """Direct preference optimisation (arXiv 2305.18290) and its robust, IPO and hinge variants.
+    """Direct preference optimization (arXiv 2305.18290) and its robust, IPO and hinge variants.
 
     The chosen item is paired with every rejected item of its list; the list's loss is the mean over its pairs, and 0
     without any. See ``dpo_loss`` for the formulas.
 
     Attributes:
         variant: ``sigmoid``, ``robust``, ``ipo`` or ``hinge``.
-        label_smoothing: assumed share of wrongly labelled pairs, in [0, 0.5).
+        label_smoothing: assumed share of wrongly labeled pairs, in [0, 0.5).
         length_normalized: divide an item's log-probability by its number of tokens (the IPO of TRL).
     """
 

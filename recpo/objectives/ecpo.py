@@ -1,4 +1,4 @@
-"""Early-clipped policy optimisation, ECPO (OneRec, arXiv 2506.13695)."""
+"""Early-clipped policy optimization, ECPO (OneRec, arXiv 2506.13695)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ecpo_loss(
 
 @dataclass(frozen=True)
 class ECPO(ClippedObjective):
-    """Early-clipped policy optimisation (OneRec, arXiv 2506.13695): GRPO with a bound on the ratio of negatives.
+    """Early-clipped policy optimization (OneRec, arXiv 2506.13695): GRPO with a bound on the ratio of negatives.
 
     The ratio is capped at ``1 + clip_high + delta``:
     ``pi_old' = max(sg(pi) / (1 + clip_high + delta), pi_old)`` keeps the gradient of negatives bounded.

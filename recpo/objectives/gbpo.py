@@ -1,4 +1,4 @@
-"""Gradient-bounded policy optimisation, GBPO (OneRec-V2, arXiv 2508.20900)."""
+"""Gradient-bounded policy optimization, GBPO (OneRec-V2, arXiv 2508.20900)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gbpo_loss(
         logp_old: ``[..., T]``, at exposure, where it was logged; None = ``sg(logp)``, a ratio of 1 for positives.
         mask: ``[..., T]``.
         level: ``token`` bounds each token by its own probability; ``sequence`` uses the product over the item's tokens,
-            returned on each of its tokens. On a large catalogue that product is about 1e-6, so that negatives vanish.
+            returned on each of its tokens. On a large catalog that product is about 1e-6, so that negatives vanish.
 
     Returns:
         ``[..., T]``; 0 at masked tokens.
@@ -61,16 +61,16 @@ def gbpo_loss(
 
 @dataclass(frozen=True)
 class GBPO(PolicyGradientObjective):
-    """Gradient-bounded policy optimisation (OneRec-V2, arXiv 2508.20900): ``-pi / max(pi_old, bound) * A``.
+    """Gradient-bounded policy optimization (OneRec-V2, arXiv 2508.20900): ``-pi / max(pi_old, bound) * A``.
 
     ``bound`` is ``sg(pi)`` for ``A >= 0`` and ``1 - sg(pi)`` for ``A < 0``. Averaged over all kept items, ``A = 0``
     included. ``pi_old`` is what the module supplies (logged or snapshot); where it supplies none, it is ``sg(pi)``.
 
-    On a catalogue policy (``T = 1``) a negative weighs ``pi / (1 - pi)``: only disliked items that the policy still
+    On a catalog policy (``T = 1``) a negative weighs ``pi / (1 - pi)``: only disliked items that the policy still
     ranks high are pushed down. Watch ``negative_gradient_share``; where dislikes matter more, use ``SoftmaxDPO`` or mix
     both.
 
-    Departures: the paper writes ``pi(o_i | u)`` and analyses tokens; ``level="token"`` follows the analysis.
+    Departures: the paper writes ``pi(o_i | u)`` and analyzes tokens; ``level="token"`` follows the analysis.
 
     Attributes:
         level: ``token`` bounds each token by its own probability; ``sequence`` by that of the item.

@@ -1,6 +1,6 @@
-"""Group-relative policy optimisation and two of its corrections: GRPO, Dr.GRPO, DAPO.
+"""Group-relative policy optimization and two of its corrections: GRPO, Dr.GRPO, DAPO.
 
-All three are ``ppo_loss`` with other choices of clip, aggregation and penalty; the advantages are normalised over the
+All three are ``ppo_loss`` with other choices of clip, aggregation and penalty; the advantages are normalized over the
 slate axis by ``recpo.advantages.GroupNormalizedAdvantage`` (``scale=False`` for Dr.GRPO).
 """
 
@@ -17,7 +17,7 @@ from recpo.ops.reduce import Aggregation
 
 @dataclass(frozen=True)
 class GRPO(ClippedObjective):
-    """Group-relative policy optimisation (arXiv 2402.03300): PPO without a critic, over groups of candidates.
+    """Group-relative policy optimization (arXiv 2402.03300): PPO without a critic, over groups of candidates.
 
     ``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + kl_coef * k3(policy, reference)``, the mean over items of
     the mean over tokens. The KL penalty is part of the loss and not of the reward.

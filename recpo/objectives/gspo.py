@@ -1,4 +1,4 @@
-"""Group sequence policy optimisation, GSPO (arXiv 2507.18071)."""
+"""Group sequence policy optimization, GSPO (arXiv 2507.18071)."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def gspo_loss(
 
 @dataclass(frozen=True)
 class GSPO(ClippedObjective):
-    """Group sequence policy optimisation (arXiv 2507.18071): one ratio per item, the geometric mean over its tokens.
+    """Group sequence policy optimization (arXiv 2507.18071): one ratio per item, the geometric mean over its tokens.
 
-    ``-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)``. On a catalogue policy (``T = 1``) it is GRPO with another
+    ``-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)``. On a catalog policy (``T = 1``) it is GRPO with another
     clip range: there the ratio is no mean over many tokens and leaves the paper's 3e-4 / 4e-4 at once, so raise them.
 
     Attributes:

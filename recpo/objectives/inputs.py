@@ -23,7 +23,7 @@ SOURCES = {
     "q_values": "a Q head",
     "q_targets": "a Q head with a target network",
     "scores": "a score head",
-    "watch_quantile": "labels in the batch",
+    "label": "labels in the batch",
     "dislike": "labels in the batch",
 }
 """Where each input comes from, for the error message."""

@@ -83,15 +83,15 @@ class PointwiseReward(Objective):
         """False: only scores are trained."""
         return False
 
-    def targets(self, watch_quantile: Tensor, dislike: Tensor) -> tuple[Tensor, Tensor]:
+    def targets(self, label: Tensor, dislike: Tensor) -> tuple[Tensor, Tensor]:
         """The targets ``[..., K]`` of labels ``[...]`` and which of them are known, each bool.
 
         Whether an item was watched for long or liked is not known where its label is missing (nan).
         """
-        labelled = ~watch_quantile.isnan()
+        labeled = ~label.isnan()
         disliked = dislike.bool()
-        targets = torch.stack([watch_quantile >= self.long_watch, watch_quantile >= self.like, disliked], -1)
-        return targets, torch.stack([labelled, labelled, torch.ones_like(labelled)], -1)
+        targets = torch.stack([label >= self.long_watch, label >= self.like, disliked], -1)
+        return targets, torch.stack([labeled, labeled, torch.ones_like(labeled)], -1)
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
         """Known targets of the kept positions."""
@@ -114,6 +114,6 @@ class PointwiseReward(Objective):
         return LossOutput(aggregate(losses, mask, count=inputs.denominator), metrics)
 
     def _targets(self, inputs: ObjectiveInputs) -> tuple[Tensor, Tensor]:
-        quantile = required(inputs.watch_quantile, "watch_quantile", self)
+        quantile = required(inputs.label, "label", self)
         targets, known = self.targets(quantile, required(inputs.dislike, "dislike", self))
         return targets, known & inputs.logp.mask.bool().any(-1, keepdim=True)

@@ -91,14 +91,14 @@ class PolicyGradientObjective(Objective):
         old = self.old(inputs)
         old = None if old is None else zero_masked(old.detach(), scored)
         surrogate = self.token_loss(logp, old, advantages, mask)
-        total, metrics = self.penalised(surrogate, logp, mask, inputs)
+        total, metrics = self.penalized(surrogate, logp, mask, inputs)
         loss = aggregate(total, mask, self.aggregation, count=inputs.denominator, length=self.length)
         metrics |= {"policy_loss": aggregate(surrogate.detach(), mask, self.aggregation, length=self.length)}
         metrics |= advantage_shares(advantages, mask.any(-1))
         metrics |= self._health(surrogate.detach(), logp.detach(), old, advantages, scored)
         return LossOutput(loss, metrics)
 
-    def penalised(
+    def penalized(
         self, loss: Tensor, logp: Tensor, mask: Tensor, inputs: ObjectiveInputs
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Adds the penalties to the token losses ``[B, S, T]``, and measures them."""

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation: clipped surrogate, value loss and entropy (arXiv 1707.06347)."""
+"""Proximal policy optimization: clipped surrogate, value loss and entropy (arXiv 1707.06347)."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class ClippedObjective(PolicyGradientObjective):
 
 @dataclass(frozen=True)
 class PPO(ClippedObjective):
-    """Proximal policy optimisation (arXiv 1707.06347), dual clip (arXiv 1912.09729), critic and entropy bonus.
+    """Proximal policy optimization (arXiv 1707.06347), dual clip (arXiv 1912.09729), critic and entropy bonus.
 
     ``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + value_coef * value_loss - entropy_coef * entropy``; with
     ``dual_clip``, ``-dual_clip A`` bounds the loss of negative advantages.
@@ -121,7 +121,7 @@ class PPO(ClippedObjective):
 
     Attributes:
         dual_clip: bound on the ratio of negative advantages, above 1; none = no bound.
-        value_coef: weight of the value loss; 0 = no critic (advantages that need none, such as group-normalised ones).
+        value_coef: weight of the value loss; 0 = no critic (advantages that need none, such as group-normalized ones).
         value_clip: how far a value may move from its old one; none = no clipping.
     """
 
@@ -152,11 +152,11 @@ class PPO(ClippedObjective):
             dual_clip=self.dual_clip,
         )
 
-    def penalised(
+    def penalized(
         self, loss: Tensor, logp: Tensor, mask: Tensor, inputs: ObjectiveInputs
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Adds the value loss too."""
-        loss, metrics = super().penalised(loss, logp, mask, inputs)
+        loss, metrics = super().penalized(loss, logp, mask, inputs)
         if self.value_coef:
             kept = mask.any(-1)
             values = zero_masked(required(inputs.values, "values", self), kept)

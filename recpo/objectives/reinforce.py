@@ -32,7 +32,7 @@ def reinforce_loss(
     Args:
         logp: ``[..., T]``.
         advantages: ``[...]`` or ``[..., T]``; no gradient flows into it.
-        logp_old: ``[..., T]`` of the behaviour policy; None = on-policy, a ratio of 1.
+        logp_old: ``[..., T]`` of the behavior policy; None = on-policy, a ratio of 1.
         mask: ``[..., T]``.
         ratio_cap: largest ratio, which trades bias for variance; None = none. The paper uses e^3 = 20.
         top_k: K, at least 1; 1 = no correction.
@@ -62,7 +62,7 @@ class Reinforce(PolicyGradientObjective):
     ``-sg(min(rho, ratio_cap) K (1 - pi)^(K - 1)) A grad logp`` per item: the simple baseline of the clipped objectives.
 
     Attributes:
-        off_policy: weigh by the ratio of policy to behaviour policy; needs an old policy. False: a ratio of 1.
+        off_policy: weigh by the ratio of policy to behavior policy; needs an old policy. False: a ratio of 1.
         ratio_cap: largest ratio; none = no bound.
         top_k: number of slots that are filled at once; 1 = no correction.
     """
@@ -83,7 +83,7 @@ class Reinforce(PolicyGradientObjective):
         return super().requires - (frozenset() if self.off_policy else {"old"})
 
     def old(self, inputs: ObjectiveInputs) -> Tensor | None:
-        """Log-probabilities under the behaviour policy; None on-policy."""
+        """Log-probabilities under the behavior policy; None on-policy."""
         return super().old(inputs) if self.off_policy else None
 
     def log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Small pure functions on tensors: reductions, divergences, surrogates, the catalogue head, sampling."""
+"""Small pure functions on tensors: reductions, divergences, surrogates, the catalog head, sampling."""

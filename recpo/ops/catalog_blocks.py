@@ -25,7 +25,7 @@ BLOCK_ROWS_OF_TABLE = 8192
 
 
 class CatalogSums(NamedTuple):
-    """What one pass over the catalogue leaves.
+    """What one pass over the catalog leaves.
 
     Attributes:
         lse: ``[N]`` log-sum-exp of all logits.
@@ -96,7 +96,7 @@ def _softmax_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
 def sum_over_catalog(
     states: Tensor, table: Tensor, padding_rows: int, *, want_expected_row: bool, keep_bytes: int = 0
 ) -> CatalogSums:
-    """One pass over the catalogue: log-sum-exp and the expected table row."""
+    """One pass over the catalog: log-sum-exp and the expected table row."""
     grid = Grid(states, table, padding_rows)
     lse = states.new_full((len(states),), -torch.inf)
     # one tensor for all blocks: small ones that live on between the large ones that do not would fragment the heap
@@ -125,7 +125,7 @@ def add_softmax_gradient(
     kept = iter(sums.softmax)
     for column, part, rows in grid:
         softmax = next(kept) if sums.softmax else _softmax_in_place(grid.logits(part, rows))[0]
-        # the block sums to one over its own rows: its share of the catalogue goes onto the states, which are smaller
+        # the block sums to one over its own rows: its share of the catalog goes onto the states, which are smaller
         share = (sums.block_lse[column, part] - sums.lse[part]).exp_().mul_(weights[part])
         gradient[rows] += matmul_transposed((states[part] * share[:, None]).T, softmax.T).T
 

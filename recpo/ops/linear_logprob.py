@@ -1,4 +1,4 @@
-"""Exact log-probabilities of a softmax over a large catalogue, in bounded memory.
+"""Exact log-probabilities of a softmax over a large catalog, in bounded memory.
 
 ``s = h Eᵀ`` are the logits of a state ``h [d]`` over a table ``E [V, d]``. Nothing of size ``[N, V]`` outlives a block
 unless it fits ``KEEP_BYTES``: logits are made block by block (a block fits the cache), reduced, and made again in the
@@ -40,7 +40,7 @@ def linear_logprob(
 ) -> Tensor:
     """``log softmax(states tableᵀ / temperature)`` at ``targets``, without ``[N, V]`` held for the backward pass.
 
-    Several targets of one state share its normaliser, so a preference list of 1 + 20 items costs one row.
+    Several targets of one state share its normalizer, so a preference list of 1 + 20 items costs one row.
 
     Args:
         states: ``[N, d]``.

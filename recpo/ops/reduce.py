@@ -45,7 +45,7 @@ def over_tokens(values: Tensor, logp: Tensor) -> Tensor:
 
 
 def denominator(mask: Tensor, mode: Aggregation = "token-mean") -> Tensor:
-    """What a batch adds to the denominator of its optimiser step.
+    """What a batch adds to the denominator of its optimizer step.
 
     Kept tokens for ``token-mean``, non-empty sequences otherwise.
 
@@ -82,7 +82,7 @@ def aggregate(
         values: ``[..., T]``; masked entries may hold anything.
         mask: shape of ``values``; True keeps.
         mode: see above.
-        count: the denominator of the whole optimiser step where this batch is only a part of it (the sum of
+        count: the denominator of the whole optimizer step where this batch is only a part of it (the sum of
             ``denominator`` over its parts); None = this batch is the whole step. With it, the sum of the parts equals
             the value of the whole.
         length: the constant of ``seq-mean-token-sum-norm``; None = the size of the token axis.

@@ -1,4 +1,4 @@
-"""Sampled softmax with the logQ correction, for tables too large to normalise over in every step."""
+"""Sampled softmax with the logQ correction, for tables too large to normalize over in every step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sampled_logprob(
     """Estimates log-softmax of a target from negatives that the whole batch shares.
 
     ``logp = s_t - log(exp(s_t) + Σ_{j: id_j != t} exp(s_j - log E[count_j]))``: the sum is an unbiased estimate of the
-    rest of the normaliser, whatever the proposal, since every item is weighed by the reciprocal of how often it is
+    rest of the normalizer, whatever the proposal, since every item is weighed by the reciprocal of how often it is
     expected among the negatives. With every item as a negative once (expected count 1) it is exact. Negatives that are
     the target itself ("accidental hits") are left out. Bengio and Senécal 2008; Yi et al. 2019 (logQ correction).
 
@@ -29,7 +29,7 @@ def sampled_logprob(
             draws with replacement from q.
 
     Returns:
-        ``[M]``; its normaliser is unbiased, its logarithm is not: the estimate of a peaked softmax is too high.
+        ``[M]``; its normalizer is unbiased, its logarithm is not: the estimate of a peaked softmax is too high.
 
     Raises:
         ValueError: shapes that do not fit.

@@ -1,14 +1,14 @@
-"""The exact softmax over a catalogue whose table is cut into row blocks over ranks (``linear_logprob`` over many).
+"""The exact softmax over a catalog whose table is cut into row blocks over ranks (``linear_logprob`` over many).
 
 Each rank has states and targets of its own and gets their log-probabilities. The states of all ranks go to every rank,
-each makes one pass over its own rows (``catalog_blocks``), and what is left to exchange has no catalogue in it: with
+each makes one pass over its own rows (``catalog_blocks``), and what is left to exchange has no catalog in it: with
 ``lse_r [N]`` the log-sum-exp over the rows of rank r, ``lse = log Σ_r exp(lse_r)`` and the scores of the targets, known
 to the rank that holds them, are all-reduced. Backward, the incoming gradients go to every rank, each has the gradient
 of its own rows to itself, and ``dh = Σ_k g_k E[t_k] - (Σ_k g_k) Σ_r exp(lse_r - lse) u_r`` is reduced to the rank of
 its state, ``u_r`` being the expected row within the rows of rank r.
 
 With ΣN states and ΣM targets on all ranks a step exchanges ``[ΣN, d]`` twice (all-gather, reduce-scatter) and a few
-times ``[ΣN]`` and ``[ΣM]`` numbers, however large the catalogue is.
+times ``[ΣN]`` and ``[ΣM]`` numbers, however large the catalog is.
 
 Gradients are those that ``DistributedDataParallel`` would leave, the mean over the ranks of the gradients of each
 rank's own loss: those of ``rows`` are divided by the number of ranks here; those of ``states`` are not, because the

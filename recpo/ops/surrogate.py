@@ -83,7 +83,7 @@ def clipped_surrogate(
         dual_clip: bound on the ratio of negative advantages, above 1.
 
     Returns:
-        ``[..., T]``, to be minimised.
+        ``[..., T]``, to be minimized.
 
     Raises:
         ValueError: ``dual_clip`` is not above 1, or the shapes do not fit.

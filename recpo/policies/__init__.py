@@ -1,1 +1,1 @@
-"""Policies: distributions over the catalogue given a history."""
+"""Policies: distributions over the catalog given a history."""

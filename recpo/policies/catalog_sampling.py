@@ -1,4 +1,4 @@
-"""Sampling from a softmax over the catalogue, scored in blocks of items."""
+"""Sampling from a softmax over the catalog, scored in blocks of items."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def invert(states: Tensor, table: Tensor, lse: Tensor, uniform: Tensor, padding_
     Args:
         states: ``[B, d]``, divided by all temperatures.
         table: ``[padding_rows + items, d]``.
-        lse: ``[B]`` the log-normaliser.
+        lse: ``[B]`` the log-normalizer.
         uniform: ``[B, G]`` in [0, 1), float64.
         padding_rows: rows of the table before the first item.
 

@@ -1,4 +1,4 @@
-"""Search in a softmax over the catalogue, scored in blocks of items."""
+"""Search in a softmax over the catalog, scored in blocks of items."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recpo.ops.catalog_blocks import column_blocks
 from recpo.ops.matmul import matmul_transposed
 from recpo.types import Recommendations
 
-# Scores of one block of items for the whole batch: beyond this the catalogue is searched block by block.
+# Scores of one block of items for the whole batch: beyond this the catalog is searched block by block.
 SCORE_BYTES = 64 << 20
 
 
@@ -21,7 +21,7 @@ def top_k(states: Tensor, table: Tensor, k: int, exclude: Tensor | None) -> Reco
         states: ``[B, d]``, divided by the temperature.
         table: ``[V + 1, d]``; row 0 is padding and never recommended.
         k: list length, at most V.
-        exclude: ``[B, M]`` ids that are not recommended, 0 pads; they stay in the normaliser.
+        exclude: ``[B, M]`` ids that are not recommended, 0 pads; they stay in the normalizer.
     """
     if torch.compiler.is_exporting():
         return _top_k_of_one_block(states, table, k, exclude)

@@ -1,4 +1,4 @@
-"""A softmax over the whole catalogue on top of a causal history encoder."""
+"""A softmax over the whole catalog on top of a causal history encoder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptio
 
 
 class CatalogSoftmaxPolicy(StatePolicy):
-    """``pi(item | history) = softmax_v(state · vector_v / temperature)`` over every item of the catalogue.
+    """``pi(item | history) = softmax_v(state · vector_v / temperature)`` over every item of the catalog.
 
     Args:
-        num_items: catalogue size V; items are 1..V.
+        num_items: catalog size V; items are 1..V.
         dim: width d of item vectors and states.
         blocks: "sasrec" (transformer, arXiv 1808.09781) or "hstu" (pointwise attention that also reads the time between
             events, arXiv 2402.17152).
@@ -33,9 +33,9 @@ class CatalogSoftmaxPolicy(StatePolicy):
             vector's length; it wants a temperature of about 0.05.
         temperature: divides the scores.
         tie_weights: the input vectors of the items are also the output vectors; False = a second table.
-        sparse: lookups give sparse gradients; worth it with ``normalizer="sampled"`` and a large catalogue, and it
-            needs an optimiser that takes them.
-        normalizer: "full" is exact; "sampled" estimates the normaliser from ``num_negatives`` shared items while
+        sparse: lookups give sparse gradients; worth it with ``normalizer="sampled"`` and a large catalog, and it
+            needs an optimizer that takes them.
+        normalizer: "full" is exact; "sampled" estimates the normalizer from ``num_negatives`` shared items while
             training (in evaluation mode log-probabilities are exact all the same).
         num_negatives: K, sampled items per batch.
         proposal: what they are drawn from: "uniform", or "popularity", ``(count + 1)^0.75`` of the counts given to
@@ -66,7 +66,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
     ) -> None:
         super().__init__()
         if num_items < 1:
-            raise RecpoError(f"the catalogue is empty (num_items = {num_items}): a policy needs at least one item")
+            raise RecpoError(f"the catalog is empty (num_items = {num_items}): a policy needs at least one item")
         self.num_items, self.max_history, self.dim = num_items, max_history, dim
         self.similarity, self.temperature = similarity, temperature
         self.normalizer, self.num_negatives = normalizer, num_negatives
@@ -98,7 +98,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         self._step_seed = seed
 
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
-        """See ``StatePolicy.log_prob``. Positions that share a state share its normaliser.
+        """See ``StatePolicy.log_prob``. Positions that share a state share its normalizer.
 
         With ``normalizer="sampled"``, in training mode and without ``states``, the estimate of
         ``recpo.ops.sampling.sampled_logprob``.
@@ -139,9 +139,9 @@ class CatalogSoftmaxPolicy(StatePolicy):
         return vectors
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """See ``Policy.recommend``; the catalogue is scored in blocks where ``B x V`` is large."""
+        """See ``Policy.recommend``; the catalog is scored in blocks where ``B x V`` is large."""
         if not 1 <= k <= self.num_items:
-            raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalogue, got {k}")
+            raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
         return self._output.top_k(self._last_states(histories), k, exclude, cosine=self._cosine)
 
     @torch.no_grad()
@@ -207,7 +207,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
 def _shared_states(slates: Slates, positions: Tensor, num_states: int) -> tuple[Tensor, Tensor | None]:
     """Which of the ``B x num_states`` states the positions need, and the place of each position's state among them.
 
-    Neighbours with the same state are grouped, which is all there is in impressions, lists and sequences; the second
+    Neighbors with the same state are grouped, which is all there is in impressions, lists and sequences; the second
     result is None where every position has its own.
     """
     keys = positions // slates.mask.shape[1] * num_states + slates.visible.reshape(-1)[positions]

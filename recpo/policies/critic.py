@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from recpo.policies.item_table import ItemTable
 
-# Values of one block of states and items, beyond which the catalogue is searched block by block.
+# Values of one block of states and items, beyond which the catalog is searched block by block.
 BLOCK_BYTES = 64 << 20
 _ITEMS_PER_BLOCK = 8192
 
@@ -55,7 +55,7 @@ class ItemValue(nn.Module):
     It is Q(s, item) of Q-learning. It starts near 0.
 
     Args:
-        num_items: catalogue size V.
+        num_items: catalog size V.
         dim: width of the states and of the vectors.
         hidden: width of the hidden layer.
     """
@@ -79,7 +79,7 @@ class ItemValue(nn.Module):
     def best_items(self, states: Tensor) -> Tensor:
         """The item ``[N]`` of the largest value in each of the states ``[N, d]``; ties go to the smaller id.
 
-        States and catalogue are taken in blocks, so that memory is bounded by ``BLOCK_BYTES``.
+        States and catalog are taken in blocks, so that memory is bounded by ``BLOCK_BYTES``.
         """
         count = max(1, BLOCK_BYTES // (4 * _ITEMS_PER_BLOCK))
         best = [self._best_items(self.project(part)) for part in states.split(count)]
@@ -105,7 +105,7 @@ class ItemScore(nn.Module):
     ``g`` and ``h`` have one hidden layer. It starts near 0.
 
     Args:
-        num_items: catalogue size V.
+        num_items: catalog size V.
         dim: width of the states and of the vectors.
         hidden: width of the hidden layers.
         num_scores: K.

@@ -91,13 +91,13 @@ class SavedRows:
 class ItemTable(nn.Module):
     """Vectors of the items 1..V; row 0 is the padding item, which is zero and stays zero.
 
-    A policy looks its items up once per step through ``forward``, and a softmax over the catalogue runs over the rows
+    A policy looks its items up once per step through ``forward``, and a softmax over the catalog runs over the rows
     1..V; a sharded table takes the place of this module in both.
 
     Args:
-        num_items: catalogue size V.
+        num_items: catalog size V.
         dim: width d of the vectors.
-        sparse: lookups give sparse gradients, for optimisers that take them (``SparseAdam``, ``Adagrad``): 2 to 3 times
+        sparse: lookups give sparse gradients, for optimizers that take them (``SparseAdam``, ``Adagrad``): 2 to 3 times
             faster steps on large tables.
         std: standard deviation of the initial values.
         use: what training does with it, which decides how it may be sharded.

@@ -1,4 +1,4 @@
-"""What sampling from a catalogue softmax and sampling code by code have in common."""
+"""What sampling from a catalog softmax and sampling code by code have in common."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def nucleus(logp: Tensor, top_p: float) -> Tensor:
     Holtzman et al., arXiv 1904.09751. Ties go to the smaller index; the most probable choice always stays.
 
     Args:
-        logp: ``[..., K]`` normalised log-probabilities, -inf where impossible.
+        logp: ``[..., K]`` normalized log-probabilities, -inf where impossible.
         top_p: in (0, 1]; 1 returns ``logp`` itself.
 
     Returns:
-        ``[..., K]`` normalised log-probabilities, -inf outside the nucleus.
+        ``[..., K]`` normalized log-probabilities, -inf outside the nucleus.
     """
     if top_p >= 1:
         return logp

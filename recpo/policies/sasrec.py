@@ -12,7 +12,7 @@ from recpo.policies.packing import Packing, rows_of
 class SASRecBlock(nn.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``, each with dropout on its output.
 
-    Departures from the paper: normalisation precedes both sub-layers, the feed-forward layer is ``expansion`` times
+    Departures from the paper: normalization precedes both sub-layers, the feed-forward layer is ``expansion`` times
     wider and uses GELU, attention weights are not dropped (the fused kernels have no dropout on a CPU).
 
     Args:

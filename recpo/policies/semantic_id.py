@@ -28,11 +28,11 @@ class SemanticIdPolicy(StatePolicy):
     """``pi(item | history) = prod_t pi(code_t | codes before it, history)``, every factor a softmax over a codebook.
 
     A causal history encoder reads items and their codes; a lazy decoder (``recpo.policies.lazy_decoder``) attends to
-    its states and tells code after code, so that the cost of the output does not grow with the catalogue. Only code
-    tuples of real items can be generated: search and sampling walk the trie of the catalogue.
+    its states and tells code after code, so that the cost of the output does not grow with the catalog. Only code
+    tuples of real items can be generated: search and sampling walk the trie of the catalog.
 
     Args:
-        num_items: catalogue size V; items are 1..V.
+        num_items: catalog size V; items are 1..V.
         codes: directory written by ``recpo tokenize`` for the same prepared data.
         dim: width d of vectors, states and decoder.
         blocks: history encoder, "sasrec" (arXiv 1808.09781) or "hstu" (reads the time between events, arXiv
@@ -46,8 +46,8 @@ class SemanticIdPolicy(StatePolicy):
         dropout: probability in encoder and decoder.
         feedback_levels: levels of ``Histories.feedback`` that the encoder reads, 0 (unknown) included; 0 = none.
         item_vectors: the encoder also reads a vector per item, not only those of its codes; False keeps the number of
-            parameters independent of the catalogue.
-        sparse: lookups of item and code vectors give sparse gradients; needs an optimiser that takes them.
+            parameters independent of the catalog.
+        sparse: lookups of item and code vectors give sparse gradients; needs an optimizer that takes them.
         normalizer: "trie": every softmax runs over the codes that lead to an item, so the probabilities of the items
             sum to 1; "codebook": over all codes, and what is missing from 1 is the probability of no item.
         beam_width: beams of ``recommend``; it takes ``k`` where that is more.
@@ -80,13 +80,13 @@ class SemanticIdPolicy(StatePolicy):
         table = SemanticCodes.load(codes)
         if table.num_items != num_items:
             raise RecpoError(
-                f"{codes} has codes of {table.num_items} items, the catalogue has {num_items}: make them for the "
+                f"{codes} has codes of {table.num_items} items, the catalog has {num_items}: make them for the "
                 "prepared data at hand with `recpo tokenize`"
             )
         if beam_width < 1:
             raise RecpoError(f"beam_width must be at least 1, got {beam_width}")
         self.num_items, self.max_history, self.dim = num_items, max_history, dim
-        self.num_tokens, self.catalogue_checksum = len(table.codebook_sizes), table.catalogue_checksum
+        self.num_tokens, self.catalog_checksum = len(table.codebook_sizes), table.catalog_checksum
         self.normalizer, self.beam_width = normalizer, beam_width
         self.trie = Trie(torch.from_numpy(table.codes), table.codebook_sizes)
         self.register_buffer("codes_checksum", _checksum(table.codes))
@@ -128,7 +128,7 @@ class SemanticIdPolicy(StatePolicy):
         """An estimate from one item: ``sum_t`` of the entropy of code t given the codes of the slate's item before it.
 
         Its expectation over items that are drawn from the policy is the entropy of the policy (chain rule); the exact
-        one would need every item of the catalogue. Arguments and shape as in ``StatePolicy.entropy``.
+        one would need every item of the catalog. Arguments and shape as in ``StatePolicy.entropy``.
         """
         wanted, positions, entropy = self._scored(batch, needed, states, _entropy_of_code)
         return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy.sum(1)).view(wanted.shape)
@@ -145,9 +145,9 @@ class SemanticIdPolicy(StatePolicy):
         return vectors if self.item_table is None else vectors + self.item_table(item_ids)
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """See ``Policy.recommend``; a beam search, exact where the beams hold every prefix of the catalogue."""
+        """See ``Policy.recommend``; a beam search, exact where the beams hold every prefix of the catalog."""
         if not 1 <= k <= self.num_items:
-            raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalogue, got {k}")
+            raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
         states, width = self.encode(histories), max(self.beam_width, k)
         if torch.compiler.is_exporting():
             return self._beam_search(states, histories.lengths, k, width, exclude)

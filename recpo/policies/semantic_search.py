@@ -51,12 +51,12 @@ def beam_search(
     """The ``k`` most probable items that a beam of ``width`` prefixes finds, best first.
 
     Exact where the beam holds every prefix of the trie. A prefix whose items are all excluded is no beam, so the list
-    holds k items wherever that many are left, whatever is excluded; excluded items stay in the normaliser. Items of
+    holds k items wherever that many are left, whatever is excluded; excluded items stay in the normalizer. Items of
     equal probability stand in the order of their ids; which of them take the last beam is open.
 
     Args:
         decoder: scores codes.
-        trie: of the catalogue.
+        trie: of the catalog.
         batch: B.
         k: list length.
         width: W, prefixes that are kept at every level; at least k of them are.
@@ -160,7 +160,7 @@ def sample(
 
     Args:
         decoder: scores codes.
-        trie: of the catalogue.
+        trie: of the catalog.
         batch: B.
         group_size: G.
         options: temperature and nucleus apply to every code, inside the trie.

@@ -1,4 +1,4 @@
-"""The trie of a catalogue's code tuples as flat tensors, so that it moves to a device and into an exported program.
+"""The trie of a catalog's code tuples as flat tensors, so that it moves to a device and into an exported program.
 
 Nodes are numbered level by level in sorted order: the root (the empty prefix) is 0, and the children of a node stand
 next to each other. Three arrays hold the structure (where a node's children begin, a node's parent, a node's code) and

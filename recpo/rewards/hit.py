@@ -41,9 +41,9 @@ def is_hit(batch: FeedbackBatch, candidates: Slates, positive_threshold: float) 
         RecpoError: the logged slates have no labels.
     """
     logged = batch.slates
-    if logged.watch_quantile is None:
+    if logged.label is None:
         raise RecpoError("a hit is told by watch quantiles or labels, which the logged slates lack")
-    positive = logged.mask & (logged.watch_quantile >= positive_threshold)
+    positive = logged.mask & (logged.label >= positive_threshold)
     if logged.is_logged is not None:
         positive &= logged.is_logged.bool()
     if logged.dislike is not None:

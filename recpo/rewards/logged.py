@@ -14,7 +14,7 @@ from recpo.types import FeedbackBatch, Slates
 
 @dataclass(frozen=True)
 class LoggedReward(RewardFunction):
-    """``watch_quantile - dislike_cost * disliked`` of logged items.
+    """``label - dislike_cost * disliked`` of logged items.
 
     An item without a label (a missing watch quantile, a sampled negative) has no reward: it leaves its slate, and with
     it the group whose mean is taken, the session and every denominator, unless ``unknown`` names its reward.
@@ -29,7 +29,7 @@ class LoggedReward(RewardFunction):
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
-        quantile = candidates.watch_quantile
+        quantile = candidates.label
         if quantile is None:
             raise RecpoError("LoggedReward needs watch quantiles or labels, which these candidates lack.")
         reward = quantile

@@ -37,9 +37,9 @@ class WeightedSum(RewardFunction):
             )
 
     @property
-    def catalogue_checksum(self) -> str | None:
-        """See ``RewardFunction.catalogue_checksum``: that of the terms which have one."""
-        known = sorted({term.catalogue_checksum for term in self.rewards} - {None}, key=str)
+    def catalog_checksum(self) -> str | None:
+        """See ``RewardFunction.catalog_checksum``: that of the terms which have one."""
+        known = sorted({term.catalog_checksum for term in self.rewards} - {None}, key=str)
         if len(known) > 1:
             raise RecpoError("WeightedSum: its rewards were made for different items; use one prepared directory")
         return known[0] if known else None

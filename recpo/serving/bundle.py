@@ -22,9 +22,9 @@ import pyarrow as pa
 
 from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
-from recpo.serving.engines import Engine, EngineName, load_engine
 from recpo.serving.histories import ServingCounts, encode_histories
 from recpo.serving.manifest import ITEMS, read_manifest
+from recpo.serving.runtimes import Runtime, RuntimeName, load_runtime
 
 
 class Served(NamedTuple):
@@ -46,16 +46,16 @@ class Bundle:
 
     Attributes:
         manifest: the verified manifest.
-        items: external ids of the catalogue.
+        items: external ids of the catalog.
         engine: runs the program.
     """
 
     manifest: dict[str, Any]
     items: IdMap
-    engine: Engine
+    engine: Runtime
 
     @classmethod
-    def load(cls, path: Path | str, engine: EngineName = "onnx") -> Bundle:
+    def load(cls, path: Path | str, engine: RuntimeName = "onnx") -> Bundle:
         """Verifies every checksum, then loads. The checksums find damage, not malice: load only bundles that you trust.
 
         Args:
@@ -72,7 +72,7 @@ class Bundle:
             raise RecpoError(
                 f"{root / ITEMS} has {len(items)} items, the program {manifest['num_items']}: export again"
             )
-        return cls(manifest, items, load_engine(root, engine))
+        return cls(manifest, items, load_runtime(root, engine))
 
     @property
     def k(self) -> int:

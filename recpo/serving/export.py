@@ -18,8 +18,8 @@ from recpo.atomic import atomic_directory
 from recpo.contracts import Policy
 from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
-from recpo.serving.engines import INPUTS, OUTPUTS, Engine, EngineName, load_engine
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, TORCH_PROGRAM, write_manifest
+from recpo.serving.runtimes import INPUTS, OUTPUTS, Runtime, RuntimeName, load_runtime
 from recpo.types import Histories
 
 _EXAMPLE_USERS = 2  # 1 would be taken for a constant
@@ -71,13 +71,13 @@ def export_bundle(
         policy: a trained policy.
         prepared: the prepared directory that it was trained on; its ``items.parquet`` names the items.
         out: the bundle directory.
-        k: length of the lists; at most the size of the catalogue.
+        k: length of the lists; at most the size of the catalog.
         feedback: how feedback levels are computed, for the manifest.
         origin: where the policy comes from (its class path and options, say), for the manifest.
         overwrite: replace an existing ``out``.
 
     Raises:
-        RecpoError: ``out`` exists, the policy belongs to another catalogue, k is out of range, or a program differs
+        RecpoError: ``out`` exists, the policy belongs to another catalog, k is out of range, or a program differs
             from the policy.
     """
     items = IdMap.load(Path(prepared) / ITEMS)
@@ -86,17 +86,17 @@ def export_bundle(
             f"{prepared} has {len(items)} items, the policy {policy.num_items}: name the data it was trained on"
         )
     if not 1 <= k <= policy.num_items:
-        raise RecpoError(f"k is {k}, expected 1 to {policy.num_items}, the size of the catalogue")
+        raise RecpoError(f"k is {k}, expected 1 to {policy.num_items}, the size of the catalog")
     policy = policy.cpu().eval()
     with atomic_directory(out, overwrite=overwrite) as root:
         items.save(root / ITEMS)
         _save_programs(ServingProgram(policy, k), root)
-        for engine in get_args(EngineName):
-            verify_program(load_engine(root, engine), policy, k)
+        for engine in get_args(RuntimeName):
+            verify_program(load_runtime(root, engine), policy, k)
         write_manifest(root, _description(policy, k) | {"feedback": feedback, "origin": origin})
 
 
-def verify_program(engine: Engine, policy: Policy, k: int, *, seed: int = 0) -> None:
+def verify_program(engine: Runtime, policy: Policy, k: int, *, seed: int = 0) -> None:
     """Compares an exported program with the policy on random histories, the first of them empty, the last one full.
 
     The lists must be the same but for the order of items whose scores differ by less than 1e-4.

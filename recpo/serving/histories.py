@@ -23,8 +23,8 @@ class ServingCounts:
     Attributes:
         users: rows of the table.
         empty_histories: users without a single known item; they get what the policy says when nothing is known.
-        unknown_items: history items that are not in the catalogue; skipped.
-        unknown_blocked: blocked items that are not in the catalogue; skipped.
+        unknown_items: history items that are not in the catalog; skipped.
+        unknown_blocked: blocked items that are not in the catalog; skipped.
         truncated_histories: users with more events than the policy reads; it reads the most recent ones, and the older
             items are still not recommended.
         short_lists: users for whom fewer than k items were allowed.

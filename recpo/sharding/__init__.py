@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
         except (ImportError, OSError) as error:  # a fbgemm that does not suit the machine is an OSError
             raise ImportError(
                 f"ShardedStrategy needs torchrec, which cannot be imported here ({error}): `recpo doctor` says how to "
-                "mend it"
+                "fix it"
             ) from error
 
         return ShardedStrategy

@@ -62,7 +62,7 @@ def save(tensors: dict[str, Any], rest: dict[str, Any], path: Path) -> None:
 
 
 def load(tensors: dict[str, Any], optimizers: list[Optimizer], path: Path) -> dict[str, Any]:
-    """Reads a checkpoint into ``tensors`` and into the optimisers, and returns the rest; all ranks call.
+    """Reads a checkpoint into ``tensors`` and into the optimizers, and returns the rest; all ranks call.
 
     Raises:
         RecpoError: it is no such checkpoint, or of another model.
@@ -168,7 +168,7 @@ def _fill(value: Any, tensors: dict[str, Any]) -> Any:
 
 
 def _by_state(optimizer: Optimizer, name: str) -> dict[str, Tensor]:
-    """The parameters by what their states are called, where the optimiser's own are called ``name``."""
+    """The parameters by what their states are called, where the optimizer's own are called ``name``."""
     if isinstance(optimizer, JointOptimizer):
         members = [_by_state(member, f"{name}.members.{number}") for number, member in enumerate(optimizer.members)]
         return {key: parameter for member in members for key, parameter in member.items()}
@@ -177,7 +177,7 @@ def _by_state(optimizer: Optimizer, name: str) -> dict[str, Tensor]:
 
 
 def _room(size: torch.Size, dtype: torch.dtype, parameter: Tensor | None) -> Tensor:
-    """An empty tensor for a state that the optimiser makes in its first step: in rows where its parameter is."""
+    """An empty tensor for a state that the optimizer makes in its first step: in rows where its parameter is."""
     if parameter is not None and isinstance(parameter.data, DTensor) and parameter.size() == size:
         return torch.zeros_like(parameter.data)
     return torch.empty(size, dtype=dtype)

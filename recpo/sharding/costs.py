@@ -29,7 +29,7 @@ class TableSpec(NamedTuple):
         num_rows: rows, the padding row included (V + 1).
         dim: d.
         lookups: ids that a rank looks up per step; the planner weighs communication by them.
-        frozen: no gradient and no optimiser state.
+        frozen: no gradient and no optimizer state.
         copy_of: name of the table that this one is a copy of; it is put where that one is.
     """
 
@@ -109,7 +109,7 @@ def row_wise_placement(num_rows: int, dim: int, ranks: int) -> Placement:
 
 
 def state_bytes(rows: int, columns: int, optimizer: TableOptimizerName) -> int:
-    """Optimiser state of a block in float32: sgd 0, rowwise_adagrad ``rows``, adagrad ``rows d``, adam ``2 rows d``."""
+    """Optimizer state of a block in float32: sgd 0, rowwise_adagrad ``rows``, adagrad ``rows d``, adam ``2 rows d``."""
     floats = {"sgd": 0, "rowwise_adagrad": rows, "adagrad": rows * columns, "adam": 2 * rows * columns}
     return FLOAT * floats[optimizer]
 
@@ -177,7 +177,7 @@ def softmax_exchange(states: float, targets: float, dim: int, ranks: int, *, fro
     Forward: an all-gather of the states, ``4 d N (W-1)``, and of the ``M`` targets with the number of their state,
     ``16 M (W-1)``; all-reduces of the maximum and of the sum of all states and of the scores of all targets,
     ``8 (2 N + M) (W-1)``. Backward: an all-gather of the targets' gradients, ``4 M (W-1)``, and a reduce-scatter of the
-    states' gradients, ``4 d N (W-1)``. Nothing of it grows with the catalogue.
+    states' gradients, ``4 d N (W-1)``. Nothing of it grows with the catalog.
 
     Args:
         states: N of this rank.

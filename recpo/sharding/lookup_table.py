@@ -154,7 +154,7 @@ class LookupTable(ShardedTable):
         self._pending.clear()
 
     def fused_step(self, rows: Tensor, gradient: Tensor, learning_rate: float, steps_before: int) -> None:
-        """Updates rows of this rank's block with the optimiser that is fused into torchrec's kernel.
+        """Updates rows of this rank's block with the optimizer that is fused into torchrec's kernel.
 
         Args:
             rows: ``[n]``, each once.
@@ -173,7 +173,7 @@ class LookupTable(ShardedTable):
             self._collection._lookups[0](features).view(len(rows), -1).backward(gradient)
 
     def fused_state(self, names: list[str]) -> dict[str, Tensor]:
-        """The memory of the fused optimiser for this rank's block, by name; empty where it has none."""
+        """The memory of the fused optimizer for this rank's block, by name; empty where it has none."""
         if self._own is None or not names:
             return {}
         return dict(zip(names, self._kernels[0].split_optimizer_states()[0], strict=True))

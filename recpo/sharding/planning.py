@@ -93,7 +93,7 @@ def plan_tables(
         world_size: ranks; without a ``group`` they need not exist.
         local_world_size: ranks of one node; None = all.
         compute_device: where the tables lie.
-        memory_per_rank: bytes that tables, optimiser state, copies and looked-up vectors may take on a rank; None = no
+        memory_per_rank: bytes that tables, optimizer state, copies and looked-up vectors may take on a rank; None = no
             limit.
         links: bandwidths that the planner reckons with.
         group: the plan is made on its first rank and sent to the others, all of which must call; so is an error.

@@ -108,7 +108,7 @@ def decoder_flops(items: float, dim: int, layers: int, codebooks: Sequence[int],
 
 
 def softmax_flops(states: float, candidates: float, dim: int) -> float:
-    """Forward: ``2 N C d``; of a catalogue in ``W`` parts a rank scores ``N W`` states on ``V / W`` rows: C = V."""
+    """Forward: ``2 N C d``; of a catalog in ``W`` parts a rank scores ``N W`` states on ``V / W`` rows: C = V."""
     return 2 * states * candidates * dim
 
 

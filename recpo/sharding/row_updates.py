@@ -1,4 +1,4 @@
-"""How an optimiser moves the rows of a table that have a gradient, and no others; what FBGEMM's fused kernels compute.
+"""How an optimizer moves the rows of a table that have a gradient, and no others; what FBGEMM's fused kernels compute.
 
 For tables that no fused kernel steps: replicated ones, and Adam on a CPU, where FBGEMM has none. All change ``weight``
 and the state in place; ``rows [n]`` are the numbers of the rows, each once, ``gradient [n, d]`` theirs.

@@ -1,4 +1,4 @@
-"""Search in and draws from a softmax over a catalogue whose table is cut into row blocks over ranks.
+"""Search in and draws from a softmax over a catalog whose table is cut into row blocks over ranks.
 
 As ``recpo.policies.catalog_search`` and ``catalog_sampling``. Each rank has contexts of its own and gets their lists;
 the contexts of all ranks are scored by every rank on its own rows, and the best candidates of a context go back to its
@@ -28,7 +28,7 @@ def top_k(states: Tensor, shard: RowShard, k: int, exclude: Tensor | None) -> Re
         states: ``[B, d]`` of this rank, divided by the temperature.
         shard: this rank's rows of the table; row 0 of the table is padding and never recommended.
         k: list length, the same on all ranks.
-        exclude: ``[B, M]`` ids that are not recommended, 0 pads; they stay in the normaliser.
+        exclude: ``[B, M]`` ids that are not recommended, 0 pads; they stay in the normalizer.
     """
     exclude = states.new_zeros((len(states), 0), dtype=torch.long) if exclude is None else exclude
     _, (contexts, widths) = common_sizes(shard, *exclude.shape)

@@ -16,7 +16,7 @@ _WHOLE = {"table_wise": "on one rank", "data_parallel": "on every rank"}
 
 
 class TableStorage(ShardEstimator):
-    """Bytes of every block: weights, optimiser state, copies, and the ids and vectors of a step's lookups."""
+    """Bytes of every block: weights, optimizer state, copies, and the ids and vectors of a step's lookups."""
 
     def __init__(
         self, topology: Topology, specs: dict[str, TableSpec], copies: dict[str, int], optimizer: TableOptimizerName
@@ -50,7 +50,7 @@ def does_not_fit(
     memory: int | None,
     error: Exception,
 ) -> RecpoError:
-    """Says what every table takes where, and what would mend it.
+    """Says what every table takes where, and what would fix it.
 
     Args:
         specs: the tables.

@@ -41,8 +41,8 @@ class ShardedStrategy(DDPStrategy):
     """Data-parallel training in which item and code tables are cut over the ranks.
 
     Tables that are looked up become torchrec embedding collections, sharded by ``DistributedModelParallel`` and stepped
-    by their own, fused optimiser. The table that an exact softmax runs over (``normalizer: full``) is cut into rows
-    instead and stepped by the optimiser of the dense parameters. Frozen copies (old policy, reference) lie where the
+    by their own, fused optimizer. The table that an exact softmax runs over (``normalizer: full``) is cut into rows
+    instead and stepped by the optimizer of the dense parameters. Frozen copies (old policy, reference) lie where the
     tables lie that they copy. Everything else is replicated, as in ``DDPStrategy``.
 
     Args:
@@ -51,7 +51,7 @@ class ShardedStrategy(DDPStrategy):
             chooses. The table of an exact softmax is ``row_wise`` or ``data_parallel``.
         table_optimizer: how the tables learn.
         table_scheduler: learning-rate schedule of the tables; null = that of the dense parameters.
-        memory_per_rank: GiB that looked-up tables, their optimiser and copies may take on a rank; the planner keeps to
+        memory_per_rank: GiB that looked-up tables, their optimizer and copies may take on a rank; the planner keeps to
             it (`recpo plan` counts everything).
         lookups_per_step: ids that a rank looks up per step, from which the planner reckons the communication.
         process_group_backend: ``nccl`` or ``gloo``; null = what suits the device.
@@ -157,7 +157,7 @@ class ShardedStrategy(DDPStrategy):
         mesh = None if group is None else DeviceMesh.from_group(group, self.root_device.type)
         for name, table in of_softmax.items():
             if mesh is None or self._sharding_of(_original(name, tables) or name) == "data_parallel":
-                _materialise(table, self.root_device)
+                _materialize(table, self.root_device)
             else:
                 self._replace(module, name, RowTable(table, mesh))
         if looked_up:
@@ -203,7 +203,7 @@ class ShardedStrategy(DDPStrategy):
                     learning[spec.name] = sharded
         for spec in specs:
             if placed[spec.name].sharding == "data_parallel":
-                _materialise(tables[spec.name], self.root_device)
+                _materialize(tables[spec.name], self.root_device)
                 tables[spec.name].sparse = False
                 if not spec.frozen:
                     learning[spec.name] = tables[spec.name]
@@ -270,8 +270,8 @@ def _original(name: str, tables: dict[str, ItemTable]) -> str | None:
     return original if head and original in tables and not tables[name].weight.requires_grad else None
 
 
-def _materialise(table: ItemTable, device: torch.device) -> None:
-    """Gives a table that is whole on every rank its memory, where the state of its optimiser is made too."""
+def _materialize(table: ItemTable, device: torch.device) -> None:
+    """Gives a table that is whole on every rank its memory, where the state of its optimizer is made too."""
     if table.initial is not None:
         rows = table.initial[0 : table.num_items + 1].to(device, copy=True)
         table.weight = nn.Parameter(rows, requires_grad=table.weight.requires_grad)

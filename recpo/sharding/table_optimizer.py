@@ -1,4 +1,4 @@
-"""The one optimiser of all tables, whatever steps each of them."""
+"""The one optimizer of all tables, whatever steps each of them."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ class TableOptions:
         return self.optimizer != "adam" or device.type == "cuda"
 
     def fused_params(self, device: torch.device, *, frozen: bool) -> dict[str, Any]:
-        """What torchrec's sharder is told; tables without a fused optimiser get the one without a state."""
+        """What torchrec's sharder is told; tables without a fused optimizer get the one without a state."""
         name = "sgd" if frozen or not self.is_fused(device) else self.optimizer
         options = {"optimizer": _FUSED[name], "learning_rate": self.lr, "eps": self.eps}
         return options | {"beta1": self.betas[0], "beta2": self.betas[1]} if name == "adam" else options
 
 
 class _Table:
-    """A table with what the optimiser remembers of it.
+    """A table with what the optimizer remembers of it.
 
     Args:
         table: sharded for lookups, or whole on every rank.
-        options: of the optimiser.
+        options: of the optimizer.
     """
 
     def __init__(self, table: ItemTable, options: TableOptions) -> None:
@@ -118,7 +118,7 @@ class TableOptimizer(Optimizer):
     Args:
         tables: by name; sharded for lookups, or whole on every rank.
         options: see ``TableOptions``.
-        scheduler: makes a learning-rate schedule of the tables' own, which steps with this optimiser; None = the
+        scheduler: makes a learning-rate schedule of the tables' own, which steps with this optimizer; None = the
             tables follow the schedule of the run.
     """
 
@@ -131,7 +131,7 @@ class TableOptimizer(Optimizer):
         super().__init__([table.weight for table in tables.values()], {"lr": options.lr})
         self._tables = {name: _Table(table, options) for name, table in tables.items()}
         self._steps = 0
-        # a schedule is made for an optimiser; this one has nothing to step
+        # a schedule is made for an optimizer; this one has nothing to step
         self._rate = SGD([nn.Parameter(torch.zeros(()))], lr=options.lr)
         self._schedule = None if scheduler is None else scheduler(self._rate)
 

@@ -187,7 +187,7 @@ def estimate(workload: Workload, placements: dict[str, Placement]) -> Estimate:
 
 def table_memory(workload: Workload, placements: dict[str, Placement]) -> dict[str, float]:
     """Bytes of those tables that are placed, on the rank that has most of them."""
-    parts = ("tables", "state of their optimiser", "their dense gradients", "frozen copies of tables")
+    parts = ("tables", "state of their optimizer", "their dense gradients", "frozen copies of tables")
     of_rank = [[0.0] * len(parts) for _ in range(workload.ranks)]
     for spec in workload.tables():
         placement = placements.get(spec.name, _NOWHERE)

@@ -67,7 +67,7 @@ class LoggingPolicy(NamedTuple):
         return self.random_share / len(self.topic) + (1 - self.random_share) * chosen
 
     def propensity_of_all(self, user_rows: IntArray) -> FloatArray:
-        """Marginal probabilities ``[N, V]`` of the whole catalogue; every row sums to 1."""
+        """Marginal probabilities ``[N, V]`` of the whole catalog; every row sums to 1."""
         chosen = self.topic_probability[user_rows][:, self.topic] * self.share_of_topic
         return self.random_share / len(self.topic) + (1 - self.random_share) * chosen
 

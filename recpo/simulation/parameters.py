@@ -24,14 +24,14 @@ class SimulationParameters:
         items: number of items, V.
         events: number of rows of the log, exactly.
         days: the log covers days 0..days-1; a session that starts before midnight may run past it.
-        random_share: probability epsilon that an exposure is drawn uniformly from the catalogue.
-        topics: number of topics; a topic may be empty when the catalogue is small.
+        random_share: probability epsilon that an exposure is drawn uniformly from the catalog.
+        topics: number of topics; a topic may be empty when the catalog is small.
         drift: mean speed at which a taste turns, radians per day; 0 = tastes stand still.
         dislike_cost: what one dislike takes from the reward.
         seed: every random number follows from it.
         latent_dim: dimension d of tastes and item latents.
         start_ms: time of day 0, 00:00 UTC, milliseconds since the epoch (2026-01-05, a Monday).
-        topic_share: share of an item latent's squared length that is its topic's centre; the rest is its own.
+        topic_share: share of an item latent's squared length that is its topic's center; the rest is its own.
         taste_scale: weight of ``<taste, latent>`` in the affinity logit.
         quality_scale: weight of the item quality (standard normal) in the affinity logit.
         affinity_bias: constant of the affinity logit.

@@ -31,7 +31,7 @@ _MIN_DURATION, _MAX_DURATION = 3.0, 900.0  # seconds
 
 
 class Items(NamedTuple):
-    """The catalogue, ascending by ``item_id``.
+    """The catalog, ascending by ``item_id``.
 
     Attributes:
         item_id: ``[V]`` int64, ascending with gaps.
@@ -72,14 +72,14 @@ class Users(NamedTuple):
     topic_logit: FloatArray
 
 
-def topic_centres(parameters: SimulationParameters) -> FloatArray:
-    """The centres ``[T, d]`` of the topics, unit length."""
+def topic_centers(parameters: SimulationParameters) -> FloatArray:
+    """The centers ``[T, d]`` of the topics, unit length."""
     rng = parameters.generator(_CENTRE_STREAM)
     return _unit(rng.standard_normal((parameters.topics, parameters.latent_dim)))
 
 
 def draw_items(parameters: SimulationParameters) -> Items:
-    """Draws the catalogue; popularity knows little of quality, and clickbait is more popular."""
+    """Draws the catalog; popularity knows little of quality, and clickbait is more popular."""
     rng = parameters.generator(_ITEM_STREAM)
     size = parameters.items
     topic = rng.choice(parameters.topics, size=size, p=rng.dirichlet(np.full(parameters.topics, 5.0)))
@@ -92,7 +92,7 @@ def draw_items(parameters: SimulationParameters) -> Items:
     return Items(
         item_id=_identifiers(rng, size),
         topic=topic.astype(np.int32),
-        latent=(np.sqrt(share) * topic_centres(parameters)[topic] + np.sqrt(1 - share) * own).astype(np.float32),
+        latent=(np.sqrt(share) * topic_centers(parameters)[topic] + np.sqrt(1 - share) * own).astype(np.float32),
         quality=quality.astype(np.float32),
         clickbait=clickbait,
         duration=np.clip(duration, _MIN_DURATION, _MAX_DURATION).round(3).astype(np.float32),
@@ -104,11 +104,11 @@ def draw_users(parameters: SimulationParameters) -> Users:
     """Draws the population; a taste is a sparse mix of topics plus a part of its own."""
     rng = parameters.generator(_USER_STREAM)
     size = parameters.users
-    centres = topic_centres(parameters)
-    taste = _draw_tastes(rng, centres, size)
-    other = _draw_tastes(rng, centres, size)
+    centers = topic_centers(parameters)
+    taste = _draw_tastes(rng, centers, size)
+    other = _draw_tastes(rng, centers, size)
     orthogonal = other - np.sum(other * taste, axis=1, keepdims=True) * taste
-    believed = taste @ centres.T + parameters.topic_noise * rng.standard_normal((size, len(centres)))
+    believed = taste @ centers.T + parameters.topic_noise * rng.standard_normal((size, len(centers)))
     activity = np.exp(parameters.activity_spread * rng.standard_normal(size))
     return Users(
         user_id=_identifiers(rng, size),
@@ -126,7 +126,7 @@ class Preferences(NamedTuple):
     Attributes:
         parameters: the constants of the formulas.
         users: the population.
-        items: the catalogue.
+        items: the catalog.
     """
 
     parameters: SimulationParameters
@@ -135,7 +135,7 @@ class Preferences(NamedTuple):
 
     @classmethod
     def draw(cls, parameters: SimulationParameters) -> Preferences:
-        """The population and the catalogue of these parameters."""
+        """The population and the catalog of these parameters."""
         return cls(parameters, draw_users(parameters), draw_items(parameters))
 
     def taste(self, user_rows: IntArray, day: ArrayLike) -> FloatArray:
@@ -150,7 +150,7 @@ class Preferences(NamedTuple):
         return self._from_match(match, self.items.quality[item_rows])
 
     def affinity_to_all(self, user_rows: IntArray, day: ArrayLike) -> FloatArray:
-        """Affinities ``[N, V]`` of users ``[N]`` for the whole catalogue."""
+        """Affinities ``[N, V]`` of users ``[N]`` for the whole catalog."""
         match = self.taste(user_rows, day) @ self.items.latent.T.astype(np.float64)
         return self._from_match(match, self.items.quality)
 
@@ -169,9 +169,9 @@ class Preferences(NamedTuple):
         return 1 / (1 + np.exp(-logit))
 
 
-def _draw_tastes(rng: np.random.Generator, centres: FloatArray, size: int) -> FloatArray:
-    topics, dim = centres.shape
-    mix = _unit(rng.dirichlet(np.full(topics, _TASTE_CONCENTRATION), size) @ centres)
+def _draw_tastes(rng: np.random.Generator, centers: FloatArray, size: int) -> FloatArray:
+    topics, dim = centers.shape
+    mix = _unit(rng.dirichlet(np.full(topics, _TASTE_CONCENTRATION), size) @ centers)
     personal = _unit(rng.standard_normal((size, dim)))
     return _unit(np.sqrt(1 - _PERSONAL_SHARE) * mix + np.sqrt(_PERSONAL_SHARE) * personal)
 

@@ -20,7 +20,7 @@ from recpo.simulation.parameters import MILLISECONDS_PER_DAY, SimulationParamete
 from recpo.simulation.preferences import FloatArray, IntArray, Items, Preferences, Users
 
 FORMAT_VERSION = 1
-_CELLS_PER_CHUNK = 1 << 20  # of a users x items matrix: 8 MiB each, whatever the size of the catalogue
+_CELLS_PER_CHUNK = 1 << 20  # of a users x items matrix: 8 MiB each, whatever the size of the catalog
 _SUM_TOLERANCE = 1e-3  # a float32 softmax over a million items sums to 1 within this
 
 
@@ -81,7 +81,7 @@ class Truth:
 
     @property
     def item_ids(self) -> IntArray:
-        """The whole catalogue ``[V]``, ascending; some items may never have been exposed."""
+        """The whole catalog ``[V]``, ascending; some items may never have been exposed."""
         return self.preferences.items.item_id
 
     def day_of(self, timestamp: ArrayLike) -> FloatArray:

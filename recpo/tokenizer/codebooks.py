@@ -14,13 +14,13 @@ from torch import Tensor
 from recpo.errors import RecpoError
 from recpo.semantic_codes import CODEBOOKS
 
-Normalisation = Literal["l2", "standardise", "none"]
+Normalization = Literal["l2", "standardize", "none"]
 _BLOCK = 1 << 22  # floats of a block of distances
 
 
 @dataclass(frozen=True)
 class Codebooks:
-    """Residual codebooks: ``x ~ centroid_0[code_0] + ... + centroid_{T-1}[code_{T-1}]`` of a normalised vector ``x``.
+    """Residual codebooks: ``x ~ centroid_0[code_0] + ... + centroid_{T-1}[code_{T-1}]`` of a normalized vector ``x``.
 
     Attributes:
         centroids: ``[T, K, d]`` float32.
@@ -44,7 +44,7 @@ class Codebooks:
         """``K_t`` of every level."""
         return (self.centroids.shape[1],) * self.levels
 
-    def normalise(self, vectors: Tensor) -> Tensor:
+    def normalize(self, vectors: Tensor) -> Tensor:
         """``[n, d]`` vectors as the codebooks see them, in their dtype and on their device.
 
         Raises:
@@ -55,7 +55,7 @@ class Codebooks:
                 f"item vectors have {vectors.shape[1]} dimensions and the codebooks {len(self.shift)}: "
                 "use vectors of the model that the codebooks were made from"
             )
-        return _normalise(vectors.to(self.shift), self.shift, self.scale, bool(self.unit))
+        return _normalize(vectors.to(self.shift), self.shift, self.scale, bool(self.unit))
 
     def encode(self, points: Tensor, first_level: int = 0) -> Tensor:
         """Nearest codes ``[n, T - first_level]`` of ``points``, the residuals ``[n, d]`` before ``first_level``."""
@@ -96,20 +96,20 @@ class Codebooks:
             raise RecpoError(f"{file} is damaged ({error}): run `recpo tokenize` again") from error
 
 
-def normalisation(vectors: Tensor, kind: Normalisation) -> tuple[Tensor, Tensor, Tensor]:
+def normalization(vectors: Tensor, kind: Normalization) -> tuple[Tensor, Tensor, Tensor]:
     """``shift [d]``, ``scale [d]`` and ``unit`` of ``kind``, fitted on ``vectors [n, d]``.
 
-    "l2" brings every vector to length 1; "standardise" gives every dimension mean 0 and variance 1 (0 where it is
+    "l2" brings every vector to length 1; "standardize" gives every dimension mean 0 and variance 1 (0 where it is
     constant); "none" leaves vectors alone.
     """
     shift, scale = torch.zeros_like(vectors[0]), torch.ones_like(vectors[0])
-    if kind == "standardise":
+    if kind == "standardize":
         variance, shift = torch.var_mean(vectors, 0, correction=0)
         scale = torch.where(vectors.amin(0) == vectors.amax(0), scale, variance.sqrt())
     return shift, scale, torch.tensor(kind == "l2", device=vectors.device)
 
 
-def _normalise(vectors: Tensor, shift: Tensor, scale: Tensor, unit: bool) -> Tensor:
+def _normalize(vectors: Tensor, shift: Tensor, scale: Tensor, unit: bool) -> Tensor:
     points = (vectors - shift).div_(scale)
     if unit:
         points /= points.norm(dim=1, keepdim=True).clamp_min(torch.finfo(points.dtype).tiny)

@@ -1,4 +1,4 @@
-"""Vectors or codes of items out of the columns of Parquet files, in the order of the catalogue, batch by batch."""
+"""Vectors or codes of items out of the columns of Parquet files, in the order of the catalog, batch by batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow.dataset as ds
 
 from recpo.errors import RecpoError
 
-#: Internal ids (1..V, 0 = not in the catalogue) of external ones.
+#: Internal ids (1..V, 0 = not in the catalog) of external ones.
 ToInternal = Callable[[pa.Array], np.ndarray]
 
 
@@ -23,7 +23,7 @@ class ItemRows(NamedTuple):
     Attributes:
         values: ``[V, d]``; zero where the file does not name the item.
         found: ``[V]`` bool, the file names the item.
-        ignored: rows of items outside the catalogue.
+        ignored: rows of items outside the catalog.
     """
 
     values: np.ndarray
@@ -38,7 +38,7 @@ def read_vectors(file: Path, item_id: str, columns: Sequence[str], to_internal: 
         file: Parquet file, or a directory of such files.
         item_id: column of the external ids.
         columns: a column of lists of equal length, or one column of numbers for each dimension.
-        to_internal: the id map of the catalogue.
+        to_internal: the id map of the catalog.
         num_items: V.
 
     Raises:
@@ -54,7 +54,7 @@ def read_codes(file: Path, item_id: str, columns: Sequence[str], to_internal: To
         file: Parquet file, or a directory of such files.
         item_id: column of the external ids.
         columns: one column for each level.
-        to_internal: the id map of the catalogue.
+        to_internal: the id map of the catalog.
         num_items: V.
 
     Raises:
@@ -95,7 +95,7 @@ def _collect(
         values[rows], found[rows] = block, True
     if not found.any():
         raise RecpoError(
-            f"{file}: none of its {ignored} rows names an item of the catalogue; does column {item_id} hold the item "
+            f"{file}: none of its {ignored} rows names an item of the catalog; does column {item_id} hold the item "
             "ids of the log?"
         )
     return ItemRows(values, found, ignored)
@@ -131,7 +131,7 @@ def _vector_block(batch: pa.RecordBatch, columns: Sequence[str], file: Path) -> 
     if bad.any():
         raise RecpoError(
             f"{file}: vectors with nan or infinite values, the first is that of item "
-            f"{batch.column(0)[int(bad.argmax())]}: mend or remove them"
+            f"{batch.column(0)[int(bad.argmax())]}: fix or remove them"
         )
     return block
 

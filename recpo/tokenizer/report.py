@@ -17,7 +17,7 @@ MANY_MOVED = 0.1
 def level_statistics(codes: Tensor, codebook_sizes: tuple[int, ...]) -> list[dict[str, float]]:
     """Of every level of ``codes [V, T]``, how its codes are distributed over the items.
 
-    ``codebook_size`` K; ``utilisation``, the share of the K codes with at least one item; ``entropy``
+    ``codebook_size`` K; ``utilization``, the share of the K codes with at least one item; ``entropy``
     ``H = -sum p log p`` in nats; ``perplexity`` ``exp(H)``, at most K, the number of codes in equal use that has the
     same entropy; ``largest``, the share p of the most frequent code.
     """
@@ -28,7 +28,7 @@ def level_statistics(codes: Tensor, codebook_sizes: tuple[int, ...]) -> list[dic
         levels.append(
             {
                 "codebook_size": size,
-                "utilisation": float((share > 0).double().mean()),
+                "utilization": float((share > 0).double().mean()),
                 "entropy": float(entropy),
                 "perplexity": float(entropy.exp()),
                 "largest": float(share.max()),
@@ -41,7 +41,7 @@ def reconstruction_errors(points: Tensor, codebooks: Codebooks, codes: Tensor) -
     """Mean squared error after 1, 2, .. T levels, divided by the variance of the points (1 = the mean says as much).
 
     Args:
-        points: ``[n, d]`` normalised vectors.
+        points: ``[n, d]`` normalized vectors.
         codebooks: T levels.
         codes: ``[n, T]``.
     """

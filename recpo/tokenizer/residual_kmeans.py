@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recpo.errors import RecpoError
 from recpo.tokenizer.capacity import settle
-from recpo.tokenizer.codebooks import Codebooks, Normalisation, nearest, normalisation, squared_distances, subtract
+from recpo.tokenizer.codebooks import Codebooks, Normalization, nearest, normalization, squared_distances, subtract
 
 _POINTS_PER_CODE = 32
 _LARGEST = 1e15
@@ -24,23 +24,23 @@ def _nothing() -> None:
 class ResidualKMeans:
     """Level t clusters the residuals ``x - centroid_0[code_0] - ... - centroid_{t-1}[code_{t-1}]`` by Lloyd's k-means.
 
-    Residual quantisation: Chen, Guan and Wang, "Approximate nearest neighbor search by residual vector quantization"
+    Residual quantization: Chen, Guan and Wang, "Approximate nearest neighbor search by residual vector quantization"
     (Sensors 2010); for semantic ids: QARM, arXiv 2411.11739, and OneRec, arXiv 2502.18965, which also balances codes.
     Equal vectors and seed give equal codes.
 
     Attributes:
         levels: T.
         codebook_size: K, codes of every level.
-        normalise: what happens to the vectors first (``recpo.tokenizer.codebooks.normalisation``).
+        normalize: what happens to the vectors first (``recpo.tokenizer.codebooks.normalization``).
         capacity_slack: a number from 1: no code of a level is given to more than ``slack * items / K`` items, so that
-            none swallows the catalogue; None = every item gets its nearest code.
+            none swallows the catalog; None = every item gets its nearest code.
         iterations: steps of Lloyd's algorithm.
         sample: how many items the codebooks are fitted on (at least 32 for each code); all of them get codes.
     """
 
     levels: int = 3
     codebook_size: int = 256
-    normalise: Normalisation = "l2"
+    normalize: Normalization = "l2"
     capacity_slack: float | None = 2.0
     iterations: int = 25
     sample: int = 65_536
@@ -71,9 +71,9 @@ class ResidualKMeans:
         """
         if float(vectors.abs().max()) > _LARGEST:
             raise RecpoError(f"item vectors have values beyond {_LARGEST:g}, whose squares overflow: scale them down")
-        shift, scale, unit = normalisation(vectors, self.normalise)
+        shift, scale, unit = normalization(vectors, self.normalize)
         empty = Codebooks(vectors.new_zeros(0, self.codebook_size, vectors.shape[1]), shift, scale, unit)
-        residual = empty.normalise(vectors)
+        residual = empty.normalize(vectors)
         generator = torch.Generator().manual_seed(seed)
         sampled = max(self.sample, _POINTS_PER_CODE * self.codebook_size)
         centroids, codes = [], []

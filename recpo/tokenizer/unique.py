@@ -23,7 +23,7 @@ def nearest_free(points: Tensor, codebooks: Codebooks, codes: Tensor, kept: Tens
     nearest free last code. Nobody else moves.
 
     Args:
-        points: ``[V, d]`` normalised vectors (``Codebooks.normalise``).
+        points: ``[V, d]`` normalized vectors (``Codebooks.normalize``).
         codebooks: the codebooks of the codes.
         codes: ``[V, T]``.
         kept: ``[V]`` bool, items that must not move; their tuples are unique.

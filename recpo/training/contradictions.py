@@ -1,4 +1,4 @@
-"""What does not fit together, said before training starts and with the option that mends it."""
+"""What does not fit together, said before training starts and with the option that fixes it."""
 
 from __future__ import annotations
 

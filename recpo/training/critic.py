@@ -26,7 +26,7 @@ class CriticOptions:
             better reward model where the policy was trained on the same log.
         gamma: discount of Q-learning; 0 = a regression on the rewards.
         double: the online network chooses the best next item, the target network values it; false: the target both.
-        target_every: optimiser steps between two updates of the target network (encoder and Q head).
+        target_every: optimizer steps between two updates of the target network (encoder and Q head).
         target_rate: how far an update moves it towards the online network; 1 = all the way.
     """
 
@@ -66,7 +66,7 @@ class Critic(nn.Module):
         self.target = None if self.q_value is None else Snapshot(policy, self.q_value)
 
     def refresh_target(self, policy: StatePolicy, step: int) -> None:
-        """Moves the target network where it is due at optimiser step ``step``."""
+        """Moves the target network where it is due at optimizer step ``step``."""
         if self.target is not None and step and step % self.options.target_every == 0:
             self.target.refresh(policy, self.q_value, self.options.target_rate)
 

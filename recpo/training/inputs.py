@@ -104,7 +104,7 @@ class InputBuilder(nn.Module):
         self.rollouts = None if sources.rollout is None else Rollouts(sources.seed)
 
     def refresh(self, policy: Policy, step: int, snapshot_every: int) -> None:
-        """Brings snapshot and target network to where they stand at optimiser step ``step``."""
+        """Brings snapshot and target network to where they stand at optimizer step ``step``."""
         if self.old is not None and step % snapshot_every == 0:
             self.old.refresh(policy, None if self.critic is None else self.critic.state_value)
         if self.critic is not None and isinstance(policy, StatePolicy):
@@ -152,7 +152,7 @@ class InputBuilder(nn.Module):
     def _of_slates(self, inputs: ObjectiveInputs, slates: Slates) -> ObjectiveInputs:
         """With what stands on the slates already."""
         if "labels" in self._requires:
-            inputs = inputs._replace(watch_quantile=slates.watch_quantile, dislike=slates.dislike)
+            inputs = inputs._replace(label=slates.label, dislike=slates.dislike)
         chosen = first_position(slates.mask) if "chosen" in self._requires else None
         return inputs._replace(rewards=slates.reward, chosen=chosen)
 

@@ -65,9 +65,9 @@ class ScoreMetrics:
         scores = item_scores(policy, self._head, batch.feedback.histories, slates)
         sums = []
         if self._pointwise is not None:
-            assert slates.watch_quantile is not None
+            assert slates.label is not None
             assert slates.dislike is not None
-            targets, known = self._pointwise.targets(slates.watch_quantile, slates.dislike)
+            targets, known = self._pointwise.targets(slates.label, slates.dislike)
             known = known & slates.mask[..., None]
             sums.append((-pointwise_reward_loss(scores, targets, known).double().sum(), known.sum().double()))
         per_user = exposure_auc(scores[..., 0], held_out_targets(batch, self._threshold))["AUC_skips"]

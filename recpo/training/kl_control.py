@@ -71,7 +71,7 @@ class KLTarget:
 
 
 class KLControl:
-    """Measures divergences over whole optimiser steps, moves the coefficient and stops a phase that went too far.
+    """Measures divergences over whole optimizer steps, moves the coefficient and stops a phase that went too far.
 
     Args:
         objective: whose ``kl_coef`` is moved.

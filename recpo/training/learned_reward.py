@@ -98,13 +98,13 @@ def load_calibration(run: Path, checkpoint: Checkpoint = "best") -> Calibration:
     Raises:
         RecpoError: nothing was fitted, or to other weights.
     """
-    mend = f"run `recpo calibrate --run {run} --checkpoint {checkpoint}` with the prepared directory it was trained on"
+    fix = f"run `recpo calibrate --run {run} --checkpoint {checkpoint}` with the prepared directory it was trained on"
     file = Path(run) / CALIBRATION
     if not file.is_file():
-        raise RecpoError(f"{run} is not calibrated: its scores are no probabilities yet; {mend}")
+        raise RecpoError(f"{run} is not calibrated: its scores are no probabilities yet; {fix}")
     content = json.loads(file.read_text(encoding="utf-8"))
     if content["checkpoint_sha256"] != checkpoint_sha256(run, checkpoint):
-        raise RecpoError(f"{file} belongs to other weights than {checkpoint_path(run, checkpoint)}; {mend}")
+        raise RecpoError(f"{file} belongs to other weights than {checkpoint_path(run, checkpoint)}; {fix}")
     fitted = [content["targets"][name]["calibration"] for name in TARGETS]
     return Calibration(tuple(f["scale"] for f in fitted), tuple(f["shift"] for f in fitted))
 
@@ -140,9 +140,9 @@ class LearnedReward(RewardFunction):
             load_calibration(self.run, self.checkpoint)
 
     @property
-    def catalogue_checksum(self) -> str | None:
-        """See ``RewardFunction.catalogue_checksum``."""
-        return str(read_finished(self.run)["catalogue_checksum"])
+    def catalog_checksum(self) -> str | None:
+        """See ``RewardFunction.catalog_checksum``."""
+        return str(read_finished(self.run)["catalog_checksum"])
 
     @cached_property
     def model(self) -> RewardModel:

@@ -32,7 +32,7 @@ def with_hard_negatives(batch: FeedbackBatch, policy: Policy, count: int) -> Fee
             item_ids=torch.cat([slates.item_ids, items * kept], 1),
             visible=torch.cat([slates.visible, batch.histories.lengths[:, None] * kept], 1),
             mask=torch.cat([slates.mask, kept], 1),
-            watch_quantile=appended(slates.watch_quantile, torch.nan),
+            label=appended(slates.label, torch.nan),
             dislike=appended(slates.dislike, 0),
             reward=appended(slates.reward, torch.nan),
             logp_behavior=appended(slates.logp_behavior, torch.nan),

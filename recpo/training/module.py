@@ -45,20 +45,20 @@ from recpo.types import EvaluationBatch, FeedbackBatch, SlateTraits
 class PreferenceModule(LightningModule):
     """Trains a policy with one objective; pre-training is the ``Likelihood`` objective.
 
-    The loss of every micro-batch on every rank is divided by the denominator of the whole optimiser step, so that
+    The loss of every micro-batch on every rank is divided by the denominator of the whole optimizer step, so that
     accumulation and data parallelism only split the work.
 
     Args:
         policy: the trained policy.
-        objective: what is minimised.
+        objective: what is minimized.
         advantage: turns the feedback of a batch into advantages; needed by objectives that weigh by them.
         reward: turns the feedback of a batch into rewards; needed by advantages and objectives that read them.
-        optimizer: makes the optimiser of the dense parameters.
-        sparse_optimizer: makes the optimiser of sparse embedding tables.
-        lr_scheduler: makes the learning-rate schedule, stepped once per optimiser step.
+        optimizer: makes the optimizer of the dense parameters.
+        sparse_optimizer: makes the optimizer of sparse embedding tables.
+        lr_scheduler: makes the learning-rate schedule, stepped once per optimizer step.
         old_policy: where the old log-probabilities come from: ``current`` (there are none: every ratio is 1),
             ``logged`` (the propensity column of the log) or ``snapshot`` (a frozen copy).
-        snapshot_every: optimiser steps between two refreshes of the snapshot; with ``rollout``, a phase.
+        snapshot_every: optimizer steps between two refreshes of the snapshot; with ``rollout``, a phase.
         reference: ``frozen`` keeps a copy of the policy that training starts from; ``cached`` computes its
             log-probabilities once before training; ``snapshot`` takes the old policy, the previous iterate.
         rollout: learn from candidates that the snapshot draws, instead of the logged slates.
@@ -165,7 +165,7 @@ class PreferenceModule(LightningModule):
             self.inputs.cache = ReferenceCache(self.policy, batches, batches.num_rows, device)
 
     def configure_optimizers(self) -> Any:
-        """Dense and sparse parameters under one optimiser; the schedule steps with it."""
+        """Dense and sparse parameters under one optimizer; the schedule steps with it."""
         optimizer = build_optimizer(self, self._optimizer, self._sparse_optimizer)
         if self._lr_scheduler is None:
             return optimizer
@@ -247,7 +247,7 @@ class PreferenceModule(LightningModule):
         """Turns the nominal denominator into the true one."""
         assert self._step_count is not None
         self._kl.end_step(self._sum_over_ranks)
-        if self._kl.stopped:  # an optimiser leaves parameters without a gradient as they are, momentum and all
+        if self._kl.stopped:  # an optimizer leaves parameters without a gradient as they are, momentum and all
             for parameter in self.parameters():
                 parameter.grad = None
         elif self.trainer.accumulate_grad_batches > 1:
@@ -266,7 +266,7 @@ class PreferenceModule(LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
-        """Ranks the catalogue for a batch of held-out users, or scores what they were shown."""
+        """Ranks the catalog for a batch of held-out users, or scores what they were shown."""
         self._validation.update(self.policy, batch)
 
     def on_validation_epoch_end(self) -> None:
@@ -276,7 +276,7 @@ class PreferenceModule(LightningModule):
         self.log_dict(self.validated, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what is neither a weight nor the optimiser's."""
+        """Adds what is neither a weight nor the optimizer's."""
         checkpoint["kl_control"] = self._kl.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Dense and sparse parameters under one optimiser, as Lightning's automatic optimisation wants it."""
+"""Dense and sparse parameters under one optimizer, as Lightning's automatic optimization wants it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SchedulerFactory = Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 class JointOptimizer(Optimizer):
-    """Steps several optimisers as one; their parameter groups are shared, so schedules and loggers see them all.
+    """Steps several optimizers as one; their parameter groups are shared, so schedules and loggers see them all.
 
     Attributes:
-        members: the optimisers.
+        members: the optimizers.
     """
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
@@ -58,7 +58,7 @@ class JointOptimizer(Optimizer):
 def build_optimizer(model: nn.Module, dense: OptimizerFactory, sparse: OptimizerFactory) -> Optimizer:
     """Gives the weights of sparse item tables to ``sparse`` and every other trainable parameter to ``dense``.
 
-    Tables that bring an optimiser of their own keep it, and the blocks of a sharded table get a ``dense`` one that has
+    Tables that bring an optimizer of their own keep it, and the blocks of a sharded table get a ``dense`` one that has
     no other parameters: distributed tensors and plain ones cannot be stepped in one go.
     """
     tables = [module for module in model.modules() if isinstance(module, ItemTable) and module.weight.requires_grad]

@@ -41,8 +41,8 @@ class RolloutOptions:
 
     Attributes:
         group_size: G, candidates per context.
-        batches: optimiser steps of one pass over a phase: so many different batches share a snapshot.
-        epochs: passes over a phase, with the same candidates; a phase is ``batches * epochs`` optimiser steps.
+        batches: optimizer steps of one pass over a phase: so many different batches share a snapshot.
+        epochs: passes over a phase, with the same candidates; a phase is ``batches * epochs`` optimizer steps.
         temperature: divides the scores before the softmax (at every token); ``pi_old`` is what is drawn from, so with
             anything but 1 ratios do not start at 1.
         top_p: draw only from the smallest set of choices whose probability reaches this share; 1 = from all.
@@ -57,7 +57,7 @@ class RolloutOptions:
         preference: turn a scored group into a preference list for the DPO family: the candidate of the highest reward
             against all that have less (``best_vs_rest``) or against the lowest (``best_vs_worst``).
         max_kl: nats per item; once the policy is farther than this from the snapshot, KL(old || policy) by the k3
-            estimate over an optimiser step, that step and the rest of the phase are not taken.
+            estimate over an optimizer step, that step and the rest of the phase are not taken.
     """
 
     group_size: int = 8
@@ -89,7 +89,7 @@ class RolloutOptions:
 
     @property
     def phase_steps(self) -> int:
-        """Optimiser steps of a phase."""
+        """Optimizer steps of a phase."""
         return self.batches * self.epochs
 
     @property
@@ -207,7 +207,7 @@ def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Can
         item_ids=item_ids * kept,
         visible=histories.lengths[:, None] * kept,
         mask=kept,  # a draw that is no item stays: a reward may know it, as a miss
-        watch_quantile=torch.full(kept.shape, torch.nan, device=kept.device),
+        label=torch.full(kept.shape, torch.nan, device=kept.device),
         dislike=torch.zeros_like(kept),
         is_logged=torch.zeros_like(kept),
         ends_session=torch.ones_like(kept),  # every candidate is a step of its own: what would follow it is not known
@@ -266,8 +266,8 @@ def _draw_metrics(
         "valid_share": masked_mean(valid, generated),
         "unique_share": unique.sum() / valid.sum().clamp(min=1),
     }
-    if logged.watch_quantile is not None:
-        liked = logged.mask & (logged.watch_quantile >= positive_threshold)
+    if logged.label is not None:
+        liked = logged.mask & (logged.label >= positive_threshold)
         liked = liked if logged.dislike is None else liked & ~logged.dislike
         hit = valid & is_member(slates.item_ids, logged.item_ids, liked)
         metrics["hit_group_share"] = masked_mean(hit.any(-1), logged.mask.any(-1))

@@ -35,9 +35,9 @@ def checkpoint_path(run: Path, checkpoint: str = "best") -> Path:
     return Path(run) / CHECKPOINTS / f"{checkpoint}.ckpt"
 
 
-def mark_finished(run: Path, policy: Policy, catalogue_checksum: str, results: dict[str, float]) -> None:
+def mark_finished(run: Path, policy: Policy, catalog_checksum: str, results: dict[str, float]) -> None:
     """Writes ``run.json``, after which other verbs take the run for a whole one."""
-    value = {"num_items": policy.num_items, "catalogue_checksum": catalogue_checksum, "results": results}
+    value = {"num_items": policy.num_items, "catalog_checksum": catalog_checksum, "results": results}
     write_json(Path(run) / FINISHED, value)
 
 
@@ -58,18 +58,18 @@ def read_finished(run: Path) -> dict[str, Any]:
     return finished
 
 
-def refuse_other_items(run: Path, catalogue_checksum: str, prepared: object) -> None:
+def refuse_other_items(run: Path, catalog_checksum: str, prepared: object) -> None:
     """Raises where a run was not trained on the items of a prepared directory.
 
     Args:
         run: the run directory.
-        catalogue_checksum: of the prepared directory.
+        catalog_checksum: of the prepared directory.
         prepared: the directory itself, for the message.
 
     Raises:
         RecpoError: the items differ, or the run did not finish.
     """
-    if read_finished(run)["catalogue_checksum"] != catalogue_checksum:
+    if read_finished(run)["catalog_checksum"] != catalog_checksum:
         raise RecpoError(
             f"{run} was trained on other items than {prepared} holds (items.parquet differs): name the prepared "
             "directory it was trained on"

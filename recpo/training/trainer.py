@@ -51,14 +51,14 @@ class ProgressBar(TQDMProgressBar):
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Keeps the last state: after every epoch, every so many optimiser steps, and where ``max_steps`` ends an epoch.
+    """Keeps the last state: after every epoch, every so many optimizer steps, and where ``max_steps`` ends an epoch.
 
     Of an epoch that ``max_steps`` cuts short Lightning would keep a state in which it is over, and a run that goes on
     from there would leave the rest of it out.
 
     Args:
         directory: of the checkpoints.
-        every: optimiser steps; None = only after epochs.
+        every: optimizer steps; None = only after epochs.
     """
 
     def __init__(self, directory: Path, every: int | None) -> None:
@@ -110,7 +110,7 @@ class TrainerOptions:
         Args:
             run: the run directory.
             monitor: validation metric whose largest value marks the best policy.
-            checkpoint_every: also keep the state every so many optimiser steps, to resume from, not only every epoch.
+            checkpoint_every: also keep the state every so many optimizer steps, to resume from, not only every epoch.
             guards: further callbacks, which look at the metrics.
         """
         _quieten()

@@ -1,4 +1,4 @@
-"""What is watched while training: rankings of the full catalogue for the held-out users of the validation split."""
+"""What is watched while training: rankings of the full catalog for the held-out users of the validation split."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class ValidationMetrics:
 
     Items of the user's past are left out of the lists and of the targets. Users without a positive target are left out
     of the first two means, users without a held-out dislike out of the third. ``coverage@k`` is the share of the
-    catalogue on at least one list; with ``item_counts``, ``Recall_head@k`` and ``Recall_tail@k`` are the recalls of the
-    positives outside and inside the tail of the catalogue (``tail_items``).
+    catalog on at least one list; with ``item_counts``, ``Recall_head@k`` and ``Recall_tail@k`` are the recalls of the
+    positives outside and inside the tail of the catalog (``tail_items``).
 
     Args:
         k: length of the lists.
         positive_threshold: watch quantile from which an event counts as positive, unless it was disliked.
-        num_items: catalogue size.
+        num_items: catalog size.
         item_counts: ``[V]`` training events of the items 1..V.
     """
 

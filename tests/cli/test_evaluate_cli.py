@@ -209,7 +209,7 @@ def test_the_validation_period_is_called_optimistic(road, tmp_path, capsys):
     assert "chosen by their NDCG on this very period" in capsys.readouterr().out
 
 
-def test_lists_longer_than_the_catalogue_are_the_whole_catalogue(road, tmp_path):
+def test_lists_longer_than_the_catalog_are_the_whole_catalog(road, tmp_path):
     out = tmp_path / "evaluation"
     options = ["--ks", "[10, 1000]", "--bundle", str(road / "bundle"), "--baselines", "[cooccurrence]"]
     assert run_on(road, out, *options, "--off_policy", "null") == 0
@@ -249,7 +249,7 @@ def test_the_same_run_twice_and_contenders_of_other_items_are_refused(road, tmp_
     assert "named twice" in capsys.readouterr().err
     other = shutil.copytree(road / "run-0", tmp_path / "other")
     finished = json.loads((other / "run.json").read_text())
-    (other / "run.json").write_text(json.dumps(finished | {"catalogue_checksum": "0"}))
+    (other / "run.json").write_text(json.dumps(finished | {"catalog_checksum": "0"}))
     assert run_on(road, out, "--run", str(other)) == 1
     assert "other items" in capsys.readouterr().err
     prepared = shutil.copytree(road / "prepared", tmp_path / "prepared")

@@ -21,7 +21,7 @@ def write(frame, path):
 
 
 @pytest.fixture(scope="module")
-def catalogue(prepared):
+def catalog(prepared):
     return pd.read_parquet(prepared / "items.parquet")
 
 
@@ -29,19 +29,19 @@ def tags_of(facts, item):
     return facts.tags.tags[facts.tags.offsets[item] : facts.tags.offsets[item + 1]].tolist()
 
 
-def test_tags_are_numbered_once_per_item_and_other_items_are_ignored(prepared, catalogue, tmp_path):
-    ids = catalogue["item_id"].tolist()
+def test_tags_are_numbered_once_per_item_and_other_items_are_ignored(prepared, catalog, tmp_path):
+    ids = catalog["item_id"].tolist()
     rows = {"id": [ids[2], 10**9, ids[0], ids[1]], "genre": [["a", "b", "b"], ["z"], None, ["b", None]]}
     facts = item_facts(Prepared.open(prepared), ItemFeatures(write(rows, tmp_path / "f.parquet"), "id", tags="genre"))
     assert facts.tags.num_tags == 2
     assert [tags_of(facts, item) for item in range(5)] == [[], [], [1], [0, 1], []]
     assert len(facts.tags.offsets) == len(ids) + 2
-    assert facts.train_count[1:].tolist() == catalogue["train_count"].tolist()
-    assert facts.duration[1:].tolist() == catalogue["duration"].tolist()
+    assert facts.train_count[1:].tolist() == catalog["train_count"].tolist()
+    assert facts.duration[1:].tolist() == catalog["duration"].tolist()
 
 
-def test_a_tag_may_be_a_plain_value_and_vectors_are_optional(prepared, catalogue, tmp_path):
-    ids = catalogue["item_id"].tolist()
+def test_a_tag_may_be_a_plain_value_and_vectors_are_optional(prepared, catalog, tmp_path):
+    ids = catalog["item_id"].tolist()
     rows = {"item_id": ids[:2], "topic": [7, 7], "vector": [[1.0, 0.0], [0.0, 1.0]]}
     file = write(rows, tmp_path / "f.parquet")
     facts = item_facts(Prepared.open(prepared), ItemFeatures(file, tags="topic", vectors="vector"))
@@ -52,7 +52,7 @@ def test_a_tag_may_be_a_plain_value_and_vectors_are_optional(prepared, catalogue
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({"item_id": [10**9], "topic": [1]}, "names no item of the catalogue"),
+        ({"item_id": [10**9], "topic": [1]}, "names no item of the catalog"),
         ({"item_id": ["x"], "topic": [1]}, "cast them"),
         ({"item": [1], "topic": [1]}, "has no column item_id; it has item, topic"),
     ],

@@ -49,7 +49,7 @@ def test_a_policy_and_a_baseline(prepared, propensity):
 def test_the_reward_model_is_that_of_the_training_period(prepared):
     setting, _ = evaluated(prepared, "logged")
     events = Prepared.open(prepared).load("train", 0)
-    reward = events.watch_quantile - events.dislike
+    reward = events.label - events.dislike
     assert setting.model.mean == pytest.approx(np.nanmean(reward), abs=1e-5)
     items, effect = np.unique(events.item_index), setting.model.item_effect.numpy()
     means = np.array([np.nanmean(reward[events.item_index == item]) for item in items])

@@ -29,7 +29,7 @@ def test_a_plan_in_a_process_of_its_own(tmp_path):
     assert "num_items: 20000000" in out.with_name("plan.resolved.yaml").read_text()
 
 
-def test_the_catalogue_and_the_events_of_a_prepared_directory(prepared, tmp_path, capsys):
+def test_the_catalog_and_the_events_of_a_prepared_directory(prepared, tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert main(["plan", f"--prepared={prepared}", "--ranks=2", "--batch_size=4", f"--out={out}"]) == 0
     manifest = json.loads((prepared / "manifest.json").read_text())
@@ -40,7 +40,7 @@ def test_the_catalogue_and_the_events_of_a_prepared_directory(prepared, tmp_path
     assert "steps per epoch" in capsys.readouterr().out
 
 
-def test_semantic_ids_without_item_vectors_do_not_grow_with_the_catalogue(tmp_path, capsys):
+def test_semantic_ids_without_item_vectors_do_not_grow_with_the_catalog(tmp_path, capsys):
     plans = []
     for items in (1_000_000, 1_000_000_000):
         out = tmp_path / f"{items}.json"
@@ -68,8 +68,8 @@ def test_what_does_not_fit_is_printed_and_refused(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "give the catalogue size with --num_items, or a prepared directory"),
-        (("--num_items=10", "--prepared=nowhere"), "give the catalogue size with --num_items, or a prepared directory"),
+        ((), "give the catalog size with --num_items, or a prepared directory"),
+        (("--num_items=10", "--prepared=nowhere"), "give the catalog size with --num_items, or a prepared directory"),
         (("--num_items=10", "--ranks=6", "--ranks_per_node=4"), "6 ranks cannot be split into nodes of 4"),
         (("--num_items=10", "--between_nodes_gb=0"), "bandwidths are positive, got 600.0 and 0.0"),
         (("--num_items=10", "--kv_groups=0"), "kv_groups must be at least 1"),

@@ -34,7 +34,7 @@ out: {tmp_path}/prepared
 columns: {{user_id: who, item_id: what, timestamp: when, label: click, time_unit: s}}
 split: {{class_path: LeaveLastOut}}
 label: BinaryColumn
-catalogue: log
+catalog: log
 """
     )
     done = recpo("--config", tmp_path / "prepare.yaml")

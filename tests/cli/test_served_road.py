@@ -21,7 +21,7 @@ from recpo.training.run import load_policy
 def test_a_run_on_other_items_is_not_exported(road, tmp_path, capsys):
     other = shutil.copytree(road / "run-0", tmp_path / "other")
     finished = json.loads((other / "run.json").read_text())
-    (other / "run.json").write_text(json.dumps(finished | {"catalogue_checksum": "0"}))
+    (other / "run.json").write_text(json.dumps(finished | {"catalog_checksum": "0"}))
     options = ["--run", str(other), "--prepared", str(road / "prepared"), "--out", str(tmp_path / "bundle")]
     assert main(["export", *options]) == 1
     assert "other items" in capsys.readouterr().err
@@ -73,7 +73,7 @@ def test_unreadable_histories_are_refused(road, tmp_path, capsys, content):
     assert not (tmp_path / "o.parquet").exists()
 
 
-def test_export_refuses_an_existing_output_and_caps_k_at_the_catalogue(road, capsys):
+def test_export_refuses_an_existing_output_and_caps_k_at_the_catalog(road, capsys):
     options = ["--run", str(road / "run-0"), "--prepared", str(road / "prepared"), "--out", str(road / "bundle")]
     assert main(["export", *options]) == 1
     assert "exists already" in capsys.readouterr().err

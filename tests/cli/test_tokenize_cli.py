@@ -50,7 +50,7 @@ def test_from_a_log_to_codes_in_a_process_of_its_own(prepared, tmp_path):
     data = Prepared.open(prepared)
     assert codes.num_items == data.num_items
     assert codes.codebook_sizes == (8, 8)
-    assert codes.catalogue_checksum == data.catalogue_checksum
+    assert codes.catalog_checksum == data.catalog_checksum
     table = pq.read_table(tmp_path / "codes/codes.parquet")
     assert table["item_id"].to_pylist() == item_ids(prepared)
     manifest = json.loads((tmp_path / "codes/manifest.json").read_text())
@@ -78,7 +78,7 @@ def test_an_existing_directory_is_kept_unless_told_otherwise(prepared, tmp_path,
 def test_vectors_of_a_file(prepared, tmp_path):
     ids = item_ids(prepared)
     file = write_vectors(tmp_path / "vectors.parquet", [*reversed(ids), 10**9])
-    assert tokenize(prepared, tmp_path / "codes", *from_file(file), *SMALL, "--normalise", "none") == 0
+    assert tokenize(prepared, tmp_path / "codes", *from_file(file), *SMALL, "--normalize", "none") == 0
     manifest = json.loads((tmp_path / "codes/manifest.json").read_text())
     assert manifest["rows_of_other_items"] == 1
     codes, books = SemanticCodes.load(tmp_path / "codes"), Codebooks.load(tmp_path / "codes")
@@ -91,7 +91,7 @@ def test_vectors_of_a_file(prepared, tmp_path):
     )
     columns = "[" + ",".join(f"v{number}" for number in range(6)) + "]"
     options = from_file(tmp_path / "columns.parquet", "--vectors.vector", columns)
-    assert tokenize(prepared, tmp_path / "other", *options, *SMALL, "--normalise", "none") == 0
+    assert tokenize(prepared, tmp_path / "other", *options, *SMALL, "--normalize", "none") == 0
     assert np.array_equal(SemanticCodes.load(tmp_path / "other").codes, codes.codes)
 
 
@@ -135,10 +135,10 @@ def test_vectors_of_a_run(prepared, tmp_path, capsys):
     assert tokenize(prepared, tmp_path / "codes", *source, *SMALL) == 0
     table = load_policy(run).item_table.weight.detach()[1:]
     books = Codebooks.load(tmp_path / "codes")
-    wanted = books.encode(books.normalise(table)).numpy()
+    wanted = books.encode(books.normalize(table)).numpy()
     moved = json.loads((tmp_path / "codes/manifest.json").read_text())["report"]["moved"]
     assert int((wanted != SemanticCodes.load(tmp_path / "codes").codes).any(1).sum()) == moved
-    other = json.loads((run / "run.json").read_text()) | {"catalogue_checksum": "other"}
+    other = json.loads((run / "run.json").read_text()) | {"catalog_checksum": "other"}
     (run / "run.json").write_text(json.dumps(other))
     assert tokenize(prepared, tmp_path / "refused", *source, *SMALL) == 1
     assert "was trained on other items than" in capsys.readouterr().err
@@ -167,7 +167,7 @@ def test_codes_of_a_file(prepared, tmp_path):
     assert np.array_equal(codes.codes[:, 0], numbers // 9)
 
 
-def test_the_shipped_configuration_on_a_small_catalogue(prepared, tmp_path):
+def test_the_shipped_configuration_on_a_small_catalog(prepared, tmp_path):
     ids, config = item_ids(prepared), Path(__file__).parents[2] / "configs/tokenize_beauty.yaml"
     assert f"recpo tokenize --config configs/{config.name}\n" in config.read_text()
     columns = {f"sid_{level}": [f"<{level}_{n // 2}>" for n in range(len(ids))] for level in "abcd"}
@@ -220,7 +220,7 @@ def test_codes_of_a_file_that_lacks_items(prepared, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def grown(world, tmp_path_factory):
-    """Two catalogues of one log: without and with some of its items."""
+    """Two catalogs of one log: without and with some of its items."""
     folder = tmp_path_factory.mktemp("grown")
     log = pa.concat_tables(pq.read_table(file) for file in sorted((world / "log").glob("*.parquet")))
     item = log["item_id"].to_numpy()
@@ -237,7 +237,7 @@ def test_old_items_keep_their_codes_and_new_ones_get_free_ones(grown, tmp_path, 
     old_ids, new_ids = item_ids(grown / "old"), item_ids(grown / "new")
     everything = sorted({*old_ids, *new_ids})
     options = from_file(write_vectors(tmp_path / "vectors.parquet", everything)) if source == "file" else []
-    first = [*options, *SMALL, "--normalise", "standardise", "--collisions", collisions]
+    first = [*options, *SMALL, "--normalize", "standardize", "--collisions", collisions]
     assert tokenize(grown / "old", tmp_path / "old", *first) == 0
     assert tokenize(grown / "new", tmp_path / "new", *options, "--codebooks", tmp_path / "old") == 0
     old, new = SemanticCodes.load(tmp_path / "old"), SemanticCodes.load(tmp_path / "new")  # loading checks uniqueness
@@ -248,7 +248,7 @@ def test_old_items_keep_their_codes_and_new_ones_get_free_ones(grown, tmp_path, 
     assert manifest["items_kept"] == len(given.keys() & found.keys())
     assert manifest["items_gone"] == len(given.keys() - found.keys())
     assert manifest["report"]["movable"] == len(found.keys() - given.keys())
-    assert manifest["catalogue_checksum"] == Prepared.open(grown / "new").catalogue_checksum
+    assert manifest["catalog_checksum"] == Prepared.open(grown / "new").catalog_checksum
     name = "codebooks.safetensors"
     assert (tmp_path / "old" / name).read_bytes() == (tmp_path / "new" / name).read_bytes()
 

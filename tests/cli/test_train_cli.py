@@ -45,7 +45,7 @@ def test_a_run_is_loadable_when_it_is_finished_and_refused_before(tmp_path, prep
     config = write_config(tmp_path, prepared, "run", epochs=1)
     assert main(["train", "--config", str(config)]) == 0
     finished = read_finished(tmp_path / "run")
-    assert {"num_items", "catalogue_checksum", "results"} <= finished.keys()
+    assert {"num_items", "catalog_checksum", "results"} <= finished.keys()
     policy = load_policy(tmp_path / "run")
     assert policy.num_items == finished["num_items"]
     assert not policy.training

@@ -42,7 +42,7 @@ def shard_batches(shards):
             "user_index": np.repeat(np.arange(USERS, dtype=np.int32) + shard * USERS, EVENTS_PER_USER),
             "item_index": rng.integers(1, 10_000, events).astype(np.int32),
             "timestamp": np.tile(np.arange(EVENTS_PER_USER) * 60_000, USERS),
-            "watch_quantile": rng.random(events).astype(np.float32),
+            "label": rng.random(events).astype(np.float32),
             "dislike": rng.random(events) < 0.02,
             "feedback": rng.integers(0, 6, events).astype(np.int8),
             "watch_time": rng.random(events).astype(np.float32),

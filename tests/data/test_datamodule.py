@@ -25,7 +25,7 @@ def write_shard(path, users, first_item, is_target=None):
         "user_index": np.repeat(users, counts).astype(np.int32),
         "item_index": np.arange(first_item, first_item + total, dtype=np.int32),
         "timestamp": np.arange(total, dtype=np.int64),
-        "watch_quantile": np.where(rng.random(total) < 0.2, np.nan, rng.random(total)).astype(np.float32),
+        "label": np.where(rng.random(total) < 0.2, np.nan, rng.random(total)).astype(np.float32),
         "dislike": rng.random(total) < 0.1,
         "feedback": rng.integers(0, 6, total).astype(np.int8),
         "watch_time": np.ones(total, np.float32),
@@ -95,13 +95,13 @@ def test_ranks_share_every_row_once_and_take_the_same_number_of_steps(shards):
     assert sorted(rows) == list(range(TrainBatches(shards, LAYOUT, 2, 0, Rank()).num_rows))
 
 
-def test_the_step_quantiles_are_those_of_every_micro_batch_and_rank(shards):
+def test_the_step_labels_are_those_of_every_micro_batch_and_rank(shards):
     whole = list(TrainBatches(shards, LAYOUT, 4, seed=0, rank=Rank()))
     split = list(TrainBatches(shards, LAYOUT, 2, seed=0, rank=Rank(accumulate=2)))
-    known = whole[0].slates.watch_quantile[~whole[0].slates.watch_quantile.isnan()]
-    assert whole[0].step_quantiles is None
+    known = whole[0].slates.label[~whole[0].slates.label.isnan()]
+    assert whole[0].step_labels is None
     for batch in split[:2]:
-        assert torch.equal(batch.step_quantiles.sort().values, known.sort().values)
+        assert torch.equal(batch.step_labels.sort().values, known.sort().values)
 
 
 def test_a_trainer_that_counts_its_batches_gets_the_next_epoch_too(shards):

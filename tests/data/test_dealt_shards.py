@@ -40,7 +40,7 @@ def write_shard(path, users, positive):
         "user_index": np.repeat(users, counts).astype(np.int32),
         "item_index": rng.integers(1, 31, total).astype(np.int32),
         "timestamp": np.arange(total, dtype=np.int64),
-        "watch_quantile": (rng.random(total) if positive else np.full(total, np.nan)).astype(np.float32),
+        "label": (rng.random(total) if positive else np.full(total, np.nan)).astype(np.float32),
         "dislike": rng.random(total) < 0.2,
         "feedback": np.zeros(total, np.int8),
         "propensity": np.full(total, np.nan, np.float32),
@@ -130,7 +130,7 @@ def test_with_one_rank_it_is_the_deal_of_batches(shards, accumulate, phases):
             assert torch.equal(batch.row_ids, expected.row_ids)
             assert torch.equal(batch.slates.item_ids, expected.slates.item_ids)
             if accumulate > 1:
-                assert torch.equal(batch.step_quantiles, expected.step_quantiles)
+                assert torch.equal(batch.step_labels, expected.step_labels)
 
 
 def test_the_order_is_that_of_seed_epoch_rank_and_number_of_ranks(shards):
@@ -228,13 +228,13 @@ def test_a_rank_without_any_context_keeps_step(tmp_path):
     assert not any(rows_of(ranks[1] + ranks[2]))
 
 
-def test_step_quantiles_are_those_of_the_own_part_of_the_step(shards):
-    assert next(iter(dealt(shards, Rank(1, 2)))).step_quantiles is None  # the batch is the rank's whole part
+def test_step_labels_are_those_of_the_own_part_of_the_step(shards):
+    assert next(iter(dealt(shards, Rank(1, 2)))).step_labels is None  # the batch is the rank's whole part
     batches = list(dealt(shards, Rank(1, 2, 2)))
     for first, second in zip(batches[::2], batches[1::2], strict=False):
-        own = torch.cat([b.slates.watch_quantile[b.slates.mask] for b in (first, second)])
-        assert torch.equal(first.step_quantiles, second.step_quantiles)
-        assert torch.equal(first.step_quantiles.sort().values, own.sort().values)
+        own = torch.cat([b.slates.label[b.slates.mask] for b in (first, second)])
+        assert torch.equal(first.step_labels, second.step_labels)
+        assert torch.equal(first.step_labels.sort().values, own.sort().values)
 
 
 def test_the_module_deals_as_it_is_told_and_every_row_is_every_row(shards, monkeypatch):

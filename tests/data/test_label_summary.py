@@ -18,11 +18,11 @@ def test_counts_are_those_of_the_shards(prepared, split):
     bucket = np.floor(np.log2(events["duration"].astype(float) + 1e-6)).astype(int)
     for number, rows in events.groupby(bucket):
         found = groups.pop(f"{2**number} to {2 ** (number + 1)} s")
-        label, disliked = rows["watch_quantile"].astype(float), rows["dislike"]
+        label, disliked = rows["label"].astype(float), rows["dislike"]
         assert found["negative"] == disliked.sum()
         assert found["positive"] == ((label >= 0.6) & ~disliked).sum()
-        assert found["unlabelled"] == (label.isna() & ~disliked).sum()
-        assert found["neutral"] == found["events"] - sum(found[k] for k in ("negative", "positive", "unlabelled"))
+        assert found["unlabeled"] == (label.isna() & ~disliked).sum()
+        assert found["neutral"] == found["events"] - sum(found[k] for k in ("negative", "positive", "unlabeled"))
         edges = np.arange(11) / 10 + 1e-5
         edges[0] = -1
         assert found["histogram"] == np.histogram(label.dropna(), edges)[0].tolist()
@@ -32,7 +32,7 @@ def test_counts_are_those_of_the_shards(prepared, split):
 def test_unknown_durations_and_labels_have_their_own_place(prepared, monkeypatch):
     data = Prepared.open(prepared)
     columns = {
-        "watch_quantile": np.array([np.nan, 1.0, 0.0, 0.1], np.float32),
+        "label": np.array([np.nan, 1.0, 0.0, 0.1], np.float32),
         "dislike": np.array([False, True, False, False]),
         "duration": np.array([np.nan, -1.0, 3.0, 0.0], np.float32),
         "is_target": np.array([True, True, True, True]),
@@ -41,7 +41,7 @@ def test_unknown_durations_and_labels_have_their_own_place(prepared, monkeypatch
     monkeypatch.setattr(Prepared, "num_shards", lambda self, split: 1)
     everything, unknown, known = label_summary(data, "train", 0.75)
     assert (unknown["name"], known["name"]) == ("unknown", "2 to 4 s")
-    kinds = ("positive", "neutral", "negative", "unlabelled")
+    kinds = ("positive", "neutral", "negative", "unlabeled")
     assert [unknown[kind] for kind in kinds] == [0, 1, 1, 1]
     assert [known[kind] for kind in kinds] == [0, 1, 0, 0]
     assert everything["histogram"] == [2, 0, 0, 0, 0, 0, 0, 0, 0, 1]

@@ -4,8 +4,8 @@ import ibis
 import pytest
 from ibis.config import Config
 
-from recpo.data.catalogue import add_positions, item_indices, item_table, place_events, user_indices
-from recpo.data.events import select_columns, standardise, time_order
+from recpo.data.catalog import add_positions, item_indices, item_table, place_events, user_indices
+from recpo.data.events import select_columns, standardize, time_order
 from recpo.data.feedback import add_feedback, cutoff_table, quantile_table
 from recpo.data.labels import BinaryColumn, EveryEvent, NumericColumn
 from recpo.data.periods import last_events, period_rows
@@ -41,7 +41,7 @@ def log(time):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_checks_and_standard_columns_compile_for_spark(time):
     raw = select_columns(log(time), {column: column for column in Columns.ALL})
-    assert "SELECT" in ibis.to_sql(standardise(raw, PRESETS["plain"], 86_400.0), dialect="pyspark")
+    assert "SELECT" in ibis.to_sql(standardize(raw, PRESETS["plain"], 86_400.0), dialect="pyspark")
     for check in row_checks(raw, PRESETS["plain"], 86_400.0):
         assert "SELECT" in ibis.to_sql(raw.aggregate(count=check.offends.sum()), dialect="pyspark"), check.reason
 
@@ -55,7 +55,7 @@ def unbound(table, name):
 
 
 def test_the_pipeline_compiles_for_spark():
-    events = unbound(standardise(log("int64"), PRESETS["plain"], 86_400.0), "standard")
+    events = unbound(standardize(log("int64"), PRESETS["plain"], 86_400.0), "standard")
     split = TemporalSplit()
     boundaries = split.boundaries(1_700_000_000_000, 1_700_000_000_000 + 9 * DAY_MS, True)
     assert compiles(split.assign(events, boundaries), LeaveLastOut().assign(events, {}))

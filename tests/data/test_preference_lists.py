@@ -10,7 +10,7 @@ from recpo.data.counter_random import uniform
 from recpo.data.datamodule import Rank, TrainBatches
 from recpo.data.preference_lists import PreferenceListLayout
 from recpo.data.prepared import Events, Prepared, _run_offsets, _run_starts
-from recpo.data.slates import Catalogue
+from recpo.data.slates import Catalog
 from recpo.errors import RecpoError
 
 NONE = {"dislikes": 0, "unwatched": 0, "uniform": 0, "popularity": 0}
@@ -32,7 +32,7 @@ def events():
         user_index=user,
         item_index=rng.integers(1, NUM_ITEMS + 1, total),
         timestamp=np.arange(total, dtype=np.int64),
-        watch_quantile=quantile,
+        label=quantile,
         dislike=(rng.random(total) < 0.2) & (user != 4),
         feedback=np.zeros(total, np.int64),
         propensity=np.full(total, np.nan, np.float32),
@@ -45,15 +45,15 @@ def events():
 def batch_of(events, layout, rows=None, epoch=0, counts=None, seed=7):
     windows = layout.windows_of(events)
     rows = np.arange(len(windows.slate_start)) if rows is None else rows
-    return layout.batch_maker(Catalogue(NUM_ITEMS, counts), seed)(events, windows.take(rows), rows, epoch)
+    return layout.batch_maker(Catalog(NUM_ITEMS, counts), seed)(events, windows.take(rows), rows, epoch)
 
 
 def sets_of(events, user):
     own = events.user_index == user
-    liked = own & (events.watch_quantile >= 0.75) & ~events.dislike
+    liked = own & (events.label >= 0.75) & ~events.dislike
     positives = set(events.item_index[liked].tolist())
     disliked = set(events.item_index[own & events.dislike].tolist()) - positives
-    left = set(events.item_index[own & (events.watch_quantile < 0.25)].tolist()) - positives - disliked
+    left = set(events.item_index[own & (events.label < 0.25)].tolist()) - positives - disliked
     return positives, disliked, left
 
 
@@ -64,7 +64,7 @@ def users_of(events, layout):
 def test_every_positive_event_is_chosen_once_and_sees_what_preceded_its_request(events):
     layout = layout_of(uniform=3)
     batch = batch_of(events, layout)
-    positive = np.flatnonzero((events.watch_quantile >= 0.75) & ~events.dislike)
+    positive = np.flatnonzero((events.label >= 0.75) & ~events.dislike)
     assert batch.slates.item_ids[:, 0].tolist() == events.item_index[positive].tolist()
     for row, event in enumerate(positive):
         begin = events.request_start[event]
@@ -95,7 +95,7 @@ def test_too_few_dislikes_are_filled_or_left_empty(events):
     filled = batch_of(events, layout_of(dislikes=2), rows).slates
     assert filled.mask.all()
     assert not filled.is_logged[:, 1:].any()
-    assert filled.watch_quantile[:, 1:].isnan().all()
+    assert filled.label[:, 1:].isnan().all()
     empty = batch_of(events, layout_of(dislikes=2, fill=False), rows).slates
     assert not empty.mask[:, 1:].any()
 
@@ -129,7 +129,7 @@ def test_uniform_draws_are_uniform_and_popular_ones_follow_the_counts(events):
     everyone = replace(layout_of(uniform=1), positive_threshold=-1.0, unwatched_below=-1.0)
     nobody = events._replace(
         item_index=np.zeros_like(events.item_index), dislike=np.zeros_like(events.dislike),
-        watch_quantile=np.ones_like(events.watch_quantile),
+        label=np.ones_like(events.label),
     )  # fmt: skip
     drawn = torch.cat([batch_of(nobody, everyone, epoch=e).slates.item_ids[:, 1] for e in range(200)])
     share = torch.bincount(drawn, minlength=NUM_ITEMS + 1)[1:] / len(drawn)
@@ -166,7 +166,7 @@ def test_hard_negatives_bring_along_what_must_not_be_one(events):
 def test_an_empty_window_is_an_empty_slate(events):
     layout = layout_of(uniform=2, in_batch=1)
     windows = layout.windows_of(events).empty(1)
-    batch = layout.batch_maker(Catalogue(NUM_ITEMS), 0)(events, windows, np.zeros(1, np.int64), 0)
+    batch = layout.batch_maker(Catalog(NUM_ITEMS), 0)(events, windows, np.zeros(1, np.int64), 0)
     assert not batch.slates.mask.any()
     assert (batch.slates.item_ids == 0).all()
 
@@ -207,8 +207,8 @@ def test_counter_random_numbers_are_uniform_and_unrelated():
     grid = uniform(3, np.arange(300)[:, None], np.arange(300))
     assert abs(grid.mean() - 0.5) < 0.003
     assert np.abs(np.histogram(grid, 20, (0, 1))[0] / grid.size - 0.05).max() < 0.003
-    neighbours = [grid[:, 1:] * 1.0, grid[1:]], [grid[:, :-1], grid[:-1]]
-    for one, other in zip(*neighbours, strict=True):
+    neighbors = [grid[:, 1:] * 1.0, grid[1:]], [grid[:, :-1], grid[:-1]]
+    for one, other in zip(*neighbors, strict=True):
         assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.01
     assert not np.array_equal(uniform(0, np.arange(5)), uniform(np.arange(5), 0))
     assert (grid < 1).all()

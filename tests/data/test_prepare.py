@@ -49,11 +49,11 @@ def small(tmp_path_factory):
 def expected_events(log):
     """The kept events in pandas, in the stated order, with indices and periods."""
     log = log.assign(period=np.searchsorted([START_MS + 4 * DAY_MS, START_MS + 5 * DAY_MS], log["timestamp"], "right"))
-    catalogue = np.sort(log.loc[log["period"] == 0, "item_id"].unique())
-    log = log[log["item_id"].isin(catalogue)]
+    catalog = np.sort(log.loc[log["period"] == 0, "item_id"].unique())
+    log = log[log["item_id"].isin(catalog)]
     first = log.groupby("user_id")["period"].min().reset_index().sort_values(["period", "user_id"])
     users = {user: index for index, user in enumerate(first["user_id"])}
-    items = {item: index for index, item in enumerate(catalogue, start=1)}
+    items = {item: index for index, item in enumerate(catalog, start=1)}
     log = log.assign(user_index=log["user_id"].map(users), item_index=log["item_id"].map(items))
     return log.sort_values(["user_index", "timestamp", "request_id", "item_id"]).reset_index(drop=True)
 
@@ -65,7 +65,7 @@ def test_the_shards_hold_what_the_contract_says(small):
     watch, duration = ([round(1000 * value) for value in column] for column in lists[1:3])
     label = reference.watch_quantiles(lists[0], watch, duration, lists[3])
     level = reference.feedback_levels(watch, duration, events["dislike"].tolist(), lists[3])
-    events = events.assign(watch_quantile=label.astype(np.float32), feedback=level)
+    events = events.assign(label=label.astype(np.float32), feedback=level)
     for number, period in enumerate(PERIODS):
         wanted = []
         for _, user in events.groupby("user_index"):
@@ -81,7 +81,7 @@ def test_the_shards_hold_what_the_contract_says(small):
         assert len(found) == len(wanted)
         for name in ("user_index", "item_index", "timestamp", "dislike", "feedback", "is_random", "is_target"):
             assert found[name].tolist() == [getattr(row, name) for row in wanted], name
-        for name in ("watch_quantile", "watch_time", "duration", "propensity"):
+        for name in ("label", "watch_time", "duration", "propensity"):
             values = np.array([getattr(row, name) for row in wanted], dtype=np.float32)
             np.testing.assert_array_equal(found[name], values, err_msg=name)
         request = np.array([row.request_id for row in wanted])
@@ -117,7 +117,7 @@ def test_items_users_and_histories(small):
     assert items["item_index"].to_pylist() == list(range(1, manifest["num_items"] + 1))
     assert items["train_count"].to_pylist() == train.groupby("item_index").size().tolist()
     shards = pq.read_table(out / "train").to_pandas()
-    liked = (shards["watch_quantile"] >= 0.75) & ~shards["dislike"]
+    liked = (shards["label"] >= 0.75) & ~shards["dislike"]
     assert items["train_positives"].to_pylist() == liked.groupby(shards["item_index"]).sum().tolist()
     durations = train.groupby("item_index")["duration"].first().to_numpy(np.float32)
     np.testing.assert_array_equal(items["duration"].to_numpy(), durations)
@@ -179,14 +179,14 @@ def test_rare_items_and_idle_users_are_dropped_and_counted(tmp_path):
     manifest = run(path, tmp_path / "out", min_item_events=4, min_user_events=3)
     counts = manifest["counts"]
     assert {key.partition(" (")[0] for key in counts["dropped"]} == {
-        "item outside the catalogue",
+        "item outside the catalog",
         "user below min_user_events",
     }
     kept = sum(split["targets"] for split in counts["splits"].values())
     assert kept + sum(counts["dropped"].values()) == counts["read"] == log.num_rows
     train = pq.read_table(tmp_path / "out/train").to_pandas()
     assert train.groupby("user_index").size().min() >= 3
-    whole = run(path, tmp_path / "whole", catalogue="log")
+    whole = run(path, tmp_path / "whole", catalog="log")
     assert whole["counts"]["dropped"] == {}
     items = pq.read_table(tmp_path / "whole/items.parquet").to_pydict()
     trained = [count > 0 for count in items["train_count"]]
@@ -203,7 +203,7 @@ def test_leave_last_out_without_a_clock(tmp_path):
             "item_id": rng.integers(0, 12, lengths.sum()).astype(np.int32),
         }
     )
-    choice = {"columns": ColumnMapping(timestamp="pos", time_unit="order"), "label": EveryEvent(), "catalogue": "log"}
+    choice = {"columns": ColumnMapping(timestamp="pos", time_unit="order"), "label": EveryEvent(), "catalog": "log"}
     manifest = run(write_log(tmp_path / "log.parquet", log), tmp_path / "out", split=LeaveLastOut(), **choice)
     held_out = int((lengths >= 3).sum())
     assert manifest["counts"]["splits"]["test"]["targets"] == held_out
@@ -218,7 +218,7 @@ def test_leave_last_out_without_a_clock(tmp_path):
 def test_the_sample_log_prepares(tmp_path):
     sample = Path(__file__).parents[2] / "data" / "sample.parquet"
     manifest = run(str(sample), tmp_path / "out")
-    assert manifest["counts"]["dropped"] == manifest["counts"]["neutralised"] == {}
+    assert manifest["counts"]["dropped"] == manifest["counts"]["neutralized"] == {}
     assert sample.stat().st_size <= 60_000
 
 

@@ -39,15 +39,15 @@ def table(user, watch_ms, duration_ms, period, dislike=None, label=None):
                 "duration_ms": pa.array(duration_ms, pa.int64()),
                 "period": pa.array(period, pa.int8()),
                 "dislike": pa.array(dislike or [False] * rows, pa.bool_()),
-                "label": pa.array(label or [None] * rows, pa.float64()),
+                "value": pa.array(label or [None] * rows, pa.float64()),
             }
         )
     )
 
 
-def labelled(engine, method, *columns, **more):
+def labeled(engine, method, *columns, **more):
     result = engine.table(method.add(table(*columns, **more)).order_by("row"))
-    return result["watch_quantile"].to_numpy(zero_copy_only=False).astype(float)
+    return result["label"].to_numpy(zero_copy_only=False).astype(float)
 
 
 def test_published_vector(engine):
@@ -55,7 +55,7 @@ def test_published_vector(engine):
     history, targets = vector["inputs"]["history_dur_play"], vector["inputs"]["targets"]
     duration, watch = zip(*[(1000 * d, 1000 * p) for d, p in history + targets], strict=True)
     period = [0] * len(history) + [1] * len(targets)
-    found = labelled(engine, WatchQuantiles(min_history=1), [0] * len(watch), list(watch), list(duration), period)
+    found = labeled(engine, WatchQuantiles(min_history=1), [0] * len(watch), list(watch), list(duration), period)
     expected = [np.nan if q is None else q for q in vector["expected"]["q"]]
     np.testing.assert_allclose(found[len(history) :], expected, rtol=1e-12)
 
@@ -64,21 +64,21 @@ def test_published_vector(engine):
 @given(events=EVENTS, min_history=st.integers(1, 6), base=st.sampled_from([2.0, 10.0, 1.5]))
 def test_watch_quantiles_equal_the_formula(engine, events, min_history, base):
     columns = events[:4]
-    found = labelled(engine, WatchQuantiles(base, min_history), *columns)
+    found = labeled(engine, WatchQuantiles(base, min_history), *columns)
     np.testing.assert_allclose(found, reference.watch_quantiles(*columns, base, min_history), rtol=1e-12)
 
 
 @QUICK
 @given(events=EVENTS, groups=st.integers(1, 5), min_history=st.integers(1, 4))
 def test_d2q_equals_the_formula(engine, events, groups, min_history):
-    found = labelled(engine, D2Q(groups, min_history), *events[:4])
+    found = labeled(engine, D2Q(groups, min_history), *events[:4])
     np.testing.assert_allclose(found, reference.duration_quantiles(*events[1:4], groups, min_history), rtol=1e-12)
 
 
 @QUICK
 @given(events=EVENTS, min_history=st.integers(1, 4))
 def test_watch_time_gain_equals_the_formula(engine, events, min_history):
-    found = labelled(engine, WatchTimeGain(min_history=min_history), *events[:4])
+    found = labeled(engine, WatchTimeGain(min_history=min_history), *events[:4])
     np.testing.assert_allclose(found, reference.watch_time_gain(*events[1:4], min_history=min_history), rtol=1e-12)
 
 
@@ -97,15 +97,15 @@ def test_feedback_levels_equal_the_formula(engine, events):
 def test_later_events_change_no_earlier_label(engine, label, events, later):
     train = [*events[:3], [0] * len(events[0])]
     both = [a + b for a, b in zip(train, [*later[:3], [2] * len(later[0])], strict=True)]
-    found = labelled(engine, label, *both)[: len(train[0])]
-    np.testing.assert_array_equal(found, labelled(engine, label, *train))
+    found = labeled(engine, label, *both)[: len(train[0])]
+    np.testing.assert_array_equal(found, labeled(engine, label, *train))
 
 
 @QUICK
 @given(events=EVENTS)
 def test_labels_lie_in_the_unit_interval_and_are_neutral_without_a_duration(engine, events):
     for label in (WatchQuantiles(min_history=1), WatchRatio(), D2Q(3, 1), WatchTimeGain(min_history=1)):
-        found = labelled(engine, label, *events[:4])
+        found = labeled(engine, label, *events[:4])
         known = np.array([w is not None and d is not None for w, d in zip(events[1], events[2], strict=True)])
         assert np.isnan(found[~known]).all()
         assert ((found[~np.isnan(found)] >= 0) & (found[~np.isnan(found)] <= 1)).all()
@@ -113,24 +113,24 @@ def test_labels_lie_in_the_unit_interval_and_are_neutral_without_a_duration(engi
 
 def test_watch_ratio_is_clipped_at_its_cap(engine):
     columns = [0] * 4, [0, 5000, 10_000, 30_000], [10_000] * 4, [0] * 4
-    np.testing.assert_allclose(labelled(engine, WatchRatio(), *columns), [0, 0.5, 1, 1])
-    np.testing.assert_allclose(labelled(engine, WatchRatio(cap=2.0), *columns), [0, 0.25, 0.5, 1])
+    np.testing.assert_allclose(labeled(engine, WatchRatio(), *columns), [0, 0.5, 1, 1])
+    np.testing.assert_allclose(labeled(engine, WatchRatio(cap=2.0), *columns), [0, 0.25, 0.5, 1])
 
 
 def test_column_labels(engine):
     columns = [0] * 4, [None] * 4, [None] * 4, [0] * 4
     ratings = [0.5, 3.0, 4.0, None]
-    np.testing.assert_allclose(labelled(engine, EveryEvent(), *columns), [1, 1, 1, 1])
-    line = labelled(engine, NumericColumn(0.5, 4.5), *columns, label=ratings)
+    np.testing.assert_allclose(labeled(engine, EveryEvent(), *columns), [1, 1, 1, 1])
+    line = labeled(engine, NumericColumn(0.5, 4.5), *columns, label=ratings)
     np.testing.assert_allclose(line, [0, 0.625, 0.875, np.nan])
-    step = labelled(engine, NumericColumn(threshold=4), *columns, label=ratings)
+    step = labeled(engine, NumericColumn(threshold=4), *columns, label=ratings)
     np.testing.assert_allclose(step, [0, 0, 1, np.nan])
-    np.testing.assert_allclose(labelled(engine, BinaryColumn(), *columns, label=[0, 1, 1, None]), [0, 1, 1, np.nan])
+    np.testing.assert_allclose(labeled(engine, BinaryColumn(), *columns, label=[0, 1, 1, None]), [0, 1, 1, np.nan])
 
 
 def test_feedback_without_watch_times_follows_the_label(engine):
     rows = table([0] * 4, [None] * 4, [None] * 4, [0] * 4, dislike=[False, False, False, True])
-    labels = ibis.memtable(pa.table({"row": [0, 1, 2, 3], "watch_quantile": [0.4, 0.5, None, 1.0]}))
+    labels = ibis.memtable(pa.table({"row": [0, 1, 2, 3], "label": [0.4, 0.5, None, 1.0]}))
     found = engine.table(add_feedback(rows.inner_join(labels, "row"), None, 2.0).order_by("row"))
     assert found["feedback"].to_pylist() == [2, 5, 0, 1]
 

@@ -19,7 +19,7 @@ def events_of(counts, requests=None, is_target=None, seed=0):
         user_index=user,
         item_index=np.arange(1, total + 1, dtype=np.int64),
         timestamp=np.arange(total, dtype=np.int64) * 1000,
-        watch_quantile=rng.random(total).astype(np.float32),
+        label=rng.random(total).astype(np.float32),
         dislike=rng.random(total) < 0.1,
         feedback=rng.integers(0, 6, total),
         propensity=rng.random(total).astype(np.float32),

@@ -103,7 +103,7 @@ def test_a_hostile_log_gives_the_same_bytes(spark, tmp_path, label, split):
     choice = {"min_user_events": 2} if isinstance(label, WatchQuantiles) else {}
     manifest = both(log, tmp_path, label=label, split=split, rows_per_shard=150, max_context=7, **choice)
     assert len(manifest["shards"]["train"]) > 2
-    assert manifest["counts"]["neutralised"]
+    assert manifest["counts"]["neutralized"]
     assert manifest["counts"]["dropped"]["exact duplicate of another event"] >= 40
 
 
@@ -120,7 +120,7 @@ def test_files_of_several_kinds_give_the_same_bytes(spark, tmp_path):
     write_log(folder / "c+é.parquet", second)
     third.to_pandas().to_csv(folder / "d.csv", index=False)
     write_log(folder / "e.parquet", log.slice(0, 0))
-    manifest = both(str(folder), tmp_path, catalogue="log")
+    manifest = both(str(folder), tmp_path, catalog="log")
     assert manifest["counts"]["read"] == 600
 
 
@@ -151,9 +151,7 @@ def test_labels_without_anything_fitted_are_the_same_numbers(spark, tmp_path, la
             "label": pa.array(rng.integers(0, 11, 500) / 2, mask=rng.random(500) < 0.1),
         }
     )
-    duckdb, spark_found = compared(
-        spark, tmp_path, events, lambda rows: label.add(rows).select("row", "watch_quantile")
-    )
+    duckdb, spark_found = compared(spark, tmp_path, events, lambda rows: label.add(rows).select("row", "label"))
     assert duckdb == spark_found
 
 
@@ -213,7 +211,7 @@ def test_the_faults_of_a_log_are_reported_alike(spark, tmp_path):
 
 @pytest.mark.slow
 def test_a_simulated_log_with_users_in_other_files_gives_the_same_bytes(spark, world, tmp_path):
-    both(str(world / "log"), tmp_path, rows_per_shard=700, catalogue="log")
+    both(str(world / "log"), tmp_path, rows_per_shard=700, catalog="log")
 
 
 @pytest.mark.slow

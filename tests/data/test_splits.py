@@ -22,7 +22,7 @@ def events(user, timestamp, request=None, item=None):
                 "watch_ms": pa.array([None] * rows, pa.int64()),
                 "duration_ms": pa.array([None] * rows, pa.int64()),
                 "dislike": pa.array([False] * rows),
-                "label": pa.array([None] * rows, pa.float64()),
+                "value": pa.array([None] * rows, pa.float64()),
                 "propensity": pa.array([None] * rows, pa.float64()),
                 "is_random": pa.array([False] * rows),
             }

@@ -92,14 +92,14 @@ def test_equal_times_in_any_type(tmp_path, log, unit):
         ("dislike", {0: None, 1: None}, "dislike: missing, taken as false"),
     ],
 )
-def test_impossible_values_are_neutralised_and_counted_or_refused(tmp_path, log, column, values, reason):
+def test_impossible_values_are_neutralized_and_counted_or_refused(tmp_path, log, column, values, reason):
     path = write_log(tmp_path / "log.parquet", put(log, column, values))
     manifest = run(path, tmp_path / "prepared")
-    assert manifest["counts"]["neutralised"] == {reason: 2}
+    assert manifest["counts"]["neutralized"] == {reason: 2}
     assert sum(split["targets"] for split in manifest["counts"]["splits"].values()) == log.num_rows
     first = pq.read_table(tmp_path / "prepared/train").to_pandas().nsmallest(2, "timestamp")
     if column in ("watch_time", "duration"):
-        assert first["watch_quantile"].isna().all()
+        assert first["label"].isna().all()
         assert (first["feedback"] <= 1).all()
     if column != "dislike":
         assert first[column].isna().all()
@@ -111,7 +111,7 @@ def test_a_nan_is_found_whatever_the_statistics_of_the_file_say(tmp_path, log):
     label = np.where(np.arange(len(log)) % 10 == 3, np.nan, np.arange(len(log)) % 2)
     path = write_log(tmp_path / "log.parquet", log.append_column("label", pa.array(label)))
     manifest = run(path, tmp_path / "prepared", label=BinaryColumn())
-    assert manifest["counts"]["neutralised"] == {"label: missing": int(np.isnan(label).sum())}
+    assert manifest["counts"]["neutralized"] == {"label: missing": int(np.isnan(label).sum())}
     without = sum(split["targets_without_label"] for split in manifest["counts"]["splits"].values())
     assert without == np.isnan(label).sum()
 
@@ -220,7 +220,7 @@ def test_a_period_without_events(tmp_path):
     strangers = strangers.set_column(2, "timestamp", pa.array([last]))
     found = fault(write_log(tmp_path / "log.parquet", pa.concat_tables([log, strangers])), tmp_path)
     assert "the valid period has no events" in found
-    assert "1 item outside the catalogue (test)" in found
+    assert "1 item outside the catalog (test)" in found
 
 
 def test_memory_limit(tmp_path, log):

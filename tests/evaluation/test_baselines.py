@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recpo.evaluation.baselines import decayed_counts
-from recpo.evaluation.cooccurrence import Cooccurrence, CooccurrenceOptions, EventChunk, neighbours_of
+from recpo.evaluation.cooccurrence import Cooccurrence, CooccurrenceOptions, EventChunk, neighbors_of
 from recpo.types import Histories
 
 ITEMS = 30
@@ -56,7 +56,7 @@ def weights_by_loop(log, options):
         weights[i, j] = count / (expected + options.shrinkage)
     kept = {}
     for i in range(1, ITEMS + 1):
-        ranked = sorted((-w, j) for (a, j), w in weights.items() if a == i)[: options.neighbours]
+        ranked = sorted((-w, j) for (a, j), w in weights.items() if a == i)[: options.neighbors]
         kept[i] = {j: -w for w, j in ranked}
     return kept
 
@@ -77,10 +77,10 @@ def lists_by_loop(log, kept, counts, k, exclude, recent):
 
 @pytest.mark.parametrize("weight", ["cosine", "conditional"])
 @pytest.mark.parametrize("pairs_in_memory", [1 << 24, 100])
-def test_neighbours_are_those_of_a_loop_over_pairs_in_one_pass_or_many(weight, pairs_in_memory):
+def test_neighbors_are_those_of_a_loop_over_pairs_in_one_pass_or_many(weight, pairs_in_memory):
     log = log_of()
-    options = CooccurrenceOptions(window=3, neighbours=6, weight=weight, shrinkage=2.0, pairs_in_memory=pairs_in_memory)
-    offsets, item_ids, weights = neighbours_of(chunks_of(log), ITEMS, options)
+    options = CooccurrenceOptions(window=3, neighbors=6, weight=weight, shrinkage=2.0, pairs_in_memory=pairs_in_memory)
+    offsets, item_ids, weights = neighbors_of(chunks_of(log), ITEMS, options)
     assert len(offsets) == ITEMS + 2
     assert offsets[1] == 0
     expected = weights_by_loop(log, options)
@@ -94,10 +94,10 @@ def test_neighbours_are_those_of_a_loop_over_pairs_in_one_pass_or_many(weight, p
 @pytest.mark.parametrize("k", [5, ITEMS])
 def test_lists_are_those_of_a_loop_over_users(k):
     log, rng = log_of(seed=1), np.random.default_rng(2)
-    options = CooccurrenceOptions(window=2, neighbours=4, shrinkage=0.0, recent_events=3)
+    options = CooccurrenceOptions(window=2, neighbors=4, shrinkage=0.0, recent_events=3)
     counts = np.bincount(np.concatenate(log), minlength=ITEMS + 1)[1:]
     exclude = rng.integers(0, ITEMS + 1, (len(log), 8))
-    recommender = Cooccurrence(neighbours_of(chunks_of(log), ITEMS, options), torch.from_numpy(counts), 3)
+    recommender = Cooccurrence(neighbors_of(chunks_of(log), ITEMS, options), torch.from_numpy(counts), 3)
     shown = recommender.recommend(histories_of(log), k, torch.from_numpy(exclude))
     banned = [set(row.tolist()) - {0} for row in exclude]
     assert shown.item_ids.tolist() == lists_by_loop(log, weights_by_loop(log, options), counts, k, banned, 3)
@@ -106,7 +106,7 @@ def test_lists_are_those_of_a_loop_over_users(k):
 
 
 def test_an_empty_history_gets_the_most_popular_items():
-    recommender = Cooccurrence(neighbours_of(chunks_of(log_of()), ITEMS), torch.arange(ITEMS))
+    recommender = Cooccurrence(neighbors_of(chunks_of(log_of()), ITEMS), torch.arange(ITEMS))
     shown = recommender.recommend(Histories(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, dtype=torch.long)), 3)
     assert shown.item_ids.tolist() == [[ITEMS, ITEMS - 1, ITEMS - 2]]
     assert shown.scores.tolist() == [[0, 0, 0]]
@@ -114,7 +114,7 @@ def test_an_empty_history_gets_the_most_popular_items():
 
 def test_a_log_without_pairs_is_popularity():
     log = [np.array([4]), np.array([4]), np.array([2, 2])]
-    recommender = Cooccurrence(neighbours_of(chunks_of(log), ITEMS), torch.arange(ITEMS))
+    recommender = Cooccurrence(neighbors_of(chunks_of(log), ITEMS), torch.arange(ITEMS))
     assert recommender.recommend(histories_of(log), 2).item_ids.tolist() == [[ITEMS, ITEMS - 1]] * 3
 
 

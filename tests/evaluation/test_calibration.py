@@ -51,8 +51,8 @@ def test_platt_finds_the_minimum(case):
 
     fitted = fit_platt(score, happened)
     assert np.isfinite(fitted).all()
-    centre, spread = score.mean(), score.std() or 1.0
-    best = minimize(lambda w: loss(Platt(w[0] / spread, w[1] - w[0] / spread * centre)), [0.0, 0.0], tol=1e-12)
+    center, spread = score.mean(), score.std() or 1.0
+    best = minimize(lambda w: loss(Platt(w[0] / spread, w[1] - w[0] / spread * center)), [0.0, 0.0], tol=1e-12)
     assert loss(fitted) <= best.fun + 1e-9
 
 

@@ -61,12 +61,12 @@ def test_repeated_items_count_once():
     assert found["AUC_dislikes"].isnan().all()
 
 
-def test_tokens_are_summed_and_seen_or_unlabelled_items_left_out():
+def test_tokens_are_summed_and_seen_or_unlabeled_items_left_out():
     items = torch.tensor([[1, 2, 3, 4, 5, 6]])
     quantile = torch.tensor([[0.9, 0.1, math.nan, 0.2, 0.9, 0.3]])
     dislike = torch.tensor([[False, False, False, False, False, True]])
     mask = torch.ones_like(dislike)
-    slates = Slates(items, torch.zeros_like(items), mask, watch_quantile=quantile, dislike=dislike)
+    slates = Slates(items, torch.zeros_like(items), mask, label=quantile, dislike=dislike)
     seen = torch.tensor([[4]])
     batch = EvaluationBatch(FeedbackBatch(Histories(seen, torch.tensor([1])), slates, torch.tensor([0])), seen)
     tokens = torch.tensor([[[-1, -1], [-2, -1], [0, 0], [0, 0], [-1, -3], [-1, -2.5]]])  # sums -2 -3 0 0 -4 -3.5

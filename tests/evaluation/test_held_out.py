@@ -28,7 +28,7 @@ def batch_of(items, quantiles, dislikes=None, seen=None, row_ids=None):
         items,
         torch.zeros_like(items),
         mask,
-        watch_quantile=torch.tensor(quantiles, dtype=torch.float32),
+        label=torch.tensor(quantiles, dtype=torch.float32),
         dislike=None if dislikes is None else torch.tensor(dislikes),
     )
     seen = torch.zeros(len(items), 1, dtype=torch.long) if seen is None else torch.tensor(seen)
@@ -47,7 +47,7 @@ def always(*lists):
 
 def columns_of(batch):
     slates = batch.feedback.slates
-    return slates.item_ids, slates.watch_quantile, slates.dislike, batch.seen
+    return slates.item_ids, slates.label, slates.dislike, batch.seen
 
 
 def random_batches(users=200, items=50, batch=64, seed=0):

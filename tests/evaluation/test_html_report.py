@@ -63,7 +63,7 @@ def document_of(contenders):
             }
             names = {"contender": later["name"], "against": earlier["name"]}
             differences.append({**names, "metrics": metrics, "off_policy": [value("policy", "SNIPS", 0.5)]})
-    group = {"name": HOSTILE, "events": 10, "positive": 4, "neutral": 3, "negative": 2, "unlabelled": 1}
+    group = {"name": HOSTILE, "events": 10, "positive": 4, "neutral": 3, "negative": 2, "unlabeled": 1}
     return {
         "setting": {
             "recpo_version": "1",
@@ -128,7 +128,7 @@ def test_every_table_has_heads_and_every_chart_a_title():
         assert tree.get("role") == "img"
 
 
-def test_the_same_document_gives_the_same_page_and_more_contenders_than_colours_are_drawn():
+def test_the_same_document_gives_the_same_page_and_more_contenders_than_colors_are_drawn():
     document = several(12)
     page = html_report(document)
     assert page == html_report(document)

@@ -36,7 +36,7 @@ def held_out(seed=0):
         items,
         torch.zeros_like(items),
         items > 0,
-        watch_quantile=torch.rand(USERS, 10, generator=generator),
+        label=torch.rand(USERS, 10, generator=generator),
         dislike=torch.rand(USERS, 10, generator=generator) < 0.2,
     )
     histories = Histories(seen, (seen > 0).sum(1))
@@ -147,7 +147,7 @@ def test_bins_of_items_restrict_the_targets_and_keep_the_ranks():
 
 def columns_of(batch):
     slates = batch.feedback.slates
-    return slates.item_ids, slates.watch_quantile, slates.dislike
+    return slates.item_ids, slates.label, slates.dislike
 
 
 def test_durations_fall_into_quartiles_and_unknown_ones_apart():
@@ -163,7 +163,7 @@ def test_durations_fall_into_quartiles_and_unknown_ones_apart():
 
 def test_graded_gains_of_quartiles():
     items, shown = torch.tensor([[1, 2, 3]]), torch.tensor([[3, 1, 2]])
-    slates = Slates(items, torch.zeros_like(items), items > 0, watch_quantile=torch.tensor([[0.3, 1.0, 0.2]]))
+    slates = Slates(items, torch.zeros_like(items), items > 0, label=torch.tensor([[0.3, 1.0, 0.2]]))
     seen = torch.zeros(1, 1, dtype=torch.long)
     batch = EvaluationBatch(FeedbackBatch(Histories(seen, torch.tensor([0])), slates, torch.tensor([0])), seen)
     recommender = Recommender(lambda histories, k, exclude: Recommendations(shown, shown.float()))

@@ -32,7 +32,7 @@ SUPPLIES = {
     "entropy": ("entropy",),
     "q_value": ("q_values", "q_targets"),
     "score": ("scores",),
-    "labels": ("watch_quantile", "dislike"),
+    "labels": ("label", "dislike"),
 }
 SCORES = 3
 WITH_GRADIENT = ("policy", "values", "entropy", "q_values", "scores")
@@ -104,7 +104,7 @@ def tensors(seed=0, shape=(4, 5, 3), dtype=torch.float64):
             for name in ("rewards", "values", "values_old", "returns", "q_values", "q_targets")
         },
         "scores": torch.randn(*rows, SCORES, dtype=dtype),
-        "watch_quantile": torch.rand(rows, dtype=dtype),
+        "label": torch.rand(rows, dtype=dtype),
         "dislike": torch.rand(rows) < 0.3,
     }
 
@@ -219,7 +219,7 @@ def test_gradient_has_the_right_sign(objective):
             sign = sign.clamp(min=0.0)
         torch.testing.assert_close(-policy.sign()[mask], sign[mask])
     elif "labels" in objective.requires:
-        targets, _ = objective.targets(named["watch_quantile"], named["dislike"])
+        targets, _ = objective.targets(named["label"], named["dislike"])
         kept = mask.any(-1)
         torch.testing.assert_close(-gradients["scores"].sign()[kept], torch.where(targets, 1.0, -1.0)[kept].double())
     elif "score" in objective.requires:

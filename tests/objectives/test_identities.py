@@ -182,15 +182,15 @@ def test_gbpo_of_positive_rewards_climbs_the_expected_reward_exactly():
     torch.testing.assert_close(enumerated_gradient(GBPO(), logits, rewards), exact_gradient(logits, rewards))
 
 
-def test_off_policy_reinforce_is_exact_under_the_behaviour_policy():
+def test_off_policy_reinforce_is_exact_under_the_behavior_policy():
     torch.manual_seed(4)
     logits = torch.randn(6, dtype=torch.float64).requires_grad_()
-    behaviour = torch.randn(6, dtype=torch.float64).log_softmax(-1)
+    behavior = torch.randn(6, dtype=torch.float64).log_softmax(-1)
     rewards = torch.randn(6, dtype=torch.float64)
     logp = logits.log_softmax(-1).view(6, 1, 1)
     inputs = ObjectiveInputs(
-        LogProbs(logp, torch.ones_like(logp, dtype=torch.bool), old=behaviour.view(6, 1, 1)),
-        (rewards * behaviour.exp() * 6).view(6, 1),
+        LogProbs(logp, torch.ones_like(logp, dtype=torch.bool), old=behavior.view(6, 1, 1)),
+        (rewards * behavior.exp() * 6).view(6, 1),
     )
     loss = Reinforce(off_policy=True, ratio_cap=None)(inputs).loss
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], exact_gradient(logits, rewards))

@@ -38,7 +38,7 @@ def test_a_missing_label_leaves_only_the_dislike():
     scores = torch.zeros(1, 2, 3, dtype=torch.float64, requires_grad=True)
     logp = LogProbs(torch.zeros(1, 2, 1), torch.ones(1, 2, 1, dtype=torch.bool))
     quantile, dislike = torch.tensor([[NAN, 0.6]]), torch.tensor([[True, False]])
-    inputs = ObjectiveInputs(logp, scores=scores, watch_quantile=quantile, dislike=dislike)
+    inputs = ObjectiveInputs(logp, scores=scores, label=quantile, dislike=dislike)
     objective = PointwiseReward()
     assert objective.count(inputs) == 4
     output = objective(inputs)

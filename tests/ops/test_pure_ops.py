@@ -1,4 +1,4 @@
-"""What the small pure functions refuse, and their behaviour at the edges."""
+"""What the small pure functions refuse, and their behavior at the edges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampled softmax is exact with every item as a negative, and its normaliser is unbiased otherwise."""
+"""The sampled softmax is exact with every item as a negative, and its normalizer is unbiased otherwise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_exact_when_every_item_is_a_negative() -> None:
 
 
 @pytest.mark.parametrize("proposal", ["uniform", "popularity"])
-def test_the_normaliser_is_unbiased_and_the_error_falls_with_k(proposal: str) -> None:
+def test_the_normalizer_is_unbiased_and_the_error_falls_with_k(proposal: str) -> None:
     torch.manual_seed(0)
     all_scores, targets = scores()
     cdf = proposal_cdf(torch.arange(V), 0.75)

@@ -58,7 +58,7 @@ def test_top_k_is_the_brute_force_ranking(contexts: int, items: int, k: int, tie
     np.testing.assert_allclose(got.scores.numpy(), scores, rtol=1e-5, atol=1e-5)
 
 
-def test_a_large_catalogue_is_searched_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_catalog_is_searched_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     states, table = torch.randn(20, 8), torch.randn(9001, 8)
     whole = catalog_search.top_k(states, table, 10, None)
     monkeypatch.setattr(catalog_search, "SCORE_BYTES", 1)

@@ -1,4 +1,4 @@
-"""The policy as a distribution: normalised, causal, blind to padding, and the same by every road."""
+"""The policy as a distribution: normalized, causal, blind to padding, and the same by every road."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def batch(known: Histories, scored: Slates) -> FeedbackBatch:
     return FeedbackBatch(known, scored, torch.arange(len(known.lengths)))
 
 
-def whole_catalogue(known: Histories, visible: int | None = None) -> FeedbackBatch:
+def whole_catalog(known: Histories, visible: int | None = None) -> FeedbackBatch:
     rows = len(known.lengths)
     seen = known.lengths if visible is None else torch.full((rows,), visible)
     return batch(known, slates(torch.arange(1, V + 1).expand(rows, V), seen[:, None].expand(rows, V)))
@@ -65,7 +65,7 @@ def every_position(known: Histories, item: Tensor) -> FeedbackBatch:
                                      {"normalizer": "sampled"}, {"feedback_levels": 0}])  # fmt: skip
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_probabilities_sum_to_one(blocks: str, options: dict[str, Any]) -> None:
-    logp = policy(blocks, **options).log_prob(whole_catalogue(histories([H, 4, 1, 0])))
+    logp = policy(blocks, **options).log_prob(whole_catalog(histories([H, 4, 1, 0])))
     assert logp.shape == (4, V, 1)
     assert logp.dtype == torch.float32
     torch.testing.assert_close(logp.exp().sum(1), torch.ones(4, 1), rtol=1e-5, atol=1e-5)
@@ -100,7 +100,7 @@ def test_padding_has_no_influence(blocks: str, lengths: list[int], junk: int) ->
     short = Histories(
         clean.item_ids[:, :longest], clean.lengths, clean.feedback[:, :longest], clean.timestamps[:, :longest]
     )
-    scores = [made.log_prob(whole_catalogue(known)) for known in (clean, dirty, short)]
+    scores = [made.log_prob(whole_catalog(known)) for known in (clean, dirty, short)]
     torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(scores[2], scores[0], rtol=0, atol=1e-5)
 
@@ -182,7 +182,7 @@ def test_gradcheck_in_float64() -> None:
 
 def test_entropy_of_every_position() -> None:
     made, known = policy(temperature=0.7), histories([H, 2, 0])
-    scored = whole_catalogue(known)
+    scored = whole_catalog(known)
     logp = made.log_prob(scored)[..., 0]
     got = made.entropy(scored)
     torch.testing.assert_close(got, -(logp.exp() * logp).sum(1, keepdim=True).expand(3, V), rtol=1e-5, atol=1e-5)
@@ -202,7 +202,7 @@ def test_the_padding_row_stays_zero_in_training() -> None:
 
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_autocast_gives_float32_log_probabilities(blocks: str) -> None:
-    made, scored = policy(blocks), whole_catalogue(histories([H, 2]))
+    made, scored = policy(blocks), whole_catalog(histories([H, 2]))
     plain = made.log_prob(scored)
     with torch.autocast("cpu", torch.bfloat16):
         cast = made.log_prob(scored)
@@ -212,24 +212,24 @@ def test_autocast_gives_float32_log_probabilities(blocks: str) -> None:
     torch.testing.assert_close(cast, plain, rtol=0.05, atol=0.2)
 
 
-class TestSampledNormaliser:
+class TestSampledNormalizer:
     @pytest.mark.parametrize("tie_weights", [True, False])
     def test_many_negatives_approach_the_exact_value(self, tie_weights: bool) -> None:
         made = policy(normalizer="sampled", num_negatives=200_000, dropout=0.0, tie_weights=tie_weights)
-        scored = whole_catalogue(histories([H, 3]))
+        scored = whole_catalog(histories([H, 3]))
         exact = made.log_prob(scored)
         torch.testing.assert_close(made.train().log_prob(scored), exact, rtol=0, atol=0.03)
         assert not made.has_exact_log_prob
 
     def test_lookups_give_sparse_gradients(self) -> None:
         made = policy(normalizer="sampled", num_negatives=5, sparse=True).train()
-        made.log_prob(whole_catalogue(histories([2]))).sum().backward()
+        made.log_prob(whole_catalog(histories([2]))).sum().backward()
         assert made.item_table.weight.grad is not None
         assert made.item_table.weight.grad.is_sparse
 
     def test_popularity_needs_counts(self) -> None:
         made = policy(normalizer="sampled", num_negatives=100_000, proposal="popularity", dropout=0.0)
-        scored = whole_catalogue(histories([H]))
+        scored = whole_catalog(histories([H]))
         exact = made.log_prob(scored)
         made.train()
         with pytest.raises(RecpoError, match="set_item_counts"):
@@ -240,7 +240,7 @@ class TestSampledNormaliser:
 
 def test_refuses_what_cannot_work() -> None:
     with pytest.raises(RecpoError, match="max_history"):
-        policy().log_prob(whole_catalogue(histories([3], width=H + 1)))
+        policy().log_prob(whole_catalog(histories([3], width=H + 1)))
     with pytest.raises(RecpoError, match="divisible"):
         CatalogSoftmaxPolicy(5, dim=10, heads=3)
     with pytest.raises(RecpoError, match="between 1 and"):

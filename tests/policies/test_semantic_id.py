@@ -1,4 +1,4 @@
-"""The generating policy as a distribution: normalised over the trie, causal, and the same by every road."""
+"""The generating policy as a distribution: normalized over the trie, causal, and the same by every road."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def scored(known: Histories, item_ids: Tensor, visible: Tensor, mask: Tensor | N
     return FeedbackBatch(known, Slates(item_ids, visible, kept), torch.arange(len(known.lengths)))
 
 
-def whole_catalogue(known: Histories) -> FeedbackBatch:
+def whole_catalog(known: Histories) -> FeedbackBatch:
     rows = len(known.lengths)
     return scored(known, torch.arange(1, V + 1).expand(rows, V), known.lengths[:, None].expand(rows, V))
 
@@ -71,7 +71,7 @@ def whole_catalogue(known: Histories) -> FeedbackBatch:
 def item_logp(made: SemanticIdPolicy, known: Histories) -> Tensor:
     """``[B, V]``: of every item, by teacher forcing."""
     with torch.no_grad():
-        return made.log_prob(whole_catalogue(known)).sum(-1)
+        return made.log_prob(whole_catalog(known)).sum(-1)
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -99,7 +99,7 @@ def test_over_the_codebook_the_rest_of_the_probability_belongs_to_no_item(codes)
 
 
 @pytest.mark.parametrize("options", VARIANTS)
-def test_a_beam_as_wide_as_the_catalogue_is_the_exact_ranking(codes, options):
+def test_a_beam_as_wide_as_the_catalog_is_the_exact_ranking(codes, options):
     made, known = policy(codes, **options), histories([0, 3, H, 7])
     exclude = torch.tensor([[3, 0, 9], [0, 0, 0], [V, 1, 2], [5, 5, 0]])
     logp = item_logp(made, known)
@@ -170,13 +170,13 @@ def test_only_needed_positions_are_scored_and_masked_ones_are_zero(codes):
 
 def test_states_at_hand_are_used(codes):
     made, known = policy(codes), histories([4, H])
-    batch = whole_catalogue(known)
+    batch = whole_catalog(known)
     assert torch.equal(made.log_prob(batch), made.log_prob(batch, states=made.encode(known)))
 
 
 def test_every_parameter_learns(codes):
     made, known = policy(codes), histories([4, H])
-    made.log_prob(whole_catalogue(known)).sum().backward()
+    made.log_prob(whole_catalog(known)).sum().backward()
     still = [name for name, p in made.named_parameters() if p.grad is None or not p.grad.any()]
     # the last code of an item is told, never read by the decoder; but the encoder reads it
     assert still == []
@@ -186,7 +186,7 @@ def test_every_parameter_learns(codes):
 
 def test_the_entropy_along_items_of_the_policy_is_its_entropy(codes):
     made, known = policy(codes), histories([0, 5])
-    batch = whole_catalogue(known)
+    batch = whole_catalog(known)
     with torch.no_grad():
         logp, along = made.log_prob(batch).sum(-1), made.entropy(batch)
     assert torch.allclose((logp.exp() * along).sum(1), -(logp.exp() * logp).sum(1), atol=1e-4)
@@ -235,8 +235,8 @@ def test_a_checkpoint_of_other_codes_is_refused(codes, tmp_path):
         other.load_state_dict(policy(codes).state_dict())
 
 
-def test_codes_of_another_catalogue_are_refused(codes):
-    with pytest.raises(RecpoError, match=f"codes of {V} items, the catalogue has {V + 1}"):
+def test_codes_of_another_catalog_are_refused(codes):
+    with pytest.raises(RecpoError, match=f"codes of {V} items, the catalog has {V + 1}"):
         SemanticIdPolicy(V + 1, codes=codes)
     with pytest.raises(RecpoError, match="recpo tokenize"):
         SemanticIdPolicy(V, codes=codes / "nothing")

@@ -49,7 +49,7 @@ class TableDecoder:
 
 
 class World:
-    """A catalogue of random different tuples and a decoder of random tables."""
+    """A catalog of random different tuples and a decoder of random tables."""
 
     def __init__(self, items: int, sizes: tuple[int, ...], contexts: int = 2, seed: int = 0, scale: float = 1) -> None:
         rng = np.random.default_rng(seed)
@@ -95,7 +95,7 @@ SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
 
 
 @given(st.integers(1, 40), SIZES, st.integers(0, 999), NORMALIZERS, st.floats(0, 1), st.integers(0, 3))
-def test_a_beam_of_the_catalogues_size_is_the_exact_ranking(
+def test_a_beam_of_the_catalogs_size_is_the_exact_ranking(
     items: int, sizes: tuple[int, ...], seed: int, normalizer: str, barred: float, more: int
 ) -> None:
     world = World(items, sizes, seed=seed)

@@ -25,14 +25,14 @@ def random_codes(items: int, sizes: tuple[int, ...], seed: int, clustered: bool 
 
 
 @st.composite
-def catalogues(draw: st.DrawFn) -> tuple[Tensor, tuple[int, ...]]:
+def catalogs(draw: st.DrawFn) -> tuple[Tensor, tuple[int, ...]]:
     sizes = tuple(draw(st.lists(st.sampled_from([1, 2, 5, 8, 9, 40, 300, 40_000]), min_size=1, max_size=5)))
     return random_codes(draw(st.integers(1, 80)), sizes, draw(st.integers(0, 999)), draw(st.booleans())), sizes
 
 
-@given(catalogues())
-def test_the_trie_is_the_dictionary(catalogue: tuple[Tensor, tuple[int, ...]]) -> None:
-    codes, sizes = catalogue
+@given(catalogs())
+def test_the_trie_is_the_dictionary(catalog: tuple[Tensor, tuple[int, ...]]) -> None:
+    codes, sizes = catalog
     trie, root = Trie(codes, sizes), dictionary_trie(codes.tolist())
     ids = torch.arange(1, len(codes) + 1)
     nodes, paths = torch.zeros_like(ids), trie.paths(ids)
@@ -51,9 +51,9 @@ def test_the_trie_is_the_dictionary(catalogue: tuple[Tensor, tuple[int, ...]]) -
     assert torch.equal(trie.codes(ids), codes)
 
 
-@given(catalogues(), st.integers(0, 999))
-def test_an_unknown_prefix_is_an_error_that_names_it(catalogue: tuple[Tensor, tuple[int, ...]], seed: int) -> None:
-    codes, sizes = catalogue
+@given(catalogs(), st.integers(0, 999))
+def test_an_unknown_prefix_is_an_error_that_names_it(catalog: tuple[Tensor, tuple[int, ...]], seed: int) -> None:
+    codes, sizes = catalog
     trie, root = Trie(codes, sizes), dictionary_trie(codes.tolist())
     rng = np.random.default_rng(seed)
     item, level = int(rng.integers(len(codes))), int(rng.integers(len(sizes)))
@@ -91,7 +91,7 @@ def test_padding_has_codes_0_and_shapes_are_kept() -> None:
         (torch.tensor([[0, 1], [1, 1], [0, 1]]), (3, 3), "1 items share their codes"),
     ],
 )
-def test_codes_that_name_no_catalogue_are_refused(codes: Tensor, sizes: tuple[int, ...], message: str) -> None:
+def test_codes_that_name_no_catalog_are_refused(codes: Tensor, sizes: tuple[int, ...], message: str) -> None:
     with pytest.raises(RecpoError, match=message):
         Trie(codes, sizes)
 

@@ -1,7 +1,7 @@
 """The losses once more, one scalar at a time in plain Python, straight from the papers' formulas.
 
 Every per-token function returns ``(loss, weight)``: the value and the derivative with respect to ``logp`` (all
-stop-gradients honoured). Nothing here knows torch or recpo.
+stop-gradients honored). Nothing here knows torch or recpo.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def cispo(logp, old, a, low=None, high=1.2):
 
 def gbpo(logp, old, a):
     pi = math.exp(logp)
-    behaviour = pi if old is None else math.exp(old)
+    behavior = pi if old is None else math.exp(old)
     bound = pi if a >= 0 else 1 - pi
-    weight = -a * pi / max(behaviour, bound)
+    weight = -a * pi / max(behavior, bound)
     return weight, weight
 
 

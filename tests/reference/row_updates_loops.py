@@ -1,4 +1,4 @@
-"""Steps of the table optimisers, weight by weight in double precision."""
+"""Steps of the table optimizers, weight by weight in double precision."""
 
 import math
 

@@ -18,7 +18,7 @@ def batch_of(items, visible=None, quantile=None, dislike=None, mask=None, is_log
         items,
         visible,
         items > 0 if mask is None else torch.tensor(mask),
-        watch_quantile=torch.ones(items.shape) if quantile is None else torch.tensor(quantile),
+        label=torch.ones(items.shape) if quantile is None else torch.tensor(quantile),
         dislike=torch.zeros(items.shape, dtype=torch.bool) if dislike is None else torch.tensor(dislike),
         is_logged=None if is_logged is None else torch.tensor(is_logged),
     )
@@ -67,7 +67,7 @@ def test_hits_are_those_of_a_loop():
 
 def test_a_hit_without_labels_is_refused():
     batch = batch_of([[1]])
-    batch = batch._replace(slates=batch.slates._replace(watch_quantile=None))
+    batch = batch._replace(slates=batch.slates._replace(label=None))
     with pytest.raises(RecpoError, match="labels"):
         HitReward()(batch, candidates_of([[1]]))
 
@@ -118,7 +118,7 @@ class Given(RewardFunction):
         self.values, self.checksum = torch.tensor(values), checksum
 
     @property
-    def catalogue_checksum(self):
+    def catalog_checksum(self):
         return self.checksum
 
     def __call__(self, batch, candidates):
@@ -139,10 +139,10 @@ def test_a_sum_that_cannot_be_is_refused():
     for rewards, weights in (([], []), ([HitReward()], []), ([HitReward()], [1.0, 2.0])):
         with pytest.raises(RecpoError, match="one weight for each"):
             WeightedSum(rewards, weights)
-    assert WeightedSum([HitReward(), Given([[0.0]], "a")], [1.0, 1.0]).catalogue_checksum == "a"
-    assert WeightedSum([HitReward()], [1.0]).catalogue_checksum is None
+    assert WeightedSum([HitReward(), Given([[0.0]], "a")], [1.0, 1.0]).catalog_checksum == "a"
+    assert WeightedSum([HitReward()], [1.0]).catalog_checksum is None
     with pytest.raises(RecpoError, match="different items"):
-        _ = WeightedSum([Given([[0.0]], "a"), Given([[0.0]], "b")], [1.0, 1.0]).catalogue_checksum
+        _ = WeightedSum([Given([[0.0]], "a"), Given([[0.0]], "b")], [1.0, 1.0]).catalog_checksum
 
 
 def test_rewards_are_known_by_their_bare_names():

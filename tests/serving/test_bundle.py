@@ -77,13 +77,13 @@ def test_the_answer_does_not_depend_on_the_batch(bundle):
 
 def test_history_and_blocked_items_are_not_recommended(bundle):
     ids, _, _, table = random_histories()
-    favourites = lists_of(bundle.recommend(table).table)
-    blocked = pa.array([[*items[:4], "no such item"] for items in favourites.values()])
+    favorites = lists_of(bundle.recommend(table).table)
+    blocked = pa.array([[*items[:4], "no such item"] for items in favorites.values()])
     served = bundle.recommend(table.append_column("blocked", blocked))
     for row, (user, items) in enumerate(lists_of(served.table).items()):
         assert not {external(i) for i in ids[row]} & set(items)
-        assert not set(favourites[user][:4]) & set(items)
-        assert items[: K - 4] == favourites[user][4:]
+        assert not set(favorites[user][:4]) & set(items)
+        assert items[: K - 4] == favorites[user][4:]
     assert served.counts.unknown_blocked == len(ids)
 
 

@@ -84,7 +84,7 @@ def test_a_program_that_differs_from_its_policy_never_becomes_a_bundle(seven):
     assert {path.name for path in seven.iterdir()} == {"items.parquet"}
 
 
-def test_k_catalogue_and_existing_output_are_checked(seven):
+def test_k_catalog_and_existing_output_are_checked(seven):
     with pytest.raises(RecpoError, match="expected 1 to 7"):
         export_bundle(Counting(), seven, seven / "bundle", k=8)
     other = Counting()

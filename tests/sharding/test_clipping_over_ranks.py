@@ -95,7 +95,7 @@ def test_where_there_is_no_gradient_there_is_nothing_to_clip(two: Ranks) -> None
     two.run(check_nothing_learned)
 
 
-def test_every_parameter_has_one_optimiser(alone: None) -> None:
+def test_every_parameter_has_one_optimizer(alone: None) -> None:
     net: Any = shard(Net(), "row_wise")
     made = {"dense": [], "sparse": []}
 

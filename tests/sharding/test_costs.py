@@ -79,7 +79,7 @@ def test_what_a_lookup_exchanges():
         assert costs.lookup_exchange(100, 1000, 64, 1, sharding).total == 0
 
 
-def test_what_the_exact_softmax_exchanges_does_not_know_the_catalogue():
+def test_what_the_exact_softmax_exchanges_does_not_know_the_catalog():
     assert costs.softmax_exchange(10, 30, 64, 1).total == 0
     sent = costs.softmax_exchange(10, 30, 64, 3)
     states = 10 * 64 * 4 * 2
@@ -231,7 +231,7 @@ def test_memory_of_the_tables_of_the_fullest_rank():
     block = 334 * 64 * 4
     assert memory == {
         "tables": 2 * block,
-        "state of their optimiser": block + 2 * block,  # Adam steps the table of the softmax
+        "state of their optimizer": block + 2 * block,  # Adam steps the table of the softmax
         "their dense gradients": block,
         "frozen copies of tables": 4 * block,
     }
@@ -250,7 +250,7 @@ def test_one_rank_sends_nothing_and_two_share_the_tables(policy):
     assert together.operations == alone.operations  # a rank's share of the rows times the states of all ranks
 
 
-def test_what_grows_with_the_catalogue():
+def test_what_grows_with_the_catalog():
     """Memory of tables does; exchange does not, nor do operations, but for the exact softmax."""
     for policy, grows in (({}, True), ({"normalizer": "sampled"}, False), ({"policy": "semantic"}, False)):
         small, large = (Workload(items, ranks=4, **policy) for items in (10_000_000, 100_000_000))

@@ -53,7 +53,7 @@ class Observed(NamedTuple):
         asked: different ids of every lookup of the step, of tables by name.
         scored: states N and targets M of every softmax of the step, of tables by name.
         weights: bytes of the blocks of tables that learn, of their frozen copies.
-        state: bytes of the state of all optimisers.
+        state: bytes of the state of all optimizers.
     """
 
     sent: float
@@ -182,7 +182,7 @@ def codes(prepared, tmp_path_factory):
     out.mkdir()
     items = pq.read_table(prepared / "items.parquet", columns=["item_id"]).column(0)
     table = np.stack(np.unravel_index(np.arange(data.num_items), (8, 8)), 1)
-    SemanticCodes(table, (8, 8), data.catalogue_checksum).save(out, items, {})
+    SemanticCodes(table, (8, 8), data.catalog_checksum).save(out, items, {})
     return out
 
 
@@ -225,7 +225,7 @@ def test_a_run_takes_and_sends_what_was_planned(ranks, prepared, codes, tmp_path
     fullest = max(seen, key=lambda one: sum(one.weights))
     assert fullest.weights == (memory["tables"], memory["frozen copies of tables"])
     moments = 2 * 4 * workload.dense_parameters()
-    assert max(one.state for one in seen) == pytest.approx(memory["state of their optimiser"] + moments, abs=500)
+    assert max(one.state for one in seen) == pytest.approx(memory["state of their optimizer"] + moments, abs=500)
 
 
 def placements_of(workload, sharding):

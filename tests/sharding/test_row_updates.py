@@ -1,4 +1,4 @@
-"""How rows move: by loops over weights, by the optimisers of torch, and by the fused kernels of FBGEMM."""
+"""How rows move: by loops over weights, by the optimizers of torch, and by the fused kernels of FBGEMM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def problems(draw: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 
 class Steps:
-    """An optimiser of ``row_updates`` with its state."""
+    """An optimizer of ``row_updates`` with its state."""
 
     def __init__(self, optimizer: str, weight: Tensor, eps: float = EPS) -> None:
         names = {"sgd": 0, "adam": 2}.get(optimizer, 1)
@@ -79,7 +79,7 @@ def test_rows_move_as_by_loops_and_the_others_stay(optimizer: str, problem: Any)
         ("adam", torch.optim.SparseAdam, {"eps": 1e-12, "betas": BETAS}),
     ],
 )
-def test_rows_move_as_with_the_sparse_optimisers_of_torch(optimizer: str, peer: Any, options: dict[str, Any]) -> None:
+def test_rows_move_as_with_the_sparse_optimizers_of_torch(optimizer: str, peer: Any, options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     table = torch.nn.Embedding.from_pretrained(torch.randn(9, 4, generator=generator), freeze=False, sparse=True)
     steps, other = (

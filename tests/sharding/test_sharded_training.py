@@ -98,7 +98,7 @@ def groups():
 
 @pytest.fixture(scope="module")
 def codes(prepared, tmp_path_factory):
-    """Codes of the small catalogue."""
+    """Codes of the small catalog."""
     from recpo.data.prepared import Prepared
 
     data, out = Prepared.open(prepared), tmp_path_factory.mktemp("codes") / "codes"
@@ -106,7 +106,7 @@ def codes(prepared, tmp_path_factory):
     out.mkdir()
     items = pq.read_table(prepared / "items.parquet", columns=["item_id"]).column(0)
     # a codebook of more than 256 codes: its trie has 16-bit numbers, which no process group can send
-    SemanticCodes(table, (8, 300), data.catalogue_checksum).save(out, items, {})
+    SemanticCodes(table, (8, 300), data.catalog_checksum).save(out, items, {})
     return out
 
 
@@ -138,7 +138,7 @@ def test_two_ranks_train_what_a_plain_process_trains(groups, codes, prepared, tm
 @pytest.mark.parametrize("optimizer", RATES)
 @pytest.mark.parametrize("name", ["sampled", "semantic"])
 @pytest.mark.slow
-def test_ranks_and_sharding_do_not_matter_to_any_optimiser(groups, codes, prepared, tmp_path, name, optimizer):
+def test_ranks_and_sharding_do_not_matter_to_any_optimizer(groups, codes, prepared, tmp_path, name, optimizer):
     policy = options_of(name, codes)
     whole = {"sharding": "data_parallel", "optimizer": optimizer}
     groups[1].run(train, tmp_path / "one", prepared, policy, whole, {})
@@ -152,7 +152,7 @@ def test_ranks_and_sharding_do_not_matter_to_any_optimiser(groups, codes, prepar
 
 @pytest.mark.parametrize(("optimizer", "peer"), [("adagrad", torch.optim.Adagrad), ("adam", torch.optim.SparseAdam)])
 @pytest.mark.slow
-def test_tables_learn_as_with_the_sparse_optimisers_of_torch(
+def test_tables_learn_as_with_the_sparse_optimizers_of_torch(
     groups, prepared, tmp_path, tmp_path_factory, optimizer, peer
 ):
     policy = SMALL | SAMPLED

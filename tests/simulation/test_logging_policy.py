@@ -48,7 +48,7 @@ def test_frequencies_match_propensities(user):
     assert chisquare(uniform).pvalue > 1e-4
 
 
-def test_the_policy_favours_believed_topics_and_clickbait():
+def test_the_policy_favors_believed_topics_and_clickbait():
     preferences = Preferences.draw(SimulationParameters(users=200, items=500, events=200))
     policy = LoggingPolicy.of(preferences)
     probability = policy.propensity_of_all(np.arange(200))

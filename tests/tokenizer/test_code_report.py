@@ -13,10 +13,10 @@ def test_uniform_and_single_codes():
     codes = torch.stack([torch.arange(8) % 4, torch.zeros(8, dtype=torch.int64)], 1)
     uniform, single = level_statistics(codes, (8, 4))
     assert uniform == pytest.approx(
-        {"codebook_size": 8, "utilisation": 0.5, "entropy": math.log(4), "perplexity": 4, "largest": 0.25}
+        {"codebook_size": 8, "utilization": 0.5, "entropy": math.log(4), "perplexity": 4, "largest": 0.25}
     )
     assert single == pytest.approx(
-        {"codebook_size": 4, "utilisation": 0.25, "entropy": 0, "perplexity": 1, "largest": 1}
+        {"codebook_size": 4, "utilization": 0.25, "entropy": 0, "perplexity": 1, "largest": 1}
     )
 
 

@@ -73,7 +73,7 @@ def test_beyond_the_memory_the_weakest_pairs_are_forgotten_and_counted():
     assert np.count_nonzero(kept) == 4
 
 
-def test_items_of_the_same_neighbourhood_get_close_vectors():
+def test_items_of_the_same_neighborhood_get_close_vectors():
     rng = np.random.default_rng(0)
     sequences = [(rng.choice(10, 6, replace=False) + 1 + 10 * (user % 2)).tolist() for user in range(200)]
     model = Cooccurrence(dim=4)
@@ -96,7 +96,7 @@ def test_new_items_get_the_mean_of_what_they_stand_near():
     assert not folded[5:].any()  # 6 and 7 stand near each other only, 8 near nobody
 
 
-def test_a_log_without_neighbours_is_refused():
+def test_a_log_without_neighbors_is_refused():
     model = Cooccurrence()
     with pytest.raises(RecpoError, match="no two items of the training period stand near each other more often than"):
         model.vectors(model.count(shards([[1], [2], [3, 3]]), 3), 0)

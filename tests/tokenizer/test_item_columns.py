@@ -14,7 +14,7 @@ NUMBERS = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]
 
 def to_internal(values):
     if not pa.types.is_integer(values.type):
-        raise RecpoError(f"item ids of this catalogue are int64, got {values.type}: cast them")
+        raise RecpoError(f"item ids of this catalog are int64, got {values.type}: cast them")
     return np.array([ITEMS.get(value, 0) for value in values.to_pylist()], dtype=np.int64)
 
 
@@ -32,7 +32,7 @@ def vectors(file, columns=("vector",), item_id="item"):
     [pa.list_(pa.float64()), pa.large_list(pa.float32()), pa.list_(pa.float32(), 2), pa.list_(pa.float16())],
     ids=str,
 )
-def test_lists_of_every_kind_in_the_order_of_the_catalogue(tmp_path, kind):
+def test_lists_of_every_kind_in_the_order_of_the_catalog(tmp_path, kind):
     numbers = [np.array(row, np.float16) for row in NUMBERS] if kind.value_type == pa.float16() else NUMBERS
     file = write(tmp_path, item=[30, 99, 10, 20], vector=pa.array(numbers, type=kind))
     rows = vectors(file)
@@ -67,8 +67,8 @@ def test_a_directory_of_files(tmp_path):
         ({"item": [10], "vector": [[1.0, None]]}, "column vector: 1 values are missing"),
         ({"item": [10], "vector": ["1 2 3"]}, "column vector: expected numbers or lists of numbers, found string"),
         ({"item": [10, 10], "vector": [[1.0], [2.0]]}, "item 10 occurs twice in column item"),
-        ({"item": [11, 12], "vector": [[1.0], [2.0]]}, "none of its 2 rows names an item of the catalogue"),
-        ({"item": ["10"], "vector": [[1.0]]}, "column item: item ids of this catalogue are int64, got string"),
+        ({"item": [11, 12], "vector": [[1.0], [2.0]]}, "none of its 2 rows names an item of the catalog"),
+        ({"item": ["10"], "vector": [[1.0]]}, "column item: item ids of this catalog are int64, got string"),
     ],
 )
 def test_faults_of_vectors(tmp_path, columns, message):

@@ -16,12 +16,12 @@ from tests.reference.code_loops import relative_errors, residual_encode
 
 def vectors(items=600, dim=8, clusters=20, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(clusters, dim, generator=generator)
+    centers = torch.randn(clusters, dim, generator=generator)
     which = torch.randint(clusters, (items,), generator=generator)
-    return centres[which] + 0.3 * torch.randn(items, dim, generator=generator)
+    return centers[which] + 0.3 * torch.randn(items, dim, generator=generator)
 
 
-SMALL = ResidualKMeans(levels=3, codebook_size=16, normalise="none", capacity_slack=None)
+SMALL = ResidualKMeans(levels=3, codebook_size=16, normalize="none", capacity_slack=None)
 
 
 def test_codes_and_errors_agree_with_loops_over_items():
@@ -38,7 +38,7 @@ def test_codes_and_errors_agree_with_loops_over_items():
 
 def test_every_level_is_about_as_good_as_the_k_means_of_scikit_learn():
     residual = vectors(2000, dim=6, clusters=200)
-    books, codes = ResidualKMeans(levels=3, codebook_size=32, normalise="none", capacity_slack=None).fit(residual, 0)
+    books, codes = ResidualKMeans(levels=3, codebook_size=32, normalize="none", capacity_slack=None).fit(residual, 0)
     for level, centroids in enumerate(books.centroids):
         peer = KMeans(32, n_init=3, random_state=0).fit(residual.numpy())
         own = float((residual - centroids[codes[:, level]]).square().sum())
@@ -91,7 +91,7 @@ def test_no_code_is_empty_where_there_are_enough_items():
 @pytest.mark.parametrize("slack", [1.0, 1.1, 2.0])
 def test_balanced_codes_keep_their_capacity(slack):
     points = vectors(1000, clusters=3)
-    options = ResidualKMeans(levels=2, codebook_size=16, normalise="none", capacity_slack=slack)
+    options = ResidualKMeans(levels=2, codebook_size=16, normalize="none", capacity_slack=slack)
     _, codes = options.fit(points, 0)
     _, free = SMALL.fit(points, 0)
     for level in range(2):
@@ -100,37 +100,37 @@ def test_balanced_codes_keep_their_capacity(slack):
 
 
 @pytest.mark.parametrize(
-    ("normalise", "expected"),
+    ("normalize", "expected"),
     [
         ("none", [[3.0, 4.0, 5.0], [0.0, 0.0, 5.0], [0.0, 2.0, 5.0]]),
         ("l2", [[0.6 / 2**0.5, 0.8 / 2**0.5, 1 / 2**0.5], [0, 0, 1.0], [0, 2 / 29**0.5, 5 / 29**0.5]]),
-        ("standardise", [[2**0.5, 2 / (8 / 3) ** 0.5, 0], [-(0.5**0.5), -2 / (8 / 3) ** 0.5, 0], [-(0.5**0.5), 0, 0]]),
+        ("standardize", [[2**0.5, 2 / (8 / 3) ** 0.5, 0], [-(0.5**0.5), -2 / (8 / 3) ** 0.5, 0], [-(0.5**0.5), 0, 0]]),
     ],
 )
-def test_normalisation(normalise, expected):
+def test_normalization(normalize, expected):
     points = torch.tensor([[3.0, 4.0, 5.0], [0.0, 0.0, 5.0], [0.0, 2.0, 5.0]])
-    books, _ = ResidualKMeans(levels=1, codebook_size=2, normalise=normalise).fit(points, 0)
-    assert torch.allclose(books.normalise(points), torch.tensor(expected), atol=1e-6)
+    books, _ = ResidualKMeans(levels=1, codebook_size=2, normalize=normalize).fit(points, 0)
+    assert torch.allclose(books.normalize(points), torch.tensor(expected), atol=1e-6)
     assert points[0, 0] == 3  # the vectors themselves stay
 
 
 def test_a_zero_vector_has_no_direction():
     books, codes = ResidualKMeans(levels=1, codebook_size=2).fit(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), 0)
-    assert books.normalise(torch.zeros(1, 2)).tolist() == [[0.0, 0.0]]
+    assert books.normalize(torch.zeros(1, 2)).tolist() == [[0.0, 0.0]]
     assert codes.unique().numel() == 2
 
 
 def test_codebooks_are_frozen_on_disk(tmp_path):
     points = vectors()
-    books, codes = replace(SMALL, levels=2, normalise="l2").fit(points, 0)
+    books, codes = replace(SMALL, levels=2, normalize="l2").fit(points, 0)
     books.save(tmp_path)
     frozen = Codebooks.load(tmp_path)
-    assert torch.equal(frozen.encode(frozen.normalise(points)), codes)
+    assert torch.equal(frozen.encode(frozen.normalize(points)), codes)
     bytes_before = (tmp_path / "codebooks.safetensors").read_bytes()
     frozen.save(tmp_path)
     assert (tmp_path / "codebooks.safetensors").read_bytes() == bytes_before
     with pytest.raises(RecpoError, match="item vectors have 5 dimensions and the codebooks 8"):
-        frozen.normalise(torch.zeros(1, 5))
+        frozen.normalize(torch.zeros(1, 5))
     (tmp_path / "codebooks.safetensors").write_bytes(bytes_before[:100])
     with pytest.raises(RecpoError, match="is damaged"):
         Codebooks.load(tmp_path)

@@ -22,9 +22,9 @@ def codebooks(levels, size, dim=3, seed=0):
 
 def crowd(items, clusters, seed, dim=3, spread=0.01):
     generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(clusters, dim, generator=generator)
+    centers = torch.randn(clusters, dim, generator=generator)
     which = torch.randint(clusters, (items,), generator=generator)
-    return centres[which] + spread * torch.randn(items, dim, generator=generator)
+    return centers[which] + spread * torch.randn(items, dim, generator=generator)
 
 
 def is_unique(codes):

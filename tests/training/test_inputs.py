@@ -144,14 +144,14 @@ def test_a_head_may_leave_the_encoder_alone(prepared):
 
 def test_an_unknown_reward_leaves_its_slate(prepared):
     batch, num_items = batch_of(prepared, IMPRESSIONS)
-    batch.slates.watch_quantile[0, 0] = torch.nan
+    batch.slates.label[0, 0] = torch.nan
     policy = new_policy(num_items)
     found, _, _ = InputBuilder(policy, GRPO(kl_coef=0.0), InputSources(**{**GROUPS}))(policy, batch)
     assert not found.logp.mask[0, 0]
     assert found.advantages[0, 0] == 0
     kept = batch.slates.mask.clone()
     kept[0, 0] = False
-    quantile, dislike = batch.slates.watch_quantile, batch.slates.dislike
+    quantile, dislike = batch.slates.label, batch.slates.dislike
     torch.testing.assert_close(found.rewards[kept], quantile[kept] - dislike[kept].float())
     neutral = LoggedReward(dislike_cost=2.0, unknown=0.5)(batch, batch.slates)
     assert neutral[0, 0] == 0.5
@@ -170,7 +170,7 @@ def test_hard_negatives_are_the_top_ranks_without_what_the_user_likes(prepared):
         barred = {*batch.known_positives[row].tolist(), *batch.slates.item_ids[row].tolist()}
         assert appended[row].tolist() == [item for item in ranked[row].tolist() if item not in barred][:2]
     assert not longer.slates.is_logged[:, width:].any()
-    assert longer.slates.watch_quantile[:, width:].isnan().all()
+    assert longer.slates.label[:, width:].isnan().all()
     assert (longer.slates.visible[:, width:] == batch.histories.lengths[:, None]).all()
     assert torch.equal(longer.slates.item_ids[:, :width], batch.slates.item_ids)
 
@@ -184,7 +184,7 @@ def test_the_next_state_is_that_of_the_next_request():
 
 
 @pytest.mark.parametrize("double", [True, False])
-def test_bellman_targets_equal_a_loop_over_the_catalogue(prepared, double):
+def test_bellman_targets_equal_a_loop_over_the_catalog(prepared, double):
     batch, num_items = batch_of(prepared, SEQUENCES, batch_size=4)
     policy = new_policy(num_items)
     critic = Critic(policy, {"q_value"}, CriticOptions(gamma=0.8, double=double))

@@ -204,11 +204,11 @@ def test_wrong_runs_are_refused(world, policy_run, pairwise_run, pointwise_run, 
     other = tmp_path / "other"
     shutil.copytree(pointwise_run, other)
     finished = json.loads((other / "run.json").read_text())
-    write_json(other / "run.json", {**finished, "catalogue_checksum": "another"})
+    write_json(other / "run.json", {**finished, "catalog_checksum": "another"})
     assert main(["calibrate", f"--run={other}", f"--prepared={world / 'prepared'}"]) == 1
     assert "other items" in capsys.readouterr().err
     with pytest.raises(RecpoError, match="different items"):
-        _ = WeightedSum([LearnedReward(other), LearnedReward(pointwise_run)], [1.0, 1.0]).catalogue_checksum
+        _ = WeightedSum([LearnedReward(other), LearnedReward(pointwise_run)], [1.0, 1.0]).catalog_checksum
     arguments = {**COMMON, "objective": "Reinforce", "advantage": "GroupNormalizedAdvantage", "reward": "LearnedReward"}
     first = [f"--{name}={arguments.pop(name)}" for name in ("policy.class_path", "optimizer", "reward")]
     rest = [f"--{name}={value}" for name, value in arguments.items() if not name.startswith("data.layout")]

@@ -109,7 +109,7 @@ def test_the_likelihood_falls_and_validation_is_logged(prepared):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_sampled_normaliser_with_sparse_tables_clipped(prepared, precision):
+def test_sampled_normalizer_with_sparse_tables_clipped(prepared, precision):
     policy = {"normalizer": "sampled", "num_negatives": 16, "sparse": True, "dropout": 0.0}
     module = {"optimizer": adam, "sparse_optimizer": lambda p: torch.optim.SparseAdam(list(p), lr=0.01)}
     model, trainer = fit(

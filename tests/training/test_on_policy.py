@@ -296,7 +296,7 @@ def test_the_expected_reward_rises(prepared, name):
     batches = list(FeedbackDataModule(prepared, batch_size=64, layout=LAYOUT).train_dataloader())[:4]
 
     def expected():
-        """Of one draw, over the whole catalogue: nothing is sampled."""
+        """Of one draw, over the whole catalog: nothing is sampled."""
         with torch.no_grad():
             values = []
             for batch in batches:

@@ -86,7 +86,7 @@ def test_without_replacement_no_item_comes_twice_and_the_first_is_a_draw(policy,
     torch.testing.assert_close(seen[likely], exact[likely], rtol=0, atol=0.04)
 
 
-def test_a_small_catalogue_runs_out_of_items(batch):
+def test_a_small_catalog_runs_out_of_items(batch):
     torch.manual_seed(0)
     tiny = CatalogSoftmaxPolicy(5, dim=8, layers=1, heads=1, max_history=12).eval()
     histories = batch.histories._replace(item_ids=batch.histories.item_ids.clamp(max=5))
@@ -115,11 +115,11 @@ def test_logged_items_take_their_share_and_bring_their_labels(policy, batch):
     logged = batch.slates
     assert torch.equal(slates.is_logged.sum(1), logged.mask.sum(1).clamp(max=2))
     for row in range(len(slates.mask)):
-        shown = set(zip(logged.item_ids[row].tolist(), logged.watch_quantile[row].tolist(), strict=True))
+        shown = set(zip(logged.item_ids[row].tolist(), logged.label[row].tolist(), strict=True))
         there = slates.is_logged[row]
-        placed = zip(slates.item_ids[row, there].tolist(), slates.watch_quantile[row, there].tolist(), strict=True)
+        placed = zip(slates.item_ids[row, there].tolist(), slates.label[row, there].tolist(), strict=True)
         assert set(placed) <= shown
-    assert slates.watch_quantile[~slates.is_logged].isnan().all()
+    assert slates.label[~slates.is_logged].isnan().all()
 
 
 def test_a_rollout_is_a_function_of_snapshot_contexts_and_seed(policy, batch):

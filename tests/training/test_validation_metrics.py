@@ -1,4 +1,4 @@
-"""Validation while training: head and tail of the catalogue, coverage, over ranks."""
+"""Validation while training: head and tail of the catalog, coverage, over ranks."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of a table: its heading, its cells, and the class of the colour that stands for it in charts."""
+    """A row of a table: its heading, its cells, and the class of the color that stands for it in charts."""
 
     name: str
     cells: Sequence[Cell]

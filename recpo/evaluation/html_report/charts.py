@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.blocks import Figure, Figures
-from recpo.evaluation.html_report.tables import colour, compared_pairs, metrics_at, ranked
+from recpo.evaluation.html_report.tables import color, compared_pairs, metrics_at, ranked
 from recpo.evaluation.reading import Document, paired
 from recpo.evaluation.report import lower_is_better
 
@@ -18,7 +18,7 @@ SHARES = (
     ("positive", "+1: watched long, not disliked"),
     ("neutral", "0: in between"),
     ("negative", "-1: disliked"),
-    ("unlabelled", "no label"),
+    ("unlabeled", "no label"),
 )
 
 
@@ -28,7 +28,7 @@ def metric_charts(document: Document) -> Figures:
     figures = []
     for metric in metrics_at(document, _DOTTED, k):
         rows = [
-            _interval(contender["name"], contender["metrics"][metric], colour(place))
+            _interval(contender["name"], contender["metrics"][metric], color(place))
             for place, contender in ranked(document)
             if metric in contender["metrics"]
         ]
@@ -59,7 +59,7 @@ def over_k_charts(document: Document) -> Figures:
     figures = []
     for name in _OVER_K:
         lines = [
-            svg.Line(contender["name"], points, colour(place))
+            svg.Line(contender["name"], points, color(place))
             for place, contender in ranked(document)
             if (points := _points([(k, contender["metrics"].get(f"{name}@{k}")) for k in ks]))
         ]
@@ -77,7 +77,7 @@ def segment_charts(document: Document, metric: str) -> Figures:
         for place, contender in ranked(document):
             found = contender["segments"].get(segment, {})
             points = _points([(index, found.get(name, {}).get(metric)) for index, name in enumerate(bins)])
-            lines += [svg.Line(contender["name"], points, colour(place))] if points else []
+            lines += [svg.Line(contender["name"], points, color(place))] if points else []
         if lines:
             title = f"{metric} by {segment}"
             drawn = svg.line_chart(title, f"{title}, with 95 % intervals", lines, x_label=segment, x_names=bins)
@@ -127,23 +127,23 @@ def training_charts(document: Document) -> Figures:
     figures = []
     for metric in (metric for metric in metrics if metric.startswith("val/")):
         lines = [_curve(run, points[metric], place) for run, points in curves.items() if metric in points]
-        drawn = svg.line_chart(metric, f"{metric} over optimiser steps", lines, x_label="step")
+        drawn = svg.line_chart(metric, f"{metric} over optimizer steps", lines, x_label="step")
         figures.append(Figure(metric, Markup(drawn)))
     for run, points in curves.items():
         if "train/loss" in points:
             line = _curve(run, points["train/loss"], place)
-            drawn = svg.line_chart(f"loss of {run}", "training loss over optimiser steps", [line], x_label="step")
+            drawn = svg.line_chart(f"loss of {run}", "training loss over optimizer steps", [line], x_label="step")
             figures.append(Figure("train/loss", Markup(drawn), run))
-    return Figures(figures, [(colour(place[run]), run) for run in curves])
+    return Figures(figures, [(color(place[run]), run) for run in curves])
 
 
 def legend(document: Document) -> list[tuple[str, str]]:
-    """Colour and name of every contender that made lists."""
-    return [(colour(place), contender["name"]) for place, contender in ranked(document) if contender["totals"]]
+    """Color and name of every contender that made lists."""
+    return [(color(place), contender["name"]) for place, contender in ranked(document) if contender["totals"]]
 
 
 def _curve(run: str, points: Sequence[tuple[float, float]], place: dict[str, int]) -> svg.Line:
-    return svg.Line(run, [svg.Point(step, value) for step, value in points], colour(place[run]))
+    return svg.Line(run, [svg.Point(step, value) for step, value in points], color(place[run]))
 
 
 def _interval(label: str, value: Document | None, style: str) -> svg.Interval:

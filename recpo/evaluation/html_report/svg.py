@@ -1,4 +1,4 @@
-"""Small charts as inline SVG: no script, no external reference, colours by the classes of the page's style sheet.
+"""Small charts as inline SVG: no script, no external reference, colors by the classes of the page's style sheet.
 
 Elements are built as a tree, so whatever a label holds is escaped. Every chart is drawn 380 wide, which is readable on
 a telephone and in a grid of several columns alike, and carries a title and a description for those who cannot see it.
@@ -27,7 +27,7 @@ class Interval(NamedTuple):
         mean: the dot; a row without a number (None) keeps its place and says so.
         low: lower end of the whisker; None = there is no interval.
         high: upper end.
-        style: class of the colour.
+        style: class of the color.
     """
 
     label: str
@@ -47,7 +47,7 @@ class Point(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line, its label and the class of its colour."""
+    """A line, its label and the class of its color."""
 
     label: str
     points: Sequence[Point]

@@ -19,8 +19,8 @@ _NOTHING = Cell("-")
 _MOST_FOR_ALL_PAIRS = 4
 
 
-def colour(place: int) -> str:
-    """Class of the colour of the contender at ``place``; from the ninth on colours come again, dashed."""
+def color(place: int) -> str:
+    """Class of the color of the contender at ``place``; from the ninth on colors come again, dashed."""
     return f"s{place % 8}" + (" again" if place >= 8 else "")
 
 
@@ -54,7 +54,7 @@ def metrics_table(document: Document, metrics: Sequence[str], about: str, *, jud
                 _estimate_cell(value, "best" if contender in best[metric] else "")
                 for metric, value in zip(metrics, found, strict=True)
             ]
-            rows.append(Row(contender["name"], cells, colour(place)))
+            rows.append(Row(contender["name"], cells, color(place)))
     arrows = [f" {'↓' if lower_is_better(metric) else '↑'}" if judged else "" for metric in metrics]
     head = [metric.split("@")[0] + arrow for metric, arrow in zip(metrics, arrows, strict=True)]
     caption = f"{about}; mean ± half of the 95 % interval over users"
@@ -79,7 +79,7 @@ def every_metric(document: Document) -> list[str]:
 def totals_table(document: Document, names: Sequence[str]) -> Table:
     """Metrics of all lists together, such as coverage."""
     rows = [
-        Row(contender["name"], [_number_cell(contender["totals"].get(name)) for name in names], colour(place))
+        Row(contender["name"], [_number_cell(contender["totals"].get(name)) for name in names], color(place))
         for place, contender in ranked(document)
         if contender["totals"]
     ]
@@ -129,7 +129,7 @@ def segment_table(document: Document, segment: str, metric: str) -> Table:
         found = contender["segments"].get(segment)
         if found:
             cells = [_estimate_cell(found.get(name, {}).get(metric)) for name in bins]
-            rows.append(Row(contender["name"], cells, colour(place)))
+            rows.append(Row(contender["name"], cells, color(place)))
     sizes = ranked(document)[0][1]["segments"].get(segment, {})
     head = [f"{name} (n = {sizes.get(name, {}).get(metric, {}).get('n', 0):,})" for name in bins]
     return Table(f"{metric} by {segment}", ["contender", *head], rows)

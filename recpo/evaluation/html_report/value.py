@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.blocks import Block, Cell, Details, Figure, Figures, Lines, Row, Table, Text
-from recpo.evaluation.html_report.tables import colour
+from recpo.evaluation.html_report.tables import color
 from recpo.evaluation.off_policy.result import LOGGING_POLICY
 from recpo.evaluation.reading import Document
 
@@ -79,7 +79,7 @@ def _chart(document: Document, target: str, estimator: str) -> Figure:
     for place, contender in enumerate(document["contenders"]):
         entry = _estimates(contender, target).get(estimator)
         if entry is not None:
-            rows.append(svg.Interval(contender["name"], entry["value"], *_ends(entry), colour(place)))
+            rows.append(svg.Interval(contender["name"], entry["value"], *_ends(entry), color(place)))
     logged = _logged(document)
     if logged is not None:
         rows.append(svg.Interval(LOGGING_POLICY, logged["value"], *_ends(logged), "reference"))
@@ -98,7 +98,7 @@ def _values(document: Document, target: str) -> Table:
         cells = [_value_cell(found.get(estimator)) for estimator in estimators]
         any_entry = next(iter(found.values()), None)
         cells.append(Cell("-") if any_entry is None else Cell(f"{any_entry['effective_sample_size']:,.0f}"))
-        rows.append(Row(contender["name"], cells, colour(place)))
+        rows.append(Row(contender["name"], cells, color(place)))
     meaning = _MEANING[target.split("_")[0]]
     caption = (
         f"{target}: {meaning}; value and bootstrap 95 % interval; ! the estimate carries a warning; - no probabilities"
@@ -140,7 +140,7 @@ def _diagnostics(document: Document, target: str) -> Table:
             tail["zero_share"],
             found["unsupported_share"],
         ]
-        rows.append(Row(contender["name"], [Cell(_number(value)) for value in numbers], colour(place)))
+        rows.append(Row(contender["name"], [Cell(_number(value)) for value in numbers], color(place)))
     head = ["rows", "effective rows", "effective users", "mean weight", "99 % weight", "largest weight"]
     head += ["its share", "Pareto k", "zero weights", "unsupported"]
     caption = f"{target}: the weights; mean weight 1 is expected; unsupported: share of choices that no row shows"

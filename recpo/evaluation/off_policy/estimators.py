@@ -72,7 +72,7 @@ class Estimator(ABC):
         """The numerators and denominators of every row."""
 
     def __call__(self, rows: Rows) -> float:
-        """The estimate over ``rows``; nan without rows, or without weight where the weights normalise."""
+        """The estimate over ``rows``; nan without rows, or without weight where the weights normalize."""
         terms = self.terms(rows)
         return float(sum_of_ratios(np.concatenate([terms.numerator.sum(0), terms.denominator.sum(0)])))
 
@@ -113,7 +113,7 @@ class ClippedIPS(Estimator):
 
 @dataclass(frozen=True)
 class SNIPS(Estimator):
-    """Self-normalised IPS, ``sum(w r) / sum(w)`` (Swaminathan and Joachims, NeurIPS 2015).
+    """Self-normalized IPS, ``sum(w r) / sum(w)`` (Swaminathan and Joachims, NeurIPS 2015).
 
     Stays within the range of the rewards, does not change when all propensities are wrong by one factor, and moves
     with the rewards when a constant is added to them. Its bias falls as 1/N.
@@ -160,7 +160,7 @@ class DR(Estimator):
 
 @dataclass(frozen=True)
 class SNDR(Estimator):
-    """Self-normalised doubly robust, ``mean(v_hat) + sum(w (r - q_hat)) / sum(w)`` (Thomas and Brunskill, 2016)."""
+    """Self-normalized doubly robust, ``mean(v_hat) + sum(w (r - q_hat)) / sum(w)`` (Thomas and Brunskill, 2016)."""
 
     name: ClassVar[str] = "SNDR"
     num_ratios: ClassVar[int] = 2
@@ -209,7 +209,7 @@ class NaiveAverage(Estimator):
 
     Of a list it is the mean reward of the rows whose item is in the list. It does not ask why an item was shown, and so
     takes for the policy's merit what is that of the logging policy: an item that was shown to those who like it looks
-    good for everybody. Confounded, and no amount of data mends it.
+    good for everybody. Confounded, and no amount of data fixes it.
     """
 
     name: ClassVar[str] = "naive average"

@@ -27,8 +27,8 @@ class OffPolicyOptions:
     Attributes:
         propensity: where the probability of a logged item comes from: logged (the log's propensity column), uniform
             (rows that the log marks as random, each item of the pool equally likely; other rows are left out) or
-            estimated (the item's share of the training exposures; labelled in every result).
-        pool_size: how many items random exposures were drawn from; null = the whole catalogue.
+            estimated (the item's share of the training exposures; labeled in every result).
+        pool_size: how many items random exposures were drawn from; null = the whole catalog.
         top_k: list lengths whose value is estimated, an item of the list shown at random; null = those of the ranking.
         average: exposure: every exposure counts alike, as in an online test; user: every user counts alike, as in the
             ranking metrics.

@@ -79,7 +79,7 @@ class EstimatedPropensities(Propensities):
     """The item's smoothed share of exposures in the training period, ``(count + 1) / (sum of counts + V)``.
 
     It knows how often the log shows an item, but not to whom. So it corrects for popularity, and not for a logging
-    policy that knows its users: what is estimated with it is labelled, and no interval contains its error.
+    policy that knows its users: what is estimated with it is labeled, and no interval contains its error.
 
     Attributes:
         counts: ``[V]`` exposures of item 1, 2, ..., V in the training period.

@@ -36,13 +36,13 @@ class SlateEstimator(ABC):
     """A sum over positions of weighted rewards; a position that a slate lacks has reward 0.
 
     Attributes:
-        self_normalised: divide the sum of each position by its sum of weights instead of by the number of slates:
+        self_normalized: divide the sum of each position by its sum of weights instead of by the number of slates:
             lower variance, a bias that falls as 1/N.
         position_weight: what a reward counts at position 1, 2, ..., such as the discounts of DCG; none = 1 each.
     """
 
     name: ClassVar[str]
-    self_normalised: bool = False
+    self_normalized: bool = False
     position_weight: tuple[float, ...] | None = None
 
     @abstractmethod
@@ -61,10 +61,10 @@ class SlateEstimator(ABC):
             raise ValueError(f"{len(counts)} position weights for slates of {positions}")
         weight = self.slate_weights(np.where(rows.mask, rows.weight, 1.0))
         gained = weight * np.where(rows.mask, rows.reward, 0.0) * counts
-        return Terms(gained, weight if self.self_normalised else np.ones_like(gained))
+        return Terms(gained, weight if self.self_normalized else np.ones_like(gained))
 
     def __call__(self, rows: SlateRows) -> float:
-        """The estimate over ``rows``; nan without slates, or without weight where the weights normalise."""
+        """The estimate over ``rows``; nan without slates, or without weight where the weights normalize."""
         terms = self.terms(rows)
         return float(sum_of_ratios(np.concatenate([terms.numerator.sum(0), terms.denominator.sum(0)])))
 

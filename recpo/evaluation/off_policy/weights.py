@@ -25,7 +25,7 @@ class WeightTail(NamedTuple):
         largest_share: its share of the sum of weights.
         top_percent_share: share of the sum in the largest 1 % of the weights.
         zero_share: share of rows whose weight is 0: the target policy would not have shown the item.
-        pareto_k: shape of a generalised Pareto distribution fitted to the largest weights; the mean of the weights has
+        pareto_k: shape of a generalized Pareto distribution fitted to the largest weights; the mean of the weights has
             no variance from 0.5 on, and estimates are unreliable above 0.7 (Vehtari et al., arXiv 1507.02646). nan
             where too few different weights are positive.
     """
@@ -97,7 +97,7 @@ class WeightDistribution:
 
 
 def pareto_shape(excess: FloatArray) -> float:
-    """Shape k of the generalised Pareto distribution of values over a threshold.
+    """Shape k of the generalized Pareto distribution of values over a threshold.
 
     The quasi-Bayesian estimate of Zhang and Stephens (Technometrics, 2009) with the weak prior around 0.5 of Vehtari et
     al. (arXiv 1507.02646, appendix C).

@@ -58,7 +58,7 @@ def log(users=40, seed=0, batch=16):
             item_ids=torch.from_numpy(np.where(mask, item + 1, 0)),
             visible=torch.from_numpy(mask.astype(np.int64)),
             mask=torch.from_numpy(mask),
-            watch_quantile=torch.zeros(mask.shape),
+            label=torch.zeros(mask.shape),
             reward=torch.from_numpy(np.where(mask, rng.random(mask.shape), np.nan)),
             logp_behavior=torch.from_numpy(np.where(mask, np.log(propensity[rows[:, None], item]), np.nan)),
             is_random=torch.from_numpy(mask & (rng.random(mask.shape) < 0.5)),
@@ -209,7 +209,7 @@ def test_random_exposures_alone_count_with_uniform_propensities():
     assert result.estimate("policy", "IPS").propensity == "uniform"
 
 
-def test_estimated_propensities_are_shares_of_exposures_and_are_labelled():
+def test_estimated_propensities_are_shares_of_exposures_and_are_labeled():
     counts = torch.arange(ITEMS)
     result = measured(log(), propensities=EstimatedPropensities(counts))
     found = result.estimate("policy", "SNIPS")

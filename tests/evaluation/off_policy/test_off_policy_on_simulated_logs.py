@@ -98,7 +98,7 @@ class World:
             for shard in range(self.data.num_shards("train")):
                 events = self.data.load("train", shard)
                 item = torch.from_numpy(events.item_index)[:, None]
-                columns = (torch.from_numpy(c)[:, None] for c in (events.watch_quantile, events.dislike))
+                columns = (torch.from_numpy(c)[:, None] for c in (events.label, events.dislike))
                 slates = Slates(item, item * 0, item > 0, *columns)
                 yield RewardedExposures(events.user_index, events.item_index, reward(None, slates)[:, 0].numpy())
 
@@ -157,7 +157,7 @@ def test_the_naive_average_is_confounded(world, by_logged_reward):
 
     The log shows an item to users of its topic. The rows in which a popular item was shown are rows of users who like
     its topic, and their mean reward says nothing of what everybody else would think of it. The list of the logging
-    policy's own favourites is truly far better, and looks worse, for its rows are those of every user.
+    policy's own favorites is truly far better, and looks worse, for its rows are those of every user.
     """
     popular, logged = world.true_value("popularity", f"top_{K}"), world.true_value("as logged", f"top_{K}")
     assert logged - popular > 0.1

@@ -34,9 +34,9 @@ def expectation(estimator, world):
     return float(sum_of_ratios(np.concatenate(totals)))
 
 
-@pytest.mark.parametrize("self_normalised", [False, True])
+@pytest.mark.parametrize("self_normalized", [False, True])
 @pytest.mark.parametrize("world", ["independent", "cascade", "whole slate"])
-def test_each_estimator_is_right_where_its_assumption_holds(world, self_normalised):
+def test_each_estimator_is_right_where_its_assumption_holds(world, self_normalized):
     value = float(WANTED @ rewards(world).sum(1))
     right = {
         "independent": (IndependentIPS, RewardInteractionIPS, StandardIPS),
@@ -44,7 +44,7 @@ def test_each_estimator_is_right_where_its_assumption_holds(world, self_normalis
         "whole slate": (StandardIPS,),
     }[world]
     for kind in (IndependentIPS, RewardInteractionIPS, StandardIPS):
-        found = expectation(kind(self_normalised), world)
+        found = expectation(kind(self_normalized), world)
         assert (abs(found - value) < 1e-12) == (kind in right), kind.name
 
 
@@ -75,8 +75,8 @@ def test_by_hand_with_padding_and_position_weights():
     assert IndependentIPS()(rows) == pytest.approx((2 + 3 + 0.5) / 2)
     assert RewardInteractionIPS()(rows) == pytest.approx((2 + 6 + 0.5) / 2)
     assert StandardIPS()(rows) == pytest.approx((6 * 2 + 0.5) / 2)
-    assert IndependentIPS(self_normalised=True)(rows) == pytest.approx(2.5 / 2.5 + 3 / 4)
-    assert RewardInteractionIPS(self_normalised=True)(rows) == pytest.approx(2.5 / 2.5 + 6 / 6.5)
+    assert IndependentIPS(self_normalized=True)(rows) == pytest.approx(2.5 / 2.5 + 3 / 4)
+    assert RewardInteractionIPS(self_normalized=True)(rows) == pytest.approx(2.5 / 2.5 + 6 / 6.5)
     assert IndependentIPS(position_weight=(1.0, 0.5))(rows) == pytest.approx((2 + 1.5 + 0.5) / 2)
     with pytest.raises(ValueError, match="1 position weights for slates of 2"):
         IndependentIPS(position_weight=(1.0,))(rows)

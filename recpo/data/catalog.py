@@ -8,12 +8,12 @@ import ibis
 import ibis.expr.types as ir
 
 from recpo.data.engine import Engine
-from recpo.data.schema import PERIODS, TRAIN, Columns, Events
+from recpo.data.schema import PERIODS, TRAIN, Columns, Derived
 
-CatalogueScope = Literal["train", "log"]
+CatalogScope = Literal["train", "log"]
 
 
-def item_indices(events: ir.Table, scope: CatalogueScope, min_events: int) -> ir.Table:
+def item_indices(events: ir.Table, scope: CatalogScope, min_events: int) -> ir.Table:
     """``item_id`` and ``item_index`` 1..V: items of the train period by external id, then (scope "log") later ones.
 
     Args:
@@ -21,12 +21,12 @@ def item_indices(events: ir.Table, scope: CatalogueScope, min_events: int) -> ir
         scope: "train" counts events of the train period, so that nothing is known of the future; "log" counts all.
         min_events: least number of counted events of an item.
     """
-    trained = (events[Events.PERIOD] == TRAIN).cast("int64").sum()
+    trained = (events[Derived.PERIOD] == TRAIN).cast("int64").sum()
     items = events.group_by(Columns.ITEM_ID).aggregate(trained=trained, total=events.count())
     items = items.filter((items.trained if scope == "train" else items.total) >= max(1, min_events))
     order = [(items.trained == 0).cast("int8"), items[Columns.ITEM_ID]]
     index = (ibis.row_number().over(order_by=order) + 1).cast("int32")
-    return items.select(Columns.ITEM_ID, index.name(Events.ITEM_INDEX))
+    return items.select(Columns.ITEM_ID, index.name(Derived.ITEM_INDEX))
 
 
 def user_indices(events: ir.Table, min_events: int) -> ir.Table:
@@ -38,13 +38,13 @@ def user_indices(events: ir.Table, min_events: int) -> ir.Table:
         events: events of kept items.
         min_events: least number of train events of a user; 0 keeps users who first appear later.
     """
-    period = events[Events.PERIOD]
+    period = events[Derived.PERIOD]
     users = events.group_by(Columns.USER_ID).aggregate(
         trained=(period == TRAIN).cast("int64").sum(), first=period.min()
     )
     users = users.filter(users.trained >= min_events)
     index = ibis.row_number().over(order_by=[users["first"], users[Columns.USER_ID]]).cast("int32")
-    return users.select(Columns.USER_ID, index.name(Events.USER_INDEX))
+    return users.select(Columns.USER_ID, index.name(Derived.USER_INDEX))
 
 
 def count_dropped(engine: Engine, before: ir.Table, after: ir.Table, reason: str) -> dict[str, int]:
@@ -56,8 +56,10 @@ def count_dropped(engine: Engine, before: ir.Table, after: ir.Table, reason: str
 
 def _by_period(engine: Engine, events: ir.Table) -> dict[int, int]:
     counts: dict[int, int] = dict.fromkeys(range(len(PERIODS)), 0)
-    rows: list[dict[str, Any]] = engine.table(events.group_by(Events.PERIOD).aggregate(rows=events.count())).to_pylist()
-    return counts | {row[Events.PERIOD]: row["rows"] for row in rows}
+    rows: list[dict[str, Any]] = engine.table(
+        events.group_by(Derived.PERIOD).aggregate(rows=events.count())
+    ).to_pylist()
+    return counts | {row[Derived.PERIOD]: row["rows"] for row in rows}
 
 
 def item_table(items: ir.Table, events: ir.Table) -> ir.Table:
@@ -66,47 +68,47 @@ def item_table(items: ir.Table, events: ir.Table) -> ir.Table:
     A positive is an event with a label of at least 0.75 that is not disliked. The median of an even number of durations
     is the lower of the two middle ones.
     """
-    train = events.filter(events[Events.PERIOD] == TRAIN)
-    liked = (train[Events.WATCH_QUANTILE].cast("float32") >= 0.75) & ~train[Columns.DISLIKE]
-    counts = train.group_by(Events.ITEM_INDEX).aggregate(
+    train = events.filter(events[Derived.PERIOD] == TRAIN)
+    liked = (train[Derived.LABEL].cast("float32") >= 0.75) & ~train[Columns.DISLIKE]
+    counts = train.group_by(Derived.ITEM_INDEX).aggregate(
         train_count=train.count(), train_positives=liked.fill_null(False).cast("int64").sum().cast("int64")
     )
-    joined = items.left_join(counts, Events.ITEM_INDEX).drop(f"{Events.ITEM_INDEX}_right")
-    joined = joined.left_join(_median_duration(train), Events.ITEM_INDEX)
+    joined = items.left_join(counts, Derived.ITEM_INDEX).drop(f"{Derived.ITEM_INDEX}_right")
+    joined = joined.left_join(_median_duration(train), Derived.ITEM_INDEX)
     return joined.select(
-        Events.ITEM_INDEX,
+        Derived.ITEM_INDEX,
         Columns.ITEM_ID,
         train_count=joined.train_count.fill_null(0),
         train_positives=joined.train_positives.fill_null(0),
         duration=(joined.median_ms.cast("float64") / 1000.0).cast("float32"),
-    ).order_by(Events.ITEM_INDEX)
+    ).order_by(Derived.ITEM_INDEX)
 
 
 def _median_duration(train: ir.Table) -> ir.Table:
     # Through counts: exact, and bounded by the number of distinct durations instead of events.
-    known = train.filter(train[Events.DURATION_MS].notnull())
-    keys = [Events.ITEM_INDEX, Events.DURATION_MS]
+    known = train.filter(train[Derived.DURATION_MS].notnull())
+    keys = [Derived.ITEM_INDEX, Derived.DURATION_MS]
     counts = known.group_by(keys).aggregate(n=known.count())
-    up_to = ibis.cumulative_window(group_by=Events.ITEM_INDEX, order_by=Events.DURATION_MS)
-    counts = counts.mutate(at_most=counts.n.sum().over(up_to), total=counts.n.sum().over(group_by=Events.ITEM_INDEX))
+    up_to = ibis.cumulative_window(group_by=Derived.ITEM_INDEX, order_by=Derived.DURATION_MS)
+    counts = counts.mutate(at_most=counts.n.sum().over(up_to), total=counts.n.sum().over(group_by=Derived.ITEM_INDEX))
     upper = counts.filter(counts.at_most * 2 >= counts.total)
-    return upper.group_by(Events.ITEM_INDEX).aggregate(median_ms=upper[Events.DURATION_MS].min())
+    return upper.group_by(Derived.ITEM_INDEX).aggregate(median_ms=upper[Derived.DURATION_MS].min())
 
 
 def place_events(events: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
     """Events of kept items and users, with both indices."""
     known = events.inner_join(items, Columns.ITEM_ID).inner_join(users, Columns.USER_ID)
-    return known.select(*events.columns, Events.ITEM_INDEX, Events.USER_INDEX)
+    return known.select(*events.columns, Derived.ITEM_INDEX, Derived.USER_INDEX)
 
 
 def add_positions(events: ir.Table, order: list[ir.Column]) -> ir.Table:
     """Adds ``position`` (0.. within the user) and ``request``, which is the same when later events are added."""
-    user = events[Events.USER_INDEX]
-    placed = events.mutate(**{Events.POSITION: ibis.row_number().over(group_by=user, order_by=order)})
-    position, request = placed[Events.POSITION], placed[Columns.REQUEST_ID]
-    first = position.min().over(group_by=[placed[Events.USER_INDEX], request])
+    user = events[Derived.USER_INDEX]
+    placed = events.mutate(**{Derived.POSITION: ibis.row_number().over(group_by=user, order_by=order)})
+    position, request = placed[Derived.POSITION], placed[Columns.REQUEST_ID]
+    first = position.min().over(group_by=[placed[Derived.USER_INDEX], request])
     # A request is named after its first event: user index in the upper, position in the lower 32 bits.
-    name = placed[Events.USER_INDEX].cast("int64") * (1 << 32) + ibis.ifelse(request.isnull(), position, first)
-    named = placed.mutate(**{Events.REQUEST: name.cast("int64")})
+    name = placed[Derived.USER_INDEX].cast("int64") * (1 << 32) + ibis.ifelse(request.isnull(), position, first)
+    named = placed.mutate(**{Derived.REQUEST: name.cast("int64")})
     # The indices stand for the external ids from here on; less to sort and to spill.
     return named.drop(Columns.USER_ID, Columns.ITEM_ID, Columns.REQUEST_ID)

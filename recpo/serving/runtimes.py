@@ -16,9 +16,9 @@ import numpy as np
 from recpo.errors import RecpoError
 from recpo.serving.manifest import ONNX_PROGRAM, TORCH_PROGRAM
 
-EngineName = Literal["onnx", "torch"]
+RuntimeName = Literal["onnx", "torch"]
 #: The inputs in the order of ``INPUTS`` to ``top_items [B, k]`` and ``scores [B, k]``.
-Engine = Callable[..., tuple[np.ndarray, np.ndarray]]
+Runtime = Callable[..., tuple[np.ndarray, np.ndarray]]
 
 INPUTS = ("item_ids", "feedback", "blocked", "timestamps")  # the last only where the policy reads it
 OUTPUTS = ("top_items", "scores")
@@ -31,12 +31,12 @@ _PLAIN_PARTS = re.compile(
 )
 
 
-def load_engine(root: Path, name: EngineName) -> Engine:
+def load_runtime(root: Path, name: RuntimeName) -> Runtime:
     """Loads the program of a bundle whose checksums are verified already."""
     return _onnx_engine(root / ONNX_PROGRAM) if name == "onnx" else _torch_engine(root / TORCH_PROGRAM)
 
 
-def _onnx_engine(path: Path) -> Engine:
+def _onnx_engine(path: Path) -> Runtime:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -48,7 +48,7 @@ def _onnx_engine(path: Path) -> Engine:
     return run
 
 
-def _torch_engine(path: Path) -> Engine:
+def _torch_engine(path: Path) -> Runtime:
     import torch
 
     _refuse_pickles(path)

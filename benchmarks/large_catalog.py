@@ -1,10 +1,10 @@
-"""Training on a catalogue that is cut over two ranks of one machine: what it takes in memory, and how fast it goes.
+"""Training on a catalog that is cut over two ranks of one machine: what it takes in memory, and how fast it goes.
 
-    python benchmarks/large_catalogue.py --items 20000000 --work large      # 20 GB of disk, 15 minutes on 2 cores
+    python benchmarks/large_catalog.py --items 20000000 --work large      # 20 GB of disk, 15 minutes on 2 cores
 
 Writes a log that shows every item at least once, prepares it, gives the items codes, and trains a policy with a sampled
-normaliser and one with semantic ids (item vectors and codes) through the command line, on two gloo ranks: some steps,
-a checkpoint, and ten more steps after a resume, with a validation over the full catalogue. Prints one JSON line per
+normalizer and one with semantic ids (item vectors and codes) through the command line, on two gloo ranks: some steps,
+a checkpoint, and ten more steps after a resume, with a validation over the full catalog. Prints one JSON line per
 policy: the largest memory of all processes together (proportional set size, pages mapped from files included, GiB), the
 same of a single process, and the size of the checkpoint.
 """
@@ -58,7 +58,7 @@ def write_codes(prepared: Path, out: Path) -> None:
     codes = np.stack(np.unravel_index(tuples, (size,) * 3), 1)
     out.mkdir()
     items = pq.read_table(prepared / "items.parquet", columns=["item_id"]).column(0)
-    SemanticCodes(codes, (size,) * 3, data.catalogue_checksum).save(out, items, {})
+    SemanticCodes(codes, (size,) * 3, data.catalog_checksum).save(out, items, {})
 
 
 def config(prepared: Path, policy: dict[str, Any], batch_size: int) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "prepared").is_dir():
         write_log(work / "log.parquet", arguments.items)
-        prepare = ["prepare", "--log", str(work / "log.parquet"), "--out", str(work / "prepared"), "--catalogue", "log"]
+        prepare = ["prepare", "--log", str(work / "log.parquet"), "--out", str(work / "prepared"), "--catalog", "log"]
         label = ["--label", "EveryEvent", "--columns.time_unit", "ms"]
         subprocess.run([sys.executable, "-m", "recpo.cli.main", *prepare, *label], check=True, stdout=sys.stderr)
     if not (work / "codes").is_dir():
