@@ -1,3 +1,119 @@
-"""recpo: preference optimization for recommender systems, from a Parquet log to served recommendations."""
+"""recpo: preference optimization for recommender systems, from an interaction log to served recommendations.
+
+Functions take typed objects, paths, or frames (pandas, polars, pyarrow) and return objects; they print nothing. Names
+are imported when they are first used, so ``import recpo`` itself loads neither torch nor pandas.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recpo.advantages import (
+        GAEAdvantage as GAEAdvantage,
+        GroupNormalizedAdvantage as GroupNormalizedAdvantage,
+        LeaveOneOutAdvantage as LeaveOneOutAdvantage,
+        TernaryAdvantage as TernaryAdvantage,
+    )
+    from recpo.data.labels import BinaryColumn as BinaryColumn, EveryEvent as EveryEvent, NumericColumn as NumericColumn
+    from recpo.data.preference_lists import PreferenceListLayout as PreferenceListLayout
+    from recpo.data.prepared import Prepared as Prepared
+    from recpo.data.schema import ColumnMapping as Columns  # noqa: F401
+    from recpo.data.shaping import (
+        D2Q as D2Q,
+        WatchQuantiles as WatchQuantiles,
+        WatchRatio as WatchRatio,
+        WatchTimeGain as WatchTimeGain,
+    )
+    from recpo.data.slates import ImpressionLayout as ImpressionLayout, SequenceLayout as SequenceLayout
+    from recpo.data.splits import LeaveLastOut as LeaveLastOut, TemporalSplit as TemporalSplit
+    from recpo.errors import RecpoError as RecpoError
+    from recpo.objectives import (
+        ASPO as ASPO,
+        CISPO as CISPO,
+        DAPO as DAPO,
+        DPO as DPO,
+        ECPO as ECPO,
+        GBPO as GBPO,
+        GRPO as GRPO,
+        GSPO as GSPO,
+        PPO as PPO,
+        DrGRPO as DrGRPO,
+        Likelihood as Likelihood,
+        MarginListwiseDPO as MarginListwiseDPO,
+        PairwiseReward as PairwiseReward,
+        PointwiseReward as PointwiseReward,
+        QLearning as QLearning,
+        Reinforce as Reinforce,
+        SoftmaxDPO as SoftmaxDPO,
+    )
+    from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy as CatalogSoftmaxPolicy
+    from recpo.policies.semantic_id import SemanticIdPolicy as SemanticIdPolicy
+    from recpo.rewards import (
+        HitReward as HitReward,
+        LoggedReward as LoggedReward,
+        RankAwareReward as RankAwareReward,
+        ValidityReward as ValidityReward,
+        WeightedSum as WeightedSum,
+    )
+    from recpo.serving.bundle import Bundle as Bundle
 
 __version__ = "0.1.0"
+
+#: Module -> the names that it gives to ``recpo``; the imports above say the same to type checkers and editors.
+_EXPORTS: dict[str, tuple[str, ...]] = {
+    "recpo.advantages": ("GAEAdvantage", "GroupNormalizedAdvantage", "LeaveOneOutAdvantage", "TernaryAdvantage"),
+    "recpo.data.labels": ("BinaryColumn", "EveryEvent", "NumericColumn"),
+    "recpo.data.preference_lists": ("PreferenceListLayout",),
+    "recpo.data.prepared": ("Prepared",),
+    "recpo.data.schema": ("ColumnMapping as Columns",),
+    "recpo.data.shaping": ("D2Q", "WatchQuantiles", "WatchRatio", "WatchTimeGain"),
+    "recpo.data.slates": ("ImpressionLayout", "SequenceLayout"),
+    "recpo.data.splits": ("LeaveLastOut", "TemporalSplit"),
+    "recpo.errors": ("RecpoError",),
+    "recpo.objectives": (
+        "ASPO",
+        "CISPO",
+        "DAPO",
+        "DPO",
+        "ECPO",
+        "GBPO",
+        "GRPO",
+        "GSPO",
+        "PPO",
+        "DrGRPO",
+        "Likelihood",
+        "MarginListwiseDPO",
+        "PairwiseReward",
+        "PointwiseReward",
+        "QLearning",
+        "Reinforce",
+        "SoftmaxDPO",
+    ),
+    "recpo.policies.catalog_softmax": ("CatalogSoftmaxPolicy",),
+    "recpo.policies.semantic_id": ("SemanticIdPolicy",),
+    "recpo.rewards": ("HitReward", "LoggedReward", "RankAwareReward", "ValidityReward", "WeightedSum"),
+    "recpo.serving.bundle": ("Bundle",),
+}
+_MODULE_AND_NAME = {
+    export.split(" as ")[-1]: (module, export.split(" as ")[0])
+    for module, exports in _EXPORTS.items()
+    for export in exports
+}
+
+__all__ = sorted(["__version__", *_MODULE_AND_NAME])
+
+
+def __getattr__(name: str) -> Any:
+    """Imports an exported name when it is first used (PEP 562)."""
+    if name not in _MODULE_AND_NAME:
+        raise AttributeError(f"module 'recpo' has no attribute {name!r}; it has {', '.join(__all__)}")
+    module, original = _MODULE_AND_NAME[name]
+    value = getattr(import_module(module), original)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
