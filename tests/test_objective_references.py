@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recpo import advantages as torch_advantages
 from recpo.objectives.aspo import aspo_loss

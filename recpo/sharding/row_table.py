@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard as ShardDim
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardDim
 
 from recpo.ops.sharded_logprob import RowShard, sharded_lookup
 from recpo.policies.item_table import ItemTable

@@ -5,7 +5,8 @@ import ibis
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from recpo.data.feedback import add_feedback, cutoff_table, describe_cutoffs, quantile_table
 from recpo.data.labels import BinaryColumn, EveryEvent, NumericColumn

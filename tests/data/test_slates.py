@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recpo.data.prepared import Events, Prepared, _run_offsets, _run_starts
 from recpo.data.slates import ImpressionLayout, SequenceLayout, evaluation_batch, feedback_batch

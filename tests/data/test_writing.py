@@ -1,7 +1,8 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recpo.data import writing
 from recpo.data.writing import user_blocks, write_parquet, write_rows

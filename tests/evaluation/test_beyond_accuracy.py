@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from recpo.evaluation import beyond_accuracy
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, Exposure, diversity, gini, miscalibration, tag_diversity

@@ -5,7 +5,8 @@ import pytest
 from scipy.optimize import minimize
 from sklearn.calibration import calibration_curve
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import log_loss as sklearn_log_loss, roc_auc_score
+from sklearn.metrics import log_loss as sklearn_log_loss
+from sklearn.metrics import roc_auc_score
 
 from recpo.errors import RecpoError
 from recpo.evaluation.calibration import Platt, calibration_error, fit_platt, judge, log_loss, roc_auc

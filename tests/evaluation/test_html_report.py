@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recpo.evaluation.comparison import with_holm
 from recpo.evaluation.html_report import svg

@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from recpo.errors import RecpoError

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recpo.sharding.blocks import redistribute, sharded_tensor
 from recpo.sharding.costs import Block, row_blocks

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recpo.errors import RecpoError
 from recpo.tokenizer.capacity import rank_within, settle

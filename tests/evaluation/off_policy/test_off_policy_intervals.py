@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recpo.evaluation.off_policy.cluster_sums import ClusterSums
 from recpo.evaluation.off_policy.estimators import DR, IPS, SNDR, SNIPS, ClippedIPS, Rows, sum_of_ratios
