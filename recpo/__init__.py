@@ -58,6 +58,8 @@ if TYPE_CHECKING:
         WeightedSum as WeightedSum,
     )
     from recpo.serving.bundle import Bundle as Bundle
+    from recpo.simulation.log import Simulation as Simulation
+    from recpo.workflows.simulate import simulate as simulate
 
 __version__ = "0.1.0"
 
@@ -95,6 +97,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.policies.semantic_id": ("SemanticIdPolicy",),
     "recpo.rewards": ("HitReward", "LoggedReward", "RankAwareReward", "ValidityReward", "WeightedSum"),
     "recpo.serving.bundle": ("Bundle",),
+    "recpo.simulation.log": ("Simulation",),
+    "recpo.workflows.simulate": ("simulate",),
 }
 _MODULE_AND_NAME = {
     export.split(" as ")[-1]: (module, export.split(" as ")[0])

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from recpo.atomic import write_json
-from recpo.cli.devices import compute_device
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Period, Prepared
 from recpo.errors import RecpoError
@@ -22,6 +21,7 @@ from recpo.evaluation.intervals import estimate
 from recpo.objectives.pointwise_reward import TARGETS, PointwiseReward
 from recpo.training.learned_reward import CALIBRATION, Checkpoint, RewardModel, checkpoint_sha256, load_reward_model
 from recpo.training.run import refuse_other_items
+from recpo.workflows.devices import compute_device
 
 
 def calibrate(

@@ -25,7 +25,6 @@ from recpo.cli.contenders import (
     check_names,
     runs,
 )
-from recpo.cli.devices import compute_device
 from recpo.cli.evaluation_document import evaluation_document, logging_policy
 from recpo.cli.item_facts import ItemFeatures, item_facts
 from recpo.cli.off_policy import OffPolicySetting, off_policy_setting
@@ -45,6 +44,7 @@ from recpo.evaluation.report import Contender, differences_table, metrics_table,
 from recpo.evaluation.segments import history_length, item_segments
 from recpo.rewards import LoggedReward
 from recpo.types import EvaluationBatch
+from recpo.workflows.devices import compute_device
 
 METRICS, REPORT, RESOLVED = "metrics.json", "report.html", "resolved.yaml"
 

@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from recpo.atomic import atomic_directory
 from recpo.cli.config import write_resolved
-from recpo.cli.devices import compute_device
 from recpo.cli.item_sources import (
     CodesFromFile,
     EarlierCodes,
@@ -33,6 +32,7 @@ from recpo.tokenizer.codebooks import Codebooks, Normalization
 from recpo.tokenizer.report import MANY_MOVED, collision_statistics, level_statistics, reconstruction_errors
 from recpo.tokenizer.residual_kmeans import ResidualKMeans
 from recpo.tokenizer.unique import extra_code, first_free, nearest_free
+from recpo.workflows.devices import compute_device
 
 # Imported so that their short names work as class paths.
 __all__ = ["CodesFromFile", "VectorsFromCooccurrence", "VectorsFromParquet", "VectorsFromRun", "tokenize"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,11 +15,17 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from recpo.atomic import atomic_directory
+from recpo.errors import RecpoError
+from recpo.frames import to_pandas
 from recpo.simulation.logging_policy import LoggingPolicy
 from recpo.simulation.parameters import MILLISECONDS_PER_DAY
 from recpo.simulation.preferences import FloatArray, IntArray, Preferences
 from recpo.simulation.truth import Truth
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+LOG = "log"
 SCHEMA = pa.schema(
     [
         pa.field("user_id", pa.int64(), nullable=False),
@@ -59,7 +66,59 @@ class Sessions(NamedTuple):
     opens_request: NDArray[np.bool_]
 
 
-def write_simulation(preferences: Preferences, out: Path, *, overwrite: bool = False) -> Truth:
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated log with its truth, on disk.
+
+    Attributes:
+        root: the directory: ``log/part-*.parquet`` and ``truth/``.
+        truth: true rewards and exposure probabilities.
+    """
+
+    root: Path
+    truth: Truth
+
+    @classmethod
+    def open(cls, root: Path | str) -> Simulation:
+        """Opens a directory written by ``recpo simulate``.
+
+        Raises:
+            RecpoError: it is none, of another version, or damaged.
+        """
+        root = Path(root)
+        if not (root / LOG).is_dir():
+            raise RecpoError(f"{root} is no simulation: {LOG}/ is missing; make one with `recpo simulate`")
+        return cls(root, Truth.load(root))
+
+    @property
+    def log(self) -> Path:
+        """Directory of the log's Parquet files, for ``recpo.prepare``."""
+        return self.root / LOG
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The whole log in memory, sorted by user and time."""
+        return to_pandas(pq.read_table(self.log))
+
+    def values(self, k: int = 10, users: int = 500) -> dict[str, float]:
+        """True expected reward on the last day of random items, of the policy that made the log and of the best lists.
+
+        Args:
+            k: length of the lists, at most the size of the catalog.
+            users: the mean is over the first so many users.
+        """
+        truth, day = self.truth, float(self.truth.preferences.parameters.days - 1)
+        sample, k = truth.user_ids[:users], min(k, len(truth.item_ids))
+        values = {
+            "uniform": truth.uniform_value(sample, day),
+            "logging policy": truth.logging_value(sample, day),
+            f"best {k} items": truth.top_k_value(sample, truth.oracle_top_k(sample, k, day), day),
+        }
+        return {name: float(np.mean(value)) for name, value in values.items()}
+
+
+def write_simulation(
+    preferences: Preferences, out: Path, *, overwrite: bool = False, progress: bool = False
+) -> Simulation:
     """Writes ``out/log/part-*.parquet`` and ``out/truth/``, whole or not at all.
 
     Rows are sorted by user and time. A row's day, on which its feedback depends, is the day on which its session was
@@ -71,6 +130,7 @@ def write_simulation(preferences: Preferences, out: Path, *, overwrite: bool = F
         preferences: users, items and all parameters.
         out: directory to make.
         overwrite: replace an existing ``out``.
+        progress: show a progress bar on a terminal.
 
     Raises:
         RecpoError: ``out`` exists and ``overwrite`` is False.
@@ -78,8 +138,8 @@ def write_simulation(preferences: Preferences, out: Path, *, overwrite: bool = F
     truth = Truth(preferences, LoggingPolicy.of(preferences))
     with atomic_directory(out, overwrite=overwrite) as partial:
         truth.save(partial / "truth")
-        _write_parts(draw_log(truth), partial / "log", preferences.parameters.events)
-    return truth
+        _write_parts(draw_log(truth), partial / LOG, preferences.parameters.events, progress)
+    return Simulation(Path(out), truth)
 
 
 def draw_log(truth: Truth) -> Iterator[pa.Table]:
@@ -97,13 +157,14 @@ def draw_log(truth: Truth) -> Iterator[pa.Table]:
             yield _draw_block(truth, user_rows, first_event, parameters.generator(_BLOCK_STREAM, block))
 
 
-def _write_parts(blocks: Iterator[pa.Table], directory: Path, events: int) -> None:
+def _write_parts(blocks: Iterator[pa.Table], directory: Path, events: int, progress: bool) -> None:
     directory.mkdir()
     writer: pq.ParquetWriter | None = None
     parts = written = 0
     try:
         # disable=None: a bar on a terminal, silence in a log file.
-        with tqdm(total=events, unit="event", unit_scale=True, desc="simulate", disable=None) as bar:
+        disable = None if progress else True
+        with tqdm(total=events, unit="event", unit_scale=True, desc="simulate", disable=disable) as bar:
             for block in blocks:
                 if writer is None or written >= _EVENTS_PER_FILE:
                     if writer is not None:

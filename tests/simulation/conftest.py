@@ -15,5 +15,5 @@ from recpo.simulation.truth import Truth
 def simulated(tmp_path_factory) -> tuple[Path, Truth, pd.DataFrame]:
     """A simulation of default size, the simulator's own truth, and the log."""
     out = tmp_path_factory.mktemp("simulation") / "out"
-    truth = write_simulation(Preferences.draw(SimulationParameters()), out)
+    truth = write_simulation(Preferences.draw(SimulationParameters()), out).truth
     return out, truth, pd.read_parquet(out / "log")

@@ -175,7 +175,7 @@ def test_many_blocks_and_files_hold_every_event_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("options", [{"users": 1, "events": 1}, {"items": 1}, {"days": 1}, {"random_share": 1.0}])
 def test_the_smallest_simulations_work(tmp_path, options):
-    truth = write_simulation(small(**options), tmp_path / "out")
+    truth = write_simulation(small(**options), tmp_path / "out").truth
     assert len(pd.read_parquet(tmp_path / "out" / "log")) == truth.preferences.parameters.events
 
 

@@ -19,7 +19,7 @@ DAY = 6.5
 def saved(tmp_path_factory):
     out = tmp_path_factory.mktemp("truth") / "out"
     preferences = Preferences.draw(SimulationParameters(users=50, items=70, events=500))
-    return out, write_simulation(preferences, out)
+    return out, write_simulation(preferences, out).truth
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,34 @@
+"""The verb ``simulate``: an interaction log with known truth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from recpo.simulation.log import Simulation, write_simulation
+from recpo.simulation.parameters import SimulationParameters
+from recpo.simulation.preferences import Preferences
+
+
+def simulate(out: Path | str, *, overwrite: bool = False, progress: bool = False, **parameters: Any) -> Simulation:
+    """Simulates an interaction log whose true preferences and exposure probabilities are known.
+
+    Writes ``out/log/*.parquet`` (user_id, item_id, timestamp, watch_time, duration, dislike, propensity, is_random,
+    request_id; sorted by user and time) and ``out/truth/``, from which the true value of any policy can be computed
+    later. Equal arguments give equal bytes.
+
+    Args:
+        out: directory to make.
+        overwrite: replace ``out`` where it exists.
+        progress: show a progress bar on a terminal.
+        **parameters: users, items, events, days, seed and the others of
+            ``recpo.simulation.parameters.SimulationParameters``.
+
+    Returns:
+        The log's directory (``log``), the log as a frame (``to_pandas()``) and the ``truth``.
+
+    Raises:
+        RecpoError: ``out`` exists and ``overwrite`` is False, or a parameter is out of range.
+    """
+    preferences = Preferences.draw(SimulationParameters(**parameters))
+    return write_simulation(preferences, Path(out), overwrite=overwrite, progress=progress)
