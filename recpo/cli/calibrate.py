@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from rich.console import Console
 from rich.table import Table
 
 from recpo.atomic import write_json
+from recpo.cli.output import console
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Period, Prepared
 from recpo.errors import RecpoError
@@ -166,7 +166,7 @@ def _print(content: dict[str, Any], run: Path) -> None:
             ranks = value["auc"], interval, value["auc_per_user"]
             errors = value["calibration_error_uncalibrated"], value["calibration_error"]
             table.add_row(name, group, f"{report['exposures']:,}", value["base_rate"], *ranks, *errors)
-    Console().print(table)
+    console().print(table)
     print(f"ECE: expected calibration error; every number with its interval: {run / CALIBRATION}")
 
 

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from recpo.atomic import write_json
 from recpo.cli.evaluate import METRICS, evaluate
 from recpo.cli.export import export
 from recpo.cli.main import run
+from recpo.cli.output import console
 from recpo.cli.prepare import prepare
 from recpo.cli.recommend import recommend
 from recpo.cli.simulate import simulate
@@ -96,7 +96,7 @@ def demo(
     _step(recommend, "--bundle", bundle, "--histories", histories, "--out", lists, "--k", 10, "--show", 3)
     summary = _summary(json.loads((evaluation / METRICS).read_text(encoding="utf-8")), families, seeds)
     write_json(out / "summary.json", summary)
-    Console().print(_table(summary, seeds))
+    console().print(_table(summary, seeds))
     print(f"the whole road took {time.monotonic() - started:.0f} s; everything it wrote is in {out}")
 
 

@@ -9,10 +9,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from recpo import __version__
+from recpo.cli.output import console
 from recpo.errors import RecpoError
 
 _TIMEOUT_SECONDS = 120
@@ -80,7 +80,7 @@ def doctor() -> None:
         table.add_row(
             finding.part.name, finding.version or "-", f"{state}: {finding.words}" if finding.words else state
         )
-    Console().print(table)
+    console().print(table)
     print(advice(findings))
     broken = [finding.part.name for finding in findings if finding.part.is_core and not finding.works]
     if broken:

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from rich.console import Console
 from tqdm import tqdm
 
 from recpo import __version__
@@ -28,6 +27,7 @@ from recpo.cli.contenders import (
 from recpo.cli.evaluation_document import evaluation_document, logging_policy
 from recpo.cli.item_facts import ItemFeatures, item_facts
 from recpo.cli.off_policy import OffPolicySetting, off_policy_setting
+from recpo.cli.output import console
 from recpo.cli.true_rewards import TrueRewards, true_rewards
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
@@ -271,21 +271,21 @@ class _Pass:
 
 
 def _print(contenders: Sequence[Contender], document: dict[str, Any], out: Path) -> None:
-    counts, setting, console = contenders[0].result.counts, document["setting"], Console()
+    counts, setting, terminal = contenders[0].result.counts, document["setting"], console()
     k = setting["ks"][0]
     for warning in document["warnings"]:
-        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False, markup=False)
+        terminal.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     title = f"{setting['split']} period, {counts['users']:,} users, {setting['num_items']:,} items, all ranked"
-    console.print(metrics_table(contenders, k, title=title))
+    terminal.print(metrics_table(contenders, k, title=title))
     if len(contenders) > 1:
-        console.print(differences_table(contenders, k))
+        terminal.print(differences_table(contenders, k))
     value = value_table(document)
     if value is not None:
-        console.print(value)
+        terminal.print(value)
     removed = counts["positive_events_removed_as_seen"]
     seen = f"excluded ({removed:,} positive events of seen items removed)" if setting["exclude_seen"] else "kept"
-    console.print(
+    terminal.print(
         f"seen items: {seen}; positives: watch quantile >= {setting['positive_threshold']:g} and not disliked, "
         f"{counts['users_with_positives']:,} users have some; {counts['users_with_dislikes']:,} have dislikes"
     )
-    console.print(f"{out / REPORT}", highlight=False, soft_wrap=True, markup=False)
+    terminal.print(f"{out / REPORT}", soft_wrap=True)

@@ -6,10 +6,15 @@ Only the module of the verb that was asked for is imported.
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import re
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +42,13 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit status (0 done, 1 the user must fix something, 2 unknown verb or option)."""
+    """Runs one verb and returns the exit status.
+
+    0: done. 1: the user must fix something, said in one message. 2: unknown verb or option. 130 and 143: ended by
+    SIGINT (Ctrl-C) or SIGTERM; what was being written has been removed, or is resumed as the message says.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _print_any_text()
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
         return 0
@@ -51,17 +61,82 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     try:
-        run(_function(verb), options)
+        with _sigterm_raises():
+            run(_function(verb), options)
+            sys.stdout.flush()  # a reader that has gone is noticed here, not at the end of the process
     except ArgumentError as error:
         print(f"error: {error}\nsee: recpo {verb} --help", file=sys.stderr)
         return 2
-    except RecpoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except BaseException as error:
+        status, message = _outcome(error)
+        if status is None:
+            raise
+        if message:
+            print(message, file=sys.stderr)
+        return status
     return 0
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived: unwinds like KeyboardInterrupt, so that unfinished outputs are removed."""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM raises ``_Terminated`` in this process; its forked children end as they would without recpo."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    owner = os.getpid()
+
+    def terminate(signum: int, _: object) -> None:
+        signal.signal(signum, signal.SIG_DFL)  # a second one ends the process at once
+        if os.getpid() != owner:
+            os.kill(os.getpid(), signum)
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _outcome(error: BaseException) -> tuple[int | None, str]:
+    """Exit status and message of what ended a verb; no status where it is a fault of recpo, which needs a traceback."""
+    if isinstance(error, RecpoError):
+        return 1, f"error: {error}"
+    stopped = (error, error.__context__) if isinstance(error, SystemExit) else (error,)
+    if any(isinstance(reason, KeyboardInterrupt) for reason in stopped):  # Lightning exits with 1 after Ctrl-C
+        return 130, "interrupted"
+    if isinstance(error, _Terminated) or type(error).__name__ == "SIGTERMException":  # Lightning's, a SystemExit
+        return 143, "terminated"
+    if isinstance(error, BrokenPipeError):  # `recpo ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1, ""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return 1, f"error: out of memory ({_first_line(error)}): use smaller batches or a machine with more memory"
+    if type(error).__module__.partition(".")[0] == "pyarrow":
+        return 1, f"error: a file or a column cannot be read or written: {_first_line(error)}"
+    if isinstance(error, OSError):
+        return 1, f"error: {_describe(error)}"
+    return None, ""
+
+
+def _describe(error: OSError) -> str:
+    named = "" if error.filename is None else f"{error.filename}: "
+    return named + str(error.strerror or _first_line(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def _print_any_text() -> None:
+    """What the terminal's encoding has no letters for is printed as escapes: an id must not end a verb."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def run(function: Callable[..., None], options: Sequence[str]) -> None:

@@ -6,11 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 
 from recpo.atomic import write_json
 from recpo.cli.config import save_resolved
+from recpo.cli.output import console
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 
@@ -233,7 +233,7 @@ def _document(
 
 
 def _print(document: dict[str, Any]) -> None:
-    console, ranks = Console(), document["workload"]["ranks"]
+    terminal, ranks = console(), document["workload"]["ranks"]
     for rows in (_table_rows, _memory_rows, _exchange_rows, _operation_rows):
         title, headings, lines = rows(document)
         print(f"\n{title}")
@@ -242,7 +242,7 @@ def _print(document: dict[str, Any]) -> None:
             table.add_column(heading, justify="right" if number else "left", no_wrap=True)
         for line in lines:
             table.add_row(*line)
-        console.print(table)
+        terminal.print(table)
     seconds = document["exchange_seconds"]
     print()
     if ranks > 1:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 
+from recpo.cli.output import console
 from recpo.data.engine import EngineOptions
 from recpo.data.labels import BinaryColumn, EveryEvent, NumericColumn
 from recpo.data.prepare import Preparation
@@ -106,16 +106,14 @@ def prepare(
 
 
 def _report(manifest: dict[str, Any], out: str | Path) -> None:
-    counts, console = manifest["counts"], Console()
+    counts, terminal = manifest["counts"], console()
     columns = manifest["columns"].items()
     found = ", ".join(column if column == name else f"{column} (from {name})" for column, name in columns if name)
     absent = ", ".join(column for column, name in columns if not name)
-    console.print(f"columns: {found}" + (f"; absent: {absent}" if absent else ""), highlight=False)
-    console.print(_events_table(counts))
-    console.print(_periods_table(counts["splits"]))
-    console.print(
-        f"{out}: {manifest['num_users']:,} users, {manifest['num_items']:,} items", highlight=False, soft_wrap=True
-    )
+    terminal.print(f"columns: {found}" + (f"; absent: {absent}" if absent else ""))
+    terminal.print(_events_table(counts))
+    terminal.print(_periods_table(counts["splits"]))
+    terminal.print(f"{out}: {manifest['num_users']:,} users, {manifest['num_items']:,} items", soft_wrap=True)
 
 
 def _events_table(counts: dict[str, Any]) -> Table:

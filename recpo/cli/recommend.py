@@ -9,12 +9,12 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from recpo.atomic import atomic_file
 from recpo.cli.config import save_resolved
+from recpo.cli.output import console
 from recpo.errors import RecpoError
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ServingCounts, check_columns
@@ -64,7 +64,7 @@ def recommend(
                 writer.close()
     save_resolved(out)
     if show and shown:
-        Console().print(_lists(*shown, show))
+        console().print(_lists(*shown, show))
     _print(counts, out, loaded.k if k is None else k)
 
 

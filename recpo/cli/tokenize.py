@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pyarrow.parquet as pq
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
@@ -24,6 +23,7 @@ from recpo.cli.item_sources import (
     VectorsFromRun,
     VectorSource,
 )
+from recpo.cli.output import console
 from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
@@ -242,7 +242,7 @@ def _report(result: _Tokenized) -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any], out: Path, collisions: str) -> None:
-    console = Console()
+    terminal = console()
     table = Table(title="codes", title_justify="left")
     for name in ("level", "codebook", "used", "perplexity", "largest share", "error / variance"):
         table.add_column(name, justify="right")
@@ -250,16 +250,15 @@ def _print(report: dict[str, Any], out: Path, collisions: str) -> None:
         cells = f"{level['utilization']:.1%}", f"{level['perplexity']:.1f}", f"{level['largest']:.2%}"
         error = f"{level['error']:.4f}" if "error" in level else ""
         table.add_row(str(number), f"{level['codebook_size']:,}", *cells, error)
-    console.print(table)
+    terminal.print(table)
     moves = f"{report['moved']:,} moved ({report['moved_share']:.1%}), {report['prefix_changed']:,} to another prefix"
-    console.print(
+    terminal.print(
         f"{out}: {report['items']:,} items; {report['collisions']:,} collided, at most {report['largest_tuple']:,} on "
         f"one tuple; {'told apart by an extra code' if collisions == 'extra' else moves}",
-        highlight=False,
         soft_wrap=True,
     )
     if max(report["moved"], report["collisions"]) > MANY_MOVED * report["movable"]:
-        console.print(
+        terminal.print(
             "warning: many items hold codes that say little about them: take more levels or larger codebooks",
             style="yellow",
             soft_wrap=True,

@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from recpo.evaluation.comparison import LEVEL, holm, p_value
 from recpo.evaluation.held_out import RankingResult
@@ -160,7 +160,7 @@ def metrics_table(contenders: Sequence[Contender], k: int, *, title: str) -> Tab
     best = {name: _best(name, [e.mean for e in column]) for name, column in estimates.items()}
     for row, contender in enumerate(contenders):
         cells = [_cell(estimates[name][row], bold=row == best[name]) for name in names]
-        table.add_row(escape(contender.name), *cells, f"{contender.result.totals[f'coverage@{k}']:.3f}")
+        table.add_row(Text(contender.name), *cells, f"{contender.result.totals[f'coverage@{k}']:.3f}")
     return table
 
 
@@ -182,7 +182,7 @@ def differences_table(contenders: Sequence[Contender], k: int) -> Table:
     shown = len(pairs) if len(contenders) <= _MOST_FOR_ALL_PAIRS else len(contenders) - 1
     for row, (earlier, later) in enumerate(pairs[:shown]):
         cells = [_cell(values[name][row], bold=adjusted[name][row] <= LEVEL, signed=True) for name in names]
-        table.add_row(escape(f"{later.name} - {earlier.name}"), *cells)
+        table.add_row(Text(f"{later.name} - {earlier.name}"), *cells)
     return table
 
 
@@ -205,7 +205,7 @@ def value_table(document: Mapping[str, Any]) -> Table | None:
     for name, entries in rows.items():
         earned = [entry for (_, estimator), entry in entries.items() if estimator == "mean"]
         cells = [_value_cell(entries.get(column, earned[0] if earned else None)) for column in columns]
-        table.add_row(escape(name), *cells)
+        table.add_row(Text(name), *cells)
     return table
 
 
@@ -245,12 +245,12 @@ def _best(metric: str, means: list[float]) -> int | None:
     return min(defined)[1] if lower_is_better(metric) else max(defined)[1]
 
 
-def _cell(value: Estimate, *, bold: bool = False, signed: bool = False) -> str:
+def _cell(value: Estimate, *, bold: bool = False, signed: bool = False) -> Text:
     if math.isnan(value.mean):
-        return "-"
+        return Text("-")
     text = f"{value.mean:{'+' if signed else ''}.4f}"
     text += "" if math.isnan(value.half_width) else f"\n±{value.half_width:.4f}"
-    return f"[bold]{text}[/bold]" if bold else text
+    return Text(text, style="bold" if bold else "")
 
 
 def _as_json(value: Estimate) -> dict[str, float | int | None]:
