@@ -18,7 +18,7 @@ class Histories(NamedTuple):
     Attributes:
         item_ids: ``[B, H]`` int64, 0 pads.
         lengths: ``[B]`` int64, number of events, 0..H.
-        feedback: ``[B, H]`` int64 feedback levels (see ``recpo.data.shaping``), 0 = unknown or padding.
+        feedback: ``[B, H]`` int64 feedback levels (see ``recpo.feedback.FeedbackDefinition``), 0 = unknown or padding.
         timestamps: ``[B, H]`` int64, milliseconds since the epoch.
     """
 
@@ -37,12 +37,16 @@ class Slates(NamedTuple):
         mask: ``[B, S]`` bool, True keeps; False is padding.
         label: ``[B, S]`` float, the preference label in [0, 1]; nan = missing.
         dislike: ``[B, S]`` bool.
+        positive: ``[B, S]`` bool, the log's own definition (``recpo.feedback.FeedbackRule``) of a positive event; False
+            where nothing is known.
         reward: ``[B, S]`` float, a given reward (simulator, reward model).
         logp_behavior: ``[B, S]`` float, log-probability under the policy that made the log; nan = not logged.
         is_logged: ``[B, S]`` bool, False for sampled negatives and generated candidates.
         is_random: ``[B, S]`` bool, the log showed the item at random, not because a policy chose it.
         ends_session: ``[B, S]`` bool, nothing follows the position in its session; None = unknown. Where the last kept
             position of a slate does not end its session, what follows was not recorded.
+        chosen: ``[B, S]`` bool, the preferred item of a preference list, one at most; every other kept position is
+            rejected. None = the slate is no preference list.
     """
 
     item_ids: Tensor
@@ -50,11 +54,13 @@ class Slates(NamedTuple):
     mask: Tensor
     label: Tensor | None = None
     dislike: Tensor | None = None
+    positive: Tensor | None = None
     reward: Tensor | None = None
     logp_behavior: Tensor | None = None
     is_logged: Tensor | None = None
     is_random: Tensor | None = None
     ends_session: Tensor | None = None
+    chosen: Tensor | None = None
 
 
 class FeedbackBatch(NamedTuple):
@@ -83,13 +89,13 @@ class SlateTraits(NamedTuple):
     """What a data layout says about its slates, so that training can refuse an objective that does not fit them.
 
     Attributes:
-        chosen_first: a slate is a preference list: its first item is the chosen one, the others are rejected.
+        is_preference_list: a slate is one chosen item against rejected ones, as ``Slates.chosen`` says.
         hard_negatives: how many of the policy's own top ranks training has to append to every slate.
         resampled: slates hold sampled items, other ones in every epoch.
         one_request: a slate is one request: all that is on it is scored after the whole history.
     """
 
-    chosen_first: bool = False
+    is_preference_list: bool = False
     hard_negatives: int = 0
     resampled: bool = False
     one_request: bool = False

@@ -15,6 +15,7 @@ from recpo.data.presets import PresetName
 from recpo.data.schema import ColumnMapping
 from recpo.data.shaping import D2Q, Label, WatchQuantiles, WatchRatio, WatchTimeGain
 from recpo.data.splits import LeaveLastOut, Split, TemporalSplit
+from recpo.feedback import FeedbackRule
 
 # Imported so that their short names work as class paths.
 __all__ = [
@@ -36,6 +37,7 @@ def prepare(
     columns: ColumnMapping = ColumnMapping(),  # noqa: B008 frozen
     split: Split = TemporalSplit(),  # noqa: B008 frozen
     label: Label = WatchQuantiles(),  # noqa: B008 frozen
+    feedback: FeedbackRule = FeedbackRule(),  # noqa: B008 frozen
     max_context: int = 200,
     rows_per_shard: int = 500_000,
     min_user_events: int = 0,
@@ -70,6 +72,7 @@ def prepare(
         split: TemporalSplit or LeaveLastOut.
         label: how the preference label is made: WatchQuantiles, WatchRatio, D2Q, WatchTimeGain, BinaryColumn,
             NumericColumn or EveryEvent.
+        feedback: which labels make an event positive or skipped; whatever trains on or evaluates this log uses it.
         max_context: number of earlier events that a held-out user keeps as context, and of events in a serving history.
         rows_per_shard: a shard ends with the user who reaches this number of rows.
         min_user_events: drop users with fewer train events; 0 keeps users who first appear later.
@@ -92,6 +95,7 @@ def prepare(
         columns=columns,
         split=split,
         label=label,
+        feedback=feedback,
         max_context=max_context,
         rows_per_shard=rows_per_shard,
         min_user_events=min_user_events,

@@ -8,7 +8,7 @@ but with a label, level 2 is a label under 0.5 and level 5 any other.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import ibis
 import ibis.expr.types as ir
@@ -17,8 +17,8 @@ import pyarrow as pa
 from recpo.data.events import bucket
 from recpo.data.schema import Columns, Derived
 from recpo.data.shaping import watch_counts
+from recpo.feedback import DISLIKED, HIGHEST, LOWEST, UNKNOWN, FeedbackDefinition, FeedbackRule
 
-UNKNOWN, DISLIKED, LOWEST, HIGHEST = 0, 1, 2, 5
 _CUTOFFS: Final = ("q25", "q50", "q75")
 
 
@@ -58,10 +58,8 @@ def add_feedback(events: ir.Table, cutoffs: ir.Table | None, base: float) -> ir.
     return keyed.select(*[keyed[name] for name in events.columns], level.cast("int8").name(Derived.FEEDBACK))
 
 
-def describe_cutoffs(cutoffs: pa.Table, base: float) -> dict[str, Any]:
-    """What the manifest tells a server: the base of the buckets and the cutoffs of each bucket in seconds."""
-    rows = cutoffs.to_pylist()
-    return {
-        "duration_base": base,
-        "cutoffs": {str(row["bucket"]): [row[name] / 1000 for name in _CUTOFFS] for row in rows},
-    }
+def definition(cutoffs: pa.Table, rule: FeedbackRule, base: float) -> FeedbackDefinition:
+    """The rule with what was fitted: cutoffs in seconds."""
+    low, middle, high = ((cutoffs[name].to_numpy() / 1000).tolist() for name in _CUTOFFS)
+    fitted = zip(cutoffs["bucket"].to_pylist(), low, middle, high, strict=True)
+    return FeedbackDefinition(rule, base, {bucket: (one, two, three) for bucket, one, two, three in fitted})

@@ -16,53 +16,49 @@ from recpo.types import FeedbackBatch, Slates, SlateTraits
 
 # How often a place is drawn anew when it got an item that the user likes or that the list holds already.
 _ATTEMPTS = 8
-_DISLIKES, _UNWATCHED, _UNIFORM, _POPULARITY, _IN_BATCH = range(5)
+_DISLIKES, _SKIPPED, _UNIFORM, _POPULARITY, _IN_BATCH = range(5)
 
 
 @dataclass(frozen=True)
 class PreferenceListLayout(Layout):
     """The slate is ``[chosen, rejected, ...]``: one context per positive event of the training period.
 
-    An event is positive from ``positive_threshold`` on unless it was disliked. Its context is what happened before its
-    request. The rejected items come from the sources below, a number of each. No list holds an item twice, and no
-    rejected item is one of the user's positives of the training period: a place for which no such item is found
-    in a few draws stays empty.
+    Which events are positive and which are skipped is settled by the prepared log (``FeedbackRule``). A context is what
+    happened before the event's request. The rejected items come from the sources below, a number of each. No list holds
+    an item twice, and no rejected item is one of the user's positives of the training period: a place for which no such
+    item is found in a few draws stays empty.
 
     A draw is a function of (seed, epoch, row, place) alone, except that ``in_batch`` depends on what else is in the
     batch.
 
     Attributes:
         history_length: H, the events before the request that the policy sees.
-        positive_threshold: watch quantile from which an event is positive.
         dislikes: items that the user disliked, at any time of the training period.
-        unwatched: items that the user was shown and left, below ``unwatched_below``, without a dislike.
+        skipped: items that the user was shown and skipped.
         uniform: items drawn uniformly from the catalog.
         popularity: items drawn in proportion to ``train_count ** popularity_power``.
         in_batch: chosen items of other rows of the batch.
         hard: the policy's own top ranks, which training appends; the better the policy, the more of them the user would
             have liked.
-        unwatched_below: watch quantile below which an exposure counts as not watched.
         popularity_power: 1 = as often as in the log, 0 = uniformly over the items that occur in it.
-        fill: where a user has fewer dislikes or unwatched exposures than asked for, items drawn uniformly take their
+        fill: where a user has fewer dislikes or skipped items than asked for, items drawn uniformly take their
             places, so that all lists are equally long; false = such places stay empty.
     """
 
     history_length: int = 50
-    positive_threshold: float = 0.75
     dislikes: int = 4
-    unwatched: int = 4
+    skipped: int = 4
     uniform: int = 8
     popularity: int = 4
     in_batch: int = 0
     hard: int = 0
-    unwatched_below: float = 0.25
     popularity_power: float = 0.75
     fill: bool = True
 
     cuts_by_label: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        counts = {name: getattr(self, name) for name in ("dislikes", "unwatched", "uniform", "popularity", "in_batch")}
+        counts = {name: getattr(self, name) for name in ("dislikes", "skipped", "uniform", "popularity", "in_batch")}
         counts["hard"] = self.hard
         negative = [f"{name}: {count}" for name, count in counts.items() if count < 0]
         if negative or not any(counts.values()):
@@ -70,29 +66,21 @@ class PreferenceListLayout(Layout):
                 f"PreferenceListLayout: {negative[0] + ' is negative' if negative else 'every source is 0'}; "
                 f"give at least one of {', '.join(counts)} a number of rejected items"
             )
-        if self.unwatched and self.unwatched_below > self.positive_threshold:
-            raise RecpoError(
-                f"PreferenceListLayout: unwatched_below ({self.unwatched_below}) must not exceed positive_threshold "
-                f"({self.positive_threshold}), or an exposure would be chosen and rejected at once"
-            )
 
     @property
     def traits(self) -> SlateTraits:
         """See ``Layout.traits``."""
-        return SlateTraits(chosen_first=True, hard_negatives=self.hard, resampled=True)
+        return SlateTraits(is_preference_list=True, hard_negatives=self.hard, resampled=True)
 
     @property
     def samples_by_popularity(self) -> bool:
         """See ``Layout.samples_by_popularity``."""
         return self.popularity > 0
 
-    def is_positive(self, label: np.ndarray, dislike: np.ndarray) -> np.ndarray:
-        """Which events are positive."""
-        return (label >= self.positive_threshold) & ~dislike
-
-    def windows(self, user: np.ndarray, request: np.ndarray, *labels: np.ndarray) -> Windows:
+    def windows(self, user: np.ndarray, request: np.ndarray, positive: np.ndarray | None = None) -> Windows:
         """See ``Layout.windows``; the slate range is the chosen event."""
-        chosen = np.flatnonzero(self.is_positive(*labels))
+        assert positive is not None
+        chosen = np.flatnonzero(positive)
         request_start = _last_true(run_change(user, request))[chosen]
         user_start = _last_true(run_change(user))[chosen]
         return Windows(np.maximum(request_start - self.history_length, user_start), request_start, chosen, chosen + 1)
@@ -121,12 +109,12 @@ class _Pairs(NamedTuple):
 
 
 class _ShardIndex(NamedTuple):
-    """What the users of a shard like, disliked and left."""
+    """What the users of a shard like, disliked and skipped."""
 
     events: Events
     positives: _Pairs
     dislikes: _Pairs
-    unwatched: _Pairs
+    skipped: _Pairs
 
 
 class _Drawn(NamedTuple):
@@ -147,7 +135,7 @@ class _PreferenceBatches:
 
     def __init__(self, layout: PreferenceListLayout, catalog: Catalog, seed: int) -> None:
         self._layout, self._stride, self._seed = layout, catalog.num_items + 1, seed
-        counts = [layout.dislikes, layout.unwatched, layout.uniform, layout.popularity, layout.in_batch]
+        counts = [layout.dislikes, layout.skipped, layout.uniform, layout.popularity, layout.in_batch]
         self._source = np.repeat(np.arange(len(counts)), counts)
         self._cdf: np.ndarray | None = None
         if catalog.train_counts is not None:
@@ -176,7 +164,9 @@ class _PreferenceBatches:
             mask=torch.from_numpy(items > 0),
             label=torch.from_numpy(np.where(logged, events.label[source], np.float32(np.nan))),
             dislike=torch.from_numpy(logged & events.dislike[source]),
+            positive=torch.from_numpy(logged & events.positive[source]),
             is_logged=torch.from_numpy(logged),
+            chosen=torch.from_numpy((items > 0) & (np.arange(items.shape[1]) == 0)),
         )
         histories = histories_of(events, windows.history_start, windows.history_stop)
         known = torch.from_numpy(self._positives_of(self._index, user)) if self._layout.hard else None
@@ -184,13 +174,12 @@ class _PreferenceBatches:
         return FeedbackBatch(histories, slates, rows, known_positives=known, user_ids=users)
 
     def _index_of(self, events: Events) -> _ShardIndex:
-        layout, quantile = self._layout, events.label
-        positives = self._pairs(events, layout.is_positive(quantile, events.dislike))
+        positives = self._pairs(events, events.positive)
         liked = positives.holds(self._keys(events.user_index, events.item_index))
         dislikes = self._pairs(events, events.dislike & ~liked)
         disliked = dislikes.holds(self._keys(events.user_index, events.item_index))
-        left = (quantile < layout.unwatched_below) & ~liked & ~disliked
-        return _ShardIndex(events, positives, dislikes, self._pairs(events, left))
+        skipped = self._pairs(events, events.skipped & ~liked & ~disliked)
+        return _ShardIndex(events, positives, dislikes, skipped)
 
     def _pairs(self, events: Events, which: np.ndarray) -> _Pairs:
         rows = np.flatnonzero(which)
@@ -205,7 +194,7 @@ class _PreferenceBatches:
     ) -> _Drawn:
         drawn = self._logged(index, user, row_ids, epoch)
         items, place = drawn.items, np.arange(len(self._source))
-        wanted = (self._source > _UNWATCHED) | self._layout.fill
+        wanted = (self._source > _SKIPPED) | self._layout.fill
         for attempt in range(_ATTEMPTS):
             empty = (items == 0) & wanted
             if not empty.any():
@@ -218,10 +207,10 @@ class _PreferenceBatches:
         return _Drawn(items, np.where(drawn.items > 0, drawn.events, -1))
 
     def _logged(self, index: _ShardIndex, user: np.ndarray, row_ids: np.ndarray, epoch: int) -> _Drawn:
-        """Dislikes and unwatched exposures: a run of each of the user's, from a random start."""
+        """Dislikes and skipped items: a run of each of the user's, from a random start."""
         items = np.zeros((len(user), len(self._source)), np.int64)
         event = np.full_like(items, -1)
-        for source, pairs in ((_DISLIKES, index.dislikes), (_UNWATCHED, index.unwatched)):
+        for source, pairs in ((_DISLIKES, index.dislikes), (_SKIPPED, index.skipped)):
             places = np.flatnonzero(self._source == source)
             if not len(places) or not len(pairs.key):
                 continue

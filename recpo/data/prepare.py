@@ -25,7 +25,7 @@ from recpo.data.catalog import (
 from recpo.data.engine import Engine, EngineOptions
 from recpo.data.events import select_columns, standardize, time_order
 from recpo.data.faults import Fault, refuse
-from recpo.data.feedback import add_feedback, cutoff_table, describe_cutoffs, quantile_table
+from recpo.data.feedback import add_feedback, cutoff_table, definition, quantile_table
 from recpo.data.files import Log, find_files, open_log
 from recpo.data.locations import Place, locate
 from recpo.data.manifest import describe, sha256
@@ -48,6 +48,7 @@ from recpo.data.splits import Split, TemporalSplit
 from recpo.data.validate import check_rows
 from recpo.data.writing import write_histories, write_rows, write_shards
 from recpo.errors import RecpoError
+from recpo.feedback import FeedbackRule
 
 _STAGES: Final = ("reading", "checking", "splitting", "shaping", *PERIODS, "histories")
 _HISTORY_ROWS: Final = 500_000
@@ -61,6 +62,7 @@ class Preparation:
     columns: ColumnMapping = field(default_factory=ColumnMapping)
     split: Split = field(default_factory=TemporalSplit)
     label: Label = field(default_factory=WatchQuantiles)
+    feedback: FeedbackRule = field(default_factory=FeedbackRule)
     max_context: int = 200
     rows_per_shard: int = 500_000
     min_user_events: int = 0
@@ -92,6 +94,7 @@ class Preparation:
             "columns": asdict(self.mapping),
             "split": describe(self.split),
             "label": describe(self.label),
+            "feedback": asdict(self.feedback),
         }
 
     def run(
@@ -219,8 +222,8 @@ class _Run:
         shaped = add_feedback(self.choice.label.add(placed), cutoffs if timed else None, base)
         shaped = engine.materialize("shaped", shaped)
         engine.drop("placed")
-        feedback = describe_cutoffs(engine.table(cutoffs.order_by("bucket")), base)
-        return shaped, feedback
+        fitted = definition(engine.table(cutoffs.order_by("bucket")), self.choice.feedback, base)
+        return shaped, fitted.to_json()
 
     def _write_tables(self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table) -> dict[str, int]:
         item_ids, user_ids = log.types[Columns.ITEM_ID], log.types[Columns.USER_ID]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,10 +16,11 @@ import pyarrow.parquet as pq
 from recpo.data.id_map import IdMap
 from recpo.data.locations import Place, locate, readable
 from recpo.errors import RecpoError
+from recpo.feedback import FeedbackDefinition
 
 Period = Literal["train", "valid", "test"]
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # what training batches are made of; shards also hold columns for people: watch_time, duration
 _EVENT_COLUMNS = (
     "user_index",
@@ -39,6 +41,7 @@ class Events(NamedTuple):
 
     ``offsets [U + 1]`` cuts them into users: user ``u`` owns ``offsets[u] : offsets[u + 1]``. ``request_start[i]`` is
     the index of the first event of event i's request: what happened from there on was not known when i was shown.
+    ``positive`` and ``skipped`` are those of the directory's ``FeedbackRule``.
     ``is_random`` is read for the held-out periods only: no training batch uses it.
     """
 
@@ -47,6 +50,8 @@ class Events(NamedTuple):
     timestamp: np.ndarray
     label: np.ndarray
     dislike: np.ndarray
+    positive: np.ndarray
+    skipped: np.ndarray
     feedback: np.ndarray
     propensity: np.ndarray
     is_target: np.ndarray
@@ -92,6 +97,11 @@ class Prepared:
             )
         return cls(root, manifest)
 
+    @cached_property
+    def feedback(self) -> FeedbackDefinition:
+        """What counts as positive, skipped, disliked and unknown here, and the feedback levels of raw events."""
+        return FeedbackDefinition.from_json(self.manifest.get("feedback"), f"{self.root / MANIFEST}, feedback")
+
     @property
     def num_items(self) -> int:
         """Catalog size V; item indices are 1..V."""
@@ -122,13 +132,16 @@ class Prepared:
         """Reads one shard into memory."""
         columns = self.columns(split, shard, _EVENT_COLUMNS if split == "train" else _HELD_OUT_COLUMNS)
         user, request = columns["user_index"], columns["request"]
+        label, dislike, rule = columns["label"], columns["dislike"], self.feedback.rule
         offsets = _run_offsets(user)
         return Events(
             user_index=user,
             item_index=columns["item_index"].astype(np.int64),
             timestamp=columns["timestamp"],
-            label=columns["label"],
-            dislike=columns["dislike"],
+            label=label,
+            dislike=dislike,
+            positive=rule.positive(label, dislike),
+            skipped=rule.skipped(label, dislike),
             feedback=columns["feedback"].astype(np.int64),
             propensity=columns["propensity"],
             is_target=columns["is_target"],
@@ -137,13 +150,14 @@ class Prepared:
             is_random=columns.get("is_random"),
         )
 
-    def keys(self, split: Period, shard: int, labels: bool = False) -> tuple[np.ndarray, ...]:
+    def keys(self, split: Period, shard: int, positive: bool = False) -> tuple[np.ndarray, ...]:
         """``(user_index, request)`` of one shard: enough to plan an epoch without reading the rest.
 
-        With ``labels``, also ``label`` and ``dislike``.
+        With ``positive``, also which events are positive.
         """
-        names = ["user_index", "request"] + ["label", "dislike"] * labels
-        return tuple(self.columns(split, shard, names).values())
+        names = ["user_index", "request"] + ["label", "dislike"] * positive
+        user, request, *feedback = self.columns(split, shard, names).values()
+        return (user, request, self.feedback.rule.positive(*feedback)) if positive else (user, request)
 
     def columns(self, split: Period, shard: int, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Some columns of one shard, by name (``recpo.data.schema.EVENT_SCHEMA``)."""

@@ -65,26 +65,25 @@ class Layout(ABC):
 
     Attributes:
         history_length: H, the most history events of a context.
-        cuts_by_label: ``windows`` reads watch quantiles and dislikes too.
+        cuts_by_label: ``windows`` reads which events are positive too.
     """
 
     history_length: int
     cuts_by_label: ClassVar[bool] = False
 
     @abstractmethod
-    def windows(self, user: np.ndarray, request: np.ndarray, *labels: np.ndarray) -> Windows:
+    def windows(self, user: np.ndarray, request: np.ndarray, positive: np.ndarray | None = None) -> Windows:
         """Cuts the events of a shard, sorted by user and time.
 
         Args:
             user: ``[N]``, equal for the events of a user.
             request: ``[N]``, equal for the events of a request.
-            labels: watch quantile and dislike, ``[N]`` each, where ``cuts_by_label``.
+            positive: ``[N]`` bool, which events are positive; read where ``cuts_by_label``.
         """
 
     def windows_of(self, events: Events) -> Windows:
         """The windows of a shard that is in memory."""
-        labels = (events.label, events.dislike) if self.cuts_by_label else ()
-        return self.windows(events.user_index, events.request_start, *labels)
+        return self.windows(events.user_index, events.request_start, events.positive)
 
     @property
     def traits(self) -> SlateTraits:
@@ -117,7 +116,7 @@ class SequenceLayout(Layout):
     history_length: int = 50
     last_window_only: bool = False
 
-    def windows(self, user: np.ndarray, request: np.ndarray, *labels: np.ndarray) -> Windows:
+    def windows(self, user: np.ndarray, request: np.ndarray, positive: np.ndarray | None = None) -> Windows:
         """See ``Layout.windows``."""
         starts = np.flatnonzero(run_change(user))
         stops = np.append(starts[1:], len(user))
@@ -146,7 +145,7 @@ class ImpressionLayout(Layout):
     history_length: int = 50
     slate_length: int = 20
 
-    def windows(self, user: np.ndarray, request: np.ndarray, *labels: np.ndarray) -> Windows:
+    def windows(self, user: np.ndarray, request: np.ndarray, positive: np.ndarray | None = None) -> Windows:
         """See ``Layout.windows``."""
         starts = np.flatnonzero(run_change(user, request))
         stops = np.append(starts[1:], len(user))
@@ -181,6 +180,7 @@ def feedback_batch(events: Events, windows: Windows, row_ids: np.ndarray) -> Fee
         mask=torch.from_numpy(valid),
         label=_padded(events.label[index], valid, np.nan),
         dislike=_padded(events.dislike[index], valid),
+        positive=_padded(events.positive[index], valid),
         logp_behavior=_padded(_logp_behavior(events, index), valid, np.nan),
         is_logged=torch.from_numpy(valid),
         ends_session=_padded(_ends_session(events, index), valid),
@@ -214,6 +214,7 @@ def evaluation_batch(events: Events, users: np.ndarray, history_length: int) -> 
         mask=torch.from_numpy(valid),
         label=_padded(events.label[index], valid, np.nan),
         dislike=_padded(events.dislike[index], valid),
+        positive=_padded(events.positive[index], valid),
         logp_behavior=_padded(_logp_behavior(events, index), valid, np.nan),
         is_logged=torch.from_numpy(valid),
         is_random=None if events.is_random is None else _padded(events.is_random[index], valid),

@@ -79,12 +79,12 @@ def refuse_old_policy(objective: Objective, old_policy: str) -> None:
 def refuse_slates(objective: Objective, slates: SlateTraits, reference: str, anchor_coef: float) -> None:
     """Raises where the slates of the data are not of the kind that the objective compares."""
     name, wants_lists = type(objective).__name__, "chosen" in objective.requires
-    if wants_lists and not slates.chosen_first:
+    if wants_lists and not slates.is_preference_list:
         raise RecpoError(
             f"objective {name} compares a chosen item with rejected ones: set data.layout to "
             "class_path: PreferenceListLayout, or with a rollout its preference to best_vs_rest"
         )
-    if slates.chosen_first and not wants_lists:
+    if slates.is_preference_list and not wants_lists:
         raise RecpoError(
             f"objective {name} takes every item of a slate for feedback, but PreferenceListLayout holds sampled "
             "rejected items: set data.layout to class_path: SequenceLayout or ImpressionLayout"
@@ -94,7 +94,7 @@ def refuse_slates(objective: Objective, slates: SlateTraits, reference: str, anc
             "reference: cached keeps the log-probabilities of fixed slates, but data.layout samples other items in "
             "every epoch: set reference to frozen"
         )
-    if slates.chosen_first and anchor_coef:
+    if slates.is_preference_list and anchor_coef:
         raise RecpoError(
             "anchor_coef adds the likelihood of every item of a slate, rejected ones too: set "
             "objective.init_args.nll_coef instead, which adds that of the chosen item"

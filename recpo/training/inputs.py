@@ -13,7 +13,7 @@ from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
 from recpo.training.contradictions import OF_STATES, all_requirements
 from recpo.training.critic import Critic, CriticOptions
-from recpo.training.lists import first_position, with_hard_negatives, without_shared_prefix
+from recpo.training.lists import with_hard_negatives, without_shared_prefix
 from recpo.training.rollout import Rollout, RolloutOptions, Rollouts, RolloutSources, roll_out
 from recpo.training.rollout_slates import items_of, side_by_side
 from recpo.training.snapshots import ReferenceCache, Snapshot
@@ -153,7 +153,10 @@ class InputBuilder(nn.Module):
         """With what stands on the slates already."""
         if "labels" in self._requires:
             inputs = inputs._replace(label=slates.label, dislike=slates.dislike)
-        chosen = first_position(slates.mask) if "chosen" in self._requires else None
+        chosen = None
+        if "chosen" in self._requires:
+            assert slates.chosen is not None
+            chosen = slates.chosen & slates.mask
         return inputs._replace(rewards=slates.reward, chosen=chosen)
 
     @torch.no_grad()
@@ -270,8 +273,9 @@ class InputBuilder(nn.Module):
         if slates.reward is not None:
             metrics["reward_mean"] = masked_mean(slates.reward, slates.mask)
         if "chosen" in self._requires:
-            rejected = slates.mask & ~first_position(slates.mask)
-            metrics["rejected_per_list"] = rejected.sum() / slates.mask[:, 0].sum().clamp(min=1)
+            assert slates.chosen is not None
+            rejected = slates.mask & ~slates.chosen
+            metrics["rejected_per_list"] = rejected.sum() / (slates.mask & slates.chosen).sum().clamp(min=1)
             if slates.is_logged is not None:
                 metrics["logged_rejected_share"] = masked_mean(slates.is_logged, rejected)
         return metrics

@@ -34,9 +34,12 @@ def with_hard_negatives(batch: FeedbackBatch, policy: Policy, count: int) -> Fee
             mask=torch.cat([slates.mask, kept], 1),
             label=appended(slates.label, torch.nan),
             dislike=appended(slates.dislike, 0),
+            positive=appended(slates.positive, 0),
             reward=appended(slates.reward, torch.nan),
             logp_behavior=appended(slates.logp_behavior, torch.nan),
             is_logged=appended(slates.is_logged, 0),
+            is_random=appended(slates.is_random, 0),
+            chosen=appended(slates.chosen, 0),
         )
     )
 
@@ -54,10 +57,3 @@ def without_shared_prefix(mask: Tensor, tokens: Tensor) -> Tensor:
     shared = (tokens == tokens[:, :1]).long().cumprod(-1).bool()
     shared[:, 0] = False
     return mask & ~shared
-
-
-def first_position(mask: Tensor) -> Tensor:
-    """The chosen items ``[B, S]``: preference lists hold theirs first."""
-    chosen = torch.zeros_like(mask)
-    chosen[:, 0] = mask[:, 0]
-    return chosen

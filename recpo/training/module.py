@@ -107,7 +107,7 @@ class PreferenceModule(LightningModule):
         refuse_old_policy(objective, old_policy)
         if rollout is not None:
             refuse_rollout(objective, rollout, slates, reward, old_policy)
-            slates = SlateTraits(chosen_first=rollout.preference is not None, resampled=True)
+            slates = SlateTraits(is_preference_list=rollout.preference is not None, resampled=True)
         refuse_slates(objective, slates, reference, 0.0 if rollout else anchor_coef)
         refuse_snapshot_reference(objective, reference, old_policy)
         if mask_shared_prefix:

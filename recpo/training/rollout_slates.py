@@ -100,7 +100,7 @@ def as_preference_list(candidates: Candidates, *, worst_only: bool) -> Candidate
     rejected = ordered.slates.mask & (reward < reward[:, :1])
     kept = rejected.clone()
     kept[:, 0] = rejected.any(1)
-    return ordered._replace(slates=ordered.slates._replace(mask=kept))
+    return ordered._replace(slates=ordered.slates._replace(mask=kept, chosen=kept & ~rejected))
 
 
 def most_probable_first(candidates: Candidates) -> Candidates:

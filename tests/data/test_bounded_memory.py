@@ -8,9 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from recpo.data.prepared import MANIFEST
+from recpo.data.prepared import FORMAT_VERSION, MANIFEST
 from recpo.data.schema import EVENT_SCHEMA
 from recpo.data.writing import write_parquet, write_shards
+from recpo.feedback import FeedbackDefinition
 
 USERS, EVENTS_PER_USER = 4000, 50
 SHARD_MIB = USERS * EVENTS_PER_USER * 50 / 2**20  # decoded, about 50 bytes for each event
@@ -63,7 +64,14 @@ def prepared(root, shards):
     }
     items = pa.table({"train_count": np.ones(10_000, np.int64)})
     write_parquet(items, root / "items.parquet")
-    manifest = {"format_version": 1, "num_items": 10_000, "num_users": shards * USERS, "shards": made, "files": {}}
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "feedback": FeedbackDefinition().to_json(),
+        "num_items": 10_000,
+        "num_users": shards * USERS,
+        "shards": made,
+        "files": {},
+    }
     (root / MANIFEST).write_text(json.dumps(manifest))
     return root
 

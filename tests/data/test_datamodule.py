@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from recpo.data.datamodule import FeedbackDataModule, HeldOutBatches, Phases, Rank, ResumableLoader, TrainBatches
-from recpo.data.prepared import Prepared
+from recpo.data.prepared import FORMAT_VERSION, Prepared
 from recpo.data.slates import ImpressionLayout, SequenceLayout
 from recpo.errors import RecpoError
+from recpo.feedback import FeedbackDefinition
 
 LAYOUT = SequenceLayout(history_length=6)
 
@@ -46,7 +47,8 @@ def shards(tmp_path):
     second = write_shard(tmp_path / "train/00001.parquet", list(range(7, 11)), first + 1)
     third = write_shard(tmp_path / "valid/00000.parquet", list(range(11)), 1, lambda n: np.arange(n) % 3 == 2)
     manifest = {
-        "format_version": 1,
+        "format_version": FORMAT_VERSION,
+        "feedback": FeedbackDefinition().to_json(),
         "num_users": 11,
         "num_items": max(first + second, third),
         "shards": {

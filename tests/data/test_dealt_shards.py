@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from recpo.data.datamodule import FeedbackDataModule
 from recpo.data.held_out import Rank
 from recpo.data.preference_lists import PreferenceListLayout
-from recpo.data.prepared import Prepared
+from recpo.data.prepared import FORMAT_VERSION, Prepared
 from recpo.data.slates import SequenceLayout
 from recpo.data.train_batches import Phases, ResumableLoader, TrainBatches
 from recpo.errors import RecpoError
+from recpo.feedback import FeedbackDefinition
 
 LAYOUT = SequenceLayout(history_length=4)
 ONCE = Phases()
@@ -56,7 +57,14 @@ def write_prepared(root, users=tuple(USERS), without_positives=()):
     for shard, file in enumerate(files):
         write_shard(root / file, list(range(firsts[shard], firsts[shard + 1])), shard not in without_positives)
     shards = {"train": [{"file": file} for file in files], "valid": [], "test": []}
-    manifest = {"format_version": 1, "num_users": int(firsts[-1]), "num_items": 30, "shards": shards, "files": {}}
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "feedback": FeedbackDefinition().to_json(),
+        "num_users": int(firsts[-1]),
+        "num_items": 30,
+        "shards": shards,
+        "files": {},
+    }
     (root / "manifest.json").write_text(json.dumps(manifest))
     return Prepared.open(root)
 

@@ -12,8 +12,9 @@ from recpo.data.preference_lists import PreferenceListLayout
 from recpo.data.prepared import Events, Prepared, _run_offsets, _run_starts
 from recpo.data.slates import Catalog
 from recpo.errors import RecpoError
+from recpo.feedback import FeedbackRule
 
-NONE = {"dislikes": 0, "unwatched": 0, "uniform": 0, "popularity": 0}
+NONE = {"dislikes": 0, "skipped": 0, "uniform": 0, "popularity": 0}
 NUM_ITEMS = 40
 
 
@@ -28,12 +29,16 @@ def events():
     total = len(user)
     quantile = rng.random(total).astype(np.float32)
     quantile[rng.random(total) < 0.1] = np.nan
+    items = rng.integers(1, NUM_ITEMS + 1, total)
+    dislike = (rng.random(total) < 0.2) & (user != 4)
     return Events(
         user_index=user,
-        item_index=rng.integers(1, NUM_ITEMS + 1, total),
+        item_index=items,
         timestamp=np.arange(total, dtype=np.int64),
         label=quantile,
-        dislike=(rng.random(total) < 0.2) & (user != 4),
+        dislike=dislike,
+        positive=FeedbackRule().positive(quantile, dislike),
+        skipped=FeedbackRule().skipped(quantile, dislike),
         feedback=np.zeros(total, np.int64),
         propensity=np.full(total, np.nan, np.float32),
         is_target=np.ones(total, bool),
@@ -75,7 +80,7 @@ def test_every_positive_event_is_chosen_once_and_sees_what_preceded_its_request(
 
 
 def test_each_source_gives_what_it_is_named_after(events):
-    layout = layout_of(dislikes=3, unwatched=2, fill=False)
+    layout = layout_of(dislikes=3, skipped=2, fill=False)
     slates = batch_of(events, layout).slates
     assert slates.is_logged[slates.mask].all()
     for row, user in enumerate(users_of(events, layout)):
@@ -100,7 +105,7 @@ def test_too_few_dislikes_are_filled_or_left_empty(events):
     assert not empty.mask[:, 1:].any()
 
 
-@pytest.mark.parametrize("counts", [{"uniform": 12}, {"popularity": 12}, {"dislikes": 5, "unwatched": 5, "uniform": 5}])
+@pytest.mark.parametrize("counts", [{"uniform": 12}, {"popularity": 12}, {"dislikes": 5, "skipped": 5, "uniform": 5}])
 def test_nothing_that_the_user_likes_is_rejected_and_no_item_is_there_twice(events, counts):
     layout = layout_of(**counts)
     popularity = np.arange(NUM_ITEMS) % 3
@@ -126,10 +131,11 @@ def test_a_draw_depends_on_seed_epoch_and_row_alone(events):
 
 
 def test_uniform_draws_are_uniform_and_popular_ones_follow_the_counts(events):
-    everyone = replace(layout_of(uniform=1), positive_threshold=-1.0, unwatched_below=-1.0)
+    everyone = layout_of(uniform=1)
     nobody = events._replace(
         item_index=np.zeros_like(events.item_index), dislike=np.zeros_like(events.dislike),
-        label=np.ones_like(events.label),
+        label=np.ones_like(events.label), positive=np.ones(len(events.label), bool),
+        skipped=np.zeros(len(events.label), bool),
     )  # fmt: skip
     drawn = torch.cat([batch_of(nobody, everyone, epoch=e).slates.item_ids[:, 1] for e in range(200)])
     share = torch.bincount(drawn, minlength=NUM_ITEMS + 1)[1:] / len(drawn)
@@ -176,7 +182,6 @@ def test_an_empty_window_is_an_empty_slate(events):
     [
         (NONE, "every source is 0"),
         ({"uniform": -1}, "uniform: -1 is negative"),
-        ({"unwatched_below": 0.9}, "must not exceed positive_threshold"),
     ],
 )
 def test_impossible_lists_are_refused(options, message):

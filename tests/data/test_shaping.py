@@ -8,10 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recpo.data.feedback import add_feedback, cutoff_table, describe_cutoffs, quantile_table
+from recpo.data.feedback import add_feedback, cutoff_table, definition, quantile_table
 from recpo.data.labels import BinaryColumn, EveryEvent, NumericColumn
 from recpo.data.shaping import D2Q, WatchQuantiles, WatchRatio, WatchTimeGain
 from recpo.errors import RecpoError
+from recpo.feedback import FeedbackDefinition, FeedbackRule
 from tests.reference import watch_labels as reference
 
 VECTORS = Path(__file__).parent / "objectives.json"
@@ -137,8 +138,8 @@ def test_feedback_without_watch_times_follows_the_label(engine):
 
 def test_cutoffs_are_described_in_seconds(engine):
     rows = table([0] * 5, [1000, 2000, 3000, 4000, 999_000], [9000] * 5, [0, 0, 0, 0, 1])
-    described = describe_cutoffs(engine.table(cutoff_table(quantile_table(rows, 2.0))), 2.0)
-    assert described == {"duration_base": 2.0, "cutoffs": {"3": [1.0, 2.0, 3.0]}}
+    fitted = definition(engine.table(cutoff_table(quantile_table(rows, 2.0))), FeedbackRule(), 2.0)
+    assert fitted == FeedbackDefinition(FeedbackRule(), 2.0, {3: (1.0, 2.0, 3.0)})
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from recpo.data.prepared import Events, Prepared, _run_offsets, _run_starts
 from recpo.data.slates import ImpressionLayout, SequenceLayout, evaluation_batch, feedback_batch
+from recpo.feedback import FeedbackRule
 
 
 def events_of(counts, requests=None, is_target=None, seed=0):
@@ -15,12 +16,15 @@ def events_of(counts, requests=None, is_target=None, seed=0):
     user = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
     request = np.arange(total) if requests is None else np.asarray(requests)
     rng = np.random.default_rng(seed)
+    label, dislike = rng.random(total).astype(np.float32), rng.random(total) < 0.1
     return Events(
         user_index=user,
         item_index=np.arange(1, total + 1, dtype=np.int64),
         timestamp=np.arange(total, dtype=np.int64) * 1000,
-        label=rng.random(total).astype(np.float32),
-        dislike=rng.random(total) < 0.1,
+        label=label,
+        dislike=dislike,
+        positive=FeedbackRule().positive(label, dislike),
+        skipped=FeedbackRule().skipped(label, dislike),
         feedback=rng.integers(0, 6, total),
         propensity=rng.random(total).astype(np.float32),
         is_target=np.ones(total, bool) if is_target is None else np.asarray(is_target),

@@ -261,4 +261,4 @@ def test_impossible_critics_are_refused(options):
 def test_what_fits_is_accepted():
     PreferenceModule(new_policy(), Reinforce(), advantage=TernaryAdvantage())
     PreferenceModule(new_policy(), PPO(value_coef=0.0), **GROUPS)
-    PreferenceModule(new_policy(), DPO(), reference="cached", slates=SlateTraits(chosen_first=True))
+    PreferenceModule(new_policy(), DPO(), reference="cached", slates=SlateTraits(is_preference_list=True))

@@ -137,11 +137,11 @@ def noise_of(difference, z=1.96):
 
 
 def lists(**counts):
-    return PreferenceListLayout(HISTORY, **{"dislikes": 0, "unwatched": 0, "uniform": 0, "popularity": 0, **counts})
+    return PreferenceListLayout(HISTORY, **{"dislikes": 0, "skipped": 0, "uniform": 0, "popularity": 0, **counts})
 
 
 SEQUENCES, IMPRESSIONS = SequenceLayout(HISTORY), ImpressionLayout(HISTORY, 6)
-MIXED = lists(dislikes=2, unwatched=2, uniform=4, popularity=2)
+MIXED = lists(dislikes=2, skipped=2, uniform=4, popularity=2)
 TERNARY = {"advantage": TernaryAdvantage()}
 RATIOS = {"reward": LoggedReward(), "old_policy": "snapshot", "snapshot_every": 15}
 GROUPS = {"advantage": GroupNormalizedAdvantage(), **RATIOS}
@@ -152,10 +152,10 @@ LEARNERS = {
     "likelihood_positives": (Likelihood(positive_only=True), SEQUENCES, TERNARY),
     "gbpo": (GBPO(), SEQUENCES, TERNARY),
     "gbpo_logged": (GBPO(), SEQUENCES, {**TERNARY, "old_policy": "logged"}),
-    "dpo": (DPO(beta=0.5), lists(dislikes=1, unwatched=2), {}),
-    "dpo_ipo": (DPO(variant="ipo"), lists(dislikes=1, unwatched=2), {}),
+    "dpo": (DPO(beta=0.5), lists(dislikes=1, skipped=2), {}),
+    "dpo_ipo": (DPO(variant="ipo"), lists(dislikes=1, skipped=2), {}),
     "softmax_dpo": (SoftmaxDPO(), MIXED, {}),
-    "softmax_dpo_hard": (SoftmaxDPO(), lists(unwatched=2, in_batch=2, hard=4), {}),
+    "softmax_dpo_hard": (SoftmaxDPO(), lists(skipped=2, in_batch=2, hard=4), {}),
     "softmax_dpo_gaps": (SoftmaxDPO(gap_weighted=True), MIXED, {"reward": LoggedReward(unknown=0.0)}),
     "margin_listwise_dpo": (MarginListwiseDPO(), MIXED, {}),
     "ppo": (PPO(dual_clip=3.0, entropy_coef=0.001), SEQUENCES, {**RATIOS, "advantage": GAEAdvantage(gamma=0.5)}),

@@ -1,0 +1,118 @@
+"""One definition of positive, skipped, disliked and unknown, and the feedback levels of raw events."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recpo.errors import RecpoError
+from recpo.feedback import FeedbackDefinition, FeedbackRule
+
+LABELS = [0.75, np.nextafter(np.float32(0.75), 0, dtype=np.float32), 0.25, 0.2, math.nan, 0.9, 0.1, math.nan]
+DISLIKES = [False, False, False, False, False, True, True, True]
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_a_dislike_outranks_the_label_and_the_threshold_itself_is_positive(kind):
+    label = kind(np.array(LABELS, np.float32).tolist())
+    label = label.astype(np.float32) if isinstance(label, np.ndarray) else label
+    dislike, rule = kind(DISLIKES), FeedbackRule()
+    assert rule.positive(label, dislike).tolist() == [True] + [False] * 7
+    assert rule.skipped(label, dislike).tolist() == [False, False, False, True] + [False] * 4
+    assert rule.unknown(label, dislike).tolist() == [False] * 4 + [True] + [False] * 3
+
+
+@given(st.lists(st.tuples(st.one_of(st.just(math.nan), st.floats(0, 1, width=32)), st.booleans())), st.data())
+def test_every_event_is_one_thing_and_numpy_and_torch_agree(events, data):
+    high = data.draw(st.floats(0.01, 1))
+    rule = FeedbackRule(high, data.draw(st.floats(0, high)))
+    label = np.array([q for q, _ in events], np.float32)
+    dislike = np.array([d for _, d in events], bool)
+    kinds = [rule.positive(label, dislike), rule.skipped(label, dislike), rule.unknown(label, dislike), dislike]
+    assert (np.sum(kinds, 0) <= 1).all()
+    there = torch.from_numpy(label), torch.from_numpy(dislike)
+    for name, expected in zip(("positive", "skipped", "unknown"), kinds[:3], strict=True):
+        np.testing.assert_array_equal(getattr(rule, name)(*there).numpy(), expected)
+
+
+def test_a_threshold_that_float32_cannot_hold_is_compared_as_float32():
+    rule = FeedbackRule(0.8, 0.1)
+    label = np.array([0.8, 0.1], np.float32)
+    no = np.zeros(2, bool)
+    assert rule.positive(label, no).tolist() == [True, False]
+    assert not rule.skipped(label, no).any()
+    assert rule.positive(torch.from_numpy(label), torch.from_numpy(no)).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("thresholds", [(0.0, 0.0), (1.5, 0.2), (0.5, 0.6), (0.5, -0.1), (math.nan, 0.1)])
+def test_impossible_thresholds_are_refused(thresholds):
+    with pytest.raises(RecpoError, match=r"feedback\.(positive|skip)_threshold"):
+        FeedbackRule(*thresholds)
+
+
+FITTED = FeedbackDefinition(FeedbackRule(), 2.0, {3: (1.0, 2.5, 2.5), 5: (0.0, 4.0, 9.0)})
+
+
+def test_levels_by_hand():
+    nan = math.nan
+    rows = [  # watch time, duration, dislike, level
+        (1.0, 8.0, False, 2),  # at the cutoff: not above it
+        (1.001, 15.999, False, 3),
+        (2.501, 8.0, False, 5),
+        (2.501, 8.0, True, 1),
+        (nan, nan, True, 1),
+        (9.0, 16.0, False, 0),  # bucket 4 has no cutoffs
+        (9.0, 64.0, False, 0),
+        (0.0, 32.0, False, 2),
+        (9.0004, 32.0, False, 4),  # 9.000 s in whole milliseconds
+        (nan, 32.0, False, 0),
+        (1.0, nan, False, 0),
+        (1.0, 0.0, False, 0),
+        (-1.0, 8.0, False, 0),
+        (math.inf, 8.0, False, 0),
+    ]
+    watch, duration, dislike, level = (np.array(column) for column in zip(*rows, strict=True))
+    found = FITTED.levels(watch, duration, dislike, np.full(len(rows), 0.9))
+    assert found.dtype == np.int8
+    assert found.tolist() == level.tolist()
+
+
+def test_without_watch_times_the_levels_come_from_the_label():
+    label = np.array([0.0, 0.25, 0.5, 0.75, math.nan, 1.0])
+    dislike = np.array([False] * 5 + [True])
+    nothing = np.full(6, math.nan)
+    assert FeedbackDefinition().levels(nothing, nothing, dislike, label).tolist() == [2, 3, 4, 5, 0, 1]
+
+
+def test_a_definition_survives_json():
+    text = json.dumps(FITTED.to_json())
+    assert FeedbackDefinition.from_json(json.loads(text)) == FITTED
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cutoffs": {"3": [1.0, 0.5, 2.0]}},
+        {"cutoffs": {"3": [1.0, 2.0]}},
+        {"cutoffs": {"three": [1.0, 2.0, 3.0]}},
+        {"cutoffs": {"3": [1.0, math.nan, 3.0]}},
+        {"cutoffs": None},
+        {"duration_base": 1.0},
+        {"duration_base": "two"},
+        {"positive_threshold": 2.0},
+        {"skip_threshold": None},
+    ],
+)
+def test_a_damaged_definition_is_refused(change):
+    with pytest.raises(RecpoError, match=r"manifest\.json|feedback\."):
+        FeedbackDefinition.from_json(FITTED.to_json() | change, "manifest.json, feedback")
+
+
+@pytest.mark.parametrize("content", [None, [], {}, "x"])
+def test_no_definition_at_all_is_refused(content):
+    with pytest.raises(RecpoError, match="damaged"):
+        FeedbackDefinition.from_json(content)
