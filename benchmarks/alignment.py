@@ -30,7 +30,7 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.table import Table
 
-from recpo.atomic import write_json
+from recpo.artifacts import write_json
 from recpo.cli.calibrate import calibrate
 from recpo.cli.main import run
 from recpo.cli.prepare import prepare

@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from recpo.atomic import atomic_file
+from recpo.artifacts import output_file
 from recpo.contracts import Objective
 from recpo.objectives import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, PPO, DrGRPO, Likelihood, Reinforce
 from recpo.objectives.dpo import Variant, dpo_loss
@@ -293,7 +293,7 @@ def write(picture: Callable[[Axes], None], out: Path) -> None:
         picture((figure := Figure(figsize=(4.8, 2.9))).subplots())
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    with atomic_file(out / f"{picture.__name__}.svg") as path:
+    with output_file(out / f"{picture.__name__}.svg") as path:
         path.write_text(text.getvalue(), encoding="utf-8")
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.atomic import write_json
+from recpo.artifacts import write_json
 from recpo.errors import RecpoError
 
 FORMAT_VERSION = 1

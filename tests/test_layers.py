@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "recpo"
-BASE = {"types", "contracts", "errors", "feedback", "frames", "artifacts", "atomic", "semantic_codes"}
+BASE = {"types", "contracts", "errors", "feedback", "frames", "artifacts", "semantic_codes"}
 L1 = {"ops"}
 MAY_IMPORT = {
     **dict.fromkeys(BASE, BASE),

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from rich.table import Table
 
-from recpo.atomic import write_json
+from recpo.artifacts import write_json
 from recpo.cli.output import console
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Period, Prepared

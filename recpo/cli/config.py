@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from pathlib import Path
 
-from recpo.atomic import atomic_file
+from recpo.artifacts import output_file
 
 #: YAML of every option of the running verb, defaults included; None when a verb is called from Python.
 RESOLVED: ContextVar[str | None] = ContextVar("resolved_configuration", default=None)
@@ -20,5 +20,5 @@ def write_resolved(file: Path) -> None:
     """Writes the running verb's options to ``file``; nothing where a verb was called from Python."""
     resolved = RESOLVED.get()
     if resolved is not None:
-        with atomic_file(file) as partial:
+        with output_file(file) as partial:
             partial.write_text(resolved, encoding="utf-8")

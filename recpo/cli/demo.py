@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from rich.table import Table
 
-from recpo.atomic import write_json
+from recpo.artifacts import write_json
 from recpo.cli.evaluate import METRICS, evaluate
 from recpo.cli.export import export
 from recpo.cli.main import run

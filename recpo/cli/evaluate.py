@@ -13,7 +13,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from tqdm import tqdm
 
 from recpo import __version__
-from recpo.atomic import atomic_directory, write_json
+from recpo.artifacts import output_directory, write_json
 from recpo.cli.config import write_resolved
 from recpo.cli.contenders import (
     Baseline,
@@ -112,7 +112,8 @@ def evaluate(
         device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
         overwrite: replace ``out`` where it exists.
     """
-    with atomic_directory(out, overwrite=overwrite) as partial:
+    inputs = [prepared, *_listed(run), *_listed(bundle), truth]
+    with output_directory(out, kind="evaluation", overwrite=overwrite, inputs=inputs) as partial:
         data = Prepared.open(prepared)
         target = compute_device(device)
         candidates = _candidates(

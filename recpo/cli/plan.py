@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from recpo.atomic import write_json
+from recpo.artifacts import write_json
 from recpo.cli.config import save_resolved
 from recpo.cli.output import console
 from recpo.data.prepared import Prepared

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from rich.table import Table
 from tqdm import tqdm
 
-from recpo.atomic import atomic_file
+from recpo.artifacts import output_file
 from recpo.cli.config import save_resolved
 from recpo.cli.output import console
 from recpo.errors import RecpoError
@@ -51,7 +51,7 @@ def recommend(
     loaded = Bundle.load(bundle, engine)
     source = _open(histories)
     counts, writer, shown = ServingCounts(), None, None
-    with atomic_file(out) as partial:
+    with output_file(out, inputs=[bundle, histories]) as partial:
         try:
             for table in _tables(source, batch_size, histories):
                 served = loaded.recommend(table, k)

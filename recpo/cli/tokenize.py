@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from recpo.atomic import atomic_directory
+from recpo.artifacts import output_directory
 from recpo.cli.config import write_resolved
 from recpo.cli.item_sources import (
     CodesFromFile,
@@ -103,7 +103,7 @@ def tokenize(
     quantizer = ResidualKMeans(levels, codebook_size, normalize, capacity_slack, iterations, sample)
     place = compute_device(device)
     with (
-        atomic_directory(out, overwrite=overwrite) as partial,
+        output_directory(out, kind="codes", overwrite=overwrite, inputs=[prepared]) as partial,
         tqdm(total=levels + 3, desc="tokenize", unit="stage", disable=None if progress else True) as bar,
     ):
         if isinstance(vectors, CodesFromFile):

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recpo.atomic import atomic_file
+from recpo.artifacts import output_file
 from recpo.errors import RecpoError
 
 
@@ -66,7 +66,7 @@ class IdMap:
     def save(self, path: Path) -> None:
         """Writes ``item_index`` int32 and ``item_id`` in its own type."""
         index = pa.array(np.arange(1, len(self) + 1, dtype=np.int32))
-        with atomic_file(path) as partial:
+        with output_file(path) as partial:
             pq.write_table(pa.table({"item_index": index, "item_id": self._external}), partial)
 
     def __len__(self) -> int:

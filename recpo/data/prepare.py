@@ -12,7 +12,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from recpo import __version__
-from recpo.atomic import write_json
+from recpo.artifacts import write_json
 from recpo.data.catalog import (
     CatalogScope,
     add_positions,
@@ -114,7 +114,8 @@ class Preparation:
         """
         paths = find_files(log)
         place = None if work is None else locate(work)
-        with prepared_directory(locate(out), place, overwrite=overwrite) as partial:
+        inputs = [*paths, *(locate(name) for name in ([log] if isinstance(log, str) else log))]
+        with prepared_directory(locate(out), place, overwrite=overwrite, inputs=inputs) as partial:
             with (
                 work_directory(place, partial) as temporary,
                 engine.start(temporary) as started,

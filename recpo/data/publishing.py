@@ -6,13 +6,13 @@ import json
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from recpo.atomic import atomic_directory
+from recpo.artifacts import MARKER, marker, output_directory
 from recpo.data.locations import Location, Place
 from recpo.data.prepared import MANIFEST, shard_files
 from recpo.errors import RecpoError
@@ -21,7 +21,9 @@ _UPLOADS: Final = 8  # at the same time, 4 MB of memory each
 
 
 @contextmanager
-def prepared_directory(target: Place, work: Place | None = None, *, overwrite: bool = False) -> Iterator[Path]:
+def prepared_directory(
+    target: Place, work: Place | None = None, *, overwrite: bool = False, inputs: Sequence[Place] = ()
+) -> Iterator[Path]:
     """Yields an empty local directory that becomes ``target`` when the block ends without an error.
 
     An object store knows no rename, so there the files are uploaded and the manifest last: without one nothing counts
@@ -30,13 +32,16 @@ def prepared_directory(target: Place, work: Place | None = None, *, overwrite: b
     Args:
         target: the directory to make.
         work: where to make what is uploaded, if it is local; None = the system's directory for temporary files.
-        overwrite: replace an existing ``target``.
+        overwrite: replace an existing ``target``, which must be a prepared directory.
+        inputs: files and directories of the log.
 
     Raises:
-        RecpoError: ``target`` exists and ``overwrite`` is False, or the store cannot be written to.
+        RecpoError: ``target`` exists and ``overwrite`` is False, is no prepared directory, or is, holds or lies in one
+            of ``inputs``; or the store cannot be written to.
     """
+    local = [place for place in inputs if isinstance(place, Path)]
     if isinstance(target, Path):
-        with atomic_directory(target, overwrite=overwrite) as partial:
+        with output_directory(target, kind="prepared", overwrite=overwrite, inputs=local) as partial:
             yield partial
         return
     manifest = target / MANIFEST
@@ -47,6 +52,7 @@ def prepared_directory(target: Place, work: Place | None = None, *, overwrite: b
     if near is not None:
         near.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="recpo-prepare-", dir=near) as folder:
+        (Path(folder) / MARKER).write_text(marker("prepared"), encoding="utf-8")
         yield Path(folder)
         _upload(Path(folder), target)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from recpo import __version__
-from recpo.atomic import atomic_directory
+from recpo.artifacts import output_directory
 from recpo.contracts import Policy
 from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
@@ -88,7 +88,7 @@ def export_bundle(
     if not 1 <= k <= policy.num_items:
         raise RecpoError(f"k is {k}, expected 1 to {policy.num_items}, the size of the catalog")
     policy = policy.cpu().eval()
-    with atomic_directory(out, overwrite=overwrite) as root:
+    with output_directory(out, kind="bundle", overwrite=overwrite) as root:
         items.save(root / ITEMS)
         _save_programs(ServingProgram(policy, k), root)
         for engine in get_args(RuntimeName):

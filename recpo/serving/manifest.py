@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recpo.atomic import write_json
+from recpo.artifacts import MARKER, write_json
 from recpo.errors import RecpoError
 
 MANIFEST = "manifest.json"
@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 
 def write_manifest(root: Path, content: dict[str, Any]) -> None:
     """Completes a bundle: adds the format version and the SHA-256 of every file that lies in ``root``."""
-    files = {file.name: _sha256(file) for file in sorted(root.iterdir()) if file.name != MANIFEST}
+    files = {file.name: _sha256(file) for file in sorted(root.iterdir()) if file.name not in (MARKER, MANIFEST)}
     write_json(root / MANIFEST, {**content, "format_version": FORMAT_VERSION, "files": files})
 
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from recpo.atomic import atomic_directory
+from recpo.artifacts import output_directory
 from recpo.errors import RecpoError
 from recpo.training.checkpoints import META, saved_tensors
 from recpo.training.optimizers import JointOptimizer
@@ -48,7 +48,7 @@ def save(tensors: dict[str, Any], rest: dict[str, Any], path: Path) -> None:
     states = _strip(rest.get(_STATES, []), _STATES, tensors)
     skeleton = rest | {_STATES: states}
     if dist.get_rank() == 0:
-        with atomic_directory(path, overwrite=True) as partial:
+        with output_directory(path, kind="checkpoint", overwrite=True) as partial:
             dist.broadcast_object_list([str(partial)], src=0)
             _write(tensors, partial)
             torch.save(skeleton, partial / META)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from recpo.atomic import atomic_directory
+from recpo.artifacts import output_directory
 from recpo.errors import RecpoError
 from recpo.frames import to_pandas
 from recpo.simulation.logging_policy import LoggingPolicy
@@ -136,7 +136,7 @@ def write_simulation(
         RecpoError: ``out`` exists and ``overwrite`` is False.
     """
     truth = Truth(preferences, LoggingPolicy.of(preferences))
-    with atomic_directory(out, overwrite=overwrite) as partial:
+    with output_directory(out, kind="simulation", overwrite=overwrite) as partial:
         truth.save(partial / "truth")
         _write_parts(draw_log(truth), partial / LOG, preferences.parameters.events, progress)
     return Simulation(Path(out), truth)

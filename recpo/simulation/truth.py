@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
-from recpo.atomic import write_json
+from recpo.artifacts import write_json
 from recpo.errors import RecpoError
 from recpo.simulation.logging_policy import LoggingPolicy
 from recpo.simulation.parameters import MILLISECONDS_PER_DAY, SimulationParameters

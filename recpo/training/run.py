@@ -20,7 +20,7 @@ import yaml
 from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 
-from recpo.atomic import write_json
+from recpo.artifacts import write_json
 from recpo.contracts import Policy
 from recpo.errors import RecpoError
 from recpo.training.checkpoints import saved_tensors

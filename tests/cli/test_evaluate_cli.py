@@ -81,7 +81,7 @@ def document_in(out):
 
 def test_the_directory_holds_the_document_the_report_and_the_options(evaluated):
     out, printed = evaluated
-    assert sorted(file.name for file in out.iterdir()) == ["metrics.json", "report.html", "resolved.yaml"]
+    assert {file.name for file in out.iterdir()} == {"metrics.json", "recpo.json", "report.html", "resolved.yaml"}
     assert yaml.safe_load((out / "resolved.yaml").read_text())["ks"] == [5, 10]
     for expected in ("NDCG", "popularity", "run-1", "seen items: excluded", "paired differences", "warning:"):
         assert expected in printed

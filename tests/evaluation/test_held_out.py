@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpo.atomic import write_json
+from recpo.artifacts import write_json
 from recpo.errors import RecpoError
 from recpo.evaluation.baselines import Popularity, UniformlyRandom, first_allowed
 from recpo.evaluation.held_out import evaluate_ranking

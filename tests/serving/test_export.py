@@ -92,6 +92,7 @@ def test_k_catalog_and_existing_output_are_checked(seven):
     with pytest.raises(RecpoError, match="7 items, the policy 8"):
         export_bundle(other, seven, seven / "bundle", k=3)
     (seven / "bundle").mkdir()
+    (seven / "bundle" / "notes.txt").write_text("mine")
     with pytest.raises(RecpoError, match="exists already"):
         export_bundle(Counting(), seven, seven / "bundle", k=3)
 
@@ -134,8 +135,7 @@ def test_a_killed_export_leaves_nothing_that_loads(prepared, tmp_path, reached):
     program = KILLED.format(tests=str(Path(__file__).parent), prepared=str(prepared), out=str(out))
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen([sys.executable, "-c", program], env=environment)
-    waited_for = out.with_name("bundle.partial") / reached
-    while process.poll() is None and not waited_for.exists():
+    while process.poll() is None and not list(tmp_path.glob(f"bundle.recpo-unfinished-*/{reached}")):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL

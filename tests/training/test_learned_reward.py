@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.atomic import write_json
+from recpo.artifacts import write_json
 from recpo.cli.main import main
 from recpo.cli.simulated_reward import TrueReward
 from recpo.data.datamodule import evaluation_batches

@@ -1,0 +1,436 @@
+"""What recpo writes: it appears whole or not at all, and takes the place of nothing that recpo did not write itself.
+
+Every output is made under a name of its own beside its target and renamed in the end. A directory carries
+``recpo.json`` from the first moment, which says what kind it is (``kind_of``). So a later call can tell its own kind,
+which it may replace, from a directory of somebody else's, which it may not, and the leavings of a killed process from
+the work of a living one: that one holds a lock on its working directory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from recpo.errors import RecpoError
+
+Kind = Literal["simulation", "prepared", "codes", "run", "checkpoint", "evaluation", "bundle", "demo"]
+
+MARKER: Final = "recpo.json"
+_UNFINISHED: Final = ".recpo-unfinished-"
+_REPLACED: Final = ".recpo-replaced-"
+_EXCHANGE: Final = 2  # RENAME_EXCHANGE of renameat2(2)
+_AT_FDCWD: Final = -100
+
+_REMEDIES: Final = {
+    errno.ENOSPC: "the disk is full: free space, or write elsewhere",
+    errno.EDQUOT: "your disk quota is used up: free space, or write elsewhere",
+    errno.EACCES: "permission denied: change the permissions, or choose another path",
+    errno.EPERM: "not permitted: change the permissions, or choose another path",
+    errno.EROFS: "the file system is read-only: choose another path",
+    errno.ENAMETOOLONG: "the path is too long: choose a shorter one",
+    errno.ELOOP: "symbolic links run in a circle: choose another path",
+    errno.ENOTDIR: "a part of this path is a file: choose another path",
+    errno.EEXIST: "a file of this name is in the way: choose another path",
+    errno.ENOENT: "there is no such file or directory: check the path",
+    errno.EISDIR: "this is a directory where a file is expected: name a file",
+    errno.EIO: "the device reports an error: check the disk",
+    errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
+    errno.ENOMEM: "out of memory",
+}
+#: what goes wrong in writing; others may come from something that is read meanwhile
+_WRITING: Final = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EEXIST),
+)
+
+
+@contextmanager
+def output_directory(
+    target: Path | str, *, kind: Kind, overwrite: bool = False, inputs: Iterable[object] = ()
+) -> Iterator[Path]:
+    """Yields an empty directory that becomes ``target`` when the block ends without an error.
+
+    A directory that exists is replaced in one step (Linux; where the file system knows no exchange, the old one has
+    another name for an instant, under which the next call finds it again should the process die there). What a killed
+    process left behind is removed by the next call for the same target. An empty directory counts as none.
+
+    Args:
+        target: the directory to make; of a symbolic link, what it points to.
+        kind: what the directory will be.
+        overwrite: replace a ``target`` of the same kind; the old one goes only after the new one is complete.
+        inputs: files and directories that are read meanwhile; what is no path (an object store) is left alone.
+
+    Raises:
+        RecpoError: before anything is touched, ``target`` exists and ``overwrite`` is False; is a file, or a directory
+            that recpo did not write as this kind; is, holds or lies in one of ``inputs``; or another process writes it.
+            Later, it cannot be written (a full disk, permissions).
+    """
+    place = Path(os.path.realpath(target))
+    _check_directory(place, target, kind, overwrite)
+    _check_inputs(place, target, inputs)
+    with _os_errors(place, _WRITING), _parents(place), _claimed(place, target, kind, overwrite) as working:
+        yield working
+        _flush_tree(working)
+        _publish(working, place, target, kind, overwrite)
+
+
+@contextmanager
+def output_file(target: Path | str, *, overwrite: bool = True, inputs: Iterable[object] = ()) -> Iterator[Path]:
+    """Yields a path beside ``target`` that replaces ``target`` when the block ends without an error.
+
+    Args:
+        target: the file to write; of a symbolic link, what it points to.
+        overwrite: replace an existing file.
+        inputs: files and directories that are read meanwhile; what is no path (an object store) is left alone.
+
+    Raises:
+        RecpoError: before anything is touched, ``target`` is a directory or a device, is or lies in one of ``inputs``,
+            or exists and ``overwrite`` is False. Later, it cannot be written.
+    """
+    place = Path(os.path.realpath(target))
+    if place.is_dir():
+        raise RecpoError(f"{target} is a directory, a file is to be written: name a file in it")
+    if place.exists() and not place.is_file():
+        raise RecpoError(f"{target} is a device or a pipe, not a file: choose another output")
+    if place.exists() and not overwrite:
+        raise RecpoError(f"{target} exists already: choose another output, or remove it")
+    _check_inputs(place, target, inputs)
+    with _os_errors(place, _WRITING), _parents(place):
+        working = _unused(place, _UNFINISHED)
+        lock = os.open(working, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+        try:
+            _try_lock(lock)
+            _remove_leavings(place, working)
+            yield working
+            _flush(working)
+            os.replace(working, place)
+            _flush(place.parent)
+        finally:
+            working.unlink(missing_ok=True)
+            _unlock(lock)
+
+
+@contextmanager
+def locked_directory(directory: Path) -> Iterator[None]:
+    """Keeps other processes that ask for this lock out of a directory that is written in place, such as a run.
+
+    Raises:
+        RecpoError: another process holds it.
+    """
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        if not _try_lock(handle):
+            raise RecpoError(f"{directory}: another process is writing it; wait for its end, or choose another output")
+        yield
+    finally:
+        _unlock(handle)
+
+
+def kind_of(directory: Path | str) -> Kind | None:
+    """What recpo wrote there, from ``recpo.json``; None where there is no such file, or none that recpo wrote."""
+    try:
+        kind = json.loads((Path(directory) / MARKER).read_bytes())["kind"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return kind if kind in get_args(Kind) else None
+
+
+def marker(kind: Kind) -> str:
+    """Content of ``recpo.json``."""
+    return json.dumps({"kind": kind}) + "\n"
+
+
+def write_json(target: Path, value: Any) -> None:
+    """Writes ``value`` as indented JSON with sorted keys, whole or not at all; nan and infinities are refused."""
+    content = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    with output_file(target) as working:
+        working.write_text(content, encoding="utf-8")
+
+
+def read_json(file: Path, remedy: str) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Args:
+        file: the file.
+        remedy: what to do where it is damaged; ends the message.
+
+    Raises:
+        RecpoError: it cannot be read, is no JSON, or is no object.
+    """
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise RecpoError(f"{describe_os_error(error, file)}; {remedy}") from error
+    return parse_json(content, file, remedy)
+
+
+def parse_json(content: bytes, shown: object, remedy: str) -> dict[str, Any]:
+    """As ``read_json``, of bytes that are read already; ``shown`` is the name for messages."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RecpoError(f"{shown} is damaged: no JSON ({error}); {remedy}") from error
+    if not isinstance(value, dict):
+        raise RecpoError(f"{shown} is damaged: a JSON object is expected, not {type(value).__name__}; {remedy}")
+    return value
+
+
+def sha256(file: Path | Any) -> str:
+    """Checksum of a file, or of what is left to read of an open one."""
+    if not isinstance(file, Path):
+        return hashlib.file_digest(file, "sha256").hexdigest()  # such as a pyarrow.NativeFile
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def verify(root: Path, checksums: Mapping[str, str], remedy: str) -> None:
+    """Compares files with their SHA-256.
+
+    Args:
+        root: the directory.
+        checksums: file, relative to ``root`` -> SHA-256.
+        remedy: what to do where they differ; ends the message.
+
+    Raises:
+        RecpoError: a file is missing or its bytes differ (all of them are named), or a name leads out of ``root``.
+    """
+    wrong = []
+    for name, expected in sorted(checksums.items()):
+        if os.path.isabs(name) or ".." in Path(name).parts:
+            raise RecpoError(f"{root}: the file name {name!r} leads out of the directory; {remedy}")
+        if not (root / name).is_file():
+            wrong.append(f"{name} (missing)")
+        elif sha256(root / name) != expected:
+            wrong.append(f"{name} (changed)")
+    if wrong:
+        raise RecpoError(f"{root} is not as it was written: {', '.join(wrong)}; {remedy}")
+
+
+def describe_os_error(error: OSError, path: Path | str | None = None) -> str:
+    """One line for a user: the path, what happened, and what to do about it.
+
+    Args:
+        error: what the operating system, or a library on top of it, reported.
+        path: what was read or written, where ``error`` does not name it.
+    """
+    named = error.filename if isinstance(error.filename, (str, Path)) else path
+    place = "" if named is None else f"{named}: "
+    first = str(error.strerror or error).strip().partition("\n")[0][:300] or type(error).__name__
+    return place + _REMEDIES.get(error.errno or 0, first)
+
+
+def _check_directory(place: Path, target: Path | str, kind: Kind, overwrite: bool) -> None:
+    """Refuses a ``place`` that may not be made or replaced."""
+    try:
+        if not os.path.lexists(place):
+            return
+        if not place.is_dir():
+            raise RecpoError(f"{target} is a file or a device, a directory is to be made: choose another output")
+        if not any(place.iterdir()):
+            return
+    except OSError as error:
+        raise RecpoError(describe_os_error(error, target)) from error
+    found = kind_of(place)
+    if found != kind and overwrite:
+        content = "what recpo did not write" if found is None else f"a {found} directory"
+        raise RecpoError(
+            f"{target} holds {content}, and only a {kind} directory would be replaced: choose another output, or "
+            "remove it yourself"
+        )
+    if not overwrite:
+        remedy = ", or pass --overwrite true (Python: overwrite=True)" if found == kind else ""
+        raise RecpoError(f"{target} exists already: choose another output, remove it{remedy}")
+
+
+def _check_inputs(place: Path, target: Path | str, inputs: Iterable[object]) -> None:
+    for given in inputs:
+        if not isinstance(given, (str, Path)):
+            continue
+        source = Path(os.path.realpath(given))
+        if place == source:
+            raise RecpoError(f"{target} is read and would be overwritten: choose another output")
+        if place in source.parents:
+            raise RecpoError(f"{target} holds {given}, which is read: choose another output")
+        if source in place.parents:
+            raise RecpoError(f"{target} lies in {given}, which is read: choose an output outside of it")
+
+
+@contextmanager
+def _parents(place: Path) -> Iterator[None]:
+    """Makes the directories above ``place``, and removes those again where the block fails."""
+    missing = [parent for parent in place.parents if not parent.exists()]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for parent in missing:
+            with suppress(OSError):
+                parent.rmdir()
+        raise
+
+
+@contextmanager
+def _claimed(place: Path, target: Path | str, kind: Kind, overwrite: bool) -> Iterator[Path]:
+    """Yields a new working directory, whose lock keeps other writers of ``place`` out."""
+    working = _unused(place, _UNFINISHED)
+    handle: int | None = None
+    try:
+        parent = os.open(place.parent, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(parent, fcntl.LOCK_EX)  # so that of two writers one sees the other
+            _settle_leavings(place)
+            _check_directory(place, target, kind, overwrite)
+            working.mkdir()
+            handle = os.open(working, os.O_RDONLY)
+            _try_lock(handle)
+            (working / MARKER).write_text(marker(kind), encoding="utf-8")
+        finally:
+            _unlock(parent)
+        yield working
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
+        if handle is not None:
+            _unlock(handle)
+
+
+def _settle_leavings(place: Path) -> None:
+    """Brings back what a killed process had set aside, removes what it left, and refuses a second writer."""
+    for entry in [*_siblings(place), place]:
+        if entry.is_symlink() or kind_of(entry) is None:
+            continue
+        handle = os.open(entry, os.O_RDONLY)
+        try:
+            if not _try_lock(handle):
+                raise RecpoError(f"{place}: another process is writing it; wait for its end, or choose another output")
+            if entry == place:
+                continue
+            if _REPLACED in entry.name and not place.exists():
+                entry.rename(place)
+            else:
+                shutil.rmtree(entry, ignore_errors=True)
+        finally:
+            _unlock(handle)
+
+
+def _siblings(place: Path) -> list[Path]:
+    """What stands beside ``place`` under the names that are made here, what was set aside first."""
+    found = [entry for entry in place.parent.iterdir() if entry.name.startswith(place.name + ".recpo-")]
+    aside = [entry for entry in found if entry.name.startswith(place.name + _REPLACED)]
+    return aside + [entry for entry in found if entry.name.startswith(place.name + _UNFINISHED)]
+
+
+def _remove_leavings(place: Path, own: Path) -> None:
+    """Removes the unfinished files of dead processes beside the file ``place``."""
+    for entry in _siblings(place):
+        if entry == own or entry.is_symlink() or not entry.is_file():
+            continue
+        with suppress(OSError):
+            handle = os.open(entry, os.O_RDONLY)
+            try:
+                if _try_lock(handle):
+                    entry.unlink()
+            finally:
+                _unlock(handle)
+
+
+def _try_lock(handle: int) -> bool:
+    """Locks an open file; False where another process holds it. A file system without locks locks nobody out."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _unlock(handle: int) -> None:
+    """Frees the lock also where a forked child still holds the file open."""
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
+
+
+def _unused(place: Path, suffix: str) -> Path:
+    return place.with_name(f"{place.name}{suffix}{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def _publish(working: Path, place: Path, target: Path | str, kind: Kind, overwrite: bool) -> None:
+    """Renames ``working`` to ``place``; what was there is removed afterwards."""
+    try:
+        _check_directory(place, target, kind, overwrite)
+        if not place.exists() or not any(place.iterdir()):
+            os.rename(working, place)  # also over an empty directory, which cannot fill up in between
+            _flush(place.parent)
+            return
+    except (RecpoError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        kept = _unused(place, ".recpo-kept-")
+        os.rename(working, kept)
+        raise RecpoError(
+            f"{target} was made by somebody else meanwhile; what was to go there is whole in {kept}"
+        ) from error
+    if _exchange(working, place):
+        _flush(place.parent)
+        return  # ``working`` is now the old one, which ``_claimed`` removes
+    old = _unused(place, _REPLACED)
+    os.rename(place, old)
+    try:
+        os.rename(working, place)
+    except OSError:
+        os.rename(old, place)
+        raise
+    _flush(place.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swaps two names in one step; False where the system or its file system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    names = os.fsencode(first), os.fsencode(second)
+    return bool(rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_EXCHANGE)) == 0)
+
+
+def _flush_tree(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        if path.is_file() or path.is_dir():
+            _flush(path)
+    _flush(directory)
+
+
+def _flush(path: Path) -> None:
+    """Waits until a file, or the names in a directory, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot flush directories
+            raise
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _os_errors(path: Path, errors: Container[int]) -> Iterator[None]:
+    """Turns those of ``errors`` that the operating system reports into a message that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in errors:
+            raise
+        raise RecpoError(describe_os_error(error, path)) from error
