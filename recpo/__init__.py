@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from recpo.data.labels import BinaryColumn as BinaryColumn, EveryEvent as EveryEvent, NumericColumn as NumericColumn
     from recpo.data.preference_lists import PreferenceListLayout as PreferenceListLayout
     from recpo.data.prepared import Prepared as Prepared
-    from recpo.data.schema import ColumnMapping as Columns  # noqa: F401
+    from recpo.data.schema import Columns as Columns
     from recpo.data.shaping import (
         D2Q as D2Q,
         WatchQuantiles as WatchQuantiles,
@@ -69,7 +69,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.data.labels": ("BinaryColumn", "EveryEvent", "NumericColumn"),
     "recpo.data.preference_lists": ("PreferenceListLayout",),
     "recpo.data.prepared": ("Prepared",),
-    "recpo.data.schema": ("ColumnMapping as Columns",),
+    "recpo.data.schema": ("Columns",),
     "recpo.data.shaping": ("D2Q", "WatchQuantiles", "WatchRatio", "WatchTimeGain"),
     "recpo.data.slates": ("ImpressionLayout", "SequenceLayout"),
     "recpo.data.splits": ("LeaveLastOut", "TemporalSplit"),

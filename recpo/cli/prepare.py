@@ -11,8 +11,7 @@ from recpo.cli.output import console
 from recpo.data.engine import EngineOptions
 from recpo.data.labels import BinaryColumn, EveryEvent, NumericColumn
 from recpo.data.prepare import Preparation
-from recpo.data.presets import PresetName
-from recpo.data.schema import ColumnMapping
+from recpo.data.schema import Columns, PresetName
 from recpo.data.shaping import D2Q, Label, WatchQuantiles, WatchRatio, WatchTimeGain
 from recpo.data.splits import LeaveLastOut, Split, TemporalSplit
 from recpo.feedback import FeedbackRule
@@ -34,7 +33,7 @@ def prepare(
     log: str | list[str],
     out: str | Path,
     preset: PresetName = "plain",
-    columns: ColumnMapping = ColumnMapping(),  # noqa: B008 frozen
+    columns: Columns = Columns(),  # noqa: B008 frozen
     split: Split = TemporalSplit(),  # noqa: B008 frozen
     label: Label = WatchQuantiles(),  # noqa: B008 frozen
     feedback: FeedbackRule = FeedbackRule(),  # noqa: B008 frozen

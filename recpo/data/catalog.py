@@ -8,7 +8,7 @@ import ibis
 import ibis.expr.types as ir
 
 from recpo.data.engine import Engine
-from recpo.data.schema import PERIODS, TRAIN, Columns, Derived
+from recpo.data.schema import PERIODS, TRAIN, Derived, LogColumns
 
 CatalogScope = Literal["train", "log"]
 
@@ -22,11 +22,11 @@ def item_indices(events: ir.Table, scope: CatalogScope, min_events: int) -> ir.T
         min_events: least number of counted events of an item.
     """
     trained = (events[Derived.PERIOD] == TRAIN).cast("int64").sum()
-    items = events.group_by(Columns.ITEM_ID).aggregate(trained=trained, total=events.count())
+    items = events.group_by(LogColumns.ITEM_ID).aggregate(trained=trained, total=events.count())
     items = items.filter((items.trained if scope == "train" else items.total) >= max(1, min_events))
-    order = [(items.trained == 0).cast("int8"), items[Columns.ITEM_ID]]
+    order = [(items.trained == 0).cast("int8"), items[LogColumns.ITEM_ID]]
     index = (ibis.row_number().over(order_by=order) + 1).cast("int32")
-    return items.select(Columns.ITEM_ID, index.name(Derived.ITEM_INDEX))
+    return items.select(LogColumns.ITEM_ID, index.name(Derived.ITEM_INDEX))
 
 
 def user_indices(events: ir.Table, min_events: int) -> ir.Table:
@@ -39,12 +39,12 @@ def user_indices(events: ir.Table, min_events: int) -> ir.Table:
         min_events: least number of train events of a user; 0 keeps users who first appear later.
     """
     period = events[Derived.PERIOD]
-    users = events.group_by(Columns.USER_ID).aggregate(
+    users = events.group_by(LogColumns.USER_ID).aggregate(
         trained=(period == TRAIN).cast("int64").sum(), first=period.min()
     )
     users = users.filter(users.trained >= min_events)
-    index = ibis.row_number().over(order_by=[users["first"], users[Columns.USER_ID]]).cast("int32")
-    return users.select(Columns.USER_ID, index.name(Derived.USER_INDEX))
+    index = ibis.row_number().over(order_by=[users["first"], users[LogColumns.USER_ID]]).cast("int32")
+    return users.select(LogColumns.USER_ID, index.name(Derived.USER_INDEX))
 
 
 def count_dropped(engine: Engine, before: ir.Table, after: ir.Table, reason: str) -> dict[str, int]:
@@ -69,7 +69,7 @@ def item_table(items: ir.Table, events: ir.Table) -> ir.Table:
     is the lower of the two middle ones.
     """
     train = events.filter(events[Derived.PERIOD] == TRAIN)
-    liked = (train[Derived.LABEL].cast("float32") >= 0.75) & ~train[Columns.DISLIKE]
+    liked = (train[Derived.LABEL].cast("float32") >= 0.75) & ~train[LogColumns.DISLIKE]
     counts = train.group_by(Derived.ITEM_INDEX).aggregate(
         train_count=train.count(), train_positives=liked.fill_null(False).cast("int64").sum().cast("int64")
     )
@@ -77,7 +77,7 @@ def item_table(items: ir.Table, events: ir.Table) -> ir.Table:
     joined = joined.left_join(_median_duration(train), Derived.ITEM_INDEX)
     return joined.select(
         Derived.ITEM_INDEX,
-        Columns.ITEM_ID,
+        LogColumns.ITEM_ID,
         train_count=joined.train_count.fill_null(0),
         train_positives=joined.train_positives.fill_null(0),
         duration=(joined.median_ms.cast("float64") / 1000.0).cast("float32"),
@@ -97,7 +97,7 @@ def _median_duration(train: ir.Table) -> ir.Table:
 
 def place_events(events: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
     """Events of kept items and users, with both indices."""
-    known = events.inner_join(items, Columns.ITEM_ID).inner_join(users, Columns.USER_ID)
+    known = events.inner_join(items, LogColumns.ITEM_ID).inner_join(users, LogColumns.USER_ID)
     return known.select(*events.columns, Derived.ITEM_INDEX, Derived.USER_INDEX)
 
 
@@ -105,10 +105,10 @@ def add_positions(events: ir.Table, order: list[ir.Column]) -> ir.Table:
     """Adds ``position`` (0.. within the user) and ``request``, which is the same when later events are added."""
     user = events[Derived.USER_INDEX]
     placed = events.mutate(**{Derived.POSITION: ibis.row_number().over(group_by=user, order_by=order)})
-    position, request = placed[Derived.POSITION], placed[Columns.REQUEST_ID]
+    position, request = placed[Derived.POSITION], placed[LogColumns.REQUEST_ID]
     first = position.min().over(group_by=[placed[Derived.USER_INDEX], request])
     # A request is named after its first event: user index in the upper, position in the lower 32 bits.
     name = placed[Derived.USER_INDEX].cast("int64") * (1 << 32) + ibis.ifelse(request.isnull(), position, first)
     named = placed.mutate(**{Derived.REQUEST: name.cast("int64")})
     # The indices stand for the external ids from here on; less to sort and to spill.
-    return named.drop(Columns.USER_ID, Columns.ITEM_ID, Columns.REQUEST_ID)
+    return named.drop(LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)

@@ -9,7 +9,7 @@ import ibis.expr.datatypes as dt
 import ibis.expr.types as ir
 
 from recpo.data.engine import Engine
-from recpo.data.schema import MILLISECONDS_PER_UNIT, TIE_RULE, ColumnMapping, Columns, Derived
+from recpo.data.schema import MILLISECONDS_PER_UNIT, TIE_RULE, Columns, Derived, LogColumns
 
 #: Times outside 1971-01-01 .. 2100-01-01 UTC come from a wrong unit: seconds read as milliseconds fall into 1970.
 EARLIEST_MS: Final = 31_536_000_000
@@ -66,7 +66,7 @@ def _numeric_ms(column: ir.NumericColumn, unit: str) -> ir.IntegerColumn:
     return _plausible(whole * int(factor) if factor >= 1 else (whole // round(1 / factor)).cast("int64"))
 
 
-def standardize(raw: ir.Table, mapping: ColumnMapping, max_watch_time: float) -> ir.Table:
+def standardize(raw: ir.Table, mapping: Columns, max_watch_time: float) -> ir.Table:
     """Standard events of raw rows that passed the checks of ``recpo.data.validate``.
 
     Values that cannot be true (and missing ones) become null, dislike and is_random become False: such an event stays,
@@ -81,20 +81,20 @@ def standardize(raw: ir.Table, mapping: ColumnMapping, max_watch_time: float) ->
         ``user_id``, ``item_id``, ``timestamp`` (int64 ms), ``watch_ms``, ``duration_ms`` (int64), ``dislike``,
         ``is_random`` (bool), ``label``, ``propensity`` (float64), ``request_id``.
     """
-    watch = length_ms(raw, Columns.WATCH_TIME, mapping.watch_time_unit)
-    duration = length_ms(raw, Columns.DURATION, mapping.duration_unit)
-    label, propensity = _optional_number(raw, Columns.LABEL), _optional_number(raw, Columns.PROPENSITY)
+    watch = length_ms(raw, LogColumns.WATCH_TIME, mapping.watch_time_unit)
+    duration = length_ms(raw, LogColumns.DURATION, mapping.duration_unit)
+    label, propensity = _optional_number(raw, LogColumns.LABEL), _optional_number(raw, LogColumns.PROPENSITY)
     return raw.select(
-        user_id=raw[Columns.USER_ID],
-        item_id=raw[Columns.ITEM_ID],
-        timestamp=timestamp_ms(raw[Columns.TIMESTAMP], mapping.time_unit or "ms"),
+        user_id=raw[LogColumns.USER_ID],
+        item_id=raw[LogColumns.ITEM_ID],
+        timestamp=timestamp_ms(raw[LogColumns.TIMESTAMP], mapping.time_unit or "ms"),
         watch_ms=_kept(watch, watch.between(0, max_watch_time * 1000)).round().cast("int64"),
         duration_ms=_kept(duration, (duration > 0) & ~duration.isinf()).round().cast("int64"),
-        dislike=_flag(raw, Columns.DISLIKE),
+        dislike=_flag(raw, LogColumns.DISLIKE),
         value=_kept(label, ~label.isnan() & ~label.isinf()),
         propensity=_kept(propensity, (propensity > 0) & (propensity <= 1)),
-        is_random=_flag(raw, Columns.IS_RANDOM),
-        request_id=raw[Columns.REQUEST_ID] if Columns.REQUEST_ID in raw.columns else ibis.null("int64"),
+        is_random=_flag(raw, LogColumns.IS_RANDOM),
+        request_id=raw[LogColumns.REQUEST_ID] if LogColumns.REQUEST_ID in raw.columns else ibis.null("int64"),
     )
 
 

@@ -15,7 +15,7 @@ import ibis.expr.types as ir
 import pyarrow as pa
 
 from recpo.data.events import bucket
-from recpo.data.schema import Columns, Derived
+from recpo.data.schema import Derived, LogColumns
 from recpo.data.shaping import watch_counts
 from recpo.feedback import DISLIKED, HIGHEST, LOWEST, UNKNOWN, FeedbackDefinition, FeedbackRule
 
@@ -45,7 +45,7 @@ def add_feedback(events: ir.Table, cutoffs: ir.Table | None, base: float) -> ir.
         cutoffs: from ``cutoff_table``; None where the log has no watch times or durations.
         base: base of the duration buckets.
     """
-    disliked = events[Columns.DISLIKE]
+    disliked = events[LogColumns.DISLIKE]
     if cutoffs is None:
         label = events[Derived.LABEL]
         level = ibis.cases((disliked, DISLIKED), (label.isnull(), UNKNOWN), (label < 0.5, LOWEST), else_=HIGHEST)
@@ -54,7 +54,7 @@ def add_feedback(events: ir.Table, cutoffs: ir.Table | None, base: float) -> ir.
     passed = sum(
         ((keyed[Derived.WATCH_MS] > keyed[name]).cast("int8") for name in _CUTOFFS), start=ibis.literal(LOWEST)
     )
-    level = ibis.cases((keyed[Columns.DISLIKE], DISLIKED), else_=passed.fill_null(UNKNOWN))
+    level = ibis.cases((keyed[LogColumns.DISLIKE], DISLIKED), else_=passed.fill_null(UNKNOWN))
     return keyed.select(*[keyed[name] for name in events.columns], level.cast("int8").name(Derived.FEEDBACK))
 
 

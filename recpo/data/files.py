@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from recpo.data.faults import Fault
 from recpo.data.locations import Location, Place, locate, readable, writable
-from recpo.data.schema import ColumnMapping, Columns
+from recpo.data.schema import Columns, LogColumns
 from recpo.errors import RecpoError
 
 _SUFFIXES: Final = (".parquet", ".csv")
@@ -110,9 +110,7 @@ def _belongs(file: PurePath) -> bool:
     return file.suffix.lower() in _SUFFIXES and not any(part[0] in "._" for part in file.parts)
 
 
-def open_log(
-    paths: Sequence[Place], mapping: ColumnMapping, chosen: ColumnMapping, work: Place
-) -> tuple[Log, list[Fault]]:
+def open_log(paths: Sequence[Place], mapping: Columns, chosen: Columns, work: Place) -> tuple[Log, list[Fault]]:
     """Reads the schema of every file and settles which columns are used.
 
     CSV files (first line: the names; types are inferred) are turned into Parquet under ``work`` first.
@@ -181,10 +179,10 @@ def _unreadable(path: Place, error: Exception) -> Fault:
 
 
 def _settle_columns(
-    schemas: Sequence[tuple[str, pa.Schema]], mapping: ColumnMapping, chosen: ColumnMapping
+    schemas: Sequence[tuple[str, pa.Schema]], mapping: Columns, chosen: Columns
 ) -> tuple[dict[str, str], list[Fault]]:
     columns, faults = {}, []
-    needed = {column for column in Columns.ALL if column in Columns.REQUIRED or column in chosen.named()}
+    needed = {column for column in LogColumns.ALL if column in LogColumns.REQUIRED or column in chosen.named()}
     for column, name in mapping.named().items():
         lacking = [(shown, schema) for shown, schema in schemas if name not in schema.names]
         if not lacking:
@@ -244,12 +242,12 @@ def _wider(first: pa.DataType, second: pa.DataType) -> pa.DataType:
 def _expected_type(column: str, kind: pa.DataType) -> str | None:
     """None where ``kind`` suits ``column``, otherwise what would."""
     number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-    if column in (Columns.USER_ID, Columns.ITEM_ID, Columns.REQUEST_ID):
+    if column in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID):
         return None if pa.types.is_integer(kind) or _is_text(kind) else "integers or strings"
-    if column == Columns.TIMESTAMP:
+    if column == LogColumns.TIMESTAMP:
         suits = number or _is_text(kind) or pa.types.is_timestamp(kind) or pa.types.is_date(kind)
         return None if suits else "a number, a time or a string"
-    if column in (Columns.DISLIKE, Columns.IS_RANDOM, Columns.LABEL) and pa.types.is_boolean(kind):
+    if column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL) and pa.types.is_boolean(kind):
         return None
     return None if number else "a number"
 

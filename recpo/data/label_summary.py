@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from recpo.data.prepared import Period, Prepared
-from recpo.data.schema import Columns, Derived
+from recpo.data.schema import Derived, LogColumns
 
 _BINS = 10
-_COLUMNS = (Derived.LABEL, Columns.DISLIKE, Columns.DURATION, Derived.IS_TARGET)
+_COLUMNS = (Derived.LABEL, LogColumns.DISLIKE, LogColumns.DURATION, Derived.IS_TARGET)
 _UNKNOWN, _LOWEST, _HIGHEST = -1001, -1000, 1000  # duration buckets; no duration is shorter or longer
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import ibis
 import ibis.expr.types as ir
 
-from recpo.data.schema import Columns, Derived
+from recpo.data.schema import Derived, LogColumns
 from recpo.data.shaping import Label
 from recpo.errors import RecpoError
 
@@ -29,7 +29,7 @@ class BinaryColumn(Label):
     Any other value is refused by ``recpo prepare``; a missing one makes the event neutral.
     """
 
-    needs: ClassVar[tuple[str, ...]] = (Columns.LABEL,)
+    needs: ClassVar[tuple[str, ...]] = (LogColumns.LABEL,)
 
     def refuses(self, label: ir.FloatingColumn) -> ir.BooleanColumn:
         """Anything but 0 and 1."""
@@ -57,7 +57,7 @@ class NumericColumn(Label):
     high: float = 1.0
     threshold: float | None = None
 
-    needs: ClassVar[tuple[str, ...]] = (Columns.LABEL,)
+    needs: ClassVar[tuple[str, ...]] = (LogColumns.LABEL,)
 
     def __post_init__(self) -> None:
         if not self.low < self.high:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ibis
 import ibis.expr.types as ir
 
-from recpo.data.schema import EVENT_SCHEMA, TRAIN, Columns, Derived
+from recpo.data.schema import EVENT_SCHEMA, TRAIN, Derived, LogColumns
 
 
 def period_rows(events: ir.Table, period: int, max_context: int) -> ir.Table:
@@ -40,11 +40,11 @@ def last_events(events: ir.Table, items: ir.Table, users: ir.Table, max_context:
         Derived.ITEM_INDEX,
         Derived.POSITION,
         Derived.FEEDBACK,
-        Columns.TIMESTAMP,
+        LogColumns.TIMESTAMP,
     ]
     near = near.select(*kept)
     named = near.inner_join(items, Derived.ITEM_INDEX).inner_join(users, Derived.USER_INDEX)
-    columns = [Derived.USER_INDEX, Columns.USER_ID, Columns.ITEM_ID, Derived.FEEDBACK, Columns.TIMESTAMP]
+    columns = [Derived.USER_INDEX, LogColumns.USER_ID, LogColumns.ITEM_ID, Derived.FEEDBACK, LogColumns.TIMESTAMP]
     return named.order_by([Derived.USER_INDEX, Derived.POSITION]).select(*columns)
 
 
@@ -52,9 +52,9 @@ def _layout(events: ir.Table, period: int) -> dict[str, ir.Value]:
     nan = float("nan")
     made = {
         Derived.LABEL: events[Derived.LABEL].fill_null(nan).cast("float32"),
-        Columns.WATCH_TIME: (events[Derived.WATCH_MS].cast("float64") / 1000.0).fill_null(nan).cast("float32"),
-        Columns.DURATION: (events[Derived.DURATION_MS].cast("float64") / 1000.0).fill_null(nan).cast("float32"),
-        Columns.PROPENSITY: events[Columns.PROPENSITY].fill_null(nan).cast("float32"),
+        LogColumns.WATCH_TIME: (events[Derived.WATCH_MS].cast("float64") / 1000.0).fill_null(nan).cast("float32"),
+        LogColumns.DURATION: (events[Derived.DURATION_MS].cast("float64") / 1000.0).fill_null(nan).cast("float32"),
+        LogColumns.PROPENSITY: events[LogColumns.PROPENSITY].fill_null(nan).cast("float32"),
         Derived.IS_TARGET: ibis.literal(True) if period == TRAIN else events[Derived.PERIOD] == period,
     }
     return {name: made[name] if name in made else events[name] for name in EVENT_SCHEMA.names}

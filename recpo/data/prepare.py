@@ -31,14 +31,15 @@ from recpo.data.locations import Place, locate
 from recpo.data.manifest import describe, sha256
 from recpo.data.periods import last_events, period_rows
 from recpo.data.prepared import FORMAT_VERSION, MANIFEST
-from recpo.data.presets import PRESETS, PresetName
 from recpo.data.publishing import prepared_directory, work_directory
 from recpo.data.schema import (
     PERIODS,
+    PRESETS,
     QUANTILE_SCHEMA,
-    ColumnMapping,
     Columns,
     Derived,
+    LogColumns,
+    PresetName,
     history_schema,
     item_schema,
     user_schema,
@@ -59,7 +60,7 @@ class Preparation:
     """Everything that decides what a prepared directory holds; see ``recpo.cli.prepare.prepare`` for the meaning."""
 
     preset: PresetName = "plain"
-    columns: ColumnMapping = field(default_factory=ColumnMapping)
+    columns: Columns = field(default_factory=Columns)
     split: Split = field(default_factory=TemporalSplit)
     label: Label = field(default_factory=WatchQuantiles)
     feedback: FeedbackRule = field(default_factory=FeedbackRule)
@@ -81,7 +82,7 @@ class Preparation:
             raise RecpoError(f"max_watch_time {self.max_watch_time} must be positive (seconds)")
 
     @property
-    def mapping(self) -> ColumnMapping:
+    def mapping(self) -> Columns:
         """The preset with the user's columns over it."""
         return self.columns.over(PRESETS[self.preset])
 
@@ -155,7 +156,7 @@ class _Run:
             "format_version": FORMAT_VERSION,
             "recpo_version": __version__,
             "config": self.choice.describe(log),
-            "columns": {column: log.columns.get(column) for column in Columns.ALL},
+            "columns": {column: log.columns.get(column) for column in LogColumns.ALL},
             "max_context": self.choice.max_context,
             "boundaries": boundaries,
             "label": describe(self.choice.label),
@@ -193,7 +194,7 @@ class _Run:
         return log, standardize(distinct, mapping, choice.max_watch_time)
 
     def _split(self, events: ir.Table) -> tuple[ir.Table, dict[str, Any]]:
-        time = events[Columns.TIMESTAMP]
+        time = events[LogColumns.TIMESTAMP]
         ends = self.engine.row(events.aggregate(first=time.min(), last=time.max()))
         has_clock = self.choice.mapping.time_unit != "order"
         boundaries = self.choice.split.boundaries(ends["first"], ends["last"], has_clock)
@@ -205,11 +206,11 @@ class _Run:
     def _keep(self, events: ir.Table) -> tuple[ir.Table, ir.Table, ir.Table]:
         choice, engine = self.choice, self.engine
         items = engine.materialize("items", item_indices(events, choice.catalog, choice.min_item_events))
-        known = events.semi_join(items, Columns.ITEM_ID)
+        known = events.semi_join(items, LogColumns.ITEM_ID)
         users = engine.materialize("users", user_indices(known, choice.min_user_events))
         self.dropped |= count_dropped(engine, events, known, "item outside the catalog")
         if choice.min_user_events:
-            active = known.semi_join(users, Columns.USER_ID)
+            active = known.semi_join(users, LogColumns.USER_ID)
             self.dropped |= count_dropped(engine, known, active, "user below min_user_events")
         return items, users, place_events(events, items, users)
 
@@ -219,7 +220,7 @@ class _Run:
         quantiles = engine.materialize("quantiles", quantile_table(placed, base))
         self._write_rows(quantiles.order_by(quantiles.columns[:2]), QUANTILE_SCHEMA, "quantiles.parquet")
         cutoffs = engine.materialize("cutoffs", cutoff_table(quantiles))
-        timed = {Columns.WATCH_TIME, Columns.DURATION} <= set(log.columns)
+        timed = {LogColumns.WATCH_TIME, LogColumns.DURATION} <= set(log.columns)
         shaped = add_feedback(self.choice.label.add(placed), cutoffs if timed else None, base)
         shaped = engine.materialize("shaped", shaped)
         engine.drop("placed")
@@ -227,8 +228,8 @@ class _Run:
         return shaped, fitted.to_json()
 
     def _write_tables(self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table) -> dict[str, int]:
-        item_ids, user_ids = log.types[Columns.ITEM_ID], log.types[Columns.USER_ID]
-        user_rows = users.select(Derived.USER_INDEX, Columns.USER_ID).order_by(Derived.USER_INDEX)
+        item_ids, user_ids = log.types[LogColumns.ITEM_ID], log.types[LogColumns.USER_ID]
+        user_rows = users.select(Derived.USER_INDEX, LogColumns.USER_ID).order_by(Derived.USER_INDEX)
         return {
             "num_items": self._write_rows(item_table(items, events), item_schema(item_ids), "items.parquet"),
             "num_users": self._write_rows(user_rows, user_schema(user_ids), "users.parquet"),
@@ -236,7 +237,7 @@ class _Run:
 
     def _write_histories(self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table) -> None:
         self._stage()
-        schema = history_schema(log.types[Columns.USER_ID], log.types[Columns.ITEM_ID])
+        schema = history_schema(log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID])
         rows = self.engine.stream(last_events(events, items, users, self.choice.max_context))
         write_histories(rows, schema, self.partial / "histories.parquet", _HISTORY_ROWS, self._written)
         self.bar.update()

@@ -1,7 +1,8 @@
 """The columns of an interaction log, their units, and the columns of what ``recpo prepare`` writes.
 
-Every name is written once, here. ``Columns`` names the standard columns of a log, ``ColumnMapping`` says what they are
-called in the log at hand and in which units, ``EVENT_SCHEMA`` is the layout of the prepared shards.
+Every name is written once, here. ``LogColumns`` names the standard columns of a log, ``Columns`` says what they are
+called in the log at hand and in which units, ``PRESETS`` has those of well-known logs, ``EVENT_SCHEMA`` is the
+layout of the prepared shards.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ DurationUnit = Literal["s", "ms", "us", "min"]
 MILLISECONDS_PER_UNIT: Final[dict[str, float]] = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "min": 6e4}
 
 
-class Columns:
+class LogColumns:
     """Standard names of the columns of an interaction log; only the first three are required.
 
     Attributes:
         USER_ID: who; an integer or a string.
         ITEM_ID: what; an integer or a string.
-        TIMESTAMP: when the item was shown; a number (in ``ColumnMapping.time_unit``), a time, or a string that parses.
+        TIMESTAMP: when the item was shown; a number (in ``Columns.time_unit``), a time, or a string that parses.
         WATCH_TIME: for how long it was watched.
         DURATION: how long the item is.
         DISLIKE: an explicit negative signal; bool or 0/1.
@@ -80,29 +81,29 @@ PERIODS: Final = ("train", "valid", "test")
 
 #: A user's events are in this one order, nulls first, whatever the order of rows and files in the log.
 TIE_RULE: Final = (
-    Columns.TIMESTAMP,
-    Columns.REQUEST_ID,
-    Columns.ITEM_ID,
+    LogColumns.TIMESTAMP,
+    LogColumns.REQUEST_ID,
+    LogColumns.ITEM_ID,
     Derived.WATCH_MS,
     Derived.DURATION_MS,
-    Columns.DISLIKE,
+    LogColumns.DISLIKE,
     Derived.VALUE,
-    Columns.PROPENSITY,
-    Columns.IS_RANDOM,
+    LogColumns.PROPENSITY,
+    LogColumns.IS_RANDOM,
 )
 
 EVENT_SCHEMA: Final = pa.schema(
     [
         (Derived.USER_INDEX, pa.int32()),
         (Derived.ITEM_INDEX, pa.int32()),
-        (Columns.TIMESTAMP, pa.int64()),
+        (LogColumns.TIMESTAMP, pa.int64()),
         (Derived.LABEL, pa.float32()),
-        (Columns.DISLIKE, pa.bool_()),
+        (LogColumns.DISLIKE, pa.bool_()),
         (Derived.FEEDBACK, pa.int8()),
-        (Columns.WATCH_TIME, pa.float32()),
-        (Columns.DURATION, pa.float32()),
-        (Columns.PROPENSITY, pa.float32()),
-        (Columns.IS_RANDOM, pa.bool_()),
+        (LogColumns.WATCH_TIME, pa.float32()),
+        (LogColumns.DURATION, pa.float32()),
+        (LogColumns.PROPENSITY, pa.float32()),
+        (LogColumns.IS_RANDOM, pa.bool_()),
         (Derived.REQUEST, pa.int64()),
         (Derived.IS_TARGET, pa.bool_()),
     ]
@@ -118,17 +119,17 @@ def item_schema(item_id: pa.DataType) -> pa.Schema:
     return pa.schema(
         [
             (Derived.ITEM_INDEX, pa.int32()),
-            (Columns.ITEM_ID, item_id),
+            (LogColumns.ITEM_ID, item_id),
             ("train_count", pa.int64()),
             ("train_positives", pa.int64()),
-            (Columns.DURATION, pa.float32()),
+            (LogColumns.DURATION, pa.float32()),
         ]
     )
 
 
 def user_schema(user_id: pa.DataType) -> pa.Schema:
     """Layout of ``users.parquet``, with the type of the external ids."""
-    return pa.schema([(Derived.USER_INDEX, pa.int32()), (Columns.USER_ID, user_id)])
+    return pa.schema([(Derived.USER_INDEX, pa.int32()), (LogColumns.USER_ID, user_id)])
 
 
 def history_schema(user_id: pa.DataType, item_id: pa.DataType) -> pa.Schema:
@@ -136,16 +137,16 @@ def history_schema(user_id: pa.DataType, item_id: pa.DataType) -> pa.Schema:
     return pa.schema(
         [
             (Derived.USER_INDEX, pa.int32()),
-            (Columns.USER_ID, user_id),
-            (Columns.ITEM_ID, item_id),
+            (LogColumns.USER_ID, user_id),
+            (LogColumns.ITEM_ID, item_id),
             (Derived.FEEDBACK, pa.int8()),
-            (Columns.TIMESTAMP, pa.int64()),
+            (LogColumns.TIMESTAMP, pa.int64()),
         ]
     )
 
 
 @dataclass(frozen=True)
-class ColumnMapping:
+class Columns:
     """What the standard columns are called in the log, and in which units they are.
 
     A column named here must exist in the log. A column left out keeps the name that the preset gives it, and is used
@@ -181,12 +182,49 @@ class ColumnMapping:
     watch_time_unit: DurationUnit | None = None
     duration_unit: DurationUnit | None = None
 
-    def over(self, preset: ColumnMapping) -> ColumnMapping:
+    def over(self, preset: Columns) -> Columns:
         """This mapping where it says something, ``preset`` elsewhere."""
         said = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(preset, **{name: value for name, value in said.items() if value is not None})
 
     def named(self) -> dict[str, str]:
         """Standard name -> name in the log, of every column that this mapping names."""
-        names = {column: getattr(self, column) for column in Columns.ALL}
+        names = {column: getattr(self, column) for column in LogColumns.ALL}
         return {column: name for column, name in names.items() if name is not None}
+
+
+PresetName = Literal["plain", "kuairand", "movielens"]
+
+#: Columns of well-known logs; ``plain`` is the standard names themselves.
+PRESETS: Final[dict[str, Columns]] = {
+    "plain": Columns(
+        **{column: column for column in LogColumns.ALL},
+        time_unit="ms",
+        watch_time_unit="s",
+        duration_unit="s",
+    ),
+    # KuaiRand (Gao et al., CIKM 2022, arXiv 2208.08696): log_standard_*.csv, log_random_*.csv; kuairand.com
+    "kuairand": Columns(
+        user_id="user_id",
+        item_id="video_id",
+        timestamp="time_ms",
+        watch_time="play_time_ms",
+        duration="duration_ms",
+        dislike="is_hate",
+        label="long_view",
+        is_random="is_rand",
+        time_unit="ms",
+        watch_time_unit="ms",
+        duration_unit="ms",
+    ),
+    # MovieLens (Harper and Konstan, 2015): ratings.csv of ml-latest, ml-25m, ml-32m; grouplens.org/datasets/movielens
+    "movielens": Columns(
+        user_id="userId",
+        item_id="movieId",
+        timestamp="timestamp",
+        label="rating",
+        time_unit="s",
+        watch_time_unit="s",
+        duration_unit="s",
+    ),
+}

@@ -16,7 +16,7 @@ import ibis
 import ibis.expr.types as ir
 
 from recpo.data.events import bucket
-from recpo.data.schema import TRAIN, Columns, Derived
+from recpo.data.schema import TRAIN, Derived, LogColumns
 from recpo.errors import RecpoError
 
 DEFAULT_DURATION_BASE: Final = 2.0
@@ -69,7 +69,7 @@ class WatchQuantiles(Label):
     base: float = DEFAULT_DURATION_BASE
     min_history: int = 5
 
-    needs: ClassVar[tuple[str, ...]] = (Columns.WATCH_TIME, Columns.DURATION)
+    needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
 
     def __post_init__(self) -> None:
         _check_base(self.base)
@@ -116,7 +116,7 @@ class WatchRatio(Label):
 
     cap: float = 1.0
 
-    needs: ClassVar[tuple[str, ...]] = (Columns.WATCH_TIME, Columns.DURATION)
+    needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
 
     def __post_init__(self) -> None:
         if not self.cap > 0:
@@ -144,7 +144,7 @@ class D2Q(Label):
     groups: int = 30
     min_history: int = 5
 
-    needs: ClassVar[tuple[str, ...]] = (Columns.WATCH_TIME, Columns.DURATION)
+    needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
 
     def __post_init__(self) -> None:
         if self.groups < 1:
@@ -181,7 +181,7 @@ class WatchTimeGain(Label):
     base: float = DEFAULT_DURATION_BASE
     min_history: int = 5
 
-    needs: ClassVar[tuple[str, ...]] = (Columns.WATCH_TIME, Columns.DURATION)
+    needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
 
     def __post_init__(self) -> None:
         _check_base(self.base)

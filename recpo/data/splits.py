@@ -12,7 +12,7 @@ import ibis
 import ibis.expr.types as ir
 
 from recpo.data.events import time_order
-from recpo.data.schema import TEST, TRAIN, VALID, Columns, Derived
+from recpo.data.schema import TEST, TRAIN, VALID, Derived, LogColumns
 from recpo.errors import RecpoError
 
 _MILLISECOND: Final = timedelta(milliseconds=1)
@@ -94,7 +94,7 @@ class TemporalSplit(Split):
 
     def assign(self, events: ir.Table, boundaries: dict[str, Any]) -> ir.Table:
         """Compares every timestamp with the two boundaries."""
-        time = events[Columns.TIMESTAMP]
+        time = events[LogColumns.TIMESTAMP]
         period = ibis.cases(
             (time >= boundaries["test_start_ms"], TEST), (time >= boundaries["valid_start_ms"], VALID), else_=TRAIN
         )
@@ -133,7 +133,7 @@ class LeaveLastOut(Split):
 
     def assign(self, events: ir.Table, boundaries: dict[str, Any]) -> ir.Table:
         """Counts every user's events from the last one."""
-        user = events[Columns.USER_ID]
+        user = events[LogColumns.USER_ID]
         from_end = ibis.row_number().over(group_by=user, order_by=time_order(events, newest_first=True))
         total = events.count().over(group_by=user)
         held_out = total >= self.min_history + 2

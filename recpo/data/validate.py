@@ -13,7 +13,7 @@ from recpo.data.engine import Engine
 from recpo.data.events import length_ms, number, timestamp_ms
 from recpo.data.faults import Example, Fault
 from recpo.data.files import Log
-from recpo.data.schema import ColumnMapping, Columns
+from recpo.data.schema import Columns, LogColumns
 from recpo.data.shaping import Label
 
 #: fatal: the log is refused. impossible: the value is neutralized and counted, or fatal if strict. missing: neutralized
@@ -51,7 +51,7 @@ def check_rows(
     engine: Engine,
     raw: ir.Table,
     log: Log,
-    mapping: ColumnMapping,
+    mapping: Columns,
     label: Label,
     max_watch_time: float = 86_400.0,
     strict: bool = False,
@@ -88,7 +88,7 @@ def check_rows(
     return int(found["rows"]), neutralized, faults
 
 
-def row_checks(raw: ir.Table, mapping: ColumnMapping, max_watch_time: float) -> list[Check]:
+def row_checks(raw: ir.Table, mapping: Columns, max_watch_time: float) -> list[Check]:
     """All checks that apply to the columns which ``raw`` has."""
     return [
         *_key_checks(raw),
@@ -103,15 +103,15 @@ def _key_checks(raw: ir.Table) -> list[Check]:
     fix = "an event needs a user, an item and a time: remove these rows or fill the key"
     return [
         Check(column, "null key", "fatal", fix, raw[column].isnull())
-        for column in (Columns.USER_ID, Columns.ITEM_ID)
+        for column in (LogColumns.USER_ID, LogColumns.ITEM_ID)
         if column in raw.columns
     ]
 
 
-def _time_checks(raw: ir.Table, mapping: ColumnMapping) -> list[Check]:
-    if Columns.TIMESTAMP not in raw.columns:
+def _time_checks(raw: ir.Table, mapping: Columns) -> list[Check]:
+    if LogColumns.TIMESTAMP not in raw.columns:
         return []
-    time, unit = raw[Columns.TIMESTAMP], mapping.time_unit or "ms"
+    time, unit = raw[LogColumns.TIMESTAMP], mapping.time_unit or "ms"
     absent = time.isnull() | time.isnan() if time.type().is_floating() else time.isnull()
     useless = timestamp_ms(time, unit).isnull() & ~absent
     if unit == "order":
@@ -122,42 +122,42 @@ def _time_checks(raw: ir.Table, mapping: ColumnMapping) -> list[Check]:
         fix = f"times lie in 1971..2099; these were read in {unit}: set --columns.time_unit to s, ms, us, ns or order"
     missing = "an event needs a user, an item and a time: remove these rows or fill the time"
     return [
-        Check(Columns.TIMESTAMP, "null time", "fatal", missing, absent),
-        Check(Columns.TIMESTAMP, "unparseable or impossible time", "fatal", fix, useless),
+        Check(LogColumns.TIMESTAMP, "null time", "fatal", missing, absent),
+        Check(LogColumns.TIMESTAMP, "unparseable or impossible time", "fatal", fix, useless),
     ]
 
 
-def _length_checks(raw: ir.Table, mapping: ColumnMapping, max_watch_time: float) -> list[Check]:
+def _length_checks(raw: ir.Table, mapping: Columns, max_watch_time: float) -> list[Check]:
     checks = []
-    if Columns.WATCH_TIME in raw.columns:
-        watch = length_ms(raw, Columns.WATCH_TIME, mapping.watch_time_unit)
+    if LogColumns.WATCH_TIME in raw.columns:
+        watch = length_ms(raw, LogColumns.WATCH_TIME, mapping.watch_time_unit)
         unit = f"check --columns.watch_time_unit (now {mapping.watch_time_unit or 's'})"
         known = ~watch.isnan()
         checks += [
-            Check(Columns.WATCH_TIME, "missing", "missing", unit, watch.isnull() | watch.isnan()),
-            Check(Columns.WATCH_TIME, "negative", "impossible", "a watch time is at least 0", known & (watch < 0)),
+            Check(LogColumns.WATCH_TIME, "missing", "missing", unit, watch.isnull() | watch.isnan()),
+            Check(LogColumns.WATCH_TIME, "negative", "impossible", "a watch time is at least 0", known & (watch < 0)),
             Check(
-                Columns.WATCH_TIME,
+                LogColumns.WATCH_TIME,
                 f"infinite or longer than max_watch_time = {max_watch_time:g} s",
                 "impossible",
                 f"{unit} or raise max_watch_time",
                 known & (watch > max_watch_time * 1000),
             ),
         ]
-    if Columns.DURATION in raw.columns:
-        duration = length_ms(raw, Columns.DURATION, mapping.duration_unit)
+    if LogColumns.DURATION in raw.columns:
+        duration = length_ms(raw, LogColumns.DURATION, mapping.duration_unit)
         unit = f"check --columns.duration_unit (now {mapping.duration_unit or 's'})"
         missing = duration.isnull() | duration.isnan()
         checks += [
-            Check(Columns.DURATION, "missing or zero", "missing", unit, missing | (duration == 0)),
-            Check(Columns.DURATION, "negative or infinite", "impossible", unit, (duration < 0) | duration.isinf()),
+            Check(LogColumns.DURATION, "missing or zero", "missing", unit, missing | (duration == 0)),
+            Check(LogColumns.DURATION, "negative or infinite", "impossible", unit, (duration < 0) | duration.isinf()),
         ]
     return checks
 
 
 def _flag_checks(raw: ir.Table) -> list[Check]:
     checks = []
-    for column in (Columns.DISLIKE, Columns.IS_RANDOM):
+    for column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM):
         if column in raw.columns:
             value, fix = number(raw[column]), "expected a boolean, or 0 and 1"
             absent = value.isnull() | value.isnan()
@@ -170,38 +170,38 @@ def _flag_checks(raw: ir.Table) -> list[Check]:
 
 def _number_checks(raw: ir.Table) -> list[Check]:
     checks = []
-    if Columns.LABEL in raw.columns:
-        label = number(raw[Columns.LABEL])
+    if LogColumns.LABEL in raw.columns:
+        label = number(raw[LogColumns.LABEL])
         checks += [
             Check(
-                Columns.LABEL,
+                LogColumns.LABEL,
                 "missing",
                 "missing",
                 "an event without a label is neutral",
                 label.isnull() | label.isnan(),
             ),
-            Check(Columns.LABEL, "infinite", "impossible", "a label is a finite number", label.isinf()),
+            Check(LogColumns.LABEL, "infinite", "impossible", "a label is a finite number", label.isinf()),
         ]
-    if Columns.PROPENSITY in raw.columns:
-        value, fix = number(raw[Columns.PROPENSITY]), "a propensity is a probability above 0 and at most 1"
+    if LogColumns.PROPENSITY in raw.columns:
+        value, fix = number(raw[LogColumns.PROPENSITY]), "a propensity is a probability above 0 and at most 1"
         absent = value.isnull() | value.isnan()
         checks += [
-            Check(Columns.PROPENSITY, "missing", "missing", fix, absent),
-            Check(Columns.PROPENSITY, "outside (0, 1]", "impossible", fix, ~absent & ((value <= 0) | (value > 1))),
+            Check(LogColumns.PROPENSITY, "missing", "missing", fix, absent),
+            Check(LogColumns.PROPENSITY, "outside (0, 1]", "impossible", fix, ~absent & ((value <= 0) | (value > 1))),
         ]
     return checks
 
 
 def _label_checks(raw: ir.Table, label: Label) -> list[Check]:
-    if Columns.LABEL not in raw.columns:
+    if LogColumns.LABEL not in raw.columns:
         return []
-    value = number(raw[Columns.LABEL])
+    value = number(raw[LogColumns.LABEL])
     refused = label.refuses(value)
     if refused is None:
         return []
     name = type(label).__name__
     fix = "map another column to label, or choose another label such as NumericColumn"
-    return [Check(Columns.LABEL, f"a value that {name} cannot read", "fatal", fix, refused & ~value.isnan())]
+    return [Check(LogColumns.LABEL, f"a value that {name} cannot read", "fatal", fix, refused & ~value.isnan())]
 
 
 def _examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> list[Example]:
@@ -212,14 +212,14 @@ def _examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> lis
 
 
 def _duplicates(engine: Engine, raw: ir.Table, log: Log) -> Sequence[Fault]:
-    columns = [column for column in raw.columns if column in Columns.ALL]
-    if not set(Columns.REQUIRED) <= set(columns):
+    columns = [column for column in raw.columns if column in LogColumns.ALL]
+    if not set(LogColumns.REQUIRED) <= set(columns):
         return []
     place = ibis.row_number().over(group_by=columns, order_by=[raw[Engine.FILE], raw[Engine.ROW]])
     again = raw.mutate(copy=place).filter(ibis._.copy > 0)
     count = engine.row(again.aggregate(rows=again.count()))["rows"]
     if not count:
         return []
-    examples = _examples(engine, again, Columns.ITEM_ID, log)
+    examples = _examples(engine, again, LogColumns.ITEM_ID, log)
     fix = "remove the copies, or leave strict off and they are dropped and counted"
     return [Fault(log.name, None, "exact duplicates of an earlier event", fix, count, examples)]

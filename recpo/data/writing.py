@@ -13,15 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.data.manifest import sha256
-from recpo.data.schema import EVENT_SCHEMA, Columns, Derived
+from recpo.data.schema import EVENT_SCHEMA, Derived, LogColumns
 
 _ROW_GROUP: Final = 1 << 16
 _HISTORY_COLUMNS: Final = {
-    "item_ids": Columns.ITEM_ID,
+    "item_ids": LogColumns.ITEM_ID,
     "feedback": Derived.FEEDBACK,
-    "timestamps": Columns.TIMESTAMP,
+    "timestamps": LogColumns.TIMESTAMP,
 }
-_REPEATING: Final = (Derived.USER_INDEX, Derived.ITEM_INDEX, Derived.FEEDBACK, Columns.DURATION)
+_REPEATING: Final = (Derived.USER_INDEX, Derived.ITEM_INDEX, Derived.FEEDBACK, LogColumns.DURATION)
 
 
 def user_blocks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:

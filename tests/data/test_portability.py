@@ -9,8 +9,7 @@ from recpo.data.events import select_columns, standardize, time_order
 from recpo.data.feedback import add_feedback, cutoff_table, quantile_table
 from recpo.data.labels import BinaryColumn, EveryEvent, NumericColumn
 from recpo.data.periods import last_events, period_rows
-from recpo.data.presets import PRESETS
-from recpo.data.schema import Columns
+from recpo.data.schema import PRESETS, LogColumns
 from recpo.data.shaping import D2Q, WatchQuantiles, WatchRatio, WatchTimeGain
 from recpo.data.splits import LeaveLastOut, TemporalSplit
 from recpo.data.validate import row_checks
@@ -32,7 +31,7 @@ def _spark_options():
 
 
 def log(time):
-    kinds = {**dict.fromkeys(Columns.ALL, "float64"), "user_id": "string", "item_id": "int64", "request_id": "int64"}
+    kinds = {**dict.fromkeys(LogColumns.ALL, "float64"), "user_id": "string", "item_id": "int64", "request_id": "int64"}
     kinds |= {"timestamp": time, "dislike": "boolean", "is_random": "int8", "__file": "string", "__row": "int64"}
     return ibis.table(kinds, name="log")
 
@@ -40,7 +39,7 @@ def log(time):
 @pytest.mark.parametrize("time", ["int64", "string", "timestamp"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_checks_and_standard_columns_compile_for_spark(time):
-    raw = select_columns(log(time), {column: column for column in Columns.ALL})
+    raw = select_columns(log(time), {column: column for column in LogColumns.ALL})
     assert "SELECT" in ibis.to_sql(standardize(raw, PRESETS["plain"], 86_400.0), dialect="pyspark")
     for check in row_checks(raw, PRESETS["plain"], 86_400.0):
         assert "SELECT" in ibis.to_sql(raw.aggregate(count=check.offends.sum()), dialect="pyspark"), check.reason

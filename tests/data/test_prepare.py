@@ -18,7 +18,7 @@ from recpo.data.labels import EveryEvent
 from recpo.data.manifest import verify_checksums
 from recpo.data.prepare import Preparation
 from recpo.data.prepared import Prepared
-from recpo.data.schema import EVENT_SCHEMA, PERIODS, ColumnMapping
+from recpo.data.schema import EVENT_SCHEMA, PERIODS, Columns
 from recpo.data.splits import LeaveLastOut
 from recpo.errors import RecpoError
 from tests.data.conftest import DAY_MS, START_MS, make_log, write_log
@@ -203,7 +203,7 @@ def test_leave_last_out_without_a_clock(tmp_path):
             "item_id": rng.integers(0, 12, lengths.sum()).astype(np.int32),
         }
     )
-    choice = {"columns": ColumnMapping(timestamp="pos", time_unit="order"), "label": EveryEvent(), "catalog": "log"}
+    choice = {"columns": Columns(timestamp="pos", time_unit="order"), "label": EveryEvent(), "catalog": "log"}
     manifest = run(write_log(tmp_path / "log.parquet", log), tmp_path / "out", split=LeaveLastOut(), **choice)
     held_out = int((lengths >= 3).sum())
     assert manifest["counts"]["splits"]["test"]["targets"] == held_out

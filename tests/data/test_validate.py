@@ -8,7 +8,7 @@ import pytest
 from recpo.data.engine import EngineOptions
 from recpo.data.labels import BinaryColumn, EveryEvent
 from recpo.data.prepare import Preparation
-from recpo.data.schema import ColumnMapping
+from recpo.data.schema import Columns
 from recpo.data.shaping import WatchQuantiles
 from recpo.errors import RecpoError
 from tests.data.conftest import START_MS, make_log, write_log
@@ -67,7 +67,7 @@ def test_times_as_strings(tmp_path, log):
 def test_equal_times_in_any_type(tmp_path, log, unit):
     seconds = np.array(log["timestamp"]) // 1000
     factor = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
-    columns = ColumnMapping(time_unit=unit)
+    columns = Columns(time_unit=unit)
     plain = run(
         write_log(tmp_path / "log.parquet", log.set_column(2, "timestamp", pa.array(seconds * factor))),
         tmp_path / "numbers",
@@ -161,9 +161,9 @@ def test_columns(tmp_path, log):
     assert "log.parquet, column user_id: no such column (wanted as user_id); near: userId;" in found
     assert "pass --columns.user_id NAME" in found
     assert "label WatchQuantiles needs watch_time" in found
-    columns = ColumnMapping(user_id="userId", watch_time="seen")
+    columns = Columns(user_id="userId", watch_time="seen")
     assert "column seen: no such column (wanted as watch_time)" in fault(path, tmp_path, columns=columns)
-    manifest = run(path, tmp_path / "prepared", columns=ColumnMapping(user_id="userId", watch_time="watched"))
+    manifest = run(path, tmp_path / "prepared", columns=Columns(user_id="userId", watch_time="watched"))
     assert manifest["columns"]["watch_time"] == "watched"
     assert manifest["columns"]["label"] is None
 
