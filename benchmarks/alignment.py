@@ -136,9 +136,9 @@ def measured(policy, prepared, truth):
     shown, per_user = torch.zeros(data.num_items + 1, dtype=torch.bool), []
     with torch.no_grad():
         for batch in evaluation_batches(prepared, "test", policy.max_history, 512):
-            items = policy.recommend(batch.feedback.histories, K, batch.seen).item_ids
-            judged = judge.of_lists(batch.feedback.row_ids, items)
-            targets = held_out_targets(batch, 0.75).without(batch.seen)
+            items = policy.recommend(batch.feedback.histories, K, batch.exclude).item_ids
+            judged = judge.of_lists(batch.user_ids, items)
+            targets = held_out_targets(batch, 0.75).without(batch.exclude)
             hits = ranked_hits(items, targets.item_ids, targets.positive)
             of_tail = ranked_hits(items, targets.item_ids, targets.positive & tail[targets.item_ids])
             columns = [judged[f"true_reward@{K}"], judged[f"true_dislike@{K}"]]

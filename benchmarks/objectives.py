@@ -42,8 +42,8 @@ def values(policy, prepared, truth):
     found = []
     with torch.no_grad():
         for batch in evaluation_batches(prepared, "test", policy.max_history, 512):
-            items = policy.recommend(batch.feedback.histories, K, batch.seen).item_ids
-            judged = rewards.of_lists(batch.feedback.row_ids, items)
+            items = policy.recommend(batch.feedback.histories, K, batch.exclude).item_ids
+            judged = rewards.of_lists(batch.user_ids, items)
             found.append(torch.stack([judged[f"true_reward@{K}"], judged[f"true_dislike@{K}"]]))
     return torch.cat(found, 1).numpy()
 

@@ -108,7 +108,7 @@ def dense(rows: int, items: int) -> dict:
     model, columns = random_model(rows, items), []
     for observed in random_log(rows, items, LIST):
         batch, slates = observed.batch.feedback, observed.batch.feedback.slates
-        user = batch.row_ids.repeat_interleave(ROWS_PER_USER)
+        user = batch.context_ids.repeat_interleave(ROWS_PER_USER)
         lists = observed.lists.item_ids.repeat_interleave(ROWS_PER_USER, 0)
         flat = (slates.label, slates.item_ids - 1, slates.logp_behavior.double().exp())
         columns.append([column.flatten().numpy() for column in flat] + [user.numpy(), lists.numpy() - 1])

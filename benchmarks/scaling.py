@@ -6,7 +6,7 @@ sparse gradients) and with semantic ids (3 codes of 256, no item vectors). ``tim
 of the same policy on the smallest catalog.
 
 ``--rows epoch``: what a rank spends per event of a log on counting the windows of an epoch and on reading its batches,
-for logs of several sizes, for 1 and 8 ranks, and for both deals (``data.deal``) where there are 8.
+for logs of several sizes, for 1 and 8 ranks, and for both assignments (``data.assign``) where there are 8.
 
 Every line comes from a process of its own, so that its peak resident size (torch included) is its own.
 
@@ -35,7 +35,7 @@ from recpo.data.datamodule import TrainBatches
 from recpo.data.held_out import Rank
 from recpo.data.prepared import Prepared
 from recpo.data.slates import SequenceLayout
-from recpo.data.train_batches import Deal
+from recpo.data.train_batches import Assign
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.trie import Trie
@@ -84,7 +84,7 @@ def step(kind: str, items: int, repeats: int) -> dict[str, Any]:
     return {"policy": kind, "items": items, "cpu_ms": 1e3 * statistics.median(spent[1:])}
 
 
-def epoch(prepared: str, ranks: int, deal: Deal, repeats: int) -> dict[str, Any]:
+def epoch(prepared: str, ranks: int, assign: Assign, repeats: int) -> dict[str, Any]:
     """What one of so many ranks spends on an epoch of its own, in this process."""
     torch.set_num_threads(1)
     data, layout = Prepared.open(prepared), SequenceLayout(HISTORY)
@@ -92,14 +92,14 @@ def epoch(prepared: str, ranks: int, deal: Deal, repeats: int) -> dict[str, Any]
     planned, read = [], []
     for _ in range(repeats + 1):
         start = time.process_time()
-        batches = TrainBatches(data, layout, 128, 0, Rank(0, ranks), deal=deal)
+        batches = TrainBatches(data, layout, 128, 0, Rank(0, ranks), assign=assign)
         planned.append(time.process_time() - start)
         start = time.process_time()
         count = sum(1 for _ in batches)
         read.append(time.process_time() - start)
     ns = {"plan": planned, "read": read}
     per_event = {f"{name}_ns_per_event": 1e9 * statistics.median(spent[1:]) / events for name, spent in ns.items()}
-    return {"events": events, "ranks": ranks, "deal": deal, "batches_of_rank": count, **per_event}
+    return {"events": events, "ranks": ranks, "assign": assign, "batches_of_rank": count, **per_event}
 
 
 def measured(*flags: object) -> dict[str, Any]:
@@ -131,8 +131,8 @@ def epochs(sizes: list[int], repeats: int) -> None:
                 "simulate", "--out", log, "--users", events // 50, "--items", max(50, events // 200), "--events", events
             )
             recpo("prepare", "--log", log / "log", "--out", out, "--rows_per_shard", max(1000, sizes[-1] // 64))
-            for ranks, deal in ((1, "batches"), (8, "batches"), (8, "shards")):
-                line = measured("--epoch", out, "--ranks", ranks, "--deal", deal, "--repeats", repeats)
+            for ranks, assign in ((1, "batches"), (8, "batches"), (8, "shards")):
+                line = measured("--epoch", out, "--ranks", ranks, "--assign", assign, "--repeats", repeats)
                 print(json.dumps(line), flush=True)
 
 
@@ -145,13 +145,13 @@ def main() -> None:
     parser.add_argument("--epoch", help=argparse.SUPPRESS)
     parser.add_argument("--items", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--deal", help=argparse.SUPPRESS)
+    parser.add_argument("--assign", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.step or flags.epoch:
         if flags.step:
             line = step(flags.step, flags.items, flags.repeats)
         else:
-            line = epoch(flags.epoch, flags.ranks, flags.deal, flags.repeats)
+            line = epoch(flags.epoch, flags.ranks, flags.assign, flags.repeats)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(json.dumps(line | {"peak_rss_mb": round(peak / 1e6), "torch": torch.__version__}))
         return

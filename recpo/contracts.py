@@ -150,6 +150,11 @@ class AdvantageEstimator(ABC):
         """What it reads beyond watch quantiles and dislikes, out of ``{"rewards", "value"}``."""
         return frozenset()
 
+    @property
+    def reads_step_labels(self) -> bool:
+        """It reads ``FeedbackBatch.step_labels``: what it gives depends on the whole optimizer step."""
+        return False
+
     @abstractmethod
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """Returns advantages ``[B, S]``, 0 at masked positions, without gradient."""

@@ -69,7 +69,8 @@ class FeedbackBatch(NamedTuple):
     Attributes:
         histories: the contexts.
         slates: the positions to score.
-        row_ids: ``[B]`` int64, stable over epochs; they key cached reference log-probabilities.
+        context_ids: ``[B]`` int64, the context's row among all of its kind, stable over epochs; they key cached
+            reference log-probabilities. Of held-out contexts: the user, as in ``user_ids``.
         step_labels: ``[N]`` the watch quantiles of the whole optimizer step that this batch is a part of (every
             micro-batch, every rank), over which a batch threshold is taken; None = this batch is the whole step.
         known_positives: ``[B, M]`` int64, items that the context's user is known to like and that are therefore no
@@ -79,7 +80,7 @@ class FeedbackBatch(NamedTuple):
 
     histories: Histories
     slates: Slates
-    row_ids: Tensor
+    context_ids: Tensor
     step_labels: Tensor | None = None
     known_positives: Tensor | None = None
     user_ids: Tensor | None = None
@@ -106,11 +107,16 @@ class EvaluationBatch(NamedTuple):
 
     Attributes:
         feedback: histories and held-out events; ``visible`` is the length of the history throughout.
-        seen: ``[B, M]`` int64, every item of the user's past (not only of the last H events), 0 pads.
+        exclude: ``[B, M]`` int64, every item of the user's past (not only of the last H events), 0 pads.
     """
 
     feedback: FeedbackBatch
-    seen: Tensor
+    exclude: Tensor
+
+    @property
+    def user_ids(self) -> Tensor:
+        """``[B]`` int64, the users: a held-out user is one context."""
+        return self.feedback.context_ids
 
 
 class LogProbs(NamedTuple):

@@ -113,7 +113,7 @@ def test_scaling_measures_steps_by_catalog_and_epochs_by_log():
     }
     assert all(line["cpu_ms"] > 0 and line["times_smallest"] > 0 for line in steps)
     epochs = [line for line in lines if "ranks" in line]
-    assert [(line["ranks"], line["deal"]) for line in epochs] == [(1, "batches"), (8, "batches"), (8, "shards")]
+    assert [(line["ranks"], line["assign"]) for line in epochs] == [(1, "batches"), (8, "batches"), (8, "shards")]
     assert all(line["plan_ns_per_event"] > 0 and line["read_ns_per_event"] > 0 for line in epochs)
 
 

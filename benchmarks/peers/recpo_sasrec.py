@@ -88,8 +88,8 @@ def top_lists(policy: CatalogSoftmaxPolicy, prepared: Path, histories: Histories
     users = pq.read_table(prepared / "users.parquet").column("user_id").to_numpy()
     lists = np.zeros((len(histories), 10), np.int64)
     for batch in evaluation_batches(prepared, "test", length, 512):
-        ids: Tensor = policy.recommend(batch.feedback.histories, 10, batch.seen).item_ids
-        lists[users[batch.feedback.row_ids.numpy()]] = items[ids.numpy()]
+        ids: Tensor = policy.recommend(batch.feedback.histories, 10, batch.exclude).item_ids
+        lists[users[batch.user_ids.numpy()]] = items[ids.numpy()]
     return lists
 
 

@@ -92,6 +92,11 @@ class TernaryAdvantage(AdvantageEstimator):
         if not 0.0 < self.positive_fraction < 1.0:
             raise RecpoError(f"TernaryAdvantage.positive_fraction must lie in (0, 1), got {self.positive_fraction}.")
 
+    @property
+    def reads_step_labels(self) -> bool:
+        """Whether the threshold is a quantile of the optimizer step."""
+        return self.threshold is None
+
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""
         slates = batch.slates

@@ -102,7 +102,7 @@ def _exposures(
         slates, mask = feedback.slates, feedback.slates.mask
         scores = model(feedback.histories, slates)
         happened, known = objective.targets(slates.label, slates.dislike)
-        user = feedback.row_ids[:, None].expand_as(mask)
+        user = feedback.user_ids[:, None].expand_as(mask)
         is_random = torch.zeros_like(mask) if slates.is_random is None else slates.is_random
         columns = (scores.double(), happened, known, user, is_random)
         parts.append([column[mask].cpu().numpy() for column in columns])

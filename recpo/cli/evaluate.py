@@ -237,7 +237,7 @@ class _Pass:
         with tqdm(total=users, desc=f"evaluate {name}", unit="user", disable=None, leave=False) as bar:
             for batch in evaluation_batches(self.data.root, self.split, max_history, self.batch_size):
                 yield move_data_to_device(batch, self.device)
-                bar.update(len(batch.seen))
+                bar.update(len(batch.exclude))
 
     def document(
         self, candidates: Sequence[Candidate], evaluated: Sequence[_Evaluated], setting: dict[str, Any]

@@ -77,10 +77,10 @@ def logging_policy(
     """The policy that made the log, where something is known of it: what it earned, and its true value."""
     earned = next(iter(values.values()), None)
     estimates = [] if earned is None else [e.as_json() for e in earned.estimates if e.target == LOGGING_POLICY]
-    per_user = {} if truth is None else truth.of_logging_policy(ranked.row_ids)
+    per_user = {} if truth is None else truth.of_logging_policy(ranked.user_ids)
     if not estimates and not per_user:
         return []
-    result = RankingResult(ranked.row_ids, per_user, totals={}, counts={}, user_segments={}, item_segments={})
+    result = RankingResult(ranked.user_ids, per_user, totals={}, counts={}, user_segments={}, item_segments={})
     return [Contender(LOGGING_POLICY, "baseline", result, estimates)]
 
 

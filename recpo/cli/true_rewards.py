@@ -37,24 +37,24 @@ class TrueRewards:
 
     def update(self, observed: Observed) -> dict[str, Tensor]:
         """See ``Measure.update``."""
-        return self.of_lists(observed.batch.feedback.row_ids, observed.lists.item_ids)
+        return self.of_lists(observed.batch.user_ids, observed.lists.item_ids)
 
     def totals(self) -> dict[str, float]:
         """None."""
         return {}
 
-    def of_logging_policy(self, row_ids: Tensor) -> dict[str, Tensor]:
+    def of_logging_policy(self, users: Tensor) -> dict[str, Tensor]:
         """The exact expected reward ``[U]`` of the policy that made the log, the same at every k."""
-        value = torch.from_numpy(self.truth.logging_value(self.user_ids[row_ids.numpy()], self.day)).float()
+        value = torch.from_numpy(self.truth.logging_value(self.user_ids[users.numpy()], self.day)).float()
         return {f"true_reward@{k}": value for k in self.ks}
 
-    def of_lists(self, row_ids: Tensor, recommended: Tensor) -> dict[str, Tensor]:
-        """The metrics ``[B]`` of the lists ``recommended [B, K]`` of the users ``row_ids [B]``."""
+    def of_lists(self, users: Tensor, recommended: Tensor) -> dict[str, Tensor]:
+        """The metrics ``[B]`` of the lists ``recommended [B, K]`` of the users ``users [B]``."""
         shown = recommended[:, : max(self.ks)].cpu()
         filled = shown > 0
         # an empty place is looked up as any item and left out below
         items = self.item_ids[(shown - 1).clamp_min(0).numpy()]
-        arguments = (self.user_ids[row_ids.cpu().numpy()], items, self.day)
+        arguments = (self.user_ids[users.cpu().numpy()], items, self.day)
         metrics: dict[str, Tensor] = {}
         for name, values in (
             ("true_reward", self.truth.expected_reward(*arguments)),

@@ -14,7 +14,7 @@ from recpo.data.held_out import HeldOutBatches, Rank
 from recpo.data.locations import Place
 from recpo.data.prepared import Period, Prepared
 from recpo.data.slates import Layout, SequenceLayout
-from recpo.data.train_batches import Deal, Phases, ResumableLoader, TrainBatches
+from recpo.data.train_batches import Assign, Phases, ResumableLoader, TrainBatches
 from recpo.types import EvaluationBatch
 
 
@@ -31,19 +31,21 @@ class FeedbackDataModule(LightningDataModule):
         seed: order of the epochs, and items that the layout samples.
         evaluation_batch_size: users of one validation batch.
         max_validation_users: validate on so many users of the validation split, evenly spaced; null = all.
-        deal: what is dealt out to the ranks. With "batches" every rank reads every shard and gathers every W-th batch,
-            W being the number of ranks: results do not depend on W. With "shards" the shards are dealt out, the same
-            ones to a rank in every epoch, each rank reads only its own and cuts its batches in them: reading is divided
-            by W. Every row still comes once per epoch, in an order of (seed, epoch, W); what an optimizer step holds
-            depends on W, watch quantiles of a step (TernaryAdvantage) are those of the rank's own part of it, and a
-            run goes on in mid-epoch only on as many ranks. Ranks with fewer batches than the first get empty ones.
-            With one rank both are the same.
+        assign: what is assigned to the ranks. With "batches" every rank reads every shard and gathers every W-th batch,
+            W being the number of ranks: results do not depend on W. With "shards" the shards are divided among the
+            ranks, the same ones to a rank in every epoch, and each rank reads and cuts its own: reading is divided by
+            W. Every context still comes once per epoch, in an order of (seed, epoch, W); what an optimizer step holds
+            depends on W, the labels of a step (TernaryAdvantage) are those of the rank's own part of it, and a run goes
+            on in mid-epoch only on as many ranks. Ranks with fewer batches than the first get empty ones. With one rank
+            both are the same.
 
     Attributes:
         phases: how training goes through the epoch; set by whoever trains.
+        step_labels: training reads ``FeedbackBatch.step_labels``; set by whoever trains.
     """
 
     phases = Phases()
+    step_labels = False
 
     def __init__(
         self,
@@ -54,13 +56,13 @@ class FeedbackDataModule(LightningDataModule):
         seed: int = 0,
         evaluation_batch_size: int = 512,
         max_validation_users: int | None = None,
-        deal: Deal = "batches",
+        assign: Assign = "batches",
     ) -> None:
         super().__init__()
         self.prepared = Prepared.open(prepared)
         self.layout = layout
         self._batch_size, self._num_workers, self._seed = batch_size, num_workers, seed
-        self._deal = deal
+        self._assign = assign
         self._evaluation_batch_size, self._max_validation_users = evaluation_batch_size, max_validation_users
 
     def train_dataloader(self) -> ResumableLoader:
@@ -73,12 +75,13 @@ class FeedbackDataModule(LightningDataModule):
             self._rank(),
             self.phases,
             self._sum_over_ranks,
-            self._deal,
+            self._assign,
+            step_labels=self.step_labels,
         )
-        return ResumableLoader(batches, self._num_workers)
+        return ResumableLoader(batches, self._num_workers, self._current_epoch if self.trainer else None)
 
-    def every_row(self) -> TrainBatches:
-        """Every row of the training period once, on every rank."""
+    def every_context(self) -> TrainBatches:
+        """Every context of the training period once, on every rank."""
         return TrainBatches(self.prepared, self.layout, self._batch_size, self._seed, Rank())
 
     def val_dataloader(self) -> DataLoader[EvaluationBatch]:
@@ -94,6 +97,10 @@ class FeedbackDataModule(LightningDataModule):
         mine = torch.from_numpy(counts).to(strategy.root_device)
         total: np.ndarray = strategy.reduce(mine, reduce_op="sum").cpu().numpy()
         return total
+
+    def _current_epoch(self) -> int:
+        assert self.trainer is not None
+        return int(self.trainer.current_epoch)
 
     def _rank(self) -> Rank:
         trainer = self.trainer

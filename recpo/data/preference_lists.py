@@ -144,7 +144,7 @@ class _PreferenceBatches:
             self._cdf = total / total[-1]
         self._index: _ShardIndex | None = None
 
-    def __call__(self, events: Events, windows: Windows, row_ids: np.ndarray, epoch: int) -> FeedbackBatch:
+    def __call__(self, events: Events, windows: Windows, context_ids: np.ndarray, epoch: int) -> FeedbackBatch:
         """See ``BatchMaker``."""
         if self._index is None or self._index.events is not events:
             self._index = self._index_of(events)
@@ -152,7 +152,7 @@ class _PreferenceBatches:
         event = np.where(valid, windows.slate_start, 0)
         chosen = events.item_index[event] * valid
         user = events.user_index[event].astype(np.int64)
-        drawn = self._rejected(self._index, user, chosen, row_ids, epoch)
+        drawn = self._rejected(self._index, user, chosen, context_ids, epoch)
         items = np.concatenate([chosen[:, None], drawn.items * valid[:, None]], 1)
         source = np.concatenate([np.where(valid, event, -1)[:, None], drawn.events], 1)
         source = np.where(items > 0, source, -1)
@@ -170,7 +170,7 @@ class _PreferenceBatches:
         )
         histories = histories_of(events, windows.history_start, windows.history_stop)
         known = torch.from_numpy(self._positives_of(self._index, user)) if self._layout.hard else None
-        rows, users = torch.from_numpy(row_ids), torch.from_numpy(user)
+        rows, users = torch.from_numpy(context_ids), torch.from_numpy(user)
         return FeedbackBatch(histories, slates, rows, known_positives=known, user_ids=users)
 
     def _index_of(self, events: Events) -> _ShardIndex:
@@ -190,23 +190,23 @@ class _PreferenceBatches:
         return user.astype(np.int64) * self._stride + item
 
     def _rejected(
-        self, index: _ShardIndex, user: np.ndarray, chosen: np.ndarray, row_ids: np.ndarray, epoch: int
+        self, index: _ShardIndex, user: np.ndarray, chosen: np.ndarray, context_ids: np.ndarray, epoch: int
     ) -> _Drawn:
-        drawn = self._logged(index, user, row_ids, epoch)
+        drawn = self._logged(index, user, context_ids, epoch)
         items, place = drawn.items, np.arange(len(self._source))
         wanted = (self._source > _SKIPPED) | self._layout.fill
         for attempt in range(_ATTEMPTS):
             empty = (items == 0) & wanted
             if not empty.any():
                 break
-            numbers = uniform(self._seed, epoch, row_ids[:, None], place, attempt)
+            numbers = uniform(self._seed, epoch, context_ids[:, None], place, attempt)
             candidates = self._candidates(numbers, chosen)
             is_liked = index.positives.holds(self._keys(user[:, None], candidates))
             items = np.where(empty & ~is_liked, candidates, items)
             items = _without_repeats(items, empty)
         return _Drawn(items, np.where(drawn.items > 0, drawn.events, -1))
 
-    def _logged(self, index: _ShardIndex, user: np.ndarray, row_ids: np.ndarray, epoch: int) -> _Drawn:
+    def _logged(self, index: _ShardIndex, user: np.ndarray, context_ids: np.ndarray, epoch: int) -> _Drawn:
         """Dislikes and skipped items: a run of each of the user's, from a random start."""
         items = np.zeros((len(user), len(self._source)), np.int64)
         event = np.full_like(items, -1)
@@ -216,7 +216,7 @@ class _PreferenceBatches:
                 continue
             first = np.searchsorted(pairs.key, user * self._stride)[:, None]
             count = np.searchsorted(pairs.key, (user + 1) * self._stride)[:, None] - first
-            start = (uniform(self._seed, epoch, row_ids, -1 - source)[:, None] * count).astype(np.int64)
+            start = (uniform(self._seed, epoch, context_ids, -1 - source)[:, None] * count).astype(np.int64)
             offset = (start + np.arange(len(places))) % np.maximum(count, 1)
             has = np.arange(len(places)) < count
             event[:, places] = np.where(has, pairs.event[np.where(has, first + offset, 0)], -1)

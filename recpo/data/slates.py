@@ -45,7 +45,7 @@ class Windows(NamedTuple):
 
 
 BatchMaker = Callable[[Events, Windows, np.ndarray, int], FeedbackBatch]
-"""Gathers windows of a shard: ``(events, windows, row_ids, epoch) -> batch``. It may keep what it knows of a shard."""
+"""Gathers windows of a shard: ``(events, windows, context_ids, epoch) -> batch``. It may keep facts of a shard."""
 
 
 class Catalog(NamedTuple):
@@ -164,11 +164,11 @@ class ImpressionLayout(Layout):
         return SlateTraits(one_request=True)
 
 
-def _logged_batch(events: Events, windows: Windows, row_ids: np.ndarray, epoch: int) -> FeedbackBatch:
-    return feedback_batch(events, windows, row_ids)
+def _logged_batch(events: Events, windows: Windows, context_ids: np.ndarray, epoch: int) -> FeedbackBatch:
+    return feedback_batch(events, windows, context_ids)
 
 
-def feedback_batch(events: Events, windows: Windows, row_ids: np.ndarray) -> FeedbackBatch:
+def feedback_batch(events: Events, windows: Windows, context_ids: np.ndarray) -> FeedbackBatch:
     """Gathers windows into right-padded tensors; H and S are the longest of these windows."""
     index, valid = _ranges(windows.slate_start, windows.slate_stop)
     lengths = windows.history_stop - windows.history_start
@@ -188,7 +188,7 @@ def feedback_batch(events: Events, windows: Windows, row_ids: np.ndarray) -> Fee
     return FeedbackBatch(
         histories_of(events, windows.history_start, windows.history_stop),
         slates,
-        torch.from_numpy(row_ids),
+        torch.from_numpy(context_ids),
         user_ids=torch.from_numpy(events.user_index[windows.slate_start].astype(np.int64)),
     )
 
@@ -221,8 +221,8 @@ def evaluation_batch(events: Events, users: np.ndarray, history_length: int) -> 
     )
     seen_index, seen_valid = _ranges(starts, boundary)
     seen = _padded(events.item_index[seen_index], seen_valid)
-    row_ids = torch.from_numpy(events.user_index[starts].astype(np.int64))
-    return EvaluationBatch(FeedbackBatch(histories, slates, row_ids, user_ids=row_ids), seen)
+    context_ids = torch.from_numpy(events.user_index[starts].astype(np.int64))
+    return EvaluationBatch(FeedbackBatch(histories, slates, context_ids, user_ids=context_ids), seen)
 
 
 def histories_of(events: Events, start: np.ndarray, stop: np.ndarray) -> Histories:

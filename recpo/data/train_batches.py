@@ -6,11 +6,11 @@ the workers take turns. So neither the number of workers nor a resume changes wh
 shard at a time. Where training visits the same contexts several times in a row (``Phases``), it holds the shards of one
 phase.
 
-Every rank reads every shard that way. With ``deal="shards"`` the shards are dealt out to the ranks instead, each of
-which has such an order of its own: reading is divided by the ranks, and the order is a function of their number too.
-The hands stay the same in all epochs: a trainer asks for the length of an epoch only once, and a node can keep what it
-has read. They are dealt by size: the first hand holds the most batches, at most those of one shard more than any other,
-and the others are filled up with empty batches.
+Every rank reads every shard that way. With ``assign="shards"`` the shards are divided among the ranks instead: each
+rank has a part of its own and such an order over it. Reading is divided by the ranks, and the order is a function of
+their number too. The parts stay the same in all epochs: a trainer asks for the length of an epoch only once, and a node
+can keep what it has read. They are divided by size: the first part holds the most batches, at most those of one shard
+more than any other, and the others are filled up with empty batches.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from recpo.data.slates import Catalog, Layout, Windows
 from recpo.errors import RecpoError
 from recpo.types import FeedbackBatch
 
-Deal = Literal["batches", "shards"]
-"""What is dealt out to the ranks."""
+Assign = Literal["batches", "shards"]
+"""What is assigned to the ranks: batches, cut from all shards, or whole shards."""
 
 
 class Phases(NamedTuple):
@@ -49,12 +49,12 @@ class Phases(NamedTuple):
     passes: int = 1
 
 
-class _Part(NamedTuple):
+class _Planned(NamedTuple):
     """A batch before it is gathered: windows of one shard."""
 
     events: Events
     windows: Windows
-    row_ids: np.ndarray
+    context_ids: np.ndarray
 
 
 class TrainBatches(IterableDataset[FeedbackBatch]):
@@ -68,7 +68,8 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         rank: this process among its peers.
         phases: how the epoch is gone through.
         sum_over_ranks: adds up arrays of all ranks; with it every rank counts the windows of its share of the shards.
-        deal: what is dealt out to the ranks; to one rank both are the same.
+        assign: what is assigned to the ranks; to one rank both are the same.
+        step_labels: whether batches carry the labels of their whole optimizer step (``FeedbackBatch.step_labels``).
 
     Raises:
         RecpoError: nothing to train on, or fewer shards than ranks that are to have some.
@@ -88,37 +89,39 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         rank: Rank,
         phases: Phases = Phases(),  # noqa: B008  immutable
         sum_over_ranks: Callable[[np.ndarray], np.ndarray] | None = None,
-        deal: Deal = "batches",
+        assign: Assign = "batches",
+        *,
+        step_labels: bool = False,
     ) -> None:
         self.prepared, self._layout, self._batch_size = prepared, layout, batch_size
-        self._seed, self._rank, self._phases = seed, rank, phases
-        # the shards are dealt into so many hands, and so many ranks share the batches of a hand
-        self._hands = rank.world_size if deal == "shards" else 1
-        self._sharers = rank.world_size // self._hands
-        self._refuse_empty_hands()
+        self._seed, self._rank, self._phases, self._with_labels = seed, rank, phases, step_labels
+        # the shards are divided into so many parts, and so many ranks share the batches of a part
+        self._num_parts = rank.world_size if assign == "shards" else 1
+        self._sharers = rank.world_size // self._num_parts
+        self._validate_parts()
         self._windows = self._count_windows(sum_over_ranks)
-        if self.num_rows == 0:
+        if self.num_contexts == 0:
             raise RecpoError(
                 f"{prepared.root}: the training split holds no "
                 + (f"context for {layout}: no event is positive" if layout.cuts_by_label else "events")
             )
         batches = -(-self._windows // batch_size)
         by_size = np.argsort(-batches, kind="stable")
-        self._shards = np.sort(by_size[rank.rank % self._hands :: self._hands])
+        self._shards = np.sort(by_size[rank.rank % self._num_parts :: self._num_parts])
         self._num_batches = int(batches[self._shards].sum())
-        self._most_batches = int(batches[by_size[:: self._hands]].sum())
+        self._most_batches = int(batches[by_size[:: self._num_parts]].sum())
         counts = prepared.item_counts() if layout.samples_by_popularity else None
         self._make_batch = layout.batch_maker(Catalog(prepared.num_items, counts), seed)
         self.epoch = 0
         self.start = 0
 
-    def _refuse_empty_hands(self) -> None:
+    def _validate_parts(self) -> None:
         shards = self.prepared.num_shards("train")
-        if 0 < shards < self._hands:
+        if 0 < shards < self._num_parts:
             raise RecpoError(
-                f"{self.prepared.root}: {shards} training shards cannot be dealt out to {self._hands} ranks: some "
+                f"{self.prepared.root}: {shards} training shards cannot be assigned to {self._num_parts} ranks: some "
                 "would get none, and never train; prepare the log again with a smaller --rows_per_shard, or set "
-                "data.deal to batches"
+                "data.assign to batches"
             )
 
     def _count_windows(self, sum_over_ranks: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
@@ -130,8 +133,8 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         return counts if sum_over_ranks is None else sum_over_ranks(counts)
 
     @property
-    def num_rows(self) -> int:
-        """Number of windows; row ids are 0 .. num_rows - 1."""
+    def num_contexts(self) -> int:
+        """Number of windows; context ids are 0 .. num_contexts - 1."""
         return int(self._windows.sum())
 
     def __len__(self) -> int:
@@ -145,22 +148,22 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         consumed = start // self._visits_per_phase
         local = consumed * self._visits_per_phase - 1
         for step in self._visits(consumed):
-            quantiles = _step_labels(step) if self._batches_per_step > 1 else None
-            for part in step[self._rank.rank // self._hands :: self._sharers]:
+            labels = _step_labels(step) if self._with_labels and self._batches_per_step > 1 else None
+            for planned in step[self._rank.rank // self._num_parts :: self._sharers]:
                 local += 1
                 if local >= start and (local - start) % workers == mine:
-                    batch = self._make_batch(part.events, part.windows, part.row_ids, epoch)
-                    yield batch._replace(step_labels=quantiles)
+                    batch = self._make_batch(*planned, epoch)
+                    yield batch._replace(step_labels=labels)
 
     @property
     def division(self) -> dict[str, Any]:
-        """How an epoch is divided: into batches of this size, among so many ranks, by dealing out what."""
-        deal: Deal = "shards" if self._hands > 1 else "batches"
-        return {"batch_size": self._batch_size, "world_size": self._rank.world_size, "deal": deal}
+        """How an epoch is divided: into batches of this size, among so many ranks, and what is assigned to them."""
+        assign: Assign = "shards" if self._num_parts > 1 else "batches"
+        return {"batch_size": self._batch_size, "world_size": self._rank.world_size, "assign": assign}
 
     @property
     def _length(self) -> int:
-        """Batches of one pass over a hand, empty ones included.
+        """Batches of one pass over a part, empty ones included.
 
         Every rank must take part in every step: those that would fall short get empty batches; and so must every
         micro-batch of a step that comes again, or the steps after it would be cut in other places.
@@ -180,7 +183,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
     def _visits_per_phase(self) -> int:
         return self._steps_per_phase * self._phases.passes * self._rank.accumulate
 
-    def _visits(self, consumed: int) -> Iterator[list[_Part]]:
+    def _visits(self, consumed: int) -> Iterator[list[_Planned]]:
         """The epoch's optimizer steps from phase ``consumed`` on, each as often as its phase has passes."""
         steps = self._steps(consumed * self._steps_per_phase)
         for number in count(consumed):
@@ -192,55 +195,62 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
             for _ in range(self._phases.passes - 1):
                 yield from (phase[i] for i in order.permutation(len(phase)))
 
-    def _steps(self, consumed: int) -> Iterator[list[_Part]]:
-        """The batches of the hand, grouped into optimizer steps, without the first ``consumed`` steps."""
-        parts = self._parts(consumed * self._batches_per_step)
-        while step := list(islice(parts, self._batches_per_step)):
+    def _steps(self, consumed: int) -> Iterator[list[_Planned]]:
+        """The batches of the part, grouped into optimizer steps, without the first ``consumed`` steps."""
+        batches = self._part(consumed * self._batches_per_step)
+        while step := list(islice(batches, self._batches_per_step)):
             yield step
 
-    def _parts(self, consumed: int) -> Iterator[_Part]:
-        """The batches of the hand without the first ``consumed``; a shard of which nothing is left is not read."""
-        order = np.random.Generator(np.random.PCG64([self._seed, self.epoch]).jumped(self._rank.rank % self._hands))
-        first_row = np.concatenate([[0], np.cumsum(self._windows)])
+    def _part(self, consumed: int) -> Iterator[_Planned]:
+        """The batches of the part without the first ``consumed``; a shard of which nothing is left is not read."""
+        order = np.random.Generator(np.random.PCG64([self._seed, self.epoch]).jumped(self._rank.rank % self._num_parts))
+        first_context = np.concatenate([[0], np.cumsum(self._windows)])
         short = self._length - max(self._num_batches, consumed)
         loaded: tuple[Events, Windows] | None = None
         for shard in self._shards[order.permutation(len(self._shards))]:
-            rows = order.permutation(self._windows[shard])  # drawn in any case: the next shard's order follows it
-            begins = range(0, len(rows), self._batch_size)[consumed:]
-            consumed = max(0, consumed - -(-len(rows) // self._batch_size))
+            contexts = order.permutation(self._windows[shard])  # drawn in any case: the next shard's order follows it
+            begins = range(0, len(contexts), self._batch_size)[consumed:]
+            consumed = max(0, consumed - -(-len(contexts) // self._batch_size))
             if not begins:
                 continue
             loaded = events, windows = self._load(shard)
             for begin in begins:
-                batch = rows[begin : begin + self._batch_size]
-                yield _Part(events, windows.take(batch), batch + first_row[shard])
+                batch = contexts[begin : begin + self._batch_size]
+                yield _Planned(events, windows.take(batch), batch + first_context[shard])
         if short > 0:
             events, windows = loaded or self._load(self._shards[0])
-            yield from repeat(_Part(events, windows.empty(1), np.zeros(1, np.int64)), short)
+            yield from repeat(_Planned(events, windows.empty(1), np.zeros(1, np.int64)), short)
 
     def _load(self, shard: int) -> tuple[Events, Windows]:
         events = self.prepared.load("train", int(shard))
         return events, self._layout.windows_of(events)
 
 
-def _step_labels(step: list[_Part]) -> Tensor:
-    """The known watch quantiles of a whole optimizer step, so that its threshold does not depend on how it is split."""
-    quantiles = [
-        part.events.label[begin:end]
-        for part in step
-        for begin, end in zip(part.windows.slate_start, part.windows.slate_stop, strict=True)
+def _step_labels(step: list[_Planned]) -> Tensor:
+    """The known labels of a whole optimizer step, so that its threshold does not depend on how it is split."""
+    labels = [
+        batch.events.label[begin:end]
+        for batch in step
+        for begin, end in zip(batch.windows.slate_start, batch.windows.slate_stop, strict=True)
     ]
-    known = np.concatenate(quantiles)
+    known = np.concatenate(labels)
     return torch.from_numpy(known[~np.isnan(known)])
 
 
 class ResumableLoader(DataLoader[FeedbackBatch]):
     """A loader that knows where it stands, so that a resumed epoch goes on with the next batch.
 
-    Lightning keeps ``state_dict`` in its checkpoints and hands it back.
+    Lightning keeps ``state_dict`` in its checkpoints and gives it back. Which epoch it is, the trainer says: a trainer
+    may leave an epoch before its last batch (``limit_train_batches``), make a new loader for it
+    (``reload_dataloaders_every_n_epochs``), or give nothing back because the epoch of the checkpoint had ended.
+
+    Args:
+        batches: the batches of an epoch.
+        num_workers: processes that gather them; 0 = this one.
+        current_epoch: gives the epoch that begins; None = every iteration is one.
     """
 
-    def __init__(self, batches: TrainBatches, num_workers: int) -> None:
+    def __init__(self, batches: TrainBatches, num_workers: int, current_epoch: Callable[[], int] | None = None) -> None:
         super().__init__(
             batches,
             batch_size=None,
@@ -249,39 +259,53 @@ class ResumableLoader(DataLoader[FeedbackBatch]):
             # the clients of object stores do not survive a fork
             multiprocessing_context="spawn" if num_workers and isinstance(batches.prepared.root, Location) else None,
         )
-        self._batches = batches
-        self._yielded = 0
+        self._batches, self._current_epoch = batches, current_epoch
+        self._epoch, self._yielded = -1, 0
+        self._resume_from: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[FeedbackBatch]:  # type: ignore[override]
-        self._yielded = self._batches.start
+        # A generator: this runs when the first batch is asked for, and by then the trainer knows its epoch.
+        state, self._resume_from = self._resume_from, None
+        if self._current_epoch is not None:
+            self._epoch = self._current_epoch()
+        else:
+            self._epoch = self._epoch + 1 if state is None else state["epoch"]
+        resumed = state is not None and state["epoch"] == self._epoch
+        self._yielded = self._consumed(state) if state is not None and resumed else 0
+        self._batches.epoch, self._batches.start = self._epoch, self._yielded
         for batch in super().__iter__():
             self._yielded += 1
-            if self._yielded == len(self):  # now, not after the loop: a trainer that counts never asks for one more
-                self._batches.epoch += 1
-                self._batches.start = self._yielded = 0
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch, batches that each rank consumed in it, and how it was divided."""
-        return {"epoch": self._batches.epoch, "batch": self._yielded, **self._batches.division}
+        if self._resume_from is not None:
+            return self._resume_from
+        return {"epoch": max(0, self._epoch), "batch": self._yielded, **self._batches.division}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after ``state``, which may be that of another number of ranks if these share every shard.
+        """The next iteration goes on after ``state``, if it is of the same epoch.
+
+        ``state`` may be that of another number of ranks if these share every shard.
+        """
+        self._resume_from = state
+
+    def _consumed(self, state: dict[str, Any]) -> int:
+        """Batches of this rank that were consumed before.
 
         Raises:
-            RecpoError: in mid-epoch with another batch size, or with ranks among which the batches do not divide; or
-                with any other division where shards were, or are, dealt out.
+            RecpoError: another batch size, or ranks among which the batches do not divide; or any other division where
+                shards were, or are, assigned.
         """
         now = self._batches.division
-        # a run from before there was a choice dealt out batches
-        before = now | {"deal": "batches"} | {key: state[key] for key in now if key in state}
+        before = {key: state[key] for key in now}
         left = f"data: the epoch was left after {state['batch']} batches of {before['batch_size']} on each of "
         left += f"{before['world_size']} ranks"
-        if state["batch"] and before != now and "shards" in (before["deal"], now["deal"]):
+        if state["batch"] and before != now and "shards" in (before["assign"], now["assign"]):
             raise RecpoError(
-                f"{left} (deal: {before['deal']}); it cannot go on with batch_size {now['batch_size']} on "
-                f"{now['world_size']} (deal: {now['deal']}): where shards are dealt out, which rows are left depends "
-                "on all three, so keep them until the epoch ends"
+                f"{left} (assign: {before['assign']}); it cannot go on with batch_size {now['batch_size']} on "
+                f"{now['world_size']} (assign: {now['assign']}): where shards are assigned, which contexts are left "
+                "depends on all three, so keep them until the epoch ends"
             )
         consumed, uneven = divmod(state["batch"] * before["world_size"], now["world_size"])
         if uneven or (consumed and before["batch_size"] != now["batch_size"]):
@@ -289,4 +313,4 @@ class ResumableLoader(DataLoader[FeedbackBatch]):
                 f"{left}; it cannot go on with batch_size {now['batch_size']} on {now['world_size']}: keep batch_size, "
                 "and let accumulate_grad_batches make up for other ranks"
             )
-        self._batches.epoch, self._batches.start = state["epoch"], consumed
+        return int(consumed)

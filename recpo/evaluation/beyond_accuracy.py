@@ -1,7 +1,7 @@
 """What lists are like beside being accurate: whom they expose, how new, varied, popular and like the history they are.
 
 Means over a list are over its filled places; an empty list has none of them (nan). The history is what the user saw
-before the period, ``EvaluationBatch.seen``, whatever the recommender reads of it.
+before the period, ``EvaluationBatch.exclude``, whatever the recommender reads of it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class BeyondAccuracy:
 
     def update(self, observed: Observed) -> dict[str, Tensor]:
         """See ``Measure.update``."""
-        item_ids, seen = observed.lists.item_ids.cpu(), observed.batch.seen.cpu()
+        item_ids, seen = observed.lists.item_ids.cpu(), observed.batch.exclude.cpu()
         of_history = self._counts[seen].sum(1) / (seen > 0).sum(1)
         by_name = {
             "novelty": mean_to_k(self._bits[item_ids], item_ids, self._ks),

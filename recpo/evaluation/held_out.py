@@ -36,7 +36,7 @@ class RankingResult:
     """Metrics of one recommender for every held-out user, in the order of the batches.
 
     Attributes:
-        row_ids: ``[U]`` int64, the users.
+        user_ids: ``[U]`` int64, the users.
         per_user: metric name, such as ``NDCG@10``, to ``[U]`` float32; nan where the user has no target of that kind.
         totals: metrics of all lists together, such as ``coverage@10``.
         counts: users and held-out events, by what became of them.
@@ -44,7 +44,7 @@ class RankingResult:
         item_segments: segment name to bin to metrics as in ``per_user``, of the targets in that bin alone.
     """
 
-    row_ids: Tensor
+    user_ids: Tensor
     per_user: dict[str, Tensor]
     totals: dict[str, float]
     counts: dict[str, int]
@@ -61,7 +61,7 @@ class RankingResult:
         Raises:
             ValueError: the two were not evaluated on the same users.
         """
-        if not torch.equal(self.row_ids, other.row_ids):
+        if not torch.equal(self.user_ids, other.user_ids):
             raise ValueError("a paired difference needs both results on the same users in the same order")
         return estimate(self.per_user[metric].double() - other.per_user[metric].double())
 
@@ -108,7 +108,7 @@ def evaluate_ranking(
         num_items: catalog size.
         ks: list lengths.
         positive_threshold: least watch quantile of a positive.
-        exclude_seen: nothing from ``EvaluationBatch.seen`` may be recommended. Held-out events of such items cannot be
+        exclude_seen: nothing from ``EvaluationBatch.exclude`` may be recommended. Held-out events of it cannot be
             ranked then, so they are removed from the targets and counted. False keeps both.
         gain: of the graded NDCG, see ``graded_accuracy``.
         measures: metrics beside these; instances that have not seen a pass yet.
@@ -125,7 +125,7 @@ def evaluate_ranking(
     collected = _Collected(ks, gain, [Exposure(num_items, ks), *measures], user_segments, item_segments)
     for batch in batches:
         with torch.inference_mode():
-            exclude = batch.seen if exclude_seen else None
+            exclude = batch.exclude if exclude_seen else None
             lists = recommender.recommend(batch.feedback.histories, min(max(ks), num_items), exclude)
             logp = recommender.log_prob(batch.feedback).sum(-1) if recommender.log_prob else None
             _refuse_nonsense(lists.item_ids, exclude, logp)
@@ -158,7 +158,7 @@ class _Collected:
         self._ks, self._gain, self._measures = ks, gain, measures
         self._user_segments, self._item_segments = user_segments, item_segments
         self._counts: Counter[str] = Counter()
-        self._row_ids: list[Tensor] = []
+        self._user_ids: list[Tensor] = []
         self._per_user: _Parts = defaultdict(list)
         self._labels: _Parts = defaultdict(list)
         self._per_bin: dict[tuple[str, str], _Parts] = defaultdict(lambda: defaultdict(list))
@@ -189,7 +189,7 @@ class _Collected:
             if again := metrics.keys() & more.keys():
                 raise ValueError(f"two measures give metrics of the same name: {', '.join(sorted(again))}")
             metrics |= {name: values.float() for name, values in more.items()}
-        self._row_ids.append(observed.batch.feedback.row_ids.cpu())
+        self._user_ids.append(observed.batch.user_ids.cpu())
         _append(self._per_user, metrics)
         _append(self._labels, {segment.name: segment.label(observed.batch) for segment in self._user_segments})
         for segment in self._item_segments:
@@ -202,11 +202,11 @@ class _Collected:
         Raises:
             RecpoError: there was no user.
         """
-        if not self._row_ids:
+        if not self._user_ids:
             raise RecpoError("nothing to evaluate: there are no held-out users")
         labels = _joined(self._labels)
         return RankingResult(
-            row_ids=torch.cat(self._row_ids),
+            user_ids=torch.cat(self._user_ids),
             per_user=_joined(self._per_user),
             totals={name: value for measure in self._measures for name, value in measure.totals().items()},
             counts=dict(self._counts),

@@ -55,7 +55,7 @@ class ItemSegment(NamedTuple):
 
 
 def history_length(bounds: Sequence[int] = (1, 5, 20, 50)) -> UserSegment:
-    """Users by the number of events in their past, ``EvaluationBatch.seen``; the first bin holds new users.
+    """Users by the number of events in their past, ``EvaluationBatch.exclude``; the first bin holds new users.
 
     Args:
         bounds: least history of the second, third, ... bin; ascending, the first is 1.
@@ -63,7 +63,7 @@ def history_length(bounds: Sequence[int] = (1, 5, 20, 50)) -> UserSegment:
     edges = torch.tensor(bounds)
 
     def label(batch: EvaluationBatch) -> Tensor:
-        return torch.bucketize((batch.seen > 0).sum(1), edges.to(batch.seen.device), right=True)
+        return torch.bucketize((batch.exclude > 0).sum(1), edges.to(batch.exclude.device), right=True)
 
     upper = [f"{low}-{high - 1}" for low, high in pairwise(bounds)]
     return UserSegment("history length", ("new users", *upper, f"{bounds[-1]} and more"), label)

@@ -118,6 +118,7 @@ class PreferenceModule(LightningModule):
         self._snapshot_every, self._reference = snapshot_every, reference
         self._anchor, self._anchor_coef, self._seed = Likelihood(), anchor_coef, seed
         self._rollout = rollout
+        self._reads_step_labels = advantage is not None and advantage.reads_step_labels
         self._kl = KLControl(objective, adaptive_kl, None if rollout is None else rollout.max_kl)
         self._step_count: Tensor | None = None
         sources = InputSources(
@@ -154,15 +155,17 @@ class PreferenceModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Makes the reference cache before any checkpoint is restored, from the weights that training starts with."""
+        if stage == "fit" and self._reads_step_labels:
+            self.trainer.datamodule.step_labels = True  # type: ignore[attr-defined]
         if stage == "fit" and self._reference == "cached" and "reference" in self.objective.requires:
             if any(weight.is_meta for weight in self.policy.parameters()):
                 raise RecpoError(
                     "reference: cached needs whole tables before training begins: with sharded ones set reference: "
                     "frozen, whose copy is sharded like the policy"
                 )
-            batches = self.trainer.datamodule.every_row()  # type: ignore[attr-defined]
+            batches = self.trainer.datamodule.every_context()  # type: ignore[attr-defined]
             device = self.trainer.strategy.root_device
-            self.inputs.cache = ReferenceCache(self.policy, batches, batches.num_rows, device)
+            self.inputs.cache = ReferenceCache(self.policy, batches, batches.num_contexts, device)
 
     def configure_optimizers(self) -> Any:
         """Dense and sparse parameters under one optimizer; the schedule steps with it."""
@@ -211,7 +214,7 @@ class PreferenceModule(LightningModule):
             metrics = {**metrics, **{f"anchor_{name}": value for name, value in anchor.metrics.items()}}
         if not loss.requires_grad:  # nothing to learn here, but every parameter must see a gradient on every rank
             loss = loss + self._no_loss()
-        size = int(batch.row_ids.shape[0])
+        size = int(batch.context_ids.shape[0])
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=size, sync_dist=True)
         for name, value in metrics.items():
             self.log(f"train/{name}", value, prog_bar=name in IN_TERMINAL, batch_size=size)
@@ -219,7 +222,7 @@ class PreferenceModule(LightningModule):
         return loss * self.trainer.accumulate_grad_batches  # Lightning divides by it; the denominator is right already
 
     def _log_control(self, batch: FeedbackBatch) -> None:
-        size = int(batch.row_ids.shape[0])
+        size = int(batch.context_ids.shape[0])
         self.log_dict({f"train/{name}": value for name, value in self._kl.metrics.items()}, batch_size=size)
 
     def _no_loss(self) -> Tensor:

@@ -152,7 +152,7 @@ class Rollouts:
 
     def of(self, batch: FeedbackBatch, make: Callable[[FeedbackBatch], Rollout]) -> Rollout:
         """The rollout of ``batch``, made by ``make`` with the random numbers that belong to it."""
-        rows = (batch.row_ids + 1) * batch.slates.mask.any(-1)  # 0: an empty row, which fills up a rank's last step
+        rows = (batch.context_ids + 1) * batch.slates.mask.any(-1)  # 0: an empty row, which fills up a rank's last step
         key = tuple(rows.tolist())
         if key not in self._kept:
             devices = [rows.device] if rows.is_cuda else []

@@ -59,7 +59,7 @@ def take_rows(batch: FeedbackBatch, rows: Tensor) -> FeedbackBatch:
     return batch._replace(
         histories=batch.histories._replace(**_changed(batch.histories, lambda column: column[rows])),
         slates=batch.slates._replace(**_changed(batch.slates, lambda column: column[rows])),
-        row_ids=batch.row_ids[rows],
+        context_ids=batch.context_ids[rows],
         known_positives=None if batch.known_positives is None else batch.known_positives[rows],
         user_ids=None if batch.user_ids is None else batch.user_ids[rows],
     )

@@ -92,17 +92,19 @@ class ReferenceCache:
     slates that are the same in every epoch can be cached.
     """
 
-    def __init__(self, policy: Policy, batches: Iterable[FeedbackBatch], num_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, policy: Policy, batches: Iterable[FeedbackBatch], num_contexts: int, device: torch.device
+    ) -> None:
         frozen = Snapshot(policy).to(device)
-        self._table = torch.zeros(num_rows, 0, policy.num_tokens)
+        self._table = torch.zeros(num_contexts, 0, policy.num_tokens)
         for batch in batches:
             logp = frozen.log_prob(move_data_to_device(batch, device)).cpu()
             wider = logp.shape[1] - self._table.shape[1]
             if wider > 0:
                 self._table = nn.functional.pad(self._table, (0, 0, 0, wider))
             kept = batch.slates.mask.any(-1)  # an empty row pads a rank's last step and has no id of its own
-            self._table[batch.row_ids[kept], : logp.shape[1]] = logp[kept]
+            self._table[batch.context_ids[kept], : logp.shape[1]] = logp[kept]
 
     def log_prob(self, batch: FeedbackBatch) -> Tensor:
         """``[B, S, T]``, as ``Policy.log_prob`` gave it."""
-        return self._table[batch.row_ids.cpu(), : batch.slates.mask.shape[1]].to(batch.row_ids.device)
+        return self._table[batch.context_ids.cpu(), : batch.slates.mask.shape[1]].to(batch.context_ids.device)

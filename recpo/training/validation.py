@@ -52,8 +52,8 @@ class ValidationMetrics:
     @torch.no_grad()
     def update(self, policy: Policy, batch: EvaluationBatch) -> None:
         """Adds the users of ``batch``."""
-        items = policy.recommend(batch.feedback.histories, self._k, batch.seen).item_ids
-        targets = held_out_targets(batch, self._threshold).without(batch.seen)
+        items = policy.recommend(batch.feedback.histories, self._k, batch.exclude).item_ids
+        targets = held_out_targets(batch, self._threshold).without(batch.exclude)
         liked = ranked_hits(items, targets.item_ids, targets.positive)
         disliked = ranked_hits(items, targets.item_ids, targets.disliked)
         columns = [metric(liked, [self._k]) for metric in (ndcg, hit_rate)] + [precision(disliked, [self._k])]

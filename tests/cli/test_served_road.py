@@ -34,9 +34,9 @@ def test_the_bundle_gives_every_test_user_the_policys_list(road, engine):
     for batch in evaluation_batches(road / "prepared", "test", policy.max_history, 32):
         histories = batch.feedback.histories
         with torch.inference_mode():
-            expected = policy.recommend(histories, 10, batch.seen)
+            expected = policy.recommend(histories, 10, batch.exclude)
         lengths = histories.lengths.tolist()
-        columns = {"user_id": batch.feedback.row_ids.numpy(), "blocked": external(items, batch.seen)}
+        columns = {"user_id": batch.user_ids.numpy(), "blocked": external(items, batch.exclude)}
         columns["item_ids"] = external(items, histories.item_ids)
         columns["feedback"] = [row[:n].tolist() for row, n in zip(histories.feedback, lengths, strict=True)]
         served = bundle.recommend(pd.DataFrame(columns), k=10).table

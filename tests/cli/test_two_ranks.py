@@ -116,7 +116,7 @@ data:
   prepared: {prepared}
   batch_size: 4
   num_workers: {workers}
-  deal: shards
+  assign: shards
   layout: {{class_path: SequenceLayout, init_args: {{history_length: 12}}}}
 policy:
   class_path: CatalogSoftmaxPolicy
@@ -140,7 +140,7 @@ def test_two_ranks_that_read_shards_of_their_own_resume_in_mid_epoch(tmp_path, w
     prepared = tmp_path / "prepared"
     prepare(str(world / "log"), prepared, rows_per_shard=600)
     batches = [
-        TrainBatches(Prepared.open(prepared), SequenceLayout(12), 4, 0, Rank(rank, 2), deal="shards")
+        TrainBatches(Prepared.open(prepared), SequenceLayout(12), 4, 0, Rank(rank, 2), assign="shards")
         for rank in range(2)
     ]
     filled = [sum(bool(batch.slates.mask.any()) for batch in own) for own in batches]
@@ -152,7 +152,7 @@ def test_two_ranks_that_read_shards_of_their_own_resume_in_mid_epoch(tmp_path, w
     assert train(config, tmp_path / "cut", "--trainer.max_steps", str(every + 2))["global_step"] == every + 2
     refused = run(config, tmp_path / "cut", "--resume", "true", "--trainer.devices", "1")
     assert refused.returncode == 1
-    assert "after 6 batches of 4 on each of 2 ranks (deal: shards); it cannot go on" in refused.stderr
+    assert "after 6 batches of 4 on each of 2 ranks (assign: shards); it cannot go on" in refused.stderr
     config.write_text(DEALT.format(prepared=prepared, workers=1, every=every))
     resumed = train(config, tmp_path / "cut", "--resume", "true")
     assert resumed["global_step"] == whole["global_step"] == 3 * len(batches[0])

@@ -27,9 +27,9 @@ from recpo.data.slates import SequenceLayout
 data = Prepared.open(sys.argv[1])
 layout = {"sequence": SequenceLayout(50), "lists": PreferenceListLayout(50, uniform=2)}[sys.argv[2]]
 batches = TrainBatches(data, layout, 512, 0, Rank())
-rows = sum(len(batch.row_ids) for batch in batches)
-assert rows == batches.num_rows
-users = sum(len(batch.seen) for batch in HeldOutBatches(data, "valid", 50, 512, Rank()))
+rows = sum(len(batch.context_ids) for batch in batches)
+assert rows == batches.num_contexts
+users = sum(len(batch.exclude) for batch in HeldOutBatches(data, "valid", 50, 512, Rank()))
 print(rows, users, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
 

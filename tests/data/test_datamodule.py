@@ -63,7 +63,7 @@ def shards(tmp_path):
 
 
 def rows_of(batches):
-    return [batch.row_ids.tolist() for batch in batches]
+    return [batch.context_ids.tolist() for batch in batches]
 
 
 def test_an_epoch_holds_every_event_once_and_the_next_is_in_another_order(shards):
@@ -71,7 +71,7 @@ def test_an_epoch_holds_every_event_once_and_the_next_is_in_another_order(shards
     first = list(batches)
     assert len(first) == len(batches)
     rows = sorted(row for rows in rows_of(first) for row in rows)
-    assert rows == list(range(batches.num_rows))
+    assert rows == list(range(batches.num_contexts))
     items = torch.cat([batch.slates.item_ids[batch.slates.mask] for batch in first])
     assert len(items) == len(items.unique())
     batches.epoch = 1
@@ -93,24 +93,27 @@ def test_workers_do_not_change_the_batches(shards, layout):
 def test_ranks_share_every_row_once_and_take_the_same_number_of_steps(shards):
     ranks = [list(TrainBatches(shards, LAYOUT, 2, seed=0, rank=Rank(rank, 3))) for rank in range(3)]
     assert len({len(batches) for batches in ranks}) == 1
-    rows = [row for batches in ranks for b in batches for row in b.row_ids[b.slates.mask.any(1)].tolist()]
-    assert sorted(rows) == list(range(TrainBatches(shards, LAYOUT, 2, 0, Rank()).num_rows))
+    rows = [row for batches in ranks for b in batches for row in b.context_ids[b.slates.mask.any(1)].tolist()]
+    assert sorted(rows) == list(range(TrainBatches(shards, LAYOUT, 2, 0, Rank()).num_contexts))
 
 
 def test_the_step_labels_are_those_of_every_micro_batch_and_rank(shards):
-    whole = list(TrainBatches(shards, LAYOUT, 4, seed=0, rank=Rank()))
-    split = list(TrainBatches(shards, LAYOUT, 2, seed=0, rank=Rank(accumulate=2)))
+    whole = list(TrainBatches(shards, LAYOUT, 4, seed=0, rank=Rank(), step_labels=True))
+    split = list(TrainBatches(shards, LAYOUT, 2, seed=0, rank=Rank(accumulate=2), step_labels=True))
     known = whole[0].slates.label[~whole[0].slates.label.isnan()]
     assert whole[0].step_labels is None
     for batch in split[:2]:
         assert torch.equal(batch.step_labels.sort().values, known.sort().values)
+    unread = TrainBatches(shards, LAYOUT, 2, seed=0, rank=Rank(accumulate=2))
+    assert all(batch.step_labels is None for batch in unread), "computed although nobody reads them"
 
 
 def test_a_trainer_that_counts_its_batches_gets_the_next_epoch_too(shards):
     loader = ResumableLoader(TrainBatches(shards, LAYOUT, 3, seed=0, rank=Rank()), num_workers=0)
     first, second = ([next(iterator) for _ in range(len(loader))] for iterator in (iter(loader), iter(loader)))
     assert rows_of(first) != rows_of(second)
-    assert loader.state_dict() == {"epoch": 2, "batch": 0, "batch_size": 3, "world_size": 1, "deal": "batches"}
+    state = {"epoch": 1, "batch": len(loader), "batch_size": 3, "world_size": 1, "assign": "batches"}
+    assert loader.state_dict() == state
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -128,7 +131,33 @@ def test_a_resumed_epoch_goes_on_with_the_next_batch(shards, workers):
     resumed = loader()
     resumed.load_state_dict(stopped.state_dict())
     assert rows_of(resumed) == expected[len(stopped) + 3 :]
-    assert resumed.state_dict() == {"epoch": 2, "batch": 0, "batch_size": 2, "world_size": 1, "deal": "batches"}
+    state = {"epoch": 1, "batch": len(resumed), "batch_size": 2, "world_size": 1, "assign": "batches"}
+    assert resumed.state_dict() == state
+
+
+def test_the_epoch_is_that_of_the_trainer(shards):
+    """It may leave an epoch early, make a new loader, or give back the state of an epoch that had ended."""
+
+    def loader(epoch):
+        return ResumableLoader(TrainBatches(shards, LAYOUT, 2, seed=3, rank=Rank()), 0, lambda: epoch)
+
+    def first(loader, batches=3):
+        iterator = iter(loader)
+        return rows_of([next(iterator) for _ in range(batches)])
+
+    order = [rows_of(loader(epoch)) for epoch in range(2)]
+    assert order[0] != order[1]
+    again = loader(0)
+    assert first(again) == first(again) == order[0][:3], "the same epoch, however often it was begun"
+    assert first(loader(1)) == order[1][:3]
+    state = again.state_dict()
+    assert (state["epoch"], state["batch"]) == (0, 3)
+    same, following = loader(0), loader(1)
+    same.load_state_dict(state)
+    following.load_state_dict(state)
+    assert same.state_dict() == state
+    assert rows_of(same) == order[0][3:]
+    assert rows_of(following) == order[1]
 
 
 def test_ranks_share_the_counting_of_windows(shards):
@@ -141,7 +170,7 @@ def test_ranks_share_the_counting_of_windows(shards):
         return sum(counted)
 
     first, second = (TrainBatches(shards, LAYOUT, 2, 0, Rank(rank, 2), Phases(), remember) for rank in range(2))
-    assert first.num_rows == counted[0].sum() < second.num_rows == alone[0].num_rows
+    assert first.num_contexts == counted[0].sum() < second.num_contexts == alone[0].num_contexts
     assert (counted[0] > 0).tolist() == [True, False]
     assert (counted[1] > 0).tolist() == [False, True]
     assert rows_of(second) == rows_of(alone[1])
@@ -158,11 +187,13 @@ def test_an_epoch_goes_on_with_another_number_of_ranks(shards):
     alone = loader(Rank(0, 1, 2))
     alone.load_state_dict(stopped.state_dict())
     assert rows_of(alone) == rows_of(loader(Rank(0, 1, 2)))[6:]
-    with pytest.raises(RecpoError, match="cannot go on with batch_size 4 on 2"):
-        loader(Rank(0, 2), 4).load_state_dict(stopped.state_dict())
-    with pytest.raises(RecpoError, match="cannot go on with batch_size 2 on 4"):
-        loader(Rank(0, 4)).load_state_dict(stopped.state_dict())
-    loader(Rank(0, 4)).load_state_dict({"epoch": 1, "batch": 0})
+    for rank, size, message in ((Rank(0, 2), 4, "batch_size 4 on 2"), (Rank(0, 4), 2, "batch_size 2 on 4")):
+        other = loader(rank, size)
+        other.load_state_dict(stopped.state_dict())
+        with pytest.raises(RecpoError, match=f"cannot go on with {message}"):
+            next(iter(other))
+        other.load_state_dict(stopped.state_dict() | {"batch": 0})
+        next(iter(other))
 
 
 class Counting(Prepared):
@@ -190,7 +221,7 @@ def test_a_resume_reads_no_shard_that_was_consumed_and_goes_on_alike(shards, ran
 def test_held_out_users_are_split_over_ranks_and_can_be_limited(shards):
     def users(rank, limit=None):
         held_out = HeldOutBatches(shards, "valid", 6, 4, rank, limit)
-        return [row for b in held_out for row in b.feedback.row_ids[b.feedback.slates.mask.any(1)].tolist()]
+        return [row for b in held_out for row in b.feedback.context_ids[b.feedback.slates.mask.any(1)].tolist()]
 
     assert users(Rank()) == list(range(11))
     assert sorted(users(Rank(0, 2)) + users(Rank(1, 2))) == list(range(11))
@@ -203,16 +234,14 @@ def test_held_out_users_are_split_over_ranks_and_can_be_limited(shards):
 def test_every_rank_validates_as_often_and_every_user_counts_once(shards, world_size, limit):
     ranks = [list(HeldOutBatches(shards, "valid", 6, 2, Rank(rank, world_size), limit)) for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1
-    counted = [
-        batch.feedback.row_ids.tolist() for batches in ranks for batch in batches if batch.feedback.slates.mask.any()
-    ]
-    alone = [batch.feedback.row_ids.tolist() for batch in HeldOutBatches(shards, "valid", 6, 2, Rank(), limit)]
+    counted = [batch.user_ids.tolist() for batches in ranks for batch in batches if batch.feedback.slates.mask.any()]
+    alone = [batch.user_ids.tolist() for batch in HeldOutBatches(shards, "valid", 6, 2, Rank(), limit)]
     assert sorted(counted) == sorted(alone)
     fillers = [batch for batches in ranks for batch in batches if not batch.feedback.slates.mask.any()]
-    assert all(len(batch.seen) == 1 for batch in fillers)
+    assert all(len(batch.exclude) == 1 for batch in fillers)
     assert len(fillers) == -len(alone) % world_size
     # Its list is that of a user who is counted elsewhere, so that not even the coverage changes.
-    assert {row for batch in fillers for row in batch.feedback.row_ids.tolist()} <= {row for b in alone for row in b}
+    assert {row for batch in fillers for row in batch.user_ids.tolist()} <= {row for b in alone for row in b}
 
 
 def test_the_module_yields_what_the_trainer_needs(shards):

@@ -199,7 +199,7 @@ def test_neither_ranks_nor_workers_change_a_row(prepared, workers):
         return {
             int(row): items[items > 0].tolist()
             for batch in loader
-            for row, items in zip(batch.row_ids, batch.slates.item_ids, strict=True)
+            for row, items in zip(batch.context_ids, batch.slates.item_ids, strict=True)
             if len(items[items > 0])
         }
 

@@ -128,8 +128,8 @@ def test_held_out_users_stand_at_the_start_of_the_period():
     assert batch.feedback.histories.lengths.tolist() == [2, 1]
     assert batch.feedback.slates.item_ids.tolist() == [[4, 5], [7, 8]]
     assert batch.feedback.slates.visible.tolist() == [[2, 2], [1, 1]]
-    assert batch.seen.tolist() == [[1, 2, 3], [6, 0, 0]]
-    assert batch.feedback.row_ids.tolist() == [0, 1]
+    assert batch.exclude.tolist() == [[1, 2, 3], [6, 0, 0]]
+    assert batch.user_ids.tolist() == [0, 1]
 
 
 def test_held_out_exposures_keep_their_propensity_and_say_whether_they_were_random():

@@ -21,7 +21,7 @@ from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendatio
 from tests.reference import ranking_loops
 
 
-def batch_of(items, quantiles, dislikes=None, seen=None, row_ids=None):
+def batch_of(items, quantiles, dislikes=None, seen=None, context_ids=None):
     items = torch.tensor(items)
     mask = items > 0
     slates = Slates(
@@ -33,7 +33,7 @@ def batch_of(items, quantiles, dislikes=None, seen=None, row_ids=None):
     )
     seen = torch.zeros(len(items), 1, dtype=torch.long) if seen is None else torch.tensor(seen)
     histories = Histories(seen, (seen > 0).sum(1))
-    rows = torch.arange(len(items)) if row_ids is None else torch.tensor(row_ids)
+    rows = torch.arange(len(items)) if context_ids is None else torch.tensor(context_ids)
     return EvaluationBatch(FeedbackBatch(histories, slates, rows), seen)
 
 
@@ -47,7 +47,7 @@ def always(*lists):
 
 def columns_of(batch):
     slates = batch.feedback.slates
-    return slates.item_ids, slates.label, slates.dislike, batch.seen
+    return slates.item_ids, slates.label, slates.dislike, batch.exclude
 
 
 def random_batches(users=200, items=50, batch=64, seed=0):
@@ -148,7 +148,7 @@ class SumOfIds:
 
     def update(self, observed):
         self.users += len(observed.lists.item_ids)
-        return {"sum@1": observed.lists.item_ids[:, 0] + 10 * observed.batch.feedback.row_ids}
+        return {"sum@1": observed.lists.item_ids[:, 0] + 10 * observed.batch.user_ids}
 
     def totals(self):
         return {"lists": self.users}

@@ -62,7 +62,7 @@ def scored():
         return Recommendations((top.indices + 1) * (top.values >= 0), top.values)
 
     def log_prob(feedback):
-        return scores[feedback.row_ids[:, None], feedback.slates.item_ids][..., None]
+        return scores[feedback.context_ids[:, None], feedback.slates.item_ids][..., None]
 
     return Recommender(recommend, log_prob)
 
@@ -98,7 +98,7 @@ def test_batches_and_their_order_change_nothing():
     one = evaluated(torch.arange(USERS), [USERS])
     order = torch.randperm(USERS, generator=torch.Generator().manual_seed(2))
     many = evaluated(order, [1, 7, 30, USERS - 38])
-    assert torch.equal(many.row_ids, order)
+    assert torch.equal(many.context_ids, order)
     assert one.counts == many.counts
     assert one.totals == many.totals
     assert one.per_user.keys() == many.per_user.keys()
@@ -115,7 +115,7 @@ def test_batches_and_their_order_change_nothing():
 
 def test_bins_of_users_hold_all_users_and_their_means():
     result = evaluated(torch.arange(USERS), [USERS])
-    lengths, users = (held_out().seen > 0).sum(1), result.user_segments["history length"]
+    lengths, users = (held_out().exclude > 0).sum(1), result.user_segments["history length"]
     assert users.bins == ("new users", "1-4", "5-19", "20-49", "50 and more")
     for name, low, high in zip(users.bins, (0, 1, 5, 20, 50), (0, 4, 19, 49, 999), strict=True):
         inside = (lengths >= low) & (lengths <= high)
@@ -134,7 +134,7 @@ def test_bins_of_items_restrict_the_targets_and_keep_the_ranks():
         rows = zip(*(column[user].tolist() for column in columns_of(batch)), strict=True)
         events = [event for event in rows if event[0]]
         disliked = {item for item, _, dislike in events if dislike}
-        seen = set(batch.seen[user].tolist())
+        seen = set(batch.exclude[user].tolist())
         liked = {item for item, q, _ in events if q >= 0.75} - disliked - seen
         shown = sorted(set(range(1, ITEMS + 1)) - seen, key=lambda item: -scores[user, item])[: max(KS)]
         for index, name in enumerate(segment.bins):

@@ -102,7 +102,7 @@ def candidates_of(batch, items):
 
 def every_item(world, batch):
     num_items = json.loads((world / "prepared" / "manifest.json").read_text())["num_items"]
-    return candidates_of(batch, torch.arange(1, num_items + 1).expand(len(batch.row_ids), -1).contiguous())
+    return candidates_of(batch, torch.arange(1, num_items + 1).expand(len(batch.context_ids), -1).contiguous())
 
 
 def mean_correlation(first, second):
@@ -133,7 +133,7 @@ def test_it_knows_the_truth_about_items_that_the_log_never_showed(world, pointwi
 
 
 def test_the_reward_is_recomputed_by_hand(pointwise_run, batch):
-    items = torch.randint(1, 80, (len(batch.row_ids), 3))
+    items = torch.randint(1, 80, (len(batch.context_ids), 3))
     candidates = candidates_of(batch, items)
     reward = LearnedReward(pointwise_run, long_watch=0.7, like=0.2, dislike_cost=1.5)(batch, candidates)
     saved = torch.load(pointwise_run / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
@@ -159,7 +159,7 @@ def test_the_reward_is_recomputed_by_hand(pointwise_run, batch):
 
 
 def test_what_is_no_item_has_no_reward_and_changes_nothing(pointwise_run, batch, monkeypatch):
-    items = torch.randint(1, 80, (len(batch.row_ids), 4))
+    items = torch.randint(1, 80, (len(batch.context_ids), 4))
     reward = LearnedReward(pointwise_run)
     whole = reward(batch, candidates_of(batch, items))
     assert not whole.isnan().any()
@@ -180,7 +180,7 @@ def test_what_is_no_item_has_no_reward_and_changes_nothing(pointwise_run, batch,
 
 
 def test_an_uncalibrated_or_a_changed_run_is_refused(pointwise_run, batch, tmp_path):
-    candidates = candidates_of(batch, torch.ones(len(batch.row_ids), 1, dtype=torch.long))
+    candidates = candidates_of(batch, torch.ones(len(batch.context_ids), 1, dtype=torch.long))
     copy = tmp_path / "copy"
     shutil.copytree(pointwise_run, copy)
     shutil.copy(copy / "checkpoints" / "last.ckpt", copy / "checkpoints" / "best.ckpt")
@@ -219,7 +219,7 @@ def test_wrong_runs_are_refused(world, policy_run, pairwise_run, pointwise_run, 
 
 def test_the_true_reward_is_that_of_the_simulation(world, batch):
     reward = TrueReward(world / "simulated", world / "prepared")
-    items = torch.tensor([[3, 0, 7]]).expand(len(batch.row_ids), -1).contiguous()
+    items = torch.tensor([[3, 0, 7]]).expand(len(batch.context_ids), -1).contiguous()
     got = reward(batch, candidates_of(batch, items))
     assert got[:, 1].isnan().all()
     truth = Truth.load(world / "simulated")

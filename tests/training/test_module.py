@@ -148,10 +148,10 @@ def test_a_snapshot_is_refreshed_when_due(prepared):
 def test_the_reference_cache_equals_a_frozen_copy(prepared):
     data = FeedbackDataModule(prepared, batch_size=16, layout=LAYOUT)
     policy = new_policy(data)
-    batches = data.every_row()
-    cache = ReferenceCache(policy, batches, batches.num_rows, torch.device("cpu"))
+    batches = data.every_context()
+    cache = ReferenceCache(policy, batches, batches.num_contexts, torch.device("cpu"))
     frozen = Snapshot(policy)
-    for batch in data.every_row():
+    for batch in data.every_context():
         torch.testing.assert_close(cache.log_prob(batch), frozen.log_prob(batch))
 
 

@@ -85,7 +85,7 @@ def true_value(world, recommend):
     truth = true_rewards(world / "simulated" / "truth", Prepared.open(world / "prepared"), "valid", [K])
     with torch.no_grad():
         values = [
-            truth.of_lists(batch.feedback.row_ids, recommend(batch.feedback.histories))[f"true_reward@{K}"]
+            truth.of_lists(batch.user_ids, recommend(batch.feedback.histories))[f"true_reward@{K}"]
             for batch in evaluation_batches(world / "prepared", "valid", HISTORY, 512)
         ]
     return torch.cat(values)

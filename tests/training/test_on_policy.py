@@ -166,7 +166,7 @@ def test_accumulated_micro_batches_keep_phases_whole(prepared):
 
     class Rows(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            seen.append((trainer.global_step, tuple(batch.row_ids.tolist())))
+            seen.append((trainer.global_step, tuple(batch.context_ids.tolist())))
 
     trainer = {"accumulate_grad_batches": 3, "max_epochs": 1, "max_steps": -1}
     fit(

@@ -27,8 +27,8 @@ def test_head_tail_and_coverage_equal_a_loop_and_add_up_over_ranks(prepared):
     shown, recalls = set(), {True: [], False: []}
     for number, batch in enumerate(data.val_dataloader()):
         ranks[number % 2].update(policy, batch)
-        lists = policy.recommend(batch.feedback.histories, 10, batch.seen).item_ids
-        targets = held_out_targets(batch, 0.75).without(batch.seen)
+        lists = policy.recommend(batch.feedback.histories, 10, batch.exclude).item_ids
+        targets = held_out_targets(batch, 0.75).without(batch.exclude)
         for row, items in enumerate(lists.tolist()):
             shown |= set(items)
             liked = set(targets.item_ids[row][targets.positive[row]].tolist())

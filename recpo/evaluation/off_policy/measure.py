@@ -77,10 +77,10 @@ class OffPolicyMeasure:
         self._without_reward += int((logged & ~rewarded).sum())
         self._without_propensity += int((rewarded & ~usable).sum())
         self._check_range(reward[rewarded])
-        users, one = batch.row_ids[:, None].expand_as(slates.item_ids), torch.ones_like(reward)
+        users, one = observed.batch.user_ids[:, None].expand_as(slates.item_ids), torch.ones_like(reward)
         who, what, *columns = _numpy(rewarded, users, slates.item_ids, reward, one, one)
         self._targets[LOGGING_POLICY].update(who, what, Rows(*columns))
-        predicted = [] if self._model is None else [self._model(batch.row_ids, slates.item_ids)]
+        predicted = [] if self._model is None else [self._model(observed.batch.user_ids, slates.item_ids)]
         for name, choice in self._choices(observed).items():
             # without v_hat the reward model cannot say what the target is worth
             model = [] if choice.v_hat is None else [*predicted, choice.v_hat[:, None].expand_as(reward)]
@@ -125,14 +125,15 @@ class OffPolicyMeasure:
         choices = {}
         if observed.logp is not None:
             drawn = self._draw(batch.histories)
-            choices["policy"] = _Choice(observed.logp.double().exp(), drawn, self._value(batch.row_ids, drawn))
+            value = self._value(observed.batch.user_ids, drawn)
+            choices["policy"] = _Choice(observed.logp.double().exp(), drawn, value)
         for k in self._ks:
             if lists.shape[1] < min(k, self._num_items):
                 raise RecpoError(f"off-policy value: top_k asks for {k} places, the lists have {lists.shape[1]}")
             first = lists[:, :k]
             length = (first > 0).sum(1, keepdim=True).clamp_min(1)
             probability = is_member(batch.slates.item_ids, first).double() / length
-            choices[f"top_{k}"] = _Choice(probability, first, self._value(batch.row_ids, first))
+            choices[f"top_{k}"] = _Choice(probability, first, self._value(observed.batch.user_ids, first))
         return choices
 
     def _draw(self, histories: Histories) -> Tensor | None:

@@ -18,7 +18,7 @@ class RewardedExposures(NamedTuple):
     """Exposures of the training period.
 
     Attributes:
-        users: ``[N]`` int64, 0..U-1, the ``row_ids`` of held-out users.
+        users: ``[N]`` int64, 0..U-1, ``EvaluationBatch.user_ids``.
         items: ``[N]`` int64, 1..V.
         reward: ``[N]``, nan = unknown: left out.
     """

@@ -40,7 +40,7 @@ class Contender:
         return Recommendations(order + 1, scores)
 
     def log_prob(self, batch):
-        return self.logp[batch.row_ids[:, None], (batch.slates.item_ids - 1).clamp_min(0)][..., None]
+        return self.logp[batch.context_ids[:, None], (batch.slates.item_ids - 1).clamp_min(0)][..., None]
 
     def sample(self, histories, size):
         return torch.multinomial(self.logp[histories.item_ids[:, 0] - 1].exp(), size, replacement=True) + 1
@@ -102,7 +102,7 @@ def rows_of(batches, contender):
         lists = contender.recommend(feedback.histories, PLACES).item_ids
         in_list = (feedback.slates.item_ids[:, :, None] == lists[:, None]).any(-1).double() / PLACES
         values = (
-            feedback.row_ids[:, None].expand_as(kept),
+            feedback.context_ids[:, None].expand_as(kept),
             feedback.slates.item_ids,
             feedback.slates.reward,
             feedback.slates.logp_behavior.exp(),

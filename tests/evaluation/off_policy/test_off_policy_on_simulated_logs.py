@@ -31,8 +31,8 @@ class TrueReward(RewardFunction):
         self.expected = expected
 
     def __call__(self, batch, candidates):
-        rng = np.random.default_rng(int(batch.row_ids[0]))
-        mean = self.expected[batch.row_ids.numpy()[:, None], (candidates.item_ids - 1).clamp_min(0).numpy()]
+        rng = np.random.default_rng(int(batch.context_ids[0]))
+        mean = self.expected[batch.context_ids.numpy()[:, None], (candidates.item_ids - 1).clamp_min(0).numpy()]
         return torch.from_numpy(mean + 0.2 * rng.standard_normal(mean.shape))
 
 
@@ -50,7 +50,7 @@ class World:
         self.counts = self.data.item_counts()
         self.rows = np.zeros(len(self.expected))
         for batch in self.batches():
-            self.rows[batch.feedback.row_ids.numpy()] += batch.feedback.slates.mask.sum(1).numpy()
+            self.rows[batch.user_ids.numpy()] += batch.feedback.slates.mask.sum(1).numpy()
         noise = np.random.default_rng(0).standard_normal(self.expected.shape)
         popularity = np.tile(np.log(self.counts + 1.0), (len(self.expected), 1))
         self.policies = {
@@ -87,7 +87,7 @@ class World:
             sample=lambda histories, size: torch.multinomial(logp[users].exp(), size, replacement=True) + 1,
         )
         for batch in self.batches():
-            users, items = batch.feedback.row_ids, batch.feedback.slates.item_ids
+            users, items = batch.user_ids, batch.feedback.slates.item_ids
             scores, order = logp[users].topk(K)
             scored = logp[users[:, None], (items - 1).clamp_min(0)]
             measure.update(Observed(batch, Recommendations(order + 1, scores), None, scored))

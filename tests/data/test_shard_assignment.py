@@ -1,4 +1,4 @@
-"""Shards that are dealt out to the ranks: every row once, each shard on one rank, ranks in step, exact resumes."""
+"""Shards that are assigned to the ranks: every row once, each shard on one rank, ranks in step, exact resumes."""
 
 import json
 
@@ -71,11 +71,11 @@ def write_prepared(root, users=tuple(USERS), without_positives=()):
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    return write_prepared(tmp_path_factory.mktemp("dealt"))
+    return write_prepared(tmp_path_factory.mktemp("assigned"))
 
 
-def dealt(prepared, rank, size=2, phases=ONCE, seed=0, epoch=0, layout=LAYOUT):
-    batches = TrainBatches(prepared, layout, size, seed, rank, phases, deal="shards")
+def assigned(prepared, rank, size=2, phases=ONCE, seed=0, epoch=0, layout=LAYOUT):
+    batches = TrainBatches(prepared, layout, size, seed, rank, phases, assign="shards", step_labels=True)
     batches.epoch = epoch
     return batches
 
@@ -86,7 +86,7 @@ def flat(lists):
 
 def rows_of(batches):
     """Row ids of every batch; none in an empty one."""
-    return [batch.row_ids[batch.slates.mask.any(1)].tolist() for batch in batches]
+    return [batch.context_ids[batch.slates.mask.any(1)].tolist() for batch in batches]
 
 
 @given(
@@ -102,7 +102,7 @@ def test_every_row_comes_once_per_pass_each_shard_on_one_rank_and_ranks_keep_ste
     ranks, loads = [], []
     for rank in range(world_size):
         watched = Watched(shards.root, dict(shards.manifest))
-        batches = dealt(watched, Rank(rank, world_size, accumulate), size, phases, epoch=epoch)
+        batches = assigned(watched, Rank(rank, world_size, accumulate), size, phases, epoch=epoch)
         ranks.append(rows_of(batches))
         assert len(ranks[-1]) == len(batches)
         loads += watched.manifest["loads"]
@@ -112,14 +112,14 @@ def test_every_row_comes_once_per_pass_each_shard_on_one_rank_and_ranks_keep_ste
     if phases.passes > 1:
         assert len(ranks[0]) % (accumulate * phases.passes) == 0
     steps = [flat(batches) for batches in zip(*ranks, strict=True)]
-    assert sum(map(len, steps)) == batches.num_rows * phases.passes
-    assert sorted(flat(steps)) == sorted(list(range(batches.num_rows)) * phases.passes)
+    assert sum(map(len, steps)) == batches.num_contexts * phases.passes
+    assert sorted(flat(steps)) == sorted(list(range(batches.num_contexts)) * phases.passes)
 
 
 def test_the_longest_rank_has_at_most_one_shard_more_than_any_other(shards):
-    windows = dealt(shards, Rank())._windows
+    windows = assigned(shards, Rank())._windows
     for world_size in (2, 3, 4):
-        ranks = [rows_of(dealt(shards, Rank(rank, world_size), 1)) for rank in range(world_size)]
+        ranks = [rows_of(assigned(shards, Rank(rank, world_size), 1)) for rank in range(world_size)]
         real = [sum(map(bool, rows)) for rows in ranks]
         assert max(real) == len(ranks[0])
         assert max(real) - min(real) <= windows.max()
@@ -127,15 +127,15 @@ def test_the_longest_rank_has_at_most_one_shard_more_than_any_other(shards):
 
 @pytest.mark.parametrize("phases", [Phases(), Phases(2, 3)], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_with_one_rank_it_is_the_deal_of_batches(shards, accumulate, phases):
+def test_with_one_rank_it_is_assigning_batches(shards, accumulate, phases):
     rank = Rank(0, 1, accumulate)
-    whole = TrainBatches(shards, LAYOUT, 3, 5, rank, phases)
-    alone = dealt(shards, rank, 3, phases, seed=5)
+    whole = TrainBatches(shards, LAYOUT, 3, 5, rank, phases, step_labels=True)
+    alone = assigned(shards, rank, 3, phases, seed=5)
     for epoch in range(2):
         whole.epoch = alone.epoch = epoch
         assert len(whole) == len(alone)
         for expected, batch in zip(whole, alone, strict=True):
-            assert torch.equal(batch.row_ids, expected.row_ids)
+            assert torch.equal(batch.context_ids, expected.context_ids)
             assert torch.equal(batch.slates.item_ids, expected.slates.item_ids)
             if accumulate > 1:
                 assert torch.equal(batch.step_labels, expected.step_labels)
@@ -143,7 +143,7 @@ def test_with_one_rank_it_is_the_deal_of_batches(shards, accumulate, phases):
 
 def test_the_order_is_that_of_seed_epoch_rank_and_number_of_ranks(shards):
     def order(rank, **options):
-        return rows_of(dealt(shards, rank, **options))
+        return rows_of(assigned(shards, rank, **options))
 
     assert order(Rank(1, 2), seed=3, epoch=2) == order(Rank(1, 2), seed=3, epoch=2)
     same = [order(Rank(1, 2), seed=seed, epoch=epoch) for seed, epoch in [(3, 2), (3, 1), (4, 2)]]
@@ -156,8 +156,8 @@ def test_ranks_go_through_shards_of_one_size_in_different_orders(tmp_path):
     prepared = write_prepared(tmp_path, (6, 6, 6, 6))
     numbers = [prepared.keys("train", shard)[0] for shard in range(4)]
     assert len({len(users) for users in numbers}) == 1
-    windows = dealt(prepared, Rank())._windows[0]
-    places = [[row % windows for row in flat(rows_of(dealt(prepared, Rank(rank, 4))))] for rank in range(4)]
+    windows = assigned(prepared, Rank())._windows[0]
+    places = [[row % windows for row in flat(rows_of(assigned(prepared, Rank(rank, 4))))] for rank in range(4)]
     assert sorted(places[0]) == sorted(places[1])
     assert len({str(order) for order in places}) == 4
 
@@ -166,7 +166,7 @@ def test_ranks_go_through_shards_of_one_size_in_different_orders(tmp_path):
 @pytest.mark.parametrize("phases", [Phases(), Phases(2, 3)], ids=str)
 def test_a_resume_goes_on_alike_and_reads_no_shard_that_was_consumed(shards, rank, phases):
     watched = Watched(shards.root, dict(shards.manifest))
-    batches = dealt(watched, rank, 2, phases)
+    batches = assigned(watched, rank, 2, phases)
     whole = rows_of(batches)
     for start in range(len(whole) + 1):
         watched.manifest["loads"] = []
@@ -179,7 +179,7 @@ def test_a_resume_goes_on_alike_and_reads_no_shard_that_was_consumed(shards, ran
 @pytest.mark.parametrize("rank", [Rank(0, 3, 2), Rank(2, 3, 2)], ids=str)
 def test_workers_change_nothing(shards, rank):
     def loader(workers):
-        return ResumableLoader(dealt(shards, rank, 2, Phases(2, 2)), workers)
+        return ResumableLoader(assigned(shards, rank, 2, Phases(2, 2)), workers)
 
     alone, helped = loader(0), loader(2)
     assert rows_of(alone) == rows_of(helped)
@@ -192,8 +192,8 @@ def test_workers_change_nothing(shards, rank):
 
 
 def test_another_division_is_refused_in_mid_epoch_only(shards):
-    def loader(world_size, size=2, deal="shards"):
-        batches = TrainBatches(shards, LAYOUT, size, 0, Rank(0, world_size), deal=deal)
+    def loader(world_size, size=2, assign="shards"):
+        batches = TrainBatches(shards, LAYOUT, size, 0, Rank(0, world_size), assign=assign)
         return ResumableLoader(batches, num_workers=0)
 
     stopped = loader(2)
@@ -201,62 +201,59 @@ def test_another_division_is_refused_in_mid_epoch_only(shards):
     for _ in range(2):
         next(iterator)
     state = stopped.state_dict()
-    assert state == {"epoch": 0, "batch": 2, "batch_size": 2, "world_size": 2, "deal": "shards"}
+    assert state == {"epoch": 0, "batch": 2, "batch_size": 2, "world_size": 2, "assign": "shards"}
     loader(2).load_state_dict(state)
-    shares = r"after 2 batches of 2 on each of 2 ranks .deal: shards.; it cannot go on with batch_size "
+    shares = r"after 2 batches of 2 on each of 2 ranks .assign: shards.; it cannot go on with batch_size "
     for other, now in [
-        (loader(4), "2 on 4 .deal: shards"),
-        (loader(1), "2 on 1 .deal: batches"),
-        (loader(2, 4), "4 on 2 .deal: shards"),
-        (loader(2, deal="batches"), "2 on 2 .deal: batches"),
+        (loader(4), "2 on 4 .assign: shards"),
+        (loader(1), "2 on 1 .assign: batches"),
+        (loader(2, 4), "4 on 2 .assign: shards"),
+        (loader(2, assign="batches"), "2 on 2 .assign: batches"),
     ]:
+        other.load_state_dict(state)
         with pytest.raises(RecpoError, match=shares + now):
-            other.load_state_dict(state)
+            next(iter(other))
         other.load_state_dict(state | {"batch": 0})
-    # a checkpoint from before there was a choice
-    old = {"epoch": 0, "batch": 2, "batch_size": 2, "world_size": 2}
-    loader(2, deal="batches").load_state_dict(old)
-    with pytest.raises(RecpoError, match=r"2 ranks .deal: batches.; it cannot go on with batch_size 2 on 2 .deal: sh"):
-        loader(2).load_state_dict(old)
+        next(iter(other))
 
 
-def test_too_few_shards_for_the_ranks_are_refused_with_what_mends_it(shards):
-    dealt(shards, Rank(6, 7))
-    with pytest.raises(RecpoError, match=r"7 training shards cannot be dealt out to 8 ranks: .* --rows_per_shard"):
-        dealt(shards, Rank(0, 8))
+def test_too_few_shards_for_the_ranks_are_refused_with_the_remedy(shards):
+    assigned(shards, Rank(6, 7))
+    with pytest.raises(RecpoError, match=r"7 training shards cannot be assigned to 8 ranks: .* --rows_per_shard"):
+        assigned(shards, Rank(0, 8))
 
 
 def test_a_rank_without_any_context_keeps_step(tmp_path):
     """Its shards hold events, but no positive to learn from."""
     prepared = write_prepared(tmp_path, (6, 6, 6), without_positives=(1, 2))
     layout = PreferenceListLayout(history_length=4, popularity=0)
-    ranks = [list(dealt(prepared, Rank(rank, 3), layout=layout)) for rank in range(3)]
+    ranks = [list(assigned(prepared, Rank(rank, 3), layout=layout)) for rank in range(3)]
     assert len(ranks[0]) == len(ranks[1]) == len(ranks[2]) > 0
     assert all(rows_of(ranks[0]))
     assert not any(rows_of(ranks[1] + ranks[2]))
 
 
 def test_step_labels_are_those_of_the_own_part_of_the_step(shards):
-    assert next(iter(dealt(shards, Rank(1, 2)))).step_labels is None  # the batch is the rank's whole part
-    batches = list(dealt(shards, Rank(1, 2, 2)))
+    assert next(iter(assigned(shards, Rank(1, 2)))).step_labels is None  # the batch is the rank's whole part
+    batches = list(assigned(shards, Rank(1, 2, 2)))
     for first, second in zip(batches[::2], batches[1::2], strict=False):
         own = torch.cat([b.slates.label[b.slates.mask] for b in (first, second)])
         assert torch.equal(first.step_labels, second.step_labels)
         assert torch.equal(first.step_labels.sort().values, own.sort().values)
 
 
-def test_the_module_deals_as_it_is_told_and_every_row_is_every_row(shards, monkeypatch):
-    module = FeedbackDataModule(shards.root, batch_size=2, layout=LAYOUT, deal="shards")
+def test_the_module_assigns_as_it_is_told_and_every_row_is_every_context(shards, monkeypatch):
+    module = FeedbackDataModule(shards.root, batch_size=2, layout=LAYOUT, assign="shards")
     monkeypatch.setattr(module, "_rank", lambda: Rank(1, 3))
-    monkeypatch.setattr(module, "_sum_over_ranks", lambda counts: dealt(shards, Rank())._windows)
+    monkeypatch.setattr(module, "_sum_over_ranks", lambda counts: assigned(shards, Rank())._windows)
     loader = module.train_dataloader()
-    assert rows_of(loader) == rows_of(dealt(shards, Rank(1, 3)))
-    rows = flat(rows_of(module.every_row()))
-    assert sorted(rows) == list(range(module.every_row().num_rows))
+    assert rows_of(loader) == rows_of(assigned(shards, Rank(1, 3)))
+    rows = flat(rows_of(module.every_context()))
+    assert sorted(rows) == list(range(module.every_context().num_contexts))
 
 
 def test_counting_stays_divided_over_the_ranks(shards):
-    whole = dealt(shards, Rank(0, 2))._windows
+    whole = assigned(shards, Rank(0, 2))._windows
     counted = []
 
     def sum_over_ranks(counts):
@@ -265,4 +262,4 @@ def test_counting_stays_divided_over_the_ranks(shards):
 
     batches = TrainBatches(shards, LAYOUT, 2, 0, Rank(1, 2), Phases(), sum_over_ranks, "shards")
     assert np.flatnonzero(counted[0]).tolist() == [1, 3, 5]
-    assert rows_of(batches) == rows_of(dealt(shards, Rank(1, 2)))
+    assert rows_of(batches) == rows_of(assigned(shards, Rank(1, 2)))
