@@ -98,7 +98,7 @@ def test_batches_and_their_order_change_nothing():
     one = evaluated(torch.arange(USERS), [USERS])
     order = torch.randperm(USERS, generator=torch.Generator().manual_seed(2))
     many = evaluated(order, [1, 7, 30, USERS - 38])
-    assert torch.equal(many.context_ids, order)
+    assert torch.equal(many.user_ids, order)
     assert one.counts == many.counts
     assert one.totals == many.totals
     assert one.per_user.keys() == many.per_user.keys()
