@@ -59,7 +59,15 @@ if TYPE_CHECKING:
     )
     from recpo.serving.bundle import Bundle as Bundle
     from recpo.simulation.log import Simulation as Simulation
+    from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence as VectorsFromCooccurrence
+    from recpo.tokenizer.sources import (
+        CodesFromFile as CodesFromFile,
+        VectorsFromFrame as VectorsFromFrame,
+        VectorsFromParquet as VectorsFromParquet,
+    )
+    from recpo.tokenizer.tokenization import Codes as Codes
     from recpo.workflows.simulate import simulate as simulate
+    from recpo.workflows.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
 
 __version__ = "0.1.0"
 
@@ -98,7 +106,11 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.rewards": ("HitReward", "LoggedReward", "RankAwareReward", "ValidityReward", "WeightedSum"),
     "recpo.serving.bundle": ("Bundle",),
     "recpo.simulation.log": ("Simulation",),
+    "recpo.tokenizer.cooccurrence": ("VectorsFromCooccurrence",),
+    "recpo.tokenizer.sources": ("CodesFromFile", "VectorsFromFrame", "VectorsFromParquet"),
+    "recpo.tokenizer.tokenization": ("Codes",),
     "recpo.workflows.simulate": ("simulate",),
+    "recpo.workflows.tokenize": ("VectorsFromRun", "tokenize"),
 }
 _MODULE_AND_NAME = {
     export.split(" as ")[-1]: (module, export.split(" as ")[0])

@@ -31,11 +31,13 @@ class ItemRows(NamedTuple):
     ignored: int
 
 
-def read_vectors(file: Path, item_id: str, columns: Sequence[str], to_internal: ToInternal, num_items: int) -> ItemRows:
+def read_vectors(
+    source: Path | pa.Table, item_id: str, columns: Sequence[str], to_internal: ToInternal, num_items: int
+) -> ItemRows:
     """Float32 vectors from one column of lists, or from several columns of numbers.
 
     Args:
-        file: Parquet file, or a directory of such files.
+        source: Parquet file, a directory of such files, or a table.
         item_id: column of the external ids.
         columns: a column of lists of equal length, or one column of numbers for each dimension.
         to_internal: the id map of the catalog.
@@ -44,14 +46,16 @@ def read_vectors(file: Path, item_id: str, columns: Sequence[str], to_internal: 
     Raises:
         RecpoError: the file, a column or a value is not what it should be; the message says which.
     """
-    return _collect(file, item_id, columns, to_internal, num_items, _vector_block, np.float32)
+    return _collect(source, item_id, columns, to_internal, num_items, _vector_block, np.float32)
 
 
-def read_codes(file: Path, item_id: str, columns: Sequence[str], to_internal: ToInternal, num_items: int) -> ItemRows:
+def read_codes(
+    source: Path | pa.Table, item_id: str, columns: Sequence[str], to_internal: ToInternal, num_items: int
+) -> ItemRows:
     """Int64 codes, one column for each level: integers from 0, or text with one number in it, such as ``<a_183>``.
 
     Args:
-        file: Parquet file, or a directory of such files.
+        source: Parquet file, a directory of such files, or a table.
         item_id: column of the external ids.
         columns: one column for each level.
         to_internal: the id map of the catalog.
@@ -60,20 +64,21 @@ def read_codes(file: Path, item_id: str, columns: Sequence[str], to_internal: To
     Raises:
         RecpoError: the file, a column or a value is not what it should be; the message says which.
     """
-    return _collect(file, item_id, columns, to_internal, num_items, _code_block, np.int64)
+    return _collect(source, item_id, columns, to_internal, num_items, _code_block, np.int64)
 
 
 def _collect(
-    file: Path,
+    source: Path | pa.Table,
     item_id: str,
     columns: Sequence[str],
     to_internal: ToInternal,
     num_items: int,
-    block_of: Callable[[pa.RecordBatch, Sequence[str], Path], np.ndarray],
+    block_of: Callable[[pa.RecordBatch, Sequence[str], str], np.ndarray],
     dtype: type[np.generic],
 ) -> ItemRows:
+    file = shown(source)
     values, found, ignored = np.zeros((num_items, 0), dtype), np.zeros(num_items, dtype=bool), 0
-    for batch in _batches(file, [item_id, *columns]):
+    for batch in _batches(source, [item_id, *columns]):
         try:
             index = to_internal(batch.column(item_id))
         except RecpoError as error:
@@ -101,20 +106,26 @@ def _collect(
     return ItemRows(values, found, ignored)
 
 
-def _batches(file: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+def shown(source: Path | pa.Table) -> str:
+    """What a source is called in messages."""
+    return "the table of vectors" if isinstance(source, pa.Table) else str(source)
+
+
+def _batches(source: Path | pa.Table, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    file = shown(source)
     if len(columns) < 2:
         raise RecpoError(f"{file}: name at least one column beside {columns[0]}")
     try:
-        source = ds.dataset(file, format="parquet")
-        absent = [name for name in columns if name not in source.schema.names]
+        dataset = ds.dataset(source) if isinstance(source, pa.Table) else ds.dataset(source, format="parquet")
+        absent = [name for name in columns if name not in dataset.schema.names]
         if absent:
-            raise RecpoError(f"{file} has no column {absent[0]}; it has {', '.join(source.schema.names)}")
-        yield from source.to_batches(columns=list(columns), batch_size=65_536)
+            raise RecpoError(f"{file} has no column {absent[0]}; it has {', '.join(dataset.schema.names)}")
+        yield from dataset.to_batches(columns=list(columns), batch_size=65_536)
     except (OSError, pa.ArrowException) as error:
         raise RecpoError(f"{file} cannot be read as Parquet ({error})") from error
 
 
-def _vector_block(batch: pa.RecordBatch, columns: Sequence[str], file: Path) -> np.ndarray:
+def _vector_block(batch: pa.RecordBatch, columns: Sequence[str], file: str) -> np.ndarray:
     """``[n, d]`` float32, finite."""
     listed = batch.column(columns[0])
     if len(columns) == 1 and _is_list(listed.type):
@@ -136,7 +147,7 @@ def _vector_block(batch: pa.RecordBatch, columns: Sequence[str], file: Path) -> 
     return block
 
 
-def _code_block(batch: pa.RecordBatch, columns: Sequence[str], file: Path) -> np.ndarray:
+def _code_block(batch: pa.RecordBatch, columns: Sequence[str], file: str) -> np.ndarray:
     """``[n, T]`` int64, not negative."""
     block = np.stack([_whole_numbers(batch.column(name), name, file) for name in columns], 1)
     if block.min() < 0:
@@ -145,14 +156,14 @@ def _code_block(batch: pa.RecordBatch, columns: Sequence[str], file: Path) -> np
     return block
 
 
-def _numbers(values: pa.Array, column: str, file: Path) -> np.ndarray:
+def _numbers(values: pa.Array, column: str, file: str) -> np.ndarray:
     if not (pa.types.is_floating(values.type) or pa.types.is_integer(values.type)):
         raise RecpoError(f"{file}, column {column}: expected numbers or lists of numbers, found {values.type}")
     _refuse_nulls(values, column, file)
     return values.to_numpy(zero_copy_only=False).astype(np.float32)
 
 
-def _whole_numbers(values: pa.Array, column: str, file: Path) -> np.ndarray:
+def _whole_numbers(values: pa.Array, column: str, file: str) -> np.ndarray:
     _refuse_nulls(values, column, file)
     if pa.types.is_integer(values.type):
         return values.to_numpy().astype(np.int64)
@@ -165,7 +176,7 @@ def _whole_numbers(values: pa.Array, column: str, file: Path) -> np.ndarray:
     return pc.struct_field(number, "code").cast(pa.int64()).to_numpy()
 
 
-def _refuse_nulls(values: pa.Array, column: str, file: Path) -> None:
+def _refuse_nulls(values: pa.Array, column: str, file: str) -> None:
     if values.null_count:
         raise RecpoError(f"{file}, column {column}: {values.null_count} values are missing: fill or remove them")
 
@@ -174,5 +185,5 @@ def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def _unequal(file: Path, column: str, one: int, other: int) -> str:
+def _unequal(file: str, column: str, one: int, other: int) -> str:
     return f"{file}, column {column}: vectors have unequal lengths, {one} and {other}; all items need the same"

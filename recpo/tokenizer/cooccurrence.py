@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import sparse
 from sklearn.utils.extmath import randomized_svd
 
+from recpo.data.id_map import IdMap
+from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
+from recpo.tokenizer.sources import EarlierCodes, ItemVectors, VectorSource
 
 
 class Sequences(NamedTuple):
@@ -33,18 +36,22 @@ class Pairs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cooccurrence:
-    """Vectors ``U sqrt(S)`` of the truncated SVD of the shifted positive pointwise mutual information.
+class VectorsFromCooccurrence(VectorSource):
+    """Vectors from the training events alone: ``U sqrt(S)``, a factorization of which items stand near each other.
 
+    The truncated SVD of the shifted positive pointwise mutual information
     ``ppmi(i, j) = max(0, log(n_ij n / (n_i n_j)) - log shift)`` with ``n_ij`` the sum of ``1 / distance`` over the
     places where i and j stand at most ``window`` events apart in a user's sequence. Levy and Goldberg, "Neural word
-    embedding as implicit matrix factorization" (NIPS 2014); the weights by distance are those of GloVe.
+    embedding as implicit matrix factorization" (NIPS 2014); the weights by distance are those of GloVe. Items that
+    stand near no other one get a zero vector and are counted.
 
     Attributes:
-        dim: d, at most V - 1.
-        window: largest distance in events.
-        shift: 1 = plain PMI; k is what k negative samples are to word2vec, and leaves fewer, stronger pairs.
-        max_pairs: how many pairs of items are remembered; beyond, the weakest are forgotten and counted.
+        dim: width d of the vectors, at most the number of items less one.
+        window: largest distance, in events of a user's sequence, at which two items count as near; the weight is one
+            over the distance.
+        shift: 1 = plain mutual information; k keeps fewer, stronger pairs, as k negative samples do in word2vec.
+        max_pairs: pairs of items that are held in memory (about 12 bytes each, a few times over); beyond, the weakest
+            are forgotten and counted.
     """
 
     dim: int = 64
@@ -59,6 +66,25 @@ class Cooccurrence:
                 raise RecpoError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.shift > 0:
             raise RecpoError(f"shift must be positive, got {self.shift}")
+
+    def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
+        """See ``VectorSource.read``."""
+        pairs = self.count(_sequences(data), data.num_items)
+        vectors = self.vectors(pairs, seed)
+        return ItemVectors(vectors, _facts(pairs, vectors))
+
+    def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
+        """See ``VectorSource.read_new``.
+
+        Another factorization has other axes, so new items get the mean of what the codes of the items near them stand
+        for, weighed by mutual information.
+        """
+        pairs = self.count(_sequences(data), data.num_items)
+        given = earlier.codebooks.reconstruct(earlier.codes.clamp_min(0)).numpy()
+        is_new = earlier.is_new.numpy()
+        points = self.fold_in(pairs, given, is_new)
+        raw = points * earlier.codebooks.scale.numpy() + earlier.codebooks.shift.numpy()
+        return ItemVectors(raw, _facts(pairs, points[is_new]))
 
     def count(self, shards: Iterable[Sequences], num_items: int) -> Pairs:
         """Sums the pairs of all shards; holds one shard and at most twice ``max_pairs`` pairs at a time."""
@@ -129,3 +155,14 @@ class Cooccurrence:
         )
         matrix.eliminate_zeros()
         return matrix
+
+
+def _sequences(data: Prepared) -> Iterator[Sequences]:
+    for shard in range(data.num_shards("train")):
+        events = data.load("train", shard)
+        yield Sequences(events.item_index, events.offsets)
+
+
+def _facts(pairs: Pairs, vectors: np.ndarray) -> dict[str, Any]:
+    alone = int((~vectors.any(1)).sum())
+    return {"pairs": pairs.weights.nnz // 2, "pairs_forgotten": pairs.dropped, "zero_vectors": alone}

@@ -7,14 +7,17 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+import recpo
 from recpo.cli.main import main
 from recpo.cli.prepare import prepare
 from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
 from recpo.semantic_codes import SemanticCodes
 from recpo.tokenizer.codebooks import Codebooks
 from recpo.training.run import load_policy
@@ -298,3 +301,22 @@ def test_directories_that_hold_no_codebooks(prepared, tmp_path, capsys):
 def test_more_items_than_tuples(prepared, tmp_path, capsys):
     assert tokenize(prepared, tmp_path / "codes", "--levels", "1", "--codebook_size", "4") == 1
     assert "items do not fit into 4 code tuples: take more levels or larger codebooks" in capsys.readouterr().err
+
+
+def test_from_python_frames_in_and_an_object_out_in_silence(prepared, tmp_path, capfd):
+    ids = item_ids(prepared)
+    file = write_vectors(tmp_path / "vectors.parquet", ids)
+    assert tokenize(prepared, tmp_path / "file", *from_file(file), *SMALL) == 0
+    capfd.readouterr()
+    small = {"levels": 2, "codebook_size": 8, "capacity_slack": None}
+    codes = recpo.tokenize(Prepared.open(prepared), tmp_path / "frame", vectors=pd.read_parquet(file), **small)
+    assert capfd.readouterr() == ("", "")
+    assert (codes.root / "codes.parquet").read_bytes() == (tmp_path / "file/codes.parquet").read_bytes()
+    frame = codes.to_pandas()
+    assert frame["item_id"].tolist() == ids
+    assert np.array_equal(frame[["code_0", "code_1"]], codes.semantic_codes.codes)
+    assert codes.report["items"] == len(ids)
+    again = recpo.tokenize(str(prepared), tmp_path / "again", vectors=pd.read_parquet(file), codebooks=codes)
+    assert np.array_equal(again.semantic_codes.codes, codes.semantic_codes.codes)
+    with pytest.raises(RecpoError, match="the table of vectors has no vector for 1"):
+        recpo.tokenize(prepared, tmp_path / "x", vectors={"item_id": ids[1:], "vector": [[1.0]] * (len(ids) - 1)})

@@ -1,0 +1,127 @@
+"""The verb ``tokenize``: the items of a catalog as tuples of codes, so that a policy can generate them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from recpo.artifacts import output_directory
+from recpo.data.id_map import IdMap
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.frames import ArrowStream, Frame
+from recpo.semantic_codes import SemanticCodes
+from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence
+from recpo.tokenizer.residual_kmeans import ResidualKMeans
+from recpo.tokenizer.sources import CodesFromFile, EarlierCodes, ItemVectors, VectorsFromFrame, VectorSource
+from recpo.tokenizer.tokenization import Codes, Collisions, make_codes, report_of
+from recpo.training.run import load_policy, refuse_other_items
+from recpo.workflows.devices import compute_device
+
+
+@dataclass(frozen=True)
+class VectorsFromRun(VectorSource):
+    """The item table of a trained policy.
+
+    Attributes:
+        run: run directory written by ``recpo train`` on the same prepared data.
+        checkpoint: which checkpoint of the run.
+    """
+
+    run: Path
+    checkpoint: Literal["best", "last"] = "best"
+
+    def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
+        """See ``VectorSource.read``.
+
+        Raises:
+            RecpoError: the run has other items, or its policy has no item table.
+        """
+        refuse_other_items(self.run, data.catalog_checksum, data.root)
+        table = getattr(load_policy(self.run, self.checkpoint), "item_table", None)
+        if table is None:
+            raise RecpoError(f"{self.run}: its policy has no item table to take vectors from")
+        return ItemVectors(table.weight.detach()[1:].float().numpy(), {})
+
+    def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
+        """See ``VectorSource.read_new``: refused, the vectors of every run lie in a space of their own."""
+        raise RecpoError(
+            "codebooks cannot encode the item table of another run, whose vectors lie in a space of their own: use "
+            "VectorsFromCooccurrence or VectorsFromParquet for new items, or make all codes anew"
+        )
+
+
+def tokenize(
+    prepared: Prepared | str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    vectors: VectorSource | CodesFromFile | Frame = VectorsFromCooccurrence(),  # noqa: B008 frozen
+    codebooks: str | PathLike[str] | None = None,
+    collisions: Collisions | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: bool = False,
+    **quantizer: Any,
+) -> Codes:
+    """Gives every item of a catalog a tuple of codes of its own: residual k-means, then a pass that ends collisions.
+
+    Writes codes.parquet, manifest.json with a report, and codebooks.safetensors. Equal items, options and seed give
+    equal bytes.
+
+    Args:
+        prepared: what ``recpo.prepare`` returned, or its directory.
+        out: directory to make.
+        vectors: what codes are made from: VectorsFromCooccurrence, VectorsFromParquet, VectorsFromRun, a frame with
+            the columns ``item_id`` and ``vector`` (or VectorsFromFrame), or codes that exist already: CodesFromFile.
+        codebooks: codes that were made for an earlier catalog: its items keep their codes, new items get free tuples
+            by its codebooks.
+        collisions: how items that share a tuple are told apart: nearest (the last code moves to the nearest free one
+            under the same prefix; a full prefix overflows to the nearest one with room), extra (everybody gets one more
+            code, 0 for items that are alone), or first_free (the smallest free last code, for codes without vectors);
+            null = nearest where there are vectors, extra where there are none.
+        device: where k-means runs: cpu, auto (a GPU if there is one), cuda, cuda:1 and so on.
+        seed: of everything random.
+        overwrite: replace ``out`` where it exists.
+        progress: show a progress bar on a terminal.
+        **quantizer: levels, codebook_size and the other options of ``recpo.tokenizer.residual_kmeans.ResidualKMeans``.
+
+    Returns:
+        The directory, the codes and the report; a policy takes it where it takes the directory.
+
+    Raises:
+        RecpoError: ``out`` exists, options contradict each other, or items have no vectors.
+    """
+    kmeans = ResidualKMeans(**quantizer)
+    data = prepared if isinstance(prepared, Prepared) else Prepared.open(str(prepared))
+    source = VectorsFromFrame(vectors) if isinstance(vectors, ArrowStream | Mapping) else vectors
+    items, place, out = data.item_ids(), compute_device(device), Path(out)
+    read = [data.root, codebooks, getattr(source, "file", None), getattr(source, "run", None)]
+    inputs = [given for given in read if isinstance(given, str | PathLike)]
+    with (
+        output_directory(out, kind="codes", overwrite=overwrite, inputs=inputs) as partial,
+        tqdm(total=kmeans.levels + 3, desc="tokenize", unit="stage", disable=None if progress else True) as bar,
+    ):
+        result = make_codes(
+            source,
+            data,
+            items,
+            kmeans,
+            collisions=collisions,
+            codebooks=None if codebooks is None else Path(codebooks),
+            device=place,
+            seed=seed,
+            finished=bar.update,
+        )
+        if result.codebooks is not None:
+            result.codebooks.save(partial)
+        semantic = SemanticCodes(result.codes.cpu().numpy(), result.codebook_sizes, data.catalog_checksum)
+        facts = {"source": type(source).__name__, "seed": seed, **result.facts, "report": report_of(result)}
+        semantic.save(partial, items.to_external(range(1, len(items) + 1)), facts)
+        bar.update(bar.total - bar.n)
+    return Codes.open(out)
