@@ -1,6 +1,7 @@
 """Who may import whom: walks the imports of every module of the package."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,36 @@ def test_the_command_line_imports_only_the_verb_asked_for():
     code = f"import sys; from recpo.cli.main import main; main(['--help']); print(sorted({heavy} & set(sys.modules)))"
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert printed.splitlines()[-1] == "[]"
+
+
+def executed_imports(path):
+    """What importing a module imports at once: neither what its functions import nor what only type checkers see."""
+    pending = list(ast.parse(path.read_text(encoding="utf-8")).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            pending += ast.iter_child_nodes(node)
+
+
+def test_the_import_graph_has_no_circles():
+    files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in MODULES}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    graph = {
+        module: {
+            f"{source}.{name}" if f"{source}.{name}" in files else source
+            for source, name in executed_imports(path)
+            if source in files
+        }
+        for module, path in files.items()
+    }
+    assert sum(map(len, graph.values())) > len(MODULES), "the imports were not found"
+    try:
+        list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(f"modules import each other: {' <- '.join(error.args[1])}")

@@ -21,6 +21,7 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from recpo import __version__
+from recpo.artifacts import describe_os_error
 from recpo.cli.config import RESOLVED
 from recpo.errors import RecpoError
 
@@ -90,6 +91,8 @@ def _sigterm_raises() -> Iterator[None]:
     owner = os.getpid()
 
     def terminate(signum: int, _: object) -> None:
+        if os.getpid() == owner and signal.getsignal(signum) is not terminate:
+            return  # Lightning has wrapped this handler and stops after the batch
         signal.signal(signum, signal.SIG_DFL)  # a second one ends the process at once
         if os.getpid() != owner:
             os.kill(os.getpid(), signum)
@@ -106,9 +109,9 @@ def _outcome(error: BaseException) -> tuple[int | None, str]:
     """Exit status and message of what ended a verb; no status where it is a fault of recpo, which needs a traceback."""
     if isinstance(error, RecpoError):
         return 1, f"error: {error}"
-    stopped = (error, error.__context__) if isinstance(error, SystemExit) else (error,)
-    if any(isinstance(reason, KeyboardInterrupt) for reason in stopped):  # Lightning exits with 1 after Ctrl-C
-        return 130, "interrupted"
+    stop = error.__context__ if isinstance(error, SystemExit) else error  # Lightning exits with 1 after Ctrl-C
+    if isinstance(stop, KeyboardInterrupt):
+        return int(getattr(stop, "status", 130)), str(stop) or "interrupted"
     if isinstance(error, _Terminated) or type(error).__name__ == "SIGTERMException":  # Lightning's, a SystemExit
         return 143, "terminated"
     if isinstance(error, BrokenPipeError):  # `recpo ... | head`: nobody reads on
@@ -119,13 +122,8 @@ def _outcome(error: BaseException) -> tuple[int | None, str]:
     if type(error).__module__.partition(".")[0] == "pyarrow":
         return 1, f"error: a file or a column cannot be read or written: {_first_line(error)}"
     if isinstance(error, OSError):
-        return 1, f"error: {_describe(error)}"
+        return 1, f"error: {describe_os_error(error)}"
     return None, ""
-
-
-def _describe(error: OSError) -> str:
-    named = "" if error.filename is None else f"{error.filename}: "
-    return named + str(error.strerror or _first_line(error))
 
 
 def _first_line(error: BaseException) -> str:
