@@ -138,7 +138,7 @@ def measured(policy, prepared, truth):
         for batch in evaluation_batches(prepared, "test", policy.max_history, 512):
             items = policy.recommend(batch.feedback.histories, K, batch.exclude).item_ids
             judged = judge.of_lists(batch.user_ids, items)
-            targets = held_out_targets(batch, 0.75).without(batch.exclude)
+            targets = held_out_targets(batch).without(batch.exclude)
             hits = ranked_hits(items, targets.item_ids, targets.positive)
             of_tail = ranked_hits(items, targets.item_ids, targets.positive & tail[targets.item_ids])
             columns = [judged[f"true_reward@{K}"], judged[f"true_dislike@{K}"]]

@@ -147,7 +147,7 @@ class AdvantageEstimator(ABC):
 
     @property
     def requires(self) -> frozenset[str]:
-        """What it reads beyond watch quantiles and dislikes, out of ``{"rewards", "value"}``."""
+        """What it reads beyond labels and dislikes, out of ``{"rewards", "value"}``."""
         return frozenset()
 
     @property

@@ -71,7 +71,7 @@ class FeedbackBatch(NamedTuple):
         slates: the positions to score.
         context_ids: ``[B]`` int64, the context's row among all of its kind, stable over epochs; they key cached
             reference log-probabilities. Of held-out contexts: the user, as in ``user_ids``.
-        step_labels: ``[N]`` the watch quantiles of the whole optimizer step that this batch is a part of (every
+        step_labels: ``[N]`` the labels of the whole optimizer step that this batch is a part of (every
             micro-batch, every rank), over which a batch threshold is taken; None = this batch is the whole step.
         known_positives: ``[B, M]`` int64, items that the context's user is known to like and that are therefore no
             negatives, 0 pads; only where the policy is to add hard negatives.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recpo.advantages import (
     GAEAdvantage,
@@ -14,10 +17,11 @@ from recpo.advantages import (
     TernaryAdvantage,
     generalized_advantage_estimate,
     group_normalized_advantage,
-    positive_threshold,
+    share_threshold,
     ternary_advantage,
 )
 from recpo.errors import RecpoError
+from recpo.feedback import FeedbackRule
 from recpo.types import FeedbackBatch, Histories, Slates
 
 
@@ -36,13 +40,47 @@ DISLIKE = torch.tensor([[False, True, False, True], [False, False, False, True]]
 def test_ternary_estimator_leaves_padding_out():
     mask = torch.ones(2, 4, dtype=torch.bool)
     mask[1, 3] = False
-    advantage = TernaryAdvantage()(feedback(label=QUANTILE, dislike=DISLIKE, mask=mask))
+    advantage = TernaryAdvantage(0.25)(feedback(label=QUANTILE, dislike=DISLIKE, mask=mask))
     # known: .9 .2 .5 .8 .1 .3, whose 0.75-quantile is 0.725
-    assert advantage.tolist() == [[1, -1, 0, 0], [1, 0, 0, 0]]
-    assert TernaryAdvantage(threshold=0.85)(feedback(label=QUANTILE, dislike=DISLIKE, mask=mask)).tolist() == [
-        [1, -1, 0, 0],
-        [0, 0, 0, 0],
-    ]
+    assert advantage.tolist() == [[1, -1, 0, -1], [1, 0, 0, 0]]
+
+
+def test_without_a_fraction_the_log_says_what_is_positive():
+    mask = torch.tensor([[True] * 4, [True, True, True, False]])
+    positive = FeedbackRule(0.85).positive(QUANTILE, DISLIKE)
+    batch = feedback(label=QUANTILE, dislike=DISLIKE, positive=positive, mask=mask)
+    assert TernaryAdvantage()(batch).tolist() == [[1, -1, 0, -1], [0, 0, 0, 0]]
+    assert TernaryAdvantage()(feedback(positive=positive)).tolist() == [[1, 0, 0, 0], [0, 0, 0, 0]]
+    assert not TernaryAdvantage().reads_step_labels
+    assert TernaryAdvantage(0.25).reads_step_labels
+
+
+def test_a_label_at_the_threshold_is_positive():
+    label = torch.tensor([0.75, 0.7499])
+    assert ternary_advantage(label, None, threshold=0.75).tolist() == [1, 0]
+    assert ternary_advantage(label, None, threshold=torch.tensor(0.75)).tolist() == [1, 0]
+    labels = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])  # the 0.75-quantile is 0.4 itself
+    assert ternary_advantage(labels, None).tolist() == [0, 0, 0, 1, 1]
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0.01, 0.99))
+def test_the_threshold_is_numpys_quantile(labels, fraction):
+    found = share_threshold(torch.tensor([*labels, math.nan], dtype=torch.float64), fraction)
+    assert found.item() == pytest.approx(np.quantile(labels, 1 - fraction), abs=1e-9)
+
+
+def test_thresholds_of_shares_that_fall_on_an_event():
+    labels = torch.arange(11, dtype=torch.float64)
+    for tenths in range(1, 10):
+        assert ternary_advantage(labels, None, positive_fraction=tenths / 10).sum() == tenths + 1
+
+
+def test_a_step_may_hold_more_values_than_torch_quantile_takes():
+    number = (1 << 24) + 9
+    label = torch.zeros(number, dtype=torch.uint8)
+    label[::2] = 1
+    assert share_threshold(label, 0.25).item() == 1.0
+    assert share_threshold(label, 0.75).item() == 0.0
 
 
 def test_micro_batches_share_the_threshold_of_the_step():
@@ -56,15 +94,15 @@ def test_micro_batches_share_the_threshold_of_the_step():
 
 
 def test_threshold_edges():
-    assert positive_threshold(torch.tensor([math.nan])).isnan()
-    assert positive_threshold(torch.tensor([])).isnan()
-    assert ternary_advantage(torch.tensor([math.nan, math.nan]), torch.tensor([True, False])).tolist() == [0, 0]
+    assert share_threshold(torch.tensor([math.nan])).isnan()
+    assert share_threshold(torch.tensor([])).isnan()
+    assert ternary_advantage(torch.tensor([math.nan, math.nan]), torch.tensor([True, False])).tolist() == [-1, 0]
     ties = torch.tensor([0.5, 0.5, 0.5, 0.1])
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         assert ternary_advantage(ties.to(dtype), None).tolist() == [1, 1, 1, 0]
-        assert ternary_advantage(ties.to(dtype), None, threshold=0.5).tolist() == [0, 0, 0, 0]
+        assert ternary_advantage(ties.to(dtype), None, threshold=0.5).tolist() == [1, 1, 1, 0]
     with pytest.raises(ValueError, match="positive_fraction"):
-        positive_threshold(ties, 1.0)
+        share_threshold(ties, 1.0)
 
 
 def test_rewards_may_sit_far_from_zero():
@@ -108,8 +146,10 @@ def test_termination_and_truncation_differ():
 
 
 def test_estimators_say_what_they_lack():
-    with pytest.raises(RecpoError, match="watch quantiles"):
+    with pytest.raises(RecpoError, match="positive"):
         TernaryAdvantage()(feedback(reward=torch.ones(1, 2)))
+    with pytest.raises(RecpoError, match="labels"):
+        TernaryAdvantage(0.25)(feedback(reward=torch.ones(1, 2)))
     for estimator in (GroupNormalizedAdvantage(), LeaveOneOutAdvantage(), GAEAdvantage()):
         with pytest.raises(RecpoError, match="rewards"):
             estimator(feedback(label=torch.ones(1, 2)), torch.zeros(1, 2))

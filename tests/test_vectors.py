@@ -17,7 +17,7 @@ from recpo.advantages import (
     generalized_advantage_estimate,
     group_normalized_advantage,
     leave_one_out_advantage,
-    positive_threshold,
+    share_threshold,
     ternary_advantage,
 )
 from recpo.objectives.aspo import aspo_loss
@@ -342,7 +342,7 @@ def test_gbpo_normalizer():
 def test_ternary_advantage():
     inputs, expected = vector("duration_reward.advantage")
     quantile = tensor(inputs["q"])
-    close(positive_threshold(quantile, inputs["top"]), expected["tau_B"])
+    close(share_threshold(quantile, inputs["top"]), expected["tau_B"])
     advantage = ternary_advantage(quantile, torch.tensor(inputs["neg"]), positive_fraction=inputs["top"])
     close(advantage, [float(a) for a in expected["A"]])
 

@@ -12,7 +12,7 @@ from recpo.advantages.group import (
     group_normalized_advantage,
     leave_one_out_advantage,
 )
-from recpo.advantages.ternary import TernaryAdvantage, positive_threshold, ternary_advantage
+from recpo.advantages.ternary import TernaryAdvantage, share_threshold, ternary_advantage
 
 __all__ = [
     "GAEAdvantage",
@@ -22,6 +22,6 @@ __all__ = [
     "generalized_advantage_estimate",
     "group_normalized_advantage",
     "leave_one_out_advantage",
-    "positive_threshold",
+    "share_threshold",
     "ternary_advantage",
 ]

@@ -63,7 +63,6 @@ def evaluate(
     baselines: list[Baseline] = ["popularity", "recency", "cooccurrence", "random"],  # noqa: B006
     split: Literal["valid", "test"] = "test",
     ks: list[int] = [10, 50],  # noqa: B006
-    positive_threshold: float = 0.75,
     exclude_seen: bool = True,
     gain: Gain = "linear",
     segments: bool = True,
@@ -95,7 +94,6 @@ def evaluate(
             its value is known.
         split: held-out period.
         ks: list lengths; the tables show the first.
-        positive_threshold: watch quantile from which a held-out event is positive, unless its item was disliked.
         exclude_seen: leave a user's earlier items out of the lists, and such held-out events out of the targets.
         gain: of the graded NDCG: the watch quantile (linear), or 0, 1, 3, 7 for its quartiles (exponential).
         segments: also by length of the history, popularity and duration of the items.
@@ -123,7 +121,6 @@ def evaluate(
             data=data,
             split=split,
             ks=ks,
-            positive_threshold=positive_threshold,
             exclude_seen=exclude_seen,
             gain=gain,
             bootstrap_resamples=bootstrap_resamples,
@@ -197,7 +194,6 @@ class _Pass:
     data: Prepared
     split: Literal["valid", "test"]
     ks: Sequence[int]
-    positive_threshold: float
     exclude_seen: bool
     gain: Gain
     bootstrap_resamples: int
@@ -219,7 +215,6 @@ class _Pass:
             self._batches(max_history, candidate.name),
             num_items=self.data.num_items,
             ks=self.ks,
-            positive_threshold=self.positive_threshold,
             exclude_seen=self.exclude_seen,
             gain=self.gain,
             measures=measures,
@@ -249,7 +244,7 @@ class _Pass:
             "recpo_version": __version__,
             "split": self.split,
             "ks": list(self.ks),
-            "positive_threshold": self.positive_threshold,
+            "positive_threshold": self.data.feedback.rule.positive_threshold,
             "exclude_seen": self.exclude_seen,
             "gain": self.gain,
             "num_items": self.data.num_items,
@@ -286,7 +281,7 @@ def _print(contenders: Sequence[Contender], document: dict[str, Any], out: Path)
     removed = counts["positive_events_removed_as_seen"]
     seen = f"excluded ({removed:,} positive events of seen items removed)" if setting["exclude_seen"] else "kept"
     terminal.print(
-        f"seen items: {seen}; positives: watch quantile >= {setting['positive_threshold']:g} and not disliked, "
+        f"seen items: {seen}; positives: label >= {setting['positive_threshold']:g} and not disliked, "
         f"{counts['users_with_positives']:,} users have some; {counts['users_with_dislikes']:,} have dislikes"
     )
     terminal.print(f"{out / REPORT}", soft_wrap=True)

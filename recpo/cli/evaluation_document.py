@@ -57,12 +57,11 @@ def evaluation_document(
         difference["off_policy"] = _off_policy_differences(difference, values)
     split: Period = setting["split"]
     periods: tuple[Period, ...] = ("train", split)
-    threshold = float(setting["positive_threshold"])
     document |= {
         "differences": with_holm([pair for pair in document["differences"] if pair["metrics"] or pair["off_policy"]]),
         "labels": {
-            "threshold": threshold,
-            "periods": {period: label_summary(data, period, threshold) for period in periods},
+            "threshold": data.feedback.rule.positive_threshold,
+            "periods": {period: label_summary(data, period) for period in periods},
         },
         "training": dict(training),
         "provenance": {"data": _data_facts(data), "runs": runs},

@@ -68,7 +68,6 @@ def train(
     anchor_coef: float = 0.0,
     mask_shared_prefix: bool = False,
     validation_k: int = 10,
-    positive_threshold: float = 0.75,
     checkpoint_every: int | None = None,
     allocator: bool = True,
     seed: int = 0,
@@ -110,7 +109,6 @@ def train(
         mask_shared_prefix: of semantic ids, leave codes that a rejected item shares with the chosen one out of its side
             of a preference list (RAD-DPO, arXiv 2602.23964).
         validation_k: list length of the validation metrics.
-        positive_threshold: watch quantile from which a held-out event is positive.
         checkpoint_every: also write last.ckpt every so many optimizer steps, not only after every epoch.
         allocator: keep freed memory in the process (glibc only): up to a third faster on CPU, some more memory.
         seed: of initialization, dropout and sampling; the order of the data has its own (data.seed).
@@ -146,7 +144,6 @@ def train(
         anchor_coef=anchor_coef,
         mask_shared_prefix=mask_shared_prefix,
         validation_k=validation_k,
-        positive_threshold=positive_threshold,
         item_counts=item_counts,
         seed=seed,
     )

@@ -9,6 +9,7 @@ import ibis.expr.types as ir
 
 from recpo.data.engine import Engine
 from recpo.data.schema import PERIODS, TRAIN, Derived, LogColumns
+from recpo.feedback import FeedbackRule
 
 CatalogScope = Literal["train", "log"]
 
@@ -62,14 +63,13 @@ def _by_period(engine: Engine, events: ir.Table) -> dict[int, int]:
     return counts | {row[Derived.PERIOD]: row["rows"] for row in rows}
 
 
-def item_table(items: ir.Table, events: ir.Table) -> ir.Table:
+def item_table(items: ir.Table, events: ir.Table, rule: FeedbackRule) -> ir.Table:
     """``items.parquet``: index, external id, train events, train positives, median duration in seconds.
 
-    A positive is an event with a label of at least 0.75 that is not disliked. The median of an even number of durations
-    is the lower of the two middle ones.
+    The median of an even number of durations is the lower of the two middle ones.
     """
     train = events.filter(events[Derived.PERIOD] == TRAIN)
-    liked = (train[Derived.LABEL].cast("float32") >= 0.75) & ~train[LogColumns.DISLIKE]
+    liked = rule.positive(train[Derived.LABEL].cast("float32"), train[LogColumns.DISLIKE])
     counts = train.group_by(Derived.ITEM_INDEX).aggregate(
         train_count=train.count(), train_positives=liked.fill_null(False).cast("int64").sum().cast("int64")
     )

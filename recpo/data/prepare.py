@@ -231,7 +231,9 @@ class _Run:
         item_ids, user_ids = log.types[LogColumns.ITEM_ID], log.types[LogColumns.USER_ID]
         user_rows = users.select(Derived.USER_INDEX, LogColumns.USER_ID).order_by(Derived.USER_INDEX)
         return {
-            "num_items": self._write_rows(item_table(items, events), item_schema(item_ids), "items.parquet"),
+            "num_items": self._write_rows(
+                item_table(items, events, self.choice.feedback), item_schema(item_ids), "items.parquet"
+            ),
             "num_users": self._write_rows(user_rows, user_schema(user_ids), "users.parquet"),
         }
 

@@ -55,7 +55,7 @@ def graded_accuracy(observed: Observed, ks: Sequence[int], gain: Gain = "linear"
     """
     targets, quantile = observed.targets, observed.batch.feedback.slates.label
     assert quantile is not None  # the targets were made of it
-    labeled = targets.positive | targets.skipped
+    labeled = targets.positive | targets.other
     gains = quantile if gain == "linear" else torch.exp2((4 * quantile).floor().clamp(max=3)) - 1
     hits = graded_hits(observed.lists.item_ids, targets.item_ids, torch.where(labeled, gains, 0.0))
     return _named(ks, gNDCG=graded_ndcg(hits, ks))

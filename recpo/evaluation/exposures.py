@@ -11,7 +11,7 @@ _NO_ITEM = torch.iinfo(torch.int64).max
 
 
 def exposure_auc(logp: Tensor, targets: Targets) -> dict[str, Tensor]:
-    """``AUC_skips`` and ``AUC_dislikes`` ``[B]``, float32: of each user's positives against skipped and disliked items.
+    """``AUC_other`` and ``AUC_dislikes`` ``[B]``, float32: of each user's positives against other and disliked items.
 
     Only items that the user was shown are compared, so neither depends on what the log never showed. An item that
     occurs several times counts once.
@@ -22,7 +22,7 @@ def exposure_auc(logp: Tensor, targets: Targets) -> dict[str, Tensor]:
     """
     positive = first_events(targets.item_ids, targets.positive)
     return {
-        "AUC_skips": auc(logp, positive, first_events(targets.item_ids, targets.skipped)).float(),
+        "AUC_other": auc(logp, positive, first_events(targets.item_ids, targets.other)).float(),
         "AUC_dislikes": auc(logp, positive, first_events(targets.item_ids, targets.disliked)).float(),
     }
 

@@ -90,7 +90,6 @@ def evaluate_ranking(
     *,
     num_items: int,
     ks: Sequence[int] = (10, 50),
-    positive_threshold: float = 0.75,
     exclude_seen: bool = True,
     gain: Gain = "linear",
     measures: Sequence[Measure] = (),
@@ -107,7 +106,6 @@ def evaluate_ranking(
         batches: held-out users.
         num_items: catalog size.
         ks: list lengths.
-        positive_threshold: least watch quantile of a positive.
         exclude_seen: nothing from ``EvaluationBatch.exclude`` may be recommended. Held-out events of it cannot be
             ranked then, so they are removed from the targets and counted. False keeps both.
         gain: of the graded NDCG, see ``graded_accuracy``.
@@ -129,7 +127,7 @@ def evaluate_ranking(
             lists = recommender.recommend(batch.feedback.histories, min(max(ks), num_items), exclude)
             logp = recommender.log_prob(batch.feedback).sum(-1) if recommender.log_prob else None
             _refuse_nonsense(lists.item_ids, exclude, logp)
-            targets = collected.rankable(held_out_targets(batch, positive_threshold), exclude)
+            targets = collected.rankable(held_out_targets(batch), exclude)
             collected.add(Observed(batch, lists, targets, logp))
     return collected.result()
 

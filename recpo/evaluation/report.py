@@ -56,7 +56,7 @@ def metrics_document(
         contenders      [{name, kind: "run" | "bundle" | "baseline",
                           counts: {users, users_with_positives, users_with_dislikes, positive_events,
                                    positive_events_removed_as_seen, disliked_events, disliked_events_removed_as_seen},
-                          metrics: {metric: estimate},            per-user metrics, such as NDCG@10, AUC_skips
+                          metrics: {metric: estimate},            per-user metrics, such as NDCG@10, AUC_other
                           totals: {metric: number},               of all lists together, such as coverage@10, gini@10
                           segments: {segment: {bin: {metric: estimate}}},
                           off_policy: [...]}]
@@ -141,7 +141,7 @@ def conventions(exclude_seen: bool, positive_threshold: float) -> dict[str, str]
         "map": "divided by min(k, number of targets)",
         "gNDCG": "gains are the watch quantiles of held-out items, 0 of disliked ones; ideal list of the user's own",
         "disliked_rank": "mean rank of the disliked items, k + 1 for one that is not in the list; higher is better",
-        "AUC": "positives against skipped or disliked exposures by log-probability, per user; ties count one half",
+        "AUC": "positives against other or disliked exposures by log-probability, per user; ties count one half",
         "segments": "users by their past, targets by their item; ranks are always those among all items",
         "popularity": "head: fewest items with half of the training events, torso: up to 80 %, tail: the rest",
         "users": "means over the users who have such targets (n); half_width is the normal 95 % interval of the mean",

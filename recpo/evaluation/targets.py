@@ -15,38 +15,41 @@ class Targets(NamedTuple):
     """The held-out events' items and which sets they belong to, all ``[B, S]``.
 
     A set is one of items: an event's membership says that its item belongs to the set. An item that the user disliked
-    in any held-out event is disliked, never positive and never skipped; one that was liked in any is not skipped.
+    in any held-out event is disliked and in no other set; one that was positive in any is not in ``other``. What an
+    event is, is defined by the prepared log (``recpo.feedback.FeedbackRule``).
 
     Attributes:
         item_ids: int64, 0 pads.
-        positive: bool, watched long enough and never disliked.
+        positive: bool, positive in this event and never disliked.
         disliked: bool, disliked in this event.
-        skipped: bool, shown and neither positive nor disliked; an event without a label is none of the three.
+        other: bool, labeled, and in none of the other sets: skipped and neutral exposures. An event without a label is
+            in no set, unless it is disliked.
     """
 
     item_ids: Tensor
     positive: Tensor
     disliked: Tensor
-    skipped: Tensor
+    other: Tensor
 
     def without(self, seen: Tensor) -> Targets:
         """The same sets without the items of ``seen [B, M]``."""
         unseen = ~is_member(self.item_ids, seen)
-        return Targets(self.item_ids, self.positive & unseen, self.disliked & unseen, self.skipped & unseen)
+        return Targets(self.item_ids, self.positive & unseen, self.disliked & unseen, self.other & unseen)
 
 
-def held_out_targets(batch: EvaluationBatch, positive_threshold: float) -> Targets:
-    """Positives are held-out events with ``label >= positive_threshold`` of items that were not disliked.
+def held_out_targets(batch: EvaluationBatch) -> Targets:
+    """The sets of the held-out events' items.
 
     Raises:
-        ValueError: the batch has no watch quantiles.
+        ValueError: the batch does not say which events are positive.
     """
     slates = batch.feedback.slates
-    if slates.label is None:
-        raise ValueError("positives are told by label, and this batch has none")
+    if slates.label is None or slates.positive is None:
+        raise ValueError("targets are made of Slates.label and Slates.positive, and this batch lacks them")
     items = slates.item_ids
     disliked = torch.zeros_like(slates.mask) if slates.dislike is None else slates.dislike & slates.mask
-    liked = slates.mask & (slates.label >= positive_threshold)
-    below = slates.mask & (slates.label < positive_threshold)
+    liked = slates.mask & slates.positive
+    labeled = slates.mask & ~slates.label.isnan()
     acceptable = ~is_member(items, items, disliked)
-    return Targets(items, liked & acceptable, disliked, below & acceptable & ~is_member(items, items, liked))
+    other = labeled & acceptable & ~is_member(items, items, liked)
+    return Targets(items, liked & acceptable, disliked, other)

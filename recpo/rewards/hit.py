@@ -16,38 +16,31 @@ from recpo.types import FeedbackBatch, Slates
 class HitReward(RewardFunction):
     """1 for a candidate that is one of its context's logged positives, 0 for any other, also for one that is no item.
 
-    A logged positive is an item of the context's logged slate (``batch.slates``) that was watched from
-    ``positive_threshold`` on and not disliked there, and that the candidate's history does not hold yet: one that the
-    candidate sees no more of than the log's position did. Under a slate that is one request these are the items of the
-    request; under a sequence they are all that follows.
-
-    Attributes:
-        positive_threshold: least label (watch quantile) of a positive.
+    A logged positive is an item of the context's logged slate (``batch.slates``) that is positive there
+    (``Slates.positive``), and that the candidate's history does not hold yet: one that the candidate sees no more of
+    than the log's position did. Under a slate that is one request these are the items of the request; under a sequence
+    they are all that follows.
     """
-
-    positive_threshold: float = 0.75
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
-        return is_hit(batch, candidates, self.positive_threshold).float()
+        return is_hit(batch, candidates).float()
 
 
-def is_hit(batch: FeedbackBatch, candidates: Slates, positive_threshold: float) -> Tensor:
+def is_hit(batch: FeedbackBatch, candidates: Slates) -> Tensor:
     """``[B, G]`` bool: the candidate is one of its context's logged positives; see ``HitReward``.
 
     Sorted by item, so memory does not grow with the product of candidates and logged positions.
 
     Raises:
-        RecpoError: the logged slates have no labels.
+        RecpoError: the logged slates do not say what is positive.
     """
     logged = batch.slates
-    if logged.label is None:
-        raise RecpoError("a hit is told by watch quantiles or labels, which the logged slates lack")
-    positive = logged.mask & (logged.label >= positive_threshold)
+    if logged.positive is None:
+        raise RecpoError("a hit is a logged positive, and the logged slates lack Slates.positive")
+    positive = logged.mask & logged.positive
     if logged.is_logged is not None:
         positive &= logged.is_logged.bool()
-    if logged.dislike is not None:
-        positive &= ~logged.dislike.bool()
     # a logged position counts from when it lies ahead: keys order the positions by item, then by what they see
     width = batch.histories.item_ids.shape[1] + 1
     beyond = torch.iinfo(torch.int64).max

@@ -16,12 +16,13 @@ from recpo.types import FeedbackBatch, Slates
 class LoggedReward(RewardFunction):
     """``label - dislike_cost * disliked`` of logged items.
 
-    An item without a label (a missing watch quantile, a sampled negative) has no reward: it leaves its slate, and with
-    it the group whose mean is taken, the session and every denominator, unless ``unknown`` names its reward.
+    A disliked item without a label has the reward ``-dislike_cost``: its label counts as 0. An item of which nothing is
+    known (neither label nor dislike: a missing watch time, a sampled negative) has no reward: it leaves its slate, and
+    with it the group whose mean is taken, the session and every denominator, unless ``unknown`` names its reward.
 
     Attributes:
         dislike_cost: what a dislike takes away.
-        unknown: reward of an item without a label; none = it is left out.
+        unknown: reward of an item without label and dislike; none = it is left out.
     """
 
     dislike_cost: float = 1.0
@@ -29,10 +30,10 @@ class LoggedReward(RewardFunction):
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
-        quantile = candidates.label
-        if quantile is None:
-            raise RecpoError("LoggedReward needs watch quantiles or labels, which these candidates lack.")
-        reward = quantile
-        if candidates.dislike is not None:
-            reward = reward - self.dislike_cost * candidates.dislike.to(reward.dtype)
-        return reward if self.unknown is None else torch.where(quantile.isnan(), self.unknown, reward)
+        if candidates.label is None:
+            raise RecpoError("LoggedReward needs labels, which these candidates lack.")
+        label = candidates.label
+        reward = label if self.unknown is None else label.nan_to_num(self.unknown)
+        if candidates.dislike is None:
+            return reward
+        return torch.where(candidates.dislike.bool(), label.nan_to_num(0.0) - self.dislike_cost, reward)

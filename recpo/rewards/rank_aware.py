@@ -40,14 +40,9 @@ class RankAwareReward(RewardFunction):
 
     The candidates of a group must stand in the order of the policy's own probability, best first. See
     ``rank_aware_reward``.
-
-    Attributes:
-        positive_threshold: least label (watch quantile) of a logged positive.
     """
-
-    positive_threshold: float = 0.75
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
-        hits = is_hit(batch, candidates, self.positive_threshold)
+        hits = is_hit(batch, candidates)
         return rank_aware_reward(hits, candidates.mask).float()

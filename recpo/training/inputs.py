@@ -38,7 +38,6 @@ class InputSources:
         mask_shared_prefix: codes that a rejected item shares with the chosen one are left out of its side.
         rollout: learn from candidates that the snapshot draws, instead of the logged slates.
         judge: scores candidates for the metrics alone.
-        positive_threshold: watch quantile from which a logged item counts as one that a candidate may hit.
         seed: of the candidates.
     """
 
@@ -52,7 +51,6 @@ class InputSources:
     mask_shared_prefix: bool = False
     rollout: RolloutOptions | None = None
     judge: RewardFunction | None = None
-    positive_threshold: float = 0.75
     seed: int = 0
 
 
@@ -166,7 +164,7 @@ class InputBuilder(nn.Module):
         assert self.old is not None
         assert sources.rollout is not None
         assert sources.reward is not None
-        scorers = RolloutSources(sources.reward, sources.judge, sources.positive_threshold)
+        scorers = RolloutSources(sources.reward, sources.judge)
         rollout = roll_out(self.old.policy, batch, sources.rollout, scorers)
         batch = batch._replace(slates=rollout.slates)
         values = None

@@ -38,24 +38,23 @@ def item_scores(policy: StatePolicy, head: ItemScore, histories: Histories, slat
 class ScoreMetrics:
     """What is watched while a reward model is trained, on the held-out exposures of the validation split.
 
-    ``log_likelihood``, of a pointwise model, the mean over known targets; ``AUC_skips``, the mean over users of the
-    probability that the first score puts a positive item above a skipped one.
+    ``log_likelihood``, of a pointwise model, the mean over known targets; ``AUC_other``, the mean over users of the
+    probability that the first score puts a positive item above another labeled one.
 
     Args:
         objective: what is trained.
         head: its scores.
-        positive_threshold: watch quantile from which an event counts as positive, unless it was disliked.
     """
 
-    def __init__(self, objective: Objective, head: ItemScore, positive_threshold: float) -> None:
+    def __init__(self, objective: Objective, head: ItemScore) -> None:
         self._pointwise = objective if isinstance(objective, PointwiseReward) else None
-        self._head, self._threshold = head, positive_threshold
+        self._head = head
         self._sums = torch.zeros(len(self.names), 2, dtype=torch.float64)  # (sum, number) of each metric
 
     @property
     def names(self) -> list[str]:
         """Names of the metrics, in the order of ``compute``."""
-        return ["AUC_skips"] if self._pointwise is None else ["log_likelihood", "AUC_skips"]
+        return ["AUC_other"] if self._pointwise is None else ["log_likelihood", "AUC_other"]
 
     @torch.no_grad()
     def update(self, policy: Policy, batch: EvaluationBatch) -> None:
@@ -70,7 +69,7 @@ class ScoreMetrics:
             targets, known = self._pointwise.targets(slates.label, slates.dislike)
             known = known & slates.mask[..., None]
             sums.append((-pointwise_reward_loss(scores, targets, known).double().sum(), known.sum().double()))
-        per_user = exposure_auc(scores[..., 0], held_out_targets(batch, self._threshold))["AUC_skips"]
+        per_user = exposure_auc(scores[..., 0], held_out_targets(batch))["AUC_other"]
         sums.append((per_user.double().nansum(), per_user.isfinite().sum().double()))
         self._sums += torch.stack([torch.stack(pair) for pair in sums]).cpu()
 

@@ -71,7 +71,6 @@ class PreferenceModule(LightningModule):
             batches and divided by the same denominator; 0 = none.
         mask_shared_prefix: leave codes that a rejected item shares with the chosen one out of its side (RAD-DPO).
         validation_k: length of the lists whose NDCG, HitRate and dislikes are reported on the validation split.
-        positive_threshold: watch quantile from which a held-out event counts as positive.
         item_counts: ``[V]`` training events of the items 1..V, which tell head from tail in the validation.
         seed: of dropout and sampling.
     """
@@ -97,7 +96,6 @@ class PreferenceModule(LightningModule):
         anchor_coef: float = 0.0,
         mask_shared_prefix: bool = False,
         validation_k: int = 10,
-        positive_threshold: float = 0.75,
         item_counts: Tensor | None = None,
         seed: int = 0,
     ) -> None:
@@ -132,15 +130,14 @@ class PreferenceModule(LightningModule):
             mask_shared_prefix=mask_shared_prefix,
             rollout=rollout,
             judge=judge,
-            positive_threshold=positive_threshold,
             seed=seed,
         )
         self.inputs = InputBuilder(policy, objective, sources)
         head = None if self.inputs.critic is None else self.inputs.critic.score
         self._validation = (
-            ValidationMetrics(validation_k, positive_threshold, policy.num_items, item_counts)
+            ValidationMetrics(validation_k, policy.num_items, item_counts)
             if head is None
-            else ScoreMetrics(objective, head, positive_threshold)
+            else ScoreMetrics(objective, head)
         )
 
         if not (objective.reads_log_prob or critic.shares_encoder or anchor_coef):

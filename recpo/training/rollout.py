@@ -122,14 +122,10 @@ class Rollout(NamedTuple):
 
 
 class RolloutSources(NamedTuple):
-    """Who scores candidates: the ``reward`` that is learned from, and a ``judge`` that is only logged.
-
-    ``positive_threshold`` is the watch quantile from which a logged item counts as a hit.
-    """
+    """Who scores candidates: the ``reward`` that is learned from, and a ``judge`` that is only logged."""
 
     reward: RewardFunction
     judge: RewardFunction | None = None
-    positive_threshold: float = 0.75
 
 
 class Rollouts:
@@ -173,7 +169,7 @@ def roll_out(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, sour
         sources: who scores them.
     """
     drawn = _scored(policy, batch, options, sources.reward)
-    metrics = _draw_metrics(drawn, batch, options, sources.positive_threshold)
+    metrics = _draw_metrics(drawn, batch, options)
     if options.resamples or options.preference is not None:
         drawn, of_groups = _informative(drawn, policy, batch, options, sources.reward)
         metrics |= of_groups
@@ -254,9 +250,7 @@ def _is_constant(drawn: Candidates) -> Tensor:
     return (group_normalized_advantage(drawn.slates.reward, drawn.slates.mask, scale=False) == 0).all(-1)
 
 
-def _draw_metrics(
-    drawn: Candidates, batch: FeedbackBatch, options: RolloutOptions, positive_threshold: float
-) -> dict[str, Tensor]:
+def _draw_metrics(drawn: Candidates, batch: FeedbackBatch, options: RolloutOptions) -> dict[str, Tensor]:
     """Shares of valid and of unique draws, of groups that hold an item the user is logged to like, and the entropy."""
     slates, logged = drawn.slates, batch.slates
     assert slates.is_logged is not None
@@ -267,10 +261,8 @@ def _draw_metrics(
         "valid_share": masked_mean(valid, generated),
         "unique_share": unique.sum() / valid.sum().clamp(min=1),
     }
-    if logged.label is not None:
-        liked = logged.mask & (logged.label >= positive_threshold)
-        liked = liked if logged.dislike is None else liked & ~logged.dislike
-        hit = valid & is_member(slates.item_ids, logged.item_ids, liked)
+    if logged.positive is not None:
+        hit = valid & is_member(slates.item_ids, logged.item_ids, logged.mask & logged.positive)
         metrics["hit_group_share"] = masked_mean(hit.any(-1), logged.mask.any(-1))
     if not options.beam:
         # -log p of a draw is an unbiased estimate of the entropy of what it was drawn from

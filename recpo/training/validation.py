@@ -32,13 +32,12 @@ class ValidationMetrics:
 
     Args:
         k: length of the lists.
-        positive_threshold: watch quantile from which an event counts as positive, unless it was disliked.
         num_items: catalog size.
         item_counts: ``[V]`` training events of the items 1..V.
     """
 
-    def __init__(self, k: int, positive_threshold: float, num_items: int, item_counts: Tensor | None = None) -> None:
-        self._k, self._threshold = min(k, num_items), positive_threshold
+    def __init__(self, k: int, num_items: int, item_counts: Tensor | None = None) -> None:
+        self._k = min(k, num_items)
         self._tail = None if item_counts is None else tail_items(item_counts)
         self._means = ["NDCG", "HitRate", "disliked"] + ["Recall_head", "Recall_tail"] * (item_counts is not None)
         self._sums = torch.zeros(len(self._means), 2, dtype=torch.float64)  # (sum over users, users) of each metric
@@ -53,7 +52,7 @@ class ValidationMetrics:
     def update(self, policy: Policy, batch: EvaluationBatch) -> None:
         """Adds the users of ``batch``."""
         items = policy.recommend(batch.feedback.histories, self._k, batch.exclude).item_ids
-        targets = held_out_targets(batch, self._threshold).without(batch.exclude)
+        targets = held_out_targets(batch).without(batch.exclude)
         liked = ranked_hits(items, targets.item_ids, targets.positive)
         disliked = ranked_hits(items, targets.item_ids, targets.disliked)
         columns = [metric(liked, [self._k]) for metric in (ndcg, hit_rate)] + [precision(disliked, [self._k])]

@@ -104,7 +104,7 @@ def test_the_document_has_the_keys_of_schema_2(evaluated):
         for entry in contender["off_policy"]:
             assert entry.keys() >= {"target", "estimator", "value", "intervals", "effective_sample_size", "warnings"}
     metrics = document["contenders"][5]["metrics"]
-    wanted = {"NDCG@5", "Recall@10", "disliked@10", "true_reward@10", "true_dislike@5", "AUC_skips", "diversity@5"}
+    wanted = {"NDCG@5", "Recall@10", "disliked@10", "true_reward@10", "true_dislike@5", "AUC_other", "diversity@5"}
     assert wanted | {"tag_diversity@10", "miscalibration@10"} <= metrics.keys()
     assert all(-2 <= metrics[f"true_reward@{k}"]["mean"] <= 1 for k in (5, 10))
     assert document["contenders"][5]["segments"].keys() == set(document["setting"]["segments"])
@@ -129,7 +129,7 @@ def test_a_bundle_ranks_as_its_run_does(evaluated):
     for name, value in contenders["bundle"]["metrics"].items():
         assert value["mean"] == pytest.approx(contenders["run-0"]["metrics"][name]["mean"], rel=1e-5)
     assert any("exactly the same metrics" in warning for warning in document["warnings"])
-    assert "AUC_skips" not in contenders["bundle"]["metrics"]
+    assert "AUC_other" not in contenders["bundle"]["metrics"]
 
 
 def test_every_pair_is_compared_and_corrected(evaluated):

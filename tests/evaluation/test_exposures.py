@@ -15,6 +15,7 @@ from recpo.evaluation.exposures import auc, exposure_auc, first_events
 from recpo.evaluation.held_out import evaluate_ranking
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.targets import Targets
+from recpo.feedback import FeedbackRule
 from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 
 rows = st.lists(
@@ -57,7 +58,7 @@ def test_repeated_items_count_once():
     liked, below = torch.tensor([[True, False, True, False, False]]), torch.tensor([[False, True, False, True, True]])
     items, logp = torch.tensor([[1, 2, 1, 3, 2]]), torch.tensor([[-2.0, -3.0, -2.0, -1.0, -3.0]])
     found = exposure_auc(logp, Targets(items, liked, torch.zeros_like(liked), below))
-    assert found["AUC_skips"].item() == 0.5  # item 1 above 2, below 3; events would say 2 / 3
+    assert found["AUC_other"].item() == 0.5  # item 1 above 2, below 3; events would say 2 / 3
     assert found["AUC_dislikes"].isnan().all()
 
 
@@ -67,6 +68,7 @@ def test_tokens_are_summed_and_seen_or_unlabeled_items_left_out():
     dislike = torch.tensor([[False, False, False, False, False, True]])
     mask = torch.ones_like(dislike)
     slates = Slates(items, torch.zeros_like(items), mask, label=quantile, dislike=dislike)
+    slates = slates._replace(positive=FeedbackRule().positive(quantile, dislike))
     seen = torch.tensor([[4]])
     batch = EvaluationBatch(FeedbackBatch(Histories(seen, torch.tensor([1])), slates, torch.tensor([0])), seen)
     tokens = torch.tensor([[[-1, -1], [-2, -1], [0, 0], [0, 0], [-1, -3], [-1, -2.5]]])  # sums -2 -3 0 0 -4 -3.5
@@ -75,6 +77,6 @@ def test_tokens_are_summed_and_seen_or_unlabeled_items_left_out():
         return Recommendations(torch.tensor([[1]]), torch.zeros(1, 1))
 
     result = evaluate_ranking(Recommender(recommend, lambda feedback: tokens), [batch], num_items=6, ks=(1,))
-    assert result.per_user["AUC_skips"].item() == 0.5  # of 1 and 5 against 2 alone
+    assert result.per_user["AUC_other"].item() == 0.5  # of 1 and 5 against 2 alone
     assert result.per_user["AUC_dislikes"].item() == 0.5
-    assert "AUC_skips" not in evaluate_ranking(Recommender(recommend), [batch], num_items=6, ks=(1,)).per_user
+    assert "AUC_other" not in evaluate_ranking(Recommender(recommend), [batch], num_items=6, ks=(1,)).per_user

@@ -17,20 +17,17 @@ from recpo.evaluation.intervals import estimate
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.report import Contender, differences_table, metrics_document, metrics_table
 from recpo.evaluation.targets import held_out_targets
+from recpo.feedback import FeedbackRule
 from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from tests.reference import ranking_loops
 
 
 def batch_of(items, quantiles, dislikes=None, seen=None, context_ids=None):
     items = torch.tensor(items)
-    mask = items > 0
-    slates = Slates(
-        items,
-        torch.zeros_like(items),
-        mask,
-        label=torch.tensor(quantiles, dtype=torch.float32),
-        dislike=None if dislikes is None else torch.tensor(dislikes),
-    )
+    label = torch.tensor(quantiles, dtype=torch.float32)
+    dislike = torch.zeros_like(items).bool() if dislikes is None else torch.tensor(dislikes)
+    positive = FeedbackRule().positive(label, dislike)
+    slates = Slates(items, torch.zeros_like(items), items > 0, label=label, dislike=dislike, positive=positive)
     seen = torch.zeros(len(items), 1, dtype=torch.long) if seen is None else torch.tensor(seen)
     histories = Histories(seen, (seen > 0).sum(1))
     rows = torch.arange(len(items)) if context_ids is None else torch.tensor(context_ids)
@@ -65,7 +62,7 @@ def random_batches(users=200, items=50, batch=64, seed=0):
 
 def test_positives_are_liked_and_never_disliked():
     batch = batch_of([[1, 2, 3, 1, 0]], [[0.9, 0.75, math.nan, 0.2, 1.0]], [[False, False, False, True, False]])
-    targets = held_out_targets(batch, 0.75)
+    targets = held_out_targets(batch)
     assert targets.positive.tolist() == [[False, True, False, False, False]]  # item 1 was disliked later on
     assert targets.disliked.tolist() == [[False, False, False, True, False]]
 

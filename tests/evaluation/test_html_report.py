@@ -46,7 +46,7 @@ def contender(name, kind, mean, off_policy=()):
         "name": name,
         "kind": kind,
         "counts": {"users": 250, "users_with_positives": 200, "users_with_dislikes": 0, "positive_events": 900},
-        "metrics": metrics | {"AUC_skips": estimate(None, None, 0)},
+        "metrics": metrics | {"AUC_other": estimate(None, None, 0)},
         "totals": {"coverage@5": 0.25, "gini@5": None},
         "segments": {HOSTILE: {"few": {"NDCG@5": estimate(mean)}, "many": {"NDCG@5": estimate(None, None, 0)}}},
         "off_policy": list(off_policy),

@@ -15,6 +15,7 @@ from recpo.evaluation.item_facts import ItemFacts, ItemTags
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.report import Contender, lower_is_better, metrics_document
 from recpo.evaluation.segments import history_length, item_duration, item_popularity, item_segments
+from recpo.feedback import FeedbackRule
 from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from tests.reference import ranking_loops
 
@@ -32,13 +33,10 @@ def held_out(seed=0):
     items, seen = draw(USERS, 10), draw(USERS, 60)
     seen *= torch.arange(60) < torch.randint(0, 61, (USERS, 1), generator=generator)
     seen[:4] = 0
-    slates = Slates(
-        items,
-        torch.zeros_like(items),
-        items > 0,
-        label=torch.rand(USERS, 10, generator=generator),
-        dislike=torch.rand(USERS, 10, generator=generator) < 0.2,
-    )
+    label = torch.rand(USERS, 10, generator=generator)
+    dislike = torch.rand(USERS, 10, generator=generator) < 0.2
+    positive = FeedbackRule().positive(label, dislike)
+    slates = Slates(items, torch.zeros_like(items), items > 0, label=label, dislike=dislike, positive=positive)
     histories = Histories(seen, (seen > 0).sum(1))
     return EvaluationBatch(FeedbackBatch(histories, slates, torch.arange(USERS)), seen)
 
@@ -163,7 +161,9 @@ def test_durations_fall_into_quartiles_and_unknown_ones_apart():
 
 def test_graded_gains_of_quartiles():
     items, shown = torch.tensor([[1, 2, 3]]), torch.tensor([[3, 1, 2]])
-    slates = Slates(items, torch.zeros_like(items), items > 0, label=torch.tensor([[0.3, 1.0, 0.2]]))
+    slates = Slates(
+        items, torch.zeros_like(items), items > 0, label=torch.tensor([[0.3, 1.0, 0.2]]), positive=items == 2
+    )
     seen = torch.zeros(1, 1, dtype=torch.long)
     batch = EvaluationBatch(FeedbackBatch(Histories(seen, torch.tensor([0])), slates, torch.tensor([0])), seen)
     recommender = Recommender(lambda histories, k, exclude: Recommendations(shown, shown.float()))
@@ -187,7 +187,7 @@ def test_the_document_holds_segments_and_totals():
     assert set(entry["segments"]["item popularity"]["head"]) == of_bins
     assert entry["off_policy"] == estimates
     assert document["contenders"][1]["off_policy"] == []
-    assert document["differences"][0]["metrics"]["AUC_skips"]["mean"] == 0
+    assert document["differences"][0]["metrics"]["AUC_other"]["mean"] == 0
 
 
 def test_the_document_holds_bootstrap_intervals_where_asked():
@@ -211,5 +211,5 @@ def test_differences_are_of_the_metrics_that_both_have():
     other = type(result)(**{**vars(result), "per_user": silent})
     contenders = [Contender("a", "baseline", other), Contender("b", "run", result)]
     document = metrics_document(contenders, setting=SETTING)
-    assert "AUC_skips" not in document["differences"][0]["metrics"]
+    assert "AUC_other" not in document["differences"][0]["metrics"]
     assert np.isclose(document["differences"][0]["metrics"]["NDCG@5"]["mean"], 0)

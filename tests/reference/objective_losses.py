@@ -175,12 +175,8 @@ def gae(rewards, values, dones, next_value, gamma, lam, mask, truncations, boots
 
 def ternary(quantiles, dislikes, fraction, threshold):
     known = [q for q in quantiles if not math.isnan(q)]
-    if not known:
-        return [0.0] * len(quantiles)
-    cut = float(np.quantile(known, 1 - fraction)) if threshold is None else threshold
-    ties = threshold is None and not any(q > cut for q in known)
-    out = []
-    for q, dislike in zip(quantiles, dislikes, strict=True):
-        positive = q == max(known) if ties else q > cut
-        out.append(0.0 if math.isnan(q) else -1.0 if dislike else float(positive))
-    return out
+    cut = threshold
+    if cut is None:
+        cut = float(np.quantile(known, 1 - fraction)) if known else math.inf
+    pairs = zip(quantiles, dislikes, strict=True)
+    return [-1.0 if dislike else float(q >= cut - 1e-12) for q, dislike in pairs]

@@ -7,19 +7,23 @@ from jsonargparse import ArgumentParser
 
 from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
+from recpo.feedback import FeedbackRule
 from recpo.rewards import HitReward, LoggedReward, RankAwareReward, ValidityReward, WeightedSum, rank_aware_reward
 from recpo.types import FeedbackBatch, Histories, Slates
 
 
-def batch_of(items, visible=None, quantile=None, dislike=None, mask=None, is_logged=None):
+def batch_of(items, visible=None, quantile=None, dislike=None, mask=None, is_logged=None, least=None):
     items = torch.tensor(items)
     visible = torch.zeros_like(items) if visible is None else torch.tensor(visible)
+    label = torch.ones(items.shape) if quantile is None else torch.tensor(quantile)
+    dislike = torch.zeros(items.shape, dtype=torch.bool) if dislike is None else torch.tensor(dislike)
     slates = Slates(
         items,
         visible,
         items > 0 if mask is None else torch.tensor(mask),
-        label=torch.ones(items.shape) if quantile is None else torch.tensor(quantile),
-        dislike=torch.zeros(items.shape, dtype=torch.bool) if dislike is None else torch.tensor(dislike),
+        label=label,
+        dislike=dislike,
+        positive=FeedbackRule(0.75 if least is None else least).positive(label, dislike),
         is_logged=None if is_logged is None else torch.tensor(is_logged),
     )
     histories = Histories(torch.zeros(len(items), 6, dtype=torch.long), torch.full((len(items),), 6))
@@ -42,7 +46,6 @@ def test_a_hit_is_a_logged_positive():
     )
     reward = HitReward()(batch, candidates_of([[1, 2, 3, 4, 5, 6, 7, 0]]))
     assert reward.tolist() == [[1, 1, 0, 0, 0, 0, 0, 0]]
-    assert HitReward(positive_threshold=0.5)(batch, candidates_of([[3]])).tolist() == [[1]]
 
 
 def test_hits_are_those_of_a_loop():
@@ -51,8 +54,8 @@ def test_hits_are_those_of_a_loop():
     quantile, disliked = rng.random((40, 9)).astype(np.float32), rng.random((40, 9)) < 0.2
     proposed, seen = rng.integers(0, 8, (40, 5)), rng.integers(0, 7, (40, 5))
     kept = rng.random((40, 5)) < 0.8
-    batch = batch_of(items.tolist(), visible.tolist(), quantile.tolist(), disliked.tolist())
-    got = HitReward(0.4)(batch, candidates_of(proposed.tolist(), seen.tolist(), kept.tolist()))
+    batch = batch_of(items.tolist(), visible.tolist(), quantile.tolist(), disliked.tolist(), least=0.4)
+    got = HitReward()(batch, candidates_of(proposed.tolist(), seen.tolist(), kept.tolist()))
     for b in range(40):
         for g in range(5):
             expected = kept[b, g] and any(
@@ -65,10 +68,10 @@ def test_hits_are_those_of_a_loop():
             assert got[b, g] == expected
 
 
-def test_a_hit_without_labels_is_refused():
+def test_a_hit_without_positives_is_refused():
     batch = batch_of([[1]])
-    batch = batch._replace(slates=batch.slates._replace(label=None))
-    with pytest.raises(RecpoError, match="labels"):
+    batch = batch._replace(slates=batch.slates._replace(positive=None))
+    with pytest.raises(RecpoError, match="positive"):
         HitReward()(batch, candidates_of([[1]]))
 
 
@@ -111,6 +114,25 @@ def test_validity_judges_some_candidates_at_random():
     assert not ValidityReward(count=99)(batch, candidates_of([[0, 1]])).isnan().any()
     with pytest.raises(RecpoError, match="count"):
         ValidityReward(count=0)
+
+
+@pytest.mark.parametrize("cost", [1.0, 2.0, 0.25])
+@pytest.mark.parametrize("unknown", [None, 0.5])
+def test_logged_reward_in_closed_form(cost, unknown):
+    nan = float("nan")
+    label, dislike = [[0.75, 0.75, nan, nan, 0.0]], [[False, True, True, False, True]]
+    candidates = batch_of([[1, 2, 3, 4, 5]], quantile=label, dislike=dislike).slates
+    reward = LoggedReward(cost, unknown)(batch_of([[1]]), candidates)
+    expected = torch.tensor([[0.75, 0.75 - cost, -cost, nan if unknown is None else unknown, -cost]])
+    torch.testing.assert_close(reward, expected, equal_nan=True)
+    bare = LoggedReward(cost, unknown)(batch_of([[1]]), candidates._replace(dislike=None))
+    rest = nan if unknown is None else unknown
+    torch.testing.assert_close(bare, torch.tensor([[0.75, 0.75, rest, rest, 0.0]]), equal_nan=True)
+
+
+def test_logged_reward_needs_labels():
+    with pytest.raises(RecpoError, match="labels"):
+        LoggedReward()(batch_of([[1]]), candidates_of([[1]]))
 
 
 class Given(RewardFunction):

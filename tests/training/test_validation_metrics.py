@@ -23,12 +23,12 @@ def test_head_tail_and_coverage_equal_a_loop_and_add_up_over_ranks(prepared):
     torch.nn.init.normal_(policy.item_table.weight[1:])
     counts = torch.from_numpy(data.prepared.item_counts())
     tail = tail_items(counts)
-    ranks = [ValidationMetrics(10, 0.75, data.prepared.num_items, counts) for _ in range(2)]
+    ranks = [ValidationMetrics(10, data.prepared.num_items, counts) for _ in range(2)]
     shown, recalls = set(), {True: [], False: []}
     for number, batch in enumerate(data.val_dataloader()):
         ranks[number % 2].update(policy, batch)
         lists = policy.recommend(batch.feedback.histories, 10, batch.exclude).item_ids
-        targets = held_out_targets(batch, 0.75).without(batch.exclude)
+        targets = held_out_targets(batch).without(batch.exclude)
         for row, items in enumerate(lists.tolist()):
             shown |= set(items)
             liked = set(targets.item_ids[row][targets.positive[row]].tolist())
