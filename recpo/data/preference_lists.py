@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from recpo.data.counter_random import uniform
-from recpo.data.prepared import Events, run_change
-from recpo.data.slates import BatchMaker, Catalog, Layout, Windows, histories_of
+from recpo.data.prepared import Events
+from recpo.data.slates import BatchMaker, Catalog, Layout, Windows, histories_of, preceding
 from recpo.errors import RecpoError
 from recpo.types import FeedbackBatch, Slates, SlateTraits
 
@@ -77,22 +77,15 @@ class PreferenceListLayout(Layout):
         """See ``Layout.samples_by_popularity``."""
         return self.popularity > 0
 
-    def windows(self, user: np.ndarray, request: np.ndarray, positive: np.ndarray | None = None) -> Windows:
+    def windows(self, user: np.ndarray, request_start: np.ndarray, positive: np.ndarray | None = None) -> Windows:
         """See ``Layout.windows``; the slate range is the chosen event."""
         assert positive is not None
         chosen = np.flatnonzero(positive)
-        request_start = _last_true(run_change(user, request))[chosen]
-        user_start = _last_true(run_change(user))[chosen]
-        return Windows(np.maximum(request_start - self.history_length, user_start), request_start, chosen, chosen + 1)
+        return Windows(*preceding(user, request_start, chosen, self.history_length), chosen, chosen + 1)
 
     def batch_maker(self, catalog: Catalog, seed: int) -> BatchMaker:
         """See ``Layout.batch_maker``."""
         return _PreferenceBatches(self, catalog, seed)
-
-
-def _last_true(change: np.ndarray) -> np.ndarray:
-    """For every row the index of the last True up to it; the first row is True."""
-    return np.maximum.accumulate(np.where(change, np.arange(len(change)), 0))
 
 
 class _Pairs(NamedTuple):
@@ -149,7 +142,7 @@ class _PreferenceBatches:
         if self._index is None or self._index.events is not events:
             self._index = self._index_of(events)
         valid = windows.slate_stop > windows.slate_start
-        event = np.where(valid, windows.slate_start, 0)
+        event = events.by_request[np.where(valid, windows.slate_start, 0)]
         chosen = events.item_index[event] * valid
         user = events.user_index[event].astype(np.int64)
         drawn = self._rejected(self._index, user, chosen, context_ids, epoch)

@@ -41,6 +41,8 @@ class Events(NamedTuple):
 
     ``offsets [U + 1]`` cuts them into users: user ``u`` owns ``offsets[u] : offsets[u + 1]``. ``request_start[i]`` is
     the index of the first event of event i's request: what happened from there on was not known when i was shown.
+    ``by_request`` lists the events in the order of requests (``request_order``), as slates take them; it differs from
+    the order of time where requests of a user overlap.
     ``positive`` and ``skipped`` are those of the directory's ``FeedbackRule``.
     ``is_random`` is read for the held-out periods only: no training batch uses it.
     """
@@ -56,6 +58,7 @@ class Events(NamedTuple):
     propensity: np.ndarray
     is_target: np.ndarray
     request_start: np.ndarray
+    by_request: np.ndarray
     offsets: np.ndarray
     is_random: np.ndarray | None = None
 
@@ -133,7 +136,7 @@ class Prepared:
         columns = self.columns(split, shard, _EVENT_COLUMNS if split == "train" else _HELD_OUT_COLUMNS)
         user, request = columns["user_index"], columns["request"]
         label, dislike, rule = columns["label"], columns["dislike"], self.feedback.rule
-        offsets = _run_offsets(user)
+        offsets, request_start = _run_offsets(user), request_starts(user, request)
         return Events(
             user_index=user,
             item_index=columns["item_index"].astype(np.int64),
@@ -145,19 +148,22 @@ class Prepared:
             feedback=columns["feedback"].astype(np.int64),
             propensity=columns["propensity"],
             is_target=columns["is_target"],
-            request_start=_run_starts(user, request),
+            request_start=request_start,
+            by_request=request_order(request_start),
             offsets=offsets,
             is_random=columns.get("is_random"),
         )
 
     def keys(self, split: Period, shard: int, positive: bool = False) -> tuple[np.ndarray, ...]:
-        """``(user_index, request)`` of one shard: enough to plan an epoch without reading the rest.
+        """``(user_index, request_start)`` of one shard, by request: enough to plan an epoch without reading the rest.
 
         With ``positive``, also which events are positive.
         """
         names = ["user_index", "request"] + ["label", "dislike"] * positive
         user, request, *feedback = self.columns(split, shard, names).values()
-        return (user, request, self.feedback.rule.positive(*feedback)) if positive else (user, request)
+        start = request_starts(user, request)
+        order = request_order(start)
+        return (user, start[order], self.feedback.rule.positive(*feedback)[order]) if positive else (user, start[order])
 
     def columns(self, split: Period, shard: int, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Some columns of one shard, by name (``recpo.data.schema.EVENT_SCHEMA``)."""
@@ -190,6 +196,24 @@ def _run_offsets(*keys: np.ndarray) -> np.ndarray:
     return np.append(np.flatnonzero(run_change(*keys)), len(keys[0]))
 
 
-def _run_starts(*keys: np.ndarray) -> np.ndarray:
-    change = run_change(*keys)
-    return np.flatnonzero(change)[np.cumsum(change) - 1]
+def request_starts(user: np.ndarray, request: np.ndarray) -> np.ndarray:
+    """For every event, sorted by user and time, the index of the first event of its request.
+
+    Requests of a user may overlap in time: then a request is several runs of events, and begins with the first.
+    """
+    change = run_change(user, request)
+    starts = np.flatnonzero(change)
+    # requests are named in the order in which they begin, so a name that falls is one that comes again
+    again = (np.diff(request[starts]) <= 0) & (np.diff(user[starts]) == 0)
+    if not again.any():
+        return starts[np.cumsum(change) - 1]
+    order = np.lexsort((request, user))  # stable: the first of equals is the first in time
+    change = run_change(user[order], request[order])
+    begins = np.empty_like(order)
+    begins[order] = order[change][np.cumsum(change) - 1]
+    return begins
+
+
+def request_order(request_start: np.ndarray) -> np.ndarray:
+    """The events in the order of their requests, those of one request in the order of time."""
+    return np.argsort(request_start, kind="stable")

@@ -1,10 +1,13 @@
 """From the events of a shard to ``FeedbackBatch``: which history a context sees and which positions are scored.
 
 A *window* is one context: history events ``[history_start, history_stop)`` and slate events
-``[slate_start, slate_stop)``, all indices into the shard's flat arrays. In the layouts of this module every event of
-the training period is a slate position of exactly one window.
-No position ever sees an event of its own request or a later one (``visible``). Layouts that sample other items into
-their slates are in ``recpo.data.preference_lists``.
+``[slate_start, slate_stop)``. Histories index the shard's events in the order of time; slates index them in the order
+of requests (``Events.by_request``), in which the events of a request stand together even where requests overlap in
+time. In the layouts of this module every event of the training period is a slate position of exactly one window.
+
+No position ever sees an event of its own request or a later one: its history ends where its request began
+(``visible``). And no position sees nothing but where nothing came before its request. Layouts that sample other items
+into their slates are in ``recpo.data.preference_lists``.
 A session ends where the user's next event comes more than ``SESSION_GAP_MS`` later. After a user's last event of the
 training period nothing is known: it ends no session.
 """
@@ -21,13 +24,14 @@ import torch
 from torch import Tensor
 
 from recpo.data.prepared import Events, run_change
+from recpo.errors import RecpoError
 from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Slates, SlateTraits
 
 SESSION_GAP_MS = 30 * 60 * 1000
 
 
 class Windows(NamedTuple):
-    """Index ranges of contexts, each ``[N]`` int64."""
+    """Index ranges of contexts, each ``[N]`` int64: histories in the order of time, slates in that of requests."""
 
     history_start: np.ndarray
     history_stop: np.ndarray
@@ -72,18 +76,19 @@ class Layout(ABC):
     cuts_by_label: ClassVar[bool] = False
 
     @abstractmethod
-    def windows(self, user: np.ndarray, request: np.ndarray, positive: np.ndarray | None = None) -> Windows:
-        """Cuts the events of a shard, sorted by user and time.
+    def windows(self, user: np.ndarray, request_start: np.ndarray, positive: np.ndarray | None = None) -> Windows:
+        """Cuts the events of a shard, in the order of requests (``Events.by_request``).
 
         Args:
             user: ``[N]``, equal for the events of a user.
-            request: ``[N]``, equal for the events of a request.
+            request_start: ``[N]``, ascending, place in time of the first event of each event's request.
             positive: ``[N]`` bool, which events are positive; read where ``cuts_by_label``.
         """
 
     def windows_of(self, events: Events) -> Windows:
         """The windows of a shard that is in memory."""
-        return self.windows(events.user_index, events.request_start, events.positive)
+        order = events.by_request
+        return self.windows(events.user_index, events.request_start[order], events.positive[order])
 
     @property
     def traits(self) -> SlateTraits:
@@ -102,35 +107,77 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class SequenceLayout(Layout):
-    """The slate is the user's own sequence: every event is scored after the events before it, in one pass.
+    """The slate is a part of the user's own sequence: every event is scored after the events before its request.
 
-    A user with n events gives ``ceil(n / history_length)`` windows, cut from the end so that the most recent one is
-    full; the S = H positions of a window share one encoding of at most H events. This is next-item pre-training, and,
-    with the feedback of the same events, alignment from logs.
+    A window reads at most H events and scores at most H, all in one pass of a causal encoder. Windows are cut at the
+    boundaries of requests, from the user's end, so that the most recent one is full. Where a user has more than one,
+    they overlap: the first events that a window reads are scored in the window before it, so that its early positions
+    see a history as well. Every event is scored in exactly one window; a position sees at least
+    ``min(overlap, events before its request)`` events, and the last one of a full window H. Only a request of more
+    than H events is cut, into windows with the same history.
 
-    Attributes:
-        history_length: H, also the number of positions of a slate.
+    This is next-item pre-training, and, with the feedback of the same events, alignment from logs.
+
+    Args:
+        history_length: H.
+        overlap: O, the least history of a position where the user has as much: 1 scores the most positions per pass,
+            H gives every request a pass of its own. None = H / 4, rounded up.
         last_window_only: keep only each user's most recent window (the convention of SASRec's evaluation protocol).
+
+    Raises:
+        RecpoError: history_length below 1, or overlap outside 1..H.
     """
 
     history_length: int = 50
+    overlap: int | None = None
     last_window_only: bool = False
 
-    def windows(self, user: np.ndarray, request: np.ndarray, positive: np.ndarray | None = None) -> Windows:
+    def __post_init__(self) -> None:
+        if self.history_length < 1:
+            raise RecpoError(f"SequenceLayout: history_length {self.history_length} must be at least 1")
+        if self.overlap is not None and not 1 <= self.overlap <= self.history_length:
+            raise RecpoError(
+                f"SequenceLayout: overlap {self.overlap} must lie between 1 and history_length {self.history_length}"
+            )
+
+    @property
+    def least_history(self) -> int:
+        """The overlap in events."""
+        return -(-self.history_length // 4) if self.overlap is None else self.overlap
+
+    def windows(self, user: np.ndarray, request_start: np.ndarray, positive: np.ndarray | None = None) -> Windows:
         """See ``Layout.windows``."""
-        starts = np.flatnonzero(run_change(user))
-        stops = np.append(starts[1:], len(user))
-        counts = (
-            np.ones(len(starts), np.int64) if self.last_window_only else -(-(stops - starts) // self.history_length)
-        )
-        owner = np.repeat(np.arange(len(starts)), counts)
-        from_end = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        slate_stop = stops[owner] - from_end * self.history_length
-        slate_start = np.maximum(slate_stop - self.history_length, starts[owner])
-        history_stop = slate_stop - 1
-        return Windows(
-            np.maximum(history_stop - self.history_length, starts[owner]), history_stop, slate_start, slate_stop
-        )
+        user_offsets = np.append(np.flatnonzero(run_change(user)), len(user))
+        first = self._first_of_window(user, request_start, user_offsets)
+        # Every user's windows are found from the end, the n-th of all users in one pass over those that have one.
+        begins, stops = user_offsets[:-1], user_offsets[1:]
+        starts_found, stops_found = [], []
+        while len(stops):
+            slate_start = first[stops - 1]
+            starts_found.append(slate_start)
+            stops_found.append(stops)
+            more = slate_start > begins if not self.last_window_only else np.zeros(len(stops), bool)
+            begins, stops = begins[more], slate_start[more]
+        if not starts_found:
+            return Windows(user_offsets[:0], user_offsets[:0], user_offsets[:0], user_offsets[:0])
+        slate_start, slate_stop = np.sort(np.concatenate(starts_found)), np.sort(np.concatenate(stops_found))
+        history_stop = request_start[slate_stop - 1]
+        own_start = user_offsets[np.searchsorted(user_offsets, slate_start, side="right") - 1]
+        return Windows(np.maximum(history_stop - self.history_length, own_start), history_stop, slate_start, slate_stop)
+
+    def _first_of_window(self, user: np.ndarray, request_start: np.ndarray, user_offsets: np.ndarray) -> np.ndarray:
+        """For every event the first event of the window that ends with it, all in the order of requests."""
+        index = np.arange(len(user))
+        own_start = np.repeat(user_offsets[:-1], np.diff(user_offsets))
+        read_from = request_start - self.history_length
+        # with the user's first events in reach no history is cut short; otherwise the overlap must fit
+        earliest = np.where(read_from <= own_start, own_start, read_from + self.least_history)
+        first = np.maximum(np.searchsorted(request_start, earliest), index + 1 - self.history_length)
+        request_first = last_true(run_change(request_start))
+        next_request = np.searchsorted(request_start, request_start[first], side="right")
+        cuts_request = request_first[first] < first
+        # a whole request less, unless it is the only one: then it is longer than H, and cut
+        return np.where(cuts_request & (next_request <= index), next_request, first)
 
 
 @dataclass(frozen=True)
@@ -145,18 +192,16 @@ class ImpressionLayout(Layout):
     history_length: int = 50
     slate_length: int = 20
 
-    def windows(self, user: np.ndarray, request: np.ndarray, positive: np.ndarray | None = None) -> Windows:
+    def windows(self, user: np.ndarray, request_start: np.ndarray, positive: np.ndarray | None = None) -> Windows:
         """See ``Layout.windows``."""
-        starts = np.flatnonzero(run_change(user, request))
+        starts = np.flatnonzero(run_change(request_start))
         stops = np.append(starts[1:], len(user))
-        user_start = np.flatnonzero(run_change(user))[np.cumsum(run_change(user))[starts] - 1] if len(user) else starts
         counts = -(-(stops - starts) // self.slate_length)
         owner = np.repeat(np.arange(len(starts)), counts)
         part = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         slate_start = starts[owner] + part * self.slate_length
         slate_stop = np.minimum(slate_start + self.slate_length, stops[owner])
-        history_start = np.maximum(starts[owner] - self.history_length, user_start[owner])
-        return Windows(history_start, starts[owner], slate_start, slate_stop)
+        return Windows(*preceding(user, request_start, slate_start, self.history_length), slate_start, slate_stop)
 
     @property
     def traits(self) -> SlateTraits:
@@ -170,8 +215,8 @@ def _logged_batch(events: Events, windows: Windows, context_ids: np.ndarray, epo
 
 def feedback_batch(events: Events, windows: Windows, context_ids: np.ndarray) -> FeedbackBatch:
     """Gathers windows into right-padded tensors; H and S are the longest of these windows."""
-    index, valid = _ranges(windows.slate_start, windows.slate_stop)
-    lengths = windows.history_stop - windows.history_start
+    place, valid = _ranges(windows.slate_start, windows.slate_stop)
+    index, lengths = events.by_request[place], windows.history_stop - windows.history_start
     # the history reaches to where the event's request began: what was shown together was chosen together
     visible = np.clip(events.request_start[index] - windows.history_start[:, None], 0, lengths[:, None])
     slates = Slates(
@@ -183,7 +228,7 @@ def feedback_batch(events: Events, windows: Windows, context_ids: np.ndarray) ->
         positive=_padded(events.positive[index], valid),
         logp_behavior=_padded(_logp_behavior(events, index), valid, np.nan),
         is_logged=torch.from_numpy(valid),
-        ends_session=_padded(_ends_session(events, index), valid),
+        ends_session=_padded(_ends_session(events, place), valid),
     )
     return FeedbackBatch(
         histories_of(events, windows.history_start, windows.history_stop),
@@ -193,20 +238,40 @@ def feedback_batch(events: Events, windows: Windows, context_ids: np.ndarray) ->
     )
 
 
-def _ends_session(events: Events, index: np.ndarray) -> np.ndarray:
-    """Which of the events ``index`` end their session."""
-    following = np.minimum(index + 1, len(events.timestamp) - 1)
-    same_user = events.user_index[following] == events.user_index[index]
-    ends: np.ndarray = same_user & (events.timestamp[following] - events.timestamp[index] > SESSION_GAP_MS)
+def preceding(
+    user: np.ndarray, request_start: np.ndarray, place: np.ndarray, history_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """First and last + 1 of the ``history_length`` events before the requests of the events at ``place``."""
+    stop = request_start[place]
+    return np.maximum(stop - history_length, last_true(run_change(user))[place]), stop
+
+
+def last_true(change: np.ndarray) -> np.ndarray:
+    """For every row the index of the last True up to it; the first row is True."""
+    return np.maximum.accumulate(np.where(change, np.arange(len(change)), 0))
+
+
+def _ends_session(events: Events, place: np.ndarray) -> np.ndarray:
+    """Which of the events at ``place``, in the order of requests, end their session."""
+    here, following = events.by_request[place], events.by_request[np.minimum(place + 1, len(events.timestamp) - 1)]
+    same_user = events.user_index[following] == events.user_index[here]
+    ends: np.ndarray = same_user & (events.timestamp[following] - events.timestamp[here] > SESSION_GAP_MS)
     return ends
 
 
 def evaluation_batch(events: Events, users: np.ndarray, history_length: int) -> EvaluationBatch:
-    """Held-out users ``users`` (rows of ``events.offsets``): the context before the period and the period's events."""
+    """Held-out users ``users`` (rows of ``events.offsets``): the context before the period and the period's events.
+
+    The history ends before the period's first request.
+    """
     starts, stops = events.offsets[users], events.offsets[users + 1]
     targets_before = np.concatenate([[0], np.cumsum(events.is_target)])
     boundary = stops - (targets_before[stops] - targets_before[starts])
-    histories = histories_of(events, np.maximum(starts, boundary - history_length), boundary)
+    # a request that began before the period is not seen in part
+    ends = np.stack([boundary, stops], axis=1).ravel()
+    first_request = np.minimum.reduceat(np.append(events.request_start, len(events.request_start)), ends)[::2]
+    known = np.minimum(boundary, first_request)
+    histories = histories_of(events, np.maximum(starts, known - history_length), known)
     index, valid = _ranges(boundary, stops)
     slates = Slates(
         item_ids=_padded(events.item_index[index], valid),

@@ -229,7 +229,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
 def _step_labels(step: list[_Planned]) -> Tensor:
     """The known labels of a whole optimizer step, so that its threshold does not depend on how it is split."""
     labels = [
-        batch.events.label[begin:end]
+        batch.events.label[batch.events.by_request[begin:end]]
         for batch in step
         for begin, end in zip(batch.windows.slate_start, batch.windows.slate_stop, strict=True)
     ]

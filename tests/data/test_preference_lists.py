@@ -9,7 +9,7 @@ import torch
 from recpo.data.counter_random import uniform
 from recpo.data.datamodule import Rank, TrainBatches
 from recpo.data.preference_lists import PreferenceListLayout
-from recpo.data.prepared import Events, Prepared, _run_offsets, _run_starts
+from recpo.data.prepared import Events, Prepared, _run_offsets, request_order, request_starts
 from recpo.data.slates import Catalog
 from recpo.errors import RecpoError
 from recpo.feedback import FeedbackRule
@@ -31,6 +31,7 @@ def events():
     quantile[rng.random(total) < 0.1] = np.nan
     items = rng.integers(1, NUM_ITEMS + 1, total)
     dislike = (rng.random(total) < 0.2) & (user != 4)
+    request_start = request_starts(user, np.arange(total) // 3)
     return Events(
         user_index=user,
         item_index=items,
@@ -42,7 +43,8 @@ def events():
         feedback=np.zeros(total, np.int64),
         propensity=np.full(total, np.nan, np.float32),
         is_target=np.ones(total, bool),
-        request_start=_run_starts(user, np.arange(total) // 3),
+        request_start=request_start,
+        by_request=request_order(request_start),
         offsets=_run_offsets(user),
     )
 

@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpo.data.prepared import Events, Prepared, _run_offsets, _run_starts
-from recpo.data.slates import ImpressionLayout, SequenceLayout, evaluation_batch, feedback_batch
+from recpo.data.preference_lists import PreferenceListLayout
+from recpo.data.prepared import Events, Prepared, _run_offsets, request_order, request_starts
+from recpo.data.slates import Catalog, ImpressionLayout, SequenceLayout, evaluation_batch, feedback_batch
+from recpo.errors import RecpoError
 from recpo.feedback import FeedbackRule
 
 
@@ -16,6 +19,7 @@ def events_of(counts, requests=None, is_target=None, seed=0):
     user = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
     request = np.arange(total) if requests is None else np.asarray(requests)
     rng = np.random.default_rng(seed)
+    request_start = request_starts(user, request)
     label, dislike = rng.random(total).astype(np.float32), rng.random(total) < 0.1
     return Events(
         user_index=user,
@@ -28,94 +32,171 @@ def events_of(counts, requests=None, is_target=None, seed=0):
         feedback=rng.integers(0, 6, total),
         propensity=rng.random(total).astype(np.float32),
         is_target=np.ones(total, bool) if is_target is None else np.asarray(is_target),
-        request_start=_run_starts(user, request),
+        request_start=request_start,
+        by_request=request_order(request_start),
         offsets=_run_offsets(user),
     )
 
 
-def batch_of(events, layout):
-    windows = layout.windows(events.user_index, events.request_start)
-    return feedback_batch(events, windows, np.arange(len(windows.slate_start)))
-
-
-user_counts = st.lists(st.integers(1, 23), min_size=1, max_size=6)
-request_sizes = st.lists(st.integers(1, 5), min_size=30, max_size=40)
-
-
 @st.composite
 def logs(draw):
-    counts = draw(user_counts)
-    requests, number = [], 0
+    """Users with requests of up to 9 events, some of which overlap in time with the one before."""
+    counts, requests, number = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5)), [], 0
     for count in counts:
-        left = count
-        while left:
-            size = min(left, draw(st.integers(1, 5)))
-            requests += [number] * size
-            number, left = number + 1, left - size
+        own = []
+        while len(own) < count:
+            own += [number] * draw(st.integers(1, 9))
+            number += 1
+        own = own[:count]
+        for place in draw(st.lists(st.integers(0, count - 1), max_size=6)):
+            other = min(count - 1, place + draw(st.integers(0, 12)))
+            own[place], own[other] = own[other], own[place]
+        requests += own
     return counts, requests
 
 
-@pytest.mark.parametrize(
-    "layout", [SequenceLayout(history_length=7), ImpressionLayout(history_length=7, slate_length=3)]
+layouts = st.one_of(
+    st.builds(SequenceLayout, st.just(7), st.one_of(st.none(), st.integers(1, 7))),
+    st.builds(SequenceLayout, st.just(1)),
+    st.builds(ImpressionLayout, st.just(7), st.just(3)),
 )
-@given(log=logs())
-def test_every_event_is_scored_once_and_sees_only_its_past(layout, log):
+
+
+def own_request(events, requests, event):
+    """Places in time of the events of one event's request."""
+    requests = np.asarray(requests)
+    return np.flatnonzero((requests == requests[event]) & (events.user_index == events.user_index[event]))
+
+
+@given(layout=layouts, log=logs())
+def test_every_event_is_scored_once_and_sees_only_what_came_before_its_request(layout, log):
     events = events_of(*log)
-    batch = batch_of(events, layout)
-    slates, histories = batch.slates, batch.histories
+    slates, histories, *_ = batch_of(events, layout)
     assert sorted(slates.item_ids[slates.mask].tolist()) == events.item_index.tolist()
     assert (slates.item_ids[~slates.mask] == 0).all()
     for row in range(len(slates.item_ids)):
         length = int(histories.lengths[row])
         assert length <= layout.history_length
         assert (histories.item_ids[row, length:] == 0).all()
-        for position in range(slates.item_ids.shape[1]):
-            if not slates.mask[row, position]:
-                continue
-            event = int(slates.item_ids[row, position]) - 1
-            visible = int(slates.visible[row, position])
-            assert 0 <= visible <= length
-            seen = histories.item_ids[row, :visible] - 1
-            own = events.user_index[event]
-            assert all(events.user_index[i] == own for i in seen.tolist())
-            assert all(i < events.request_start[event] for i in seen.tolist())
-            # the visible part ends right before the request, unless the window's history ends earlier
-            assert visible == 0 or int(seen[-1]) == events.request_start[event] - 1
+        for place in np.flatnonzero(slates.mask[row]):
+            event, visible = int(slates.item_ids[row, place]) - 1, int(slates.visible[row, place])
+            own = own_request(events, log[1], event)
+            user_start = int(events.offsets[events.user_index[event]])
+            # all of it happened before the request, and nothing is missing between
+            read = (histories.item_ids[row, :visible] - 1).tolist()
+            assert read == list(range(own[0] - visible, own[0]))
+            before = own[0] - user_start
+            least = min(layout.least_history if isinstance(layout, SequenceLayout) else 7, before)
+            assert least <= visible <= min(layout.history_length, before)
+            assert (visible == 0) == (before == 0), "a warm user scored as a cold one"
 
 
-@given(counts=user_counts)
-def test_sequence_windows_are_full_from_the_end(counts):
-    layout = SequenceLayout(history_length=5)
-    events = events_of(counts)
-    windows = layout.windows(events.user_index, events.request_start)
-    assert len(windows.slate_start) == sum(-(-count // 5) for count in counts)
-    last = SequenceLayout(history_length=5, last_window_only=True).windows(events.user_index, events.request_start)
-    assert (last.slate_stop == np.cumsum(counts)).all()
-    assert (last.slate_stop - last.slate_start == np.minimum(counts, 5)).all()
+def batch_of(events, layout):
+    windows = layout.windows_of(events)
+    batch = feedback_batch(events, windows, np.arange(len(windows.slate_start)))
+    return batch.slates, batch.histories, windows
+
+
+@given(log=logs(), overlap=st.integers(1, 7))
+def test_windows_hold_whole_requests_and_as_many_as_fit(log, overlap):
+    """From the user's end each window takes requests while its history and its slate have room."""
+    events, layout = events_of(*log), SequenceLayout(7, overlap)
+    windows = layout.windows_of(events)
+    order, start = events.by_request, events.request_start
+    for row in range(len(windows.slate_start)):
+        first, stop = windows.slate_start[row], windows.slate_stop[row]
+        user_start = events.offsets[events.user_index[order[first]]]
+        assert stop - first <= 7
+        if first == user_start:
+            continue
+        longer = first - np.flatnonzero(start[order[:first]] == start[order[first - 1]])[0]  # the request before
+        if start[order[first - 1]] == start[order[first]]:
+            assert len(set(start[order[first:stop]])) == 1, "only a request that fills a window alone is cut"
+        else:
+            read_from = max(windows.history_stop[row] - 7, user_start)
+            room = read_from == user_start or start[order[first - 1]] - read_from >= overlap
+            assert stop - first + longer > 7 or not room
+
+
+def test_the_last_window_only_is_the_most_recent_one():
+    events = events_of([4, 23, 9])
+    windows = SequenceLayout(5, 2, last_window_only=True).windows_of(events)
+    everything = SequenceLayout(5, 2).windows_of(events)
+    assert windows.slate_stop.tolist() == [4, 27, 36]
+    assert set(zip(*windows, strict=True)) <= set(zip(*everything, strict=True))
+
+
+@pytest.mark.parametrize("overlap", [0, 6, -1])
+def test_an_overlap_that_no_window_can_have_is_an_error(overlap):
+    with pytest.raises(RecpoError, match=f"overlap {overlap} must lie between 1 and history_length 5"):
+        SequenceLayout(5, overlap)
+
+
+def test_overlapping_windows_by_hand():
+    """Requests of two; H = 4 and an overlap of two: the positions of the second window see at least two events."""
+    slates, histories, _ = batch_of(events_of([8], requests=[0, 0, 1, 1, 2, 2, 3, 3]), SequenceLayout(4, 2))
+    assert slates.item_ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert histories.item_ids.tolist() == [[1, 2, 0, 0], [3, 4, 5, 6]]
+    assert slates.visible.tolist() == [[0, 0, 2, 2], [2, 2, 4, 4]]
+
+
+def test_a_request_longer_than_a_window_is_cut_with_the_same_history():
+    slates, histories, _ = batch_of(events_of([9], requests=[0, 0, *[1] * 7]), SequenceLayout(4))
+    assert slates.item_ids[slates.mask].tolist() == list(range(1, 10))
+    assert histories.item_ids.tolist() == [[1, 2]] * 3 or histories.item_ids[-1].tolist() == [1, 2]
+    assert (slates.visible[slates.mask] == torch.tensor([0, 0, *[2] * 7])).all()
+
+
+@pytest.mark.parametrize(
+    "layout", [SequenceLayout(10), ImpressionLayout(10, 3), PreferenceListLayout(history_length=10, uniform=2)]
+)
+def test_requests_that_overlap_in_time_do_not_see_themselves(layout):
+    """a b a b: the second a knows nothing, and the second b only the first a."""
+    events = events_of([4], requests=[0, 1, 0, 1])
+    events = events._replace(positive=np.ones(4, bool))
+    windows = layout.windows_of(events)
+    batch = layout.batch_maker(Catalog(4), 0)(events, windows, np.arange(len(windows.slate_start)), 0)
+    known = {}
+    for row in range(len(windows.slate_start)):
+        for item, visible, logged in zip(
+            batch.slates.item_ids[row], batch.slates.visible[row], batch.slates.is_logged[row], strict=True
+        ):
+            if logged:
+                known[int(item)] = batch.histories.item_ids[row, : int(visible)].tolist()
+    assert known == {1: [], 2: [1], 3: [], 4: [1]}
+
+
+def test_the_history_of_a_held_out_user_ends_before_the_first_request_of_the_period():
+    events = events_of([5], requests=[0, 1, 2, 1, 3], is_target=[False, False, False, True, True])
+    batch = evaluation_batch(events, np.array([0]), history_length=4)
+    assert batch.feedback.histories.item_ids.tolist() == [[1]]
+    assert batch.feedback.slates.visible.tolist() == [[1, 1]]
 
 
 def test_a_users_first_window_by_hand():
-    batch = batch_of(events_of([4]), SequenceLayout(history_length=10))
-    assert batch.histories.item_ids.tolist() == [[1, 2, 3]]
-    assert batch.slates.item_ids.tolist() == [[1, 2, 3, 4]]
-    assert batch.slates.visible.tolist() == [[0, 1, 2, 3]]
+    slates, histories, _ = batch_of(events_of([4]), SequenceLayout(history_length=10))
+    assert histories.item_ids.tolist() == [[1, 2, 3]]
+    assert slates.item_ids.tolist() == [[1, 2, 3, 4]]
+    assert slates.visible.tolist() == [[0, 1, 2, 3]]
 
 
 def test_items_of_one_request_share_their_history():
-    batch = batch_of(events_of([5], requests=[0, 0, 1, 1, 1]), SequenceLayout(history_length=10))
-    assert batch.slates.visible.tolist() == [[0, 0, 2, 2, 2]]
+    slates, *_ = batch_of(events_of([5], requests=[0, 0, 1, 1, 1]), SequenceLayout(history_length=10))
+    assert slates.visible.tolist() == [[0, 0, 2, 2, 2]]
 
 
 def test_a_long_request_is_cut_with_the_same_history():
-    batch = batch_of(events_of([6], requests=[0, 0, 1, 1, 1, 1]), ImpressionLayout(history_length=4, slate_length=3))
-    assert batch.slates.item_ids.tolist() == [[1, 2, 0], [3, 4, 5], [6, 0, 0]]
-    assert batch.histories.item_ids.tolist() == [[0, 0], [1, 2], [1, 2]]
-    assert batch.slates.visible.tolist() == [[0, 0, 0], [2, 2, 2], [2, 0, 0]]
+    slates, histories, _ = batch_of(
+        events_of([6], requests=[0, 0, 1, 1, 1, 1]), ImpressionLayout(history_length=4, slate_length=3)
+    )
+    assert slates.item_ids.tolist() == [[1, 2, 0], [3, 4, 5], [6, 0, 0]]
+    assert histories.item_ids.tolist() == [[0, 0], [1, 2], [1, 2]]
+    assert slates.visible.tolist() == [[0, 0, 0], [2, 2, 2], [2, 0, 0]]
 
 
 def test_propensities_become_log_probabilities():
     events = events_of([3])._replace(propensity=np.array([0.5, np.nan, 1.0], np.float32))
-    logp = batch_of(events, SequenceLayout(history_length=10)).slates.logp_behavior[0].tolist()
+    logp = batch_of(events, SequenceLayout(history_length=10))[0].logp_behavior[0].tolist()
     assert logp[0] == pytest.approx(np.log(0.5))
     assert np.isnan(logp[1])
     assert logp[2] == 0.0
