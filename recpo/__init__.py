@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from recpo.data.slates import ImpressionLayout as ImpressionLayout, SequenceLayout as SequenceLayout
     from recpo.data.splits import LeaveLastOut as LeaveLastOut, TemporalSplit as TemporalSplit
     from recpo.errors import RecpoError as RecpoError
+    from recpo.feedback import FeedbackDefinition as FeedbackDefinition, FeedbackRule as FeedbackRule
     from recpo.objectives import (
         ASPO as ASPO,
         CISPO as CISPO,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
         VectorsFromParquet as VectorsFromParquet,
     )
     from recpo.tokenizer.tokenization import Codes as Codes
+    from recpo.workflows.load import load as load
     from recpo.workflows.simulate import simulate as simulate
     from recpo.workflows.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
 
@@ -82,6 +84,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.data.slates": ("ImpressionLayout", "SequenceLayout"),
     "recpo.data.splits": ("LeaveLastOut", "TemporalSplit"),
     "recpo.errors": ("RecpoError",),
+    "recpo.feedback": ("FeedbackDefinition", "FeedbackRule"),
     "recpo.objectives": (
         "ASPO",
         "CISPO",
@@ -109,24 +112,20 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.tokenizer.cooccurrence": ("VectorsFromCooccurrence",),
     "recpo.tokenizer.sources": ("CodesFromFile", "VectorsFromFrame", "VectorsFromParquet"),
     "recpo.tokenizer.tokenization": ("Codes",),
+    "recpo.workflows.load": ("load",),
     "recpo.workflows.simulate": ("simulate",),
     "recpo.workflows.tokenize": ("VectorsFromRun", "tokenize"),
 }
-_MODULE_AND_NAME = {
-    export.split(" as ")[-1]: (module, export.split(" as ")[0])
-    for module, exports in _EXPORTS.items()
-    for export in exports
-}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = sorted(["__version__", *_MODULE_AND_NAME])
+__all__ = sorted(["__version__", *_MODULE_OF])
 
 
 def __getattr__(name: str) -> Any:
     """Imports an exported name when it is first used (PEP 562)."""
-    if name not in _MODULE_AND_NAME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'recpo' has no attribute {name!r}; it has {', '.join(__all__)}")
-    module, original = _MODULE_AND_NAME[name]
-    value = getattr(import_module(module), original)
+    value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

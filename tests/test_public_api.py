@@ -30,8 +30,8 @@ def test_every_public_name_resolves_and_has_a_docstring(name):
 def test_type_checkers_see_the_names_that_exist():
     """The imports under TYPE_CHECKING and the table of lazy imports are the same list."""
     block = next(node for node in ast.parse(SOURCE).body if isinstance(node, ast.If))
-    seen = {(node.module, alias.name, alias.asname) for node in block.body for alias in node.names}
-    assert seen == {(module, name, public) for public, (module, name) in recpo._MODULE_AND_NAME.items()}
+    seen = {(node.module, alias.name) for node in block.body for alias in node.names if alias.name == alias.asname}
+    assert seen == {(module, name) for name, module in recpo._MODULE_OF.items()}
 
 
 def test_an_unknown_name_is_an_attribute_error_that_lists_the_names():
@@ -43,3 +43,23 @@ def test_all_objectives_are_public():
     import recpo.objectives
 
     assert set(recpo.objectives.__all__) <= set(recpo.__all__)
+
+
+def test_load_opens_each_kind_of_directory_by_its_marker(prepared, world, tmp_path, capfd):
+    codes = recpo.tokenize(prepared, tmp_path / "codes", levels=2, codebook_size=8, capacity_slack=None)
+    assert isinstance(recpo.load(prepared), recpo.Prepared)
+    assert isinstance(recpo.load(str(world)), recpo.Simulation)
+    assert isinstance(recpo.load(codes), recpo.Codes)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_load_says_what_it_found_instead(prepared, tmp_path):
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    for path, found in ((tmp_path / "absent", "nothing there"), (tmp_path / "file", "a file")):
+        with pytest.raises(recpo.RecpoError, match=f"expected prepared data, .*, found {found}"):
+            recpo.load(path)
+    with pytest.raises(recpo.RecpoError, match=r"found a directory without recpo\.json"):
+        recpo.load(tmp_path)
+    (tmp_path / "recpo.json").write_text('{"kind": "demo"}', encoding="utf-8")
+    with pytest.raises(recpo.RecpoError, match="found a demo directory, whose parts can be opened"):
+        recpo.load(tmp_path)

@@ -1,0 +1,51 @@
+"""Opens whatever recpo wrote."""
+
+from __future__ import annotations
+
+from os import PathLike, fspath
+from pathlib import Path
+
+from recpo.artifacts import MARKER, kind_of
+from recpo.data.locations import locate
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.serving.bundle import Bundle
+from recpo.simulation.log import Simulation
+from recpo.tokenizer.tokenization import Codes
+
+_READABLE = "prepared data, codes, a run, a bundle, an evaluation or a simulation"
+
+
+def load(path: str | PathLike[str]) -> Prepared | Codes | Bundle | Simulation:
+    """Opens a directory that recpo wrote, whichever kind it is of; ``recpo.json`` in it says which.
+
+    Args:
+        path: the directory; of prepared data also an address in an object store.
+
+    Raises:
+        RecpoError: there is no such directory, recpo did not write it, or it is damaged or of another version.
+    """
+    place = locate(fspath(path))
+    if not isinstance(place, Path):
+        return Prepared.open(place)
+    kind = kind_of(place)
+    if kind == "prepared":
+        return Prepared.open(place)
+    if kind == "codes":
+        return Codes.open(place)
+    if kind == "bundle":
+        return Bundle.load(place)
+    if kind == "simulation":
+        return Simulation.open(place)
+    raise RecpoError(f"{path}: expected {_READABLE}, found {_found(place)}")
+
+
+def _found(place: Path) -> str:
+    kind = kind_of(place)
+    if kind is not None:
+        return f"a {kind} directory, whose parts can be opened: {', '.join(sorted(p.name for p in place.iterdir()))}"
+    if not place.exists():
+        return "nothing there"
+    if not place.is_dir():
+        return "a file"
+    return f"a directory without {MARKER}, which recpo did not write, or an older recpo: then make it again"
