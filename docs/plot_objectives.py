@@ -26,7 +26,7 @@ from recpo.contracts import Objective
 from recpo.objectives import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, PPO, DrGRPO, Likelihood, Reinforce
 from recpo.objectives.dpo import Variant, dpo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
-from recpo.objectives.pointwise_reward import pointwise_reward_loss
+from recpo.objectives.reward_model import pointwise_reward_loss
 from recpo.objectives.q_learning import q_loss
 from recpo.objectives.reward_model import pairwise_reward_loss
 from recpo.types import LogProbs, ObjectiveInputs

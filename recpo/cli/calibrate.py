@@ -18,7 +18,7 @@ from recpo.errors import RecpoError
 from recpo.evaluation.calibration import Interval, Platt, fit_platt, judge
 from recpo.evaluation.exposures import auc
 from recpo.evaluation.intervals import estimate
-from recpo.objectives.pointwise_reward import TARGETS, PointwiseReward
+from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.training.learned_reward import CALIBRATION, Checkpoint, RewardModel, checkpoint_sha256, load_reward_model
 from recpo.training.run import refuse_other_items
 from recpo.workflows.devices import compute_device

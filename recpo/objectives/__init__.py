@@ -9,11 +9,10 @@ from recpo.objectives.grpo import DAPO, GRPO, DrGRPO
 from recpo.objectives.gspo import GSPO
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.listwise_dpo import MarginListwiseDPO, SoftmaxDPO
-from recpo.objectives.pointwise_reward import PointwiseReward
 from recpo.objectives.ppo import PPO
 from recpo.objectives.q_learning import QLearning
 from recpo.objectives.reinforce import Reinforce
-from recpo.objectives.reward_model import PairwiseReward
+from recpo.objectives.reward_model import PairwiseReward, PointwiseReward
 
 __all__ = [
     "ASPO",

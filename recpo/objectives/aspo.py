@@ -9,8 +9,8 @@ from torch import Tensor
 
 from recpo.objectives.health import masked_mean
 from recpo.objectives.inputs import required
-from recpo.objectives.ppo import ClippedObjective
-from recpo.ops.reduce import Aggregation, over_tokens, zero_masked
+from recpo.objectives.policy_gradient import ClippedObjective
+from recpo.ops.reduce import Aggregation, check_same_shape, over_tokens, zero_masked
 from recpo.ops.surrogate import guarded_ratio, is_clipped, weighted_score
 
 
@@ -37,13 +37,17 @@ def aspo_loss(
         logp_old: ``[..., T]``; no gradient flows into it.
         advantages: ``[...]`` or ``[..., T]``; no gradient flows into it.
         mask: ``[..., T]``.
-        clip_low: see above.
-        clip_high: see above.
+        clip_low: lower clip range: for ``A < 0`` the gradient is zero once ``rho < 1 - clip_low``.
+        clip_high: upper clip range: for ``A > 0`` the gradient is zero once ``rho > 1 + clip_high``.
         dual_clip: the soft cap; None = none.
 
     Returns:
         ``[..., T]``; 0 at masked tokens.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     logp = zero_masked(logp, mask)
     advantages = zero_masked(over_tokens(advantages.detach(), logp), mask)
     log_ratio = logp.detach() - zero_masked(logp_old.detach(), mask)

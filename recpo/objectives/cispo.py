@@ -10,7 +10,7 @@ from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
 from recpo.objectives.inputs import required
 from recpo.objectives.policy_gradient import PolicyGradientObjective
-from recpo.ops.reduce import Aggregation, over_tokens, zero_masked
+from recpo.ops.reduce import Aggregation, check_same_shape, over_tokens, zero_masked
 from recpo.ops.surrogate import guarded_ratio, weighted_score
 
 
@@ -37,7 +37,11 @@ def cispo_loss(
 
     Returns:
         ``[..., T]``; 0 at masked tokens.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     logp = zero_masked(logp, mask)
     advantages = zero_masked(over_tokens(advantages.detach(), logp), mask)
     weight = guarded_ratio(logp.detach() - zero_masked(logp_old.detach(), mask))

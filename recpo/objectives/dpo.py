@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from recpo.errors import RecpoError
-from recpo.objectives.inputs import PreferenceLists
-from recpo.objectives.preference import PreferenceObjective
-from recpo.ops.reduce import zero_masked
+from recpo.objectives.preference import PreferenceLists, PreferenceObjective
+from recpo.ops.reduce import check_same_shape, zero_masked
 from recpo.types import ObjectiveInputs
 
 Variant = Literal["sigmoid", "robust", "ipo", "hinge"]
@@ -50,8 +49,14 @@ def dpo_loss(
         Same shape.
 
     Raises:
-        ValueError: unknown variant, or ``label_smoothing`` out of range.
+        ValueError: unknown variant, ``label_smoothing`` out of range, or shapes that differ.
     """
+    check_same_shape(
+        logp_chosen=logp_chosen,
+        logp_rejected=logp_rejected,
+        logp_ref_chosen=logp_ref_chosen,
+        logp_ref_rejected=logp_ref_rejected,
+    )
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
     h = (logp_chosen - logp_ref_chosen.detach()) - (logp_rejected - logp_ref_rejected.detach())
@@ -97,9 +102,9 @@ class DPO(PreferenceObjective):
     def list_loss(self, logp: Tensor, logp_ref: Tensor, lists: PreferenceLists, inputs: ObjectiveInputs) -> Tensor:
         """The mean of ``dpo_loss`` over the pairs of a list."""
         pairs = dpo_loss(
-            lists.chosen(logp).unsqueeze(-1),
+            lists.chosen(logp).unsqueeze(-1).expand_as(logp),
             zero_masked(logp, lists.is_rejected),
-            lists.chosen(logp_ref).unsqueeze(-1),
+            lists.chosen(logp_ref).unsqueeze(-1).expand_as(logp),
             zero_masked(logp_ref, lists.is_rejected),
             beta=self.beta,
             label_smoothing=self.label_smoothing,

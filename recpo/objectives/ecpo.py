@@ -11,8 +11,9 @@ from torch import Tensor
 from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
 from recpo.objectives.inputs import required
-from recpo.objectives.ppo import ClippedObjective, ppo_loss
-from recpo.ops.reduce import zero_masked
+from recpo.objectives.policy_gradient import ClippedObjective
+from recpo.objectives.ppo import ppo_loss
+from recpo.ops.reduce import check_same_shape, zero_masked
 from recpo.ops.surrogate import guarded_ratio
 
 
@@ -37,13 +38,17 @@ def ecpo_loss(
         logp_old: ``[..., T]``; no gradient flows into it.
         advantages: ``[...]`` or ``[..., T]``; no gradient flows into it.
         mask: ``[..., T]``.
-        clip_low: how far below 1 the ratio still pays.
-        clip_high: how far above 1 the ratio still pays.
+        clip_low: lower clip range: for ``A < 0`` the gradient is zero once ``rho < 1 - clip_low``.
+        clip_high: upper clip range: for ``A > 0`` the gradient is zero once ``rho > 1 + clip_high``.
         delta: room between the clip and the cap.
 
     Returns:
         ``[..., T]``; 0 at masked tokens.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     logp = zero_masked(logp, mask)
     early = logp.detach() - math.log(1.0 + clip_high + delta)
     old = torch.maximum(early, zero_masked(logp_old.detach(), mask))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recpo.objectives.policy_gradient import PolicyGradientObjective
-from recpo.ops.reduce import over_tokens, zero_masked
+from recpo.ops.reduce import check_same_shape, over_tokens, zero_masked
 from recpo.ops.surrogate import LOG_RATIO_GUARD, RatioLevel, log1mexp, weighted_score
 from recpo.types import ObjectiveInputs
 
@@ -42,8 +42,9 @@ def gbpo_loss(
         ``[..., T]``; 0 at masked tokens.
 
     Raises:
-        ValueError: unknown level.
+        ValueError: unknown level, or shapes that do not fit.
     """
+    check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     logp = zero_masked(logp, mask)
     advantages = zero_masked(over_tokens(advantages.detach(), logp), mask)
     old = logp.detach() if logp_old is None else zero_masked(logp_old.detach(), mask)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from recpo.objectives.inputs import required
-from recpo.objectives.ppo import ClippedObjective, ppo_loss
+from recpo.objectives.policy_gradient import ClippedObjective
+from recpo.objectives.ppo import ppo_loss
 from recpo.ops.reduce import Aggregation
 
 

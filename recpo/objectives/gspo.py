@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from recpo.objectives.inputs import required
-from recpo.objectives.ppo import ClippedObjective
-from recpo.ops.reduce import over_tokens, zero_masked
+from recpo.objectives.policy_gradient import ClippedObjective
+from recpo.ops.reduce import check_same_shape, over_tokens, zero_masked
 from recpo.ops.surrogate import RatioLevel, clipped_surrogate, sequence_log_ratio
 
 
@@ -33,16 +33,18 @@ def gspo_loss(
         logp_old: ``[..., T]``; no gradient flows into it.
         advantages: ``[...]`` or ``[..., T]``; no gradient flows into it.
         mask: ``[..., T]``.
-        clip_low: how far below 1 the ratio still pays; the geometric mean keeps it near 1, hence the small default.
-        clip_high: how far above 1 the ratio still pays.
+        clip_low: lower clip range: for ``A < 0`` the gradient is zero once ``s < 1 - clip_low``. The geometric mean
+            stays near 1, hence the small default.
+        clip_high: upper clip range: for ``A > 0`` the gradient is zero once ``s > 1 + clip_high``.
         level: see above.
 
     Returns:
         ``[..., T]``; 0 at masked tokens; meant for ``seq-mean-token-mean``.
 
     Raises:
-        ValueError: unknown level.
+        ValueError: unknown level, or shapes that do not fit.
     """
+    check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     logp = zero_masked(logp, mask)
     log_s = over_tokens(sequence_log_ratio(logp - zero_masked(logp_old.detach(), mask), mask), logp)
     if level == "token":
@@ -60,8 +62,6 @@ class GSPO(ClippedObjective):
     clip range: there the ratio is no mean over many tokens and leaves the paper's 3e-4 / 4e-4 at once, so raise them.
 
     Attributes:
-        clip_low: how far below 1 the ratio still pays.
-        clip_high: how far above 1 the ratio still pays.
         level: ``token`` is GSPO-token: the same gradient for one advantage per item.
     """
 

@@ -1,14 +1,13 @@
-"""What objectives read out of ``ObjectiveInputs``: required tensors, and preference lists."""
+"""Checks of what objectives read out of ``ObjectiveInputs``: required tensors, and log-probabilities that are some."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+import torch
 from torch import Tensor
 
 from recpo.errors import RecpoError
-from recpo.ops.reduce import zero_masked
-from recpo.types import ObjectiveInputs
+from recpo.ops.reduce import check_same_shape
+from recpo.types import LogProbs
 
 SOURCES = {
     "advantages": "an advantage estimator",
@@ -28,6 +27,9 @@ SOURCES = {
 }
 """Where each input comes from, for the error message."""
 
+ROUNDING = 0.01
+"""A log-softmax may end a rounding above 0: 2^-7 in bfloat16. What is further above is no log-probability."""
+
 
 def required(value: Tensor | None, name: str, objective: object) -> Tensor:
     """``value``, or an error that says what the objective lacks.
@@ -40,34 +42,24 @@ def required(value: Tensor | None, name: str, objective: object) -> Tensor:
     return value
 
 
-class PreferenceLists(NamedTuple):
-    """Preference lists: one chosen and up to ``L`` rejected items per context.
+@torch.no_grad()
+def validate_log_probs(logp: LogProbs, objective: object) -> None:
+    """Rejects logits, or probabilities, that were given for log-probabilities.
 
-    Attributes:
-        kept: ``[B]`` bool, rows with exactly one chosen item; the others are dropped.
-        is_chosen: ``[B, L]`` bool, the chosen position of kept rows.
-        is_rejected: ``[B, L]`` bool, every other kept position of kept rows.
+    Shapes are always checked. Values are on a CPU, where it costs a thousandth of a step; on another device the check
+    would wait for what is still being computed there.
+
+    Raises:
+        RecpoError: a kept log-probability lies above 0.
+        ValueError: shapes that differ.
     """
-
-    kept: Tensor
-    is_chosen: Tensor
-    is_rejected: Tensor
-
-    def chosen(self, values: Tensor) -> Tensor:
-        """``values [B, L]`` of the chosen item, ``[B]``; 0 in dropped rows."""
-        return zero_masked(values, self.is_chosen).sum(-1)
-
-    def pair_mean(self, values: Tensor) -> Tensor:
-        """Mean of ``values [B, L]`` over the rejected items, ``[B]``; 0 without any."""
-        return zero_masked(values, self.is_rejected).sum(-1) / self.is_rejected.sum(-1).clamp(min=1)
-
-
-def preference_lists(inputs: ObjectiveInputs, objective: object) -> PreferenceLists:
-    """Splits the slate axis into the chosen item and the rejected ones.
-
-    An item is kept when any of its tokens is. Rows without exactly one kept chosen item are dropped.
-    """
-    kept = inputs.logp.mask.bool().any(-1)
-    is_chosen = required(inputs.chosen, "chosen", objective).bool() & kept
-    rows = is_chosen.sum(-1) == 1
-    return PreferenceLists(rows, is_chosen & rows.unsqueeze(-1), kept & ~is_chosen & rows.unsqueeze(-1))
+    check_same_shape(policy=logp.policy, mask=logp.mask, old=logp.old, reference=logp.reference)
+    if logp.policy.device.type != "cpu":
+        return
+    for name, values in (("policy", logp.policy), ("old", logp.old), ("reference", logp.reference)):
+        if values is not None and ((values > ROUNDING) & logp.mask.bool()).any():
+            largest = float(values[logp.mask.bool()].nan_to_num(nan=-torch.inf).max())
+            raise RecpoError(
+                f"{type(objective).__name__}: the log-probabilities of the {name} policy reach {largest:.4g}, and none "
+                "can lie above 0: return log_softmax(scores), not scores or probabilities."
+            )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recpo.contracts import Objective
-from recpo.objectives.inputs import required
+from recpo.objectives.inputs import required, validate_log_probs
 from recpo.ops.reduce import aggregate, denominator, zero_masked
 from recpo.types import LossOutput, ObjectiveInputs
 
@@ -51,6 +51,7 @@ class Likelihood(Objective):
 
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""
+        validate_log_probs(inputs.logp, self)
         mask = self._mask(inputs)
         logp = zero_masked(inputs.logp.policy, mask)
         loss = aggregate(-logp, mask, self.aggregation, count=inputs.denominator)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from recpo.objectives.inputs import PreferenceLists, required
-from recpo.objectives.preference import PreferenceObjective
-from recpo.ops.reduce import zero_masked
+from recpo.objectives.inputs import required
+from recpo.objectives.preference import PreferenceLists, PreferenceObjective
+from recpo.ops.reduce import check_same_shape, zero_masked
 from recpo.types import ObjectiveInputs
 
 
@@ -21,8 +21,11 @@ def _reward_gaps(
     logp_ref_rejected: Tensor,
     beta: float,
     mask: Tensor | None,
+    weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``r_chosen - r_rejected [B, L]`` with ``r = beta (logp - logp_ref)``, 0 where masked, and the mask."""
+    check_same_shape(logp_chosen=logp_chosen, logp_ref_chosen=logp_ref_chosen, lists=logp_rejected[..., 0])
+    check_same_shape(logp_rejected=logp_rejected, logp_ref_rejected=logp_ref_rejected, mask=mask, weights=weights)
     kept = torch.ones_like(logp_rejected, dtype=torch.bool) if mask is None else mask.bool()
     chosen = beta * (logp_chosen - logp_ref_chosen.detach())
     rejected = beta * (zero_masked(logp_rejected, kept) - zero_masked(logp_ref_rejected.detach(), kept))
@@ -55,8 +58,11 @@ def softmax_dpo_loss(
 
     Returns:
         ``[B]``; 0 for a list without any rejected item.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
-    gaps, kept = _reward_gaps(logp_chosen, logp_rejected, logp_ref_chosen, logp_ref_rejected, beta, mask)
+    gaps, kept = _reward_gaps(logp_chosen, logp_rejected, logp_ref_chosen, logp_ref_rejected, beta, mask, pair_weights)
     terms = -gaps if pair_weights is None else zero_masked(pair_weights.detach(), kept).log() - gaps
     terms = terms.masked_fill(~kept, -torch.inf)
     # softplus(logsumexp(terms)), as one logsumexp over the terms and a 0 that stands for the chosen item: with it, an
@@ -99,8 +105,11 @@ def margin_listwise_dpo_loss(
 
     Returns:
         ``[B]``; only the likelihood term for a list without any rejected item.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
-    gaps, kept = _reward_gaps(logp_chosen, logp_rejected, logp_ref_chosen, logp_ref_rejected, beta, mask)
+    gaps, kept = _reward_gaps(logp_chosen, logp_rejected, logp_ref_chosen, logp_ref_rejected, beta, mask, pair_weights)
     scaled = gap_weight * (gaps - margin).clamp(min=0.0)
     if pair_weights is not None:
         scaled = scaled * zero_masked(pair_weights.detach(), kept)

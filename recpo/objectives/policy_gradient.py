@@ -15,9 +15,10 @@ from torch import Tensor
 from recpo.contracts import Objective
 from recpo.errors import RecpoError
 from recpo.objectives.health import advantage_shares, masked_mean, negative_gradient_share, ratio_metrics
-from recpo.objectives.inputs import required
+from recpo.objectives.inputs import required, validate_log_probs
 from recpo.ops.kl import KLKind, kl_estimate
 from recpo.ops.reduce import Aggregation, aggregate, denominator, over_tokens, zero_masked
+from recpo.ops.surrogate import is_clipped
 from recpo.types import LossOutput, ObjectiveInputs
 
 
@@ -83,6 +84,7 @@ class PolicyGradientObjective(Objective):
 
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""
+        validate_log_probs(inputs.logp, self)
         mask = inputs.logp.mask.bool()
         advantages = zero_masked(required(inputs.advantages, "advantages", self).detach(), mask.any(-1))
         # The module need not score inert positions: what stands there is no log-probability.
@@ -130,3 +132,25 @@ class PolicyGradientObjective(Objective):
     def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """Shares of the tokens whose ratio was clipped; every argument is ``[B, S, T]``."""
         return {}
+
+
+@dataclass(frozen=True)
+class ClippedObjective(PolicyGradientObjective):
+    """Base of the objectives whose surrogate is flat outside a clip range around ratio 1.
+
+    Attributes:
+        clip_low: Lower clip range: for A < 0 the gradient is zero once ratio < 1 - clip_low.
+        clip_high: Upper clip range: for A > 0 the gradient is zero once ratio > 1 + clip_high.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def gradient_weight(self, loss: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        """The loss where it is not flat."""
+        return zero_masked(loss, ~is_clipped(log_ratio, advantages, self.clip_low, self.clip_high))
+
+    def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Share of the tokens where the surrogate is flat."""
+        clipped = is_clipped(log_ratio, advantages, self.clip_low, self.clip_high)
+        return {"clip_fraction": masked_mean(clipped, mask)}

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from recpo.objectives.health import explained_variance, masked_mean
 from recpo.objectives.inputs import required
-from recpo.objectives.policy_gradient import PolicyGradientObjective
+from recpo.objectives.policy_gradient import ClippedObjective
 from recpo.ops.kl import masked_log_softmax
-from recpo.ops.reduce import Aggregation, over_tokens, zero_masked
-from recpo.ops.surrogate import clipped_surrogate, guarded_ratio, is_clipped
+from recpo.ops.reduce import Aggregation, check_same_shape, over_tokens, zero_masked
+from recpo.ops.surrogate import clipped_surrogate, guarded_ratio
 from recpo.types import ObjectiveInputs
 
 
@@ -36,13 +36,17 @@ def ppo_loss(
         logp_old: ``[..., T]``; no gradient flows into it.
         advantages: ``[...]`` or ``[..., T]``; no gradient flows into it.
         mask: ``[..., T]``.
-        clip_low: how far below 1 the ratio still pays.
-        clip_high: how far above 1 the ratio still pays.
-        dual_clip: bound on the ratio of negative advantages, above 1.
+        clip_low: lower clip range: for ``A < 0`` the gradient is zero once ``rho < 1 - clip_low``.
+        clip_high: upper clip range: for ``A > 0`` the gradient is zero once ``rho > 1 + clip_high``.
+        dual_clip: upper bound, above 1, of the ratio for ``A < 0``; None = no bound.
 
     Returns:
         ``[..., T]``; 0 at masked tokens.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     log_ratio = zero_masked(logp, mask) - zero_masked(logp_old.detach(), mask)
     advantages = zero_masked(over_tokens(advantages, logp), mask)
     return clipped_surrogate(log_ratio, advantages, clip_low, clip_high, dual_clip)
@@ -61,8 +65,9 @@ def value_loss(values: Tensor, values_old: Tensor | None, returns: Tensor, *, cl
         Same shape.
 
     Raises:
-        ValueError: ``clip`` without ``values_old``.
+        ValueError: ``clip`` without ``values_old``, or shapes that differ.
     """
+    check_same_shape(values=values, returns=returns, values_old=values_old)
     returns = returns.detach()
     error = (values - returns).square()
     if clip is not None:
@@ -82,32 +87,14 @@ def entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Returns:
         ``[...]``; 0 for a row without classes.
+
+    Raises:
+        ValueError: shapes that differ.
     """
+    check_same_shape(logits=logits, mask=mask)
     kept = logits > -torch.inf if mask is None else mask.bool() & (logits > -torch.inf)
     logp = zero_masked(masked_log_softmax(logits, mask), kept)
     return -(logp.exp() * logp).sum(-1)
-
-
-@dataclass(frozen=True)
-class ClippedObjective(PolicyGradientObjective):
-    """Base of the objectives whose surrogate is flat outside a clip range around ratio 1.
-
-    Attributes:
-        clip_low: how far below 1 the ratio still pays.
-        clip_high: how far above 1 the ratio still pays.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def gradient_weight(self, loss: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-        """The loss where it is not flat."""
-        return zero_masked(loss, ~is_clipped(log_ratio, advantages, self.clip_low, self.clip_high))
-
-    def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """Share of the tokens where the surrogate is flat."""
-        clipped = is_clipped(log_ratio, advantages, self.clip_low, self.clip_high)
-        return {"clip_fraction": masked_mean(clipped, mask)}
 
 
 @dataclass(frozen=True)
@@ -120,9 +107,9 @@ class PPO(ClippedObjective):
     Departures: value loss and entropy are spread over the tokens of an item and averaged with them.
 
     Attributes:
-        dual_clip: bound on the ratio of negative advantages, above 1; none = no bound.
+        dual_clip: upper bound, above 1, of the ratio for ``A < 0``; none = no bound.
         value_coef: weight of the value loss; 0 = no critic (advantages that need none, such as group-normalized ones).
-        value_clip: how far a value may move from its old one; none = no clipping.
+        value_clip: largest change of a value from its old one that still has a gradient; none = no clipping.
     """
 
     aggregation: Aggregation = "token-mean"

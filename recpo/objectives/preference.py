@@ -1,9 +1,10 @@
-"""The common part of the objectives over preference lists against a reference policy."""
+"""Preference lists, and the common part of the objectives that train on them against a reference policy."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +12,42 @@ from torch import Tensor
 from recpo.contracts import Objective
 from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
-from recpo.objectives.inputs import PreferenceLists, preference_lists, required
+from recpo.objectives.inputs import required, validate_log_probs
 from recpo.ops.reduce import aggregate, zero_masked
 from recpo.types import LossOutput, ObjectiveInputs
+
+
+class PreferenceLists(NamedTuple):
+    """Preference lists: one chosen and up to ``L`` rejected items per context.
+
+    Attributes:
+        kept: ``[B]`` bool, rows with exactly one chosen item; the others are dropped.
+        is_chosen: ``[B, L]`` bool, the chosen position of kept rows.
+        is_rejected: ``[B, L]`` bool, every other kept position of kept rows.
+    """
+
+    kept: Tensor
+    is_chosen: Tensor
+    is_rejected: Tensor
+
+    def chosen(self, values: Tensor) -> Tensor:
+        """``values [B, L]`` of the chosen item, ``[B]``; 0 in dropped rows."""
+        return zero_masked(values, self.is_chosen).sum(-1)
+
+    def pair_mean(self, values: Tensor) -> Tensor:
+        """Mean of ``values [B, L]`` over the rejected items, ``[B]``; 0 without any."""
+        return zero_masked(values, self.is_rejected).sum(-1) / self.is_rejected.sum(-1).clamp(min=1)
+
+
+def preference_lists(inputs: ObjectiveInputs, objective: object) -> PreferenceLists:
+    """Splits the slate axis into the chosen item and the rejected ones.
+
+    An item is kept when any of its tokens is. Rows without exactly one kept chosen item are dropped.
+    """
+    kept = inputs.logp.mask.bool().any(-1)
+    is_chosen = required(inputs.chosen, "chosen", objective).bool() & kept
+    rows = is_chosen.sum(-1) == 1
+    return PreferenceLists(rows, is_chosen & rows.unsqueeze(-1), kept & ~is_chosen & rows.unsqueeze(-1))
 
 
 @dataclass(frozen=True)
@@ -50,6 +84,7 @@ class PreferenceObjective(Objective):
 
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""
+        validate_log_probs(inputs.logp, self)
         lists = preference_lists(inputs, self)
         logp = self.item_logp(inputs.logp.policy, inputs.logp.mask)
         logp_ref = self.item_logp(required(inputs.logp.reference, "reference", self).detach(), inputs.logp.mask)

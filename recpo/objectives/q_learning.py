@@ -10,8 +10,8 @@ from torch import Tensor
 from recpo.contracts import Objective
 from recpo.errors import RecpoError
 from recpo.objectives.health import explained_variance, masked_mean
-from recpo.objectives.inputs import required
-from recpo.ops.reduce import aggregate, denominator, zero_masked
+from recpo.objectives.inputs import required, validate_log_probs
+from recpo.ops.reduce import aggregate, check_same_shape, denominator, zero_masked
 from recpo.types import LossOutput, ObjectiveInputs
 
 
@@ -37,7 +37,12 @@ def bellman_target(
 
     Returns:
         ``[...]``.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    check_same_shape(rewards=rewards, dones=dones, next_states=next_q[..., 0])
+    check_same_shape(next_q=next_q, next_q_online=next_q_online)
     next_q = next_q.detach()
     if next_q_online is None:
         best = next_q.amax(-1)
@@ -56,7 +61,11 @@ def q_loss(q_values: Tensor, q_targets: Tensor, *, huber: float | None = None) -
 
     Returns:
         Same shape.
+
+    Raises:
+        ValueError: shapes that differ.
     """
+    check_same_shape(q_values=q_values, q_targets=q_targets)
     error = q_values - q_targets.detach()
     squared = 0.5 * error.square()
     if huber is None:
@@ -101,6 +110,7 @@ class QLearning(Objective):
 
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""
+        validate_log_probs(inputs.logp, self)
         mask = inputs.logp.mask.bool()
         kept = mask.any(-1)
         q_values = zero_masked(required(inputs.q_values, "q_values", self), kept)

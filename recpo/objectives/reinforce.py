@@ -9,7 +9,7 @@ from torch import Tensor
 from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
 from recpo.objectives.policy_gradient import PolicyGradientObjective
-from recpo.ops.reduce import Aggregation, over_tokens, zero_masked
+from recpo.ops.reduce import Aggregation, check_same_shape, over_tokens, zero_masked
 from recpo.ops.surrogate import guarded_ratio, log1mexp, weighted_score
 from recpo.types import ObjectiveInputs
 
@@ -41,8 +41,9 @@ def reinforce_loss(
         ``[..., T]``; 0 at masked tokens; meant for ``seq-mean-token-sum``.
 
     Raises:
-        ValueError: ``top_k`` below 1.
+        ValueError: ``top_k`` below 1, or shapes that do not fit.
     """
+    check_same_shape(logp=logp, logp_old=logp_old, mask=mask)
     if top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     logp = zero_masked(logp, mask)
@@ -52,7 +53,7 @@ def reinforce_loss(
     weight = guarded_ratio(item - old).clamp(max=ratio_cap) if ratio_cap is not None else guarded_ratio(item - old)
     if top_k > 1:
         weight = weight * top_k * ((top_k - 1) * log1mexp(item.clamp(max=0.0))).exp()
-    return -advantages * weighted_score(weight, logp)
+    return -advantages * weighted_score(weight.expand_as(logp), logp)
 
 
 @dataclass(frozen=True)

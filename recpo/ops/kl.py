@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from recpo.ops.reduce import zero_masked
+from recpo.ops.reduce import check_same_shape, zero_masked
 
 KLKind = Literal["k1", "abs", "k2", "k3", "low_var"]
 """Per-token estimators; see ``kl_estimate``."""
@@ -37,7 +37,11 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: KLKind = "k3") -> Tensor:
 
     Returns:
         Same shape.
+
+    Raises:
+        ValueError: unknown estimator, or shapes that differ.
     """
+    check_same_shape(logp=logp, logp_ref=logp_ref)
     k1 = logp - logp_ref.detach()
     if kind == "k1":
         return k1
@@ -58,6 +62,7 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: KLKind = "k3") -> Tensor:
 
 def masked_log_softmax(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     """Log-softmax over the kept classes of the last axis; -inf elsewhere, and -log C throughout a row without any."""
+    check_same_shape(logits=logits, mask=mask)
     if mask is not None:
         logits = logits.masked_fill(~mask.bool(), -torch.inf)
     possible = (logits > -torch.inf).any(-1, keepdim=True)
@@ -74,7 +79,11 @@ def categorical_kl(logits: Tensor, logits_ref: Tensor, mask: Tensor | None = Non
 
     Returns:
         ``[...]``; 0 for a row without classes; inf where the reference excludes a class that the policy does not.
+
+    Raises:
+        ValueError: shapes that differ.
     """
+    check_same_shape(logits=logits, logits_ref=logits_ref, mask=mask)
     logp = masked_log_softmax(logits, mask)
     logp_ref = masked_log_softmax(logits_ref.detach(), mask)
     kept = (logits > -torch.inf) if mask is None else mask.bool() & (logits > -torch.inf)
@@ -93,7 +102,12 @@ def kl_shaped_rewards(scores: Tensor, logp_old: Tensor, logp_ref: Tensor, mask: 
 
     Returns:
         ``[..., T]`` without gradient; 0 at masked tokens; the score of an empty sequence is dropped.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    check_same_shape(logp_old=logp_old, logp_ref=logp_ref, mask=mask)
+    check_same_shape(scores=scores, sequences=mask[..., 0])
     kept = mask.bool()
     kept_from_here = kept.flip(-1).cumsum(-1).flip(-1)
     last = kept & (kept_from_here == 1)

@@ -14,6 +14,24 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 """How token losses become one number; see ``aggregate``."""
 
 
+def check_same_shape(**tensors: Tensor | None) -> None:
+    """The first line of every pure function whose arguments must not be broadcast: ``[B, S]`` with ``[S]``, say.
+
+    Args:
+        tensors: by the name of their argument; None = not given.
+
+    Raises:
+        ValueError: two shapes differ; the message names both arguments and both shapes.
+    """
+    given = [(name, tensor.shape) for name, tensor in tensors.items() if tensor is not None]
+    name, shape = given[0]
+    for other, its_shape in given[1:]:
+        if its_shape != shape:
+            raise ValueError(
+                f"{other} has shape {tuple(its_shape)} and {name} has shape {tuple(shape)}: they must be the same"
+            )
+
+
 def zero_masked(values: Tensor, mask: Tensor | None) -> Tensor:
     """``values`` where kept, 0 elsewhere: a masked entry equals a removed one, even when it holds nan or inf.
 
@@ -23,8 +41,16 @@ def zero_masked(values: Tensor, mask: Tensor | None) -> Tensor:
     Args:
         values: any shape.
         mask: broadcasts to ``values``; None keeps everything.
+
+    Raises:
+        ValueError: the mask would broadcast ``values`` to another shape.
     """
-    return values if mask is None else torch.where(mask.bool(), values, torch.zeros_like(values))
+    if mask is None:
+        return values
+    kept = torch.where(mask.bool(), values, torch.zeros_like(values))
+    if kept.shape != values.shape:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}, which does not fit values {tuple(values.shape)}")
+    return kept
 
 
 def over_tokens(values: Tensor, logp: Tensor) -> Tensor:
@@ -41,7 +67,10 @@ def over_tokens(values: Tensor, logp: Tensor) -> Tensor:
         return values
     if values.shape == logp.shape[:-1]:
         return values.unsqueeze(-1).expand(logp.shape)
-    raise ValueError(f"expected shape {tuple(logp.shape)} or {tuple(logp.shape[:-1])}, got {tuple(values.shape)}")
+    raise ValueError(
+        f"expected shape {tuple(logp.shape)}, or {tuple(logp.shape[:-1])} without its token axis, got "
+        f"{tuple(values.shape)}"
+    )
 
 
 def denominator(mask: Tensor, mode: Aggregation = "token-mean") -> Tensor:
@@ -95,8 +124,7 @@ def aggregate(
     """
     if mode not in get_args(Aggregation):
         raise ValueError(f"unknown aggregation {mode!r}; expected one of {', '.join(get_args(Aggregation))}")
-    if values.shape != mask.shape:
-        raise ValueError(f"values {tuple(values.shape)} and mask {tuple(mask.shape)} must have one shape")
+    check_same_shape(values=values, mask=mask)
     kept = mask.bool()
     half = values.dtype in (torch.float16, torch.bfloat16)
     values = zero_masked(values, kept).to(torch.float32 if half else values.dtype)

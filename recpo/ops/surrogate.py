@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recpo.ops.reduce import over_tokens, zero_masked
+from recpo.ops.reduce import check_same_shape, over_tokens, zero_masked
 
 RatioLevel = Literal["token", "sequence"]
 """Whether an objective looks at the probability of each token or at that of the whole item."""
@@ -32,6 +32,7 @@ def log1mexp(x: Tensor) -> Tensor:
 
 def weighted_score(weight: Tensor, logp: Tensor) -> Tensor:
     """A tensor whose value is ``weight`` and whose gradient is ``weight * grad logp``; none flows into ``weight``."""
+    check_same_shape(logp=logp, weight=weight)
     return weight.detach() * (1.0 + logp - logp.detach())
 
 
@@ -44,7 +45,11 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
     Returns:
         ``[...]``; 0 for an empty sequence.
+
+    Raises:
+        ValueError: shapes that differ.
     """
+    check_same_shape(log_ratio=log_ratio, mask=mask)
     return zero_masked(log_ratio, mask).sum(-1) / mask.bool().sum(-1).clamp(min=1)
 
 
@@ -58,7 +63,11 @@ def is_clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high
         advantages: ``[..., T]``.
         clip_low: see ``clipped_surrogate``.
         clip_high: see ``clipped_surrogate``.
+
+    Raises:
+        ValueError: shapes that differ.
     """
+    check_same_shape(log_ratio=log_ratio, advantages=advantages)
     ratio = guarded_ratio(log_ratio)
     return ((advantages > 0) & (ratio > 1.0 + clip_high)) | ((advantages < 0) & (ratio < 1.0 - clip_low))
 
@@ -78,9 +87,9 @@ def clipped_surrogate(
     Args:
         log_ratio: ``[..., T]``, ``logp - logp_old``; guarded at +-``LOG_RATIO_GUARD``.
         advantages: ``[..., T]`` or ``[...]``; no gradient flows into it.
-        clip_low: how far below 1 the ratio still pays, in [0, 1].
-        clip_high: how far above 1 the ratio still pays.
-        dual_clip: bound on the ratio of negative advantages, above 1.
+        clip_low: lower clip range, in [0, 1]: for ``A < 0`` the gradient is zero once ``rho < 1 - clip_low``.
+        clip_high: upper clip range: for ``A > 0`` the gradient is zero once ``rho > 1 + clip_high``.
+        dual_clip: upper bound, above 1, of the ratio for ``A < 0``; None = no bound.
 
     Returns:
         ``[..., T]``, to be minimized.

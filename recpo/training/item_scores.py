@@ -10,7 +10,7 @@ from torch import Tensor
 from recpo.contracts import Objective, Policy, StatePolicy
 from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.targets import held_out_targets
-from recpo.objectives.pointwise_reward import PointwiseReward, pointwise_reward_loss
+from recpo.objectives.reward_model import PointwiseReward, pointwise_reward_loss
 from recpo.policies.critic import ItemScore
 from recpo.types import EvaluationBatch, Histories, Slates
 

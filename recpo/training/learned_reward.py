@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from recpo.contracts import Objective, RewardFunction, StatePolicy
 from recpo.errors import RecpoError
-from recpo.objectives.pointwise_reward import TARGETS, PointwiseReward
+from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.policies.critic import ItemScore
 from recpo.training.critic import CriticOptions
 from recpo.training.item_scores import item_scores

@@ -39,8 +39,8 @@ ON_POLICY = {
 def batch(seed=0, shape=(3, 4, 1), spread=0.3):
     torch.manual_seed(seed)
     policy = (-torch.rand(shape, dtype=torch.float64) * 3 - 0.1).requires_grad_()
-    old = (policy + spread * torch.randn(shape)).detach()
-    reference = (policy + 0.5 * torch.randn(shape)).detach()
+    old = (policy + spread * torch.randn(shape)).detach().clamp(max=0)
+    reference = (policy + 0.5 * torch.randn(shape)).detach().clamp(max=0)
     mask = torch.rand(shape) < 0.9
     return ObjectiveInputs(LogProbs(policy, mask, old, reference), torch.randn(shape[:2], dtype=torch.float64))
 

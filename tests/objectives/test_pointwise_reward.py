@@ -6,7 +6,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpo.errors import RecpoError
 from recpo.objectives import PointwiseReward
-from recpo.objectives.pointwise_reward import pointwise_reward_loss
+from recpo.objectives.reward_model import pointwise_reward_loss
 from recpo.types import LogProbs, ObjectiveInputs
 
 NAN = float("nan")

@@ -28,7 +28,7 @@ MASK = torch.ones(2, 3, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: aggregate(X, MASK[0]), "one shape"),
+        (lambda: aggregate(X, MASK[0]), "must be the same"),
         (lambda: aggregate(X, MASK, "mean"), "unknown aggregation"),
         (lambda: over_tokens(torch.zeros(3), X), "expected shape"),
         (lambda: kl_estimate(X, X, "k4"), "unknown KL"),

@@ -13,7 +13,7 @@ from recpo.cli.simulated_reward import TrueReward
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
-from recpo.objectives.pointwise_reward import TARGETS
+from recpo.objectives.reward_model import TARGETS
 from recpo.rewards import WeightedSum
 from recpo.simulation.truth import Truth
 from recpo.training.learned_reward import CALIBRATION, LearnedReward, load_reward_model
