@@ -24,9 +24,9 @@ class ByteDropout(nn.Module):
     """Inverted dropout that decides with one random byte per element.
 
     On a CPU the Bernoulli numbers of ``torch.nn.Dropout`` cost more than a transformer's matrix products of that size;
-    a random 64-bit word decides eight elements here. The rate is rounded to a multiple of 1/256 and the survivors are
-    scaled by the reciprocal of the rounded keep rate, so the expectation is untouched. On other devices it is
-    ``torch.nn.functional.dropout`` at the rounded rate.
+    a random 64-bit word decides eight elements here. The rate is rounded to a multiple of 1/256, a rate above 0 to one
+    of 1/256 to 255/256, and the survivors are scaled by the reciprocal of the rounded keep rate, so the expectation is
+    untouched. On other devices it is ``torch.nn.functional.dropout`` at the rounded rate.
 
     Args:
         rate: probability that an element is set to zero, in [0, 1).
@@ -36,7 +36,7 @@ class ByteDropout(nn.Module):
         super().__init__()
         if not 0.0 <= rate < 1.0:
             raise RecpoError(f"a dropout rate lies in [0, 1), got {rate}")
-        self.threshold = round(rate * 256)
+        self.threshold = min(max(round(rate * 256), 1), 255) if rate else 0
 
     def forward(self, values: Tensor) -> Tensor:
         """``values`` in evaluation mode; in training mode with elements dropped."""

@@ -26,14 +26,30 @@ def test_dropout_rate_expectation_and_gradient(rate: float) -> None:
     assert layer.eval()(values) is values
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.001, 0.5, 0.998, 0.9981, 0.999999])
+def test_dropout_at_its_extremes(rate: float) -> None:
+    """Rates that round to 0 or 1 drop something, but not everything: 1 has no survivors that could be scaled."""
+    torch.manual_seed(0)
+    layer, values = ByteDropout(rate), torch.ones(100_000, requires_grad=True)
+    dropped = layer(values)
+    assert dropped.isfinite().all()
+    assert float((dropped == 0).float().mean()) == pytest.approx(rate, abs=0.01)
+    assert (dropped == 0).any() == (rate > 0)
+    assert dropped.detach().mean().item() == pytest.approx(1.0, abs=0.2)
+    dropped.sum().backward()
+    assert values.grad is not None
+    assert values.grad.isfinite().all()
+
+
 def test_dropout_follows_the_seed_and_refuses_nonsense() -> None:
     layer, values = ByteDropout(0.3), torch.ones(1000)
     torch.manual_seed(3)
     first = layer(values)
     torch.manual_seed(3)
     assert torch.equal(layer(values), first)
-    with pytest.raises(RecpoError, match="dropout"):
-        ByteDropout(1.0)
+    for rate in (1.0, -0.1, 1.5, float("nan")):
+        with pytest.raises(RecpoError, match=r"a dropout rate lies in \[0, 1\)"):
+            ByteDropout(rate)
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -97,20 +96,19 @@ def test_widths_that_cannot_be_cut_are_refused_or_replicated(alone: None) -> Non
     assert type(shard(Model(table=(9, 6)), "auto").table) is ItemTable
 
 
-def check_memory() -> float:
-    """Seconds until every rank knows that the tables do not fit."""
-    start = time.monotonic()
+def check_memory() -> bool:
+    """Whether this rank knows that the tables do not fit; one that waits for others runs into the timeout of them."""
     with tables_on_meta():
         net = nn.Module()
         net.table = ItemTable(10**9, 64)
     with pytest.raises(RecpoError, match=r"the tables do not fit into 1\.00 GiB per rank.*table 1,000,000,001 x 64"):
         shard(net, "row_wise", options(), None, 1.0)
     dist.barrier()
-    return time.monotonic() - start
+    return True
 
 
 def test_every_rank_hears_that_tables_do_not_fit(two: Ranks) -> None:
-    assert max(two.run(check_memory)) < 10
+    assert all(two.run(check_memory))
 
 
 def run(prepared: Path, out: Path, strategy: Any = None, **values: Any) -> None:
