@@ -26,9 +26,8 @@ from recpo.contracts import Objective
 from recpo.objectives import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, PPO, DrGRPO, Likelihood, Reinforce
 from recpo.objectives.dpo import Variant, dpo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
-from recpo.objectives.reward_model import pointwise_reward_loss
 from recpo.objectives.q_learning import q_loss
-from recpo.objectives.reward_model import pairwise_reward_loss
+from recpo.objectives.reward_model import pairwise_reward_loss, pointwise_reward_loss
 from recpo.types import LogProbs, ObjectiveInputs
 
 BLUE, ORANGE, GREY, GREEN = "#3b6fb6", "#d9662b", "#8a8f98", "#3f8f5f"
