@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from rich.table import Table
 
-from recpo.artifacts import write_json
+from recpo.artifacts import output_directory, write_json
 from recpo.cli.evaluate import METRICS, evaluate
 from recpo.cli.export import export
 from recpo.cli.main import run
@@ -26,8 +25,10 @@ from recpo.cli.train import train
 from recpo.errors import RecpoError
 from recpo.evaluation.intervals import Estimate
 from recpo.evaluation.seeds import estimate_over_seeds
+from recpo.simulation.parameters import SimulationParameters
 
 _METRICS = {"NDCG@10": "NDCG@10 on positives", "disliked@10": "disliked@10", "true_reward@10": "true expected reward"}
+_CONFIGS = ("pretrain.yaml", "gbpo.yaml")
 # the demo's catalog is small: three levels of this size hold it many times over
 _CODEBOOK_SIZE = 32
 
@@ -65,14 +66,12 @@ def demo(
         items: simulated items.
         events: simulated events.
         epochs: epochs of pre-training and of alignment, to try the road in a hurry; null = what the YAML files say.
-        overwrite: replace ``out`` if it exists.
+        overwrite: replace ``out`` where an earlier demo wrote it.
     """
-    if seeds < 2:
-        raise RecpoError(f"seeds is {seeds}; the table gives intervals over seeds, which need at least 2")
-    if out.exists():
-        if not overwrite:
-            raise RecpoError(f"{out} exists already: choose another output or pass --overwrite true")
-        shutil.rmtree(out)
+    SimulationParameters(users=users, items=items, events=events)  # raises now what would end the first step
+    _validate_options(seeds, configs, ["", "semantic_"] if policy == "SemanticIdPolicy" else [""])
+    with output_directory(out, kind="demo", overwrite=overwrite):
+        pass  # an earlier demo goes, and nothing else; the steps fill the directory one by one
     started = time.monotonic()
     log, prepared, codes, bundle = out / "log", out / "prepared", out / "codes", out / "bundle"
     _step(simulate, "--out", log, "--users", users, "--items", items, "--events", events)
@@ -98,6 +97,14 @@ def demo(
     write_json(out / "summary.json", summary)
     console().print(_table(summary, seeds))
     print(f"the whole road took {time.monotonic() - started:.0f} s; everything it wrote is in {out}")
+
+
+def _validate_options(seeds: int, configs: Path, prefixes: list[str]) -> None:
+    if seeds < 2:
+        raise RecpoError(f"seeds is {seeds}; the table gives intervals over seeds, which need at least 2")
+    absent = [file for prefix in prefixes for name in _CONFIGS if not (file := configs / f"{prefix}{name}").is_file()]
+    if absent:
+        raise RecpoError(f"{absent[0]} is missing: run the demo where recpo was cloned to, or name its --configs")
 
 
 def _train(out: Path, configs: Path, prefix: str, seed: int, common: list[object]) -> list[Path]:

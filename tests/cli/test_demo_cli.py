@@ -47,3 +47,22 @@ def test_an_interval_needs_two_seeds(capsys):
     assert main(["demo", "--out", "never", "--seeds", "1"]) == 1
     assert "at least 2" in capsys.readouterr().err
     assert not Path("never").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--overwrite", "true"], "what recpo did not write"),
+        ([], "exists already"),
+        (["--configs", "nowhere", "--overwrite", "true"], "pretrain.yaml is missing"),
+        (["--events", "0", "--overwrite", "true"], "events is 0"),
+    ],
+)
+def test_a_demo_takes_the_place_of_nothing_but_a_demo(tmp_path, capsys, options, message):
+    from recpo.cli.main import main
+
+    (tmp_path / "precious").write_text("mine", encoding="utf-8")
+    options = ["--configs", str(ROOT / "configs"), *options] if "--configs" not in options else options
+    assert main(["demo", "--out", str(tmp_path), *options]) == 1
+    assert message in capsys.readouterr().err
+    assert (tmp_path / "precious").read_text(encoding="utf-8") == "mine"
