@@ -185,8 +185,32 @@ def parse_json(content: bytes, shown: object, remedy: str) -> dict[str, Any]:
     return value
 
 
-def sha256(file: Path | Any) -> str:
-    """Checksum of a file, or of what is left to read of an open one."""
+def seal(content: Mapping[str, Any]) -> dict[str, Any]:
+    """``content`` and, under ``sha256``, the checksum of its values: a changed bit in a manifest is noticed as well."""
+    return {**content, "sha256": _checksum_of_values(content)}
+
+
+def unseal(content: Mapping[str, Any], shown: object, remedy: str) -> dict[str, Any]:
+    """What was given to ``seal``.
+
+    Raises:
+        RecpoError: there is no checksum, or that of other values.
+    """
+    values = {key: value for key, value in content.items() if key != "sha256"}
+    if content.get("sha256") != _checksum_of_values(values):
+        raise RecpoError(f"{shown} is not as it was written (its checksum differs); {remedy}")
+    return values
+
+
+def _checksum_of_values(content: Mapping[str, Any]) -> str:
+    plain = json.loads(json.dumps(content, allow_nan=False))  # as it comes back from the file: keys are strings
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def sha256(file: Path | bytes | Any) -> str:
+    """Checksum of a file, of bytes, or of what is left to read of an open file."""
+    if isinstance(file, bytes):
+        return hashlib.sha256(file).hexdigest()
     if not isinstance(file, Path):
         return hashlib.file_digest(file, "sha256").hexdigest()  # such as a pyarrow.NativeFile
     with file.open("rb") as handle:

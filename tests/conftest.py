@@ -1,5 +1,6 @@
 """Shared settings of the tests."""
 
+import json
 import os
 
 import pytest
@@ -41,3 +42,18 @@ def prepared(world, tmp_path_factory):
     out = tmp_path_factory.mktemp("prepared") / "prepared"
     prepare(str(world / "log"), out)
     return out
+
+
+@pytest.fixture(scope="session")
+def rewritten():
+    """A function that makes the manifest of a prepared directory, whose files a test has changed, fit them again."""
+    from recpo.data.prepared import MANIFEST, write_manifest
+
+    def rewrite(prepared, **changes):
+        manifest = json.loads((prepared / MANIFEST).read_text()) | changes
+        del manifest["sha256"]
+        for shard in (shard for period in manifest["shards"].values() for shard in period):
+            del shard["sha256"]
+        write_manifest(prepared, manifest)
+
+    return rewrite

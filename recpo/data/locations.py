@@ -86,11 +86,15 @@ class Location:
 
     def files(self) -> list[Location]:
         """Every file below this directory, in order of the paths; none where there is no such directory."""
+        return [Location(self.root, inside) for inside in self.sizes()]
+
+    def sizes(self) -> dict[str, int]:
+        """``inside`` and bytes of every file below this directory, in order of the paths."""
         with _reported(self):
             base = self.path
             found = self.filesystem.get_file_info(FileSelector(base, allow_not_found=True, recursive=True))
-        names = sorted(_below(info.path, base) for info in found if info.type == FileType.File)
-        return [self / name for name in names]
+        named = {_below(info.path, base): int(info.size) for info in found if info.type == FileType.File}
+        return {(self / name).inside: size for name, size in sorted(named.items())}
 
     def open_input(self) -> pa.NativeFile:
         """The file for random access.

@@ -12,7 +12,6 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from recpo import __version__
-from recpo.artifacts import write_json
 from recpo.data.catalog import (
     CatalogScope,
     add_positions,
@@ -28,9 +27,8 @@ from recpo.data.faults import Fault, refuse
 from recpo.data.feedback import add_feedback, cutoff_table, definition, quantile_table
 from recpo.data.files import Log, find_files, open_log
 from recpo.data.locations import Place, locate
-from recpo.data.manifest import describe, sha256
 from recpo.data.periods import last_events, period_rows
-from recpo.data.prepared import FORMAT_VERSION, MANIFEST
+from recpo.data.prepared import FORMAT_VERSION, write_manifest
 from recpo.data.publishing import prepared_directory, work_directory
 from recpo.data.schema import (
     PERIODS,
@@ -123,8 +121,7 @@ class Preparation:
                 tqdm(total=len(_STAGES), desc="prepare", unit="stage", disable=None if progress else True) as bar,
             ):
                 manifest = _Run(self, started, engine.writers, partial, temporary, bar).manifest(paths)
-            write_json(partial / MANIFEST, manifest)
-        return manifest
+            return write_manifest(partial, manifest)
 
 
 class _Run:
@@ -163,7 +160,7 @@ class _Run:
             "feedback": feedback,
             "counts": {**self.counts, "dropped": self.dropped, "splits": self._totals(events, shards)},
             "shards": shards,
-            "files": {name: sha256(self.partial / name) for name in files},
+            "files": files,
             **sizes,
         }
 
@@ -276,6 +273,12 @@ class _Run:
     def _written(self, rows: int) -> None:
         self.rows_written += rows
         self.bar.set_postfix_str(f"{self.rows_written:,} rows written")
+
+
+def describe(choice: Any) -> dict[str, Any]:
+    """A dataclass instance as the class path and arguments that make it again."""
+    kind = type(choice)
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": asdict(choice)}
 
 
 def _label_faults(label: Label, log: Log) -> list[Fault]:

@@ -1,9 +1,14 @@
-"""Reading what ``recpo prepare`` wrote: the manifest and, one at a time, the shards."""
+"""Reading what ``recpo prepare`` wrote: the manifest and, one at a time, the shards.
+
+Nothing that was changed is taken for data: the manifest has a checksum of its own values and of every file. A file is
+compared when a process first reads it, from the bytes that are then decoded: SHA-256 takes 9 ms for the 8.6 MB of a
+shard of 500,000 events, whose decoding takes 65 ms (AMD EPYC, one core), and checksums of Parquet's pages would leave
+its headers and its footer unprotected.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recpo.artifacts import describe_os_error, parse_json, seal, sha256, unseal, write_json
 from recpo.data.id_map import IdMap
 from recpo.data.locations import Place, locate, readable
 from recpo.errors import RecpoError
@@ -20,6 +26,10 @@ from recpo.feedback import FeedbackDefinition
 
 Period = Literal["train", "valid", "test"]
 MANIFEST = "manifest.json"
+_REMEDY = "copy the directory again, or prepare the log again"
+_ITEMS, _USERS = "items.parquet", "users.parquet"
+#: files that this process has compared: path, size and time of the change, checksum
+_COMPARED: set[tuple[object, ...]] = set()
 FORMAT_VERSION = 2
 # what training batches are made of; shards also hold columns for people: watch_time, duration
 _EVENT_COLUMNS = (
@@ -81,24 +91,68 @@ class Prepared:
 
         Raises:
             RecpoError: no manifest (not a prepared directory, or a preparation that did not end), another format
-                version, or a shard that is missing.
+                version, a shard that is missing or cut short, or a manifest, table of items or table of users that is
+                not as it was written.
         """
         root = locate(root)
         file = root / MANIFEST
         if not file.is_file():
             raise RecpoError(f"{root} is no prepared directory: {MANIFEST} is missing; make it with `recpo prepare`")
-        manifest = json.loads(file.read_bytes())
+        manifest = parse_json(_read(file), file, _REMEDY)
         if manifest.get("format_version") != FORMAT_VERSION:
             raise RecpoError(
                 f"{file}: format_version {manifest.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; "
                 "prepare the log again"
             )
-        missing = _missing(root, shard_files(manifest))
+        opened = cls(root, unseal(manifest, file, _REMEDY))
+        opened._check_sizes()
+        if isinstance(root, Path):  # far away, files are compared when they are read
+            for name in {_ITEMS, _USERS} & opened.checksums.keys():
+                opened._compared(name)
+        return opened
+
+    @cached_property
+    def checksums(self) -> dict[str, str]:
+        """File, relative to the directory -> SHA-256, of every file but the manifest."""
+        shards = [shard for period in self.manifest["shards"].values() for shard in period]
+        return self.manifest["files"] | {shard["file"]: shard["sha256"] for shard in shards}
+
+    def verify(self) -> None:
+        """Compares every file with its checksum.
+
+        Raises:
+            RecpoError: a file is missing or its bytes differ.
+        """
+        for name in sorted(self.checksums):
+            self._compared(name, again=True)
+
+    def _check_sizes(self) -> None:
+        """Notices now what would end an epoch later: shards that are missing or were cut short."""
+        shards = {shard["file"]: shard["bytes"] for period in self.manifest["shards"].values() for shard in period}
+        found = _sizes(self.root, shards)
+        missing = [name for name in shards if name not in found]
         if missing:
+            raise RecpoError(f"{self.root}: {len(missing)} shards are missing, the first is {missing[0]}; {_REMEDY}")
+        wrong = [name for name, size in shards.items() if found[name] != size]
+        if wrong:
             raise RecpoError(
-                f"{root}: {len(missing)} shards are missing, the first is {missing[0]}; prepare the log again"
+                f"{self.root}: {wrong[0]} has {found[wrong[0]]:,} bytes, it was written with {shards[wrong[0]]:,}; "
+                f"{_REMEDY}"
             )
-        return cls(root, manifest)
+
+    def _compared(self, name: str, again: bool = False) -> Path | pa.NativeFile | pa.BufferReader:
+        """The file, for pyarrow's readers; compared with its checksum where this process has not done so yet."""
+        place, expected = self.root / name, self.checksums.get(name)
+        if expected is None:
+            raise RecpoError(f"{self.root / MANIFEST} knows no file {name}; {_REMEDY}")
+        key = (str(place), expected, *_stamp(place))
+        if key in _COMPARED and not again:
+            return readable(place)
+        content = _read(place)
+        if sha256(content) != expected:
+            raise RecpoError(f"{place} is not as it was written (its checksum differs); {_REMEDY}")
+        _COMPARED.add(key)
+        return pa.BufferReader(content)
 
     @cached_property
     def feedback(self) -> FeedbackDefinition:
@@ -112,20 +166,24 @@ class Prepared:
 
     def item_counts(self, column: Literal["train_count", "train_positives"] = "train_count") -> np.ndarray:
         """Training events, or training positives, of the items 1..V: ``[V]`` int64, writable."""
-        return self.table("items.parquet", [column]).column(0).to_numpy().copy()
+        return self.table(_ITEMS, [column]).column(0).to_numpy().copy()
 
     def table(self, file: str, columns: Sequence[str] | None = None) -> pa.Table:
-        """A file of the directory, or some of its columns, in memory."""
-        return pq.read_table(readable(self.root / file), columns=None if columns is None else list(columns))
+        """A file of the directory, or some of its columns, in memory.
+
+        Raises:
+            RecpoError: it is missing, or not as it was written.
+        """
+        return _decoded(self._compared(file), self.root / file, columns)
 
     def item_ids(self) -> IdMap:
         """The bridge between external item ids and 1..V."""
-        return IdMap.load(readable(self.root / "items.parquet"))
+        return IdMap.load(self._compared(_ITEMS))
 
     @property
     def catalog_checksum(self) -> str:
         """Identifies the id map: a policy serves only the catalog it was trained on."""
-        return str(self.manifest["files"]["items.parquet"])
+        return str(self.manifest["files"][_ITEMS])
 
     def num_shards(self, split: Period) -> int:
         """Number of shards of ``split``."""
@@ -160,7 +218,10 @@ class Prepared:
         With ``positive``, also which events are positive.
         """
         names = ["user_index", "request"] + ["label", "dislike"] * positive
-        user, request, *feedback = self.columns(split, shard, names).values()
+        # Not compared with the checksum, which would need all bytes of all shards before the first step; loading does.
+        file = self.root / self.manifest["shards"][split][shard]["file"]
+        table = _decoded(readable(file), file, names)
+        user, request, *feedback = (table.column(name).to_numpy() for name in names)
         start = request_starts(user, request)
         order = request_order(start)
         return (user, start[order], self.feedback.rule.positive(*feedback)[order]) if positive else (user, start[order])
@@ -171,16 +232,54 @@ class Prepared:
         return {name: table.column(name).to_numpy() for name in names}
 
 
-def shard_files(manifest: dict[str, Any]) -> list[str]:
-    """The shards that a manifest names, relative to its directory."""
-    return [shard["file"] for shards in manifest["shards"].values() for shard in shards]
+def write_manifest(root: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Completes a prepared directory: adds the size of every shard, checksums that are not there yet, and its own.
+
+    Args:
+        root: a directory with all the files that ``content`` names.
+        content: ``shards`` by period, each with ``file``; ``files``, names of the others; and whatever else.
+
+    Returns:
+        The manifest, as ``Prepared.open`` reads it.
+    """
+    shards = {period: [_completed(root, shard) for shard in listed] for period, listed in content["shards"].items()}
+    files = {name: sha256(root / name) for name in content["files"]}
+    manifest = {**content, "shards": shards, "files": files}
+    write_json(root / MANIFEST, seal(manifest))
+    return manifest
 
 
-def _missing(root: Place, files: Sequence[str]) -> list[str]:
+def _completed(root: Path, shard: dict[str, Any]) -> dict[str, Any]:
+    file = root / shard["file"]
+    return {"sha256": shard.get("sha256") or sha256(file), **shard, "bytes": file.stat().st_size}
+
+
+def _sizes(root: Place, files: Iterable[str]) -> dict[str, int]:
+    """Bytes of those of ``files`` that are there."""
     if isinstance(root, Path):
-        return [file for file in files if not (root / file).is_file()]
-    there = {file.inside.removeprefix(root.inside).strip("/") for file in root.files()}
-    return [file for file in files if file not in there]
+        return {file: (root / file).stat().st_size for file in files if (root / file).is_file()}
+    return {file.removeprefix(root.inside).strip("/"): size for file, size in root.sizes().items()}
+
+
+def _stamp(place: Place) -> tuple[int, ...]:
+    try:
+        return (place.stat().st_size, place.stat().st_mtime_ns) if isinstance(place, Path) else ()
+    except OSError:
+        return ()
+
+
+def _read(place: Place) -> bytes:
+    try:
+        return place.read_bytes()
+    except OSError as error:
+        raise RecpoError(f"{describe_os_error(error, str(place))}; {_REMEDY}") from error
+
+
+def _decoded(source: Path | pa.NativeFile | pa.BufferReader, place: Place, columns: Sequence[str] | None) -> pa.Table:
+    try:
+        return pq.read_table(source, columns=None if columns is None else list(columns))
+    except (OSError, pa.ArrowException) as error:
+        raise RecpoError(f"{place} is damaged ({str(error).strip().splitlines()[0]}); {_REMEDY}") from error
 
 
 def run_change(*keys: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import shutil
 import tempfile
 import uuid
@@ -14,9 +14,11 @@ from typing import Final
 
 from recpo.artifacts import MARKER, marker, output_directory
 from recpo.data.locations import Location, Place
-from recpo.data.prepared import MANIFEST, shard_files
+from recpo.data.prepared import MANIFEST
+from recpo.data.schema import PERIODS
 from recpo.errors import RecpoError
 
+_SHARD: Final = re.compile(rf"({'|'.join(PERIODS)})/\d+\.parquet")
 _UPLOADS: Final = 8  # at the same time, 4 MB of memory each
 
 
@@ -44,10 +46,7 @@ def prepared_directory(
         with output_directory(target, kind="prepared", overwrite=overwrite, inputs=local) as partial:
             yield partial
         return
-    manifest = target / MANIFEST
-    if manifest.is_file() and not overwrite:
-        raise RecpoError(f"{target} exists already: choose another output, remove it, or pass --overwrite true")
-    target.check_writable()
+    _check_store(target, overwrite)
     near = work if isinstance(work, Path) else None
     if near is not None:
         near.mkdir(parents=True, exist_ok=True)
@@ -57,16 +56,29 @@ def prepared_directory(
         _upload(Path(folder), target)
 
 
+def _check_store(target: Location, overwrite: bool) -> None:
+    there = _inside(target)
+    if there and (MARKER not in there or (target / MARKER).read_bytes() != marker("prepared").encode()):
+        raise RecpoError(f"{target} holds what recpo did not write as prepared data: choose another output")
+    if MANIFEST in there and not overwrite:
+        raise RecpoError(f"{target} exists already: choose another output, remove it, or pass --overwrite true")
+    target.check_writable()
+
+
+def _inside(target: Location) -> set[str]:
+    return {Path(inside).relative_to(target.inside).as_posix() for inside in target.sizes()}
+
+
 def _upload(folder: Path, target: Location) -> None:
-    manifest = target / MANIFEST
-    replaced = shard_files(json.loads(manifest.read_bytes())) if manifest.is_file() else []
-    manifest.unlink()
+    shards = {file for file in _inside(target) if _SHARD.fullmatch(file)}
+    (target / MANIFEST).unlink()
+    (target / MARKER).upload(folder / MARKER)  # first: what an interrupted upload leaves may be replaced
     files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     files.remove(MANIFEST)
     with ThreadPoolExecutor(_UPLOADS) as pool:
         list(pool.map(lambda file: (target / file).upload(folder / file), files))
-    manifest.upload(folder / MANIFEST)
-    for file in set(replaced) - set(files):
+    (target / MANIFEST).upload(folder / MANIFEST)
+    for file in shards - set(files):
         (target / file).unlink()
 
 

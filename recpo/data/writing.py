@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.data.manifest import sha256
+from recpo.artifacts import sha256
 from recpo.data.schema import EVENT_SCHEMA, Derived, LogColumns
 
 _ROW_GROUP: Final = 1 << 16

@@ -243,7 +243,7 @@ def test_mistakes_are_told_in_one_message(road, tmp_path, capsys, options, messa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_same_run_twice_and_contenders_of_other_items_are_refused(road, tmp_path, capsys):
+def test_the_same_run_twice_and_contenders_of_other_items_are_refused(road, tmp_path, capsys, rewritten):
     run, out = str(road / "run-0"), tmp_path / "evaluation"
     assert run_on(road, out, "--run", json.dumps([run, run])) == 1
     assert "named twice" in capsys.readouterr().err
@@ -256,7 +256,11 @@ def test_the_same_run_twice_and_contenders_of_other_items_are_refused(road, tmp_
     items = pq.read_table(prepared / "items.parquet")
     swapped = items.set_column(1, "item_id", pa.array(items["item_id"].to_numpy()[::-1].copy()))
     pq.write_table(swapped, prepared / "items.parquet")
-    assert main(["evaluate", "--prepared", str(prepared), "--bundle", str(road / "bundle"), "--out", str(out)]) == 1
+    command = ["evaluate", "--prepared", str(prepared), "--bundle", str(road / "bundle"), "--out", str(out)]
+    assert main(command) == 1
+    assert "items.parquet is not as it was written" in capsys.readouterr().err
+    rewritten(prepared)
+    assert main(command) == 1
     assert "holds other items" in capsys.readouterr().err
     assert not out.exists()
 
@@ -272,13 +276,14 @@ def test_bundles_say_what_they_cannot_do(road, tmp_path, capsys):
     assert "a bundle never shows what is in the history" in capsys.readouterr().err
 
 
-def test_a_log_without_propensities_is_evaluated_without_off_policy_values(road, tmp_path, capsys):
+def test_a_log_without_propensities_is_evaluated_without_off_policy_values(road, tmp_path, capsys, rewritten):
     prepared = shutil.copytree(road / "prepared", tmp_path / "prepared")
     for file in (prepared / "test").iterdir():
         table = pq.read_table(file)
         empty = pa.array(np.full(len(table), np.nan, np.float32))
         place = table.column_names.index("propensity")
         pq.write_table(table.set_column(place, "propensity", empty), file)
+    rewritten(prepared)
     common = ["evaluate", "--prepared", str(prepared), "--baselines", "[popularity]"]
     assert main([*common, "--out", str(tmp_path / "without")]) == 0
     assert "has no propensities" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.data.manifest import verify_checksums
+from recpo.data.prepared import Prepared
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample.parquet"
 
@@ -65,7 +65,7 @@ def test_into_an_object_store_and_never_by_accident_elsewhere(tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"file://{tmp_path}/out: 60 users, 60 items" in done.stdout
     assert not list((tmp_path / "work").iterdir())
-    verify_checksums(f"file://{tmp_path}/out")
+    Prepared.open(f"file://{tmp_path}/out").verify()
     command = [sys.executable, "-m", "recpo.cli.main", "simulate", "--out", "s3://bucket/log"]
     refused = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert refused.returncode == 1
@@ -85,7 +85,7 @@ def test_spark_from_the_command_line(tmp_path):
         assert done.returncode == 0, done.stderr
     manifests = [(tmp_path / name / "manifest.json").read_bytes() for name in ("duckdb", "spark")]
     assert manifests[0] == manifests[1]
-    verify_checksums(tmp_path / "spark")
+    Prepared.open(tmp_path / "spark").verify()
     assert not list((tmp_path / "work").iterdir())
 
 

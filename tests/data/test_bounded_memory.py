@@ -1,6 +1,5 @@
 """Training data larger than memory: what a process holds does not grow with the number of shards."""
 
-import json
 import subprocess
 import sys
 
@@ -8,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from recpo.data.prepared import FORMAT_VERSION, MANIFEST
+from recpo.data.prepared import FORMAT_VERSION, write_manifest
 from recpo.data.schema import EVENT_SCHEMA
 from recpo.data.writing import write_parquet, write_shards
 from recpo.feedback import FeedbackDefinition
@@ -70,9 +69,9 @@ def prepared(root, shards):
         "num_items": 10_000,
         "num_users": shards * USERS,
         "shards": made,
-        "files": {},
+        "files": ["items.parquet"],
     }
-    (root / MANIFEST).write_text(json.dumps(manifest))
+    write_manifest(root, manifest)
     return root
 
 

@@ -1,7 +1,5 @@
 """The data module: one order per epoch whatever the workers, ranks and resumes; held-out users without the future."""
 
-import json
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 from recpo.data.datamodule import FeedbackDataModule, HeldOutBatches, Phases, Rank, ResumableLoader, TrainBatches
-from recpo.data.prepared import FORMAT_VERSION, Prepared
+from recpo.data.prepared import FORMAT_VERSION, Prepared, write_manifest
 from recpo.data.slates import ImpressionLayout, SequenceLayout
 from recpo.errors import RecpoError
 from recpo.feedback import FeedbackDefinition
@@ -56,9 +54,10 @@ def shards(tmp_path):
             "valid": [{"file": "valid/00000.parquet", "users": 11}],
             "test": [],
         },
-        "files": {"items.parquet": "0"},
+        "files": ["items.parquet"],
     }
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    pq.write_table(pa.table({"item_index": np.arange(1, manifest["num_items"] + 1)}), tmp_path / "items.parquet")
+    write_manifest(tmp_path, manifest)
     return Prepared.open(tmp_path)
 
 

@@ -15,7 +15,6 @@ from recpo.data.datamodule import FeedbackDataModule, ResumableLoader, TrainBatc
 from recpo.data.engine import EngineOptions
 from recpo.data.held_out import Rank
 from recpo.data.locations import Location, locate
-from recpo.data.manifest import verify_checksums
 from recpo.data.preference_lists import PreferenceListLayout
 from recpo.data.prepare import Preparation
 from recpo.data.prepared import MANIFEST, Prepared
@@ -74,7 +73,7 @@ def test_a_log_in_a_store_prepares_into_the_store_to_the_same_bytes(store, tmp_p
         manifest = run(address, f"{store}/out-{number}", rows_per_shard=300)
         assert manifest == expected
         assert contents(f"{store}/out-{number}") == local
-    verify_checksums(f"{store}/out-0")
+    Prepared.open(f"{store}/out-0").verify()
     assert not list(tmp_path.glob("out.*"))
 
 
@@ -119,7 +118,7 @@ def test_an_interrupted_upload_is_no_prepared_directory(store, tmp_path, monkeyp
     run(f"{store}/log.parquet", out, rows_per_shard=200)
     assert set(contents(out)) == before
     run(f"{store}/log.parquet", out, overwrite=True)
-    verify_checksums(out)
+    Prepared.open(out).verify()
     assert set(contents(out)) < before
     assert "train/00001.parquet" not in contents(out)
 

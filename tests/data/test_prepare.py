@@ -15,7 +15,6 @@ import pytest
 from recpo.data.engine import EngineOptions
 from recpo.data.id_map import IdMap
 from recpo.data.labels import EveryEvent
-from recpo.data.manifest import verify_checksums
 from recpo.data.prepare import Preparation
 from recpo.data.prepared import Prepared
 from recpo.data.schema import EVENT_SCHEMA, PERIODS, Columns
@@ -224,13 +223,18 @@ def test_the_sample_log_prepares(tmp_path):
 
 def test_checksums_find_a_changed_file(small, tmp_path):
     _, out, _ = small
-    verify_checksums(out)
+    Prepared.open(out).verify()
     shutil.copytree(out, tmp_path / "copy")
-    with (tmp_path / "copy/test/00000.parquet").open("ab") as handle:
-        handle.write(b"x")
-    (tmp_path / "copy/users.parquet").unlink()
-    with pytest.raises(RecpoError, match=r"test/00000.parquet \(changed\), users.parquet \(missing\)"):
-        verify_checksums(tmp_path / "copy")
+    copy = Prepared.open(tmp_path / "copy")
+    shard = tmp_path / "copy/test/00000.parquet"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + b"x")
+    with pytest.raises(RecpoError, match=r"test/00000.parquet is not as it was written"):
+        copy.verify()
+    shard.write_bytes(content)
+    (tmp_path / "copy/quantiles.parquet").unlink()
+    with pytest.raises(RecpoError, match=r"quantiles.parquet: there is no such file"):
+        copy.verify()
 
 
 def test_csv_equals_parquet(tmp_path):
@@ -255,4 +259,4 @@ def test_a_killed_run_leaves_nothing_that_counts_as_prepared(tmp_path):
         Prepared.open(working[0])
     run(path, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.parquet", "out"]
-    verify_checksums(tmp_path / "out")
+    Prepared.open(tmp_path / "out").verify()

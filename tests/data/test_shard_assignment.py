@@ -1,7 +1,5 @@
 """Shards that are assigned to the ranks: every row once, each shard on one rank, ranks in step, exact resumes."""
 
-import json
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from recpo.data.datamodule import FeedbackDataModule
 from recpo.data.held_out import Rank
 from recpo.data.preference_lists import PreferenceListLayout
-from recpo.data.prepared import FORMAT_VERSION, Prepared
+from recpo.data.prepared import FORMAT_VERSION, Prepared, write_manifest
 from recpo.data.slates import SequenceLayout
 from recpo.data.train_batches import Phases, ResumableLoader, TrainBatches
 from recpo.errors import RecpoError
@@ -63,9 +61,9 @@ def write_prepared(root, users=tuple(USERS), without_positives=()):
         "num_users": int(firsts[-1]),
         "num_items": 30,
         "shards": shards,
-        "files": {},
+        "files": [],
     }
-    (root / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(root, manifest)
     return Prepared.open(root)
 
 
