@@ -31,21 +31,18 @@ def period_rows(events: ir.Table, period: int, max_context: int) -> ir.Table:
 
 
 def last_events(events: ir.Table, items: ir.Table, users: ir.Table, max_context: int) -> ir.Table:
-    """Each user's last ``max_context`` events with external ids, sorted by user and time."""
+    """Each user's last ``max_context`` events as raw events (``history_schema``), sorted by user and time."""
     lengths = events.group_by(Derived.USER_INDEX).aggregate(length=events[Derived.POSITION].max() + 1)
     near = events.inner_join(lengths, Derived.USER_INDEX)
     near = near.filter(near[Derived.POSITION] >= near.length - max_context)
-    kept = [
-        Derived.USER_INDEX,
-        Derived.ITEM_INDEX,
-        Derived.POSITION,
-        Derived.FEEDBACK,
-        LogColumns.TIMESTAMP,
-    ]
-    near = near.select(*kept)
     named = near.inner_join(items, Derived.ITEM_INDEX).inner_join(users, Derived.USER_INDEX)
-    columns = [Derived.USER_INDEX, LogColumns.USER_ID, LogColumns.ITEM_ID, Derived.FEEDBACK, LogColumns.TIMESTAMP]
-    return named.order_by([Derived.USER_INDEX, Derived.POSITION]).select(*columns)
+    order = [named[Derived.USER_INDEX], named[Derived.POSITION]]
+    seconds = {
+        LogColumns.WATCH_TIME: named[Derived.WATCH_MS].cast("float64") / 1000.0,
+        LogColumns.DURATION: named[Derived.DURATION_MS].cast("float64") / 1000.0,
+    }
+    names = [LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.TIMESTAMP, *seconds, LogColumns.DISLIKE, Derived.LABEL]
+    return named.order_by(order).select(**{name: seconds[name] if name in seconds else named[name] for name in names})
 
 
 def _layout(events: ir.Table, period: int) -> dict[str, ir.Value]:

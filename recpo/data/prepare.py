@@ -45,12 +45,11 @@ from recpo.data.schema import (
 from recpo.data.shaping import Label, WatchQuantiles
 from recpo.data.splits import Split, TemporalSplit
 from recpo.data.validate import check_rows
-from recpo.data.writing import write_histories, write_rows, write_shards
+from recpo.data.writing import write_rows, write_shards
 from recpo.errors import RecpoError
 from recpo.feedback import FeedbackRule
 
 _STAGES: Final = ("reading", "checking", "splitting", "shaping", *PERIODS, "histories")
-_HISTORY_ROWS: Final = 500_000
 
 
 @dataclass(frozen=True)
@@ -237,8 +236,8 @@ class _Run:
     def _write_histories(self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table) -> None:
         self._stage()
         schema = history_schema(log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID])
-        rows = self.engine.stream(last_events(events, items, users, self.choice.max_context))
-        write_histories(rows, schema, self.partial / "histories.parquet", _HISTORY_ROWS, self._written)
+        rows = last_events(events, items, users, self.choice.max_context)
+        self._written(self._write_rows(rows, schema, "histories.parquet"))
         self.bar.update()
 
     def _write_rows(self, rows: ir.Table, schema: pa.Schema, file: str) -> int:

@@ -133,14 +133,16 @@ def user_schema(user_id: pa.DataType) -> pa.Schema:
 
 
 def history_schema(user_id: pa.DataType, item_id: pa.DataType) -> pa.Schema:
-    """The events that ``histories.parquet`` is made of, with the types of the external ids."""
+    """Layout of ``histories.parquet``: raw events with external ids, for ``recpo recommend``; null = unknown."""
     return pa.schema(
         [
-            (Derived.USER_INDEX, pa.int32()),
             (LogColumns.USER_ID, user_id),
             (LogColumns.ITEM_ID, item_id),
-            (Derived.FEEDBACK, pa.int8()),
             (LogColumns.TIMESTAMP, pa.int64()),
+            (LogColumns.WATCH_TIME, pa.float64()),
+            (LogColumns.DURATION, pa.float64()),
+            (LogColumns.DISLIKE, pa.bool_()),
+            (Derived.LABEL, pa.float32()),
         ]
     )
 

@@ -16,11 +16,6 @@ from recpo.artifacts import sha256
 from recpo.data.schema import EVENT_SCHEMA, Derived, LogColumns
 
 _ROW_GROUP: Final = 1 << 16
-_HISTORY_COLUMNS: Final = {
-    "item_ids": LogColumns.ITEM_ID,
-    "feedback": Derived.FEEDBACK,
-    "timestamps": LogColumns.TIMESTAMP,
-}
 _REPEATING: Final = (Derived.USER_INDEX, Derived.ITEM_INDEX, Derived.FEEDBACK, LogColumns.DURATION)
 
 
@@ -128,45 +123,3 @@ def _write_shard(block: pa.Table, file: Path) -> dict[str, Any]:
         "targets": int(np.count_nonzero(table[Derived.IS_TARGET].to_numpy())),
         "sha256": sha256(file),
     }
-
-
-def write_histories(
-    batches: Iterable[pa.RecordBatch],
-    schema: pa.Schema,
-    file: Path,
-    rows_per_block: int,
-    progress: Callable[[int], object],
-) -> None:
-    """Writes one row per user: ``user_id`` and its ``item_ids``, ``feedback`` and ``timestamps``, oldest event first.
-
-    Args:
-        batches: rows of ``schema``, by user and time.
-        schema: ``recpo.data.schema.history_schema``.
-        file: the Parquet file.
-        rows_per_block: events held in memory.
-        progress: called with the number of rows written.
-    """
-    writer: pq.ParquetWriter | None = None
-    try:
-        for block in user_blocks(batches, rows_per_block):
-            table = _one_row_per_user(block.select(schema.names).cast(schema).combine_chunks())
-            writer = writer or pq.ParquetWriter(file, table.schema, compression="zstd")
-            writer.write_table(table, row_group_size=_ROW_GROUP)
-            progress(block.num_rows)
-    finally:
-        if writer is not None:
-            writer.close()
-
-
-def _one_row_per_user(events: pa.Table) -> pa.Table:
-    users = events[Derived.USER_INDEX].to_numpy()
-    starts = np.flatnonzero(np.diff(users, prepend=-1))
-    offsets = pa.array(np.append(starts, len(users)).astype(np.int32))
-    lists = {
-        name: pa.ListArray.from_arrays(offsets, _flat(events[column])) for name, column in _HISTORY_COLUMNS.items()
-    }
-    return pa.table({"user_id": _flat(events["user_id"]).take(pa.array(starts)), **lists})
-
-
-def _flat(column: pa.ChunkedArray) -> pa.Array:
-    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
