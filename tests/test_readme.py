@@ -168,20 +168,4 @@ def test_the_road_of_the_readme_runs(clone):
         [sys.executable, "-c", unavailable + serving], env=tools, capture_output=True, text=True, check=False
     )
     assert served.returncode == 0, served.stderr
-    assert "ServingCounts(users=2" in served.stdout
-
-
-def test_the_feedback_level_of_the_documents_is_that_of_prepare(prepared):
-    """A server that follows docs/serving.md hands the policy what it was trained on."""
-    (source,) = re.findall(r"<!-- tested -->\n```python\n(.*?)```", _text(ROOT / "docs" / "serving.md"), re.DOTALL)
-    scope = {}
-    exec(source, scope)
-    feedback = json.loads((prepared / "manifest.json").read_text())["feedback"]
-    events = pq.read_table(prepared / "train").to_pandas().head(2000)
-    columns = (events[name] for name in ("watch_time", "duration", "dislike"))
-    levels = [scope["feedback_level"](feedback, *event) for event in zip(*columns, strict=True)]
-    assert levels == events["feedback"].tolist()
-    assert set(levels) == {1, 2, 3, 4, 5}
-    assert scope["feedback_level"](feedback, None, 10.0, False) == 0
-    assert scope["feedback_level"](feedback, 3.0, 0.0, False) == 0
-    assert scope["feedback_level"](feedback, 3.0, None, True) == 1
+    assert "'users': 2" in served.stdout

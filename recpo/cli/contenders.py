@@ -21,6 +21,7 @@ from recpo.evaluation.cooccurrence import Cooccurrence, CooccurrenceOptions, Eve
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.result import LOGGING_POLICY
 from recpo.serving.bundle import Bundle
+from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import ITEMS
 from recpo.training.run import RESOLVED, load_policy, refuse_other_items
 from recpo.types import Histories, Recommendations
@@ -123,7 +124,7 @@ def bundles(paths: Sequence[Path], data: Prepared, longest: int) -> list[Candida
                 f"{path} serves lists of up to {bundle.k}, and ks asks for {longest}: name smaller --ks, or export the "
                 f"bundle again with --k {longest}"
             )
-        facts = {"kind": "bundle", "path": str(path), "k": bundle.k, "origin": str(bundle.manifest.get("origin", ""))}
+        facts = {"kind": "bundle", "path": str(path), "k": bundle.k, "origin": str(dict(bundle.manifest.origin))}
         found.append(Candidate(name, "bundle", partial(_load_bundle, bundle), facts))
     return found
 
@@ -159,8 +160,7 @@ def _load_run(path: Path, checkpoint: str, device: torch.device) -> Loaded:
 
 
 def _load_bundle(bundle: Bundle) -> Loaded:
-    length = int(bundle.manifest["max_history"])
-    reads_timestamps = "timestamps" in bundle.manifest["inputs"]
+    length = bundle.manifest.max_history
 
     def recommend(histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
         if exclude is None:
@@ -169,11 +169,11 @@ def _load_bundle(bundle: Bundle) -> Loaded:
             torch.nn.functional.pad(values, (0, length - values.shape[1])).cpu().numpy()
             for values in (histories.item_ids, *(_or_zeros(v, histories) for v in histories[2:]))
         )
-        blocked = torch.nn.functional.pad(exclude, (0, int(exclude.shape[1] == 0))).cpu().numpy()
-        top_items, scores = bundle.engine(ids, feedback, blocked, *([times] if reads_timestamps else []))
+        excluded = torch.nn.functional.pad(exclude, (0, int(exclude.shape[1] == 0))).cpu().numpy()
+        top_items, scores = bundle.runtime.recommend(EncodedHistories(ids, feedback, excluded, times), k)
         device = histories.item_ids.device
         return Recommendations(
-            torch.from_numpy(top_items[:, :k].copy()).to(device), torch.from_numpy(scores[:, :k].copy()).to(device)
+            torch.from_numpy(top_items.copy()).to(device), torch.from_numpy(scores.copy()).to(device)
         )
 
     return Loaded(Recommender(recommend), length)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-import pyarrow as pa
 import pyarrow.dataset as ds
-import pyarrow.parquet as pq
+from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
-from recpo.artifacts import output_file
 from recpo.cli.config import save_resolved
 from recpo.cli.output import console
-from recpo.errors import RecpoError
 from recpo.serving.bundle import Bundle
-from recpo.serving.histories import ServingCounts, check_columns
+from recpo.serving.histories import ServingCounts
+from recpo.workflows.recommend import write_recommendations
 
-_COLUMNS = ("user_id", "item_ids", "feedback", "timestamps", "blocked")
+_EVENTS_SHOWN_FROM = 1 << 16
 
 
 def recommend(
@@ -27,85 +24,53 @@ def recommend(
     histories: Path,
     out: Path,
     k: int | None = None,
+    exclude: Path | None = None,
+    users: Path | None = None,
     engine: Literal["onnx", "torch"] = "onnx",
     batch_size: int = 256,
     show: int = 0,
 ) -> None:
     """Recommends for every user of a Parquet file of histories; neither lightning nor torchrec is needed.
 
-    Items of the history and blocked items are never recommended. Unknown items are skipped and counted, and an empty
-    history gets what the policy recommends when nothing is known.
+    Items of the history and those to exclude are never recommended. Unknown items are skipped and counted, and a user
+    without events gets what the policy recommends when nothing is known.
 
     Args:
         bundle: directory written by ``recpo export``.
-        histories: Parquet file or directory: user_id, item_ids (lists of item ids, oldest first), optionally feedback
-            (lists of levels), timestamps and blocked (lists of item ids that must not be shown).
+        histories: Parquet file or directory of events, the rows of a user together: user_id, item_id, timestamp (times,
+            or milliseconds since 1970) and, as the log had them, watch_time and duration (seconds), dislike, label.
         out: Parquet file to write: user_id, rank, item_id, score; an existing one is replaced.
         k: list length; null = the longest that the bundle serves.
+        exclude: Parquet file of user_id and item_id: what must not be listed.
+        users: Parquet file with user_id: who is served, new users among them; null = the users of the histories.
         engine: onnx (ONNX Runtime, without torch) or torch.
-        batch_size: users scored at once.
+        batch_size: users ranked at once.
         show: print the lists of the first so many users.
     """
-    if batch_size < 1:
-        raise RecpoError(f"batch_size is {batch_size}, expected at least 1")
     loaded = Bundle.load(bundle, engine)
-    source = _open(histories)
-    counts, writer, shown = ServingCounts(), None, None
-    with output_file(out, inputs=[bundle, histories]) as partial:
-        try:
-            for table in _tables(source, batch_size, histories):
-                served = loaded.recommend(table, k)
-                counts.add(served.counts)
-                writer = writer or pq.ParquetWriter(partial, served.table.schema)
-                shown = shown or (table, served.table)
-                writer.write_table(served.table)
-        finally:
-            if writer is not None:
-                writer.close()
+    with tqdm(desc="recommend", unit="event", disable=None, leave=False) as bar:
+        counts = write_recommendations(
+            loaded, histories, out, k, exclude=exclude, users=users, batch_size=batch_size, progress=bar.update
+        )
     save_resolved(out)
-    if show and shown:
-        console().print(_lists(*shown, show))
+    if show > 0:
+        console().print(_lists(histories, out, show))
     _print(counts, out, loaded.k if k is None else k)
 
 
-def _open(histories: Path) -> ds.Dataset:
-    if not histories.exists():
-        raise RecpoError(f"{histories} does not exist; expected a Parquet file of histories")
-    try:
-        source = ds.dataset(histories, format="parquet")
-    except (pa.ArrowException, OSError) as error:
-        raise RecpoError(f"{histories} cannot be read as Parquet: {error}") from error
-    check_columns(source.schema)
-    return source
-
-
-def _tables(source: ds.Dataset, batch_size: int, histories: Path) -> Iterator[pa.Table]:
-    """The histories in batches; where there is no user one empty table, so that the output has its columns."""
-    columns = [name for name in _COLUMNS if name in source.schema.names]
-    try:
-        users = source.count_rows()
-        with tqdm(total=users, desc="recommend", unit="user", disable=None, leave=False) as bar:
-            for batch in source.to_batches(columns=columns, batch_size=batch_size):
-                if batch.num_rows:
-                    yield pa.Table.from_batches([batch])
-                    bar.update(batch.num_rows)
-    except (pa.ArrowException, OSError) as error:
-        raise RecpoError(f"{histories} cannot be read as Parquet: {error}") from error
-    if not users:
-        yield source.schema.empty_table().select(columns)
-
-
-def _lists(histories: pa.Table, recommendations: pa.Table, users: int) -> Table:
+def _lists(histories: Path, lists: Path, users: int) -> Table:
+    """The most recent items and the lists of the first users that were served."""
     table = Table(title="recommendations", title_justify="left")
     for heading in ("user", "most recent items", "recommended"):
         table.add_column(heading, overflow="fold")
-    by_user: dict[object, list[str]] = {}
-    users_items = (recommendations.column(name).to_pylist() for name in ("user_id", "item_id"))
-    for user, item in zip(*users_items, strict=True):
-        by_user.setdefault(user, []).append(str(item))
-    for row in histories.slice(0, users).to_pylist():
-        recent = [str(item) for item in (row["item_ids"] or [])[-5:]]
-        table.add_row(str(row["user_id"]), " ".join(recent) or "(none)", " ".join(by_user.get(row["user_id"], [])[:10]))
+    served = ds.dataset(lists).head(_EVENTS_SHOWN_FROM, columns=["user_id", "item_id"]).to_pandas()
+    events = ds.dataset(histories).head(_EVENTS_SHOWN_FROM, columns=["user_id", "item_id", "timestamp"]).to_pandas()
+    events = events.sort_values("timestamp", kind="stable")
+    for user in served["user_id"].unique()[:users]:
+        recent = events["item_id"][events["user_id"] == user].tail(5)
+        listed = served["item_id"][served["user_id"] == user].head(10)
+        shown = (" ".join(map(str, items)) for items in (recent, listed))
+        table.add_row(*(escape(text or "(none)") for text in (str(user), *shown)))
     return table
 
 
@@ -113,7 +78,9 @@ def _print(counts: ServingCounts, out: Path, k: int) -> None:
     left_out = {
         "empty histories": counts.empty_histories,
         "unknown items skipped": counts.unknown_items,
-        "unknown blocked items skipped": counts.unknown_blocked,
+        "events without feedback": counts.events_without_feedback,
+        "impossible watch times and durations": counts.impossible_values,
+        "unknown items to exclude": counts.unknown_excluded,
         "histories cut to the most recent events": counts.truncated_histories,
         f"lists shorter than {k}": counts.short_lists,
     }

@@ -1,43 +1,32 @@
-"""A bundle: an exported policy, its item table and a manifest with checksums; loaded and run without training code.
+"""A bundle: an exported policy that recommends without training code, from raw events, in external ids.
 
 ::
 
-    bundle/model.onnx      the program for ONNX Runtime (and model.onnx.data beside it where it exceeds 2 GB)
-    bundle/model.pt2       the same program for torch.export.load
-    bundle/items.parquet   item_index 1..V and item_id, the external id
-    bundle/manifest.json   versions, inputs and outputs, feedback levels, SHA-256 of every file; written last
+    bundle/model.onnx           the program for ONNX Runtime (and model.onnx.data beside it where it exceeds 2 GB)
+    bundle/policy.safetensors   weights for the torch engine, for policies of recpo's own; codes/ with semantic ids
+    bundle/items.parquet        item_index 1..V and item_id, the external id
+    bundle/manifest.json        sizes, feedback definition, origin, SHA-256 of every file and of itself; written last
 
 With the default engine, ONNX Runtime, neither torch nor lightning nor torchrec is imported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pandas as pd
-import pyarrow as pa
 
 from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
-from recpo.serving.histories import ServingCounts, encode_histories
-from recpo.serving.manifest import ITEMS, read_manifest
-from recpo.serving.runtimes import Runtime, RuntimeName, load_runtime
-
-
-class Served(NamedTuple):
-    """Recommendations and what was left out on the way.
-
-    Attributes:
-        table: ``user_id`` as given, ``rank`` int32 from 1, ``item_id`` external, ``score`` float32 (log-probability);
-            users in the order of the histories, best item first.
-        counts: see ``ServingCounts``.
-    """
-
-    table: pa.Table
-    counts: ServingCounts
+from recpo.feedback import FeedbackDefinition
+from recpo.frames import Frame
+from recpo.serving.histories import HistoryReader
+from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
+from recpo.serving.recommending import BATCH_SIZE, Served, recommend_lists, score_candidates, validate_k
+from recpo.serving.runtimes import EngineName, OnnxRuntime, Runtime, validate_engine
 
 
 @dataclass(frozen=True)
@@ -45,75 +34,145 @@ class Bundle:
     """A loaded bundle.
 
     Attributes:
-        manifest: the verified manifest.
+        root: its directory.
+        manifest: verified.
         items: external ids of the catalog.
-        engine: runs the program.
+        runtime: ranks encoded histories.
     """
 
-    manifest: dict[str, Any]
+    root: Path
+    manifest: BundleManifest
     items: IdMap
-    engine: Runtime
+    runtime: Runtime
 
     @classmethod
-    def load(cls, path: Path | str, engine: RuntimeName = "onnx") -> Bundle:
-        """Verifies every checksum, then loads. The checksums find damage, not malice: load only bundles that you trust.
+    def load(cls, path: Path | str, engine: EngineName = "onnx") -> Bundle:
+        """Verifies every checksum, then loads. No code of the bundle is run; see ``docs/security.md``.
 
         Args:
             path: directory written by ``recpo export``.
-            engine: ``onnx`` (ONNX Runtime) or ``torch``.
+            engine: ``onnx`` (ONNX Runtime, without torch) or ``torch`` (recpo's own policy; it also scores candidates).
 
         Raises:
-            RecpoError: no bundle, an incomplete or altered one, or one of another format version.
+            RecpoError: no such engine, no bundle, an incomplete or altered one, or one of another format version.
         """
-        root = Path(path)
-        manifest = read_manifest(root)
+        root, engine = Path(path), validate_engine(engine)
+        manifest = BundleManifest.read(root)
         items = IdMap.load(root / ITEMS)
-        if len(items) != manifest["num_items"]:
-            raise RecpoError(
-                f"{root / ITEMS} has {len(items)} items, the program {manifest['num_items']}: export again"
-            )
-        return cls(manifest, items, load_runtime(root, engine))
+        if len(items) != manifest.num_items:
+            raise RecpoError(f"{root / ITEMS} has {len(items)} items, the program {manifest.num_items}: export again")
+        return cls(root, manifest, items, load_runtime(root, manifest, engine))
 
     @property
     def k(self) -> int:
-        """Length of the program's lists."""
-        return int(self.manifest["k"])
+        """Length of the longest list."""
+        return self.manifest.k
 
-    def recommend(self, histories: pa.Table | pd.DataFrame, k: int | None = None) -> Served:
-        """The best items for every history, without those in it and those that are blocked.
+    @property
+    def feedback(self) -> FeedbackDefinition:
+        """What is positive, disliked, skipped or unknown, and how levels are computed."""
+        return self.manifest.feedback
 
-        Unknown items are skipped and counted. An empty history gets what the policy recommends when nothing is known.
-        Of a history longer than the policy reads, the most recent events count, and the older items are not recommended
-        either. The whole table is one batch: hand over large ones in parts.
+    @property
+    def reader(self) -> HistoryReader:
+        """Reads histories for this policy."""
+        manifest = self.manifest
+        return HistoryReader(self.items, manifest.feedback, manifest.max_history, manifest.reads_timestamps)
+
+    def recommend(
+        self,
+        histories: Frame,
+        k: int | None = None,
+        *,
+        exclude: Frame | None = None,
+        users: Iterable[Any] | None = None,
+    ) -> pd.DataFrame:
+        """The best items of every user, without those of the history and those to exclude.
+
+        Unknown items are skipped and counted. A user without a known event gets what the policy recommends when nothing
+        is known. Of a history longer than the policy reads, the most recent events count, and the older items are not
+        listed either.
 
         Args:
-            histories: ``user_id``; ``item_ids``, lists of external ids, oldest first; optionally ``feedback``, lists of
-                as many feedback levels (the manifest's ``feedback`` says how they are computed), and ``blocked``, lists
-                of external ids; ``timestamps``, lists of times, if the policy reads them (the manifest's ``inputs``).
+            histories: events, one per row, in any order (any Arrow-compatible frame): ``user_id``, ``item_id``,
+                ``timestamp`` (times, or milliseconds since 1970) and, where the log has them, ``watch_time`` and
+                ``duration`` in seconds, ``dislike``, ``label``.
             k: list length, at most the bundle's own; None = that.
+            exclude: ``user_id`` and ``item_id`` of what must not be listed.
+            users: who is served, in this order, new users among them; None = the users of ``histories``.
+
+        Returns:
+            ``user_id``, ``rank`` from 1, ``item_id``, ``score`` (natural-log probability); ``attrs["counts"]`` says
+            what was left out (``ServingCounts``).
 
         Raises:
-            RecpoError: a column is missing or of a wrong type, or k is out of range.
+            RecpoError: a column is missing, of a wrong type or impossible; k is no whole number in its range.
         """
-        k = self.k if k is None else k
-        if not 1 <= k <= self.k:
-            raise RecpoError(f"k is {k}, this bundle serves 1 to {self.k}; export one with a larger --k for more")
-        table = histories if isinstance(histories, pa.Table) else pa.Table.from_pandas(histories, preserve_index=False)
-        reads_timestamps = "timestamps" in self.manifest["inputs"]
-        max_history = int(self.manifest["max_history"])
-        encoded, counts = encode_histories(table, self.items.to_internal, max_history, reads_timestamps)
-        if table.num_rows:
-            top_items, scores = self.engine(*(array for array in encoded if array is not None))
-        else:
-            top_items, scores = np.zeros((0, k), np.int64), np.zeros((0, k), np.float32)
-        top_items, scores = top_items[:, :k], scores[:, :k]
-        filled = top_items > 0
-        counts.short_lists = int((~filled).any(1).sum())
-        row, rank = np.nonzero(filled)
-        columns = {
-            "user_id": table.column("user_id").take(pa.array(row)),
-            "rank": pa.array((rank + 1).astype(np.int32)),
-            "item_id": self.items.to_external(top_items[filled]),
-            "score": pa.array(scores[filled]),
-        }
-        return Served(pa.table(columns), counts)
+        return self.serve(histories, k, exclude=exclude, users=users).to_pandas()
+
+    def serve(
+        self,
+        histories: Frame,
+        k: int | None = None,
+        *,
+        exclude: Frame | None = None,
+        users: Iterable[Any] | None = None,
+        batch_size: int = BATCH_SIZE,
+    ) -> Served:
+        """``recommend`` as an Arrow table with its typed counts; ``batch_size`` users are ranked at once."""
+        return recommend_lists(
+            self.runtime, self.reader, histories, k=k, exclude=exclude, users=users, batch_size=batch_size
+        )
+
+    def recommend_one(
+        self, events: Sequence[Mapping[str, Any]], k: int | None = None, exclude: Sequence[Any] = ()
+    ) -> list[tuple[Any, float]]:
+        """The best items of one user, as a server has the request.
+
+        Args:
+            events: the user's past in any order, keys as the columns of ``recommend`` without ``user_id``.
+            k: list length; None = the bundle's own.
+            exclude: items that must not be listed.
+
+        Returns:
+            Pairs of external item id and natural-log probability, best first.
+
+        Raises:
+            RecpoError: see ``recommend``.
+        """
+        k = validate_k(self.k if k is None else k, self.k)
+        top_items, scores = self.runtime.recommend(self.reader.read_request(events, exclude), k)
+        listed = top_items[0] > 0
+        items = self.items.to_external(top_items[0][listed]).to_pylist()
+        return list(zip(items, scores[0][listed].tolist(), strict=True))
+
+    def score(self, histories: Frame, candidates: Frame) -> pd.DataFrame:
+        """Log-probabilities of given items; of a bundle loaded with ``engine="torch"``.
+
+        Args:
+            histories: see ``recommend``.
+            candidates: ``user_id`` and ``item_id``.
+
+        Returns:
+            ``user_id``, ``item_id``, ``score``, in the order of the candidates; nan for unknown items.
+
+        Raises:
+            RecpoError: see ``recommend``; or the engine is onnx.
+        """
+        return score_candidates(self.runtime, self.reader, histories, candidates).to_pandas()
+
+
+def load_runtime(root: Path, manifest: BundleManifest, engine: EngineName) -> Runtime:
+    """The engine of a bundle whose files are verified already."""
+    if engine == "torch":
+        from recpo.serving.runtimes import PolicyRuntime
+        from recpo.serving.saved_policy import load_policy
+
+        return PolicyRuntime(load_policy(root, manifest), manifest.k)
+    return OnnxRuntime(
+        root / ONNX_PROGRAM,
+        num_items=manifest.num_items,
+        max_history=manifest.max_history,
+        reads_timestamps=manifest.reads_timestamps,
+        k=manifest.k,
+    )

@@ -1,13 +1,13 @@
-"""Writes a trained policy as a bundle: one program, exported twice, and checked against the policy before it counts."""
+"""Writes a trained policy as a bundle, and checks it against the policy before it counts."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,18 @@ from recpo.artifacts import output_directory
 from recpo.contracts import Policy
 from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
-from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, TORCH_PROGRAM, write_manifest
-from recpo.serving.runtimes import INPUTS, OUTPUTS, Runtime, RuntimeName, load_runtime
+from recpo.feedback import HIGHEST, UNKNOWN, FeedbackDefinition
+from recpo.serving.bundle import load_runtime
+from recpo.serving.histories import EncodedHistories
+from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
+from recpo.serving.recommending import validate_k
+from recpo.serving.runtimes import INPUTS, OUTPUTS, PolicyRuntime, Runtime
+from recpo.serving.saved_policy import describe_policy, save_policy
 from recpo.types import Histories
 
 _EXAMPLE_USERS = 2  # 1 would be taken for a constant
 _CHECKED_USERS = (1, 33)  # batch sizes; other than the example's
 _SCORE_TOLERANCE = 1e-4
-_NUM_FEEDBACK_LEVELS = 6
 _FIRST_TIME_MS, _LONGEST_GAP_MS = 1_600_000_000_000, 10 * 86_400_000  # times of random histories
 _PROTOBUF_LIMIT = 2**31 - 2**24  # bytes of weights, with room for the graph
 
@@ -33,9 +37,10 @@ _PROTOBUF_LIMIT = 2**31 - 2**24  # bytes of weights, with room for the graph
 class ServingProgram(nn.Module):
     """The function that is exported: the policy's own ``recommend`` with what a server hands over.
 
-    ``(item_ids [B, H], feedback [B, H], blocked [B, M], timestamps [B, H]) -> (top_items [B, k], scores [B, k])``; ids
-    are internal, rows are padded with 0 on the right, and nothing of the history or of ``blocked`` is recommended.
-    ``timestamps`` is an input only of a policy that reads them.
+    ``(item_ids [B, H], feedback [B, H], exclude [B, M], timestamps [B, H]) -> (top_items [B, k], scores [B, k])``; ids
+    are internal, rows are padded with 0 on the right, and nothing of the history or of ``exclude`` is recommended.
+    ``timestamps`` is an input only of a policy that reads them. A value out of range counts as 0, unknown: in a lookup
+    -1 would stand for the last row.
     """
 
     def __init__(self, policy: Policy, k: int) -> None:
@@ -44,60 +49,74 @@ class ServingProgram(nn.Module):
         self.k = k
 
     def forward(
-        self, item_ids: Tensor, feedback: Tensor, blocked: Tensor, timestamps: Tensor | None = None
+        self, item_ids: Tensor, feedback: Tensor, exclude: Tensor, timestamps: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See the class."""
-        histories = Histories(item_ids, (item_ids != 0).sum(1), feedback, timestamps)
-        top = self.policy.recommend(histories, self.k, torch.cat([item_ids, blocked], 1))
+        item_ids, exclude = (_within(ids, self.policy.num_items) for ids in (item_ids, exclude))
+        histories = Histories(item_ids, (item_ids != 0).sum(1), _within(feedback, HIGHEST), timestamps)
+        top = self.policy.recommend(histories, self.k, torch.cat([item_ids, exclude], 1))
         return top.item_ids, top.scores
 
 
 def export_bundle(
     policy: Policy,
-    prepared: Path,
+    items: IdMap,
+    feedback: FeedbackDefinition,
     out: Path,
     *,
     k: int = 100,
-    feedback: dict[str, Any] | None = None,
-    origin: dict[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    origin: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    inputs: Iterable[object] = (),
 ) -> None:
     """Exports ``policy`` to the directory ``out``, which appears only when it is complete and verified.
 
-    Both programs must give the policy's own lists and scores, within 1e-4, on random histories, empty and full ones
+    Every engine must give the policy's own lists and scores, within 1e-4, on random histories, empty and full ones
     among them.
 
     Args:
         policy: a trained policy.
-        prepared: the prepared directory that it was trained on; its ``items.parquet`` names the items.
+        items: external ids of its catalog.
+        feedback: of the data that it was trained on.
         out: the bundle directory.
         k: length of the lists; at most the size of the catalog.
-        feedback: how feedback levels are computed, for the manifest.
-        origin: where the policy comes from (its class path and options, say), for the manifest.
-        overwrite: replace an existing ``out``.
+        options: constructor options of the policy, from which the torch engine builds it again; None = the bundle has
+            the ONNX program only. Not used for policies that are none of recpo's own.
+        origin: where the policy comes from, for the manifest (``BundleManifest.origin``).
+        overwrite: replace a bundle in ``out``.
+        inputs: files and directories that ``out`` must not touch, such as the run's.
 
     Raises:
-        RecpoError: ``out`` exists, the policy belongs to another catalog, k is out of range, or a program differs
-            from the policy.
+        RecpoError: ``out`` exists, the policy belongs to another catalog, k is out of range, or an engine differs from
+            the policy.
     """
-    items = IdMap.load(Path(prepared) / ITEMS)
     if len(items) != policy.num_items:
-        raise RecpoError(
-            f"{prepared} has {len(items)} items, the policy {policy.num_items}: name the data it was trained on"
-        )
-    if not 1 <= k <= policy.num_items:
-        raise RecpoError(f"k is {k}, expected 1 to {policy.num_items}, the size of the catalog")
+        raise RecpoError(f"{len(items)} items are named, the policy has {policy.num_items}: hand over its own items")
+    k = validate_k(k, policy.num_items)
     policy = policy.cpu().eval()
-    with output_directory(out, kind="bundle", overwrite=overwrite) as root:
+    manifest = BundleManifest(
+        num_items=policy.num_items,
+        max_history=policy.max_history,
+        k=k,
+        reads_timestamps=policy.reads_timestamps,
+        feedback=feedback,
+        policy=describe_policy(policy, options),
+        origin=origin or {},
+        versions={"recpo": __version__, "torch": torch.__version__},
+    )
+    with output_directory(out, kind="bundle", overwrite=overwrite, inputs=inputs) as root:
         items.save(root / ITEMS)
-        _save_programs(ServingProgram(policy, k), root)
-        for engine in get_args(RuntimeName):
-            verify_program(load_runtime(root, engine), policy, k)
-        write_manifest(root, _description(policy, k) | {"feedback": feedback, "origin": origin})
+        _save_program(ServingProgram(policy, k), root / ONNX_PROGRAM)
+        verify_runtime(load_runtime(root, manifest, "onnx"), policy, k)
+        if manifest.options is not None:
+            save_policy(policy, items, root)
+            verify_runtime(load_runtime(root, manifest, "torch"), policy, k)
+        manifest.write(root)
 
 
-def verify_program(engine: Runtime, policy: Policy, k: int, *, seed: int = 0) -> None:
-    """Compares an exported program with the policy on random histories, the first of them empty, the last one full.
+def verify_runtime(runtime: Runtime, policy: Policy, k: int, *, seed: int = 0) -> None:
+    """Compares a runtime with the policy on random histories, the first of them empty, the last one full.
 
     The lists must be the same but for the order of items whose scores differ by less than 1e-4.
 
@@ -107,9 +126,8 @@ def verify_program(engine: Runtime, policy: Policy, k: int, *, seed: int = 0) ->
     generator = torch.Generator().manual_seed(seed)
     for users in _CHECKED_USERS:
         inputs = _random_inputs(policy, users, generator)
-        with torch.inference_mode():
-            expected_items, expected_scores = ServingProgram(policy, k)(*inputs)
-        top_items, scores = map(torch.from_numpy, engine(*(t.numpy() for t in inputs)))
+        expected_items, expected_scores = map(torch.from_numpy, PolicyRuntime(policy).recommend(inputs, k))
+        top_items, scores = map(torch.from_numpy, runtime.recommend(inputs, k))
         gap = (scores - expected_scores).abs().nan_to_num(0.0)  # -inf against -inf, where the list is short
         if scores.isnan().any() or gap.max() > _SCORE_TOLERANCE:
             raise RecpoError(
@@ -121,39 +139,42 @@ def verify_program(engine: Runtime, policy: Policy, k: int, *, seed: int = 0) ->
             raise RecpoError(f"the exported program recommends other items than the policy ({int(moved.sum())} places)")
 
 
+def _within(values: Tensor, largest: int) -> Tensor:
+    return torch.where((values > 0) & (values <= largest), values, 0)
+
+
 def _score_of(item_ids: Tensor, listed: Tensor, scores: Tensor) -> Tensor:
     """The score of ``item_ids [B, k]`` in the list that ranks ``listed [B, k]``; for others that of its last place."""
     same = item_ids[:, :, None] == listed[:, None, :]
     return torch.where(same.any(2), scores.gather(1, same.int().argmax(2)), scores[:, -1:])
 
 
-def _random_inputs(policy: Policy, users: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+def _random_inputs(policy: Policy, users: int, generator: torch.Generator) -> EncodedHistories:
     lengths = torch.randint(policy.max_history + 1, (users,), generator=generator)
     lengths[-1], lengths[0] = policy.max_history, 0
     real = torch.arange(policy.max_history) < lengths[:, None]
     item_ids = torch.randint(1, policy.num_items + 1, real.shape, generator=generator) * real
-    feedback = torch.randint(_NUM_FEEDBACK_LEVELS, real.shape, generator=generator) * real
-    blocked = torch.randint(policy.num_items + 1, (users, 3), generator=generator)
-    if not policy.reads_timestamps:
-        return item_ids, feedback, blocked
+    feedback = torch.randint(UNKNOWN, HIGHEST + 1, real.shape, generator=generator) * real
+    exclude = torch.randint(policy.num_items + 1, (users, 3), generator=generator)
     gaps = torch.randint(_LONGEST_GAP_MS, real.shape, generator=generator)
-    return item_ids, feedback, blocked, (_FIRST_TIME_MS + gaps.cumsum(1)) * real
+    times = ((_FIRST_TIME_MS + gaps.cumsum(1)) * real).numpy() if policy.reads_timestamps else None
+    return EncodedHistories(item_ids.numpy(), feedback.numpy(), exclude.numpy(), times)
 
 
-def _save_programs(program: ServingProgram, root: Path) -> None:
-    inputs = _random_inputs(program.policy, _EXAMPLE_USERS, torch.Generator().manual_seed(0))
-    users, blocked = Dim("users", min=1), Dim("blocked", min=1)
-    shapes = ({0: users}, {0: users}, {0: users, 1: blocked}, {0: users})[: len(inputs)]
+def _save_program(program: ServingProgram, file: Path) -> None:
+    random = _random_inputs(program.policy, _EXAMPLE_USERS, torch.Generator().manual_seed(0))
+    inputs = tuple(torch.from_numpy(values) for values in random if values is not None)
+    users, exclude = Dim("users", min=1), Dim("exclude", min=1)
+    shapes = ({0: users}, {0: users}, {0: users, 1: exclude}, {0: users})[: len(inputs)]
     with _quiet(), torch.no_grad():
         exported = torch.export.export(program, inputs, dynamic_shapes=shapes)
         _forget_sources(exported)
-        torch.export.save(exported, root / TORCH_PROGRAM)
         onnx = torch.onnx.export(
             exported, input_names=INPUTS[: len(inputs)], output_names=OUTPUTS, dynamo=True, verbose=False
         )
     assert onnx is not None
     size = sum(t.nbytes for t in program.state_dict().values())
-    onnx.save(str(root / ONNX_PROGRAM), external_data=size > _PROTOBUF_LIMIT)
+    onnx.save(str(file), external_data=size > _PROTOBUF_LIMIT)
 
 
 def _forget_sources(exported: ExportedProgram) -> None:
@@ -161,37 +182,6 @@ def _forget_sources(exported: ExportedProgram) -> None:
     for module in exported.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)
-
-
-def _description(policy: Policy, k: int) -> dict[str, Any]:
-    users, history = "users", policy.max_history
-    timestamps = {"shape": [users, history], "type": "int64", "meaning": "milliseconds since the epoch, 0 pads"}
-    return {
-        "recpo_version": __version__,
-        "torch_version": torch.__version__,
-        "policy": f"{type(policy).__module__}.{type(policy).__qualname__}",
-        "num_items": policy.num_items,
-        "max_history": history,
-        "k": k,
-        "inputs": {
-            "item_ids": {"shape": [users, history], "type": "int64", "meaning": "item_index, oldest first, 0 pads"},
-            "feedback": {
-                "shape": [users, history],
-                "type": "int64",
-                "meaning": "feedback level of each event, 0 unknown",
-            },
-            "blocked": {"shape": [users, "blocked"], "type": "int64", "meaning": "item_index not to show, 0 pads"},
-            **({"timestamps": timestamps} if policy.reads_timestamps else {}),
-        },
-        "outputs": {
-            "top_items": {
-                "shape": [users, k],
-                "type": "int64",
-                "meaning": "item_index, best first, 0 where none is left",
-            },
-            "scores": {"shape": [users, k], "type": "float32", "meaning": "natural-log probabilities"},
-        },
-    }
 
 
 @contextmanager

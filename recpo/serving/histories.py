@@ -1,170 +1,319 @@
-"""From a table of histories with external ids to the padded arrays that an exported program reads."""
+"""One path for a history: raw events with external ids, to feedback levels, to the padded arrays that a policy reads.
+
+Training runs, bundles and servers all come through here. NumPy and Arrow only; torch is not imported.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
+from recpo.feedback import UNKNOWN, FeedbackDefinition
+from recpo.frames import Frame, flag_column, id_column, number_column, time_column, to_arrow
 
-#: External ids to internal ones, 0 where unknown.
-Lookup = Callable[[pa.Array], np.ndarray]
-
-
-@dataclass
-class ServingCounts:
-    """What was served and what was left out.
-
-    Attributes:
-        users: rows of the table.
-        empty_histories: users without a single known item; they get what the policy says when nothing is known.
-        unknown_items: history items that are not in the catalog; skipped.
-        unknown_blocked: blocked items that are not in the catalog; skipped.
-        truncated_histories: users with more events than the policy reads; it reads the most recent ones, and the older
-            items are still not recommended.
-        short_lists: users for whom fewer than k items were allowed.
-    """
-
-    users: int = 0
-    empty_histories: int = 0
-    unknown_items: int = 0
-    unknown_blocked: int = 0
-    truncated_histories: int = 0
-    short_lists: int = 0
-
-    def add(self, other: ServingCounts) -> None:
-        """Adds another table's counts."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+USER_ID, ITEM_ID, TIMESTAMP = "user_id", "item_id", "timestamp"
+#: What is read of an event; any other column is ignored.
+EVENT_COLUMNS = (USER_ID, ITEM_ID, TIMESTAMP, "watch_time", "duration", "dislike", "label")
+#: Whole numbers between these are times in seconds that were taken for milliseconds (they would lie in January 1970
+#: or soon after), whole numbers beyond the last one are microseconds; smaller ones may count events ("order").
+_SECONDS_FROM, _SECONDS_UNTIL, _LATEST_MS = 100_000_000, 31_536_000_000, 4_102_444_800_000
 
 
 class EncodedHistories(NamedTuple):
-    """Inputs of an exported program, int64, 0 pads.
+    """What a policy reads of some users, int64, 0 pads on the right.
 
     Attributes:
         item_ids: ``[B, H]`` internal ids, oldest first.
-        feedback: ``[B, H]`` feedback levels.
-        blocked: ``[B, M]`` internal ids that must not be shown.
-        timestamps: ``[B, H]`` milliseconds since the epoch; None where the program does not read them.
+        feedback: ``[B, H]`` feedback levels (``recpo.feedback``).
+        exclude: ``[B, M]`` internal ids that must not be listed, beside those in ``item_ids``.
+        timestamps: ``[B, H]`` milliseconds since the epoch; None where the policy does not read them.
     """
 
     item_ids: np.ndarray
     feedback: np.ndarray
-    blocked: np.ndarray
-    timestamps: np.ndarray | None
+    exclude: np.ndarray
+    timestamps: np.ndarray | None = None
 
 
-class _Flat(NamedTuple):
-    owner: np.ndarray
-    values: pa.Array
-    lengths: np.ndarray
+@dataclass(frozen=True)
+class ServingCounts:
+    """What was served and what was left out. Events and items of users who are not served do not count.
 
-
-def check_columns(schema: pa.Schema) -> None:
-    """Raises ``RecpoError`` unless ``schema`` has ``user_id`` and the list columns of histories."""
-    missing = [name for name in ("user_id", "item_ids") if name not in schema.names]
-    if missing:
-        raise RecpoError(f"histories: column {missing[0]} is missing; there are {', '.join(schema.names)}")
-    for name in ("item_ids", "feedback", "timestamps", "blocked"):
-        if name in schema.names and not _is_list(schema.field(name).type):
-            raise RecpoError(f"histories: column {name} is {schema.field(name).type}, expected a list per user")
-
-
-def encode_histories(
-    table: pa.Table, lookup: Lookup, max_history: int, reads_timestamps: bool = False
-) -> tuple[EncodedHistories, ServingCounts]:
-    """Maps to internal ids, drops unknown items, keeps the most recent ``max_history`` events and pads.
-
-    Args:
-        table: ``user_id``, ``item_ids`` (oldest first), optionally ``feedback`` (one level per item) and ``blocked``.
-        lookup: external to internal ids.
-        max_history: H.
-        reads_timestamps: the table must have ``timestamps`` (one per item; times, or milliseconds since the epoch).
-
-    Raises:
-        RecpoError: a column is missing or of a wrong type, or items and feedback differ in number.
+    Attributes:
+        users: users served.
+        events: events of their histories; ``unknown_items`` of them were skipped.
+        unknown_items: events whose item is not in the catalog.
+        impossible_values: watch times and durations that cannot be true (negative, infinite); taken as missing.
+        events_without_feedback: events of known items whose feedback level is 0 (unknown), because watch time,
+            duration or label is missing.
+        empty_histories: users without any event of a known item; they get what the policy says when nothing is known.
+        truncated_histories: users with more events than the policy reads; it reads the most recent ones, and the older
+            items are still not listed.
+        unknown_excluded: items to exclude that are not in the catalog.
+        unknown_candidates: candidates to score that are not in the catalog.
+        short_lists: users with fewer than k items left.
     """
-    check_columns(table.schema)
-    users = table.num_rows
-    history = _flatten(table, "item_ids")
-    ids, feedback = lookup(history.values), _per_event(table, "feedback", history)
-    if reads_timestamps and "timestamps" not in table.column_names:
-        raise RecpoError("histories: this policy reads the time of events, and column timestamps is missing")
-    timestamps = _per_event(table, "timestamps", history) if reads_timestamps else np.zeros_like(ids)
-    known = ids > 0
-    owner, ids, feedback, timestamps = (values[known] for values in (history.owner, ids, feedback, timestamps))
-    lengths = np.bincount(owner, minlength=users)
-    place = _places(owner, lengths) - np.maximum(lengths - max_history, 0)[owner]
-    recent = place >= 0
-    padded = np.zeros((3, users, max_history), np.int64)
-    for target, values in zip(padded, (ids, feedback, timestamps), strict=True):
-        target[owner[recent], place[recent]] = values[recent]
-    blocked, unknown_blocked = _blocked(table, lookup, owner[~recent], ids[~recent])
-    counts = ServingCounts(
-        users=users,
-        empty_histories=int((lengths == 0).sum()),
-        unknown_items=int((~known).sum()),
-        unknown_blocked=unknown_blocked,
-        truncated_histories=int((lengths > max_history).sum()),
-    )
-    return EncodedHistories(padded[0], padded[1], blocked, padded[2] if reads_timestamps else None), counts
+
+    users: int = 0
+    events: int = 0
+    unknown_items: int = 0
+    impossible_values: int = 0
+    events_without_feedback: int = 0
+    empty_histories: int = 0
+    truncated_histories: int = 0
+    unknown_excluded: int = 0
+    unknown_candidates: int = 0
+    short_lists: int = 0
+
+    def __add__(self, other: ServingCounts) -> ServingCounts:
+        """The counts of both."""
+        return ServingCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def to_dict(self) -> dict[str, int]:
+        """By name, for JSON."""
+        return asdict(self)
 
 
-def _blocked(table: pa.Table, lookup: Lookup, owner: np.ndarray, older: np.ndarray) -> tuple[np.ndarray, int]:
-    """``[B, M]``: the items of the blocked column and those of the history that the program does not read."""
-    unknown = 0
-    if "blocked" in table.column_names:
-        column = _flatten(table, "blocked")
-        ids = lookup(column.values)
-        unknown = int((ids == 0).sum())
-        owner = np.concatenate([owner, column.owner[ids > 0]])
-        order = np.argsort(owner, kind="stable")
-        owner, older = owner[order], np.concatenate([older, ids[ids > 0]])[order]
-    lengths = np.bincount(owner, minlength=table.num_rows)
-    blocked = np.zeros((table.num_rows, max(1, int(lengths.max(initial=0)))), np.int64)
-    blocked[owner, _places(owner, lengths)] = older
-    return blocked, unknown
+class _PerUser(NamedTuple):
+    """Values of all users end to end: those of user u are ``values[offsets[u] : offsets[u + 1]]``."""
+
+    values: tuple[np.ndarray, ...]
+    offsets: np.ndarray
+
+    @classmethod
+    def of(cls, num_users: int, user: np.ndarray, *values: np.ndarray) -> _PerUser:
+        """From values sorted by ``user [N]``."""
+        return cls(values, np.concatenate([[0], np.cumsum(np.bincount(user, minlength=num_users))]))
+
+    def padded(self, begin: int, end: int, column: int, width: int) -> np.ndarray:
+        """The last ``width`` values of the users ``begin .. end - 1``, ``[end - begin, width]``."""
+        offsets = self.offsets[begin : end + 1]
+        lengths = np.diff(offsets)
+        row = np.repeat(np.arange(end - begin), lengths)
+        place = np.arange(offsets[0], offsets[-1]) - np.repeat(offsets[1:] - np.minimum(lengths, width), lengths)
+        kept = place >= 0
+        table = np.zeros((end - begin, width), np.int64)
+        table[row[kept], place[kept]] = self.values[column][offsets[0] : offsets[-1]][kept]
+        return table
 
 
-def _per_event(table: pa.Table, name: str, history: _Flat) -> np.ndarray:
-    """The values ``[N]`` of a column that has one whole number for each item of the histories; 0 where missing."""
-    if name not in table.column_names:
-        return np.zeros(len(history.owner), np.int64)
-    column = _flatten(table, name)
-    different = np.flatnonzero(column.lengths != history.lengths)
-    if len(different):
-        row = int(different[0])
-        raise RecpoError(
-            f"histories: {len(different)} users have another number of {name} than of item_ids, the first is user_id "
-            f"{table.column('user_id')[row].as_py()!r} with {column.lengths[row]} and {history.lengths[row]}"
+@dataclass(frozen=True)
+class UserHistories:
+    """The histories of a number of users, ready to be read in batches.
+
+    Attributes:
+        users: external ids, in the order in which they are served.
+        counts: what was read and what was left out.
+        events: item, feedback level and time of every known event, sorted by user and time.
+        exclude: items that must not be listed, those that are too old to be read among them; each once, ascending.
+        max_history: H.
+        reads_timestamps: whether the batches have times.
+    """
+
+    users: pa.Array
+    counts: ServingCounts
+    events: _PerUser
+    exclude: _PerUser
+    max_history: int
+    reads_timestamps: bool
+
+    def batches(self, size: int) -> Iterator[tuple[slice, EncodedHistories]]:
+        """``size`` users at a time: which users, and what a policy reads of them."""
+        for begin in range(0, len(self.users), size):
+            end = min(begin + size, len(self.users))
+            yield slice(begin, end), self._encoded(begin, end)
+
+    def _encoded(self, begin: int, end: int) -> EncodedHistories:
+        item_ids, feedback, timestamps = (
+            self.events.padded(begin, end, column, self.max_history) for column in range(3)
         )
+        width = max(1, int(np.diff(self.exclude.offsets[begin : end + 1]).max()))
+        exclude = self.exclude.padded(begin, end, 0, width)
+        return EncodedHistories(item_ids, feedback, exclude, timestamps if self.reads_timestamps else None)
+
+
+class _Events(NamedTuple):
+    """Columns of the events of the users that are served, ``[N]`` each, sorted by user and time."""
+
+    user: np.ndarray
+    item: np.ndarray
+    level: np.ndarray
+    time: np.ndarray
+
+
+@dataclass(frozen=True)
+class HistoryReader:
+    """Reads histories for one policy: its items, its feedback definition, its length.
+
+    A history is a frame of events, one per row, in any order: ``user_id``, ``item_id``, ``timestamp`` (times, or whole
+    milliseconds since 1970) and, as the log had them, ``watch_time`` and ``duration`` in seconds, ``dislike`` (true and
+    false, or 1 and 0) and ``label`` in [0, 1]; other columns are ignored. Feedback levels are computed here, as
+    ``recpo prepare`` computed those of training.
+
+    Attributes:
+        items: external ids of the catalog.
+        feedback: what prepare fitted.
+        max_history: H, how many events the policy reads; the most recent ones count.
+        reads_timestamps: the policy reads the time of events, not only their order.
+    """
+
+    items: IdMap
+    feedback: FeedbackDefinition
+    max_history: int
+    reads_timestamps: bool = False
+
+    def read(
+        self, histories: Frame, *, exclude: Frame | None = None, users: Iterable[Any] | None = None
+    ) -> UserHistories:
+        """Sorts the events by user and time and finds items and feedback levels.
+
+        Args:
+            histories: events, see the class; events at the same time stay in the order of the rows.
+            exclude: ``user_id`` and ``item_id`` of what must not be listed, beside the items of the history.
+            users: who is served, and in which order; who has no event is served as a new user. None = the users of
+                ``histories``, in the order of their first rows.
+
+        Raises:
+            RecpoError: a column is missing or of a wrong type, an id or a time is null, a label lies outside [0, 1],
+                a user is asked for twice.
+        """
+        table = to_arrow(histories, "histories")
+        owner = id_column(table, USER_ID, "histories")
+        served = owner.unique() if users is None else _asked_for(users)
+        events, counts = self._events(table, rows_of_users(owner, served, "histories"), len(served))
+        lengths = np.bincount(events.user, minlength=len(served))
+        excluded = self._excluded(events, lengths, exclude, served)
+        counts = replace(
+            counts,
+            empty_histories=int((lengths == 0).sum()),
+            truncated_histories=int((lengths > self.max_history).sum()),
+            unknown_excluded=excluded[1],
+        )
+        by_user = _PerUser.of(len(served), events.user, events.item, events.level, events.time)
+        return UserHistories(served, counts, by_user, excluded[0], self.max_history, self.reads_timestamps)
+
+    def read_request(self, events: Sequence[Mapping[str, Any]], exclude: Sequence[Any] = ()) -> EncodedHistories:
+        """What the policy reads of one user, as a server has it.
+
+        Args:
+            events: the user's past, in any order; keys as the columns of a history without ``user_id``; may be empty.
+            exclude: items that must not be listed.
+
+        Raises:
+            RecpoError: as in ``read``.
+        """
+        columns = {
+            name: [event.get(name) for event in events]
+            for name in EVENT_COLUMNS[1:]
+            if name in (ITEM_ID, TIMESTAMP) or any(name in event for event in events)
+        }
+        excluded = {USER_ID: [0] * len(exclude), ITEM_ID: list(exclude)}
+        histories = self.read({USER_ID: [0] * len(events), **columns}, exclude=excluded, users=[0])
+        ((_, encoded),) = histories.batches(1)
+        return encoded
+
+    def _events(self, table: pa.Table, user: np.ndarray, num_users: int) -> tuple[_Events, ServingCounts]:
+        """The events of known items, sorted; what counts of the others."""
+        item = self.items.to_internal(id_column(table, ITEM_ID, "histories"))
+        time = _times(table)
+        level, impossible = self._levels(table)
+        served, known = user >= 0, item > 0
+        counts = ServingCounts(
+            users=num_users,
+            events=int(served.sum()),
+            unknown_items=int((served & ~known).sum()),
+            impossible_values=int(impossible[served].sum()),
+            events_without_feedback=int((served & known & (level == UNKNOWN)).sum()),
+        )
+        kept = np.flatnonzero(served & known)
+        kept = kept[np.lexsort((time[kept], user[kept]))]
+        return _Events(user[kept], item[kept], level[kept].astype(np.int64), time[kept]), counts
+
+    def _levels(self, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+        """Feedback levels ``[N]``, and how many impossible values ``[N]`` they were computed without."""
+        missing = np.full(len(table), np.nan)
+        label = _numbers(table, "label", missing)
+        outside = ~np.isnan(label) & ~((label >= 0) & (label <= 1))
+        if outside.any():
+            raise RecpoError(
+                f"histories: {int(outside.sum())} labels lie outside [0, 1], the first is {label[outside.argmax()]:g} "
+                f"in row {int(outside.argmax())}: a label says how good an event was, from 0 to 1; drop the column "
+                "where watch times say it"
+            )
+        watch_time, duration = (_numbers(table, name, missing) for name in ("watch_time", "duration"))
+        false_watch, false_duration = ((s < 0) | np.isinf(s) for s in (watch_time, duration))
+        dislike = flag_column(table, "dislike", "histories")
+        dislike = np.zeros(len(table), bool) if dislike is None else dislike
+        watch_time, duration = np.where(false_watch, np.nan, watch_time), np.where(false_duration, np.nan, duration)
+        impossible = false_watch.astype(np.int64) + false_duration
+        return self.feedback.levels(watch_time, duration, dislike, label), impossible
+
+    def _excluded(
+        self, events: _Events, lengths: np.ndarray, exclude: Frame | None, served: pa.Array
+    ) -> tuple[_PerUser, int]:
+        """The items of ``exclude`` and those of the history that are too old to be read; unknown ones are counted."""
+        from_the_end = np.cumsum(lengths)[events.user] - np.arange(len(events.user))
+        older = from_the_end > self.max_history
+        user, item, unknown = events.user[older], events.item[older], 0
+        if exclude is not None:
+            table = to_arrow(exclude, "exclude")
+            owner = rows_of_users(id_column(table, USER_ID, "exclude"), served, "exclude")
+            named = self.items.to_internal(id_column(table, ITEM_ID, "exclude"))
+            unknown = int(((owner >= 0) & (named == 0)).sum())
+            kept = (owner >= 0) & (named > 0)
+            user, item = np.concatenate([user, owner[kept]]), np.concatenate([item, named[kept]])
+        stride = len(self.items) + 1
+        pairs = np.unique(user.astype(np.int64) * stride + item)
+        return _PerUser.of(len(served), pairs // stride, pairs % stride), unknown
+
+
+def _asked_for(users: Iterable[Any]) -> pa.Array:
+    """The users to serve as an array of ids."""
+    if isinstance(users, str | bytes) or not isinstance(users, Iterable):
+        raise RecpoError(f"users: expected ids of users, such as a list, got {type(users).__name__}")
+    values = users if isinstance(users, pa.Array | pa.ChunkedArray | np.ndarray | pd.Series) else list(users)
+    asked = id_column(to_arrow({USER_ID: values}, "users"), USER_ID, "users")
+    if len(asked.unique()) < len(asked):
+        raise RecpoError(f"users: {len(asked) - len(asked.unique())} users are named twice; name each once")
+    return asked
+
+
+def rows_of_users(owner: pa.Array, served: pa.Array, name: str) -> np.ndarray:
+    """The place of every ``owner`` among the users ``served``, -1 where that user is not served."""
+    if not len(owner) or not len(served):
+        return np.full(len(owner), -1, np.int64)
+    if pa.types.is_integer(owner.type) != pa.types.is_integer(served.type):
+        raise RecpoError(f"{name}: user_id is {owner.type}, users are {served.type}: cast one of them")
+    kind = pa.int64() if pa.types.is_integer(owner.type) else pa.large_string()
     try:
-        times = pa.types.is_timestamp(column.values.type)
-        values = (column.values.cast(pa.timestamp("ms"), safe=False) if times else column.values).cast(pa.int64())
-    except pa.ArrowException as error:
-        raise RecpoError(f"histories: column {name} must hold whole numbers ({error})") from error
-    return values.fill_null(0).to_numpy(zero_copy_only=False)
+        rows = pc.index_in(owner.cast(kind), value_set=served.cast(kind))
+    except pa.ArrowInvalid as error:
+        raise RecpoError(f"{name}: user_id does not fit 64 bits with a sign ({error})") from error
+    return rows.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _flatten(table: pa.Table, name: str) -> _Flat:
-    """The lists of a column end to end; a null list is an empty one."""
-    column = table.column(name).combine_chunks()
-    if isinstance(column, pa.ChunkedArray):
-        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-    lengths = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    values = pc.list_flatten(column)
-    return _Flat(np.repeat(np.arange(len(column)), lengths), values, lengths)
+def _numbers(table: pa.Table, name: str, missing: np.ndarray) -> np.ndarray:
+    values = number_column(table, name, "histories")
+    return missing if values is None else values
 
 
-def _places(owner: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Position of every value within its row, for values sorted by row."""
-    return np.arange(len(owner)) - (np.cumsum(lengths) - lengths)[owner]
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+def _times(table: pa.Table) -> np.ndarray:
+    """Milliseconds since the epoch; refuses numbers in another unit."""
+    times = time_column(table, TIMESTAMP, "histories")
+    if not len(times):
+        return times
+    wrong = (times < 0) | (times >= _LATEST_MS) | ((times >= _SECONDS_FROM) & (times < _SECONDS_UNTIL))
+    if wrong.any():
+        raise RecpoError(
+            f"histories: {int(wrong.sum())} timestamps are no plausible milliseconds since 1970, the first is "
+            f"{times[wrong.argmax()]} in row {int(wrong.argmax())}: hand over times, or convert to milliseconds"
+        )
+    return times

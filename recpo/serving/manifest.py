@@ -1,61 +1,178 @@
-"""The manifest of a bundle: versions, shapes and a checksum of every file, written last."""
+"""The manifest of a bundle: what it is, where it comes from, and a checksum of every file and of itself."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from recpo.artifacts import MARKER, write_json
+from recpo.artifacts import MARKER, read_json, sha256, verify, write_json
 from recpo.errors import RecpoError
+from recpo.feedback import FeedbackDefinition
 
 MANIFEST = "manifest.json"
 ITEMS = "items.parquet"
-TORCH_PROGRAM = "model.pt2"
 ONNX_PROGRAM = "model.onnx"
-FORMAT_VERSION = 1
+WEIGHTS = "policy.safetensors"
+CODES = "codes"
+FORMAT_VERSION = 2
+
+_REMEDY = "copy or export the bundle again"
+_T = TypeVar("_T")
 
 
-def write_manifest(root: Path, content: dict[str, Any]) -> None:
-    """Completes a bundle: adds the format version and the SHA-256 of every file that lies in ``root``."""
-    files = {file.name: _sha256(file) for file in sorted(root.iterdir()) if file.name not in (MARKER, MANIFEST)}
-    write_json(root / MANIFEST, {**content, "format_version": FORMAT_VERSION, "files": files})
+@dataclass(frozen=True)
+class BundleManifest:
+    """What ``manifest.json`` says.
 
-
-def read_manifest(root: Path) -> dict[str, Any]:
-    """Reads and verifies a bundle's manifest.
-
-    Raises:
-        RecpoError: no bundle, an export that did not end, another format version, or a file that is missing or is not
-            the one that was exported.
+    Attributes:
+        num_items: catalog size V.
+        max_history: H, events that the policy reads.
+        k: length of the program's lists.
+        reads_timestamps: the policy reads the time of events.
+        feedback: how feedback levels are computed from raw events.
+        policy: ``class``, the class of the policy, and ``options``, what the torch engine builds it with; None where
+            the policy is none of recpo's own, so that the bundle has no torch engine.
+        origin: where the policy comes from: of a run ``run`` (the name of its directory), ``checkpoint``, ``weights``
+            (SHA-256 of the checkpoint) and ``catalog_checksum``.
+        versions: of recpo and torch, when it was exported.
+        files: SHA-256 of every other file, by its name in the bundle.
     """
-    path = Path(root) / MANIFEST
+
+    num_items: int
+    max_history: int
+    k: int
+    reads_timestamps: bool
+    feedback: FeedbackDefinition
+    policy: Mapping[str, Any]
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """Constructor options of the policy; None where the bundle has no torch engine."""
+        options: dict[str, Any] | None = self.policy["options"]
+        return options
+
+    def write(self, root: Path) -> None:
+        """Completes a bundle: adds the SHA-256 of every file in ``root`` and of the manifest itself."""
+        files = {name: sha256(root / name) for name in sorted(_visible(root) - {MANIFEST, MARKER})}
+        content = {
+            "format_version": FORMAT_VERSION,
+            "num_items": self.num_items,
+            "max_history": self.max_history,
+            "k": self.k,
+            "reads_timestamps": self.reads_timestamps,
+            "feedback": self.feedback.to_json(),
+            "policy": dict(self.policy),
+            "origin": dict(self.origin),
+            "versions": dict(self.versions),
+            "files": files,
+            "program": _program(self),
+        }
+        write_json(root / MANIFEST, {**content, "checksum": _checksum(content)})
+
+    @classmethod
+    def read(cls, root: Path) -> BundleManifest:
+        """Reads the manifest and verifies every file of the bundle.
+
+        Raises:
+            RecpoError: no bundle, an export that did not end, another format version, or a file that is missing or is
+                not the one that was exported.
+        """
+        root = Path(root)
+        content = _content(root / MANIFEST)
+        manifest = cls._parsed(content, root / MANIFEST)
+        verify(root, manifest.files, _REMEDY)
+        if unlisted := _visible(root) - {MANIFEST, MARKER, *manifest.files}:
+            raise RecpoError(f"{root / min(unlisted)} is no file of this bundle (it has no checksum): remove it")
+        return manifest
+
+    @classmethod
+    def _parsed(cls, content: dict[str, Any], path: Path) -> BundleManifest:
+        def value(key: str, kind: type[_T]) -> _T:
+            found = content.get(key)
+            if type(found) is not kind:
+                raise RecpoError(f"{path} is damaged: {key} is {found!r}, expected {kind.__name__}; {_REMEDY}")
+            return found
+
+        sizes = {key: value(key, int) for key in ("num_items", "max_history", "k")}
+        if min(sizes.values()) < 1 or sizes["k"] > sizes["num_items"]:
+            raise RecpoError(f"{path} is damaged: {sizes} make no sense; {_REMEDY}")
+        policy = value("policy", dict)
+        if type(policy.get("class")) is not str or not isinstance(policy.get("options", 0), dict | None):
+            raise RecpoError(f"{path} is damaged: policy has no class, or options that are none; {_REMEDY}")
+        files = value("files", dict)
+        required = [ITEMS, ONNX_PROGRAM] + [WEIGHTS] * (policy["options"] is not None)
+        if lacking := [name for name in required if name not in files]:
+            raise RecpoError(f"{path} is damaged: no checksum of {lacking[0]}; {_REMEDY}")
+        if strange := [name for name, checksum in files.items() if not _is_inside(name) or type(checksum) is not str]:
+            raise RecpoError(f"{path} is damaged: {strange[0]!r} is no file of a bundle; {_REMEDY}")
+        return cls(
+            **sizes,
+            reads_timestamps=value("reads_timestamps", bool),
+            feedback=FeedbackDefinition.from_json(value("feedback", dict), f"{path}: feedback"),
+            policy=policy,
+            origin=value("origin", dict),
+            versions=value("versions", dict),
+            files=files,
+        )
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """The JSON object of a manifest of this format version, whole as it was written."""
     if not path.is_file():
-        raise RecpoError(f"{root} is no bundle: {MANIFEST} is missing; make one with `recpo export`")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        version, files = manifest["format_version"], dict(manifest["files"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise RecpoError(f"{path} is damaged ({error!r}): export the bundle again") from error
+        raise RecpoError(f"{path.parent} is no bundle: {MANIFEST} is missing; make one with `recpo export`")
+    content = read_json(path, _REMEDY)
+    version = content.get("format_version")
     if version != FORMAT_VERSION:
         raise RecpoError(
-            f"{path}: format_version {version!r}, this recpo reads {FORMAT_VERSION}; export the bundle again"
+            f"{path}: format_version {version!r}, this recpo reads {FORMAT_VERSION}; export the bundle again from its "
+            "run"
         )
-    for name, expected in {ITEMS: None, TORCH_PROGRAM: None, ONNX_PROGRAM: None, **files}.items():
-        if expected is None or Path(name).name != name:
-            raise RecpoError(f"{path} is damaged: no checksum of {name}; export the bundle again")
-        _verify(Path(root) / name, expected)
-    return manifest
+    checksum = content.pop("checksum", None)
+    if checksum != _checksum(content):
+        raise RecpoError(f"{path} is not the manifest that was written (its checksum differs): {_REMEDY}")
+    return content
 
 
-def _verify(file: Path, expected: str) -> None:
-    if not file.is_file():
-        raise RecpoError(f"{file} is missing: the bundle is incomplete, copy or export it again")
-    if _sha256(file) != expected:
-        raise RecpoError(f"{file} is not the file that was exported (its checksum differs): copy or export it again")
+def _program(manifest: BundleManifest) -> dict[str, Any]:
+    """Inputs and outputs of ``model.onnx``, for those who run it without recpo."""
+    users, history, k = "users", manifest.max_history, manifest.k
+
+    def ids(width: object, meaning: str) -> dict[str, Any]:
+        return {"shape": [users, width], "type": "int64", "meaning": meaning}
+
+    times = {"timestamps": ids(history, "milliseconds since the epoch, 0 pads")} if manifest.reads_timestamps else {}
+    return {
+        "inputs": {
+            "item_ids": ids(history, "item_index, oldest first, 0 pads on the right"),
+            "feedback": ids(history, "feedback level 0..5 of each event, 0 unknown"),
+            "exclude": ids("exclude", "item_index not to list, 0 pads"),
+            **times,
+        },
+        "outputs": {
+            "top_items": ids(k, "item_index, best first, 0 where none is left"),
+            "scores": {"shape": [users, k], "type": "float32", "meaning": "natural-log probabilities"},
+        },
+    }
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+def _visible(root: Path) -> set[str]:
+    """The files of a directory by their relative path, without hidden ones."""
+    names = {file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file()}
+    return {name for name in names if not any(part.startswith(".") for part in name.split("/"))}
+
+
+def _is_inside(name: object) -> bool:
+    """A plain relative path: no file outside the bundle can be named."""
+    parts = str(name).split("/")
+    return type(name) is str and not {"", ".", ".."} & set(parts) and not set("\\:\0") & set(name)
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,88 +1,217 @@
-"""Runs an exported program on NumPy arrays: ONNX Runtime, which needs no torch, or torch itself."""
+"""What ranks and scores encoded histories: the exported program in ONNX Runtime, or a policy in torch."""
 
 from __future__ import annotations
 
-import io
-import json
-import re
-import zipfile
-from collections import Counter
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
 
 from recpo.errors import RecpoError
-from recpo.serving.manifest import ONNX_PROGRAM, TORCH_PROGRAM
+from recpo.feedback import HIGHEST
+from recpo.serving.histories import EncodedHistories
 
-RuntimeName = Literal["onnx", "torch"]
-#: The inputs in the order of ``INPUTS`` to ``top_items [B, k]`` and ``scores [B, k]``.
-Runtime = Callable[..., tuple[np.ndarray, np.ndarray]]
+if TYPE_CHECKING:
+    from recpo.contracts import Policy
 
-INPUTS = ("item_ids", "feedback", "blocked", "timestamps")  # the last only where the policy reads it
-OUTPUTS = ("top_items", "scores")
+EngineName = Literal["onnx", "torch"]
 
-# what torch.export.save writes for a program of plain tensors; everything else in an archive could be executed
-_PLAIN_PARTS = re.compile(
-    r"[^/]+/(archive_format|archive_version|byteorder|\.format_version|\.storage_alignment|version"
-    r"|\.data/(version|serialization_id)|models/model\.json|data/sample_inputs/model\.pt"
-    r"|data/weights/(weight_\d+|model_weights_config\.json)|data/constants/(tensor_\d+|model_constants_config\.json))"
-)
+INPUTS: Final = ("item_ids", "feedback", "exclude", "timestamps")  # the last only where the policy reads it
+OUTPUTS: Final = ("top_items", "scores")
 
 
-def load_runtime(root: Path, name: RuntimeName) -> Runtime:
-    """Loads the program of a bundle whose checksums are verified already."""
-    return _onnx_engine(root / ONNX_PROGRAM) if name == "onnx" else _torch_engine(root / TORCH_PROGRAM)
+class Runtime(ABC):
+    """Ranks the catalog, or scores candidates, for encoded histories.
+
+    Every input is checked before it reaches a program: an id or a feedback level out of range would be looked up from
+    the other end of a table, and served as something else.
+
+    Attributes:
+        num_items: catalog size V.
+        max_history: H.
+        reads_timestamps: whether it reads the times of events.
+        k: length of its longest list.
+    """
+
+    num_items: int
+    max_history: int
+    reads_timestamps: bool
+    k: int
+
+    def recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The best items that are neither in the history nor excluded.
+
+        Args:
+            inputs: histories of B users.
+            k: list length, at most ``self.k``.
+
+        Returns:
+            ids ``[B, k]`` int64, 0 where none is left, and log-probabilities ``[B, k]`` float32, -inf there.
+
+        Raises:
+            RecpoError: an id, a feedback level, a shape or a type is none that a policy reads.
+        """
+        self._check(inputs)
+        return self._recommend(inputs, k)
+
+    def score(self, inputs: EncodedHistories, candidates: np.ndarray) -> np.ndarray:
+        """Log-probabilities ``[B, C]`` float32 of the items ``candidates [B, C]``; nan where the id is 0.
+
+        Raises:
+            RecpoError: as in ``recommend``, or the runtime ranks only.
+        """
+        self._check(inputs)
+        _check_range("candidates", candidates, self.num_items)
+        return self._score(inputs, candidates)
+
+    @abstractmethod
+    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def _score(self, inputs: EncodedHistories, candidates: np.ndarray) -> np.ndarray:
+        raise RecpoError(
+            "the onnx engine ranks the catalog and scores no candidates: load the bundle with engine=torch"
+        )
+
+    def _check(self, inputs: EncodedHistories) -> None:
+        users = len(inputs.item_ids)
+        history = (users, self.max_history)
+        _check_range("item_ids", inputs.item_ids, self.num_items, history)
+        _check_range("feedback", inputs.feedback, HIGHEST, history)
+        _check_range("exclude", inputs.exclude, self.num_items, (users, inputs.exclude.shape[-1]))
+        if self.reads_timestamps:
+            if inputs.timestamps is None:
+                raise RecpoError("this policy reads the time of events, and timestamps are missing")
+            _check_range("timestamps", inputs.timestamps, np.iinfo(np.int64).max, history)
 
 
-def _onnx_engine(path: Path) -> Runtime:
-    import onnxruntime
+class OnnxRuntime(Runtime):
+    """A bundle's program in ONNX Runtime, on the CPU; torch is not imported.
 
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-
-    def run(*inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        top_items, scores = session.run(OUTPUTS, dict(zip(INPUTS, inputs, strict=False)))
-        return top_items, scores
-
-    return run
-
-
-def _torch_engine(path: Path) -> Runtime:
-    import torch
-
-    _refuse_pickles(path)
-    program = torch.export.load(path).module()
-
-    def run(*inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        with torch.inference_mode():
-            top_items, scores = program(*(torch.from_numpy(array) for array in inputs))
-        return top_items.numpy(), scores.numpy()
-
-    return run
-
-
-def _refuse_pickles(path: Path) -> None:
-    """Stops before ``torch.export.load`` would unpickle anything but plain tensors.
-
-    That function (torch 2.13) reads whatever the archive marks as pickled with ``weights_only=False`` and, when the
-    example inputs do not load with ``weights_only=True``, silently tries again without. Recpo writes neither.
+    Args:
+        path: ``model.onnx``.
+        num_items: catalog size V.
+        max_history: H.
+        reads_timestamps: whether the program has the input ``timestamps``.
+        k: length of the program's lists.
 
     Raises:
-        RecpoError: the archive holds more than tensors and a graph.
+        RecpoError: the file is no such program, or names files outside its directory.
     """
-    import torch
+
+    def __init__(self, path: Path, *, num_items: int, max_history: int, reads_timestamps: bool, k: int) -> None:
+        import onnxruntime
+
+        self.num_items, self.max_history, self.reads_timestamps, self.k = num_items, max_history, reads_timestamps, k
+        self._inputs = INPUTS[: 3 + reads_timestamps]
+        _refuse_foreign_files(path)
+        try:
+            self._session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        except Exception as error:  # its own classes, which share no base
+            raise RecpoError(
+                f"{path} is no program that ONNX Runtime reads ({error}): export the bundle again"
+            ) from error
+        found = {entry.name: entry.shape[1:] for entry in (*self._session.get_inputs(), *self._session.get_outputs())}
+        expected: dict[str, list[Any]] = {name: [max_history] for name in self._inputs} | {
+            name: [k] for name in OUTPUTS
+        }
+        expected["exclude"] = found.get("exclude", [])
+        if found != expected:
+            raise RecpoError(f"{path} reads and gives {found}, expected {expected}: export the bundle again")
+
+    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
+        top_items, scores = self._session.run(OUTPUTS, dict(zip(self._inputs, inputs, strict=False)))
+        return top_items[:, :k], scores[:, :k]
+
+
+class PolicyRuntime(Runtime):
+    """A policy as it is: of a run, or rebuilt from a bundle; it runs on the device where it lies.
+
+    Args:
+        policy: in evaluation mode.
+        k: length of its longest list; None = the catalog.
+    """
+
+    def __init__(self, policy: Policy, k: int | None = None) -> None:
+        self.policy = policy
+        self.num_items, self.max_history = policy.num_items, policy.max_history
+        self.reads_timestamps = policy.reads_timestamps
+        self.k = policy.num_items if k is None else k
+
+    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
+        import torch
+
+        with torch.inference_mode():
+            histories = self._histories(inputs)
+            exclude = torch.cat([histories.item_ids, self._tensor(inputs.exclude)], 1)
+            top = self.policy.recommend(histories, k, exclude)
+        return top.item_ids.cpu().numpy(), top.scores.cpu().numpy()
+
+    def _score(self, inputs: EncodedHistories, candidates: np.ndarray) -> np.ndarray:
+        import torch
+
+        from recpo.types import FeedbackBatch, Slates
+
+        with torch.inference_mode():
+            histories, items = self._histories(inputs), self._tensor(candidates)
+            slates = Slates(items, histories.lengths[:, None].expand_as(items), items > 0)
+            rows = torch.arange(len(items), device=items.device)
+            scores = self.policy.log_prob(FeedbackBatch(histories, slates, rows)).sum(-1)
+        return scores.masked_fill(items == 0, torch.nan).cpu().numpy()
+
+    def _histories(self, inputs: EncodedHistories) -> Any:
+        from recpo.types import Histories
+
+        item_ids = self._tensor(inputs.item_ids)
+        times = self._tensor(inputs.timestamps) if self.reads_timestamps else None
+        return Histories(item_ids, (item_ids != 0).sum(1), self._tensor(inputs.feedback), times)
+
+    def _tensor(self, values: np.ndarray | None) -> Any:
+        import torch
+
+        device = next((parameter.device for parameter in self.policy.parameters()), torch.device("cpu"))
+        return torch.from_numpy(values).to(device)
+
+
+def validate_engine(name: object) -> EngineName:
+    """``name``, or ``RecpoError`` where there is no such engine."""
+    for known in get_args(EngineName):
+        if name == known:
+            return name  # type: ignore[return-value]  # it is one of them
+    raise RecpoError(f"engine is {name!r}, expected one of: {', '.join(get_args(EngineName))}")
+
+
+def _check_range(name: str, values: np.ndarray, largest: int, shape: tuple[int, ...] | None = None) -> None:
+    if values.dtype != np.int64 or values.ndim != 2 or (shape is not None and values.shape != shape):
+        raise RecpoError(f"{name}: expected int64 {list(shape or ('B', 'C'))}, got {values.dtype} {list(values.shape)}")
+    if values.size and (values.min() < 0 or values.max() > largest):
+        raise RecpoError(f"{name} run from 0 to {largest}, got {values.min()}..{values.max()}")
+
+
+def _refuse_foreign_files(path: Path) -> None:
+    """Raises where weights of the program would be read from any file but ``model.onnx.data`` beside it."""
+    import onnx
 
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = Counter(archive.namelist())
-            strange = [name for name, times in names.items() if times > 1 or not _PLAIN_PARTS.fullmatch(name)]
-            configs = [json.loads(archive.read(name)) for name in names if name.endswith("_config.json")]
-            strange += [key for c in configs for key, part in c["config"].items() if part["use_pickle"] is not False]
-            for name in names:
-                if name.endswith("sample_inputs/model.pt") and not strange:
-                    torch.load(io.BytesIO(archive.read(name)), weights_only=True)
-    except Exception as error:
-        raise RecpoError(f"{path} cannot be loaded safely ({error}): export the bundle again") from error
-    if strange:
-        raise RecpoError(f"{path} holds pickled or unknown parts ({', '.join(strange[:3])}): recpo does not load them")
+        model = onnx.load(str(path), load_external_data=False)
+        places = {
+            entry.value for tensor in _tensors(model) for entry in tensor.external_data if entry.key == "location"
+        }
+    except Exception as error:  # protobuf's own classes
+        raise RecpoError(f"{path} is no ONNX program ({error}): export the bundle again") from error
+    if foreign := places - {f"{path.name}.data"}:
+        raise RecpoError(
+            f"{path} reads weights from {min(foreign)!r}, expected {path.name}.data beside it: recpo does not load it"
+        )
+
+
+def _tensors(message: Any) -> Iterator[Any]:
+    """Every tensor anywhere in a protobuf message, whatever holds it."""
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is None:
+            continue
+        for part in [value] if hasattr(value, "ListFields") else value:
+            if descriptor.message_type.name == "TensorProto":
+                yield part
+            yield from _tensors(part)

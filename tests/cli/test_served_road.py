@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recpo.artifacts import sha256
 from recpo.cli.main import main
 from recpo.data.datamodule import evaluation_batches
-from recpo.data.id_map import IdMap
+from recpo.data.prepared import Prepared
 from recpo.serving.bundle import Bundle
-from recpo.training.run import load_policy
+from recpo.serving.histories import HistoryReader
+from recpo.training.run import checkpoint_path, load_policy
+from recpo.workflows.recommend import recommend, write_recommendations
 
 
 def test_a_run_on_other_items_is_not_exported(road, tmp_path, capsys):
@@ -27,39 +30,127 @@ def test_a_run_on_other_items_is_not_exported(road, tmp_path, capsys):
     assert "other items" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def histories(road):
+    """What prepare hands to a server: the last raw events of every user, without levels."""
+    return pd.read_parquet(road / "prepared" / "histories.parquet")
+
+
 @pytest.mark.parametrize("engine", ["onnx", "torch"])
 def test_the_bundle_gives_every_test_user_the_policys_list(road, engine):
-    policy = load_policy(road / "run-0")
-    bundle, items = Bundle.load(road / "bundle", engine), IdMap.load(road / "prepared" / "items.parquet")
+    """From raw events with external ids, the lists that evaluation computes from the prepared shards."""
+    policy, data = load_policy(road / "run-0"), Prepared.open(road / "prepared")
+    bundle, items = Bundle.load(road / "bundle", engine), data.item_ids()
+    users = data.table("users.parquet").column("user_id").to_numpy()
+    events = held_out_histories(data, users, items)
     for batch in evaluation_batches(road / "prepared", "test", policy.max_history, 32):
         histories = batch.feedback.histories
         with torch.inference_mode():
             expected = policy.recommend(histories, 10, batch.exclude)
-        lengths = histories.lengths.tolist()
-        columns = {"user_id": batch.user_ids.numpy(), "blocked": external(items, batch.exclude)}
-        columns["item_ids"] = external(items, histories.item_ids)
-        columns["feedback"] = [row[:n].tolist() for row, n in zip(histories.feedback, lengths, strict=True)]
-        served = bundle.recommend(pd.DataFrame(columns), k=10).table
-        assert served["item_id"].to_pylist() == items.to_external(expected.item_ids.numpy()).to_pylist()
+        asked = users[batch.user_ids.numpy()]
+        pairs = [(user, item) for user, row in zip(asked, external(items, batch.exclude), strict=True) for item in row]
+        exclude = pd.DataFrame(pairs, columns=["user_id", "item_id"])
+        served = bundle.recommend(events, k=10, exclude=exclude, users=asked)
+        assert served["item_id"].tolist() == items.to_external(expected.item_ids.numpy()).to_pylist()
         np.testing.assert_allclose(served["score"].to_numpy(), expected.scores.flatten(), atol=1e-4)
+
+
+def held_out_histories(data, users, items):
+    """The raw events of the test shards before the test period."""
+    shards = [data.table(shard["file"]).to_pandas() for shard in data.manifest["shards"]["test"]]
+    events = pd.concat(shards).query("not is_target")
+    columns = {name: events[name].to_numpy() for name in ("timestamp", "watch_time", "duration", "dislike", "label")}
+    item_id = items.to_external(events["item_index"].to_numpy()).to_numpy()
+    return pd.DataFrame({"user_id": users[events["user_index"]], "item_id": item_id, **columns})
+
+
+def test_levels_of_raw_histories_are_those_of_prepare(road, histories):
+    """A server sees what training saw: the levels of the shards, from raw watch times."""
+    data = Prepared.open(road / "prepared")
+    items = data.item_ids()
+    read = HistoryReader(items, data.feedback, 1000).read(histories)
+    ((_, encoded),) = read.batches(10**9)
+    levels = {}
+    for shard in data.manifest["shards"]["test"] + data.manifest["shards"]["train"]:
+        rows = data.table(shard["file"]).to_pandas()
+        keys = zip(rows["user_index"], rows["item_index"], rows["timestamp"], rows["feedback"], strict=True)
+        levels |= {(user, item, time): level for user, item, time, level in keys}
+    index = {user: row for row, user in enumerate(data.table("users.parquet").column("user_id").to_pylist())}
+    compared = 0
+    for row, user in enumerate(read.users.to_pylist()):
+        times = sorted(histories["timestamp"][histories["user_id"] == user])
+        for item, level, time in zip(encoded.item_ids[row], encoded.feedback[row], times, strict=False):
+            if (index[user], item, time) in levels:
+                assert level == levels[index[user], item, time]
+                compared += 1
+    assert compared > len(histories) / 2
+    assert set(encoded.feedback.flatten().tolist()) == {0, 1, 2, 3, 4, 5}
 
 
 def external(items, ids):
     return [items.to_external(row[row > 0]).to_pylist() for row in ids.numpy()]
 
 
-def test_recommend_serves_the_histories_of_prepare(road, tmp_path, capsys):
+def test_recommend_serves_the_histories_of_prepare(road, histories, tmp_path, capsys):
     out = tmp_path / "lists.parquet"
     options = ["--bundle", str(road / "bundle"), "--histories", str(road / "prepared" / "histories.parquet")]
     assert main(["recommend", *options, "--out", str(out), "--k", "5", "--batch_size", "16", "--show", "2"]) == 0
     printed = capsys.readouterr().out
     assert "up to 5 items each" in printed
+    assert str(histories["user_id"].iloc[0]) in printed
     lists = pd.read_parquet(out)
-    histories = pq.read_table(road / "prepared" / "histories.parquet").to_pandas()
     assert lists.groupby("user_id", sort=False)["rank"].apply(list).map(lambda ranks: ranks == [1, 2, 3, 4, 5]).all()
-    assert lists["user_id"].unique().tolist() == histories["user_id"].tolist()
-    seen = histories.explode("item_ids")[["user_id", "item_ids"]].rename(columns={"item_ids": "item_id"})
-    assert lists.merge(seen.astype("int64"), on=["user_id", "item_id"]).empty
+    assert lists["user_id"].unique().tolist() == histories["user_id"].unique().tolist()
+    assert lists.merge(histories, on=["user_id", "item_id"]).empty
+    expected = Bundle.load(road / "bundle").recommend(histories, k=5)
+    assert lists["item_id"].tolist() == expected["item_id"].tolist()
+
+
+def test_users_and_exclusions_of_the_command_line(road, histories, tmp_path):
+    users, exclude = tmp_path / "users.parquet", tmp_path / "exclude.parquet"
+    known, new = histories["user_id"].iloc[-1], 10**9
+    bundle = Bundle.load(road / "bundle")
+    best = bundle.recommend(histories, k=2, users=[known, new])
+    pd.DataFrame({"user_id": [new, known]}).to_parquet(users)
+    best[["user_id", "item_id"]].to_parquet(exclude)
+    options = ["--bundle", str(road / "bundle"), "--histories", str(road / "prepared" / "histories.parquet")]
+    options += ["--users", str(users), "--exclude", str(exclude), "--out", str(tmp_path / "o.parquet"), "--k", "3"]
+    assert main(["recommend", *options]) == 0
+    lists = pd.read_parquet(tmp_path / "o.parquet")
+    assert lists["user_id"].tolist() == [known] * 3 + [new] * 3
+    assert lists.merge(best, on=["user_id", "item_id"]).empty
+
+
+@pytest.mark.parametrize("target", ["histories", "bundle", "inside", "device", "directory"])
+def test_an_output_that_is_an_input_or_no_file_is_refused(road, tmp_path, capsys, target):
+    """`--out HISTORIES` replaced its own input, and a device node became a file."""
+    source = Path(shutil.copy(road / "prepared" / "histories.parquet", tmp_path / "histories.parquet"))
+    bundle = Path(shutil.copytree(road / "bundle", tmp_path / "bundle"))
+    content = source.read_bytes()
+    places = {"histories": source, "bundle": bundle, "inside": bundle / "lists.parquet", "device": Path("/dev/null")}
+    out = places.get(target, tmp_path)
+    assert main(["recommend", "--bundle", str(bundle), "--histories", str(source), "--out", str(out)]) == 1
+    assert str(out) in capsys.readouterr().err
+    assert source.read_bytes() == content
+    assert not Path("/dev/null").is_file()
+    Bundle.load(bundle)
+
+
+def test_users_that_do_not_stand_together_are_refused(road, histories, tmp_path, capsys):
+    histories.sort_values("timestamp").to_parquet(tmp_path / "by_time.parquet", row_group_size=50)
+    options = ["--histories", str(tmp_path / "by_time.parquet"), "--out", str(tmp_path / "o.parquet")]
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr("recpo.workflows.recommend._ROWS_AT_ONCE", 50)
+    with monkeypatch.context():
+        assert main(["recommend", "--bundle", str(road / "bundle"), *options]) == 1
+        assert "do not stand together" in capsys.readouterr().err
+        whole = road / "prepared" / "histories.parquet"
+        counts = write_recommendations(road / "bundle", whole, tmp_path / "o.parquet", 3)
+    monkeypatch.undo()
+    assert counts.events == len(histories)
+    assert counts.users == histories["user_id"].nunique()
+    frame = recommend(road / "bundle", histories, 3)
+    assert pd.read_parquet(tmp_path / "o.parquet")["item_id"].tolist() == frame["item_id"].tolist()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"PAR1 cut off"])
@@ -78,6 +169,7 @@ def test_export_refuses_an_existing_output_and_caps_k_at_the_catalog(road, capsy
     assert main(["export", *options]) == 1
     assert "exists already" in capsys.readouterr().err
     bundle = Bundle.load(road / "bundle")
-    assert bundle.k == min(100, bundle.manifest["num_items"])
-    assert bundle.manifest["feedback"]["cutoffs"]
-    assert bundle.manifest["origin"]["policy"]["class_path"].endswith("CatalogSoftmaxPolicy")
+    assert bundle.k == min(100, bundle.manifest.num_items)
+    assert bundle.feedback == Prepared.open(road / "prepared").feedback
+    assert bundle.manifest.policy["class"].endswith("CatalogSoftmaxPolicy")
+    assert bundle.manifest.origin["weights"] == sha256(checkpoint_path(road / "run-0", "best"))

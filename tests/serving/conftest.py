@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from recpo.data.id_map import IdMap
+from recpo.feedback import FeedbackDefinition
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.semantic_codes import SemanticCodes
@@ -15,39 +16,43 @@ from recpo.serving.export import export_bundle
 
 NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20
 CODEBOOKS = (8, 6, 5)
+#: Of items of 8 to 16 seconds; ``watch_of`` realizes every level with a duration of 10 s.
+FEEDBACK = FeedbackDefinition(cutoffs={3: (2.0, 4.0, 6.0)})
+ORIGIN = {"run": "run-0", "checkpoint": "best", "weights": "0" * 64}
 
 
 def make_policy(kind, root=None):
+    """The policy and the options that it was built with."""
     torch.manual_seed(3)
+    options = {"dim": 16, "max_history": MAX_HISTORY}
     if kind == "semantic":
         tuples = np.random.default_rng(0).permutation(np.prod(CODEBOOKS))[:NUM_ITEMS]
         codes = SemanticCodes(np.stack(np.unravel_index(tuples, CODEBOOKS), 1), CODEBOOKS, "checksum")
         codes.save(root, pa.array(range(NUM_ITEMS)), {})
-        policy = SemanticIdPolicy(NUM_ITEMS, codes=root, dim=16, max_history=MAX_HISTORY, beam_width=NUM_ITEMS).eval()
+        options |= {"codes": str(root), "beam_width": NUM_ITEMS}
+        policy = SemanticIdPolicy(NUM_ITEMS, **options).eval()
     else:
-        policy = CatalogSoftmaxPolicy(NUM_ITEMS, blocks=kind, dim=16, max_history=MAX_HISTORY).eval()
+        options["blocks"] = kind
+        policy = CatalogSoftmaxPolicy(NUM_ITEMS, **options).eval()
     with torch.no_grad():  # far from uniform, so that a wrong input cannot go unnoticed
         for parameter in policy.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    return policy
+    return policy, options
+
+
+def item_ids():
+    return IdMap(pa.array([f"item-{number}" for number in range(NUM_ITEMS, 0, -1)]))
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory):
-    root = tmp_path_factory.mktemp("serving") / "prepared"
-    root.mkdir()
-    IdMap(pa.array([f"item-{number}" for number in range(NUM_ITEMS, 0, -1)])).save(root / "items.parquet")
-    return root
-
-
-@pytest.fixture(scope="session")
-def export_once(prepared, tmp_path_factory):
+def export_once(tmp_path_factory):
     """A policy and its bundle, by kind of policy."""
 
     @cache
     def exported(kind):
-        policy, out = make_policy(kind, tmp_path_factory.mktemp("codes")), prepared.parent / kind
-        export_bundle(policy, prepared, out, k=K, feedback={"cutoffs": {}}, origin={"policy": kind})
+        policy, options = make_policy(kind, tmp_path_factory.mktemp("codes"))
+        out = tmp_path_factory.mktemp("serving") / kind
+        export_bundle(policy, item_ids(), FEEDBACK, out, k=K, options=options, origin=ORIGIN)
         return policy, out
 
     return exported

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -8,42 +10,53 @@ import torch
 
 from recpo.errors import RecpoError
 from recpo.serving.bundle import Bundle
-from recpo.types import Histories
+from recpo.serving.histories import EncodedHistories
+from recpo.types import FeedbackBatch, Histories, Slates
 
 NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20
+#: Feedback that has the level of its index, for the cutoffs of conftest.
+WATCHED = (np.nan, np.nan, 1.0, 3.0, 5.0, 8.0)
+T0 = 1_650_000_000_000
 
 
 def external(number):
     return f"item-{NUM_ITEMS + 1 - number}"
 
 
+def frame_of(ids, levels, times):
+    """The raw events of internal histories; users are u0, u1, ..."""
+    rows = [
+        (f"u{user}", external(item), time, WATCHED[level], 10.0, level == 1)
+        for user, columns in enumerate(zip(ids, levels, times, strict=True))
+        for item, level, time in zip(*columns, strict=True)
+    ]
+    names = ["user_id", "item_id", "timestamp", "watch_time", "duration", "dislike"]
+    return pd.DataFrame(rows, columns=names)
+
+
 def random_histories(users=41, longest=MAX_HISTORY, seed=0):
-    """Internal histories (the first is empty) as lists, and the table that a server would be given."""
+    """Internal histories (the first is empty), the frame that a server would be given, and all users."""
     rng = np.random.default_rng(seed)
     lengths = [0, longest, *rng.integers(0, longest + 1, users - 2)]
     ids = [rng.integers(1, NUM_ITEMS + 1, n).tolist() for n in lengths]
     levels = [rng.integers(0, 6, n).tolist() for n in lengths]
-    times = [(1_650_000_000_000 + rng.integers(0, 10**9, n).cumsum()).tolist() for n in lengths]
-    table = pa.table(
-        {
-            "user_id": pa.array([f"u{row}" for row in range(users)]),
-            "item_ids": pa.array([[external(i) for i in row] for row in ids], pa.list_(pa.string())),
-            "feedback": pa.array(levels, pa.list_(pa.int8())),
-            "timestamps": pa.array(times, pa.list_(pa.int64())),
-        }
-    )
-    return ids, levels, times, table
+    times = [(T0 + rng.integers(1, 10**9, n).cumsum()).tolist() for n in lengths]
+    return (ids, levels, times), frame_of(ids, levels, times), [f"u{row}" for row in range(users)]
 
 
-def as_histories(ids, levels, times):
+def as_histories(policy, ids, levels, times):
     width = max(map(len, ids))
     padded = [torch.tensor([[*row, *[0] * (width - len(row))] for row in rows]) for rows in (ids, levels, times)]
-    return Histories(padded[0], torch.tensor([len(row) for row in ids]), padded[1], padded[2])
+    lengths = torch.tensor([len(row) for row in ids])
+    return Histories(padded[0], lengths, padded[1], padded[2] if policy.reads_timestamps else None)
 
 
-def lists_of(table):
-    frame = table.to_pandas()
+def lists_of(frame):
     return {user: group.item_id.tolist() for user, group in frame.groupby("user_id", sort=False)}
+
+
+def history(*items, user="u"):
+    return {"user_id": [user] * len(items), "item_id": list(items), "timestamp": [T0 + n for n in range(len(items))]}
 
 
 @pytest.fixture(scope="module")
@@ -55,112 +68,208 @@ def bundle(bundle_path):
 @pytest.mark.parametrize("users", [2, 41])
 def test_bundle_gives_the_policys_lists_and_scores(exported, engine, users):
     policy, path = exported
-    ids, levels, times, table = random_histories(users)
-    histories = as_histories(ids, levels, times)
-    if not policy.reads_timestamps:
-        histories = histories._replace(timestamps=None)
+    internal, frame, names = random_histories(users)
+    histories = as_histories(policy, *internal)
     with torch.inference_mode():
         expected = policy.recommend(histories, 10, exclude=histories.item_ids)
-    served = Bundle.load(path, engine).recommend(table, k=10).table.to_pandas()
+    shuffled = frame.sample(frac=1.0, random_state=0)  # rows in any order
+    served = Bundle.load(path, engine).recommend(shuffled, k=10, users=names)
     assert served["item_id"].tolist() == [external(i) for i in expected.item_ids.flatten().tolist()]
     np.testing.assert_allclose(served["score"], expected.scores.flatten(), atol=1e-4)
     assert served["rank"].tolist() == list(range(1, 11)) * users
-    assert served["user_id"].tolist() == np.repeat(table["user_id"].to_numpy(zero_copy_only=False), 10).tolist()
+    assert served["user_id"].tolist() == np.repeat(names, 10).tolist()
+
+
+def test_scores_of_candidates_are_the_policys(exported):
+    policy, path = exported
+    internal, frame, names = random_histories(9)
+    rng = np.random.default_rng(1)
+    items = rng.integers(1, NUM_ITEMS + 1, (9, 4))
+    histories, slate = as_histories(policy, *internal), torch.from_numpy(items)
+    slates = Slates(slate, histories.lengths[:, None].expand(-1, 4), slate > 0)
+    with torch.inference_mode():
+        expected = policy.log_prob(FeedbackBatch(histories, slates, torch.arange(9))).sum(-1).flatten().numpy()
+    candidates = pd.DataFrame({"user_id": np.repeat(names, 4), "item_id": [external(i) for i in items.flatten()]})
+    order = rng.permutation(len(candidates))
+    scored = Bundle.load(path, "torch").score(frame, candidates.iloc[order])
+    np.testing.assert_allclose(scored["score"], expected[order], atol=1e-4)
+    assert scored["item_id"].tolist() == candidates["item_id"].iloc[order].tolist()
+
+
+def test_scores_of_unknown_candidates_and_of_the_onnx_engine(bundle_path, bundle):
+    candidates = {"user_id": ["u", "new", "u"], "item_id": ["?", external(1), external(2)]}
+    scored = Bundle.load(bundle_path, "torch").score(history(external(5)), candidates)
+    assert scored["score"].isna().tolist() == [True, False, False]
+    assert scored.attrs["counts"]["unknown_candidates"] == 1
+    with pytest.raises(RecpoError, match="engine=torch"):
+        bundle.score(history(external(5)), candidates)
 
 
 def test_the_answer_does_not_depend_on_the_batch(bundle):
-    _, _, _, table = random_histories()
-    whole = bundle.recommend(table).table
-    parts = pa.concat_tables([bundle.recommend(table.slice(row, 1)).table for row in range(5)])
-    assert lists_of(parts) == {user: items for user, items in lists_of(whole).items() if user in set(lists_of(parts))}
+    _, frame, names = random_histories()
+    whole = bundle.serve(frame, users=names)
+    for batch_size in (1, 7):
+        parts = bundle.serve(frame, users=names, batch_size=batch_size)
+        assert lists_of(parts.to_pandas()) == lists_of(whole.to_pandas())
+        assert parts.counts == whole.counts
 
 
-def test_history_and_blocked_items_are_not_recommended(bundle):
-    ids, _, _, table = random_histories()
-    favorites = lists_of(bundle.recommend(table).table)
-    blocked = pa.array([[*items[:4], "no such item"] for items in favorites.values()])
-    served = bundle.recommend(table.append_column("blocked", blocked))
-    for row, (user, items) in enumerate(lists_of(served.table).items()):
+def test_history_and_excluded_items_are_not_recommended(bundle):
+    (ids, _, _), frame, names = random_histories()
+    favorites = lists_of(bundle.recommend(frame, users=names))
+    exclude = pd.DataFrame(
+        [(user, item) for user, items in favorites.items() for item in [*items[:4], "no such item"]],
+        columns=["user_id", "item_id"],
+    )
+    served = bundle.recommend(frame, exclude=exclude, users=names)
+    for row, (user, items) in enumerate(lists_of(served).items()):
         assert not {external(i) for i in ids[row]} & set(items)
         assert not set(favorites[user][:4]) & set(items)
         assert items[: K - 4] == favorites[user][4:]
-    assert served.counts.unknown_blocked == len(ids)
+    assert served.attrs["counts"]["unknown_excluded"] == len(ids)
 
 
 def test_unknown_items_are_skipped_with_their_feedback_and_counted(bundle):
-    known = {"user_id": [1], "item_ids": [[external(3), external(8)]], "feedback": [[5, 1]]}
-    mixed = {"user_id": [1], "item_ids": [["?", external(3), None, external(8)]], "feedback": [[2, 5, 3, 1]]}
-    plain, with_unknown = (bundle.recommend(pa.table(columns)) for columns in (known, mixed))
+    known = history(external(3), external(8)) | {"watch_time": [8.0, 1.0], "duration": [10.0, 10.0]}
+    mixed = history("?", external(3), "!", external(8)) | {"watch_time": [1.0, 8.0, 5.0, 1.0], "duration": [10.0] * 4}
+    plain, with_unknown = bundle.serve(known), bundle.serve(mixed)
     assert with_unknown.table.equals(plain.table)
     assert with_unknown.counts.unknown_items == 2
 
 
 def test_nothing_known_is_answered_alike_however_it_is_said(bundle):
-    histories = pa.array([[], None, ["?"]], pa.list_(pa.string()))
-    served = bundle.recommend(pa.table({"user_id": [1, 2, 3], "item_ids": histories}))
-    lists = lists_of(served.table)
-    assert len(lists[1]) == K
-    assert lists[1] == lists[2] == lists[3]
-    assert served.counts.empty_histories == 3
+    served = bundle.recommend(history("?", user="stranger"), users=["stranger", "nobody"])
+    lists = lists_of(served)
+    assert len(lists["stranger"]) == K
+    assert lists["stranger"] == lists["nobody"] == [item for item, _ in bundle.recommend_one([])]
+    assert served.attrs["counts"]["empty_histories"] == 2
 
 
 def test_long_histories_keep_the_most_recent_events_and_hide_the_older_ones(bundle):
-    rng = np.random.default_rng(1)
-    order = rng.permutation(NUM_ITEMS)[: MAX_HISTORY + 30] + 1
+    order = np.random.default_rng(1).permutation(NUM_ITEMS)[: MAX_HISTORY + 30] + 1
     items = [external(i) for i in order]
-    long = bundle.recommend(pa.table({"user_id": [1], "item_ids": [items]}))
-    short = {"user_id": [1], "item_ids": [items[-MAX_HISTORY:]], "blocked": [items[:-MAX_HISTORY]]}
-    assert long.table.equals(bundle.recommend(pa.table(short)).table)
+    long = bundle.serve(history(*items))
+    older = {"user_id": ["u"] * 30, "item_id": items[:-MAX_HISTORY]}
+    assert long.table.equals(bundle.serve(history(*items[-MAX_HISTORY:]), exclude=older).table)
     assert long.counts.truncated_histories == 1
 
 
 def test_a_list_is_short_where_hardly_anything_is_allowed(bundle):
-    blocked = [external(i) for i in range(1, NUM_ITEMS - 2)]
-    served = bundle.recommend(pa.table({"user_id": [7], "item_ids": [[external(NUM_ITEMS)]], "blocked": [blocked]}))
-    assert sorted(served.table["item_id"].to_pylist()) == sorted(external(i) for i in (NUM_ITEMS - 2, NUM_ITEMS - 1))
-    assert served.counts.short_lists == 1
+    exclude = {"user_id": ["u"] * (NUM_ITEMS - 3), "item_id": [external(i) for i in range(1, NUM_ITEMS - 2)]}
+    served = bundle.recommend(history(external(NUM_ITEMS)), exclude=exclude)
+    assert sorted(served["item_id"]) == sorted(external(i) for i in (NUM_ITEMS - 2, NUM_ITEMS - 1))
+    assert served.attrs["counts"]["short_lists"] == 1
 
 
-def test_pandas_large_lists_and_no_users_at_all(bundle):
-    _, _, _, table = random_histories(5)
-    expected = bundle.recommend(table).table
-    assert bundle.recommend(table.to_pandas()).table.to_pandas().equals(expected.to_pandas())
-    large = table.set_column(1, "item_ids", table["item_ids"].cast(pa.large_list(pa.string())))
-    assert bundle.recommend(large).table.equals(expected)
-    assert bundle.recommend(table.slice(0, 0)).table.schema.equals(expected.schema)
-    assert bundle.recommend(pd.DataFrame({"user_id": [1], "item_ids": [[]]})).table.num_rows == K
+def test_one_request_is_answered_as_a_frame_is(exported):
+    _, path = exported
+    bundle = Bundle.load(path)
+    _, frame, _ = random_histories(5)
+    for user, rows in frame.groupby("user_id"):
+        events = rows.drop(columns="user_id").to_dict("records")
+        excluded = bundle.recommend(rows, k=2)["item_id"].tolist()
+        listed = bundle.recommend_one(events[::-1], k=7, exclude=excluded)
+        expected = bundle.recommend(rows, k=7, exclude={"user_id": [user] * 2, "item_id": excluded})
+        assert [item for item, _ in listed] == expected["item_id"].tolist()
+        np.testing.assert_allclose([score for _, score in listed], expected["score"], atol=1e-5)
 
 
+def test_no_users_at_all_give_a_frame_with_its_columns(bundle):
+    _, frame, _ = random_histories(5)
+    assert bundle.serve(frame.iloc[:0].astype({"user_id": str})).table.num_rows == 0
+    assert list(bundle.recommend(frame.iloc[:0])) == ["user_id", "rank", "item_id", "score"]
+
+
+def test_a_result_can_be_written_to_parquet(bundle, tmp_path):
+    served = bundle.recommend(history(external(3)), k=4)
+    served.to_parquet(tmp_path / "lists.parquet")
+    assert pd.read_parquet(tmp_path / "lists.parquet").equals(served)
+
+
+@pytest.mark.parametrize("k", [0, -1, K + 1, 3.0, "3", True, np.float32(3)])
+def test_list_lengths_that_are_no_whole_number_in_range_are_refused(bundle, k):
+    with pytest.raises(RecpoError, match=f"1 to {K}"):
+        bundle.recommend(history(external(3)), k=k)
+    with pytest.raises(RecpoError, match=f"1 to {K}"):
+        bundle.recommend_one([], k=k)
+
+
+@pytest.mark.parametrize("engine", ["foo", "ONNX", "", None, 1, ["onnx"]])
+def test_an_unknown_engine_is_refused(bundle_path, engine):
+    with pytest.raises(RecpoError, match="expected one of: onnx, torch"):
+        Bundle.load(bundle_path, engine=engine)
+
+
+@pytest.mark.parametrize("batch_size", [0, -3, 1.5, True])
+def test_an_impossible_batch_size_is_refused(bundle, batch_size):
+    with pytest.raises(RecpoError, match="batch_size"):
+        bundle.serve(history(external(3)), batch_size=batch_size)
+
+
+@pytest.mark.parametrize("engine", ["onnx", "torch"])
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    ("column", "value", "message"),
     [
-        ({"user_id": [1]}, "column item_ids is missing"),
-        ({"item_ids": [["item-1"]]}, "column user_id is missing"),
-        ({"user_id": [1], "item_ids": ["item-1"]}, "column item_ids is string, expected a list"),
-        ({"user_id": [1], "item_ids": [[1, 2]]}, "cast them"),
-        ({"user_id": ["a", "b"], "item_ids": [["x"], ["y"]], "feedback": [[1], [1, 2]]}, "user_id 'b' with 2 and 1"),
-        ({"user_id": [1], "item_ids": [["x"]], "feedback": [["good"]]}, "feedback must hold whole numbers"),
+        ("item_ids", -1, "item_ids run from 0 to 120, got -1"),
+        ("item_ids", NUM_ITEMS + 1, "item_ids run from 0 to 120"),
+        ("feedback", -1, "feedback run from 0 to 5, got -1"),
+        ("feedback", 9, "feedback run from 0 to 5, got 0..9"),
+        ("exclude", -1, "exclude run from 0 to 120"),
+        ("exclude", NUM_ITEMS + 1, "exclude run from 0 to 120"),
     ],
 )
-def test_faulty_histories_are_refused(bundle, columns, message):
+def test_values_out_of_range_never_reach_a_program(bundle_path, engine, column, value, message):
+    runtime = Bundle.load(bundle_path, engine).runtime
+    inputs = EncodedHistories(*(np.zeros((1, width), np.int64) for width in (MAX_HISTORY, MAX_HISTORY, 2)))
+    getattr(inputs, column)[0, 0] = value
     with pytest.raises(RecpoError, match=message):
-        bundle.recommend(pa.table(columns))
+        runtime.recommend(inputs, 3)
 
 
-@pytest.mark.parametrize("k", [0, K + 1])
-def test_list_lengths_out_of_range_are_refused(bundle, k):
-    with pytest.raises(RecpoError, match=f"serves 1 to {K}"):
-        bundle.recommend(pa.table({"user_id": [1], "item_ids": [["item-1"]]}), k=k)
+def test_shapes_and_types_of_inputs_are_checked(bundle):
+    right = [np.zeros((1, width), np.int64) for width in (MAX_HISTORY, MAX_HISTORY, 2)]
+    for wrong in (np.zeros((1, 3), np.int64), np.zeros((1, MAX_HISTORY)), np.zeros(MAX_HISTORY, np.int64)):
+        with pytest.raises(RecpoError, match="expected int64"):
+            bundle.runtime.recommend(EncodedHistories(right[0], wrong, right[2]), 3)
 
 
-def test_a_policy_that_reads_time_wants_timestamps(exported):
-    policy, path = exported
-    table = random_histories(3)[-1]
-    if policy.reads_timestamps:
-        with pytest.raises(RecpoError, match="column timestamps is missing"):
-            Bundle.load(path).recommend(table.drop_columns("timestamps"))
-        times = table["timestamps"].cast(pa.list_(pa.timestamp("ms")))
-        typed = table.set_column(3, "timestamps", times)
-        assert Bundle.load(path).recommend(typed).table.equals(Bundle.load(path).recommend(table).table)
-    else:
-        Bundle.load(path).recommend(table.drop_columns("timestamps"))
+@pytest.mark.parametrize("level", [-1, 9])
+def test_the_program_itself_takes_a_level_out_of_range_for_unknown(bundle, level):
+    """Whoever runs model.onnx without recpo: -1 was served as the last level, the best."""
+    items = np.zeros((1, MAX_HISTORY), np.int64)
+    items[0, :2] = 3, 8
+    none = np.zeros((1, 1), np.int64)
+    inputs = {"item_ids": items, "feedback": np.full_like(items, level), "exclude": none}
+    session = bundle.runtime._session
+    strange, unknown = session.run(None, inputs), session.run(None, inputs | {"feedback": np.zeros_like(items)})
+    best = session.run(None, inputs | {"feedback": np.where(items, 5, 0)})
+    np.testing.assert_array_equal(strange[1], unknown[1])
+    assert not np.array_equal(strange[1], best[1])
+
+
+def test_a_bundle_says_where_it_comes_from(bundle_path, bundle):
+    assert bundle.manifest.origin == {"run": "run-0", "checkpoint": "best", "weights": "0" * 64}
+    assert bundle.feedback.cutoffs == {3: (2.0, 4.0, 6.0)}
+    assert bundle.manifest.policy["class"] == "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy"
+    content = json.loads((bundle_path / "manifest.json").read_text())
+    assert content["versions"]["torch"] == torch.__version__
+    assert set(content["program"]["inputs"]) == {"item_ids", "feedback", "exclude"}
+
+
+def test_a_policy_that_reads_time_is_given_the_times(export_once):
+    _, path = export_once("hstu")
+    bundle = Bundle.load(path)
+    assert bundle.manifest.reads_timestamps
+    near, far = (
+        {"user_id": ["u"] * 2, "item_id": [external(3), external(8)], "timestamp": [T0, T0 + gap]}
+        for gap in (1000, 10**9)
+    )
+    assert not np.allclose(bundle.recommend(near, k=5)["score"], bundle.recommend(far, k=5)["score"])
+    inputs = EncodedHistories(*(np.zeros((1, width), np.int64) for width in (MAX_HISTORY, MAX_HISTORY, 2)))
+    with pytest.raises(RecpoError, match="timestamps are missing"):
+        bundle.runtime.recommend(inputs, 3)
+
+
+def test_arrow_and_pandas_frames_say_the_same(bundle):
+    _, frame, _ = random_histories(5)
+    assert bundle.recommend(pa.Table.from_pandas(frame)).equals(bundle.recommend(frame))

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -16,11 +15,16 @@ import recpo
 from recpo.contracts import Policy
 from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
+from recpo.feedback import FeedbackDefinition
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import ServingProgram, export_bundle, verify_program
+from recpo.serving.export import export_bundle, verify_runtime
+from recpo.serving.runtimes import PolicyRuntime
 from recpo.types import Recommendations
 
 REPOSITORY = Path(recpo.__file__).parent.parent
+SEVEN = IdMap(pa.array(range(10, 17)))
+FEEDBACK = FeedbackDefinition()
 
 
 class Counting(Policy):
@@ -51,50 +55,71 @@ class Drifting(Counting):
         return Recommendations(items, scores + 0.001 if torch.compiler.is_exporting() else scores)
 
 
-@pytest.fixture
-def seven(tmp_path):
-    IdMap(pa.array(range(10, 17))).save(tmp_path / "items.parquet")
-    return tmp_path
+class Changed(PolicyRuntime):
+    """A runtime whose answers are changed."""
+
+    def __init__(self, policy, change):
+        super().__init__(policy)
+        self.change = change
+
+    def _recommend(self, inputs, k):
+        return self.change(*(values.copy() for values in super()._recommend(inputs, k)))
 
 
-def engine_of(policy, k, change=lambda items, scores: (items, scores)):
-    def run(*inputs):
-        with torch.inference_mode():
-            items, scores = ServingProgram(policy, k)(*map(torch.from_numpy, inputs))
-            return tuple(t.numpy() for t in change(items.clone(), scores.clone()))
-
-    return run
-
-
-def test_any_policy_can_be_exported_and_unused_inputs_do_no_harm(seven):
-    export_bundle(Counting(), seven, seven / "bundle", k=7)
-    for engine in ("onnx", "torch"):
-        served = Bundle.load(seven / "bundle", engine).recommend(pa.table({"user_id": [1], "item_ids": [[12, 10]]}))
-        assert served.table["item_id"].to_pylist() == [11, 13, 14, 15, 16]
-        assert served.counts.short_lists == 1
-    manifest = json.loads((seven / "bundle" / "manifest.json").read_text())
-    assert manifest["torch_version"] == torch.__version__
-    assert manifest["num_items"] == 7
-    assert set(manifest["files"]) == {"items.parquet", "model.onnx", "model.pt2"}
+def test_any_policy_can_be_exported_and_unused_inputs_do_no_harm(tmp_path):
+    export_bundle(Counting(), SEVEN, FEEDBACK, tmp_path / "bundle", k=7, options={"unknown": "class"})
+    bundle = Bundle.load(tmp_path / "bundle")
+    served = bundle.recommend({"user_id": [1, 1], "item_id": [12, 10], "timestamp": [1, 2]})
+    assert served["item_id"].tolist() == [11, 13, 14, 15, 16]
+    assert served.attrs["counts"]["short_lists"] == 1
+    assert set(bundle.manifest.files) == {"items.parquet", "model.onnx"}
+    with pytest.raises(RecpoError, match="engine=onnx"):
+        Bundle.load(tmp_path / "bundle", engine="torch")
 
 
-def test_a_program_that_differs_from_its_policy_never_becomes_a_bundle(seven):
+def test_a_program_that_differs_from_its_policy_never_becomes_a_bundle(tmp_path):
     with pytest.raises(RecpoError, match="differ from the policy's"):
-        export_bundle(Drifting(), seven, seven / "bundle", k=3)
-    assert {path.name for path in seven.iterdir()} == {"items.parquet"}
+        export_bundle(Drifting(), SEVEN, FEEDBACK, tmp_path / "bundle", k=3)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_k_catalog_and_existing_output_are_checked(seven):
-    with pytest.raises(RecpoError, match="expected 1 to 7"):
-        export_bundle(Counting(), seven, seven / "bundle", k=8)
+@pytest.mark.parametrize("options", [{"temperature": 0.5}, {"similarity": "cosine"}, {"dim": 8}, {"layers": 1}])
+def test_options_that_are_not_the_policys_never_become_a_bundle(tmp_path, options):
+    policy = CatalogSoftmaxPolicy(7, dim=4, max_history=3, layers=2)
+    with pytest.raises(RecpoError, match=r"differ from the policy's|do not fit"):
+        export_bundle(policy, SEVEN, FEEDBACK, tmp_path / "b", k=3, options={"dim": 4, "max_history": 3} | options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"dim": "4"}, {"dimension": 4}, {"blocks": "os.system"}, {"sparse": 1}, {"temperature": True}]
+)
+def test_options_that_the_class_does_not_have_are_refused(tmp_path, options):
+    with pytest.raises(RecpoError, match="option"):
+        export_bundle(CatalogSoftmaxPolicy(7, dim=4), SEVEN, FEEDBACK, tmp_path / "b", k=3, options=options)
+
+
+def test_a_policy_without_its_options_has_the_onnx_engine_only(tmp_path):
+    export_bundle(CatalogSoftmaxPolicy(7, dim=4, max_history=3), SEVEN, FEEDBACK, tmp_path / "b", k=3)
+    with pytest.raises(RecpoError, match="exported without its options"):
+        Bundle.load(tmp_path / "b", engine="torch")
+
+
+def test_k_catalog_and_existing_output_are_checked(tmp_path):
+    for k in (8, 0, 3.0, True):
+        with pytest.raises(RecpoError, match="1 to 7"):
+            export_bundle(Counting(), SEVEN, FEEDBACK, tmp_path / "bundle", k=k)
     other = Counting()
     other.num_items = 8
-    with pytest.raises(RecpoError, match="7 items, the policy 8"):
-        export_bundle(other, seven, seven / "bundle", k=3)
-    (seven / "bundle").mkdir()
-    (seven / "bundle" / "notes.txt").write_text("mine")
-    with pytest.raises(RecpoError, match="exists already"):
-        export_bundle(Counting(), seven, seven / "bundle", k=3)
+    with pytest.raises(RecpoError, match="7 items are named, the policy has 8"):
+        export_bundle(other, SEVEN, FEEDBACK, tmp_path / "bundle", k=3)
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "thesis.tex").touch()
+    for overwrite, message in ((False, "exists already"), (True, "what recpo did not write")):
+        with pytest.raises(RecpoError, match=message):
+            export_bundle(Counting(), SEVEN, FEEDBACK, tmp_path / "bundle", k=3, overwrite=overwrite)
+    with pytest.raises(RecpoError, match="lies in"):
+        export_bundle(Counting(), SEVEN, FEEDBACK, tmp_path / "run" / "bundle", k=3, inputs=[tmp_path / "run"])
 
 
 def swap_first(items, scores):
@@ -104,41 +129,45 @@ def swap_first(items, scores):
 
 def test_verification_tells_ties_from_differences():
     policy = Counting()
-    verify_program(engine_of(policy, 4), policy, 4)
+    verify_runtime(PolicyRuntime(policy), policy, 4)
     with pytest.raises(RecpoError, match="other items"):
-        verify_program(engine_of(policy, 4, swap_first), policy, 4)
+        verify_runtime(Changed(policy, swap_first), policy, 4)
     with pytest.raises(RecpoError, match="nan"):
-        verify_program(engine_of(policy, 4, lambda items, scores: (items, scores * torch.nan)), policy, 4)
+        verify_runtime(Changed(policy, lambda items, scores: (items, scores * np.nan)), policy, 4)
 
     class Tied(Counting):
         def recommend(self, histories, k, exclude=None):
             items = torch.arange(1, k + 1).expand(len(histories.item_ids), -1)
             return Recommendations(items, torch.full(items.shape, -2.0))
 
-    verify_program(engine_of(Tied(), 4, swap_first), Tied(), 4)
+    verify_runtime(Changed(Tied(), swap_first), Tied(), 4)
 
 
 KILLED = """
-import sys
+import sys, time
+sleeps = {sleeps}
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from conftest import make_policy
-from recpo.serving.export import export_bundle
-export_bundle(make_policy("sasrec"), Path({prepared!r}), Path({out!r}), k=20)
+from conftest import FEEDBACK, item_ids, make_policy
+from recpo.serving import export
+export.verify_runtime = lambda runtime, policy, k: (print(runtime, flush=True), time.sleep(600 * sleeps.pop(0)))
+policy, options = make_policy("sasrec")
+export.export_bundle(policy, item_ids(), FEEDBACK, Path({out!r}), k=20, options=options)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reached", ["items.parquet", "model.pt2", "model.onnx"])
-def test_a_killed_export_leaves_nothing_that_loads(prepared, tmp_path, reached):
-    out = tmp_path / "bundle"
-    program = KILLED.format(tests=str(Path(__file__).parent), prepared=str(prepared), out=str(out))
+@pytest.mark.parametrize("sleeps", [[1], [0, 1]])
+def test_an_export_killed_while_it_is_verified_leaves_nothing_that_loads(tmp_path, sleeps):
+    program = KILLED.format(tests=str(Path(__file__).parent), out=str(tmp_path / "bundle"), sleeps=sleeps)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    process = subprocess.Popen([sys.executable, "-c", program], env=environment)
-    while process.poll() is None and not list(tmp_path.glob(f"bundle.recpo-unfinished-*/{reached}")):
-        time.sleep(0.01)
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    for _ in sleeps:
+        assert "Runtime" in process.stdout.readline()
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    for path in tmp_path.iterdir():
+    leavings = list(tmp_path.iterdir())
+    assert leavings
+    for path in leavings:
         with pytest.raises(RecpoError):
             Bundle.load(path)

@@ -1,0 +1,148 @@
+"""From frames of raw events to frames of lists and scores: what a run and a bundle answer with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from recpo.errors import RecpoError
+from recpo.frames import Frame, id_column, to_arrow
+from recpo.serving.histories import ITEM_ID, USER_ID, HistoryReader, ServingCounts, UserHistories, rows_of_users
+from recpo.serving.runtimes import Runtime
+
+BATCH_SIZE = 256
+
+
+class Served(NamedTuple):
+    """An answer and what was left out on the way.
+
+    Attributes:
+        table: of ``recommend``: ``user_id`` as given, ``rank`` int32 from 1, ``item_id`` external, ``score`` float32
+            (natural-log probability); users in the order in which they were served, best item first. Of ``score``: the
+            candidates' ``user_id`` and ``item_id`` as given, ``score``.
+        counts: see ``ServingCounts``.
+    """
+
+    table: pa.Table
+    counts: ServingCounts
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The table; the counts are in ``attrs["counts"]``, by name."""
+        frame = self.table.to_pandas()
+        frame.attrs["counts"] = self.counts.to_dict()
+        return frame
+
+
+def recommend_lists(
+    runtime: Runtime,
+    reader: HistoryReader,
+    histories: Frame,
+    *,
+    k: int | None = None,
+    exclude: Frame | None = None,
+    users: Iterable[Any] | None = None,
+    batch_size: int = BATCH_SIZE,
+) -> Served:
+    """The best items of every user, without those of the history and those to exclude.
+
+    Args:
+        runtime: ranks.
+        reader: reads the histories.
+        histories: events in long format, see ``HistoryReader``.
+        k: list length; None = the longest that the runtime serves.
+        exclude: ``user_id`` and ``item_id`` of what must not be listed for whatever reason.
+        users: who is served, in this order, new users among them; None = the users of ``histories``.
+        batch_size: users ranked at once.
+
+    Raises:
+        RecpoError: see ``HistoryReader.read``; k or batch_size is no whole number in its range.
+    """
+    k = validate_k(runtime.k if k is None else k, runtime.k)
+    read = reader.read(histories, exclude=exclude, users=users)
+    items, scores = [], []
+    for _, inputs in read.batches(_validate_batch_size(batch_size)):
+        top_items, top_scores = runtime.recommend(inputs, k)
+        items.append(top_items)
+        scores.append(top_scores)
+    return _lists(
+        read,
+        reader,
+        np.concatenate(items) if items else np.zeros((0, k), np.int64),
+        np.concatenate(scores) if scores else np.zeros((0, k), np.float32),
+    )
+
+
+def score_candidates(
+    runtime: Runtime,
+    reader: HistoryReader,
+    histories: Frame,
+    candidates: Frame,
+    *,
+    batch_size: int = BATCH_SIZE,
+) -> Served:
+    """Log-probabilities of given items after the users' whole histories.
+
+    Args:
+        runtime: scores.
+        reader: reads the histories.
+        histories: events in long format, see ``HistoryReader``.
+        candidates: ``user_id`` and ``item_id``; users without an event are scored as new ones. An item that is not in
+            the catalog scores nan and counts as ``unknown_candidates``.
+        batch_size: users scored at once.
+
+    Returns:
+        One row per candidate, in the order given.
+
+    Raises:
+        RecpoError: see ``HistoryReader.read``, or the runtime only ranks.
+    """
+    table = to_arrow(candidates, "candidates")
+    owner, named = (id_column(table, name, "candidates") for name in (USER_ID, ITEM_ID))
+    items = reader.items.to_internal(named)
+    read = reader.read(histories, users=owner.unique())
+    user = rows_of_users(owner, read.users, "candidates")
+    order = np.argsort(user, kind="stable")
+    column = np.empty(len(user), np.int64)
+    counts = np.bincount(user, minlength=len(read.users))
+    ends = np.cumsum(counts)
+    column[order] = np.arange(len(user)) - np.repeat(ends - counts, counts)
+    scores = np.full(len(user), np.nan, np.float32)
+    for part, inputs in read.batches(_validate_batch_size(batch_size)):
+        rows = order[ends[part.start] - counts[part.start] : ends[part.stop - 1]]
+        padded = np.zeros((part.stop - part.start, int(counts[part].max())), np.int64)
+        padded[user[rows] - part.start, column[rows]] = items[rows]
+        scores[rows] = runtime.score(inputs, padded)[user[rows] - part.start, column[rows]]
+    result = pa.table({USER_ID: owner, ITEM_ID: named, "score": scores})
+    return Served(result, replace(read.counts, unknown_candidates=int((items == 0).sum())))
+
+
+def validate_k(k: object, longest: int) -> int:
+    """``k``, or ``RecpoError`` where it is no whole number from 1 to ``longest``."""
+    if isinstance(k, bool) or not isinstance(k, int | np.integer):
+        raise RecpoError(f"k is {k!r}, expected a whole number from 1 to {longest}")
+    if not 1 <= k <= longest:
+        raise RecpoError(f"k is {k}, expected 1 to {longest}; of a bundle, export one with a larger --k for more")
+    return int(k)
+
+
+def _validate_batch_size(batch_size: object) -> int:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise RecpoError(f"batch_size is {batch_size!r}, expected a whole number of at least 1")
+    return batch_size
+
+
+def _lists(read: UserHistories, reader: HistoryReader, items: np.ndarray, scores: np.ndarray) -> Served:
+    filled = items > 0
+    row, rank = np.nonzero(filled)
+    columns = {
+        USER_ID: read.users.take(pa.array(row)),
+        "rank": pa.array((rank + 1).astype(np.int32)),
+        ITEM_ID: reader.items.to_external(items[filled]),
+        "score": pa.array(scores[filled].astype(np.float32)),
+    }
+    return Served(pa.table(columns), replace(read.counts, short_lists=int((~filled).any(1).sum())))

@@ -1,0 +1,195 @@
+"""Recommendations of a bundle: for a frame in memory, or for a Parquet file of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from recpo.artifacts import output_file
+from recpo.errors import RecpoError
+from recpo.frames import FrameOrPath, id_column, read_frame, require_columns, to_arrow
+from recpo.serving.bundle import Bundle
+from recpo.serving.histories import EVENT_COLUMNS, ITEM_ID, TIMESTAMP, USER_ID, HistoryReader, ServingCounts
+from recpo.serving.recommending import BATCH_SIZE, recommend_lists, validate_k
+from recpo.serving.runtimes import EngineName, Runtime
+
+_ROWS_AT_ONCE = 1 << 16
+
+
+class Server(NamedTuple):
+    """What answers: a runtime and the reader of its histories."""
+
+    runtime: Runtime
+    reader: HistoryReader
+
+
+def recommend(
+    source: Bundle | str | PathLike[str],
+    histories: FrameOrPath,
+    k: int | None = None,
+    *,
+    exclude: FrameOrPath | None = None,
+    users: Iterable[Any] | None = None,
+    engine: EngineName = "onnx",
+    batch_size: int = BATCH_SIZE,
+) -> pd.DataFrame:
+    """The best items of every user, as a frame; see ``Bundle.recommend``.
+
+    Args:
+        source: a bundle or its directory.
+        histories: events in long format: a frame, or a Parquet file or directory, which has to fit into memory.
+        k: list length; None = the longest that is served.
+        exclude: ``user_id`` and ``item_id`` of what must not be listed.
+        users: who is served, in this order, new users among them; None = the users of ``histories``.
+        engine: of a bundle that is given by its directory.
+        batch_size: users ranked at once.
+
+    Raises:
+        RecpoError: see ``Bundle.load`` and ``HistoryReader.read``.
+    """
+    server = _server(source, engine)
+    excluded = None if exclude is None else read_frame(exclude, "exclude")
+    events = read_frame(histories, "histories")
+    return recommend_lists(*server, events, k=k, exclude=excluded, users=users, batch_size=batch_size).to_pandas()
+
+
+def write_recommendations(
+    source: Bundle | str | PathLike[str],
+    histories: str | PathLike[str],
+    out: str | PathLike[str],
+    k: int | None = None,
+    *,
+    exclude: FrameOrPath | None = None,
+    users: FrameOrPath | None = None,
+    engine: EngineName = "onnx",
+    batch_size: int = BATCH_SIZE,
+    progress: Callable[[int], object] | None = None,
+) -> ServingCounts:
+    """Writes the lists of all users of a Parquet file to another one, in bounded memory.
+
+    Args:
+        source: a bundle or its directory.
+        histories: Parquet file or directory of events in long format, in which the rows of a user stand together.
+        out: Parquet file to write: ``user_id``, ``rank``, ``item_id``, ``score``; an existing one is replaced.
+        k: list length; None = the longest that is served.
+        exclude: ``user_id`` and ``item_id`` of what must not be listed; held in memory.
+        users: frame or Parquet file with ``user_id``: who is served; those with events come first, in the order of the
+            histories. None = the users of ``histories``.
+        engine: of a bundle that is given by its directory.
+        batch_size: users ranked at once.
+        progress: called with the number of events read.
+
+    Returns:
+        What was served and what was left out.
+
+    Raises:
+        RecpoError: see ``Bundle.load`` and ``HistoryReader.read``; a user's rows do not stand together.
+    """
+    server = _server(source, engine)
+    k = validate_k(server.runtime.k if k is None else k, server.runtime.k)
+    excluded = None if exclude is None else read_frame(exclude, "exclude")
+    asked = None if users is None else id_column(read_frame(users, "users"), USER_ID, "users")
+    events = _open(Path(histories))
+    counts, writer = ServingCounts(), None
+    given = [source.root if isinstance(source, Bundle) else source, histories, exclude, users]
+    inputs = [Path(path) for path in given if isinstance(path, str | PathLike)]
+    with output_file(Path(out), inputs=inputs) as partial:
+        try:
+            for block, served in _blocks(events, asked, Path(histories), progress):
+                answer = recommend_lists(*server, block, k=k, exclude=excluded, users=served, batch_size=batch_size)
+                counts += answer.counts
+                writer = writer or pq.ParquetWriter(partial, answer.table.schema, compression="zstd")
+                writer.write_table(answer.table)
+        finally:
+            if writer is not None:
+                writer.close()
+    return counts
+
+
+def _server(source: Bundle | str | PathLike[str], engine: EngineName) -> Server:
+    bundle = source if isinstance(source, Bundle) else Bundle.load(Path(source), engine)
+    return Server(bundle.runtime, bundle.reader)
+
+
+def _open(histories: Path) -> ds.Dataset:
+    if not histories.exists():
+        raise RecpoError(f"{histories} does not exist; expected a Parquet file of histories")
+    try:
+        source = ds.dataset(histories, format="parquet")
+    except (pa.ArrowException, OSError) as error:
+        raise RecpoError(f"{histories} cannot be read as Parquet: {error}") from error
+    require_columns(source.schema, [USER_ID, ITEM_ID, TIMESTAMP], str(histories))
+    id_column(_no_events(source, histories), USER_ID, str(histories))
+    return source
+
+
+def _no_events(source: ds.Dataset, path: Path) -> pa.Table:
+    return to_arrow(source.schema.empty_table().select([USER_ID, ITEM_ID, TIMESTAMP]), str(path))
+
+
+def _blocks(
+    source: ds.Dataset, asked: pa.Array | None, path: Path, progress: Callable[[int], object] | None
+) -> Iterator[tuple[pa.Table, pa.Array]]:
+    """Events of whole users and the users to serve from them; at last those who were asked for and have no events."""
+    served: set[Any] = set()
+    for block in _whole_users(_batches(source, path, progress)):
+        users = id_column(block, USER_ID, str(path)).unique()
+        if again := served.intersection(users.to_pylist()):
+            raise RecpoError(
+                f"{path}: the rows of user_id {min(again)!r} do not stand together ({len(again)} such users): sort the "
+                "file by user_id, or hand over a frame in memory"
+            )
+        served.update(users.to_pylist())
+        yield block, users if asked is None else users.filter(pc.is_in(users, value_set=asked.cast(users.type)))
+    nobody = _no_events(source, path)
+    rest = nobody[USER_ID].combine_chunks() if asked is None else asked
+    if asked is not None:
+        rest = rest.filter(pa.array(np.array([user not in served for user in asked.to_pylist()], bool)))
+    if len(rest) or not served:
+        yield nobody, rest
+
+
+def _batches(source: ds.Dataset, path: Path, progress: Callable[[int], object] | None) -> Iterator[pa.Table]:
+    columns = [name for name in EVENT_COLUMNS if name in source.schema.names]
+    try:
+        for batch in source.to_batches(columns=columns, batch_size=_ROWS_AT_ONCE):
+            if batch.num_rows:
+                yield to_arrow(batch, str(path))
+                if progress is not None:
+                    progress(batch.num_rows)
+    except (pa.ArrowException, OSError) as error:
+        raise RecpoError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _whole_users(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows, cut where the user changes; in memory are one table and the events of one user."""
+    held: list[pa.Table] = []
+    for table in tables:
+        users = table[USER_ID].combine_chunks()
+        changes = np.flatnonzero(_changes(users))
+        if held and len(held[0]) and held[0][USER_ID][0] != users[0]:
+            changes = np.concatenate([[0], changes])
+        if len(changes):
+            if whole := [*held, *([table.slice(0, int(changes[-1]))] if changes[-1] else [])]:
+                yield pa.concat_tables(whole)
+            held, table = [], table.slice(int(changes[-1]))
+        held.append(table)
+    if held:
+        yield pa.concat_tables(held)
+
+
+def _changes(users: pa.Array) -> np.ndarray:
+    """True at rows whose user is another one than that of the row before; False at the first."""
+    if len(users) < 2:
+        return np.zeros(len(users), bool)
+    other = pc.not_equal(users.slice(1), users.slice(0, len(users) - 1)).fill_null(True)
+    return np.concatenate([[False], other.to_numpy(zero_copy_only=False)])

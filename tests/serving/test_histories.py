@@ -1,0 +1,206 @@
+"""From raw events to what a policy reads: order, levels, padding, counts and refusals."""
+
+from __future__ import annotations
+
+import datetime
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from recpo.data.id_map import IdMap
+from recpo.errors import RecpoError
+from recpo.feedback import FeedbackDefinition
+from recpo.serving.histories import HistoryReader, ServingCounts
+
+T0 = 1_650_000_000_000
+FEEDBACK = FeedbackDefinition(cutoffs={3: (2.0, 4.0, 6.0)})
+READER = HistoryReader(IdMap(pa.array(["a", "b", "c", "d", "e"])), FEEDBACK, 3, reads_timestamps=True)
+NUMBERED = HistoryReader(IdMap(pa.array([10, 20, 30])), FEEDBACK, 3)
+
+
+def events(*rows, **columns):
+    """Events from ``(user, item, minutes)``."""
+    users, items, minutes = zip(*rows, strict=True) if rows else ((), (), ())
+    times = [T0 + 60_000 * minute for minute in minutes]
+    return {"user_id": list(users), "item_id": list(items), "timestamp": times, **columns}
+
+
+def encoded(read):
+    ((_, inputs),) = read.batches(1000)
+    return inputs
+
+
+def test_events_are_sorted_by_user_and_time_and_ties_keep_their_order():
+    read = READER.read(events(("u", "c", 5), ("v", "e", 0), ("u", "a", 1), ("u", "b", 1)))
+    assert read.users.to_pylist() == ["u", "v"]
+    assert encoded(read).item_ids.tolist() == [[1, 2, 3], [5, 0, 0]]
+    assert encoded(read).timestamps.tolist() == [[T0 + 60_000, T0 + 60_000, T0 + 300_000], [T0, 0, 0]]
+    assert NUMBERED.read({"user_id": [1], "item_id": [20], "timestamp": [5]}).reads_timestamps is False
+
+
+@pytest.mark.parametrize(
+    ("event", "level"),
+    [
+        ({"watch_time": 1.0}, 2),
+        ({"watch_time": 2.0}, 2),  # not longer than the cutoff
+        ({"watch_time": 2.001}, 3),
+        ({"watch_time": 5.0}, 4),
+        ({"watch_time": 60.0}, 5),
+        ({"watch_time": 60.0, "dislike": True}, 1),
+        ({"watch_time": 60.0, "dislike": 1}, 1),
+        ({"watch_time": 60.0, "dislike": 0}, 5),
+        ({"watch_time": None}, 0),
+        ({"watch_time": None, "dislike": True}, 1),
+        ({"watch_time": 5.0, "duration": None}, 0),
+        ({"watch_time": 5.0, "duration": 0.0}, 0),
+        ({"watch_time": 5.0, "duration": 100.0}, 0),  # a bucket without cutoffs
+        ({}, 0),
+    ],
+)
+def test_levels_come_from_raw_feedback(event, level):
+    inputs = READER.read_request([{"item_id": "b", "timestamp": T0, "duration": 10.0, **event}])
+    assert inputs.feedback.tolist() == [[level, 0, 0]]
+
+
+def test_levels_are_never_taken_from_the_user():
+    read = READER.read(events(("u", "a", 0), feedback=[-1], feedback_level=[9]))
+    assert encoded(read).feedback.tolist() == [[0, 0, 0]]
+    assert read.counts.events_without_feedback == 1
+
+
+def test_the_recent_events_are_read_and_older_items_are_excluded_once():
+    rows = [("u", item, minute) for minute, item in enumerate("abaabcde")]
+    inputs = encoded(READER.read(events(*rows), exclude={"user_id": ["u", "w"], "item_id": ["b", "c"]}))
+    assert inputs.item_ids.tolist() == [[3, 4, 5]]
+    assert inputs.exclude.tolist() == [[1, 2]]
+
+
+def test_counts_add_up():
+    log = events(
+        ("u", "a", 0), ("u", "?", 1), ("u", "b", 2), ("u", "c", 3), ("u", "d", 4), ("v", "!", 5),
+        watch_time=[1.0, 1.0, -1.0, np.inf, np.nan, 1.0], duration=[10.0, 10.0, 10.0, -np.inf, 10.0, 10.0],
+    )  # fmt: skip
+    counts = READER.read(log, users=["u", "v", "new"], exclude={"user_id": ["u", "u"], "item_id": ["?", "e"]}).counts
+    assert counts == ServingCounts(
+        users=3,
+        events=6,
+        unknown_items=2,
+        impossible_values=3,
+        events_without_feedback=3,
+        empty_histories=2,
+        truncated_histories=1,
+        unknown_excluded=1,
+    )
+    assert (counts + counts).to_dict() == {name: 2 * number for name, number in counts.to_dict().items()}
+
+
+def test_users_are_served_in_the_order_asked_for_and_others_do_not_count():
+    log = events(("u", "a", 0), ("v", "?", 0), ("w", "b", 0))
+    for users in (
+        ["w", "new", "u"],
+        np.array(["w", "new", "u"]),
+        pd.Series(["w", "new", "u"]),
+        pa.array(["w", "new", "u"]),
+    ):
+        read = READER.read(log, users=users)
+        assert read.users.to_pylist() == ["w", "new", "u"]
+        assert encoded(read).item_ids[:, 0].tolist() == [2, 0, 1]
+        assert (read.counts.events, read.counts.unknown_items, read.counts.empty_histories) == (2, 0, 1)
+
+
+def test_a_batch_is_a_part_of_the_whole():
+    rng = np.random.default_rng(0)
+    rows = [(f"u{rng.integers(9)}", "abcde?"[rng.integers(6)], int(rng.integers(50))) for _ in range(200)]
+    read = READER.read(events(*rows), exclude={"user_id": ["u3", "u4", "u4"], "item_id": ["a", "b", "c"]})
+    whole = encoded(read)
+    for part, inputs in read.batches(2):
+        assert np.array_equal(inputs.item_ids, whole.item_ids[part])
+        assert np.array_equal(inputs.timestamps, whole.timestamps[part])
+        for row, expected in zip(inputs.exclude, whole.exclude[part], strict=True):
+            assert row[row > 0].tolist() == expected[expected > 0].tolist()
+
+
+def test_times_of_any_kind_say_the_same():
+    moments = [datetime.datetime(2022, 4, 15, 5, 20, tzinfo=datetime.UTC)] * 2
+    ms = int(moments[0].timestamp() * 1000)
+    for values in (
+        pa.array([ms, ms]),
+        pa.array([ms, ms]).cast(pa.timestamp("ms")),
+        pa.array([ms * 1000, ms * 1000]).cast(pa.timestamp("us", "Europe/Berlin")),
+        pd.Series(moments),
+    ):
+        read = READER.read({"user_id": [1, 1], "item_id": ["a", "b"], "timestamp": values})
+        assert encoded(read).timestamps.tolist() == [[ms, ms, 0]]
+
+
+def test_types_of_users_and_items_are_those_of_the_frame():
+    read = NUMBERED.read(
+        {"user_id": np.array([7, 8], np.int32), "item_id": np.array([10, 99], np.uint8), "timestamp": [1, 2]}
+    )
+    assert read.users.type == pa.int32()
+    assert encoded(read).item_ids.tolist() == [[1, 0, 0], [0, 0, 0]]
+    categories = pd.DataFrame(
+        {"user_id": pd.Categorical(["x", "y"]), "item_id": pd.Categorical(["a", "b"]), "timestamp": [1, 2]}
+    )
+    assert READER.read(categories).users.to_pylist() == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"user_id": None}, "'user_id' is missing"),
+        ({"item_id": None}, "'item_id' is missing"),
+        ({"timestamp": None}, "'timestamp' is missing"),
+        ({"user_id": ["u", None]}, "nulls"),
+        ({"item_id": ["a", None]}, "nulls"),
+        ({"timestamp": [T0, None]}, "nulls"),
+        ({"user_id": [[1], [2]]}, "expected integers or strings"),
+        ({"user_id": [1.5, 2.0]}, "expected integers or strings"),
+        ({"item_id": [1, 2]}, "cast them"),
+        ({"item_id": [["a"], ["b"]]}, "expected integers or strings"),
+        ({"timestamp": ["yesterday", "today"]}, "expected times"),
+        ({"timestamp": [1.5, 2.5]}, "expected times"),
+        ({"timestamp": [T0 // 1000, T0 // 1000]}, "no plausible milliseconds"),
+        ({"timestamp": [T0 * 1000, T0 * 1000]}, "no plausible milliseconds"),
+        ({"timestamp": [-1, 5]}, "no plausible milliseconds"),
+        ({"watch_time": ["long", "short"]}, "expected numbers"),
+        ({"dislike": ["yes", "no"]}, "expected numbers|true and false"),
+        ({"dislike": [2, 0]}, "true and false"),
+        ({"label": [5.0, 0.1]}, r"labels lie outside \[0, 1\], the first is 5 in row 0"),
+        ({"label": [0.5, -0.1]}, "in row 1"),
+    ],
+)
+def test_faulty_histories_are_refused(change, message):
+    frame = {"user_id": ["u", "v"], "item_id": ["a", "b"], "timestamp": [T0, T0]} | change
+    with pytest.raises(RecpoError, match=message):
+        READER.read({name: values for name, values in frame.items() if values is not None})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"users": ["u", "u"]}, "named twice"),
+        ({"users": [1, 2]}, "cast one of them"),
+        ({"users": "u"}, "expected ids of users"),
+        ({"users": 7}, "expected ids of users"),
+        ({"users": ["u", 7]}, "users"),
+        ({"exclude": {"user_id": ["u"]}}, "'item_id' is missing"),
+        ({"exclude": {"user_id": [1], "item_id": ["a"]}}, "cast one of them"),
+        ({"exclude": {"user_id": ["u"], "item_id": [1]}}, "cast them"),
+        ({"exclude": ["a"]}, "expected a frame"),
+    ],
+)
+def test_faulty_users_and_exclusions_are_refused(arguments, message):
+    with pytest.raises(RecpoError, match=message):
+        READER.read(events(("u", "a", 0)), **arguments)
+
+
+def test_no_events_and_no_users():
+    assert len(READER.read(events()).users) == 0
+    assert list(READER.read(events()).batches(4)) == []
+    new = encoded(READER.read(events(), users=["x", "y"], exclude={"user_id": ["y"], "item_id": ["e"]}))
+    assert new.item_ids.tolist() == [[0, 0, 0]] * 2
+    assert new.exclude.tolist() == [[0], [5]]
+    assert READER.read_request([], exclude=["d", "?"]).exclude.tolist() == [[4]]
