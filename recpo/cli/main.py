@@ -142,7 +142,7 @@ def run(function: Callable[..., None], options: Sequence[str]) -> None:
     parser = parser_of(function)
     configuration = parser.parse_args(list(options))
     configuration.pop("config", None)
-    _refuse_addresses(configuration)
+    _validate_local_paths(configuration)
     token = RESOLVED.set(parser.dump(configuration, skip_unset=False))
     try:
         function(**_instantiated(parser, configuration))
@@ -150,7 +150,7 @@ def run(function: Callable[..., None], options: Sequence[str]) -> None:
         RESOLVED.reset(token)
 
 
-def _refuse_addresses(configuration: Namespace) -> None:
+def _validate_local_paths(configuration: Namespace) -> None:
     """A path option that was given ``s3://...`` would make a local directory of that name."""
     for name, value in vars(configuration.as_flat()).items():
         if isinstance(value, Path) and _ADDRESS.match(str(value)):

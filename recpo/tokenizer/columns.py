@@ -129,7 +129,7 @@ def _vector_block(batch: pa.RecordBatch, columns: Sequence[str], file: str) -> n
     """``[n, d]`` float32, finite."""
     listed = batch.column(columns[0])
     if len(columns) == 1 and _is_list(listed.type):
-        _refuse_nulls(listed, columns[0], file)
+        _validate_no_nulls(listed, columns[0], file)
         lengths = pc.list_value_length(listed).to_numpy()
         if (lengths != lengths[0]).any():
             raise RecpoError(_unequal(file, columns[0], lengths[0], lengths[(lengths != lengths[0]).argmax()]))
@@ -159,12 +159,12 @@ def _code_block(batch: pa.RecordBatch, columns: Sequence[str], file: str) -> np.
 def _numbers(values: pa.Array, column: str, file: str) -> np.ndarray:
     if not (pa.types.is_floating(values.type) or pa.types.is_integer(values.type)):
         raise RecpoError(f"{file}, column {column}: expected numbers or lists of numbers, found {values.type}")
-    _refuse_nulls(values, column, file)
+    _validate_no_nulls(values, column, file)
     return values.to_numpy(zero_copy_only=False).astype(np.float32)
 
 
 def _whole_numbers(values: pa.Array, column: str, file: str) -> np.ndarray:
-    _refuse_nulls(values, column, file)
+    _validate_no_nulls(values, column, file)
     if pa.types.is_integer(values.type):
         return values.to_numpy().astype(np.int64)
     if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
@@ -176,7 +176,7 @@ def _whole_numbers(values: pa.Array, column: str, file: str) -> np.ndarray:
     return pc.struct_field(number, "code").cast(pa.int64()).to_numpy()
 
 
-def _refuse_nulls(values: pa.Array, column: str, file: str) -> None:
+def _validate_no_nulls(values: pa.Array, column: str, file: str) -> None:
     if values.null_count:
         raise RecpoError(f"{file}, column {column}: {values.null_count} values are missing: fill or remove them")
 
