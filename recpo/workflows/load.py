@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from os import PathLike, fspath
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recpo.artifacts import MARKER, kind_of
 from recpo.data.locations import locate
-from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
-from recpo.serving.bundle import Bundle
-from recpo.simulation.log import Simulation
-from recpo.tokenizer.tokenization import Codes
+
+if TYPE_CHECKING:
+    from recpo.data.prepared import Prepared
+    from recpo.serving.bundle import Bundle
+    from recpo.simulation.log import Simulation
+    from recpo.tokenizer.tokenization import Codes
 
 _READABLE = "prepared data, codes, a run, a bundle, an evaluation or a simulation"
 
 
 def load(path: str | PathLike[str]) -> Prepared | Codes | Bundle | Simulation:
     """Opens a directory that recpo wrote, whichever kind it is of; ``recpo.json`` in it says which.
+
+    Only what the kind needs is imported: a bundle is opened where torch is not installed.
 
     Args:
         path: the directory; of prepared data also an address in an object store.
@@ -26,18 +31,24 @@ def load(path: str | PathLike[str]) -> Prepared | Codes | Bundle | Simulation:
         RecpoError: there is no such directory, recpo did not write it, or it is damaged or of another version.
     """
     place = locate(fspath(path))
-    if not isinstance(place, Path):
-        return Prepared.open(place)
-    kind = kind_of(place)
+    kind = kind_of(place) if isinstance(place, Path) else "prepared"
     if kind == "prepared":
+        from recpo.data.prepared import Prepared
+
         return Prepared.open(place)
-    if kind == "codes":
-        return Codes.open(place)
     if kind == "bundle":
-        return Bundle.load(place)
+        from recpo.serving.bundle import Bundle
+
+        return Bundle.load(Path(fspath(path)))
+    if kind == "codes":
+        from recpo.tokenizer.tokenization import Codes
+
+        return Codes.open(fspath(path))
     if kind == "simulation":
-        return Simulation.open(place)
-    raise RecpoError(f"{path}: expected {_READABLE}, found {_found(place)}")
+        from recpo.simulation.log import Simulation
+
+        return Simulation.open(fspath(path))
+    raise RecpoError(f"{path}: expected {_READABLE}, found {_found(Path(fspath(path)))}")
 
 
 def _found(place: Path) -> str:
