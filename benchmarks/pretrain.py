@@ -30,9 +30,9 @@ from typing import NamedTuple
 import numpy as np
 from ratings import Sequences, read_ratings, simulate
 
-from recpo.data.labels import EveryEvent
 from recpo.data.prepare import Preparation
 from recpo.data.schema import ColumnMapping
+from recpo.data.shaping import EveryEvent
 from recpo.data.splits import LeaveLastOut
 
 HERE = Path(__file__).resolve().parent

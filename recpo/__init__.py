@@ -16,12 +16,14 @@ if TYPE_CHECKING:
         LeaveOneOutAdvantage as LeaveOneOutAdvantage,
         TernaryAdvantage as TernaryAdvantage,
     )
-    from recpo.data.labels import BinaryColumn as BinaryColumn, EveryEvent as EveryEvent, NumericColumn as NumericColumn
     from recpo.data.preference_lists import PreferenceListLayout as PreferenceListLayout
     from recpo.data.prepared import Prepared as Prepared
     from recpo.data.schema import Columns as Columns
     from recpo.data.shaping import (
+        BinaryColumn as BinaryColumn,
         D2Q as D2Q,
+        EveryEvent as EveryEvent,
+        NumericColumn as NumericColumn,
         WatchQuantiles as WatchQuantiles,
         WatchRatio as WatchRatio,
         WatchTimeGain as WatchTimeGain,
@@ -76,11 +78,18 @@ __version__ = "0.1.0"
 #: Module -> the names that it gives to ``recpo``; the imports above say the same to type checkers and editors.
 _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.advantages": ("GAEAdvantage", "GroupNormalizedAdvantage", "LeaveOneOutAdvantage", "TernaryAdvantage"),
-    "recpo.data.labels": ("BinaryColumn", "EveryEvent", "NumericColumn"),
     "recpo.data.preference_lists": ("PreferenceListLayout",),
     "recpo.data.prepared": ("Prepared",),
     "recpo.data.schema": ("Columns",),
-    "recpo.data.shaping": ("D2Q", "WatchQuantiles", "WatchRatio", "WatchTimeGain"),
+    "recpo.data.shaping": (
+        "BinaryColumn",
+        "D2Q",
+        "EveryEvent",
+        "NumericColumn",
+        "WatchQuantiles",
+        "WatchRatio",
+        "WatchTimeGain",
+    ),
     "recpo.data.slates": ("ImpressionLayout", "SequenceLayout"),
     "recpo.data.splits": ("LeaveLastOut", "TemporalSplit"),
     "recpo.errors": ("RecpoError",),

@@ -17,6 +17,9 @@ from recpo.errors import RecpoError
 UNKNOWN, DISLIKED, LOWEST, HIGHEST = 0, 1, 2, 5
 """Feedback levels; ``LOWEST .. HIGHEST`` are the quartiles of the watch time."""
 
+FEEDBACK_KINDS: Final = ("positive", "neutral", "skipped", "disliked", "unknown")
+"""Every event is of one kind."""
+
 DEFAULT_DURATION_BASE: Final = 2.0
 
 _HINT: Final = "prepare the log again"
@@ -64,6 +67,13 @@ class FeedbackRule:
     def unknown(self, label: _Column, dislike: _Column) -> _Column:
         """Neither labeled nor disliked."""
         return (label != label) & ~dislike
+
+    def counts(self, label: np.ndarray, dislike: np.ndarray) -> dict[str, int]:
+        """How many events are of each kind of ``FEEDBACK_KINDS``."""
+        kinds = self.positive(label, dislike), self.skipped(label, dislike), dislike, self.unknown(label, dislike)
+        positive, skipped, disliked, unknown = (int(np.count_nonzero(kind)) for kind in kinds)
+        neutral = len(label) - positive - skipped - disliked - unknown
+        return dict(zip(FEEDBACK_KINDS, (positive, neutral, skipped, disliked, unknown), strict=True))
 
 
 @dataclass(frozen=True)

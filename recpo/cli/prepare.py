@@ -9,12 +9,20 @@ from rich.table import Table
 
 from recpo.cli.output import console
 from recpo.data.engine import EngineOptions
-from recpo.data.labels import BinaryColumn, EveryEvent, NumericColumn
 from recpo.data.prepare import Preparation
 from recpo.data.schema import Columns, PresetName
-from recpo.data.shaping import D2Q, Label, WatchQuantiles, WatchRatio, WatchTimeGain
+from recpo.data.shaping import (
+    D2Q,
+    BinaryColumn,
+    EveryEvent,
+    Label,
+    NumericColumn,
+    WatchQuantiles,
+    WatchRatio,
+    WatchTimeGain,
+)
 from recpo.data.splits import LeaveLastOut, Split, TemporalSplit
-from recpo.feedback import FeedbackRule
+from recpo.feedback import FEEDBACK_KINDS, FeedbackRule
 
 # Imported so that their short names work as class paths.
 __all__ = [
@@ -116,6 +124,8 @@ def _report(manifest: dict[str, Any], out: str | Path) -> None:
     terminal.print(f"columns: {found}" + (f"; absent: {absent}" if absent else ""))
     terminal.print(_events_table(counts))
     terminal.print(_periods_table(counts["splits"]))
+    for warning in manifest["warnings"]:
+        terminal.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     terminal.print(f"{out}: {manifest['num_users']:,} users, {manifest['num_items']:,} items", soft_wrap=True)
 
 
@@ -136,9 +146,9 @@ def _events_table(counts: dict[str, Any]) -> Table:
 
 def _periods_table(periods: dict[str, dict[str, int]]) -> Table:
     table = Table(title="periods", title_justify="left")
-    for name in ("period", "users", "events", "without a label", "rows with context"):
+    for name in ("period", "users", "events", *FEEDBACK_KINDS, "rows with context"):
         table.add_column(name, justify="left" if name == "period" else "right")
     for name, period in periods.items():
-        cells = (period[key] for key in ("users", "targets", "targets_without_label", "rows"))
+        cells = (period[key] for key in ("users", "targets", *FEEDBACK_KINDS, "rows"))
         table.add_row(name, *(f"{cell:,}" for cell in cells))
     return table

@@ -9,7 +9,9 @@ from recpo.data.schema import EVENT_SCHEMA, TRAIN, Derived, LogColumns
 
 
 def period_rows(events: ir.Table, period: int, max_context: int) -> ir.Table:
-    """The rows of ``EVENT_SCHEMA`` of one period, sorted by user and time.
+    """The rows of one period for ``recpo.data.writing.write_shards``, sorted by user and time.
+
+    They have the columns of ``EVENT_SCHEMA`` but the feedback level; times in seconds are float64 here.
 
     Train: every event, all of them targets. Valid and test: for each user with an event in the period, the last
     ``max_context`` earlier events as context, then the period's events as targets.
@@ -49,9 +51,11 @@ def _layout(events: ir.Table, period: int) -> dict[str, ir.Value]:
     nan = float("nan")
     made = {
         Derived.LABEL: events[Derived.LABEL].fill_null(nan).cast("float32"),
-        LogColumns.WATCH_TIME: (events[Derived.WATCH_MS].cast("float64") / 1000.0).fill_null(nan).cast("float32"),
-        LogColumns.DURATION: (events[Derived.DURATION_MS].cast("float64") / 1000.0).fill_null(nan).cast("float32"),
+        LogColumns.WATCH_TIME: (events[Derived.WATCH_MS].cast("float64") / 1000.0).fill_null(nan),
+        LogColumns.DURATION: (events[Derived.DURATION_MS].cast("float64") / 1000.0).fill_null(nan),
         LogColumns.PROPENSITY: events[LogColumns.PROPENSITY].fill_null(nan).cast("float32"),
         Derived.IS_TARGET: ibis.literal(True) if period == TRAIN else events[Derived.PERIOD] == period,
     }
-    return {name: made[name] if name in made else events[name] for name in EVENT_SCHEMA.names}
+    return {
+        name: made[name] if name in made else events[name] for name in EVENT_SCHEMA.names if name != Derived.FEEDBACK
+    }

@@ -24,7 +24,6 @@ from recpo.data.catalog import (
 from recpo.data.engine import Engine, EngineOptions
 from recpo.data.events import select_columns, standardize, time_order
 from recpo.data.faults import Fault, refuse
-from recpo.data.feedback import add_feedback, cutoff_table, definition, quantile_table
 from recpo.data.files import Log, find_files, open_log
 from recpo.data.locations import Place, locate
 from recpo.data.periods import last_events, period_rows
@@ -42,13 +41,15 @@ from recpo.data.schema import (
     item_schema,
     user_schema,
 )
-from recpo.data.shaping import Label, WatchQuantiles
+from recpo.data.shaping import Label, WatchQuantiles, cutoff_table, definition, quantile_table, watch_ties
 from recpo.data.splits import Split, TemporalSplit
 from recpo.data.validate import check_rows
 from recpo.data.writing import write_rows, write_shards
 from recpo.errors import RecpoError
-from recpo.feedback import FeedbackRule
+from recpo.feedback import FEEDBACK_KINDS, FeedbackDefinition, FeedbackRule
 
+#: From this share of equal watch times on, no quantile separates a quarter of the events from the rest.
+_MANY_TIES: Final = 0.25
 _STAGES: Final = ("reading", "checking", "splitting", "shaping", *PERIODS, "histories")
 
 
@@ -143,9 +144,9 @@ class _Run:
         events, boundaries = self._split(events)
         items, users, events = self._keep(events)
         self._stage()
-        events, feedback = self._shape(events, log)
+        events, feedback = self._shape(events)
         sizes = self._write_tables(log, items, users, events)
-        shards = {name: self._write_period(events, number) for number, name in enumerate(PERIODS)}
+        shards = {name: self._write_period(events, number, feedback) for number, name in enumerate(PERIODS)}
         self._write_histories(log, items, users, events)
         files = ("items.parquet", "users.parquet", "quantiles.parquet", "histories.parquet")
         return {
@@ -156,8 +157,9 @@ class _Run:
             "max_context": self.choice.max_context,
             "boundaries": boundaries,
             "label": describe(self.choice.label),
-            "feedback": feedback,
-            "counts": {**self.counts, "dropped": self.dropped, "splits": self._totals(events, shards)},
+            "feedback": feedback.to_json(),
+            "counts": {**self.counts, "dropped": self.dropped, "splits": _totals(shards)},
+            "warnings": tie_warnings(self.choice.label, self.counts["watch_time_ties"]),
             "shards": shards,
             "files": files,
             **sizes,
@@ -210,18 +212,15 @@ class _Run:
             self.dropped |= count_dropped(engine, known, active, "user below min_user_events")
         return items, users, place_events(events, items, users)
 
-    def _shape(self, events: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
+    def _shape(self, events: ir.Table) -> tuple[ir.Table, FeedbackDefinition]:
         engine, base = self.engine, self.choice.label.duration_base
         placed = engine.materialize("placed", add_positions(events, time_order(events)))
         quantiles = engine.materialize("quantiles", quantile_table(placed, base))
         self._write_rows(quantiles.order_by(quantiles.columns[:2]), QUANTILE_SCHEMA, "quantiles.parquet")
-        cutoffs = engine.materialize("cutoffs", cutoff_table(quantiles))
-        timed = {LogColumns.WATCH_TIME, LogColumns.DURATION} <= set(log.columns)
-        shaped = add_feedback(self.choice.label.add(placed), cutoffs if timed else None, base)
-        shaped = engine.materialize("shaped", shaped)
+        self.counts["watch_time_ties"] = engine.row(watch_ties(quantiles))
+        shaped = engine.materialize("shaped", self.choice.label.add(placed))
         engine.drop("placed")
-        fitted = definition(engine.table(cutoffs.order_by("bucket")), self.choice.feedback, base)
-        return shaped, fitted.to_json()
+        return shaped, definition(engine.table(cutoff_table(quantiles)), self.choice.feedback, base)
 
     def _write_tables(self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table) -> dict[str, int]:
         item_ids, user_ids = log.types[LogColumns.ITEM_ID], log.types[LogColumns.USER_ID]
@@ -243,12 +242,13 @@ class _Run:
     def _write_rows(self, rows: ir.Table, schema: pa.Schema, file: str) -> int:
         return write_rows(self.engine.stream(rows), schema, self.partial / file)
 
-    def _write_period(self, events: ir.Table, period: int) -> list[dict[str, Any]]:
+    def _write_period(self, events: ir.Table, period: int, feedback: FeedbackDefinition) -> list[dict[str, Any]]:
         self._stage()
         rows = period_rows(events, period, self.choice.max_context)
         directory = self.partial / PERIODS[period]
-        rows_per_shard = self.choice.rows_per_shard
-        shards = write_shards(self.engine.stream(rows), directory, rows_per_shard, self._written, self.writers)
+        shards = write_shards(
+            self.engine.stream(rows), directory, self.choice.rows_per_shard, feedback, self._written, self.writers
+        )
         if not any(shard["targets"] for shard in shards):
             dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
             raise RecpoError(
@@ -256,18 +256,6 @@ class _Run:
                 "a smaller min_item_events or min_user_events, or catalog log"
             )
         return shards
-
-    def _totals(self, events: ir.Table, shards: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, int]]:
-        neutral = events.filter(events[Derived.LABEL].isnull())
-        counted = neutral.group_by(Derived.PERIOD).aggregate(rows=neutral.count())
-        by_period = {row[Derived.PERIOD]: row["rows"] for row in self.engine.table(counted).to_pylist()}
-        return {
-            name: {
-                **{key: sum(shard[key] for shard in shards[name]) for key in ("rows", "targets", "users")},
-                "targets_without_label": by_period.get(number, 0),
-            }
-            for number, name in enumerate(PERIODS)
-        }
 
     def _written(self, rows: int) -> None:
         self.rows_written += rows
@@ -278,6 +266,35 @@ def describe(choice: Any) -> dict[str, Any]:
     """A dataclass instance as the class path and arguments that make it again."""
     kind = type(choice)
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": asdict(choice)}
+
+
+def _totals(shards: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, int]]:
+    keys = ("rows", "targets", "users", *FEEDBACK_KINDS)
+    return {period: {key: sum(shard[key] for shard in own) for key in keys} for period, own in shards.items()}
+
+
+def tie_warnings(label: Label, ties: dict[str, int]) -> list[str]:
+    """What to say where so many train watch times are equal that a label out of their ranks tells little.
+
+    Args:
+        label: what makes labels.
+        ties: of ``recpo.data.shaping.watch_ties``.
+    """
+    watched = ties["watched"]
+    if LogColumns.WATCH_TIME not in label.needs or not watched:
+        return []
+    zero, tied = ties["zero"] / watched, ties["tied"] / watched
+    if zero > _MANY_TIES:
+        return [
+            f"{zero:.0%} of the train watch times are zero seconds: their label is 0, and nothing tells them apart. If "
+            "such items were never played, leave them out of the log; or take another --label, such as BinaryColumn"
+        ]
+    if tied > _MANY_TIES:
+        return [
+            f"{tied:.0%} of the train watch times equal the most frequent one of their duration bucket, so that labels "
+            "out of their ranks are coarse: log finer watch times, or take --label WatchRatio or BinaryColumn"
+        ]
+    return []
 
 
 def _label_faults(label: Label, log: Log) -> list[Fault]:

@@ -22,7 +22,7 @@ from recpo.artifacts import describe_os_error, parse_json, seal, sha256, unseal,
 from recpo.data.id_map import IdMap
 from recpo.data.locations import Place, locate, readable
 from recpo.errors import RecpoError
-from recpo.feedback import FeedbackDefinition
+from recpo.feedback import FEEDBACK_KINDS, FeedbackDefinition
 
 Period = Literal["train", "valid", "test"]
 MANIFEST = "manifest.json"
@@ -158,6 +158,12 @@ class Prepared:
     def feedback(self) -> FeedbackDefinition:
         """What counts as positive, skipped, disliked and unknown here, and the feedback levels of raw events."""
         return FeedbackDefinition.from_json(self.manifest.get("feedback"), f"{self.root / MANIFEST}, feedback")
+
+    @property
+    def feedback_counts(self) -> dict[Period, dict[str, int]]:
+        """How many events of each period are of each of ``FEEDBACK_KINDS``."""
+        splits = self.manifest["counts"]["splits"]
+        return {period: {kind: int(counts[kind]) for kind in FEEDBACK_KINDS} for period, counts in splits.items()}
 
     @property
     def num_items(self) -> int:

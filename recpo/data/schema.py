@@ -59,7 +59,7 @@ class Derived:
         PERIOD: 0 train, 1 valid, 2 test (``PERIODS``).
         VALUE: the number in the log's label column, null = missing; what a label method may read.
         LABEL: how good the event was, in [0, 1]; null = unknown.
-        FEEDBACK: feedback level 0..5 (``recpo.data.feedback``).
+        FEEDBACK: feedback level 0..5 (``recpo.feedback.FeedbackDefinition``).
         POSITION: place of the event in its user's history, from 0.
     """
 

@@ -1,8 +1,12 @@
-"""Preference labels in [0, 1] out of watch times, as Ibis expressions: ``label`` of the prepared shards.
+"""What ``recpo prepare`` makes of feedback, as Ibis expressions: labels in [0, 1], and the cutoffs of feedback levels.
 
 Every label has the interface of ``Label``. Whatever is fitted counts events of the train period alone, so no label
-depends on what happens later. An event whose label cannot be known is neutral: null here, nan in the shards,
-advantage 0 in training. Watch times are compared in whole milliseconds, which makes every quantile exact.
+depends on what happens later. An event whose label cannot be known is unlabeled: null here, nan in the shards. Watch
+times are compared in whole milliseconds, which makes every quantile exact.
+
+The share of watch times that an event reaches is a mid-rank: (number below + half of the number equal) / n. Counting
+ties in full, as the paper prints it (``ties="full"``), moves whole ties up: in a log in which most items are skipped
+after zero seconds, a skip would be no shorter than most watch times and count as positive.
 """
 
 from __future__ import annotations
@@ -10,18 +14,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal
 
 import ibis
 import ibis.expr.types as ir
+import pyarrow as pa
 
 from recpo.data.events import bucket
 from recpo.data.schema import TRAIN, Derived, LogColumns
 from recpo.errors import RecpoError
+from recpo.feedback import DEFAULT_DURATION_BASE, FeedbackDefinition, FeedbackRule
 
-DEFAULT_DURATION_BASE: Final = 2.0
+Ties = Literal["mid", "full"]
+"""How equal watch times count: by half, or in full."""
 
 _WTG_RESOLUTION: Final = 1e6
+_CUTOFFS: Final = ("q25", "q50", "q75")
 
 
 class Label(ABC):
@@ -35,7 +43,7 @@ class Label(ABC):
 
     @abstractmethod
     def add(self, events: ir.Table) -> ir.Table:
-        """Adds ``label``: float64 in [0, 1], null = neutral.
+        """Adds ``label``: float64 in [0, 1], null = unknown.
 
         Args:
             events: standard events with ``user_index`` and ``period``.
@@ -53,21 +61,26 @@ class Label(ABC):
 
 @dataclass(frozen=True)
 class WatchQuantiles(Label):
-    """Share of the user's own train watch times on items of like duration that are no longer than this one.
+    """Where the watch time stands among the user's own train watch times on items of like duration.
 
-    ``q_i = |{p in P: p <= p_i}| / |P|``, ``P`` = the same user's watch times of the train period in the duration
-    bucket ``floor(log_base(d + 1e-6))``, ``d`` in seconds (OneRec-V2, arXiv 2508.20900, section 3.1; a train event is
-    itself in ``P``). The paper is silent on thin histories: with ``|P| < min_history`` the same share among all users'
-    train watch times of that bucket is taken, and where those are fewer than ``min_history`` as well the event is
-    neutral. A missing, zero or negative duration or a missing watch time makes the event neutral.
+    ``q_i = (|{p in P: p < p_i}| + |{p in P: p = p_i}| / 2) / |P|``, ``P`` = the same user's watch times of the train
+    period in the duration bucket ``floor(log_base(d + 1e-6))``, ``d`` in seconds (OneRec-V2, arXiv 2508.20900, section
+    3.1; a train event is itself in ``P``). A watch of zero seconds has 0. With ``ties="full"`` it is as the paper
+    prints it, ``q_i = |{p in P: p <= p_i}| / |P|``.
+
+    The paper is silent on thin histories: with ``|P| < min_history`` the same share among all users' train watch times
+    of that bucket is taken, and where those are fewer than ``min_history`` as well the event has no label. Nor has it
+    one where the duration is missing, zero or negative, or the watch time missing.
 
     Args:
         base: base of the duration buckets.
         min_history: least number of watch times for a quantile.
+        ties: how equal watch times count: by half (mid), or in full (full).
     """
 
     base: float = DEFAULT_DURATION_BASE
     min_history: int = 5
+    ties: Ties = "mid"
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
 
@@ -85,25 +98,26 @@ class WatchQuantiles(Label):
         """The user's share, or the bucket's where the user has too few watch times, or null."""
         keyed = events.mutate(bucket=bucket(events, self.base))
         table = watch_counts(keyed, ["bucket"])
-        table = table.select(
-            "bucket", Derived.WATCH_MS, share_of_all=table.at_most / table.total, total_of_all=table.total
-        )
+        share_of_all = _share(table.at_most, table["count"], table.total, self.ties)
+        table = table.select("bucket", Derived.WATCH_MS, share_of_all=share_of_all, total_of_all=table.total)
         keyed = keyed.left_join(table, ["bucket", Derived.WATCH_MS])
-        own = [Derived.USER_INDEX, "bucket"]
-        up_to = ibis.range_window(group_by=own, order_by=Derived.WATCH_MS, preceding=None, following=0)
+        own = {"group_by": [Derived.USER_INDEX, "bucket"], "order_by": Derived.WATCH_MS}
         fitted = _is_fitted(keyed)
-        keyed = keyed.mutate(
-            own_at_most=fitted.sum().over(up_to).cast("float64"),
-            # With the same order as above one sort serves both sums.
-            own_total=fitted.sum().over(group_by=own, order_by=Derived.WATCH_MS, rows=(None, None)).cast("float64"),
+        keyed = keyed.mutate(  # with the same order one sort serves the three sums
+            own_at_most=fitted.sum().over(ibis.range_window(**own, preceding=None, following=0)),
+            own_equal=fitted.sum().over(ibis.range_window(**own, preceding=0, following=0)),
+            own_total=fitted.sum().over(**own, rows=(None, None)),
         )
         quantile = ibis.cases(
             (keyed[Derived.WATCH_MS].isnull() | keyed.bucket.isnull(), ibis.null("float64")),
-            (keyed.own_total >= self.min_history, keyed.own_at_most / keyed.own_total),
+            (
+                keyed.own_total >= self.min_history,
+                _share(keyed.own_at_most, keyed.own_equal, keyed.own_total, self.ties),
+            ),
             (keyed.total_of_all >= self.min_history, keyed.share_of_all),
             else_=ibis.null("float64"),
         )
-        return _with_label(events, keyed, quantile)
+        return _with_label(events, keyed, _unwatched_is_zero(keyed, quantile, self.ties))
 
 
 @dataclass(frozen=True)
@@ -130,19 +144,22 @@ class WatchRatio(Label):
 
 @dataclass(frozen=True)
 class D2Q(Label):
-    """Share of all users' train watch times in the item's duration group that are no longer than this one.
+    """Where the watch time stands among all users' train watch times in the item's duration group.
 
     Duration-deconfounded quantile (Zhan et al., KDD 2022, arXiv 2206.06003): items are divided by duration into
-    ``groups`` groups of equally many train events, and the label is the empirical distribution function of the watch
-    time in the group. Events of one duration are never separated, so groups may differ in size where durations repeat.
+    ``groups`` groups of equally many train events, and the label is the mid-rank of the watch time in the group; 0 for
+    a watch of zero seconds. Events of one duration are never separated, so groups may differ in size where durations
+    repeat.
 
     Args:
         groups: number of duration groups.
-        min_history: least number of train watch times in a group; events of thinner groups are neutral.
+        min_history: least number of train watch times in a group; events of thinner groups have no label.
+        ties: how equal watch times count: by half (mid), or in full (full).
     """
 
     groups: int = 30
     min_history: int = 5
+    ties: Ties = "mid"
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
 
@@ -161,7 +178,7 @@ class D2Q(Label):
             Derived.DURATION_MS, group=ibis.ifelse(place >= self.groups, self.groups - 1, place)
         )
         keyed = events.left_join(groups, Derived.DURATION_MS).drop(f"{Derived.DURATION_MS}_right")
-        return _share_within(events, keyed, "group", Derived.WATCH_MS, self.min_history)
+        return _share_within(events, keyed, "group", Derived.WATCH_MS, self.min_history, self.ties)
 
 
 @dataclass(frozen=True)
@@ -171,15 +188,18 @@ class WatchTimeGain(Label):
     Watch-time gain (WTG) of DVR, Zheng et al., ACM MM 2022, arXiv 2208.05190: the watch time standardized within items
     of like duration. The mean and the standard deviation (of the population) are those of all users' train watch times
     in the duration bucket. Departure from the paper: buckets are those of ``WatchQuantiles``, and the gain, which has
-    no bounds, becomes the share of train gains that are no larger, to a resolution of one millionth of a deviation.
+    no bounds, becomes its mid-rank among the train gains, to a resolution of one millionth of a deviation. 0 for a
+    watch of zero seconds.
 
     Args:
         base: base of the duration buckets.
-        min_history: least number of train watch times in a bucket; events of thinner buckets are neutral.
+        min_history: least number of train watch times in a bucket; events of thinner buckets have no label.
+        ties: how equal gains count: by half (mid), or in full (full).
     """
 
     base: float = DEFAULT_DURATION_BASE
     min_history: int = 5
+    ties: Ties = "mid"
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
 
@@ -206,7 +226,67 @@ class WatchTimeGain(Label):
         ).sqrt()
         gain = ibis.ifelse(keyed["mean"].isnull(), ibis.null("float64"), gain)
         keyed = keyed.mutate(gain=(gain * _WTG_RESOLUTION).round().cast("int64"), everyone=ibis.literal(0, "int8"))
-        return _share_within(events, keyed, "everyone", "gain", 1)
+        return _share_within(events, keyed, "everyone", "gain", 1, self.ties)
+
+
+@dataclass(frozen=True)
+class EveryEvent(Label):
+    """Every event is a positive: 1. For logs of purchases, clicks or visits without any other feedback."""
+
+    def add(self, events: ir.Table) -> ir.Table:
+        """A constant column."""
+        return events.mutate(**{Derived.LABEL: ibis.literal(1.0)})
+
+
+@dataclass(frozen=True)
+class BinaryColumn(Label):
+    """The column mapped to ``label`` as it is, 0 or 1: a click, a like, KuaiRand's ``long_view``.
+
+    Any other value is refused by ``recpo prepare``; where it is missing, the event has no label.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = (LogColumns.LABEL,)
+
+    def refuses(self, label: ir.FloatingColumn) -> ir.BooleanColumn:
+        """Anything but 0 and 1."""
+        return (label != 0) & (label != 1)
+
+    def add(self, events: ir.Table) -> ir.Table:
+        """The column itself."""
+        return events.mutate(**{Derived.LABEL: events[Derived.VALUE]})
+
+
+@dataclass(frozen=True)
+class NumericColumn(Label):
+    """The number mapped to ``label`` on a line from ``low`` (0) to ``high`` (1), clipped; or compared with a threshold.
+
+    The ends are given, not fitted: the label of an event does not depend on other events. For ratings from 0.5 to 5
+    take ``low=0.5, high=5``, or ``threshold=4`` for 1 where the rating is at least 4 and 0 elsewhere.
+
+    Args:
+        low: value that becomes 0.
+        high: value that becomes 1.
+        threshold: with a threshold, 1 where the value is at least this and 0 elsewhere, whatever ``low`` and ``high``.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+    threshold: float | None = None
+
+    needs: ClassVar[tuple[str, ...]] = (LogColumns.LABEL,)
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise RecpoError(f"label NumericColumn: low {self.low} must be below high {self.high}")
+
+    def add(self, events: ir.Table) -> ir.Table:
+        """A line or a step."""
+        value = events[Derived.VALUE]
+        if self.threshold is None:
+            label = ((value - self.low) / (self.high - self.low)).clip(lower=0.0, upper=1.0)
+        else:
+            label = (value >= self.threshold).cast("int8").cast("float64")
+        return events.mutate(**{Derived.LABEL: label})
 
 
 def watch_counts(keyed: ir.Table, by: Sequence[str], value: str = Derived.WATCH_MS) -> ir.Table:
@@ -237,13 +317,28 @@ def _is_fitted(events: ir.Table) -> ir.IntegerColumn:
     return ((events[Derived.PERIOD] == TRAIN) & events[Derived.WATCH_MS].notnull()).cast("int64")
 
 
-def _share_within(events: ir.Table, keyed: ir.Table, group: str, value: str, min_history: int) -> ir.Table:
+def _share_within(events: ir.Table, keyed: ir.Table, group: str, value: str, min_history: int, ties: Ties) -> ir.Table:
     table = watch_counts(keyed, [group], value)
     table = table.filter(table.total >= max(1, min_history))
-    table = table.select(group, value, share=table.at_most / table.total)
+    table = table.select(group, value, share=_share(table.at_most, table["count"], table.total, ties))
     joined = keyed.left_join(table, [group, value])
     quantile = ibis.ifelse(joined[Derived.WATCH_MS].notnull(), joined.share, ibis.null("float64"))
-    return _with_label(events, joined, quantile)
+    return _with_label(events, joined, _unwatched_is_zero(joined, quantile, ties))
+
+
+def _share(
+    at_most: ir.IntegerColumn, equal: ir.IntegerColumn, total: ir.IntegerColumn, ties: Ties
+) -> ir.FloatingColumn:
+    """Rank / total out of whole numbers, so that every engine divides the same two numbers."""
+    if ties == "full":
+        return at_most.cast("float64") / total.cast("float64")
+    return (at_most * 2 - equal).cast("float64") / (total * 2).cast("float64")
+
+
+def _unwatched_is_zero(keyed: ir.Table, label: ir.FloatingColumn, ties: Ties) -> ir.FloatingColumn:
+    if ties == "full":
+        return label
+    return ibis.ifelse(label.notnull() & (keyed[Derived.WATCH_MS] == 0), 0.0, label)
 
 
 def _with_label(events: ir.Table, computed: ir.Table, label: ir.FloatingColumn) -> ir.Table:
@@ -253,3 +348,42 @@ def _with_label(events: ir.Table, computed: ir.Table, label: ir.FloatingColumn) 
 def _check_base(base: float) -> None:
     if not base > 1:
         raise RecpoError(f"label: base {base} of the duration buckets must be greater than 1")
+
+
+def quantile_table(events: ir.Table, base: float) -> ir.Table:
+    """All users' train watch times: ``bucket``, ``watch_ms``, ``count``, ``quantile`` (share that is no longer)."""
+    table = watch_counts(events.mutate(bucket=bucket(events, base)), ["bucket"])
+    table = table.filter(table["count"] > 0)
+    table = table.mutate(quantile=table.at_most / table.total)
+    return table.select("bucket", Derived.WATCH_MS, "count", "quantile").order_by(["bucket", Derived.WATCH_MS])
+
+
+def cutoff_table(quantiles: ir.Table) -> ir.Table:
+    """Quartile cutoffs of each bucket: ``bucket``, ``q25``, ``q50``, ``q75`` in milliseconds.
+
+    A cutoff is the smallest watch time at or below which a quarter, half or three quarters of them lie.
+    """
+    watch = quantiles[Derived.WATCH_MS]
+    cutoffs = {name: watch.min(where=quantiles.quantile >= quarter / 4) for quarter, name in enumerate(_CUTOFFS, 1)}
+    return quantiles.group_by("bucket").aggregate(**cutoffs).order_by("bucket")
+
+
+def definition(cutoffs: pa.Table, rule: FeedbackRule, base: float) -> FeedbackDefinition:
+    """The rule with what was fitted: the cutoffs of ``cutoff_table`` in seconds."""
+    low, middle, high = ((cutoffs[name].to_numpy() / 1000).tolist() for name in _CUTOFFS)
+    fitted = zip(cutoffs["bucket"].to_pylist(), low, middle, high, strict=True)
+    return FeedbackDefinition(rule, base, {bucket: (one, two, three) for bucket, one, two, three in fitted})
+
+
+def watch_ties(quantiles: ir.Table) -> ir.Table:
+    """One row about the train watch times of ``quantile_table``: ``watched``, of them ``zero`` and ``tied`` (int64).
+
+    ``zero`` are those of zero seconds, ``tied`` those that equal the most frequent watch time of their duration bucket.
+    """
+    count, no_watch = quantiles["count"], quantiles[Derived.WATCH_MS] == 0
+    buckets = quantiles.group_by("bucket").aggregate(
+        watched=count.sum(), zero=count.sum(where=no_watch).fill_null(0), tied=count.max()
+    )
+    return buckets.aggregate(
+        **{name: buckets[name].sum().fill_null(0).cast("int64") for name in ("watched", "zero", "tied")}
+    )

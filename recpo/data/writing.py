@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from recpo.artifacts import sha256
 from recpo.data.schema import EVENT_SCHEMA, Derived, LogColumns
+from recpo.feedback import FeedbackDefinition
 
 _ROW_GROUP: Final = 1 << 16
 _REPEATING: Final = (Derived.USER_INDEX, Derived.ITEM_INDEX, Derived.FEEDBACK, LogColumns.DURATION)
@@ -79,20 +80,23 @@ def write_shards(
     batches: Iterable[pa.RecordBatch],
     directory: Path,
     rows_per_shard: int,
+    feedback: FeedbackDefinition,
     progress: Callable[[int], object],
     threads: int = 1,
 ) -> list[dict[str, Any]]:
     """Writes ``00000.parquet``, ``00001.parquet`` and so on; in memory are at most ``threads + 1`` shards.
 
     Args:
-        batches: rows with the columns of ``EVENT_SCHEMA``, sorted by user and time.
+        batches: rows with the columns of ``EVENT_SCHEMA`` but the feedback level, sorted by user and time.
         directory: made here.
         rows_per_shard: a shard ends at the first change of user after this many rows.
+        feedback: gives the levels, and says what counts as positive, skipped, disliked and unknown.
         progress: called with the number of rows written.
         threads: shards that are encoded at the same time.
 
     Returns:
-        For each shard its file (relative to the directory's parent), rows, users, targets, sha256.
+        For each shard its file (relative to the directory's parent), rows, users, targets, the targets of each of
+        ``FEEDBACK_KINDS``, sha256.
     """
     directory.mkdir()
     shards: list[dict[str, Any]] = []
@@ -106,20 +110,25 @@ def write_shards(
         for number, block in enumerate(user_blocks(batches, rows_per_shard)):
             if len(pending) == threads:
                 finish_one()
-            pending.append(pool.submit(_write_shard, block, directory / f"{number:05d}.parquet"))
+            pending.append(pool.submit(_write_shard, block, directory / f"{number:05d}.parquet", feedback))
         while pending:
             finish_one()
     return shards
 
 
-def _write_shard(block: pa.Table, file: Path) -> dict[str, Any]:
-    table = block.select(EVENT_SCHEMA.names).cast(EVENT_SCHEMA).combine_chunks()
+def _write_shard(block: pa.Table, file: Path, feedback: FeedbackDefinition) -> dict[str, Any]:
+    names = (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.DISLIKE, Derived.LABEL, Derived.IS_TARGET)
+    watch_time, duration, dislike, label, is_target = (block[name].to_numpy() for name in names)
+    levels = feedback.levels(watch_time, duration, dislike, label)
+    table = block.append_column(Derived.FEEDBACK, pa.array(levels))
+    table = table.select(EVENT_SCHEMA.names).cast(EVENT_SCHEMA).combine_chunks()
     write_parquet(table, file)
     users = table[Derived.USER_INDEX].to_numpy()
     return {
         "file": f"{file.parent.name}/{file.name}",
         "rows": table.num_rows,
         "users": int(np.count_nonzero(np.diff(users, prepend=-1))),
-        "targets": int(np.count_nonzero(table[Derived.IS_TARGET].to_numpy())),
+        "targets": int(np.count_nonzero(is_target)),
+        **feedback.rule.counts(label[is_target], dislike[is_target]),
         "sha256": sha256(file),
     }

@@ -44,7 +44,6 @@ def shard_batches(shards):
             "timestamp": np.tile(np.arange(EVENTS_PER_USER) * 60_000, USERS),
             "label": rng.random(events).astype(np.float32),
             "dislike": rng.random(events) < 0.02,
-            "feedback": rng.integers(0, 6, events).astype(np.int8),
             "watch_time": rng.random(events).astype(np.float32),
             "duration": rng.random(events).astype(np.float32),
             "propensity": rng.random(events).astype(np.float32),
@@ -52,13 +51,16 @@ def shard_batches(shards):
             "request": np.arange(events) + (shard << 32),
             "is_target": np.ones(events, bool),
         }
-        yield from pa.table(columns).cast(EVENT_SCHEMA).to_batches()
+        schema = pa.schema([field for field in EVENT_SCHEMA if field.name in columns])
+        yield from pa.table(columns).cast(schema).to_batches()
 
 
 def prepared(root, shards):
     root.mkdir()
     made = {
-        period: write_shards(shard_batches(number), root / period, USERS * EVENTS_PER_USER, lambda rows: None)
+        period: write_shards(
+            shard_batches(number), root / period, USERS * EVENTS_PER_USER, FeedbackDefinition(), lambda rows: None
+        )
         for period, number in (("train", shards), ("valid", shards // 2), ("test", 1))
     }
     items = pa.table({"train_count": np.ones(10_000, np.int64)})

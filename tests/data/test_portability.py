@@ -6,13 +6,23 @@ from ibis.config import Config
 
 from recpo.data.catalog import add_positions, item_indices, item_table, place_events, user_indices
 from recpo.data.events import select_columns, standardize, time_order
-from recpo.data.feedback import add_feedback, cutoff_table, quantile_table
-from recpo.data.labels import BinaryColumn, EveryEvent, NumericColumn
 from recpo.data.periods import last_events, period_rows
 from recpo.data.schema import PRESETS, LogColumns
-from recpo.data.shaping import D2Q, WatchQuantiles, WatchRatio, WatchTimeGain
+from recpo.data.shaping import (
+    D2Q,
+    BinaryColumn,
+    EveryEvent,
+    NumericColumn,
+    WatchQuantiles,
+    WatchRatio,
+    WatchTimeGain,
+    cutoff_table,
+    quantile_table,
+    watch_ties,
+)
 from recpo.data.splits import LeaveLastOut, TemporalSplit
 from recpo.data.validate import row_checks
+from recpo.feedback import FeedbackRule
 
 LABELS = [WatchQuantiles(), WatchRatio(), D2Q(), WatchTimeGain(), BinaryColumn(), NumericColumn(), EveryEvent()]
 DAY_MS = 86_400_000
@@ -67,9 +77,9 @@ def test_the_pipeline_compiles_for_spark():
     assert compiles(placed)
     placed = unbound(placed, "placed")
     quantiles = quantile_table(placed, 2.0)
-    cutoffs = cutoff_table(unbound(quantiles, "quantiles"))
-    assert compiles(quantiles, cutoffs, *(label.add(placed) for label in LABELS))
-    shaped = add_feedback(EveryEvent().add(placed), unbound(cutoffs, "cutoffs"), 2.0)
-    assert compiles(shaped)
-    shaped = unbound(shaped, "shaped")
-    assert compiles(item_table(items, shaped), last_events(shaped, items, users, 9), period_rows(shaped, 2, 9))
+    fitted = unbound(quantiles, "quantiles")
+    assert compiles(quantiles, cutoff_table(fitted), watch_ties(fitted), *(label.add(placed) for label in LABELS))
+    shaped = unbound(EveryEvent().add(placed), "shaped")
+    assert compiles(
+        item_table(items, shaped, FeedbackRule()), last_events(shaped, items, users, 9), period_rows(shaped, 2, 9)
+    )

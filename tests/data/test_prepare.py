@@ -14,10 +14,10 @@ import pytest
 
 from recpo.data.engine import EngineOptions
 from recpo.data.id_map import IdMap
-from recpo.data.labels import EveryEvent
 from recpo.data.prepare import Preparation
 from recpo.data.prepared import Prepared
 from recpo.data.schema import EVENT_SCHEMA, PERIODS, Columns
+from recpo.data.shaping import EveryEvent
 from recpo.data.splits import LeaveLastOut
 from recpo.errors import RecpoError
 from tests.data.conftest import DAY_MS, START_MS, make_log, write_log
@@ -130,6 +130,24 @@ def test_items_users_and_histories(small):
         assert histories.groupby("user_id")[name].apply(list).to_dict() == by_user
     assert IdMap.load(out / "items.parquet").to_internal(log["item_id"].to_numpy()).min() >= 0
     assert Prepared.open(out).num_items == manifest["num_items"]
+
+
+def test_the_levels_of_the_shards_are_those_of_raw_events(small):
+    log, out, _ = small
+    feedback = Prepared.open(out).feedback
+    columns = ("watch_time", "duration", "dislike", "label")
+    histories = pq.read_table(out / "histories.parquet").to_pandas()
+    test = pq.read_table(out / "test").to_pandas()
+    last_user = test[test["user_index"] == test["user_index"].iloc[-1]]
+    user = pq.read_table(out / "users.parquet").to_pandas()["user_id"][last_user["user_index"].iloc[0]]
+    own = histories[histories["user_id"] == user]
+    served = feedback.levels(*(own[name].to_numpy() for name in columns))
+    assert served.tolist() == last_user["feedback"].tolist()[-len(own) :]
+    events = expected_events(log)
+    events = events[events["period"] == 0]
+    levels = feedback.levels(*(events[name].to_numpy() for name in columns[:3]), np.full(len(events), np.nan))
+    assert levels.tolist() == pq.read_table(out / "train")["feedback"].to_pylist()
+    assert len(set(levels.tolist())) == 5
 
 
 def test_preparing_twice_gives_equal_bytes_whatever_the_order_of_rows_and_files(tmp_path):

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import ibis
@@ -8,14 +9,26 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recpo.data.feedback import add_feedback, cutoff_table, definition, quantile_table
-from recpo.data.labels import BinaryColumn, EveryEvent, NumericColumn
-from recpo.data.shaping import D2Q, WatchQuantiles, WatchRatio, WatchTimeGain
+from recpo.data.prepare import tie_warnings
+from recpo.data.shaping import (
+    D2Q,
+    BinaryColumn,
+    EveryEvent,
+    NumericColumn,
+    WatchQuantiles,
+    WatchRatio,
+    WatchTimeGain,
+    cutoff_table,
+    definition,
+    quantile_table,
+    watch_ties,
+)
 from recpo.errors import RecpoError
 from recpo.feedback import FeedbackDefinition, FeedbackRule
 from tests.reference import watch_labels as reference
 
 VECTORS = Path(__file__).parent / "objectives.json"
+TIES = st.sampled_from(["mid", "full"])
 QUICK = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 # Few distinct values, so that ties, thin buckets and users without history are common.
@@ -56,40 +69,68 @@ def test_published_vector(engine):
     history, targets = vector["inputs"]["history_dur_play"], vector["inputs"]["targets"]
     duration, watch = zip(*[(1000 * d, 1000 * p) for d, p in history + targets], strict=True)
     period = [0] * len(history) + [1] * len(targets)
-    found = labeled(engine, WatchQuantiles(min_history=1), [0] * len(watch), list(watch), list(duration), period)
+    found = labeled(
+        engine, WatchQuantiles(min_history=1, ties="full"), [0] * len(watch), list(watch), list(duration), period
+    )
     expected = [np.nan if q is None else q for q in vector["expected"]["q"]]
     np.testing.assert_allclose(found[len(history) :], expected, rtol=1e-12)
 
 
 @QUICK
-@given(events=EVENTS, min_history=st.integers(1, 6), base=st.sampled_from([2.0, 10.0, 1.5]))
-def test_watch_quantiles_equal_the_formula(engine, events, min_history, base):
+@given(events=EVENTS, min_history=st.integers(1, 6), base=st.sampled_from([2.0, 10.0, 1.5]), ties=TIES)
+def test_watch_quantiles_equal_the_formula(engine, events, min_history, base, ties):
     columns = events[:4]
-    found = labeled(engine, WatchQuantiles(base, min_history), *columns)
-    np.testing.assert_allclose(found, reference.watch_quantiles(*columns, base, min_history), rtol=1e-12)
+    found = labeled(engine, WatchQuantiles(base, min_history, ties), *columns)
+    np.testing.assert_allclose(found, reference.watch_quantiles(*columns, base, min_history, ties), rtol=1e-12)
 
 
 @QUICK
-@given(events=EVENTS, groups=st.integers(1, 5), min_history=st.integers(1, 4))
-def test_d2q_equals_the_formula(engine, events, groups, min_history):
-    found = labeled(engine, D2Q(groups, min_history), *events[:4])
-    np.testing.assert_allclose(found, reference.duration_quantiles(*events[1:4], groups, min_history), rtol=1e-12)
+@given(events=EVENTS, groups=st.integers(1, 5), min_history=st.integers(1, 4), ties=TIES)
+def test_d2q_equals_the_formula(engine, events, groups, min_history, ties):
+    found = labeled(engine, D2Q(groups, min_history, ties), *events[:4])
+    expected = reference.duration_quantiles(*events[1:4], groups, min_history, ties)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 @QUICK
-@given(events=EVENTS, min_history=st.integers(1, 4))
-def test_watch_time_gain_equals_the_formula(engine, events, min_history):
-    found = labeled(engine, WatchTimeGain(min_history=min_history), *events[:4])
-    np.testing.assert_allclose(found, reference.watch_time_gain(*events[1:4], min_history=min_history), rtol=1e-12)
+@given(events=EVENTS, min_history=st.integers(1, 4), ties=TIES)
+def test_watch_time_gain_equals_the_formula(engine, events, min_history, ties):
+    found = labeled(engine, WatchTimeGain(2.0, min_history, ties), *events[:4])
+    expected = reference.watch_time_gain(*events[1:4], 2.0, min_history, ties)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("label", [WatchQuantiles(), D2Q(), WatchTimeGain()])
+def test_a_skip_after_zero_seconds_is_never_positive(engine, label):
+    watch = [0] * 80 + list(range(1000, 21_000, 1000))  # 80 % of the watch times are zero seconds
+    columns = [0] * 100, watch, [30_000] * 100, [0] * 100
+    found = labeled(engine, label, *columns)
+    assert (found[:80] == 0).all()
+    assert (found[80:] > 0.8).all()
+    full = labeled(engine, replace(label, ties="full"), *columns)
+    assert (full[:80] >= 0.75).all()  # what the mid-ranks are for
+
+
+def test_many_ties_are_warned_of(engine):
+    def warnings(watch, label=None):
+        rows = table([0] * len(watch), watch, [30_000] * len(watch), [0] * len(watch))
+        return tie_warnings(label or WatchQuantiles(), engine.row(watch_ties(quantile_table(rows, 2.0))))
+
+    assert warnings([1000, 2000, 3000, 4000, 5000, 0]) == []
+    assert "40% of the train watch times are zero seconds" in warnings([0, 0, 1000, 2000, 3000])[0]
+    assert "40% of the train watch times equal the most frequent" in warnings([7, 7, 1000, 2000, 3000])[0]
+    assert warnings([0, 0, 1000, 2000, 3000], BinaryColumn()) == []
+    assert warnings([None, None]) == []
 
 
 @QUICK
 @given(events=EVENTS)
 def test_feedback_levels_equal_the_formula(engine, events):
-    rows = table(*events)
-    cutoffs = cutoff_table(quantile_table(rows, 2.0))
-    found = engine.table(add_feedback(rows, cutoffs, 2.0).order_by("row"))["feedback"].to_pylist()
-    assert found == reference.feedback_levels(*events[1:3], events[4], events[3])
+    cutoffs = engine.table(cutoff_table(quantile_table(table(*events), 2.0)))
+    seconds = [np.array([np.nan if ms is None else ms / 1000 for ms in column]) for column in events[1:3]]
+    unlabeled = np.full(len(events[0]), np.nan)
+    found = definition(cutoffs, FeedbackRule(), 2.0).levels(*seconds, np.array(events[4]), unlabeled)
+    assert found.tolist() == reference.feedback_levels(*events[1:3], events[4], events[3])
 
 
 @pytest.mark.parametrize("label", [WatchQuantiles(min_history=1), D2Q(3, 1), WatchTimeGain(min_history=1)])
@@ -127,13 +168,6 @@ def test_column_labels(engine):
     step = labeled(engine, NumericColumn(threshold=4), *columns, label=ratings)
     np.testing.assert_allclose(step, [0, 0, 1, np.nan])
     np.testing.assert_allclose(labeled(engine, BinaryColumn(), *columns, label=[0, 1, 1, None]), [0, 1, 1, np.nan])
-
-
-def test_feedback_without_watch_times_follows_the_label(engine):
-    rows = table([0] * 4, [None] * 4, [None] * 4, [0] * 4, dislike=[False, False, False, True])
-    labels = ibis.memtable(pa.table({"row": [0, 1, 2, 3], "label": [0.4, 0.5, None, 1.0]}))
-    found = engine.table(add_feedback(rows.inner_join(labels, "row"), None, 2.0).order_by("row"))
-    assert found["feedback"].to_pylist() == [2, 5, 0, 1]
 
 
 def test_cutoffs_are_described_in_seconds(engine):

@@ -14,10 +14,9 @@ import pytest
 from recpo.data.duckdb_engine import DuckDBEngine
 from recpo.data.engine import EngineOptions
 from recpo.data.events import timestamp_ms
-from recpo.data.labels import BinaryColumn, NumericColumn
 from recpo.data.locations import Location, locate
 from recpo.data.prepare import Preparation
-from recpo.data.shaping import D2Q, WatchQuantiles, WatchRatio, WatchTimeGain
+from recpo.data.shaping import D2Q, BinaryColumn, NumericColumn, WatchQuantiles, WatchRatio, WatchTimeGain
 from recpo.data.splits import LeaveLastOut, TemporalSplit
 from recpo.errors import RecpoError
 from tests.data.conftest import START_MS, make_log, write_log

@@ -6,10 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from recpo.data.engine import EngineOptions
-from recpo.data.labels import BinaryColumn, EveryEvent
 from recpo.data.prepare import Preparation
+from recpo.data.prepared import Prepared
 from recpo.data.schema import Columns
-from recpo.data.shaping import WatchQuantiles
+from recpo.data.shaping import BinaryColumn, EveryEvent, WatchQuantiles
 from recpo.errors import RecpoError
 from tests.data.conftest import START_MS, make_log, write_log
 
@@ -112,8 +112,14 @@ def test_a_nan_is_found_whatever_the_statistics_of_the_file_say(tmp_path, log):
     path = write_log(tmp_path / "log.parquet", log.append_column("label", pa.array(label)))
     manifest = run(path, tmp_path / "prepared", label=BinaryColumn())
     assert manifest["counts"]["neutralized"] == {"label: missing": int(np.isnan(label).sum())}
-    without = sum(split["targets_without_label"] for split in manifest["counts"]["splits"].values())
-    assert without == np.isnan(label).sum()
+    counts = Prepared.open(tmp_path / "prepared").feedback_counts
+    assert counts["train"] == {kind: manifest["counts"]["splits"]["train"][kind] for kind in counts["train"]}
+    disliked = log["dislike"].to_numpy()
+    assert sum(split["unknown"] for split in counts.values()) == (np.isnan(label) & ~disliked).sum()
+    assert sum(split["disliked"] for split in counts.values()) == disliked.sum()
+    assert sum(split["positive"] for split in counts.values()) == ((label == 1) & ~disliked).sum()
+    assert sum(split["skipped"] for split in counts.values()) == ((label == 0) & ~disliked).sum()
+    assert sum(split["neutral"] for split in counts.values()) == 0
 
 
 def test_exact_duplicates_are_dropped_and_counted_or_refused(tmp_path, log):

@@ -15,12 +15,18 @@ def _known(watch_ms, duration_ms):
     return watch_ms is not None and duration_ms is not None
 
 
-def share_at_most(value, values):
-    return sum(other <= value for other in values) / len(values)
+def share_reached(value, values, ties):
+    equal = sum(other == value for other in values)
+    return (sum(other < value for other in values) + (equal if ties == "full" else equal / 2)) / len(values)
 
 
-def watch_quantiles(user, watch_ms, duration_ms, period, base=2.0, min_history=5):
-    """nan = neutral. All arguments are lists of equal length; None = unknown; period 0 is train."""
+def label_of(watch_ms, value, values, ties):
+    """The share, but 0 for a watch of zero seconds."""
+    return 0.0 if ties == "mid" and watch_ms == 0 else share_reached(value, values, ties)
+
+
+def watch_quantiles(user, watch_ms, duration_ms, period, base=2.0, min_history=5, ties="mid"):
+    """nan = unknown. All arguments are lists of equal length; None = unknown; period 0 is train."""
     rows = range(len(user))
     known = [i for i in rows if _known(watch_ms[i], duration_ms[i])]
     label = np.full(len(user), np.nan)
@@ -31,12 +37,12 @@ def watch_quantiles(user, watch_ms, duration_ms, period, base=2.0, min_history=5
         everyone = [watch_ms[j] for j in alike]
         for pool in (own, everyone):
             if len(pool) >= min_history:
-                label[i] = share_at_most(watch_ms[i], pool)
+                label[i] = label_of(watch_ms[i], watch_ms[i], pool, ties)
                 break
     return label
 
 
-def duration_quantiles(watch_ms, duration_ms, period, groups, min_history=5):
+def duration_quantiles(watch_ms, duration_ms, period, groups, min_history=5, ties="mid"):
     """D2Q with groups of equally many train durations."""
     train = [i for i in range(len(watch_ms)) if period[i] == 0 and _known(watch_ms[i], duration_ms[i])]
     label = np.full(len(watch_ms), np.nan)
@@ -51,11 +57,11 @@ def duration_quantiles(watch_ms, duration_ms, period, groups, min_history=5):
         if _known(watch_ms[i], duration_ms[i]):
             pool = [watch_ms[j] for j in train if group(duration_ms[j]) == group(duration_ms[i])]
             if len(pool) >= max(1, min_history):
-                label[i] = share_at_most(watch_ms[i], pool)
+                label[i] = label_of(watch_ms[i], watch_ms[i], pool, ties)
     return label
 
 
-def watch_time_gain(watch_ms, duration_ms, period, base=2.0, min_history=5):
+def watch_time_gain(watch_ms, duration_ms, period, base=2.0, min_history=5, ties="mid"):
     known = [i for i in range(len(watch_ms)) if _known(watch_ms[i], duration_ms[i])]
     gain = {}
     for i in known:
@@ -67,7 +73,7 @@ def watch_time_gain(watch_ms, duration_ms, period, base=2.0, min_history=5):
     label = np.full(len(watch_ms), np.nan)
     train = [gain[i] for i in gain if period[i] == 0]
     for i, value in gain.items():
-        label[i] = share_at_most(value, train)
+        label[i] = label_of(watch_ms[i], value, train, ties)
     return label
 
 
