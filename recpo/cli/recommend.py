@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 import pyarrow.dataset as ds
-from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
@@ -70,7 +69,7 @@ def _lists(histories: Path, lists: Path, users: int) -> Table:
         recent = events["item_id"][events["user_id"] == user].tail(5)
         listed = served["item_id"][served["user_id"] == user].head(10)
         shown = (" ".join(map(str, items)) for items in (recent, listed))
-        table.add_row(*(escape(text or "(none)") for text in (str(user), *shown)))
+        table.add_row(*(text or "(none)" for text in (str(user), *shown)))
     return table
 
 
