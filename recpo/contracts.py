@@ -155,6 +155,11 @@ class AdvantageEstimator(ABC):
         """It reads ``FeedbackBatch.step_labels``: what it gives depends on the whole optimizer step."""
         return False
 
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """Which feedback of the log it cannot do without, out of ``{"positives", "labels", "dislikes"}``."""
+        return frozenset()
+
     @abstractmethod
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """Returns advantages ``[B, S]``, 0 at masked positions, without gradient."""
@@ -175,6 +180,11 @@ class RewardFunction(ABC):
     def catalog_checksum(self) -> str | None:
         """Of the items that it was made for; None = any."""
         return None
+
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """Which feedback of the log it cannot do without, out of ``{"positives", "labels", "dislikes"}``."""
+        return frozenset()
 
     @abstractmethod
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:

@@ -69,8 +69,14 @@ def test_the_threshold_is_numpys_quantile(labels, fraction):
     assert found.item() == pytest.approx(np.quantile(labels, 1 - fraction), abs=1e-9)
 
 
+def test_a_label_of_zero_is_never_positive():
+    labels = torch.tensor([0.0] * 8 + [0.9, 1.0])  # the 0.75-quantile is 0
+    assert ternary_advantage(labels, None).tolist() == [0] * 8 + [1, 1]
+    assert ternary_advantage(torch.zeros(4), torch.tensor([False, False, False, True])).tolist() == [0, 0, 0, -1]
+
+
 def test_thresholds_of_shares_that_fall_on_an_event():
-    labels = torch.arange(11, dtype=torch.float64)
+    labels = torch.arange(1, 12, dtype=torch.float64)
     for tenths in range(1, 10):
         assert ternary_advantage(labels, None, positive_fraction=tenths / 10).sum() == tenths + 1
 

@@ -53,11 +53,12 @@ def ternary_advantage(
 ) -> Tensor:
     """+1 for a well-watched item, -1 for a disliked one, 0 otherwise (OneRec-V2, arXiv 2508.20900, section 3.1).
 
-    ``A = -1`` if disliked, labeled or not; else ``+1`` if ``label >= threshold``, else 0. These advantages are never
-    normalized.
+    ``A = -1`` if disliked, labeled or not; else ``+1`` if ``label >= threshold`` and ``label > 0``, else 0. These
+    advantages are never normalized.
 
     Departures from the paper: it prints ``>``, which selects nothing where a quarter of the batch ties at the maximum
-    (``share_threshold``); and it is silent on missing labels: they give 0, unless the item is disliked.
+    (``share_threshold``); a label of 0 is never positive, also where so many have it that the threshold is 0; and it is
+    silent on missing labels: they give 0, unless the item is disliked.
 
     Args:
         label: ``[B, S]`` in [0, 1]; nan = missing: left out of the threshold.
@@ -75,7 +76,7 @@ def ternary_advantage(
     if isinstance(threshold, Tensor):
         # A 0-dim tensor does not promote: the comparison would round the threshold to the dtype of the labels.
         value = value.to(torch.promote_types(value.dtype, threshold.dtype))
-    return _signs(value >= threshold, dislike, label.dtype)
+    return _signs((value >= threshold) & (value > 0), dislike, label.dtype)
 
 
 def _signs(positive: Tensor, dislike: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -102,6 +103,11 @@ class TernaryAdvantage(AdvantageEstimator):
     def reads_step_labels(self) -> bool:
         """See ``AdvantageEstimator.reads_step_labels``."""
         return self.positive_fraction is not None
+
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """See ``AdvantageEstimator.learns_from``."""
+        return frozenset({"positives" if self.positive_fraction is None else "labels", "dislikes"})
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """See ``AdvantageEstimator``; ``values`` is not used."""

@@ -22,6 +22,11 @@ class HitReward(RewardFunction):
     they are all that follows.
     """
 
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """See ``RewardFunction.learns_from``."""
+        return frozenset({"positives"})
+
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
         return is_hit(batch, candidates).float()

@@ -28,6 +28,11 @@ class LoggedReward(RewardFunction):
     dislike_cost: float = 1.0
     unknown: float | None = None
 
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """See ``RewardFunction.learns_from``."""
+        return frozenset({"labels"})
+
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
         if candidates.label is None:

@@ -42,6 +42,11 @@ class RankAwareReward(RewardFunction):
     ``rank_aware_reward``.
     """
 
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """See ``RewardFunction.learns_from``."""
+        return frozenset({"positives"})
+
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
         hits = is_hit(batch, candidates)

@@ -44,6 +44,11 @@ class WeightedSum(RewardFunction):
             raise RecpoError("WeightedSum: its rewards were made for different items; use one prepared directory")
         return known[0] if known else None
 
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """See ``RewardFunction.learns_from``: what any of the terms cannot do without."""
+        return frozenset().union(*(term.learns_from for term in self.rewards))
+
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
         terms = torch.stack([reward(batch, candidates).float() for reward in self.rewards])

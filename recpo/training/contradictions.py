@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from recpo.contracts import AdvantageEstimator, Objective, Policy, ReturnEstimator, RewardFunction, StatePolicy
 from recpo.errors import RecpoError
+from recpo.feedback import FEEDBACK_KINDS
 from recpo.objectives.likelihood import Likelihood
 from recpo.training.rollout import RolloutOptions
 from recpo.types import SlateTraits
@@ -141,3 +144,46 @@ def refuse_shared_prefix(policy: Policy, objective: Objective) -> None:
             f"several codes per item and an objective over preference lists, got {type(policy).__name__} and "
             f"{type(objective).__name__}; set it to false"
         )
+
+
+def feedback_warnings(
+    objective: Objective,
+    advantage: AdvantageEstimator | None,
+    reward: RewardFunction | None,
+    counts: Mapping[str, int],
+) -> list[str]:
+    """What to say of feedback that the objective learns from and the log hardly has.
+
+    Args:
+        objective: what is trained.
+        advantage: its advantages.
+        reward: its rewards.
+        counts: train events of each of ``FEEDBACK_KINDS``.
+
+    Raises:
+        RecpoError: nothing can be learned: no train event is positive, or none is labeled.
+    """
+    askers = {type(part).__name__: part.learns_from for part in (advantage, reward) if part is not None}
+    if "labels" in objective.requires:
+        askers[type(objective).__name__] = frozenset({"labels", "dislikes"})
+    found = ", ".join(f"{counts[kind]:,} {kind}" for kind in FEEDBACK_KINDS)
+    warnings = []
+    for asker, kinds in askers.items():
+        if "positives" in kinds and not counts["positive"]:
+            raise RecpoError(
+                f"{asker} learns from positive events, and the train period has none (its events: {found}): prepare "
+                "the log again with another --label or a lower --feedback.positive_threshold"
+            )
+        if "labels" in kinds and not sum(counts[kind] for kind in ("positive", "neutral", "skipped")):
+            raise RecpoError(
+                f"{asker} learns from labels, and no event of the train period has one (its events: {found}): prepare "
+                "the log again with the columns that --label reads, or with another --label"
+            )
+        if "labels" in kinds and not counts["positive"]:
+            warnings.append(f"no train event is positive by the log's own definition (its events: {found})")
+        if "dislikes" in kinds and not counts["disliked"]:
+            warnings.append(
+                f"{asker} learns from dislikes too, and the train period has none (its events: {found}): nothing is "
+                "pushed down for being disliked; if the log has such a column, name it with --columns.dislike"
+            )
+    return warnings

@@ -147,7 +147,7 @@ def test_labels_without_anything_fitted_are_the_same_numbers(spark, tmp_path, la
         {
             "watch_ms": pa.array(rng.integers(0, 10**5, 500), mask=rng.random(500) < 0.1),
             "duration_ms": pa.array(rng.integers(1, 10**5, 500), mask=rng.random(500) < 0.1),
-            "label": pa.array(rng.integers(0, 11, 500) / 2, mask=rng.random(500) < 0.1),
+            "value": pa.array(rng.integers(0, 11, 500) / 2, mask=rng.random(500) < 0.1),
         }
     )
     duckdb, spark_found = compared(spark, tmp_path, events, lambda rows: label.add(rows).select("row", "label"))

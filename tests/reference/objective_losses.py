@@ -179,4 +179,4 @@ def ternary(quantiles, dislikes, fraction, threshold):
     if cut is None:
         cut = float(np.quantile(known, 1 - fraction)) if known else math.inf
     pairs = zip(quantiles, dislikes, strict=True)
-    return [-1.0 if dislike else float(q >= cut - 1e-12) for q, dislike in pairs]
+    return [-1.0 if dislike else float(q >= cut - 1e-12 and q > 0) for q, dislike in pairs]

@@ -1,0 +1,52 @@
+"""What training says of feedback that the log hardly has."""
+
+import pytest
+
+from recpo.advantages import TernaryAdvantage
+from recpo.errors import RecpoError
+from recpo.feedback import FEEDBACK_KINDS
+from recpo.objectives import GBPO, GRPO, Likelihood, PointwiseReward
+from recpo.rewards import HitReward, LoggedReward, RankAwareReward, ValidityReward, WeightedSum
+from recpo.training.contradictions import feedback_warnings
+
+PLENTY = dict(zip(FEEDBACK_KINDS, (250, 400, 200, 50, 100), strict=True))
+HITS = WeightedSum([ValidityReward(), HitReward()], [1.0, 1.0])
+
+
+def test_a_log_with_all_kinds_of_feedback_is_not_spoken_of():
+    for advantage in (TernaryAdvantage(), TernaryAdvantage(0.25)):
+        assert feedback_warnings(GBPO(), advantage, None, PLENTY) == []
+    assert feedback_warnings(PointwiseReward(), None, None, PLENTY) == []
+    assert feedback_warnings(Likelihood(), None, None, dict.fromkeys(FEEDBACK_KINDS, 0)) == []
+
+
+def test_a_log_without_dislikes_is_said_to_have_none():
+    counts = PLENTY | {"disliked": 0}
+    (warning,) = feedback_warnings(GBPO(), TernaryAdvantage(), None, counts)
+    assert warning.startswith("TernaryAdvantage learns from dislikes too, and the train period has none")
+    assert "250 positive, 400 neutral, 200 skipped, 0 disliked, 100 unknown" in warning
+    assert len(feedback_warnings(PointwiseReward(), None, None, counts)) == 1
+    assert feedback_warnings(GRPO(), None, LoggedReward(), counts) == []
+
+
+@pytest.mark.parametrize(
+    ("advantage", "reward"),
+    [(TernaryAdvantage(), None), (None, HitReward()), (None, RankAwareReward()), (None, HITS)],
+)
+def test_a_log_without_positives_is_refused_where_they_are_needed(advantage, reward):
+    with pytest.raises(RecpoError, match=r"positive events, and the train period has none .*0 positive, 400 neutral"):
+        feedback_warnings(GBPO(), advantage, reward, PLENTY | {"positive": 0})
+
+
+def test_a_share_of_the_labels_is_positive_whatever_the_log_defines():
+    (warning,) = feedback_warnings(GBPO(), TernaryAdvantage(0.25), None, PLENTY | {"positive": 0})
+    assert warning.startswith("no train event is positive by the log's own definition")
+
+
+@pytest.mark.parametrize(
+    ("objective", "advantage", "reward"),
+    [(GBPO(), TernaryAdvantage(0.25), None), (GRPO(), None, LoggedReward()), (PointwiseReward(), None, None)],
+)
+def test_a_log_without_labels_is_refused_where_they_are_needed(objective, advantage, reward):
+    with pytest.raises(RecpoError, match=r"no event of the train period has one .*100 unknown"):
+        feedback_warnings(objective, advantage, reward, PLENTY | {"positive": 0, "neutral": 0, "skipped": 0})
