@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "cli": None,
 }
 FOREIGN = {
-    "ops": {"torch", "math", "typing", "collections", "__future__", "functools"},
+    "ops": {"torch", "math", "typing", "collections", "__future__", "functools", "contextlib"},
     "objectives": {"torch", "math", "typing", "collections", "__future__", "dataclasses", "functools", "abc"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from recpo.ops.catalog_blocks import (
+from recpo.ops.kernels import (
     KEEP_BYTES,
     add_softmax_gradient,
     as_float,

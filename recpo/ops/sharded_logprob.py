@@ -1,7 +1,7 @@
 """The exact softmax over a catalog whose table is cut into row blocks over ranks (``linear_logprob`` over many).
 
 Each rank has states and targets of its own and gets their log-probabilities. The states of all ranks go to every rank,
-each makes one pass over its own rows (``catalog_blocks``), and what is left to exchange has no catalog in it: with
+each makes one pass over its own rows (``kernels``), and what is left to exchange has no catalog in it: with
 ``lse_r [N]`` the log-sum-exp over the rows of rank r, ``lse = log Σ_r exp(lse_r)`` and the scores of the targets, known
 to the rank that holds them, are all-reduced. Backward, the incoming gradients go to every rank, each has the gradient
 of its own rows to itself, and ``dh = Σ_k g_k E[t_k] - (Σ_k g_k) Σ_r exp(lse_r - lse) u_r`` is reduced to the rank of
@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from recpo.ops import catalog_blocks
-from recpo.ops.catalog_blocks import add_softmax_gradient, as_float, entropy_gradients, sum_over_catalog, sum_rows
+from recpo.ops import kernels
+from recpo.ops.kernels import add_softmax_gradient, as_float, entropy_gradients, sum_over_catalog, sum_rows
 from recpo.ops.linear_logprob import state_of_targets
 from recpo.ops.row_shard import RowShard, common_sizes, exchange_rows, gather_rows, start_sum_of_rows
 
@@ -111,7 +111,7 @@ class _ShardedLogProb(torch.autograd.Function):
         row_of_held, state_of_held = targets[held] - shard.first, state_index[held]
 
         needs_states, needs_rows = ctx.needs_input_grad[:2]
-        keep_bytes = catalog_blocks.KEEP_BYTES if needs_rows else 0
+        keep_bytes = kernels.KEEP_BYTES if needs_rows else 0
         sums = sum_over_catalog(
             everyone, rows, shard.padding_rows, want_expected_row=needs_states, keep_bytes=keep_bytes
         )

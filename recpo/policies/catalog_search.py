@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.ops.catalog_blocks import column_blocks
-from recpo.ops.matmul import matmul_transposed
+from recpo.ops.kernels import column_blocks, matmul_transposed
 from recpo.types import Recommendations
 
 # Scores of one block of items for the whole batch: beyond this the catalog is searched block by block.

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from recpo.contracts import StatePolicy
 from recpo.errors import RecpoError
-from recpo.ops.sampling import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
+from recpo.ops.kernels import take_rows
+from recpo.ops.sampled_softmax import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
 from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.item_table import ItemTable, TableUse
 from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
@@ -101,7 +102,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         """See ``StatePolicy.log_prob``. Positions that share a state share its normalizer.
 
         With ``normalizer="sampled"``, in training mode and without ``states``, the estimate of
-        ``recpo.ops.sampling.sampled_logprob``.
+        ``recpo.ops.sampled_softmax.sampled_logprob``.
         """
         slates = batch.slates
         wanted = slates.mask if needed is None else slates.mask & needed
@@ -113,7 +114,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
             states = self._scored_states(batch.histories, states)
             rows, state_index = _shared_states(slates, positions, states.shape[1])
             logp = self._output.log_prob(
-                _take(states, rows), targets, state_index, temperature=self.temperature, cosine=self._cosine
+                take_rows(states, rows), targets, state_index, temperature=self.temperature, cosine=self._cosine
             )
         return logp.new_zeros(wanted.numel()).index_copy(0, positions, logp).view(*wanted.shape, 1)
 
@@ -124,7 +125,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         positions = wanted.reshape(-1).nonzero().squeeze(1)
         states = self._scored_states(batch.histories, states)
         rows, state_index = _shared_states(slates, positions, states.shape[1])
-        entropy = self._output.entropy(_take(states, rows), temperature=self.temperature, cosine=self._cosine)
+        entropy = self._output.entropy(take_rows(states, rows), temperature=self.temperature, cosine=self._cosine)
         entropy = entropy if state_index is None else entropy[state_index]
         return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy).view(wanted.shape)
 
@@ -196,7 +197,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         states = self._scored_states(histories, encoded)
         output = F.normalize(output, dim=-1) if self._cosine else output
         rows, state_index = _shared_states(slates, positions, states.shape[1])
-        scored = _take(states, rows) / self.temperature
+        scored = take_rows(states, rows) / self.temperature
         scores = (scored @ output[len(targets) :].T).float()
         if state_index is not None:
             scores, scored = scores[state_index], scored[state_index]
@@ -213,8 +214,3 @@ def _shared_states(slates: Slates, positions: Tensor, num_states: int) -> tuple[
     keys = positions // slates.mask.shape[1] * num_states + slates.visible.reshape(-1)[positions]
     rows, index = torch.unique_consecutive(keys, return_inverse=True)
     return rows, None if len(rows) == len(keys) else index
-
-
-def _take(states: Tensor, rows: Tensor) -> Tensor:
-    # an embedding lookup, because its gradient is several times faster than that of indexing on a CPU
-    return F.embedding(rows, states.reshape(-1, states.shape[-1]))

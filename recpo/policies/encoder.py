@@ -8,10 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from recpo.errors import RecpoError
-from recpo.policies.hstu import HSTUBlock, time_gap_buckets
-from recpo.policies.layers import ByteDropout
-from recpo.policies.packing import Packing
-from recpo.policies.sasrec import SASRecBlock
+from recpo.policies.layers import ByteDropout, HSTUBlock, Packing, SASRecBlock, time_gap_buckets
 from recpo.types import Histories
 
 
@@ -23,7 +20,7 @@ class HistoryEncoder(nn.Module):
 
     Args:
         dim: d.
-        blocks: "sasrec" or "hstu" (see the modules of that name).
+        blocks: "sasrec" or "hstu" (see ``recpo.policies.layers``).
         layers: number of blocks.
         heads: attention heads per block.
         max_history: the most events of a history.

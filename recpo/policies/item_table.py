@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpo.ops.linear_logprob import linear_entropy, linear_logprob
-from recpo.policies import catalog_sampling, catalog_search
+from recpo.policies import catalog_search, sampling
 from recpo.types import Recommendations, SamplingOptions
 
 #: What training does with a table: it looks rows up ("lookup"), multiplies states with all of it ("softmax"), or reads
@@ -156,8 +156,8 @@ class ItemTable(nn.Module):
     def draw(
         self, states: Tensor, group_size: int, options: SamplingOptions, *, cosine: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """See ``recpo.policies.catalog_sampling.draw``; ``states [B, d]`` are divided by the temperature."""
-        return catalog_sampling.draw(states, self._scored_rows(cosine), group_size, options)
+        """See ``recpo.policies.sampling.draw``; ``states [B, d]`` are divided by the temperature."""
+        return sampling.draw(states, self._scored_rows(cosine), group_size, options)
 
     def _scored_rows(self, cosine: bool) -> Tensor:
         return F.normalize(self.weight, dim=-1) if cosine else self.weight

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.policies.sampling import check_options, gumbel_like, nucleus
+from recpo.policies.sampling import gumbel_like, nucleus, validate_sampling
 from recpo.policies.trie import Trie
 from recpo.types import Recommendations, SamplingOptions
 
@@ -172,9 +172,9 @@ def sample(
         ``[B, G, T]`` of the drawn codes, finite also where they make no item; 0 where nothing could be drawn.
 
     Raises:
-        RecpoError: see ``check_options``.
+        RecpoError: see ``validate_sampling``.
     """
-    check_options(group_size, options)
+    validate_sampling(group_size, options)
     draw = _draw if options.replacement else _draw_without_replacement
     return draw(decoder, trie, batch, group_size, options, normalizer)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from recpo.ops.catalog_blocks import BLOCK_BYTES, BLOCK_BYTES_ACCELERATOR, BLOCK_ROWS_OF_TABLE, KEEP_BYTES
+from recpo.ops.kernels import BLOCK_BYTES, BLOCK_BYTES_ACCELERATOR, BLOCK_ROWS_OF_TABLE, KEEP_BYTES
 from recpo.sharding.costs import FLOAT
 
 Blocks = Literal["sasrec", "hstu"]

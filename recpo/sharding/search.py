@@ -1,6 +1,6 @@
 """Search in and draws from a softmax over a catalog whose table is cut into row blocks over ranks.
 
-As ``recpo.policies.catalog_search`` and ``catalog_sampling``. Each rank has contexts of its own and gets their lists;
+As ``recpo.policies.catalog_search`` and ``sampling``. Each rank has contexts of its own and gets their lists;
 the contexts of all ranks are scored by every rank on its own rows, and the best candidates of a context go back to its
 rank, which merges them. Every function is a collective: all ranks call it, also those without contexts.
 """
@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.ops.matmul import matmul_transposed
+from recpo.ops.kernels import matmul_transposed
 from recpo.ops.row_shard import RowShard, common_sizes, exchange_rows, gather_rows
-from recpo.policies import catalog_sampling, catalog_search
-from recpo.policies.sampling import check_options
+from recpo.policies import catalog_search, sampling
+from recpo.policies.sampling import validate_sampling
 from recpo.types import Recommendations, SamplingOptions
 
 
@@ -65,12 +65,12 @@ def draw(
         options: temperature, nucleus, with or without replacement; the same on all ranks.
 
     Returns:
-        ids ``[B, G]`` and their log-probabilities ``[B, G]``, as ``catalog_sampling.draw``.
+        ids ``[B, G]`` and their log-probabilities ``[B, G]``, as ``sampling.draw``.
 
     Raises:
-        RecpoError: see ``check_options``.
+        RecpoError: see ``validate_sampling``.
     """
-    check_options(group_size, options)
+    validate_sampling(group_size, options)
     states = states.float() / options.temperature
     bounds, (contexts,) = common_sizes(shard, len(states))
     everyone = gather_rows(states, contexts, shard.group)
@@ -95,7 +95,7 @@ def _side_by_side(values: Tensor) -> Tensor:
 
 def _by_inversion(everyone: Tensor, contexts: list[int], shard: RowShard, group_size: int) -> tuple[Tensor, Tensor]:
     """A uniform number chooses a rank by its share of the probability, and what is left of it an item of that rank."""
-    lse_here = catalog_sampling.log_normalizer(everyone, shard.rows, shard.padding_rows)
+    lse_here = sampling.log_normalizer(everyone, shard.rows, shard.padding_rows)
     lse_by_rank = _to_owners(lse_here, contexts, shard)
     log_share = lse_by_rank - lse_by_rank.logsumexp(0)
     share = log_share.T.double().exp()
@@ -108,7 +108,7 @@ def _by_inversion(everyone: Tensor, contexts: list[int], shard: RowShard, group_
     # every rank gets a number for every draw; only that of the chosen one is used
     within = within.clamp_(0, 1).expand(len(contexts), *within.shape).flatten(0, 1)
     within = exchange_rows(within, [len(share)] * len(contexts), contexts, shard.group)
-    ids, logp = catalog_sampling.invert(everyone, shard.rows, lse_here, within, shard.padding_rows)
+    ids, logp = sampling.invert(everyone, shard.rows, lse_here, within, shard.padding_rows)
     ids, logp = _to_owners(ids + shard.first, contexts, shard), _to_owners(logp, contexts, shard)
     logp = logp + log_share[:, :, None]
     return ids.gather(0, chosen[None])[0], logp.gather(0, chosen[None])[0]
@@ -119,7 +119,7 @@ def _gumbel_top_k(everyone: Tensor, contexts: list[int], shard: RowShard, group_
     # ranks are usually seeded alike, and the noise of their rows must not be: an odd factor keeps all seeds apart
     seed = (int(torch.randint(2**62, ())) + shard.rank * 0x9E3779B97F4A7C15) % 2**63
     generator = torch.Generator(everyone.device).manual_seed(seed)
-    here = catalog_sampling.gumbel_best(everyone, shard.rows, group_size, shard.padding_rows, generator)
+    here = sampling.gumbel_best(everyone, shard.rows, group_size, shard.padding_rows, generator)
     missing = group_size - here.ids.shape[1]
     perturbed = _to_owners(F.pad(here.perturbed, (0, missing), value=-torch.inf), contexts, shard)
     ids = _to_owners(F.pad(here.ids + shard.first, (0, missing)), contexts, shard)
@@ -137,7 +137,7 @@ def _from_nucleus(
     rows = shard.rows[shard.padding_rows :].float()
     # the rows of each rank without row 0, which the first rank with rows has
     items = [max(stop, 1) - max(start, 1) for start, stop in pairwise(bounds)]
-    at_once = catalog_sampling.contexts_at_once(shard.num_rows)
+    at_once = sampling.contexts_at_once(shard.num_rows)
     of_rank = [states.split(at_once) for states in everyone.split(contexts)]
     drawn = []
     for number in range(-(-max(contexts) // at_once)):
@@ -147,6 +147,6 @@ def _from_nucleus(
         send, receive = [len(states) * len(rows) for states in part], [own * count for count in items]
         received = exchange_rows(scores, send, receive, shard.group).split(receive)
         scores = torch.cat([block.view(own, count) for block, count in zip(received, items, strict=True)], 1)
-        drawn.append(catalog_sampling.draw_from_scores(scores, group_size, options))
+        drawn.append(sampling.draw_from_scores(scores, group_size, options))
     none = everyone.new_zeros((0, group_size))
     return torch.cat([none.long(), *(ids for ids, _ in drawn)]), torch.cat([none, *(logp for _, logp in drawn)])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from recpo.errors import RecpoError
-from recpo.ops.catalog_blocks import KEEP_BYTES
+from recpo.ops.kernels import KEEP_BYTES
 from recpo.sharding import policy_costs
 from recpo.sharding.costs import (
     BYTES_PER_ID,

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recpo.ops import catalog_blocks
+from recpo.ops import kernels
 from recpo.ops.linear_logprob import linear_entropy, linear_logprob
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Many blocks in both directions on problems that a test can afford."""
-    monkeypatch.setattr(catalog_blocks, "BLOCK_ROWS_OF_TABLE", 13)
-    monkeypatch.setitem(catalog_blocks.BLOCK_BYTES, "cpu", 1)
+    monkeypatch.setattr(kernels, "BLOCK_ROWS_OF_TABLE", 13)
+    monkeypatch.setitem(kernels.BLOCK_BYTES, "cpu", 1)
     return
 
 
@@ -156,7 +156,7 @@ def test_never_makes_an_n_by_v_tensor() -> None:
     states, table = problem(2000, 30_000, 4, torch.float32)
     with _LargestTensor() as largest:
         linear_logprob(states, table, torch.randint(1, 30_001, (2000,)), keep_bytes=0).sum().backward()
-    assert largest.numel * 4 <= 2 * catalog_blocks.BLOCK_BYTES["cpu"] < 2000 * 30_000 * 4 / 10
+    assert largest.numel * 4 <= 2 * kernels.BLOCK_BYTES["cpu"] < 2000 * 30_000 * 4 / 10
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recpo.ops import catalog_blocks
+from recpo.ops import kernels
 from recpo.ops.linear_logprob import linear_entropy, linear_logprob
 from recpo.ops.sharded_logprob import RowShard, sharded_entropy, sharded_logprob, sharded_lookup
 from tests.sharding.ranks import Ranks
@@ -100,8 +100,8 @@ def loss_over_ranks(case: Case, rows: Tensor, problem: Problem, group: Any = Non
 def check_softmax(case: Case, in_pairs: bool = False) -> None:
     """Run by each rank: loss and gradients equal those of the whole table."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(catalog_blocks, "KEEP_BYTES", case.keep_bytes)
-        patch.setattr(catalog_blocks, "BLOCK_ROWS_OF_TABLE", case.block_rows)
+        patch.setattr(kernels, "KEEP_BYTES", case.keep_bytes)
+        patch.setattr(kernels, "BLOCK_ROWS_OF_TABLE", case.block_rows)
         group = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2] if in_pairs else None
         rank, count = dist.get_rank(group), dist.get_world_size(group)
         table, every = problems(case)
@@ -299,14 +299,14 @@ def largest_tensor() -> int:
     own.states.requires_grad_()
     rows = table[case.cut[rank] : case.cut[rank + 1]].clone().requires_grad_()
     with pytest.MonkeyPatch.context() as patch, _LargestTensor() as largest:
-        patch.setattr(catalog_blocks, "KEEP_BYTES", 0)
+        patch.setattr(kernels, "KEEP_BYTES", 0)
         sharded_logprob(own.states, shard_of(case, rows), own.targets).sum().backward()
     return largest.numel
 
 
 def test_never_makes_an_n_by_v_tensor(ranks: Ranks) -> None:
     for numel in ranks.run(largest_tensor):
-        assert numel * 4 <= 2 * catalog_blocks.BLOCK_BYTES["cpu"] < 2000 * 15_000 * 4 / 5
+        assert numel * 4 <= 2 * kernels.BLOCK_BYTES["cpu"] < 2000 * 15_000 * 4 / 5
 
 
 def check_faults() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recpo.policies.encoder import HistoryEncoder
-from recpo.policies.packing import Packing
+from recpo.policies.layers import Packing
 
 LENGTH, DIM = 9, 16
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recpo.errors import RecpoError
 from recpo.ops.row_shard import RowShard
-from recpo.policies import catalog_sampling, catalog_search
+from recpo.policies import catalog_search, sampling
 from recpo.sharding import search
 from recpo.types import SamplingOptions
 from tests.sharding.ranks import Ranks
@@ -100,7 +100,7 @@ def check_draws(cut: Cut, contexts: Cut, group_size: int, seed: int) -> None:
             torch.manual_seed(seed)
             ids, logp = search.draw(own, shard_of(table, cut), group_size, options)
             torch.manual_seed(seed)
-            expected_ids, expected_logp = catalog_sampling.draw(own, table, group_size, options)
+            expected_ids, expected_logp = sampling.draw(own, table, group_size, options)
         assert ids.dtype == torch.long
         assert ids.shape == logp.shape == expected_ids.shape
         if options.replacement or options.top_p < 1:

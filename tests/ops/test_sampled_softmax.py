@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recpo.ops.sampling import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
+from recpo.ops.sampled_softmax import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
 
 V = 50
 

@@ -9,7 +9,7 @@ from scipy import stats
 from torch import Tensor
 
 from recpo.errors import RecpoError
-from recpo.policies import catalog_sampling, catalog_search
+from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.sampling import gumbel_like, nucleus
 from recpo.types import Histories, SamplingOptions
@@ -58,7 +58,7 @@ def test_draws_with_replacement_follow_the_distribution(
     problem: tuple[Tensor, Tensor], temperature: float, top_p: float
 ) -> None:
     options = SamplingOptions(temperature, top_p)
-    ids, logp = catalog_sampling.draw(*problem, 20_000, options)
+    ids, logp = sampling.draw(*problem, 20_000, options)
     exact = distribution(*problem, options)
     for row in range(2):
         np.testing.assert_allclose(logp[row].exp().numpy(), exact[row][ids[row] - 1], atol=1e-5)
@@ -69,7 +69,7 @@ def test_draws_with_replacement_follow_the_distribution(
 def test_draws_without_replacement_follow_the_sequential_law(problem: tuple[Tensor, Tensor], top_p: float) -> None:
     options = SamplingOptions(1.3, top_p, replacement=False)
     states, table = problem[0][:1], problem[1]
-    draws = [catalog_sampling.draw(states.expand(4000, -1), table, 2, options) for _ in range(5)]
+    draws = [sampling.draw(states.expand(4000, -1), table, 2, options) for _ in range(5)]
     ids, logp = torch.cat([ids for ids, _ in draws]), torch.cat([logp for _, logp in draws])
     p = distribution(states, table, options)[0]
     np.testing.assert_allclose(logp.exp().numpy(), p[ids - 1], atol=1e-5)
@@ -87,12 +87,12 @@ def test_draws_without_replacement_follow_the_sequential_law(problem: tuple[Tens
 
 
 def test_without_replacement_items_differ_and_run_out(problem: tuple[Tensor, Tensor]) -> None:
-    ids, logp = catalog_sampling.draw(*problem, N + 3, SamplingOptions(replacement=False))
+    ids, logp = sampling.draw(*problem, N + 3, SamplingOptions(replacement=False))
     assert (ids[:, :N].sort(1).values == torch.arange(1, N + 1)).all()
     assert not ids[:, N:].any()
     assert not logp[:, N:].any()
     p = distribution(*problem, SamplingOptions(top_p=0.5))
-    ids, logp = catalog_sampling.draw(*problem, N, SamplingOptions(top_p=0.5, replacement=False))
+    ids, logp = sampling.draw(*problem, N, SamplingOptions(top_p=0.5, replacement=False))
     assert (ids > 0).sum(1).tolist() == (p > 0).sum(1).tolist()
     assert (logp[ids == 0] == 0).all()
 
@@ -124,7 +124,7 @@ def test_options_that_describe_no_distribution_are_refused(
     group_size: int, options: SamplingOptions, message: str
 ) -> None:
     with pytest.raises(RecpoError, match=message):
-        catalog_sampling.draw(torch.zeros(1, 2), torch.zeros(3, 2), group_size, options)
+        sampling.draw(torch.zeros(1, 2), torch.zeros(3, 2), group_size, options)
 
 
 @pytest.mark.parametrize("options", [SamplingOptions(), SamplingOptions(0.5, 0.9), SamplingOptions(replacement=False)])

@@ -1,0 +1,134 @@
+"""Every fast kernel equals its plain twin, forward and backward, alone and inside a policy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from recpo.ops import kernels
+from recpo.ops.kernels import linear, matmul_transposed, reference_kernels, sum_rows, take_rows
+from recpo.ops.linear_logprob import linear_entropy, linear_logprob
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.types import FeedbackBatch, Histories, Slates
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_product_of_transposed_views(dtype: torch.dtype) -> None:
+    left, right = torch.randn(700, 40, dtype=dtype), torch.randn(300, 40, dtype=dtype)
+    wide = torch.randn(300, 700, dtype=dtype)
+    tolerance = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(matmul_transposed(left, right), left @ right.T, **tolerance)
+    torch.testing.assert_close(matmul_transposed(wide, left.T), wide @ left, **tolerance)
+    torch.testing.assert_close(matmul_transposed(left.T, wide), left.T @ wide.T, **tolerance)
+    torch.testing.assert_close(matmul_transposed(left.T, wide.T.T[:, :700]), left.T @ wide.T, **tolerance)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (40, 50)])
+def test_linear_and_its_gradients(shape: tuple[int, int]) -> None:
+    inputs, weight, bias = torch.randn(*shape, 32), torch.randn(96, 32), torch.randn(96)
+    seed = torch.randn(*shape, 96)
+    gradients = []
+    for function in (linear, F.linear):
+        leaves = [value.clone().requires_grad_() for value in (inputs, weight, bias)]
+        outputs = function(*leaves)
+        gradients.append((outputs.detach(), *torch.autograd.grad((outputs * seed).sum(), leaves)))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
+
+
+def test_linear_without_bias() -> None:
+    inputs, weight = torch.randn(4096, 32), torch.randn(96, 32, requires_grad=True)
+    outputs = linear(inputs, weight, None)
+    torch.testing.assert_close(outputs, F.linear(inputs, weight), rtol=1e-4, atol=1e-4)
+    outputs.sum().backward()
+    torch.testing.assert_close(weight.grad, inputs.sum(0).expand(96, 32), rtol=1e-3, atol=1e-3)
+
+
+def test_linear_follows_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(torch.randn(4096, 64), torch.randn(64, 64), torch.randn(64)).dtype == torch.bfloat16
+
+
+def both(function):
+    """What ``function`` returns with fast kernels and with plain ones."""
+    fast = function()
+    with reference_kernels():
+        plain = function()
+    return fast, plain
+
+
+def test_the_switch_is_undone_also_after_an_error() -> None:
+    with reference_kernels():
+        with pytest.raises(ZeroDivisionError), reference_kernels():
+            _ = 1 / 0
+        assert kernels._reference
+    assert not kernels._reference
+
+
+def test_reference_products_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_onednn", None)  # whoever calls it fails
+    with reference_kernels():
+        assert matmul_transposed(torch.ones(2000, 40), torch.ones(700, 40)).sum() == 2000 * 700 * 40
+        assert linear(torch.ones(2000, 40), torch.ones(700, 40), None).sum() == 2000 * 700 * 40
+
+
+def test_rows_taken_and_summed() -> None:
+    values, index = torch.randn(5, 7, 3, dtype=torch.float64, requires_grad=True), torch.tensor([[3, 34], [3, 0]])
+    for taken in both(lambda: take_rows(values, index)):
+        assert torch.equal(taken, values.reshape(35, 3)[index])
+        (gradient,) = torch.autograd.grad(taken.sum(), values)
+        assert gradient.view(35, 3).sum(1).nonzero().squeeze(1).tolist() == [0, 3, 34]
+        assert gradient.view(35, 3)[3].tolist() == [2, 2, 2]
+    for summed in both(lambda: sum_rows(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([2, 0, 2]), 4)):
+        assert summed.tolist() == [[2.0], [0.0], [5.0], [0.0]]
+
+
+@pytest.mark.parametrize("threshold", [1, 128, 255])
+def test_dropout_drops_its_share(threshold: int) -> None:
+    torch.manual_seed(0)
+    for dropped in both(lambda: kernels.dropout(torch.ones(200_000), threshold)):
+        kept = dropped[dropped != 0]
+        assert kept.unique().item() == pytest.approx(256 / (256 - threshold))
+        assert len(kept) / 200_000 == pytest.approx(1 - threshold / 256, abs=0.005)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("padding_rows", [0, 1])
+def test_passes_over_a_catalog(keep_bytes: int, padding_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "BLOCK_ROWS_OF_TABLE", 13)
+    monkeypatch.setitem(kernels.BLOCK_BYTES, "cpu", 1)
+    torch.manual_seed(0)
+    states, table = torch.randn(150, 6, dtype=torch.float64), torch.randn(61, 6, dtype=torch.float64)
+    targets, seed = torch.randint(1, 61, (150, 2)), torch.randn(150, 2, dtype=torch.float64)
+
+    def outcome() -> list[torch.Tensor]:
+        leaves = [states.clone().requires_grad_(), table.clone().requires_grad_()]
+        options = {"padding_rows": padding_rows, "temperature": 0.7}
+        logp = linear_logprob(*leaves, targets, keep_bytes=keep_bytes, **options)
+        entropy = linear_entropy(*leaves, **options)
+        gradients = torch.autograd.grad((logp * seed).sum(), leaves)
+        return [logp, entropy, *gradients, *torch.autograd.grad((entropy * seed[:, 0]).sum(), leaves)]
+
+    for fast, plain in zip(*both(outcome), strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
+def test_a_policy_and_its_gradients(blocks: str) -> None:
+    torch.manual_seed(0)
+    policy = CatalogSoftmaxPolicy(3000, dim=32, blocks=blocks, dropout=0.0, max_history=20)
+    ids, lengths = torch.randint(1, 3001, (40, 20)), torch.randint(1, 12, (40,))
+    histories = Histories(ids * (torch.arange(20) < lengths[:, None]), lengths)
+    slates = Slates(torch.randint(1, 3001, (40, 3)), lengths[:, None].expand(40, 3), torch.ones(40, 3).bool())
+
+    def outcome() -> list[torch.Tensor]:
+        logp = policy.log_prob(FeedbackBatch(histories, slates, torch.arange(40)))
+        return [
+            logp,
+            *torch.autograd.grad(logp.mean(), [p for p in policy.parameters() if p.requires_grad], allow_unused=True),
+        ]
+
+    for fast, plain in zip(*both(outcome), strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-3, atol=1e-5)
+    best, plain = both(lambda: policy.eval().recommend(histories, 5).item_ids)
+    assert torch.equal(best, plain)
