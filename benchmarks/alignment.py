@@ -36,12 +36,12 @@ from recpo.cli.main import run
 from recpo.cli.prepare import prepare
 from recpo.cli.simulate import simulate
 from recpo.cli.train import train
-from recpo.cli.true_rewards import true_rewards
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
+from recpo.evaluation.estimates import estimate_over_seeds
 from recpo.evaluation.ranking import ndcg, ranked_hits, recall
-from recpo.evaluation.seeds import estimate_over_seeds
 from recpo.evaluation.targets import held_out_targets
+from recpo.evaluation.true_rewards import true_rewards
 from recpo.training.run import load_policy
 from recpo.training.validation import tail_items
 

@@ -35,7 +35,7 @@ import torch
 
 from recpo.evaluation.baselines import Popularity
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy
-from recpo.evaluation.held_out import evaluate_ranking
+from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.item_facts import ItemFacts, ItemTags
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.segments import history_length, item_segments

@@ -28,9 +28,9 @@ import torch
 
 from recpo.cli.main import run
 from recpo.cli.train import train
-from recpo.cli.true_rewards import true_rewards
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
+from recpo.evaluation.true_rewards import true_rewards
 from recpo.training.run import load_policy
 
 K = 10

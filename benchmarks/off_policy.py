@@ -31,10 +31,10 @@ import numpy as np
 import torch
 
 from recpo.evaluation.measures import Observed
+from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import LoggedPropensities
-from recpo.evaluation.off_policy.reward_model import AdditiveRewardModel
 from recpo.rewards import LoggedReward
 from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "data": BASE | {"data"},
     "simulation": BASE | {"simulation"},
     "tokenizer": BASE | {"data", "tokenizer"},
-    "evaluation": BASE | L1 | {"data", "rewards", "simulation", "evaluation"},
+    "evaluation": BASE | L1 | {"data", "rewards", "simulation", "tokenizer", "evaluation"},
     "serving": BASE | {"policies", "data", "serving"},
     "training": BASE
     | L1

@@ -15,9 +15,9 @@ from recpo.cli.output import console
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Period, Prepared
 from recpo.errors import RecpoError
-from recpo.evaluation.calibration import Interval, Platt, fit_platt, judge
+from recpo.evaluation.calibration import BootstrapEstimate, Platt, fit_platt, judge
+from recpo.evaluation.estimates import estimate
 from recpo.evaluation.exposures import auc
-from recpo.evaluation.intervals import estimate
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.training.learned_reward import CALIBRATION, Checkpoint, RewardModel, checkpoint_sha256, load_reward_model
 from recpo.training.run import refuse_other_items
@@ -102,7 +102,7 @@ def _exposures(
         slates, mask = feedback.slates, feedback.slates.mask
         scores = model(feedback.histories, slates)
         happened, known = objective.targets(slates.label, slates.dislike)
-        user = feedback.user_ids[:, None].expand_as(mask)
+        user = feedback.row_ids[:, None].expand_as(mask)
         is_random = torch.zeros_like(mask) if slates.is_random is None else slates.is_random
         columns = (scores.double(), happened, known, user, is_random)
         parts.append([column[mask].cpu().numpy() for column in columns])
@@ -133,12 +133,12 @@ def _judge(test: _Exposures, k: int, fitted: Platt, resamples: int, seed: int) -
     return {**counts, **{name: _numbers(interval) for name, interval in intervals.items()}}
 
 
-def _numbers(interval: Interval) -> dict[str, float | None]:
+def _numbers(interval: BootstrapEstimate) -> dict[str, float | None]:
     """JSON knows no nan: null where too few events tell."""
     return {name: None if np.isnan(number) else number for name, number in interval._asdict().items()}
 
 
-def _auc_per_user(test: _Exposures, k: int) -> Interval:
+def _auc_per_user(test: _Exposures, k: int) -> BootstrapEstimate:
     """Mean over the users with events of both kinds."""
     order = np.argsort(test.user, kind="stable")
     counts = np.unique(test.user, return_counts=True)[1]
@@ -150,7 +150,7 @@ def _auc_per_user(test: _Exposures, k: int) -> Interval:
     positive[row, place] = torch.from_numpy(test.happened[order, k])
     negative[row, place] = torch.from_numpy(~test.happened[order, k])
     mean, half_width, _ = estimate(auc(score, positive, negative))
-    return Interval(mean, mean - half_width, mean + half_width)
+    return BootstrapEstimate(mean, mean - half_width, mean + half_width)
 
 
 def _print(content: dict[str, Any], run: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from rich.table import Table
 
 from recpo.artifacts import output_directory, write_json
-from recpo.cli.evaluate import METRICS, evaluate
+from recpo.cli.evaluate import evaluate
 from recpo.cli.export import export
 from recpo.cli.main import run
 from recpo.cli.output import console
@@ -23,8 +23,8 @@ from recpo.cli.simulate import simulate
 from recpo.cli.tokenize import tokenize
 from recpo.cli.train import train
 from recpo.errors import RecpoError
-from recpo.evaluation.intervals import Estimate
-from recpo.evaluation.seeds import estimate_over_seeds
+from recpo.evaluation.estimates import Estimate, estimate_over_seeds
+from recpo.evaluation.evaluation import METRICS
 from recpo.simulation.parameters import SimulationParameters
 
 _METRICS = {"NDCG@10": "NDCG@10 on positives", "disliked@10": "disliked@10", "true_reward@10": "true expected reward"}

@@ -2,57 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import numpy as np
-import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
-from tqdm import tqdm
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
 
-from recpo import __version__
-from recpo.artifacts import output_directory, write_json
-from recpo.cli.config import write_resolved
-from recpo.cli.contenders import (
-    Baseline,
-    BaselineOptions,
-    Candidate,
-    baseline,
-    bundles,
-    check_names,
-    runs,
-)
-from recpo.cli.evaluation_document import evaluation_document, logging_policy
-from recpo.cli.item_facts import ItemFeatures, item_facts
-from recpo.cli.off_policy import OffPolicySetting, off_policy_setting
 from recpo.cli.output import console
-from recpo.cli.true_rewards import TrueRewards, true_rewards
-from recpo.data.datamodule import evaluation_batches
-from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
-from recpo.evaluation.accuracy import Gain
-from recpo.evaluation.beyond_accuracy import BeyondAccuracy
-from recpo.evaluation.held_out import evaluate_ranking
-from recpo.evaluation.html_report.page import html_report
-from recpo.evaluation.item_facts import ItemFacts
-from recpo.evaluation.measures import Measure
+from recpo.evaluation.catalog_ranking import Gain
+from recpo.evaluation.contenders import Baseline, BaselineOptions
+from recpo.evaluation.evaluation import Evaluation
+from recpo.evaluation.item_facts import ItemFeatures
 from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.result import LOGGING_POLICY, OffPolicyResult
-from recpo.evaluation.report import Contender, differences_table, metrics_table, value_table
-from recpo.evaluation.segments import history_length, item_segments
+from recpo.evaluation.reading import Document, best_first
 from recpo.rewards import LoggedReward
-from recpo.types import EvaluationBatch
-from recpo.workflows.devices import compute_device
+from recpo.workflows.evaluate import evaluate as evaluate_contenders
 
-METRICS, REPORT, RESOLVED = "metrics.json", "report.html", "resolved.yaml"
-
-_NO_PROPENSITIES = (
-    "The log of this period has no propensities, so there are no off-policy values, and the metrics give no credit for "
-    "items that were never shown. Map the log's propensity column, or set --off_policy.propensity to uniform or "
-    "estimated."
-)
+_HEADINGS = ("NDCG", "Recall", "HitRate", "MRR", "disliked", "true_reward")
+_COMPARED = ("NDCG", "Recall", "disliked", "true_reward", "true_dislike")
+_MOST_FOR_ALL_PAIRS = 4
 
 
 def evaluate(
@@ -63,7 +33,7 @@ def evaluate(
     baselines: list[Baseline] = ["popularity", "recency", "cooccurrence", "random"],  # noqa: B006
     split: Literal["valid", "test"] = "test",
     ks: list[int] = [10, 50],  # noqa: B006
-    exclude_seen: bool = True,
+    exclude_past: bool = True,
     gain: Gain = "linear",
     segments: bool = True,
     bootstrap_resamples: int = 0,
@@ -94,8 +64,8 @@ def evaluate(
             its value is known.
         split: held-out period.
         ks: list lengths; the tables show the first.
-        exclude_seen: leave a user's earlier items out of the lists, and such held-out events out of the targets.
-        gain: of the graded NDCG: the watch quantile (linear), or 0, 1, 3, 7 for its quartiles (exponential).
+        exclude_past: leave the items of a user's past out of the lists, and such held-out events out of the targets.
+        gain: of the graded NDCG: the label (linear), or 0, 1, 3, 7 for its quarters (exponential).
         segments: also by length of the history, popularity and duration of the items.
         bootstrap_resamples: also bootstrap intervals over users of every per-user metric, from so many resamples.
         item_features: tags or vectors of the items, for diversity and calibration.
@@ -110,178 +80,156 @@ def evaluate(
         device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
         overwrite: replace ``out`` where it exists.
     """
-    inputs = [prepared, *_listed(run), *_listed(bundle), truth]
-    with output_directory(out, kind="evaluation", overwrite=overwrite, inputs=inputs) as partial:
-        data = Prepared.open(prepared)
-        target = compute_device(device)
-        candidates = _candidates(
-            data, _listed(run), _listed(bundle), baselines, baseline_options, ks, checkpoint, target
-        )
-        pass_over = _Pass(
-            data=data,
-            split=split,
-            ks=ks,
-            exclude_seen=exclude_seen,
-            gain=gain,
-            bootstrap_resamples=bootstrap_resamples,
-            facts=item_facts(data, item_features),
-            segments=segments,
-            truth=None if truth is None else true_rewards(truth, data, split, ks),
-            off_policy=_off_policy(data, split, off_policy, reward, ks),
-            batch_size=batch_size,
-            device=target,
-        )
-        evaluated = [pass_over.evaluate(candidate) for candidate in candidates]
-        document = pass_over.document(candidates, evaluated, {"checkpoint": checkpoint})
-        if off_policy is not None and pass_over.off_policy is None:
-            document["warnings"].append(_NO_PROPENSITIES)
-        write_json(partial / METRICS, document)
-        (partial / REPORT).write_text(html_report(document), encoding="utf-8")
-        write_resolved(partial / RESOLVED)
-    _print([one.contender for one in evaluated], document, out)
-
-
-def _candidates(
-    data: Prepared,
-    run: list[Path],
-    bundle: list[Path],
-    baselines: list[Baseline],
-    options: BaselineOptions,
-    ks: list[int],
-    checkpoint: str,
-    device: torch.device,
-) -> list[Candidate]:
-    found = [baseline(name, data, options) for name in baselines]
-    found += runs(run, data, checkpoint, device)
-    found += bundles(bundle, data, max(ks, default=1))
-    check_names(found)
-    if not found:
-        raise RecpoError("nothing to evaluate: name at least one --run, one --bundle or one of --baselines")
-    return found
+    found = evaluate_contenders(
+        prepared,
+        [*baselines, *_listed(run), *_listed(bundle)],
+        out=out,
+        split=split,
+        ks=ks,
+        exclude_past=exclude_past,
+        gain=gain,
+        segments=segments,
+        bootstrap_resamples=bootstrap_resamples,
+        item_features=item_features,
+        off_policy=off_policy,
+        reward=reward,
+        baseline_options=baseline_options,
+        truth=truth,
+        checkpoint=checkpoint,
+        batch_size=batch_size,
+        device=device,
+        overwrite=overwrite,
+        progress=True,
+    )
+    print_evaluation(found)
 
 
 def _listed(paths: list[Path] | Path) -> list[Path]:
     return [paths] if isinstance(paths, Path) else paths
 
 
-def _off_policy(
-    data: Prepared,
-    split: Literal["valid", "test"],
-    options: OffPolicyOptions | None,
-    reward: LoggedReward,
-    ks: list[int],
-) -> OffPolicySetting | None:
-    if options is None or (options.propensity == "logged" and not _has_propensities(data, split)):
-        return None
-    return off_policy_setting(options, data, reward, ks)
-
-
-def _has_propensities(data: Prepared, split: Literal["valid", "test"]) -> bool:
-    shards = (data.columns(split, shard, ["propensity", "is_target"]) for shard in range(data.num_shards(split)))
-    return any(bool((~np.isnan(shard["propensity"]) & shard["is_target"]).any()) for shard in shards)
-
-
-class _Evaluated(NamedTuple):
-    contender: Contender
-    value: OffPolicyResult | None
-    max_history: int
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """What all contenders share."""
-
-    data: Prepared
-    split: Literal["valid", "test"]
-    ks: Sequence[int]
-    exclude_seen: bool
-    gain: Gain
-    bootstrap_resamples: int
-    facts: ItemFacts
-    segments: bool
-    truth: TrueRewards | None
-    off_policy: OffPolicySetting | None
-    batch_size: int
-    device: torch.device
-
-    def evaluate(self, candidate: Candidate) -> _Evaluated:
-        """One pass over the held-out users; the candidate is loaded for it and then forgotten."""
-        recommender, max_history, policy = candidate.load()
-        value = None if self.off_policy is None else self.off_policy.measure(policy)
-        measures: list[Measure] = [BeyondAccuracy(self.facts, self.ks)]
-        measures += [measure for measure in (self.truth, value) if measure is not None]
-        result = evaluate_ranking(
-            recommender,
-            self._batches(max_history, candidate.name),
-            num_items=self.data.num_items,
-            ks=self.ks,
-            exclude_seen=self.exclude_seen,
-            gain=self.gain,
-            measures=measures,
-            user_segments=[history_length()] if self.segments else [],
-            item_segments=item_segments(self.facts) if self.segments else [],
-        )
-        estimated = None if value is None else value.result()
-        off_policy = (
-            [] if estimated is None else [e.as_json() for e in estimated.estimates if e.target != LOGGING_POLICY]
-        )
-        return _Evaluated(Contender(candidate.name, candidate.kind, result, off_policy), estimated, max_history)
-
-    def _batches(self, max_history: int, name: str) -> Iterator[EvaluationBatch]:
-        users = sum(shard["users"] for shard in self.data.manifest["shards"][self.split])
-        with tqdm(total=users, desc=f"evaluate {name}", unit="user", disable=None, leave=False) as bar:
-            for batch in evaluation_batches(self.data.root, self.split, max_history, self.batch_size):
-                yield move_data_to_device(batch, self.device)
-                bar.update(len(batch.exclude))
-
-    def document(
-        self, candidates: Sequence[Candidate], evaluated: Sequence[_Evaluated], setting: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Everything that was found, with what every number depends on; ``setting`` has more of that."""
-        contenders = [one.contender for one in evaluated]
-        values = {one.contender.name: one.value for one in evaluated if one.value is not None}
-        described = {
-            "recpo_version": __version__,
-            "split": self.split,
-            "ks": list(self.ks),
-            "positive_threshold": self.data.feedback.rule.positive_threshold,
-            "exclude_seen": self.exclude_seen,
-            "gain": self.gain,
-            "num_items": self.data.num_items,
-            "catalog_checksum": self.data.catalog_checksum,
-            "max_context": self.data.manifest["max_context"],
-        }
-        return evaluation_document(
-            [*contenders, *logging_policy(contenders[0].result, values, self.truth)],
-            values,
-            data=self.data,
-            runs={
-                candidate.name: {**candidate.facts, "max_history": one.max_history}
-                for candidate, one in zip(candidates, evaluated, strict=True)
-                if candidate.facts
-            },
-            training={candidate.name: candidate.curves for candidate in candidates if candidate.curves},
-            setting=described | setting,
-            bootstrap_resamples=self.bootstrap_resamples,
-        )
-
-
-def _print(contenders: Sequence[Contender], document: dict[str, Any], out: Path) -> None:
-    counts, setting, terminal = contenders[0].result.counts, document["setting"], console()
-    k = setting["ks"][0]
-    for warning in document["warnings"]:
+def print_evaluation(evaluation: Evaluation) -> None:
+    """Warnings, the main tables, and where the rest is; a name or a path is never read as markup."""
+    document, terminal = evaluation.document, console()
+    setting, counts = document["setting"], _ranked(document)[0]["counts"]
+    for warning in evaluation.warnings:
         terminal.print(f"warning: {warning}", style="yellow", soft_wrap=True)
-    title = f"{setting['split']} period, {counts['users']:,} users, {setting['num_items']:,} items, all ranked"
-    terminal.print(metrics_table(contenders, k, title=title))
-    if len(contenders) > 1:
-        terminal.print(differences_table(contenders, k))
+    terminal.print(metrics_table(document))
+    if document["differences"]:
+        terminal.print(differences_table(document))
     value = value_table(document)
     if value is not None:
         terminal.print(value)
-    removed = counts["positive_events_removed_as_seen"]
-    seen = f"excluded ({removed:,} positive events of seen items removed)" if setting["exclude_seen"] else "kept"
+    removed = counts["positive_events_excluded"]
+    past = f"excluded ({removed:,} positive events of them removed)" if setting["exclude_past"] else "kept"
     terminal.print(
-        f"seen items: {seen}; positives: label >= {setting['positive_threshold']:g} and not disliked, "
+        f"items of a user's past: {past}; positives: label >= {setting['positive_threshold']:g} and not disliked, "
         f"{counts['users_with_positives']:,} users have some; {counts['users_with_dislikes']:,} have dislikes"
     )
-    terminal.print(f"{out / REPORT}", soft_wrap=True)
+    if evaluation.report is not None:
+        terminal.print(str(evaluation.report), soft_wrap=True)
+
+
+def metrics_table(document: Document) -> Table:
+    """One row per contender: the main metrics at the first k with 95 % half-widths; the best of a column is bold."""
+    setting, contenders, k = document["setting"], _ranked(document), document["setting"]["ks"][0]
+    users = contenders[0]["counts"]["users"]
+    title = f"{setting['split']} period, {users:,} users, {setting['num_items']:,} items, all ranked; lists of {k}"
+    table = _table(title, "mean ± half of the 95 % interval over users")
+    table.add_column("contender")
+    names = _shown(contenders, _HEADINGS, k)
+    best = {name: best_first(document, name)[:1] if len(contenders) > 1 else [] for name in names}
+    for name in names:
+        table.add_column(_heading(name), justify="right")
+    table.add_column("coverage", justify="right")
+    for contender in contenders:
+        cells = [_cell(contender["metrics"].get(name), bold=contender in best[name]) for name in names]
+        table.add_row(Text(contender["name"]), *cells, f"{contender['totals'][f'coverage@{k}']:.3f}")
+    return table
+
+
+def differences_table(document: Document) -> Table:
+    """Paired differences of metrics at the first k, bold where they survive Holm's correction for all pairs.
+
+    Every pair up to four contenders, from there on each against the first; the document has every pair.
+    """
+    contenders, k = _ranked(document), document["setting"]["ks"][0]
+    ranked = [contender["name"] for contender in contenders]
+    pairs = [pair for pair in document["differences"] if {pair["contender"], pair["against"]} <= set(ranked)]
+    names = _shown(contenders, _COMPARED, k)
+    family = "interval excludes 0" if len(pairs) == 1 else "survives Holm's correction for all pairs"
+    table = _table(f"paired differences on the same users; lists of {k}", f"bold: {family} (5 %)")
+    table.add_column("contender - against")
+    for name in names:
+        table.add_column(_heading(name), justify="right")
+    shown = pairs if len(ranked) <= _MOST_FOR_ALL_PAIRS else [pair for pair in pairs if pair["against"] == ranked[0]]
+    for pair in shown:
+        found = [pair["metrics"].get(name) for name in names]
+        cells = [_cell(value, bold=value is not None and value["survives_holm"], signed=True) for value in found]
+        table.add_row(Text(f"{pair['contender']} - {pair['against']}"), *cells)
+    return table
+
+
+def value_table(document: Document) -> Table | None:
+    """Off-policy values of the policies and of their lists of the first k; None where the document has none."""
+    k = document["setting"]["ks"][0]
+    shown = [(target, estimator) for target in ("policy", f"top_{k}") for estimator in ("SNIPS", "DR")]
+    rows = {
+        contender["name"]: {(entry["target"], entry["estimator"]): entry for entry in contender["off_policy"]}
+        for contender in document["contenders"]
+    }
+    columns = [column for column in shown if any(column in row for row in rows.values())]
+    if not columns:
+        return None
+    caption = "mean reward per exposure ± half of the 95 % interval; ! read the warnings in the report; - not known"
+    table = _table("off-policy value", caption)
+    table.add_column("contender")
+    for target, estimator in columns:
+        table.add_column(f"{target}\n{estimator}", justify="right")
+    for name, entries in rows.items():
+        earned = [entry for (_, estimator), entry in entries.items() if estimator == "mean"]
+        cells = [_value_cell(entries.get(column, earned[0] if earned else None)) for column in columns]
+        table.add_row(Text(name), *cells)
+    return table
+
+
+def _ranked(document: Document) -> list[Document]:
+    """Everybody but the logging policy, which makes no lists."""
+    return [contender for contender in document["contenders"] if contender["counts"]]
+
+
+def _value_cell(entry: Mapping[str, Any] | None) -> str:
+    if entry is None or entry["value"] is None:
+        return "-"
+    ends = entry["intervals"]["normal"]
+    half_width = "" if ends["low"] is None else f"\n±{(ends['high'] - ends['low']) / 2:.4f}"
+    return f"{entry['value']:.4f}{' !' if entry['warnings'] else ''}{half_width}"
+
+
+def _shown(contenders: Sequence[Document], headings: Sequence[str], k: int) -> list[str]:
+    return [f"{heading}@{k}" for heading in headings if f"{heading}@{k}" in contenders[0]["metrics"]]
+
+
+def _heading(metric: str) -> str:
+    return metric.split("@")[0].replace("_", "\n")
+
+
+def _table(title: str, caption: str) -> Table:
+    # narrow enough for a terminal of 80 columns
+    return Table(
+        title=title,
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+
+
+def _cell(value: Mapping[str, Any] | None, *, bold: bool = False, signed: bool = False) -> Text:
+    if value is None or value["mean"] is None:
+        return Text("-")
+    text = f"{value['mean']:{'+' if signed else ''}.4f}"
+    text += "" if value["half_width"] is None else f"\n±{value['half_width']:.4f}"
+    return Text(text, style="bold" if bold else "")

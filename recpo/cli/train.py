@@ -15,8 +15,8 @@ from torch.optim import Adam, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
 import recpo.advantages
-import recpo.cli.simulated_reward
 import recpo.data.preference_lists
+import recpo.evaluation.true_rewards
 import recpo.objectives
 import recpo.policies.catalog_softmax
 import recpo.policies.semantic_id

@@ -69,9 +69,9 @@ class BeyondAccuracy:
       an item without events has a value).
     - ``popularity_lift@k``: mean of ``c_i`` over the list / mean of ``c_i`` over the history - 1, of every user, so 0 =
       as popular as what the user sees (Abdollahpouri et al., 2020, take the ratio of means over a group instead); nan
-      without a history.
+      without a history, or where none of its items has a training event.
     - ``tail_share@k``: share of the list in the tail or unseen in training, see ``popularity_bins``.
-    - ``repeat_rate@k``: share of the list that is in the history; 0 where seen items are excluded.
+    - ``repeat_rate@k``: share of the list that is in the history; 0 where the past is excluded.
     - ``diversity@k``, with vectors: ``1 -`` mean cosine over the pairs of the list, items without a vector left out;
       nan for fewer than two (Ziegler et al., 2005).
     - ``tag_diversity@k``, with tags: the same with ``|A & B| / sqrt(|A| |B|)`` of the items' tags A, B for the cosine,
@@ -88,19 +88,20 @@ class BeyondAccuracy:
 
     def update(self, observed: Observed) -> dict[str, Tensor]:
         """See ``Measure.update``."""
-        item_ids, seen = observed.lists.item_ids.cpu(), observed.batch.exclude.cpu()
-        of_history = self._counts[seen].sum(1) / (seen > 0).sum(1)
+        item_ids, history = observed.lists.item_ids.cpu(), observed.batch.exclude.cpu()
+        of_history = self._counts[history].sum(1) / (history > 0).sum(1)
+        of_history = of_history.masked_fill(of_history == 0, torch.nan)
         by_name = {
             "novelty": mean_to_k(self._bits[item_ids], item_ids, self._ks),
             "popularity_lift": mean_to_k(self._counts[item_ids], item_ids, self._ks) / of_history[:, None] - 1,
             "tail_share": mean_to_k(self._is_tail[item_ids].double(), item_ids, self._ks),
-            "repeat_rate": mean_to_k(is_member(item_ids, seen).double(), item_ids, self._ks),
+            "repeat_rate": mean_to_k(is_member(item_ids, history).double(), item_ids, self._ks),
         }
         if self._vectors is not None:
             by_name["diversity"] = diversity(self._vectors[item_ids], self._ks)
         if self._tags is not None:
             by_name["tag_diversity"] = tag_diversity(item_ids, self._tags, self._ks)
-            by_name["miscalibration"] = miscalibration(item_ids, seen, self._tags, self._ks)
+            by_name["miscalibration"] = miscalibration(item_ids, history, self._tags, self._ks)
         return {f"{name}@{k}": values[:, i] for name, values in by_name.items() for i, k in enumerate(self._ks)}
 
     def totals(self) -> dict[str, float]:

@@ -129,7 +129,7 @@ def calibration_error(probability: FloatArray, happened: BoolArray, bins: int = 
     return Bins.of(probability, bins).error(probability, happened)
 
 
-class Interval(NamedTuple):
+class BootstrapEstimate(NamedTuple):
     """A number with its 95 % interval."""
 
     value: float
@@ -139,7 +139,7 @@ class Interval(NamedTuple):
 
 def judge(
     probability: FloatArray, happened: BoolArray, user: IntArray, *, resamples: int = 200, seed: int = 0
-) -> dict[str, Interval]:
+) -> dict[str, BootstrapEstimate]:
     """``base_rate``, ``auc``, ``log_loss`` and ``calibration_error`` with percentile bootstrap intervals over users.
 
     A resample draws users with replacement, each with all of its events: events of a user are alike.
@@ -167,7 +167,7 @@ def judge(
     return {name: _interval(statistic(everyone), drawn[name]) for name, statistic in statistics.items()}
 
 
-def _interval(value: float, drawn: list[float]) -> Interval:
+def _interval(value: float, drawn: list[float]) -> BootstrapEstimate:
     known = np.array(drawn)[~np.isnan(drawn)]
     low, high = np.quantile(known, [0.025, 0.975]) if len(known) else (np.nan, np.nan)
-    return Interval(value, float(low), float(high))
+    return BootstrapEstimate(value, float(low), float(high))

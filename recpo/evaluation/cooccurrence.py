@@ -64,7 +64,7 @@ class Neighbors(NamedTuple):
     weights: Tensor
 
 
-class Cooccurrence:
+class CooccurrenceBaseline:
     """Items near those of the user's last events: ``score_j = sum_{r=1..n} weight(h_r, j) / r``.
 
     ``h_1`` is the most recent event. Item-based neighborhoods (Sarwar et al., WWW 2001; Deshpande and Karypis, TOIS

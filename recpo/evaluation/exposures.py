@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from recpo.evaluation.ranking import first_places
 from recpo.evaluation.targets import Targets
-
-_NO_ITEM = torch.iinfo(torch.int64).max
 
 
 def exposure_auc(logp: Tensor, targets: Targets) -> dict[str, Tensor]:
@@ -20,10 +19,10 @@ def exposure_auc(logp: Tensor, targets: Targets) -> dict[str, Tensor]:
         logp: ``[B, S]`` scores of the slate items.
         targets: the sets.
     """
-    positive = first_events(targets.item_ids, targets.positive)
+    positive = first_places(targets.item_ids, targets.positive)
     return {
-        "AUC_other": auc(logp, positive, first_events(targets.item_ids, targets.other)).float(),
-        "AUC_dislikes": auc(logp, positive, first_events(targets.item_ids, targets.disliked)).float(),
+        "AUC_other": auc(logp, positive, first_places(targets.item_ids, targets.other)).float(),
+        "AUC_dislikes": auc(logp, positive, first_places(targets.item_ids, targets.disliked)).float(),
     }
 
 
@@ -49,11 +48,3 @@ def auc(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
     mean_rank = (below + up_to + 1).double() / 2
     positives, negatives = positive.sum(1).double(), negative.sum(1).double()
     return ((mean_rank * positive).sum(1) - positives * (positives + 1) / 2) / (positives * negatives)
-
-
-def first_events(item_ids: Tensor, mask: Tensor) -> Tensor:
-    """``[B, S]`` bool: the first of every row's masked events of each item."""
-    kept, order = item_ids.masked_fill(~mask, _NO_ITEM).sort(dim=1, stable=True)
-    first = kept != _NO_ITEM
-    first[:, 1:] &= kept[:, 1:] != kept[:, :-1]
-    return torch.zeros_like(mask).scatter(1, order, first)

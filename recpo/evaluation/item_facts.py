@@ -1,11 +1,25 @@
-"""What is known of the items beside the held-out events; place 0 of every tensor is unused."""
+"""What is known of the items beside the held-out events: counts and durations, tags and vectors from a file.
+
+Place 0 of every tensor is unused.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
+
+from recpo.data.id_map import IdMap
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.tokenizer.columns import read_vectors
 
 #: Bins of ``popularity_bins``, the most popular first.
 POPULARITY_BINS = ("head", "torso", "tail", "unseen in training")
@@ -55,3 +69,85 @@ def popularity_bins(train_count: Tensor) -> Tensor:
     bins[order + 1] = label
     bins[1:][counts == 0] = len(POPULARITY_BINS) - 1
     return bins
+
+
+@dataclass(frozen=True)
+class ItemFeatures:
+    """A file of item side information, for diversity and calibration.
+
+    Attributes:
+        file: Parquet file with one row per item; items of other catalogs are ignored.
+        item_id: column of the item ids of the log.
+        tags: column of genres, topics and the like: a value, or a list of values, per item; null = no tags.
+        vectors: column of lists of numbers; null = no vectors.
+    """
+
+    file: Path
+    item_id: str = "item_id"
+    tags: str | None = None
+    vectors: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tags is None and self.vectors is None:
+            raise RecpoError(f"item_features: name the column of the tags or of the vectors in {self.file}, or both")
+
+
+def item_facts(data: Prepared, features: ItemFeatures | None) -> ItemFacts:
+    """Everything known of the items 1..V; place 0 is unused.
+
+    Raises:
+        RecpoError: the file cannot be read, lacks a column, or names no item of the catalog.
+    """
+    table = data.table("items.parquet", ["train_count", "duration"])
+    count, duration = (_with_place_0(torch.from_numpy(column.to_numpy().copy())) for column in table.columns)
+    facts = ItemFacts(count, duration.double() if bool((~duration[1:].isnan()).any()) else None)
+    if features is None:
+        return facts
+    items = data.item_ids()
+    vectors = None
+    if features.vectors is not None:
+        rows = read_vectors(features.file, features.item_id, [features.vectors], items.to_internal, data.num_items)
+        vectors = _with_place_0(torch.from_numpy(rows.values))
+    return facts._replace(vectors=vectors, tags=None if features.tags is None else _tags(features, items))
+
+
+def _with_place_0(values: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(values[:1]), values])
+
+
+def _tags(features: ItemFeatures, items: IdMap) -> ItemTags:
+    """Tags of the items, numbered in the order of their first appearance."""
+    ids, tags = _columns(features)
+    try:
+        index = items.to_internal(ids)
+    except RecpoError as error:
+        raise RecpoError(f"{features.file}, column {features.item_id}: {error}") from error
+    if not (index > 0).any():
+        raise RecpoError(f"{features.file}: column {features.item_id} names no item of the catalog")
+    if pa.types.is_list(tags.type) or pa.types.is_large_list(tags.type) or pa.types.is_fixed_size_list(tags.type):
+        owner, values = index[pc.list_parent_indices(tags).to_numpy()], pc.list_flatten(tags)
+    else:
+        owner, values = index, tags
+    kept = pc.and_(pa.array(owner > 0), values.is_valid())
+    encoded = values.filter(kept).dictionary_encode()
+    number = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    owner = owner[kept.to_numpy(zero_copy_only=False)]
+    size = max(1, len(encoded.dictionary))
+    distinct = np.unique(owner * size + number)
+    counts = np.bincount(distinct // size, minlength=len(items) + 1)
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]))
+    return ItemTags(offsets, torch.from_numpy(distinct % size), len(encoded.dictionary))
+
+
+def _columns(features: ItemFeatures) -> tuple[pa.Array, pa.Array]:
+    assert features.tags is not None
+    try:
+        names = pq.read_schema(features.file).names
+        for name in (features.item_id, features.tags):
+            if name not in names:
+                raise RecpoError(f"{features.file} has no column {name}; it has {', '.join(names)}")
+        table = pq.read_table(features.file, columns=[features.item_id, features.tags])
+    except (OSError, pa.ArrowException) as error:
+        raise RecpoError(f"{features.file} cannot be read as Parquet ({error})") from error
+    ids, tags = (table.column(name).combine_chunks() for name in (features.item_id, features.tags))
+    return ids, tags

@@ -20,10 +20,14 @@ class Recommender:
         recommend: ``(histories, k, exclude) -> Recommendations``, as ``Policy.recommend``.
         log_prob: ``batch -> [B, S, T]``, as ``Policy.log_prob``: scores the held-out slates. None = it cannot, or the
             metrics of scores are not wanted: a policy scores slates in a second forward pass.
+        name: in messages about its answers.
+        scores_are_logp: the scores of its lists are log-probabilities, so at most 0.
     """
 
     recommend: Callable[[Histories, int, Tensor | None], Recommendations]
     log_prob: Callable[[FeedbackBatch], Tensor] | None = None
+    name: str = "the recommender"
+    scores_are_logp: bool = False
 
 
 class Observed(NamedTuple):

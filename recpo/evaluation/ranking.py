@@ -3,7 +3,8 @@
 Conventions, the same for every metric
     * Relevance is binary, but for graded NDCG.
     * The targets of a user are a set: an item that occurs several times counts once.
-    * A recommended list holds distinct items, best first; id 0 is an empty place and never a hit.
+    * A recommended list is best first; id 0 is an empty place and never a hit. An item that a list repeats counts at
+      its first place alone, so that no list has a recall or an NDCG above 1.
     * A user without targets gets nan: such users are left out of every mean, and counted.
     * A list shorter than k is a list whose remaining places are empty: Precision@k still divides by k.
     * NDCG@k divides by the best DCG that this user's targets allow, ``min(k, number of targets)`` items, not k items.
@@ -42,10 +43,10 @@ class RankedHits(NamedTuple):
 
 
 def ranked_hits(item_ids: Tensor, targets: Tensor, mask: Tensor) -> RankedHits:
-    """Looks the lists up in the target sets, in ``O(B (P + K) log P)`` time.
+    """Looks the lists up in the target sets, in ``O(B (P + K) log P + B K log K)`` time.
 
     Args:
-        item_ids: ``[B, K]`` recommended items, best first, 0 = empty place.
+        item_ids: ``[B, K]`` recommended items, best first, 0 = empty place; of a repeated item the first place counts.
         targets: ``[B, P]`` held-out items, in any order, repeats allowed.
         mask: ``[B, P]`` bool, True keeps a target.
     """
@@ -57,7 +58,8 @@ def ranked_hits(item_ids: Tensor, targets: Tensor, mask: Tensor) -> RankedHits:
     kept = _sorted_set(targets, mask)
     distinct = kept != _NO_ITEM
     distinct[:, 1:] &= kept[:, 1:] != kept[:, :-1]
-    return RankedHits(_found(item_ids, kept).float(), distinct.sum(1), kept.masked_fill(~distinct, 0))
+    hit = first_places(item_ids, _found(item_ids, kept))
+    return RankedHits(hit.float(), distinct.sum(1), kept.masked_fill(~distinct, 0))
 
 
 def is_member(items: Tensor, of: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -69,6 +71,14 @@ def is_member(items: Tensor, of: Tensor, mask: Tensor | None = None) -> Tensor:
         mask: ``[B, M]`` bool, True keeps an element of ``of``; None keeps all.
     """
     return _found(items, _sorted_set(of, torch.ones_like(of, dtype=torch.bool) if mask is None else mask))
+
+
+def first_places(item_ids: Tensor, mask: Tensor) -> Tensor:
+    """``[B, S]`` bool: the first of every row's masked places of each item."""
+    kept, order = item_ids.long().masked_fill(~mask, _NO_ITEM).sort(dim=1, stable=True)
+    first = kept != _NO_ITEM
+    first[:, 1:] &= kept[:, 1:] != kept[:, :-1]
+    return torch.zeros_like(mask).scatter(1, order, first)
 
 
 def hit_rate(hits: RankedHits, ks: Sequence[int]) -> Tensor:
@@ -139,7 +149,7 @@ def graded_hits(item_ids: Tensor, targets: Tensor, gains: Tensor) -> GradedHits:
     """Looks up the gains of the lists' items; a target that occurs several times has the largest of its gains.
 
     Args:
-        item_ids: ``[B, K]`` recommended items, best first, 0 = empty place.
+        item_ids: ``[B, K]`` recommended items, best first, 0 = empty place; of a repeated item the first place counts.
         targets: ``[B, P]`` held-out items, in any order, 0 pads.
         gains: ``[B, P]`` non-negative; a target of gain 0 is none.
     """
@@ -153,7 +163,7 @@ def graded_hits(item_ids: Tensor, targets: Tensor, gains: Tensor) -> GradedHits:
     if not targets.shape[1]:
         return GradedHits(worth.new_zeros(items.shape), worth)
     place = torch.searchsorted(ascending, items).clamp_(max=targets.shape[1] - 1)
-    found = ascending.gather(1, place) == items
+    found = first_places(items, ascending.gather(1, place) == items)
     return GradedHits(worth.gather(1, place) * found, worth.sort(1, descending=True).values)
 
 
@@ -165,6 +175,38 @@ def graded_ndcg(hits: GradedHits, ks: Sequence[int]) -> Tensor:
     """
     best = _sum_to_k(hits.ideal, ks, _discount(hits.ideal.shape[1], hits.ideal))
     return _sum_to_k(hits.gain, ks, _discount(hits.gain.shape[1], hits.gain)) / best
+
+
+def accuracy(positive: RankedHits, disliked: RankedHits, ks: Sequence[int]) -> dict[str, Tensor]:
+    """Per-user metrics ``[B]`` at every k, named ``NDCG@10`` and so on.
+
+    Of the positives NDCG, Recall, HitRate, MRR, MAP and Precision. Of the held-out items that the user disliked, for
+    the users who have any: lower is better for ``disliked`` (their share of the k places), ``disliked_hit_rate`` and
+    ``disliked_MRR``; higher is better for ``disliked_rank`` (their mean rank, k + 1 where they are absent).
+    """
+    return named(
+        ks,
+        NDCG=ndcg(positive, ks),
+        Recall=recall(positive, ks),
+        HitRate=hit_rate(positive, ks),
+        MRR=mrr(positive, ks),
+        MAP=mean_average_precision(positive, ks),
+        Precision=precision(positive, ks),
+        disliked=precision(disliked, ks),
+        disliked_hit_rate=hit_rate(disliked, ks),
+        disliked_MRR=mrr(disliked, ks),
+        disliked_rank=mean_rank(disliked, ks),
+    )
+
+
+def accuracy_of_bin(positive: RankedHits, ks: Sequence[int]) -> dict[str, Tensor]:
+    """NDCG, Recall and HitRate ``[B]`` at every k of the targets of one bin of items."""
+    return named(ks, NDCG=ndcg(positive, ks), Recall=recall(positive, ks), HitRate=hit_rate(positive, ks))
+
+
+def named(ks: Sequence[int], **by_name: Tensor) -> dict[str, Tensor]:
+    """Metrics ``[B, len(ks)]`` as ``name@k`` to ``[B]``."""
+    return {f"{name}@{k}": values[:, i] for name, values in by_name.items() for i, k in enumerate(ks)}
 
 
 def _discount(places: int, like: Tensor) -> Tensor:

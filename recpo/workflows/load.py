@@ -12,6 +12,7 @@ from recpo.errors import RecpoError
 
 if TYPE_CHECKING:
     from recpo.data.prepared import Prepared
+    from recpo.evaluation.evaluation import Evaluation
     from recpo.serving.bundle import Bundle
     from recpo.simulation.log import Simulation
     from recpo.tokenizer.tokenization import Codes
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _READABLE = "prepared data, codes, a run, a bundle, an evaluation or a simulation"
 
 
-def load(path: str | PathLike[str]) -> Prepared | Codes | Bundle | Simulation:
+def load(path: str | PathLike[str]) -> Prepared | Codes | Bundle | Evaluation | Simulation:
     """Opens a directory that recpo wrote, whichever kind it is of; ``recpo.json`` in it says which.
 
     Only what the kind needs is imported: a bundle is opened where torch is not installed.
@@ -44,6 +45,10 @@ def load(path: str | PathLike[str]) -> Prepared | Codes | Bundle | Simulation:
         from recpo.tokenizer.tokenization import Codes
 
         return Codes.open(fspath(path))
+    if kind == "evaluation":
+        from recpo.evaluation.evaluation import Evaluation
+
+        return Evaluation.open(fspath(path))
     if kind == "simulation":
         from recpo.simulation.log import Simulation
 

@@ -83,15 +83,15 @@ def test_the_directory_holds_the_document_the_report_and_the_options(evaluated):
     out, printed = evaluated
     assert {file.name for file in out.iterdir()} == {"metrics.json", "recpo.json", "report.html", "resolved.yaml"}
     assert yaml.safe_load((out / "resolved.yaml").read_text())["ks"] == [5, 10]
-    for expected in ("NDCG", "popularity", "run-1", "seen items: excluded", "paired differences", "warning:"):
+    for expected in ("NDCG", "popularity", "run-1", "past: excluded", "paired differences", "warning:"):
         assert expected in printed
 
 
-def test_the_document_has_the_keys_of_schema_2(evaluated):
+def test_the_document_has_the_keys_of_schema_3(evaluated):
     document = document_in(evaluated[0])
-    assert document["schema_version"] == 2
+    assert document["schema_version"] == 3
     expected = {"setting", "conventions", "warnings", "contenders", "differences", "labels", "training", "provenance"}
-    assert document.keys() == expected | {"schema_version"}
+    assert document.keys() == expected | {"schema_version", "same_weights"}
     names = [contender["name"] for contender in document["contenders"]]
     baselines = ["popularity", "positives", "recency", "cooccurrence", "random"]
     assert names == [*baselines, "run-0", "run-1", "bundle", "logging policy"]
@@ -128,16 +128,20 @@ def test_a_bundle_ranks_as_its_run_does(evaluated):
     contenders = {contender["name"]: contender for contender in document["contenders"]}
     for name, value in contenders["bundle"]["metrics"].items():
         assert value["mean"] == pytest.approx(contenders["run-0"]["metrics"][name]["mean"], rel=1e-5)
-    assert any("exactly the same metrics" in warning for warning in document["warnings"])
+    assert any("bundle is run-0, exported" in warning for warning in document["warnings"])
+    assert not any("same policy?" in warning for warning in document["warnings"])
+    pairs = [{difference["contender"], difference["against"]} for difference in document["differences"]]
+    assert {"run-0", "bundle"} not in pairs
+    assert {"run-1", "bundle"} in pairs
     assert "AUC_other" not in contenders["bundle"]["metrics"]
 
 
 def test_every_pair_is_compared_and_corrected(evaluated):
     differences = document_in(evaluated[0])["differences"]
-    assert len(differences) == 9 * 8 / 2
+    assert len(differences) == 9 * 8 / 2 - 1, "a run and its bundle are one policy"
     between_runs = next(d for d in differences if (d["contender"], d["against"]) == ("run-1", "run-0"))
     for value in between_runs["metrics"].values():
-        assert value.keys() == ESTIMATE | {"p_value", "p_holm", "survives_holm"}
+        assert value.keys() == ESTIMATE | {"differing", "p_value", "p_holm", "survives_holm"}
         assert value["p_value"] is None or value["p_value"] <= value["p_holm"] <= 1
     targets = {entry["target"] for entry in between_runs["off_policy"]}
     assert targets <= {"policy", "top_5", "top_10"}
@@ -185,11 +189,11 @@ def run_on(road, out, *options):
 
 def test_kept_seen_items_are_said_and_change_the_targets(road, tmp_path, capsys):
     out = tmp_path / "evaluation"
-    assert run_on(road, out, "--exclude_seen", "false", "--baselines", "[popularity]", "--segments", "false") == 0
-    assert "seen items: kept" in capsys.readouterr().out
+    assert run_on(road, out, "--exclude_past", "false", "--baselines", "[popularity]", "--segments", "false") == 0
+    assert "past: kept" in capsys.readouterr().out
     contender = document_in(out)["contenders"][0]
     assert contender["counts"]["positive_events"] > 0
-    assert contender["counts"]["positive_events_removed_as_seen"] == 0
+    assert contender["counts"]["positive_events_excluded"] == 0
     assert contender["segments"] == {}
 
 
@@ -224,8 +228,8 @@ def test_lists_longer_than_the_catalog_are_the_whole_catalog(road, tmp_path):
         (["--baselines", "[]"], "nothing to evaluate"),
         (["--ks", "[0]"], "ks must be"),
         (["--ks", "[]"], "ks must be"),
-        (["--run", '["nowhere"]'], "nowhere is no run directory"),
-        (["--bundle", '["nowhere"]'], "nowhere is no bundle"),
+        (["--run", '["nowhere"]'], "nowhere is no run and no bundle"),
+        (["--bundle", '["nowhere"]'], "nowhere is no run and no bundle"),
         (["--truth", "nowhere"], "nowhere"),
         (["--baselines", '["random","random"]'], "two contenders are called random"),
         (["--baseline_options.recency_half_life", "0"], "positive number of days"),
@@ -266,14 +270,14 @@ def test_the_same_run_twice_and_contenders_of_other_items_are_refused(road, tmp_
 
 
 def test_bundles_say_what_they_cannot_do(road, tmp_path, capsys):
-    short = shutil.copytree(road / "bundle", tmp_path / "short")
-    manifest = json.loads((short / "manifest.json").read_text())
-    (short / "manifest.json").write_text(json.dumps(manifest | {"k": 7}))
+    short = tmp_path / "short"
+    export = ["--run", str(road / "run-0"), "--prepared", str(road / "prepared"), "--out", str(short), "--k", "7"]
+    assert main(["export", *export]) == 0
     out = tmp_path / "evaluation"
     assert run_on(road, out, "--bundle", str(short)) == 1
     assert "serves lists of up to 7, and ks asks for 50" in capsys.readouterr().err
-    assert run_on(road, out, "--bundle", str(short), "--ks", "[7]", "--exclude_seen", "false") == 1
-    assert "a bundle never shows what is in the history" in capsys.readouterr().err
+    assert run_on(road, out, "--bundle", str(short), "--ks", "[7]", "--exclude_past", "false") == 1
+    assert "never shows what is in the history" in capsys.readouterr().err
 
 
 def test_a_log_without_propensities_is_evaluated_without_off_policy_values(road, tmp_path, capsys, rewritten):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recpo.evaluation.baselines import decayed_counts
-from recpo.evaluation.cooccurrence import Cooccurrence, CooccurrenceOptions, EventChunk, neighbors_of
+from recpo.evaluation.cooccurrence import CooccurrenceBaseline, CooccurrenceOptions, EventChunk, neighbors_of
 from recpo.types import Histories
 
 ITEMS = 30
@@ -97,7 +97,7 @@ def test_lists_are_those_of_a_loop_over_users(k):
     options = CooccurrenceOptions(window=2, neighbors=4, shrinkage=0.0, recent_events=3)
     counts = np.bincount(np.concatenate(log), minlength=ITEMS + 1)[1:]
     exclude = rng.integers(0, ITEMS + 1, (len(log), 8))
-    recommender = Cooccurrence(neighbors_of(chunks_of(log), ITEMS, options), torch.from_numpy(counts), 3)
+    recommender = CooccurrenceBaseline(neighbors_of(chunks_of(log), ITEMS, options), torch.from_numpy(counts), 3)
     shown = recommender.recommend(histories_of(log), k, torch.from_numpy(exclude))
     banned = [set(row.tolist()) - {0} for row in exclude]
     assert shown.item_ids.tolist() == lists_by_loop(log, weights_by_loop(log, options), counts, k, banned, 3)
@@ -106,7 +106,7 @@ def test_lists_are_those_of_a_loop_over_users(k):
 
 
 def test_an_empty_history_gets_the_most_popular_items():
-    recommender = Cooccurrence(neighbors_of(chunks_of(log_of()), ITEMS), torch.arange(ITEMS))
+    recommender = CooccurrenceBaseline(neighbors_of(chunks_of(log_of()), ITEMS), torch.arange(ITEMS))
     shown = recommender.recommend(Histories(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, dtype=torch.long)), 3)
     assert shown.item_ids.tolist() == [[ITEMS, ITEMS - 1, ITEMS - 2]]
     assert shown.scores.tolist() == [[0, 0, 0]]
@@ -114,7 +114,7 @@ def test_an_empty_history_gets_the_most_popular_items():
 
 def test_a_log_without_pairs_is_popularity():
     log = [np.array([4]), np.array([4]), np.array([2, 2])]
-    recommender = Cooccurrence(neighbors_of(chunks_of(log), ITEMS), torch.arange(ITEMS))
+    recommender = CooccurrenceBaseline(neighbors_of(chunks_of(log), ITEMS), torch.arange(ITEMS))
     assert recommender.recommend(histories_of(log), 2).item_ids.tolist() == [[ITEMS, ITEMS - 1]] * 3
 
 

@@ -4,21 +4,45 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from recpo.evaluation.comparison import holm, p_value, with_holm
-from recpo.evaluation.held_out import Estimate
+from recpo.evaluation.document import with_holm
+from recpo.evaluation.estimates import estimate, holm, p_value
 
 
 def test_p_value_is_that_of_the_normal_interval():
     for z in (0.0, 0.5, 1.959963984540054, 4.0):
-        assert p_value(Estimate(0.1 * z, 0.1 * 1.959963984540054, 9)) == pytest.approx(2 * norm.sf(z))
-    assert p_value(Estimate(0.0, 0.0, 5)) == 1
-    assert p_value(Estimate(0.2, 0.0, 5)) == 0
-    assert math.isnan(p_value(Estimate(math.nan, math.nan, 0)))
-    assert math.isnan(p_value(Estimate(0.2, math.nan, 1)))
+        assert p_value(0.1 * z, 0.1 * 1.959963984540054, 99) == pytest.approx(2 * norm.sf(z))
+    assert p_value(0.0, 0.0, 0) == 1
+    assert math.isnan(p_value(math.nan, math.nan, 0))
+    assert math.isnan(p_value(0.2, math.nan, 1))
+
+
+@pytest.mark.parametrize(("users", "expected"), [(2, 0.5), (5, 0.0625), (6, 0.03125)])
+def test_equal_differences_of_a_few_users_have_the_p_value_of_the_sign_test(users, expected):
+    mean, half_width, _ = estimate(torch.full((users,), 0.3))
+    assert half_width == pytest.approx(0, abs=1e-12)
+    assert p_value(mean, half_width, users) == expected
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=40), st.integers(1, 200))
+def test_a_p_value_is_never_0_and_below_six_users_nothing_is_significant(differences, repeats):
+    values = torch.tensor(differences, dtype=torch.float64).repeat(repeats)
+    differing = int((values != 0).sum())
+    mean, half_width, _ = estimate(values)
+    p = p_value(mean, half_width, differing)
+    assert 0 < p <= 1
+    assert differing > 5 or p > 0.05
+
+
+@pytest.mark.parametrize("users", [2, 2000])
+def test_an_exact_constant_difference_is_not_infinitely_certain(users):
+    """Zero variance: the normal approximation alone gives 0."""
+    assert 0 < p_value(0.25, 0.0, users) <= 0.5
+    assert p_value(1e300, 1e-300, users) > 0
 
 
 def test_holm_on_a_hand_worked_example():
@@ -46,10 +70,10 @@ def test_holm_lies_between_the_p_value_and_bonferroni_and_keeps_the_order(p_valu
 
 def test_every_metric_is_a_family_of_its_own():
     def difference(mean):
-        return {"mean": mean, "half_width": 0.1, "n": 10}
+        return {"mean": mean, "half_width": 0.1, "n": 20, "differing": 20}
 
     pairs = [{"metrics": {"a": difference(m), "b": difference(1.0)}} for m in (0.11, 0.0, 0.02)]
-    pairs[1]["metrics"]["b"] = {"mean": None, "half_width": None, "n": 0}
+    pairs[1]["metrics"]["b"] = {"mean": None, "half_width": None, "n": 0, "differing": 0}
     marked = with_holm(pairs)
     assert [pair["metrics"]["a"]["survives_holm"] for pair in marked] == [False, False, False]  # 0.03 * 3 > 0.05
     assert marked[0]["metrics"]["a"]["p_value"] < 0.05

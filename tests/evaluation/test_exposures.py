@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
-from recpo.evaluation.exposures import auc, exposure_auc, first_events
-from recpo.evaluation.held_out import evaluate_ranking
+from recpo.evaluation.catalog_ranking import evaluate_ranking
+from recpo.evaluation.exposures import auc, exposure_auc, first_places
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.targets import Targets
 from recpo.feedback import FeedbackRule
@@ -54,7 +54,7 @@ def test_constant_scores_are_worth_nothing():
 def test_repeated_items_count_once():
     items = torch.tensor([[3, 5, 3, 0, 5]])
     mask = torch.tensor([[True, False, True, False, True]])
-    assert first_events(items, mask).tolist() == [[True, False, False, False, True]]
+    assert first_places(items, mask).tolist() == [[True, False, False, False, True]]
     liked, below = torch.tensor([[True, False, True, False, False]]), torch.tensor([[False, True, False, True, True]])
     items, logp = torch.tensor([[1, 2, 1, 3, 2]]), torch.tensor([[-2.0, -3.0, -2.0, -1.0, -3.0]])
     found = exposure_auc(logp, Targets(items, liked, torch.zeros_like(liked), below))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpo.evaluation.comparison import with_holm
+from recpo.evaluation.document import with_holm
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.page import html_report
 
@@ -19,7 +19,7 @@ TAIL = {"quantile_99": 9.0, "largest": 12.0, "largest_share": 0.02, "pareto_k": 
 
 
 def estimate(mean, half_width=0.01, n=200):
-    return {"mean": mean, "half_width": half_width, "n": n}
+    return {"mean": mean, "half_width": half_width, "n": n, "differing": n}
 
 
 def value(target, estimator, number, warnings=()):
@@ -37,6 +37,7 @@ def value(target, estimator, number, warnings=()):
         "propensity": "logged",
         "diagnostics": diagnostics,
         "warnings": list(warnings),
+        "standard_error": None if number is None else 0.05,
     }
 
 
@@ -71,7 +72,7 @@ def document_of(contenders):
             "ks": [5, 100],
             "num_items": 1000,
             "segments": {HOSTILE: ["few", "many"]},
-            "exclude_seen": True,
+            "exclude_past": True,
             "positive_threshold": 0.75,
         },
         "conventions": {"ndcg": HOSTILE},
@@ -166,7 +167,7 @@ values = st.floats(-1e6, 1e6)
 
 @given(st.lists(st.tuples(values, st.floats(0, 1e3)), min_size=1, max_size=6), st.booleans())
 def test_whatever_is_drawn_lies_within_the_chart(rows, with_zero):
-    intervals = [svg.Interval(HOSTILE, mean, mean - half, mean + half, "s0") for mean, half in rows]
+    intervals = [svg.IntervalRow(HOSTILE, mean, mean - half, mean + half, "s0") for mean, half in rows]
     drawn = ElementTree.fromstring(svg.interval_chart("t", "d", intervals, with_zero=with_zero))
     height = float(drawn.get("viewBox").split()[3])
     for circle in drawn.iter("circle"):
@@ -199,7 +200,7 @@ def test_bars_are_as_wide_and_as_high_as_their_shares():
 def test_an_empty_chart_is_still_a_chart():
     for drawn in (
         svg.interval_chart("t", "d", []),
-        svg.interval_chart("t", "d", [svg.Interval("a", None, None, None, "s0")]),
+        svg.interval_chart("t", "d", [svg.IntervalRow("a", None, None, None, "s0")]),
         svg.line_chart("t", "d", [], x_label="x"),
         svg.shares_chart("t", "d", []),
         svg.histogram_chart("t", "d", []),

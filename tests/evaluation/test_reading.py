@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 
-from recpo.evaluation.cautions import cautions
-from recpo.evaluation.comparison import with_holm
-from recpo.evaluation.reading import best_first, paired, reading
+from recpo.evaluation.document import with_holm
+from recpo.evaluation.reading import best_first, cautions, paired, reading
 
 
 def estimate(mean, half_width=0.01):
@@ -22,7 +21,7 @@ def document_of(means, half_width=0.01, kinds=None):
         {
             "name": name,
             "kind": kind,
-            "counts": counts | {"positive_events_removed_as_seen": 10},
+            "counts": counts | {"positive_events_excluded": 10},
             "metrics": {"NDCG@10": estimate(mean), "disliked@10": estimate(mean)},
             "off_policy": [],
         }
@@ -32,7 +31,9 @@ def document_of(means, half_width=0.01, kinds=None):
         {
             "contender": names[j],
             "against": names[i],
-            "metrics": {m: estimate(means[j] - means[i], half_width) for m in ("NDCG@10", "disliked@10")},
+            "metrics": {
+                m: {**estimate(means[j] - means[i], half_width), "differing": 200} for m in ("NDCG@10", "disliked@10")
+            },
         }
         for i in range(len(means))
         for j in range(i + 1, len(means))
@@ -48,6 +49,7 @@ def document_of(means, half_width=0.01, kinds=None):
 def entry(name, value, warnings=()):
     ends = {"low": value - 0.1, "high": value + 0.1}
     found = {"target": "policy", "estimator": "SNIPS", "value": value, "intervals": {"normal": ends, "bootstrap": ends}}
+    found |= {"standard_error": 0.1 / 1.959963984540054, "users": 200}
     return {**found, "warnings": list(warnings)}
 
 
@@ -120,7 +122,7 @@ def test_each_weakness_has_its_warning():
     assert cautions(changed(sound, users_with_positives=0))[0].startswith("No user has positives")
     assert cautions(changed(sound, users_with_dislikes=7))[0].startswith("Only 7 users have disliked items: too few")
     assert cautions(changed(sound, users_with_positives=70))[0].startswith("Only 70 users have positives: accuracy")
-    assert "60% of the positive events" in cautions(changed(sound, positive_events_removed_as_seen=600))[0]
+    assert "60% of the positive events" in cautions(changed(sound, positive_events_excluded=600))[0]
     on_valid = {**sound, "setting": sound["setting"] | {"split": "valid"}}
     assert "optimistic" in cautions(on_valid)[0]
     assert cautions({**on_valid, "setting": on_valid["setting"] | {"checkpoint": "last"}}) == []

@@ -9,18 +9,19 @@ import pytest
 import torch
 
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy
-from recpo.evaluation.held_out import evaluate_ranking
-from recpo.evaluation.intervals import estimate
+from recpo.evaluation.catalog_ranking import evaluate_ranking
+from recpo.evaluation.document import ContenderResult, metrics_document
+from recpo.evaluation.estimates import estimate
 from recpo.evaluation.item_facts import ItemFacts, ItemTags
 from recpo.evaluation.measures import Recommender
-from recpo.evaluation.report import Contender, lower_is_better, metrics_document
+from recpo.evaluation.reading import lower_is_better
 from recpo.evaluation.segments import history_length, item_duration, item_popularity, item_segments
 from recpo.feedback import FeedbackRule
 from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from tests.reference import ranking_loops
 
 ITEMS, USERS, KS = 40, 90, (5, 12)
-SETTING = {"exclude_seen": True, "positive_threshold": 0.75}
+SETTING = {"exclude_past": True, "positive_threshold": 0.75}
 
 
 def held_out(seed=0):
@@ -60,7 +61,7 @@ def scored():
         return Recommendations((top.indices + 1) * (top.values >= 0), top.values)
 
     def log_prob(feedback):
-        return scores[feedback.context_ids[:, None], feedback.slates.item_ids][..., None]
+        return scores[feedback.context_ids[:, None], feedback.slates.item_ids][..., None] - 1
 
     return Recommender(recommend, log_prob)
 
@@ -176,7 +177,7 @@ def test_graded_gains_of_quartiles():
 def test_the_document_holds_segments_and_totals():
     result = evaluated(torch.arange(USERS), [USERS])
     estimates = [{"ips": 0.5}]
-    contenders = [Contender("a", "bundle", result, estimates), Contender("b", "baseline", result)]
+    contenders = [ContenderResult("a", "bundle", result, estimates), ContenderResult("b", "baseline", result)]
     document = metrics_document(contenders, setting=SETTING, warnings=["few users"])
     entry = document["contenders"][0]
     assert document["warnings"] == ["few users"]
@@ -191,7 +192,7 @@ def test_the_document_holds_segments_and_totals():
 
 
 def test_the_document_holds_bootstrap_intervals_where_asked():
-    contenders = [Contender("a", "run", evaluated(torch.arange(USERS), [USERS]))]
+    contenders = [ContenderResult("a", "run", evaluated(torch.arange(USERS), [USERS]))]
     value = metrics_document(contenders, setting=SETTING, bootstrap_resamples=500)["contenders"][0]["metrics"]["NDCG@5"]
     assert value["low"] < value["mean"] < value["high"]
     assert value["high"] - value["low"] == pytest.approx(2 * value["half_width"], rel=0.25)
@@ -209,7 +210,7 @@ def test_differences_are_of_the_metrics_that_both_have():
     result = evaluated(torch.arange(USERS), [USERS])
     silent = {name: values for name, values in result.per_user.items() if not name.startswith("AUC")}
     other = type(result)(**{**vars(result), "per_user": silent})
-    contenders = [Contender("a", "baseline", other), Contender("b", "run", result)]
+    contenders = [ContenderResult("a", "baseline", other), ContenderResult("b", "run", result)]
     document = metrics_document(contenders, setting=SETTING)
     assert "AUC_other" not in document["differences"][0]["metrics"]
     assert np.isclose(document["differences"][0]["metrics"]["NDCG@5"]["mean"], 0)

@@ -9,10 +9,10 @@ import torch
 
 from recpo.artifacts import write_json
 from recpo.cli.main import main
-from recpo.cli.simulated_reward import TrueReward
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
+from recpo.evaluation.true_rewards import TrueReward
 from recpo.objectives.reward_model import TARGETS
 from recpo.rewards import WeightedSum
 from recpo.simulation.truth import Truth

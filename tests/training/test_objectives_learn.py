@@ -16,11 +16,11 @@ import recpo.objectives
 from recpo.advantages import GAEAdvantage, GroupNormalizedAdvantage, LeaveOneOutAdvantage, TernaryAdvantage
 from recpo.cli.prepare import prepare
 from recpo.cli.simulate import simulate
-from recpo.cli.true_rewards import true_rewards
 from recpo.data.datamodule import FeedbackDataModule, evaluation_batches
 from recpo.data.preference_lists import PreferenceListLayout
 from recpo.data.prepared import Prepared
 from recpo.data.slates import ImpressionLayout, SequenceLayout
+from recpo.evaluation.true_rewards import true_rewards
 from recpo.objectives import (
     ASPO,
     CISPO,

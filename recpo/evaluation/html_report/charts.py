@@ -9,8 +9,7 @@ from markupsafe import Markup
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.blocks import Figure, Figures
 from recpo.evaluation.html_report.tables import color, compared_pairs, metrics_at, ranked
-from recpo.evaluation.reading import Document, paired
-from recpo.evaluation.report import lower_is_better
+from recpo.evaluation.reading import Document, lower_is_better, paired
 
 _DOTTED = ("NDCG", "Recall", "MRR", "disliked", "true_reward", "true_dislike")
 _OVER_K = ("NDCG", "Recall", "HitRate", "disliked")
@@ -146,12 +145,12 @@ def _curve(run: str, points: Sequence[tuple[float, float]], place: dict[str, int
     return svg.Line(run, [svg.Point(step, value) for step, value in points], color(place[run]))
 
 
-def _interval(label: str, value: Document | None, style: str) -> svg.Interval:
+def _interval(label: str, value: Document | None, style: str) -> svg.IntervalRow:
     if value is None or value["mean"] is None:
-        return svg.Interval(label, None, None, None, style)
+        return svg.IntervalRow(label, None, None, None, style)
     mean, half_width = value["mean"], value["half_width"]
     low, high = (None, None) if half_width is None else (mean - half_width, mean + half_width)
-    return svg.Interval(label, mean, low, high, style)
+    return svg.IntervalRow(label, mean, low, high, style)
 
 
 def _points(values: Sequence[tuple[float, Document | None]]) -> list[svg.Point]:

@@ -6,7 +6,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from recpo.evaluation.html_report import charts, tables
 from recpo.evaluation.html_report.blocks import Block, Details, Figures, Lines, Listing, Section, Text
-from recpo.evaluation.html_report.value import value_blocks
+from recpo.evaluation.html_report.off_policy_section import value_blocks
 from recpo.evaluation.reading import Document, reading
 
 
@@ -14,8 +14,7 @@ def html_report(document: Document) -> str:
     """The whole page. Everything in it comes from ``document``; nothing is loaded from elsewhere.
 
     Args:
-        document: see ``recpo.evaluation.report.metrics_document``, with ``labels``, ``training`` and ``provenance`` as
-            ``recpo evaluate`` adds them.
+        document: see ``recpo.evaluation.document.evaluation_document``.
     """
     sections = [section for section in _sections(document) if section.blocks]
     environment = Environment(

@@ -19,7 +19,7 @@ _LONGEST_NAME = 12  # of a place on the x axis
 _MOST_WITH_WHISKERS = 4
 
 
-class Interval(NamedTuple):
+class IntervalRow(NamedTuple):
     """One row of a chart of intervals.
 
     Attributes:
@@ -70,7 +70,7 @@ class Histogram(NamedTuple):
     remark: str
 
 
-def interval_chart(title: str, description: str, rows: Sequence[Interval], *, with_zero: bool = False) -> str:
+def interval_chart(title: str, description: str, rows: Sequence[IntervalRow], *, with_zero: bool = False) -> str:
     """Dots with whiskers, one row each, over a common axis; ``with_zero`` puts 0 on it and marks it."""
     height = _ROW * len(rows) + _AXIS + 4
     svg = _svg(title, description, height)

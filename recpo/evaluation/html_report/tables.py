@@ -7,8 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from recpo.evaluation.html_report.blocks import Cell, Details, Row, Table
-from recpo.evaluation.reading import Document, best_first, paired, with_interval
-from recpo.evaluation.report import lower_is_better
+from recpo.evaluation.reading import Document, best_first, lower_is_better, paired, with_interval
 
 ACCURACY = ("NDCG", "Recall", "HitRate", "MRR", "MAP", "Precision", "gNDCG")
 DISLIKES = ("disliked", "disliked_hit_rate", "disliked_MRR", "disliked_rank")

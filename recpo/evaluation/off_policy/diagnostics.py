@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+from recpo.evaluation.estimates import Interval
 from recpo.evaluation.off_policy.estimators import DM, ClippedIPS, Estimator, NaiveAverage
-from recpo.evaluation.off_policy.intervals import Interval
 from recpo.evaluation.off_policy.propensities import PropensitySource
 from recpo.evaluation.off_policy.weights import WeightTail
 
@@ -29,11 +30,13 @@ class Diagnostics(NamedTuple):
         effective_rows: ``(sum w)^2 / sum w^2`` over rows: so many rows of equal weight say as much.
         effective_users: the same over the users' sums of weights, the units of the intervals.
         mean_weight: mean of the weights. Its expectation is the share of the target policy's probability on items that
-            the logging policy can show: 1 where propensities are right and nothing is missing.
+            the logging policy can show: 1 where propensities are right and nothing is missing, less ``no_item_share``.
         mean_weight_interval: its normal 99 % interval over users.
         tail: the upper end of the weights.
         unsupported_share: share of the target policy's choices (places of its lists, or draws from it) that are items
             which no row of the log shows to anybody; nan where the policy cannot be drawn from.
+        no_item_share: share of its draws that are no item (codes of none, where a policy over semantic ids is
+            normalized over the codebook): they earn 0; nan where it cannot be drawn from.
     """
 
     rows: int
@@ -46,6 +49,7 @@ class Diagnostics(NamedTuple):
     mean_weight_interval: Interval
     tail: WeightTail
     unsupported_share: float
+    no_item_share: float = math.nan
 
 
 def warnings_of(estimator: Estimator, diagnostics: Diagnostics, source: PropensitySource) -> tuple[str, ...]:
@@ -59,6 +63,11 @@ def warnings_of(estimator: Estimator, diagnostics: Diagnostics, source: Propensi
         found.append(f"biased, for rewards >= 0 towards 0: weights above {estimator.limit:g} are cut")
     if estimator.reads_weights:
         found += _about_size(diagnostics) + _about_tail(diagnostics.tail) + _about_support(diagnostics)
+        if estimator.self_normalized and diagnostics.no_item_share > MEAN_WEIGHT_TOLERANCE:
+            found.append(
+                f"biased: {diagnostics.no_item_share:.0%} of the policy's draws are no item, which self-normalized "
+                "estimators leave out; IPS and DR count them as a reward of 0"
+            )
         if source == "estimated":
             found.append("propensities are estimated: they know how often an item was shown, not to whom")
     return tuple(found)
@@ -92,13 +101,15 @@ def _about_support(diagnostics: Diagnostics) -> list[str]:
     found = []
     interval = diagnostics.mean_weight_interval
     # a policy close to the logging policy has hardly any spread: rounded propensities are not wrong ones
-    if abs(diagnostics.mean_weight - 1) > MEAN_WEIGHT_TOLERANCE and (interval.low > 1 or interval.high < 1):
+    expected = 1 - (0.0 if math.isnan(diagnostics.no_item_share) else diagnostics.no_item_share)
+    off = abs(diagnostics.mean_weight - expected) > MEAN_WEIGHT_TOLERANCE
+    if off and (interval.low > expected or interval.high < expected):
         cause = (
             "propensities are wrong, or the policy wants items that the log cannot show"
-            if interval.high < 1
+            if interval.high < expected
             else "propensities are wrong"
         )
-        found.append(f"the mean weight is {diagnostics.mean_weight:.3g}, expected 1: {cause}")
+        found.append(f"the mean weight is {diagnostics.mean_weight:.3g}, expected {expected:.3g}: {cause}")
     if diagnostics.unsupported_share > LARGEST_UNSUPPORTED_SHARE:
         found.append(
             f"{diagnostics.unsupported_share:.0%} of what the policy would show are items that no row shows: "

@@ -18,6 +18,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from recpo.errors import RecpoError
+
 FloatArray = NDArray[np.floating]
 
 
@@ -30,7 +32,8 @@ class Rows(NamedTuple):
         propensity: ``[N]`` probability ``p(a | x) > 0`` of the logged item under the policy that made the log.
         q_hat: ``[N]`` a reward model's prediction for the logged item; None = there is no model.
         v_hat: ``[N]`` the model's value of the target policy in the row's context, ``E_{a ~ pi}[q_hat(x, a)]`` exactly
-            or as an unbiased Monte-Carlo estimate whose draws do not depend on the logged item.
+            or as an unbiased Monte-Carlo estimate whose draws do not depend on the logged item. Where the probabilities
+            of the items sum to less than 1, the sum is over the items: the rest earns 0.
     """
 
     reward: FloatArray
@@ -41,7 +44,14 @@ class Rows(NamedTuple):
 
     @property
     def weight(self) -> FloatArray:
-        """Importance weights ``w = pi(a | x) / p(a | x)``, ``[N]``."""
+        """Importance weights ``w = pi(a | x) / p(a | x)``, ``[N]``.
+
+        Raises:
+            RecpoError: a propensity that is not above 0: what the logging policy never shows has no weight.
+        """
+        if not (self.propensity > 0).all():
+            row = int((~(self.propensity > 0)).argmax())
+            raise RecpoError(f"the propensity of row {row} is {self.propensity[row]:g}, expected above 0: leave it out")
         return np.asarray(self.target / self.propensity)
 
 
@@ -59,6 +69,7 @@ class Estimator(ABC):
         name: in results and tables.
         reads_weights: it uses importance weights, so it is only as good as they are.
         reads_model: it needs ``q_hat`` and ``v_hat``.
+        self_normalized: it divides by the sum of the weights, as if they had the mean 1.
         num_ratios: J.
     """
 
@@ -66,6 +77,7 @@ class Estimator(ABC):
     num_ratios: ClassVar[int] = 1
     reads_weights: ClassVar[bool] = True
     reads_model: ClassVar[bool] = False
+    self_normalized: ClassVar[bool] = False
 
     @abstractmethod
     def terms(self, rows: Rows) -> Terms:
@@ -120,6 +132,7 @@ class SNIPS(Estimator):
     """
 
     name: ClassVar[str] = "SNIPS"
+    self_normalized: ClassVar[bool] = True
 
     def terms(self, rows: Rows) -> Terms:
         """See ``Estimator``."""
@@ -163,6 +176,7 @@ class SNDR(Estimator):
     """Self-normalized doubly robust, ``mean(v_hat) + sum(w (r - q_hat)) / sum(w)`` (Thomas and Brunskill, 2016)."""
 
     name: ClassVar[str] = "SNDR"
+    self_normalized: ClassVar[bool] = True
     num_ratios: ClassVar[int] = 2
     reads_model: ClassVar[bool] = True
 

@@ -12,12 +12,11 @@ from torch import Tensor
 from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
 from recpo.evaluation.measures import Observed
-from recpo.evaluation.off_policy.estimation import result_of
+from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel
 from recpo.evaluation.off_policy.estimators import LoggedMean, Rows
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import Propensities
-from recpo.evaluation.off_policy.result import LOGGING_POLICY, OffPolicyResult
-from recpo.evaluation.off_policy.reward_model import AdditiveRewardModel
+from recpo.evaluation.off_policy.results import LOGGING_POLICY, POLICY, OffPolicyResult, result_of
 from recpo.evaluation.off_policy.target_sums import TargetSums
 from recpo.evaluation.ranking import is_member
 from recpo.types import Histories
@@ -31,7 +30,8 @@ class OffPolicyMeasure:
 
     The policy is frozen at the start of the period: its choices depend on the user's history up to there, and every
     exposure of the period is one occasion to choose. That is a valid context for any logging policy, whatever it
-    learned in between. Two targets: ``policy``, an item drawn from the policy, where it gives exact probabilities; and
+    learned in between. Two targets: ``policy``, an item drawn from the policy, where it gives exact probabilities (a
+    draw that is no item shows nothing and earns 0); and
     ``top_k``, an item drawn uniformly from its list of k, whose value is the mean reward over the k places.
 
     Memory: some numbers per user and per item. ``result`` has the estimates; ``update`` and ``totals`` give none.
@@ -88,7 +88,8 @@ class OffPolicyMeasure:
             sums = self._targets.setdefault(name, TargetSums(self._options.estimators(bool(model)), self._num_items))
             sums.update(who, what, Rows(*columns))
             if choice.items is not None:
-                sums.add_choices(choice.items.flatten().cpu().numpy())
+                chosen = choice.items.flatten() if name == POLICY else choice.items[choice.items > 0]
+                sums.add_choices(chosen.cpu().numpy())
         self._batches += 1
         return {}
 
@@ -125,15 +126,15 @@ class OffPolicyMeasure:
         choices = {}
         if observed.logp is not None:
             drawn = self._draw(batch.histories)
-            value = self._value(observed.batch.user_ids, drawn)
-            choices["policy"] = _Choice(observed.logp.double().exp(), drawn, value)
+            # a policy may draw no item (codes of none, where they are normalized over the codebook): that earns nothing
+            choices[POLICY] = _Choice(observed.logp.double().exp(), drawn, self._value(observed.batch.user_ids, drawn))
         for k in self._ks:
             if lists.shape[1] < min(k, self._num_items):
                 raise RecpoError(f"off-policy value: top_k asks for {k} places, the lists have {lists.shape[1]}")
             first = lists[:, :k]
-            length = (first > 0).sum(1, keepdim=True).clamp_min(1)
-            probability = is_member(batch.slates.item_ids, first).double() / length
-            choices[f"top_{k}"] = _Choice(probability, first, self._value(observed.batch.user_ids, first))
+            filled = (first > 0).sum(1)
+            probability = is_member(batch.slates.item_ids, first).double() / filled.clamp_min(1)[:, None]
+            choices[f"top_{k}"] = _Choice(probability, first, self._value(observed.batch.user_ids, first, filled))
         return choices
 
     def _draw(self, histories: Histories) -> Tensor | None:
@@ -143,12 +144,16 @@ class OffPolicyMeasure:
             torch.manual_seed(self._options.seed + self._batches)
             return self._sample(histories, self._options.samples)
 
-    def _value(self, users: Tensor, items: Tensor | None) -> Tensor | None:
-        """The reward model's mean over ``items [B, n]``, of which 0 is none: ``[B]``."""
+    def _value(self, users: Tensor, items: Tensor | None, number: Tensor | None = None) -> Tensor | None:
+        """The reward model's sum over ``items [B, n]``, of which 0 is none and worth 0, over ``number [B]`` (n): [B].
+
+        Of draws n, so that it is ``sum_a pi(a) q_hat(a)`` also where the probabilities of the items sum to less than 1;
+        of a list the number of its filled places, one of which is shown.
+        """
         if self._model is None or items is None:
             return None
-        present = items > 0
-        return (self._model(users, items) * present).sum(1) / present.sum(1).clamp_min(1)
+        total = (self._model(users, items) * (items > 0)).sum(1)
+        return total / (items.shape[1] if number is None else number.clamp_min(1))
 
     def _check_range(self, reward: Tensor) -> None:
         if self._options.reward_range is None or not len(reward):

@@ -1,4 +1,4 @@
-"""What is kept of one target policy while the log streams by, and what follows from it."""
+"""Sums per user of what one target policy's estimates and diagnostics need: memory grows with users, not with rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,63 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recpo.evaluation.off_policy.cluster_sums import ClusterSums, IntArray
 from recpo.evaluation.off_policy.diagnostics import MEAN_WEIGHT_LEVEL, Diagnostics
 from recpo.evaluation.off_policy.estimators import Estimator, FloatArray, Rows, sum_of_ratios
-from recpo.evaluation.off_policy.intervals import influence, normal_interval
+from recpo.evaluation.off_policy.ratio_intervals import influence, normal_interval
 from recpo.evaluation.off_policy.weights import WeightDistribution, effective_sample_size
 
+IntArray = NDArray[np.integer]
+
 _ROW, _WEIGHT, _SQUARED_WEIGHT, _OWN_COLUMNS = 0, 1, 2, 3
+
+
+class Clusters(NamedTuple):
+    """What was added up.
+
+    Attributes:
+        users: ``[U]`` int64, ascending.
+        sums: ``[U, K]`` float64, sums over the user's rows.
+        rows: ``[U]`` int64, how many they are.
+    """
+
+    users: IntArray
+    sums: FloatArray
+    rows: IntArray
+
+
+class ClusterSums:
+    """Adds up columns of rows per user; a user's rows may come in several chunks."""
+
+    def __init__(self, num_columns: int) -> None:
+        self._merged = Clusters(np.zeros(0, np.int64), np.zeros((0, num_columns)), np.zeros(0, np.int64))
+        self._pending: list[Clusters] = []
+
+    def update(self, users: IntArray, columns: FloatArray) -> None:
+        """Adds rows: ``users [N]`` and ``columns [N, K]``."""
+        if not len(users):
+            return
+        self._pending.append(_summed(np.asarray(users, np.int64), columns, np.ones(len(users), np.int64)))
+        if sum(len(part.users) for part in self._pending) > len(self._merged.users):
+            self._merge()  # at every doubling: each user is merged a logarithmic number of times
+
+    def compute(self) -> Clusters:
+        """The sums so far."""
+        if self._pending:
+            self._merge()
+        return self._merged
+
+    def _merge(self) -> None:
+        parts = [self._merged, *self._pending]
+        users, sums, rows = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        self._merged, self._pending = _summed(users, sums, rows), []
+
+
+def _summed(users: IntArray, columns: FloatArray, rows: IntArray) -> Clusters:
+    distinct, position = np.unique(users, return_inverse=True)
+    sums = np.empty((len(distinct), columns.shape[1]))
+    for column, values in enumerate(columns.T):
+        sums[:, column] = np.bincount(position, values, len(distinct))
+    return Clusters(distinct, sums, np.bincount(position, rows, len(distinct)).astype(np.int64))
 
 
 class TargetTotals(NamedTuple):
@@ -59,7 +109,7 @@ class TargetSums:
         self._sums.update(users, np.concatenate([own, *terms], axis=1))
 
     def add_choices(self, items: IntArray) -> None:
-        """Counts what the target policy would show: item ids, 0 = nothing."""
+        """Counts what the target policy would show: item ids, 0 = a draw that is no item."""
         self._chosen += np.bincount(items, minlength=len(self._chosen))
 
     def compute(self, *, by_user: bool, rows_without_reward: int, rows_without_propensity: int) -> TargetTotals:
@@ -86,12 +136,13 @@ class TargetSums:
             mean_weight=mean_weight,
             mean_weight_interval=normal_interval(influence(against_rows), mean_weight, MEAN_WEIGHT_LEVEL),
             tail=self._weights.compute(),
-            unsupported_share=self._unsupported_share(self._chosen[1:], self._shown[1:]),
+            unsupported_share=_share(self._chosen[1:][~self._shown[1:]], self._chosen[1:]),
+            no_item_share=_share(self._chosen[:1], self._chosen),
         )
         by_estimator = {estimator: sums[:, columns] for estimator, columns in self._columns.items()}
         return TargetTotals(clusters.users, clusters.rows, by_estimator, diagnostics)
 
-    @staticmethod
-    def _unsupported_share(chosen: IntArray, shown: NDArray[np.bool_]) -> float:
-        total = int(chosen.sum())
-        return float(chosen[~shown].sum() / total) if total else np.nan
+
+def _share(part: IntArray, whole: IntArray) -> float:
+    total = int(whole.sum())
+    return float(part.sum() / total) if total else np.nan

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
-from recpo.evaluation.held_out import evaluate_ranking
+from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.measures import Observed, Recommender
-from recpo.evaluation.off_policy.estimation import result_of_rows
+from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel
 from recpo.evaluation.off_policy.estimators import Rows
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import EstimatedPropensities, LoggedPropensities, UniformPropensities
-from recpo.evaluation.off_policy.reward_model import AdditiveRewardModel
+from recpo.evaluation.off_policy.results import result_of_rows
 from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 
 ITEMS, PLACES = 12, 3
@@ -59,6 +59,7 @@ def log(users=40, seed=0, batch=16):
             visible=torch.from_numpy(mask.astype(np.int64)),
             mask=torch.from_numpy(mask),
             label=torch.zeros(mask.shape),
+            positive=torch.zeros(mask.shape, dtype=torch.bool),
             reward=torch.from_numpy(np.where(mask, rng.random(mask.shape), np.nan)),
             logp_behavior=torch.from_numpy(np.where(mask, np.log(propensity[rows[:, None], item]), np.nan)),
             is_random=torch.from_numpy(mask & (rng.random(mask.shape) < 0.5)),
@@ -332,5 +333,5 @@ def test_it_is_a_measure_of_the_one_pass():
     contender = Contender()
     measure = OffPolicyMeasure(CALM, reward=Given(), propensities=LoggedPropensities(), num_items=ITEMS, ks=[PLACES])
     recommender = Recommender(contender.recommend, contender.log_prob)
-    evaluate_ranking(recommender, log(), num_items=ITEMS, ks=[PLACES], exclude_seen=False, measures=[measure])
+    evaluate_ranking(recommender, log(), num_items=ITEMS, ks=[PLACES], exclude_past=False, measures=[measure])
     assert measure.result().as_json() == measured(log(), contender).as_json()

@@ -9,15 +9,15 @@ from scipy.stats import kendalltau
 
 from recpo.cli.prepare import prepare
 from recpo.cli.simulate import simulate
-from recpo.cli.true_rewards import true_rewards
 from recpo.contracts import RewardFunction
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.evaluation.measures import Observed
+from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel, RewardedExposures
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import EstimatedPropensities, LoggedPropensities, UniformPropensities
-from recpo.evaluation.off_policy.reward_model import AdditiveRewardModel, RewardedExposures
+from recpo.evaluation.true_rewards import true_rewards
 from recpo.rewards import LoggedReward
 from recpo.types import Recommendations, Slates
 

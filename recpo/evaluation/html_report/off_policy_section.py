@@ -9,7 +9,7 @@ from markupsafe import Markup
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.blocks import Block, Cell, Details, Figure, Figures, Lines, Row, Table, Text
 from recpo.evaluation.html_report.tables import color
-from recpo.evaluation.off_policy.result import LOGGING_POLICY
+from recpo.evaluation.off_policy.results import LOGGING_POLICY
 from recpo.evaluation.reading import Document
 
 _SHOWN = ("SNIPS", "DR")  # one without and one with a reward model
@@ -79,10 +79,10 @@ def _chart(document: Document, target: str, estimator: str) -> Figure:
     for place, contender in enumerate(document["contenders"]):
         entry = _estimates(contender, target).get(estimator)
         if entry is not None:
-            rows.append(svg.Interval(contender["name"], entry["value"], *_ends(entry), color(place)))
+            rows.append(svg.IntervalRow(contender["name"], entry["value"], *_ends(entry), color(place)))
     logged = _logged(document)
     if logged is not None:
-        rows.append(svg.Interval(LOGGING_POLICY, logged["value"], *_ends(logged), "reference"))
+        rows.append(svg.IntervalRow(LOGGING_POLICY, logged["value"], *_ends(logged), "reference"))
     title = f"{estimator}, {target}"
     drawn = svg.interval_chart(title, f"value by {estimator} with bootstrap intervals", rows)
     return Figure(title, Markup(drawn), "mean reward per exposure")

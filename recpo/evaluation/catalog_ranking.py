@@ -5,21 +5,33 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from recpo.errors import RecpoError
-from recpo.evaluation.accuracy import Gain, accuracy, accuracy_of_bin, graded_accuracy
 from recpo.evaluation.beyond_accuracy import Exposure
+from recpo.evaluation.estimates import Estimate, estimate
 from recpo.evaluation.exposures import exposure_auc
-from recpo.evaluation.intervals import Estimate, estimate
 from recpo.evaluation.measures import Measure, Observed, Recommender
-from recpo.evaluation.ranking import is_member, ranked_hits
+from recpo.evaluation.ranking import (
+    accuracy,
+    accuracy_of_bin,
+    first_places,
+    graded_hits,
+    graded_ndcg,
+    is_member,
+    named,
+    ranked_hits,
+)
 from recpo.evaluation.segments import ItemSegment, UserSegment
 from recpo.evaluation.targets import Targets, held_out_targets
-from recpo.types import EvaluationBatch
+from recpo.types import EvaluationBatch, Recommendations
 
+Gain = Literal["linear", "exponential"]
+
+_ROUNDING = 1e-3  # log-probabilities of nearly certain items may lie so far above 0
 _Parts = dict[str, list[Tensor]]
 
 
@@ -61,9 +73,17 @@ class RankingResult:
         Raises:
             ValueError: the two were not evaluated on the same users.
         """
+        return estimate(self._per_user_difference(other, metric))
+
+    def differing(self, other: RankingResult, metric: str) -> int:
+        """Users for whom both are defined and differ."""
+        difference = self._per_user_difference(other, metric)
+        return int(((difference != 0) & ~difference.isnan()).sum())
+
+    def _per_user_difference(self, other: RankingResult, metric: str) -> Tensor:
         if not torch.equal(self.user_ids, other.user_ids):
             raise ValueError("a paired difference needs both results on the same users in the same order")
-        return estimate(self.per_user[metric].double() - other.per_user[metric].double())
+        return self.per_user[metric].double() - other.per_user[metric].double()
 
     def segments(self) -> dict[str, dict[str, dict[str, Estimate]]]:
         """Segment to bin to metric to its mean over the bin's users, or over the users with targets in the bin."""
@@ -90,7 +110,7 @@ def evaluate_ranking(
     *,
     num_items: int,
     ks: Sequence[int] = (10, 50),
-    exclude_seen: bool = True,
+    exclude_past: bool = True,
     gain: Gain = "linear",
     measures: Sequence[Measure] = (),
     user_segments: Sequence[UserSegment] = (),
@@ -106,7 +126,7 @@ def evaluate_ranking(
         batches: held-out users.
         num_items: catalog size.
         ks: list lengths.
-        exclude_seen: nothing from ``EvaluationBatch.exclude`` may be recommended. Held-out events of it cannot be
+        exclude_past: nothing from ``EvaluationBatch.exclude`` may be recommended. Held-out events of it cannot be
             ranked then, so they are removed from the targets and counted. False keeps both.
         gain: of the graded NDCG, see ``graded_accuracy``.
         measures: metrics beside these; instances that have not seen a pass yet.
@@ -114,32 +134,79 @@ def evaluate_ranking(
         item_segments: HitRate, Recall and NDCG of each bin's targets.
 
     Raises:
-        RecpoError: no user, ``ks`` that are no list lengths, or a recommender that shows what it was told to exclude,
-            shows an item twice, or gives log-probabilities that are nan.
+        RecpoError: no user, ``ks`` that are no list lengths, or an answer that ``validate_answer`` does not accept.
         ValueError: two measures give a metric of the same name.
     """
-    if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
-        raise RecpoError(f"ks must be different whole numbers from 1 on, such as [10, 50]; got {list(ks)}")
+    validate_ks(ks)
     collected = _Collected(ks, gain, [Exposure(num_items, ks), *measures], user_segments, item_segments)
     for batch in batches:
         with torch.inference_mode():
-            exclude = batch.exclude if exclude_seen else None
+            exclude = batch.exclude if exclude_past else None
             lists = recommender.recommend(batch.feedback.histories, min(max(ks), num_items), exclude)
             logp = recommender.log_prob(batch.feedback).sum(-1) if recommender.log_prob else None
-            _refuse_nonsense(lists.item_ids, exclude, logp)
+            validate_answer(recommender, lists, exclude, logp, batch.feedback.slates.mask)
             targets = collected.rankable(held_out_targets(batch), exclude)
             collected.add(Observed(batch, lists, targets, logp))
     return collected.result()
 
 
-def _refuse_nonsense(item_ids: Tensor, exclude: Tensor | None, logp: Tensor | None) -> None:
+def validate_ks(ks: Sequence[int]) -> None:
+    """Raises ``RecpoError`` where ``ks`` are no list lengths."""
+    if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
+        raise RecpoError(f"ks must be different whole numbers from 1 on, such as [10, 50]; got {list(ks)}")
+
+
+def validate_answer(
+    recommender: Recommender, lists: Recommendations, exclude: Tensor | None, logp: Tensor | None, mask: Tensor
+) -> None:
+    """Raises where what a contender answered has no meaningful metrics.
+
+    Args:
+        recommender: who answered.
+        lists: its lists.
+        exclude: ``[B, M]`` items that it was told not to list; None = none.
+        logp: ``[B, S]`` log-probabilities of the held-out slates; None = it does not score.
+        mask: ``[B, S]`` bool, the places of the slates that are filled.
+
+    Raises:
+        RecpoError: an item that was to be excluded, an item twice in one list, or log-probabilities that are nan or
+            above 0.
+    """
+    name, item_ids = recommender.name, lists.item_ids
     if exclude is not None and bool(is_member(item_ids, exclude).any()):
-        raise RecpoError("the recommender returned items that it was told to exclude; its metrics mean nothing")
-    ordered = item_ids.sort(1).values
-    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] > 0)).any()):
-        raise RecpoError("the recommender returned an item twice in one list; its metrics mean nothing")
-    if logp is not None and bool(logp.isnan().any()):
-        raise RecpoError("the recommender's log-probabilities are nan; was its training stable?")
+        raise RecpoError(f"{name} returned items that it was told to exclude; its metrics would mean nothing")
+    if bool((~first_places(item_ids, item_ids > 0) & (item_ids > 0)).any()):
+        raise RecpoError(f"{name} returned an item twice in one list; its metrics would mean nothing")
+    _validate_logp(name, "held-out items", logp, mask)
+    if recommender.scores_are_logp:
+        _validate_logp(name, "listed items", lists.scores, item_ids > 0)
+
+
+def _validate_logp(name: str, what: str, logp: Tensor | None, mask: Tensor) -> None:
+    if logp is None:
+        return
+    logp = logp.masked_fill(~mask, 0.0)
+    if bool(logp.isnan().any()):
+        raise RecpoError(f"{name} gave {what} log-probabilities that are nan; was its training stable?")
+    if bool((logp > _ROUNDING).any()):
+        raise RecpoError(
+            f"{name} gave {what} log-probabilities up to {float(logp.max()):.4g}, expected at most 0: they are no "
+            "log-probabilities, so its values would mean nothing; normalize them"
+        )
+
+
+def graded_accuracy(observed: Observed, ks: Sequence[int], gain: Gain = "linear") -> dict[str, Tensor]:
+    """``gNDCG@k``: NDCG whose gains come from the labels of all held-out items, liked or not.
+
+    Linear: the gain is the label q. Exponential: ``2^level - 1`` with the quarter ``level = min(floor(4 q), 3)``, so
+    0, 1, 3, 7. A disliked item has gain 0, an item with several events the largest of their gains.
+    """
+    targets, label = observed.targets, observed.batch.feedback.slates.label
+    assert label is not None  # the targets were made of it
+    labeled = targets.positive | targets.other
+    gains = label if gain == "linear" else torch.exp2((4 * label).floor().clamp(max=3)) - 1
+    hits = graded_hits(observed.lists.item_ids, targets.item_ids, torch.where(labeled, gains, 0.0))
+    return named(ks, gNDCG=graded_ndcg(hits, ks))
 
 
 class _Collected:
@@ -169,7 +236,7 @@ class _Collected:
             ("disliked", targets.disliked, kept.disliked),
         ):
             self._counts[f"{kind}_events"] += int(before.sum())
-            self._counts[f"{kind}_events_removed_as_seen"] += int(before.sum()) - int(after.sum())
+            self._counts[f"{kind}_events_excluded"] += int(before.sum()) - int(after.sum())
         return kept
 
     def add(self, observed: Observed) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from recpo.contracts import Policy, RewardFunction
 from recpo.data.prepared import Events, Prepared
+from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel, RewardedExposures
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import (
@@ -17,7 +18,6 @@ from recpo.evaluation.off_policy.propensities import (
     Propensities,
     UniformPropensities,
 )
-from recpo.evaluation.off_policy.reward_model import AdditiveRewardModel, RewardedExposures
 from recpo.types import FeedbackBatch, Histories, Slates
 
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.cli.off_policy import off_policy_setting
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.evaluation.baselines import Popularity
-from recpo.evaluation.held_out import evaluate_ranking
+from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.off_policy.setting import off_policy_setting
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards import LoggedReward
 
@@ -27,7 +27,7 @@ def evaluated(root, propensity, policy=None):
         else Recommender(policy.recommend, policy.log_prob)
     )
     batches = evaluation_batches(root, "test", 20, 32)
-    evaluate_ranking(recommender, batches, num_items=data.num_items, ks=KS, exclude_seen=False, measures=[measure])
+    evaluate_ranking(recommender, batches, num_items=data.num_items, ks=KS, exclude_past=False, measures=[measure])
     return setting, measure.result()
 
 

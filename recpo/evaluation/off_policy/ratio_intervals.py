@@ -8,25 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtri
 
+from recpo.evaluation.estimates import Interval
 from recpo.evaluation.off_policy.estimators import FloatArray, sum_of_ratios
-
-
-class Interval(NamedTuple):
-    """A confidence interval; nan where it is not defined."""
-
-    low: float
-    high: float
-
-    @property
-    def excludes_zero(self) -> bool:
-        """The sign is settled at the interval's level."""
-        return self.low > 0 or self.high < 0
-
 
 _CELLS_AT_ONCE = 1 << 21  # of a resamples x users matrix
 
@@ -52,11 +39,17 @@ def normal_interval(influences: FloatArray, value: float, level: float = 0.95) -
         value: the estimate.
         level: probability with which the interval is to contain what is estimated.
     """
-    users = len(influences)
-    if users < 2 or math.isnan(value):
+    error = standard_error(influences)
+    if math.isnan(error) or math.isnan(value):
         return NOWHERE
-    half_width = float(ndtri((1 + level) / 2)) * math.sqrt(users / (users - 1) * float((influences**2).sum()))
+    half_width = float(ndtri((1 + level) / 2)) * error
     return Interval(value - half_width, value + half_width)
+
+
+def standard_error(influences: FloatArray) -> float:
+    """``sqrt(U / (U - 1) sum_u influence_u^2)`` of ``influences [U]``; nan below two users."""
+    users = len(influences)
+    return math.sqrt(users / (users - 1) * float((influences**2).sum())) if users > 1 else math.nan
 
 
 def bootstrap_values(samples: Sequence[FloatArray], resamples: int, seed: int) -> list[FloatArray]:

@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 import torch
 
-from recpo.cli.item_facts import ItemFeatures, item_facts
-from recpo.cli.training_curves import training_curves
-from recpo.cli.true_rewards import true_rewards
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
+from recpo.evaluation.item_facts import ItemFeatures, item_facts
+from recpo.evaluation.true_rewards import true_rewards
+from recpo.training.curves import training_curves
 
 
 def write(frame, path):

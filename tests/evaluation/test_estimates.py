@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
-from recpo.evaluation import intervals
-from recpo.evaluation.intervals import bootstrap_interval, estimate
+from recpo.evaluation import estimates
+from recpo.evaluation.estimates import bootstrap_interval, estimate, estimate_over_seeds
 
 
 def test_bootstrap_of_means_agrees_with_the_normal_interval():
@@ -42,7 +43,7 @@ def test_bootstrap_covers_the_truth_at_its_level():
 def test_bootstrap_is_reproducible_whatever_is_held_at_once(monkeypatch):
     values = torch.rand(50, 3, generator=torch.Generator().manual_seed(0))
     once = bootstrap_interval(values, resamples=64, seed=3)
-    monkeypatch.setattr(intervals, "_DRAWS_AT_ONCE", 500)
+    monkeypatch.setattr(estimates, "_DRAWS_AT_ONCE", 500)
     torch.testing.assert_close(bootstrap_interval(values, resamples=64, seed=3), once)
     assert not torch.equal(bootstrap_interval(values, resamples=64, seed=4)[0], once[0])
 
@@ -55,3 +56,22 @@ def test_bootstrap_of_nothing_is_nan():
 def test_constant_values_have_no_width():
     low, high = bootstrap_interval(torch.full((20, 1), 0.25), resamples=50)
     assert low.item() == high.item() == 0.25
+
+
+def test_three_seeds_by_hand():
+    mean, half_width, n = estimate_over_seeds([1.0, 2.0, 3.0])
+    assert (mean, n) == (2.0, 3)
+    assert half_width == pytest.approx(4.302652729911275 / 3**0.5)  # t of 2 degrees of freedom, standard deviation 1
+
+
+def test_it_is_scipys_interval():
+    values = [0.3, 0.1, 0.7, 0.2]
+    low, high = stats.t.interval(0.9, 3, loc=sum(values) / 4, scale=stats.sem(values))
+    found = estimate_over_seeds(values, level=0.9)
+    assert found.mean - found.half_width == pytest.approx(low)
+    assert found.mean + found.half_width == pytest.approx(high)
+
+
+def test_one_seed_gives_no_interval():
+    with pytest.raises(ValueError, match="at least two"):
+        estimate_over_seeds([1.0])

@@ -1,0 +1,128 @@
+"""Whom an evaluation compares: everybody is a recommender of internal ids; here are the baselines among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+
+from recpo.contracts import Policy
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.evaluation.baselines import Popularity, UniformlyRandom, decayed_counts
+from recpo.evaluation.cooccurrence import CooccurrenceBaseline, CooccurrenceOptions, EventChunk, neighbors_of
+from recpo.evaluation.document import Kind
+from recpo.evaluation.measures import Recommender
+from recpo.evaluation.off_policy.results import LOGGING_POLICY
+
+Baseline = Literal["popularity", "positives", "recency", "cooccurrence", "random"]
+
+#: Names of all baselines.
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
+
+_MILLISECONDS_PER_DAY = 86_400_000
+
+
+class Loaded(NamedTuple):
+    """A contender in memory.
+
+    Attributes:
+        recommender: what is evaluated.
+        max_history: how many events of a history it reads.
+        policy: whose items can be drawn; None = there are only lists.
+    """
+
+    recommender: Recommender
+    max_history: int
+    policy: Policy | None = None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Somebody to evaluate; loaded when asked for, so that one policy at a time is in memory.
+
+    Attributes:
+        name: unique among the contenders.
+        kind: trained run, bundle or baseline.
+        load: brings it into memory.
+        facts: where it comes from, for the document.
+        curves: of its training.
+    """
+
+    name: str
+    kind: Kind
+    load: Callable[[], Loaded]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    curves: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BaselineOptions:
+    """Options of the baselines that have any.
+
+    Attributes:
+        recency_half_life: days after which a training event counts half; null = a tenth of the training period.
+        cooccurrence: of the item co-occurrence.
+    """
+
+    recency_half_life: float | None = None
+    cooccurrence: CooccurrenceOptions = field(default_factory=CooccurrenceOptions)
+
+    def __post_init__(self) -> None:
+        if self.recency_half_life is not None and not self.recency_half_life > 0:
+            raise RecpoError(f"recency_half_life is {self.recency_half_life}; it is a positive number of days")
+
+
+def baseline(name: Baseline, data: Prepared, options: BaselineOptions) -> Contender:
+    """A baseline, counted from the training shards when it is loaded."""
+    return Contender(name, "baseline", partial(_load_baseline, name, data, options))
+
+
+def validate_names(contenders: Sequence[Contender]) -> None:
+    """Raises ``RecpoError`` where two contenders have the same name, or one that of the logging policy."""
+    names = [LOGGING_POLICY, *(contender.name for contender in contenders)]
+    if again := sorted({name for name in names if names.count(name) > 1}):
+        raise RecpoError(f"two contenders are called {again[0]}: rename a directory, or leave one out")
+
+
+def _load_baseline(name: Baseline, data: Prepared, options: BaselineOptions) -> Loaded:
+    if name == "random":
+        return Loaded(Recommender(UniformlyRandom(data.num_items).recommend, name=name), 1)
+    if name == "cooccurrence":
+        neighbors = neighbors_of(partial(_training_events, data), data.num_items, options.cooccurrence)
+        recent = options.cooccurrence.recent_events
+        counts = torch.from_numpy(data.item_counts())
+        return Loaded(Recommender(CooccurrenceBaseline(neighbors, counts, recent).recommend, name=name), recent)
+    if name == "recency":
+        counts = torch.from_numpy(recent_counts(data, options.recency_half_life))
+    else:
+        counts = torch.from_numpy(data.item_counts("train_count" if name == "popularity" else "train_positives"))
+    return Loaded(Recommender(Popularity(counts).recommend, name=name), 1)
+
+
+def _training_events(data: Prepared) -> Iterator[EventChunk]:
+    for shard in range(data.num_shards("train")):
+        yield EventChunk(*data.columns("train", shard, ["user_index", "item_index"]).values())
+
+
+def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
+    """Training events of the items 1..V, newer ones counting more (``decayed_counts``): ``[V]``.
+
+    Two passes, one shard in memory at a time: the first finds the begin and the end of the training period.
+    """
+    shards = range(data.num_shards("train"))
+    first, last = np.inf, -np.inf
+    for shard in shards:
+        time = data.columns("train", shard, ["timestamp"])["timestamp"]
+        if len(time):
+            first, last = min(first, float(time.min())), max(last, float(time.max()))
+    half_life = max(1.0, (last - first) / 10) if half_life_days is None else half_life_days * _MILLISECONDS_PER_DAY
+    counts = np.zeros(data.num_items)
+    for shard in shards:
+        item, time = data.columns("train", shard, ["item_index", "timestamp"]).values()
+        counts += decayed_counts(item, time, num_items=data.num_items, end=int(last), half_life=half_life)
+    return counts

@@ -1,0 +1,313 @@
+"""The evaluation of several contenders as one JSON document: what ``metrics.json`` holds and the report shows."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from recpo.data.label_summary import label_summary
+from recpo.data.prepared import Period, Prepared
+from recpo.data.schema import PERIODS
+from recpo.evaluation.catalog_ranking import RankingResult
+from recpo.evaluation.estimates import LEVEL, Z95, Estimate, bootstrap_interval, holm, p_value
+from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
+from recpo.evaluation.reading import Document, cautions
+from recpo.evaluation.true_rewards import TrueRewards
+
+SCHEMA_VERSION = 3
+
+Kind = Literal["run", "bundle", "baseline"]
+
+_OF_A_PERIOD = {"events": "targets", "users": "users"}
+
+
+class ContenderResult(NamedTuple):
+    """How a contender did.
+
+    Attributes:
+        name: unique among the contenders.
+        kind: a trained run, an exported bundle or a baseline.
+        result: its metrics.
+        off_policy: its off-policy estimates, JSON objects that go into the document as they are.
+    """
+
+    name: str
+    kind: Kind
+    result: RankingResult
+    off_policy: Sequence[Mapping[str, Any]] = ()
+
+
+def evaluation_document(
+    contenders: Sequence[ContenderResult],
+    values: Mapping[str, OffPolicyResult],
+    *,
+    data: Prepared,
+    runs: Document,
+    training: Mapping[str, Any],
+    setting: Document,
+    warnings: Sequence[str] = (),
+    bootstrap_resamples: int = 0,
+) -> Document:
+    """What ``metrics.json`` holds: ``metrics_document``, and what is listed here.
+
+    ::
+
+        warnings        those given, after ``cautions``
+        differences     also p_value, p_holm and survives_holm per metric, and off_policy: [{target, estimator, value,
+                        intervals, standard_error, users, p_value, p_holm, survives_holm}]; left out are pairs that have
+                        nothing in common, and pairs of the same weights
+        same_weights    [[name, name]]: a run and its bundle, or a copy of it; any difference is rounding
+        labels          {threshold, periods: {period: [{name, events, positive, neutral, negative, unlabeled,
+                        histogram}]}}: labels by duration of the item
+        training        {run: {metric: [[step, value]]}}
+        provenance      {data: {...}, runs: {name: {...}}}
+
+    Args:
+        contenders: everybody, with the logging policy where it is known.
+        values: off-policy results by contender.
+        data: the prepared directory.
+        runs: where the runs and bundles come from; those of equal ``weights_sha256`` are the same policy.
+        training: curves of the runs.
+        setting: what every number depends on.
+        warnings: more sentences that a reader must know before the numbers.
+        bootstrap_resamples: see ``metrics_document``.
+    """
+    document = metrics_document(contenders, setting=setting, bootstrap_resamples=bootstrap_resamples)
+    same = _same_weights(runs)
+    for difference in document["differences"]:
+        difference["off_policy"] = _off_policy_differences(difference, values)
+    split: Period = setting["split"]
+    periods: tuple[Period, ...] = ("train", split)
+    compared = [
+        pair
+        for pair in document["differences"]
+        if (pair["metrics"] or pair["off_policy"]) and {pair["contender"], pair["against"]} not in map(set, same)
+    ]
+    document |= {
+        "differences": with_holm(compared),
+        "same_weights": same,
+        "labels": {
+            "threshold": data.feedback.rule.positive_threshold,
+            "periods": {period: label_summary(data, period) for period in periods},
+        },
+        "training": dict(training),
+        "provenance": {"data": _data_facts(data), "runs": runs},
+    }
+    document["warnings"] = [*cautions(document), *warnings]
+    return document
+
+
+def metrics_document(
+    contenders: Sequence[ContenderResult],
+    *,
+    setting: Mapping[str, Any],
+    warnings: Sequence[str] = (),
+    bootstrap_resamples: int = 0,
+) -> Document:
+    """The part of the document that the rankings give; numbers that are not defined (no user, no list) are null.
+
+    ::
+
+        schema_version  3
+        setting         split, ks, positive_threshold, exclude_past, ... as given
+        conventions     {topic: how to read the numbers, in words}
+        warnings        [sentence], what a reader must know before the numbers
+        contenders      [{name, kind: "run" | "bundle" | "baseline",
+                          counts: {users, users_with_positives, users_with_dislikes, positive_events,
+                                   positive_events_excluded, disliked_events, disliked_events_excluded},
+                          metrics: {metric: estimate},            per-user metrics, such as NDCG@10, AUC_other
+                          totals: {metric: number},               of all lists together, such as coverage@10, gini@10
+                          segments: {segment: {bin: {metric: estimate}}},
+                          off_policy: [...]}]
+        differences     [{contender, against, metrics: {metric: estimate and differing}}]   paired, contender - against,
+                        every pair (i, j) with i < j as against = contender i; only metrics that both have; differing
+                        counts the users whose difference is not 0
+
+    where ``estimate`` is ``{mean, half_width, n}``: mean over the n users for whom the metric is defined, and half of
+    its normal 95 % interval. With ``bootstrap_resamples`` the estimates under ``metrics`` of contenders also have
+    ``low`` and ``high``, the 95 % percentile interval of ``bootstrap_interval``. Segments are ``history length`` and
+    other divisions of the users, with every metric of the users of a bin, and ``item popularity`` and other divisions
+    of the items, with NDCG, Recall and HitRate of the targets of a bin. JSON keys are sorted; the order of bins is in
+    ``setting["segments"]``: ``{segment: [bin]}``.
+
+    Args:
+        contenders: all evaluated on the same users.
+        setting: ``exclude_past``, ``positive_threshold`` and whatever else describes the evaluation.
+        warnings: sentences.
+        bootstrap_resamples: resamples of the users; 0 = no bootstrap intervals.
+    """
+    first = contenders[0].result
+    bins = {name: list(users.bins) for name, users in first.user_segments.items()}
+    bins |= {name: list(metrics) for name, metrics in first.item_segments.items()}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "setting": {**setting, "segments": bins},
+        "conventions": conventions(bool(setting["exclude_past"]), float(setting["positive_threshold"])),
+        "warnings": list(warnings),
+        "contenders": [_as_entry(contender, bootstrap_resamples) for contender in contenders],
+        "differences": [
+            {"contender": later.name, "against": earlier.name, "metrics": _paired(later.result, earlier.result)}
+            for earlier, later in combinations(contenders, 2)
+        ],
+    }
+
+
+def conventions(exclude_past: bool, positive_threshold: float) -> dict[str, str]:
+    """How the numbers are to be read, in words, for the document and beside the table."""
+    past = (
+        "excluded from the lists; held-out events of such items are removed from the targets and counted"
+        if exclude_past
+        else "kept: they may be recommended, and held-out events of such items are targets"
+    )
+    return {
+        "catalog": "every item is ranked, no sampled negatives",
+        "past_items": f"the items of a user's last max_context events before the period are {past}",
+        "positives": f"distinct held-out items with label >= {positive_threshold:g} that were not disliked",
+        "disliked": "distinct held-out items that were disliked; disliked@k is their share of the k places",
+        "ndcg": "binary gains, divided by the DCG of an ideal list of min(k, number of targets) items",
+        "map": "divided by min(k, number of targets)",
+        "gNDCG": "gains are the labels of held-out items, 0 of disliked ones; ideal list of the user's own",
+        "disliked_rank": "mean rank of the disliked items, k + 1 for one that is not in the list; higher is better",
+        "AUC": "positives against other or disliked exposures by log-probability, per user; ties count one half",
+        "segments": "users by their past, targets by their item; ranks are always those among all items",
+        "popularity": "head: fewest items with half of the training events, torso: up to 80 %, tail: the rest",
+        "users": "means over the users who have such targets (n); half_width is the normal 95 % interval of the mean",
+        "p_value": "normal, of the paired differences; never below 2^(1 - m) for m users who differ, as in a sign test",
+    }
+
+
+def logging_policy(
+    ranked: RankingResult, values: Mapping[str, OffPolicyResult], truth: TrueRewards | None
+) -> list[ContenderResult]:
+    """The policy that made the log, where something is known of it: what it earned, and its true value."""
+    earned = next(iter(values.values()), None)
+    estimates = [] if earned is None else [e.as_json() for e in earned.estimates if e.target == LOGGING_POLICY]
+    per_user = {} if truth is None else truth.of_logging_policy(ranked.user_ids)
+    if not estimates and not per_user:
+        return []
+    result = RankingResult(ranked.user_ids, per_user, totals={}, counts={}, user_segments={}, item_segments={})
+    return [ContenderResult(LOGGING_POLICY, "baseline", result, estimates)]
+
+
+def with_holm(differences: Sequence[Document]) -> list[Document]:
+    """Adds ``p_value``, ``p_holm`` and ``survives_holm`` to the entries of the document's ``differences``.
+
+    The comparisons of one metric, all pairs of contenders, are one family; so are those of one off-policy estimator of
+    one target, whose users all count as differing.
+    """
+    marked = [
+        {
+            **difference,
+            "metrics": {name: dict(value) for name, value in difference["metrics"].items()},
+            "off_policy": [dict(entry) for entry in difference.get("off_policy", [])],
+        }
+        for difference in differences
+    ]
+    families: dict[tuple[str, ...], list[tuple[Document, float]]] = defaultdict(list)
+    for difference in marked:
+        for name, entry in difference["metrics"].items():
+            p = p_value(_number(entry["mean"]), _number(entry["half_width"]), entry["differing"])
+            families[name,].append((entry, p))
+        for entry in difference["off_policy"]:
+            p = p_value(_number(entry["value"]), Z95 * _number(entry["standard_error"]), entry["users"])
+            families[entry["target"], entry["estimator"]].append((entry, p))
+    for family in families.values():
+        for (entry, p), adjusted in zip(family, holm([p for _, p in family]), strict=True):
+            entry["p_value"], entry["p_holm"] = _defined(p), _defined(adjusted)
+            entry["survives_holm"] = adjusted <= LEVEL
+    return marked
+
+
+def _as_entry(contender: ContenderResult, resamples: int) -> Document:
+    result = contender.result
+    metrics = {metric: _as_json(result.estimate(metric)) for metric in result.per_user}
+    if resamples and metrics:  # the logging policy has none
+        ends = bootstrap_interval(torch.stack(list(result.per_user.values()), 1), resamples=resamples)
+        for value, low, high in zip(metrics.values(), *(end.tolist() for end in ends), strict=True):
+            value |= {"low": _defined(low), "high": _defined(high)}
+    return {
+        "name": contender.name,
+        "kind": contender.kind,
+        "counts": result.counts,
+        "metrics": metrics,
+        "totals": {metric: _defined(value) for metric, value in result.totals.items()},
+        "segments": {
+            segment: {
+                bin_name: {metric: _as_json(value) for metric, value in metrics.items()}
+                for bin_name, metrics in bins.items()
+            }
+            for segment, bins in result.segments().items()
+        },
+        "off_policy": list(contender.off_policy),
+    }
+
+
+def _paired(later: RankingResult, earlier: RankingResult) -> Document:
+    shared = [metric for metric in later.per_user if metric in earlier.per_user]
+    return {
+        metric: {**_as_json(later.difference(earlier, metric)), "differing": later.differing(earlier, metric)}
+        for metric in shared
+    }
+
+
+def _same_weights(runs: Document) -> list[list[str]]:
+    """Pairs of runs and bundles that hold the same trained weights."""
+    known = {name: facts["weights_sha256"] for name, facts in runs.items() if facts.get("weights_sha256")}
+    return [[one, other] for one, other in combinations(known, 2) if known[one] == known[other]]
+
+
+def _off_policy_differences(difference: Document, values: Mapping[str, OffPolicyResult]) -> list[Document]:
+    one, other = difference["contender"], difference["against"]
+    if LOGGING_POLICY in (one, other):
+        name = other if one == LOGGING_POLICY else one
+        found = [] if name not in values else [d.as_json() for d in values[name].over_logging_policy()]
+        found = [_negated(entry) for entry in found] if one == LOGGING_POLICY else found
+    elif one in values and other in values:
+        found = [d.as_json() for d in values[one].differences(values[other])]
+    else:
+        found = []
+    return sorted(found, key=lambda entry: (entry["target"], entry["estimator"]))
+
+
+def _negated(entry: Document) -> Document:
+    intervals = {
+        kind: {"low": _minus(ends["high"]), "high": _minus(ends["low"])} for kind, ends in entry["intervals"].items()
+    }
+    return {**entry, "value": _minus(entry["value"]), "intervals": intervals}
+
+
+def _minus(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else -value
+
+
+def _data_facts(data: Prepared) -> Document:
+    manifest = data.manifest
+    splits = manifest["counts"]["splits"]
+    return {
+        "prepared": str(data.root),
+        "items": data.num_items,
+        "users": manifest["num_users"],
+        "events read": manifest["counts"]["read"],
+        **{f"{name} {of}": splits[name][key] for of, key in _OF_A_PERIOD.items() for name in PERIODS},
+        **{f"dropped: {reason}": count for reason, count in manifest["counts"]["dropped"].items()},
+        "label": manifest["label"]["class_path"].rsplit(".", 1)[-1],
+        **{name: value for name, value in manifest["boundaries"].items() if isinstance(value, str)},
+        "prepared by recpo": manifest["recpo_version"],
+    }
+
+
+def _as_json(value: Estimate) -> Document:
+    return {"mean": _defined(value.mean), "half_width": _defined(value.half_width), "n": value.n}
+
+
+def _defined(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

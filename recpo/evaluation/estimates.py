@@ -1,0 +1,140 @@
+"""Means over users with intervals, means over seeds, and which of many paired differences can be told from chance."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+
+#: Level of every test.
+LEVEL = 0.05
+#: 97.5 % quantile of the standard normal distribution.
+Z95 = 1.959963984540054
+_DRAWS_AT_ONCE = 1 << 22  # memory of the bootstrap: this many draws of users, 8 bytes each
+
+
+class Estimate(NamedTuple):
+    """A mean over users with the half-width of its normal 95 % interval ``1.96 s / sqrt(n)``.
+
+    ``mean`` is nan for n = 0, ``half_width`` for n < 2.
+    """
+
+    mean: float
+    half_width: float
+    n: int
+
+
+class Interval(NamedTuple):
+    """Both ends of a confidence interval; nan where it is not defined."""
+
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        """The sign is settled at the interval's level."""
+        return self.low > 0 or self.high < 0
+
+
+def estimate(values: Tensor) -> Estimate:
+    """Mean and normal 95 % half-width of the values that are not nan."""
+    defined = values[~values.isnan()].double()
+    n = len(defined)
+    mean = defined.mean().item() if n else math.nan
+    return Estimate(mean, Z95 * defined.std().item() / math.sqrt(n) if n > 1 else math.nan, n)
+
+
+def bootstrap_interval(
+    values: Tensor, weights: Tensor | None = None, *, resamples: int = 1000, seed: int = 0, level: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Percentile bootstrap over users (Efron, 1979) of ``sum_u values / sum_u weights`` for M metrics at once.
+
+    Every resample draws U users with replacement, the same ones for all metrics. Without weights the ratio is the mean
+    of the values that are not nan; the number of those users varies from resample to resample, as it would from
+    sample to sample. Memory is bounded whatever the number of users and resamples.
+
+    Args:
+        values: ``[U, M]``, nan = the user is left out.
+        weights: ``[U, M]`` non-negative denominators; None = 1.
+        resamples: how many.
+        seed: of the random numbers; the same seed and U draw the same users.
+        level: share of the resamples inside the interval.
+
+    Returns:
+        Lower and upper ends, ``[M]`` float64 each; nan where no user has a value.
+    """
+    defined = ~values.isnan()
+    numerator = values.double().nan_to_num(0.0)
+    denominator = (torch.ones_like(numerator) if weights is None else weights.double()) * defined
+    users, generator = len(values), torch.Generator().manual_seed(seed)
+    sums = torch.cat([numerator, denominator], 1).cpu()
+    at_once = max(1, _DRAWS_AT_ONCE // max(1, users))
+    ratios = []
+    for begin in range(0, resamples, at_once):
+        rows = min(at_once, resamples - begin)
+        drawn = torch.randint(max(1, users), (rows, users), generator=generator)
+        times = torch.bincount((drawn + users * torch.arange(rows)[:, None]).flatten(), minlength=rows * users)
+        total = times.view(rows, users).double() @ sums
+        ratios.append(total[:, : values.shape[1]] / total[:, values.shape[1] :])
+    low, high = torch.cat(ratios).nanquantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]).double(), dim=0)
+    return low, high
+
+
+def estimate_over_seeds(values: Sequence[float], level: float = 0.95) -> Estimate:
+    """Mean and half-width of Student's interval ``t_{n-1} s / sqrt(n)``; one value per seed, at least two.
+
+    Raises:
+        ValueError: fewer than two values.
+    """
+    if len(values) < 2:
+        raise ValueError(f"an interval over seeds needs at least two, got {len(values)}")
+    n = len(values)
+    half_width = float(student.ppf((1 + level) / 2, n - 1)) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    return Estimate(float(np.mean(values)), half_width, n)
+
+
+def p_value(mean: float, half_width: float, differing: int) -> float:
+    """Two-sided p-value of "the mean paired difference is 0": normal, and never below what so few users can show.
+
+        max(erfc(|mean| / (s / sqrt(n)) / sqrt(2)), 2^(1 - m))
+
+    The normal approximation alone gives 0 for two users with equal differences. The floor is the least p-value of the
+    exact test that flips the signs of the m differences that are not 0 (Fisher, 1935): below six such users nothing is
+    significant at 5 %, however equal their differences are. A p-value is never 0.
+
+    Args:
+        mean: of the users' differences.
+        half_width: of the normal 95 % interval, ``1.96 s / sqrt(n)``.
+        differing: m, users whose difference is not 0.
+
+    Returns:
+        nan where the mean or its interval is not defined; 1 where nobody differs.
+    """
+    if math.isnan(mean) or math.isnan(half_width):
+        return math.nan
+    if mean == 0:
+        return 1.0
+    normal = math.erfc(abs(mean) / half_width * Z95 / math.sqrt(2)) if half_width else 0.0
+    return min(1.0, max(normal, math.ldexp(1.0, 1 - differing), sys.float_info.min))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted p-values of Holm's step-down procedure (Scandinavian Journal of Statistics 6, 1979).
+
+    ``p'_(i) = max_{j <= i} min(1, (m - j + 1) p_(j))`` with ``p_(1) <= p_(2) <= ...``. Those at most 5 % hold together:
+    the probability that any of them is an accident is at most 5 %, however the comparisons depend on each other. Never
+    weaker than Bonferroni's ``m p``. nan stays nan and is not counted in m.
+    """
+    defined = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
+    adjusted = [math.nan] * len(p_values)
+    largest = 0.0
+    for rank, (p, place) in enumerate(defined):
+        largest = max(largest, min(1.0, (len(defined) - rank) * p))
+        adjusted[place] = largest
+    return adjusted

@@ -1,0 +1,189 @@
+"""What ``evaluate`` found: the document of all numbers, and the directory that it may lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+from recpo.artifacts import output_directory, read_json, write_json
+from recpo.errors import RecpoError
+from recpo.evaluation.document import SCHEMA_VERSION
+from recpo.evaluation.html_report.page import html_report
+from recpo.evaluation.reading import Document
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: Files of the directory: every number, the report, and the options that repeat the evaluation.
+METRICS, REPORT, RESOLVED = "metrics.json", "report.html", "resolved.yaml"
+
+Rows = Literal["metrics", "differences", "off_policy"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Contenders on the same held-out users: numbers, intervals, paired differences and a report.
+
+    Attributes:
+        document: every number, see ``recpo.evaluation.document.evaluation_document``.
+        options: arguments of ``evaluate``, as in ``resolved.yaml``.
+        path: the directory; None = the evaluation is in memory only.
+    """
+
+    document: Document
+    options: Mapping[str, Any]
+    path: Path | None = None
+
+    @classmethod
+    def open(cls, path: Path | str) -> Evaluation:
+        """Reads a directory that ``evaluate`` wrote.
+
+        Raises:
+            RecpoError: there is none, it is damaged, or of another format version.
+        """
+        root = Path(path)
+        if not (root / METRICS).is_file():
+            raise RecpoError(f"{root} is no evaluation: {METRICS} is missing; make one with `recpo evaluate`")
+        document = read_json(root / METRICS, "evaluate again")
+        version = document.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise RecpoError(
+                f"{root / METRICS} has the format version {version}, this recpo reads {SCHEMA_VERSION}: evaluate again"
+            )
+        return cls(document, _options_in(root / RESOLVED), root)
+
+    @property
+    def report(self) -> Path | None:
+        """The report, one HTML file that opens offline; None where the evaluation is in memory only."""
+        return None if self.path is None else self.path / REPORT
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader must know before the numbers."""
+        return list(self.document["warnings"])
+
+    def html(self) -> str:
+        """The report's page."""
+        return html_report(self.document)
+
+    def write(self, path: Path | str, *, overwrite: bool = False) -> Evaluation:
+        """Writes the directory; it appears whole or not at all.
+
+        Args:
+            path: directory to make.
+            overwrite: replace it where it exists.
+
+        Returns:
+            The evaluation in its directory.
+
+        Raises:
+            RecpoError: it exists and ``overwrite`` is False.
+        """
+        root = Path(path)
+        with output_directory(root, kind="evaluation", overwrite=overwrite) as partial:
+            self.write_files(partial)
+        return Evaluation(self.document, self.options, root)
+
+    def write_files(self, directory: Path) -> None:
+        """Writes the files of an evaluation into an empty directory, which the caller puts into its place."""
+        write_json(directory / METRICS, self.document)
+        (directory / REPORT).write_text(self.html(), encoding="utf-8")
+        text = yaml.safe_dump(dict(self.options), sort_keys=False, allow_unicode=True)
+        (directory / RESOLVED).write_text(text, encoding="utf-8")
+
+    def to_pandas(self, rows: Rows = "metrics") -> pd.DataFrame:
+        """The numbers as a frame.
+
+        Args:
+            rows: what a row is.
+                ``metrics``: a metric of a contender: ``contender kind metric mean half_width n``, half_width of the
+                95 % interval over n users; nan for metrics of all lists together, such as coverage.
+                ``differences``: a paired difference of two contenders on a metric: ``contender against metric mean
+                half_width n p_value p_holm survives_holm``.
+                ``off_policy``: an estimate of a contender's value: ``contender target estimator value low high rows
+                effective_rows warnings``, with the ends of the bootstrap interval.
+
+        Raises:
+            RecpoError: there is no such kind of rows.
+        """
+        import pandas as pd
+
+        makers = {"metrics": _metric_rows, "differences": _difference_rows, "off_policy": _off_policy_rows}
+        if rows not in makers:
+            raise RecpoError(f"to_pandas: rows is {rows!r}, expected one of {', '.join(makers)}")
+        columns, found = makers[rows](self.document)
+        return pd.DataFrame(found, columns=columns)
+
+    def _repr_html_(self) -> str:
+        from recpo.evaluation.html_report.tables import main_table
+
+        table = main_table(self.document)
+        head = "".join(f"<th>{_escaped(name)}</th>" for name in table.head)
+        body = "".join(
+            f"<tr><td>{_escaped(row.name)}</td>"
+            + "".join(f"<td>{_escaped(cell.text)} {_escaped(cell.note)}</td>" for cell in row.cells)
+            + "</tr>"
+            for row in table.rows
+        )
+        return f"<table><caption>{_escaped(table.caption)}</caption><tr>{head}</tr>{body}</table>"
+
+
+def _options_in(file: Path) -> dict[str, Any]:
+    try:
+        options = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecpoError(f"{file} cannot be read ({error}): evaluate again") from error
+    if not isinstance(options, dict):
+        raise RecpoError(f"{file} holds no options: evaluate again")
+    return options
+
+
+def _metric_rows(document: Document) -> tuple[list[str], list[tuple[Any, ...]]]:
+    columns = ["contender", "kind", "metric", "mean", "half_width", "n"]
+    found: list[tuple[Any, ...]] = []
+    for contender in document["contenders"]:
+        who = (contender["name"], contender["kind"])
+        for metric, value in contender["metrics"].items():
+            found.append((*who, metric, value["mean"], value["half_width"], value["n"]))
+        users = contender["counts"].get("users", 0)
+        found += [(*who, metric, value, None, users) for metric, value in contender["totals"].items()]
+    return columns, found
+
+
+def _difference_rows(document: Document) -> tuple[list[str], list[tuple[Any, ...]]]:
+    numbers = ["mean", "half_width", "n", "p_value", "p_holm", "survives_holm"]
+    found = [
+        (pair["contender"], pair["against"], metric, *(value[name] for name in numbers))
+        for pair in document["differences"]
+        for metric, value in pair["metrics"].items()
+    ]
+    return ["contender", "against", "metric", *numbers], found
+
+
+def _off_policy_rows(document: Document) -> tuple[list[str], list[tuple[Any, ...]]]:
+    columns = ["contender", "target", "estimator", "value", "low", "high", "rows", "effective_rows", "warnings"]
+    found = [
+        (
+            contender["name"],
+            entry["target"],
+            entry["estimator"],
+            entry["value"],
+            *(entry["intervals"]["bootstrap"][end] for end in ("low", "high")),
+            entry["rows"],
+            entry["effective_sample_size"],
+            "; ".join(entry["warnings"]),
+        )
+        for contender in document["contenders"]
+        for entry in contender["off_policy"]
+    ]
+    return columns, found
+
+
+def _escaped(text: str) -> str:
+    from markupsafe import escape
+
+    return str(escape(text))

@@ -1,0 +1,406 @@
+"""The verb ``evaluate``: full-catalog ranking and off-policy value of policies, bundles and baselines, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from torch import Tensor
+from tqdm import tqdm
+
+from recpo import __version__
+from recpo.artifacts import kind_of, output_directory
+from recpo.data.datamodule import evaluation_batches
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.evaluation.beyond_accuracy import BeyondAccuracy
+from recpo.evaluation.catalog_ranking import Gain, evaluate_ranking, validate_ks
+from recpo.evaluation.contenders import BASELINES, BaselineOptions, Contender, Loaded, baseline, validate_names
+from recpo.evaluation.document import ContenderResult, evaluation_document, logging_policy
+from recpo.evaluation.evaluation import Evaluation
+from recpo.evaluation.item_facts import ItemFacts, ItemFeatures, item_facts
+from recpo.evaluation.measures import Measure, Recommender
+from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
+from recpo.evaluation.off_policy.setting import OffPolicySetting, off_policy_setting
+from recpo.evaluation.reading import Document
+from recpo.evaluation.segments import history_length, item_segments
+from recpo.evaluation.true_rewards import TrueRewards, true_rewards
+from recpo.rewards import LoggedReward
+from recpo.serving.bundle import Bundle
+from recpo.serving.histories import EncodedHistories
+from recpo.training.curves import training_curves
+from recpo.training.learned_reward import Checkpoint, checkpoint_sha256
+from recpo.training.run import FINISHED, RESOLVED, load_policy, refuse_other_items
+from recpo.types import EvaluationBatch, Histories, Recommendations
+from recpo.workflows.devices import compute_device
+
+HeldOut = Literal["valid", "test"]
+
+_NO_PROPENSITIES = (
+    "The log of this period has no propensities, so there are no off-policy values, and the metrics give no credit for "
+    "items that were never shown. Map the log's propensity column, or set off_policy.propensity to uniform or "
+    "estimated."
+)
+
+
+def evaluate(
+    prepared: Prepared | Path | str,
+    contenders: Sequence[Bundle | Path | str],
+    *,
+    out: Path | str | None = None,
+    split: HeldOut = "test",
+    ks: Sequence[int] = (10, 50),
+    exclude_past: bool = True,
+    gain: Gain = "linear",
+    segments: bool = True,
+    bootstrap_resamples: int = 0,
+    item_features: ItemFeatures | None = None,
+    off_policy: OffPolicyOptions | None = OffPolicyOptions(),  # noqa: B008  frozen
+    reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
+    baseline_options: BaselineOptions = BaselineOptions(),  # noqa: B008  frozen
+    truth: Path | str | None = None,
+    checkpoint: Checkpoint = "best",
+    batch_size: int = 512,
+    device: str = "auto",
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Evaluation:
+    """Evaluates policies, bundles and baselines on the same held-out users, and tells them apart.
+
+    Rankings of the full catalog, what is beyond accuracy, off-policy value, paired differences. With ``out`` it writes
+    a directory with metrics.json (every number), report.html (one file, opens offline) and resolved.yaml (the options:
+    ``recpo evaluate --config`` repeats the result).
+
+    Args:
+        prepared: prepared data, or its directory.
+        contenders: who is compared: directories of runs and bundles on the same items, bundles, and names of baselines
+            (popularity, positives, recency, cooccurrence, random). The logging policy is added where its value is
+            known.
+        out: directory to make; None = the evaluation is in memory only.
+        split: held-out period.
+        ks: list lengths; the tables show the first.
+        exclude_past: leave the items of a user's past out of the lists, and such held-out events out of the targets.
+        gain: of the graded NDCG: the label (linear), or 0, 1, 3, 7 for its quarters (exponential).
+        segments: also by length of the history, popularity and duration of the items.
+        bootstrap_resamples: also bootstrap intervals over users of every per-user metric, from so many resamples.
+        item_features: tags or vectors of the items, for diversity and calibration.
+        off_policy: how the value is estimated from the log; None = not at all. With logged propensities it is left out
+            where the period has none.
+        reward: of logged items, for the off-policy value.
+        baseline_options: of the baselines.
+        truth: directory that ``recpo simulate`` wrote: adds the true expected reward and the true probability of a
+            dislike, means over the first k places, on the first day of the period.
+        checkpoint: which checkpoint of the runs.
+        batch_size: users scored at once.
+        device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
+        overwrite: replace ``out`` where it exists.
+        progress: show progress bars on a terminal.
+
+    Raises:
+        RecpoError: a contender that is none, is unfinished, or knows other items; options out of range; ``out`` exists.
+    """
+    contenders = [contenders] if isinstance(contenders, str | Path | Bundle) else contenders
+    validate_ks(ks)
+    if batch_size < 1 or bootstrap_resamples < 0:
+        raise RecpoError(
+            f"batch_size is {batch_size}, expected at least 1; bootstrap_resamples is {bootstrap_resamples}, expected "
+            "at least 0"
+        )
+    data = prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)
+    with ExitStack() as stack:
+        target = None
+        if out is not None:
+            inputs = [data.root, *map(_path, contenders), truth, item_features and item_features.file]
+            target = stack.enter_context(
+                output_directory(out, kind="evaluation", overwrite=overwrite, inputs=[one for one in inputs if one])
+            )
+        where = compute_device(device)
+        compared = _contenders(contenders, data, baseline_options, max(ks), checkpoint, where)
+        shared = _Pass(
+            data=data,
+            split=split,
+            ks=ks,
+            exclude_past=exclude_past,
+            gain=gain,
+            bootstrap_resamples=bootstrap_resamples,
+            facts=item_facts(data, item_features),
+            segments=segments,
+            truth=None if truth is None else true_rewards(Path(truth), data, split, ks),
+            off_policy=_off_policy(data, split, off_policy, reward, ks),
+            batch_size=batch_size,
+            device=where,
+            progress=progress,
+        )
+        evaluated = [shared.evaluate(contender) for contender in compared]
+        warnings = [_NO_PROPENSITIES] if off_policy is not None and shared.off_policy is None else []
+        options = {
+            "prepared": data.root,
+            "out": out,
+            **_named_contenders(compared),
+            "split": split,
+            "ks": ks,
+            "exclude_past": exclude_past,
+            "gain": gain,
+            "segments": segments,
+            "bootstrap_resamples": bootstrap_resamples,
+            "item_features": item_features,
+            "off_policy": off_policy,
+            "reward": reward,
+            "baseline_options": baseline_options,
+            "truth": truth,
+            "checkpoint": checkpoint,
+            "batch_size": batch_size,
+            "device": device,
+        }
+        document = shared.document(compared, evaluated, {"checkpoint": checkpoint}, warnings)
+        evaluation = Evaluation(document, _plain(options))
+        if target is not None:
+            evaluation.write_files(target)
+    return evaluation if out is None else replace(evaluation, path=Path(out))
+
+
+def _contenders(
+    named: Sequence[Bundle | Path | str],
+    data: Prepared,
+    options: BaselineOptions,
+    longest: int,
+    checkpoint: Checkpoint,
+    device: torch.device,
+) -> list[Contender]:
+    """Everybody, checked before the first one is loaded."""
+    names = _names([path for one in named if (path := _path(one)) is not None])
+    found: list[Contender] = []
+    for one in named:
+        if isinstance(one, Bundle):
+            found.append(_bundle(names[one.root], one, str(one.root), data, longest))
+        elif isinstance(one, str) and one in BASELINES:
+            found.append(baseline(one, data, options))
+        else:
+            found.append(_from_directory(Path(one), names[Path(one)], data, longest, checkpoint, device))
+    validate_names(found)
+    if not found:
+        raise RecpoError("nothing to evaluate: name at least one run, one bundle or one of the baselines")
+    return found
+
+
+def _path(contender: Bundle | Path | str) -> Path | None:
+    """The directory of a contender; None = it is a baseline."""
+    if isinstance(contender, Bundle):
+        return contender.root
+    return None if contender in BASELINES else Path(contender)
+
+
+def _names(paths: Sequence[Path]) -> dict[Path, str]:
+    """The directories' own names where they differ, whole paths otherwise."""
+    if again := [str(path) for path in paths if paths.count(path) > 1]:
+        raise RecpoError(f"the same directory is named twice: {again[0]}")
+    names = [path.resolve().name for path in paths]
+    return dict(zip(paths, names if len(set(names)) == len(names) else map(str, paths), strict=True))
+
+
+def _from_directory(
+    path: Path, name: str, data: Prepared, longest: int, checkpoint: Checkpoint, device: torch.device
+) -> Contender:
+    kind = kind_of(path)
+    if kind in ("run", None) and ((path / FINISHED).is_file() or (path / RESOLVED).is_file()):
+        return _run(name, path, data, checkpoint, device)
+    if kind == "bundle":
+        return _bundle(name, Bundle.load(path), str(path), data, longest)
+    raise RecpoError(
+        f"{path} is no run and no bundle, and the baselines are called {', '.join(BASELINES)}: name what `recpo train` "
+        "or `recpo export` wrote, or a baseline"
+    )
+
+
+def _run(name: str, path: Path, data: Prepared, checkpoint: Checkpoint, device: torch.device) -> Contender:
+    refuse_other_items(path, data.catalog_checksum, data.root)
+    facts = {
+        "kind": "run",
+        "path": str(path),
+        "checkpoint": checkpoint,
+        "weights_sha256": checkpoint_sha256(path, checkpoint),
+        "configuration": (path / RESOLVED).read_text(encoding="utf-8"),
+    }
+    return Contender(name, "run", partial(_load_run, name, path, checkpoint, device), facts, training_curves(path))
+
+
+def _load_run(name: str, path: Path, checkpoint: Checkpoint, device: torch.device) -> Loaded:
+    policy = load_policy(path, checkpoint).to(device)
+    log_prob = policy.log_prob if policy.has_exact_log_prob else None
+    return Loaded(Recommender(policy.recommend, log_prob, name, scores_are_logp=True), policy.max_history, policy)
+
+
+def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int) -> Contender:
+    """A bundle, run by ONNX Runtime on the CPU: it ranks, and gives no log-probabilities of given items."""
+    expected = data.item_ids().to_external(np.arange(1, data.num_items + 1))
+    ids = np.arange(1, len(bundle.items) + 1)
+    if len(bundle.items) != data.num_items or not bundle.items.to_external(ids).equals(expected):
+        raise RecpoError(f"{where} holds other items than {data.root}: name the bundle's own prepared data")
+    if bundle.k < min(longest, data.num_items):
+        raise RecpoError(
+            f"{where} serves lists of up to {bundle.k}, and ks asks for {longest}: name smaller ks, or export the "
+            f"bundle again with k {longest}"
+        )
+    origin = dict(bundle.manifest.origin)
+    facts = {"kind": "bundle", "path": where, "k": bundle.k, "origin": str(origin)}
+    facts["weights_sha256"] = origin.get("weights") or ""
+    return Contender(name, "bundle", partial(_load_bundle, name, bundle), facts)
+
+
+def _load_bundle(name: str, bundle: Bundle) -> Loaded:
+    length = bundle.manifest.max_history
+
+    def recommend(histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
+        if exclude is None:
+            raise RecpoError(
+                f"{name}: a bundle never shows what is in the history; evaluate its run with exclude_past false"
+            )
+        ids, feedback, times = (
+            torch.nn.functional.pad(values, (0, length - values.shape[1])).cpu().numpy()
+            for values in (histories.item_ids, *(_or_zeros(v, histories) for v in histories[2:]))
+        )
+        excluded = torch.nn.functional.pad(exclude, (0, int(exclude.shape[1] == 0))).cpu().numpy()
+        top_items, scores = bundle.runtime.recommend(EncodedHistories(ids, feedback, excluded, times), k)
+        device = histories.item_ids.device
+        return Recommendations(
+            torch.from_numpy(top_items.copy()).to(device), torch.from_numpy(scores.copy()).to(device)
+        )
+
+    return Loaded(Recommender(recommend, name=name, scores_are_logp=True), length)
+
+
+def _or_zeros(values: Tensor | None, histories: Histories) -> Tensor:
+    return torch.zeros_like(histories.item_ids) if values is None else values
+
+
+def _off_policy(
+    data: Prepared, split: HeldOut, options: OffPolicyOptions | None, reward: LoggedReward, ks: Sequence[int]
+) -> OffPolicySetting | None:
+    if options is None or (options.propensity == "logged" and not _has_propensities(data, split)):
+        return None
+    return off_policy_setting(options, data, reward, ks)
+
+
+def _has_propensities(data: Prepared, split: HeldOut) -> bool:
+    shards = (data.columns(split, shard, ["propensity", "is_target"]) for shard in range(data.num_shards(split)))
+    return any(bool((~np.isnan(shard["propensity"]) & shard["is_target"]).any()) for shard in shards)
+
+
+def _named_contenders(contenders: Sequence[Contender]) -> dict[str, list[str]]:
+    """The contenders as the options of the verb."""
+    return {
+        "run": [str(one.facts["path"]) for one in contenders if one.kind == "run"],
+        "bundle": [str(one.facts["path"]) for one in contenders if one.kind == "bundle"],
+        "baselines": [one.name for one in contenders if one.kind == "baseline"],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Options as YAML has them."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+class _Evaluated(NamedTuple):
+    contender: ContenderResult
+    value: OffPolicyResult | None
+    max_history: int
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What all contenders share."""
+
+    data: Prepared
+    split: HeldOut
+    ks: Sequence[int]
+    exclude_past: bool
+    gain: Gain
+    bootstrap_resamples: int
+    facts: ItemFacts
+    segments: bool
+    truth: TrueRewards | None
+    off_policy: OffPolicySetting | None
+    batch_size: int
+    device: torch.device
+    progress: bool
+
+    def evaluate(self, contender: Contender) -> _Evaluated:
+        """One pass over the held-out users; the contender is loaded for it and then forgotten."""
+        recommender, max_history, policy = contender.load()
+        value = None if self.off_policy is None else self.off_policy.measure(policy)
+        measures: list[Measure] = [BeyondAccuracy(self.facts, self.ks)]
+        measures += [measure for measure in (self.truth, value) if measure is not None]
+        result = evaluate_ranking(
+            recommender,
+            self._batches(max_history, contender.name),
+            num_items=self.data.num_items,
+            ks=self.ks,
+            exclude_past=self.exclude_past,
+            gain=self.gain,
+            measures=measures,
+            user_segments=[history_length()] if self.segments else [],
+            item_segments=item_segments(self.facts) if self.segments else [],
+        )
+        estimated = None if value is None else value.result()
+        off_policy = (
+            [] if estimated is None else [e.as_json() for e in estimated.estimates if e.target != LOGGING_POLICY]
+        )
+        return _Evaluated(ContenderResult(contender.name, contender.kind, result, off_policy), estimated, max_history)
+
+    def _batches(self, max_history: int, name: str) -> Iterator[EvaluationBatch]:
+        users = sum(shard["users"] for shard in self.data.manifest["shards"][self.split])
+        hidden = None if self.progress else True  # None: hidden where there is no terminal
+        with tqdm(total=users, desc=f"evaluate {name}", unit="user", disable=hidden, leave=False) as bar:
+            for batch in evaluation_batches(self.data.root, self.split, max_history, self.batch_size):
+                yield move_data_to_device(batch, self.device)
+                bar.update(len(batch.exclude))
+
+    def document(
+        self,
+        contenders: Sequence[Contender],
+        evaluated: Sequence[_Evaluated],
+        setting: dict[str, Any],
+        warnings: Sequence[str],
+    ) -> Document:
+        """Everything that was found, with what every number depends on; ``setting`` has more of that."""
+        results = [one.contender for one in evaluated]
+        values = {one.contender.name: one.value for one in evaluated if one.value is not None}
+        described = {
+            "recpo_version": __version__,
+            "split": self.split,
+            "ks": list(self.ks),
+            "positive_threshold": self.data.feedback.rule.positive_threshold,
+            "exclude_past": self.exclude_past,
+            "gain": self.gain,
+            "num_items": self.data.num_items,
+            "catalog_checksum": self.data.catalog_checksum,
+            "max_context": self.data.manifest["max_context"],
+        }
+        return evaluation_document(
+            [*results, *logging_policy(results[0].result, values, self.truth)],
+            values,
+            data=self.data,
+            runs={
+                contender.name: {**contender.facts, "max_history": one.max_history}
+                for contender, one in zip(contenders, evaluated, strict=True)
+                if contender.facts
+            },
+            training={contender.name: contender.curves for contender in contenders if contender.curves},
+            setting=described | setting,
+            warnings=warnings,
+            bootstrap_resamples=self.bootstrap_resamples,
+        )
