@@ -29,12 +29,17 @@ def top_k(states: Tensor, table: Tensor, k: int, exclude: Tensor | None) -> Reco
 
 
 def _top_k_of_one_block(states: Tensor, table: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
-    """Without branches on data, for exported programs; of items tied for the last place any may be taken."""
+    """Without branches on data, for exported programs.
+
+    The score matrix ``[B, V + 1]`` is the only one of its size: a runtime overwrites it twice, first the column of the
+    padding item, then, once the normalizer is known, the excluded items. (Slicing the padding off before the normalizer
+    kept a second one.) Ties for the last place go to the smaller id in ONNX, whose TopK says so.
+    """
     scores = states @ table.T.float()
-    lse = scores[:, 1:].logsumexp(1)
-    padding = torch.zeros_like(scores[:, :1], dtype=torch.long)
-    barred = padding if exclude is None else torch.cat([padding, exclude], 1)
-    scores = scores.scatter(1, barred, -torch.inf)
+    scores = scores.scatter(1, torch.zeros_like(scores[:, :1], dtype=torch.long), -torch.inf)
+    lse = scores.logsumexp(1)
+    if exclude is not None:
+        scores = scores.scatter(1, exclude, -torch.inf)
     best, ids = scores.topk(k, 1)
     ids = _ties_to_smaller_id(best, ids, scores.shape[1])
     return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])

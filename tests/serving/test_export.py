@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pyarrow as pa
 import pytest
 import torch
@@ -103,6 +105,30 @@ def test_a_policy_without_its_options_has_the_onnx_engine_only(tmp_path):
     export_bundle(CatalogSoftmaxPolicy(7, dim=4, max_history=3), SEVEN, FEEDBACK, tmp_path / "b", k=3)
     with pytest.raises(RecpoError, match="exported without its options"):
         Bundle.load(tmp_path / "b", engine="torch")
+
+
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+def test_a_program_makes_one_score_matrix_and_overwrites_it(tmp_path, similarity):
+    """Ranking held the scores of the whole catalog twice, and their sorted, masked and shifted copies."""
+    policy = CatalogSoftmaxPolicy(1000, dim=4, max_history=3, similarity=similarity)
+    items = IdMap(pa.array(range(1000)))
+    export_bundle(policy, items, FEEDBACK, tmp_path / "b", k=3)
+    graph = onnx.load(tmp_path / "b" / "model.onnx").graph
+    widths = {info.name: [dim.dim_value for dim in info.type.tensor_type.shape.dim] for info in graph.value_info}
+    makers = [node for node in graph.node if any(widths.get(name, [])[1:] == [1001] for name in node.output)]
+    makers = [node for node in makers if widths[node.output[0]][0] == 0]  # for each user; the table is a constant
+    assert [node.op_type for node in makers] == ["MatMul", "ScatterElements", "ScatterElements"]
+    for before, after in pairwise(makers):
+        assert after.input[0] == before.output[0]
+
+
+def test_ties_of_a_program_go_to_the_smaller_id(tmp_path):
+    policy = CatalogSoftmaxPolicy(50, dim=4, max_history=3)
+    with torch.no_grad():
+        policy.item_table.weight[1:] = policy.item_table.weight[1]
+    export_bundle(policy, IdMap(pa.array(range(50))), FEEDBACK, tmp_path / "b", k=5)
+    listed = Bundle.load(tmp_path / "b").recommend_one([], k=5, exclude=[1])
+    assert [item for item, _ in listed] == [0, 2, 3, 4, 5]
 
 
 def test_k_catalog_and_existing_output_are_checked(tmp_path):
