@@ -60,7 +60,7 @@ def to_arrow(frame: Frame, name: str = "frame") -> pa.Table:
         )
     try:
         table = pa.Table.from_batches([frame]) if isinstance(frame, pa.RecordBatch) else pa.table(frame)
-    except (pa.ArrowException, TypeError, ValueError) as error:
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise RecpoError(f"{name}: its columns are no Arrow table ({_one_line(error)})") from error
     table = table.select([index for index, column in enumerate(table.column_names) if not _is_index(column)])
     twice = sorted({column for column in table.column_names if table.column_names.count(column) > 1})
@@ -125,7 +125,7 @@ def number_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarr
     values, kind = table.column(column), table.schema.field(column).type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or _is_null(kind)):
         raise RecpoError(f"{name}: column {column!r} is {kind}, expected numbers")
-    return _to_numpy(values.cast(pa.float64()), np.nan)
+    return _to_numpy(values.cast(pa.float64(), safe=False), np.nan)  # a large whole number is rounded
 
 
 def flag_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray | None:
@@ -159,7 +159,10 @@ def time_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray
         raise RecpoError(f"{name}: column {column!r} is {kind}, expected times, or whole milliseconds since 1970")
     if values.null_count:
         raise RecpoError(f"{name}: column {column!r} has {values.null_count} nulls: every event needs a time")
-    return _to_numpy(values.cast(pa.int64()), 0)
+    try:
+        return _to_numpy(values.cast(pa.int64()), 0)
+    except pa.ArrowInvalid as error:
+        raise RecpoError(f"{name}: column {column!r}: {_one_line(error)}; expected milliseconds since 1970") from error
 
 
 def to_pandas(table: pa.Table) -> pd.DataFrame:

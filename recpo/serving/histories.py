@@ -25,6 +25,7 @@ EVENT_COLUMNS = (USER_ID, ITEM_ID, TIMESTAMP, "watch_time", "duration", "dislike
 #: Whole numbers between these are times in seconds that were taken for milliseconds (they would lie in January 1970
 #: or soon after), whole numbers beyond the last one are microseconds; smaller ones may count events ("order").
 _SECONDS_FROM, _SECONDS_UNTIL, _LATEST_MS = 100_000_000, 31_536_000_000, 4_102_444_800_000
+_LONGEST_S = 1e9  # 30 years: nothing is watched, or lasts, for longer
 
 
 class EncodedHistories(NamedTuple):
@@ -51,7 +52,7 @@ class ServingCounts:
         users: users served.
         events: events of their histories; ``unknown_items`` of them were skipped.
         unknown_items: events whose item is not in the catalog.
-        impossible_values: watch times and durations that cannot be true (negative, infinite); taken as missing.
+        impossible_values: watch times and durations that cannot be true (negative, endless); taken as missing.
         events_without_feedback: events of known items whose feedback level is 0 (unknown), because watch time,
             duration or label is missing.
         empty_histories: users without any event of a known item; they get what the policy says when nothing is known.
@@ -220,9 +221,21 @@ class HistoryReader:
         ((_, encoded),) = histories.batches(1)
         return encoded
 
+    def known_items(self, table: pa.Table, name: str) -> np.ndarray:
+        """Internal ids ``[N]`` of the column ``item_id`` of a table that is called ``name``; 0 where unknown.
+
+        Raises:
+            RecpoError: the column is missing, has nulls, or ids of another type than the catalog's.
+        """
+        try:
+            return self.items.to_internal(id_column(table, ITEM_ID, name))
+        except (RecpoError, OverflowError, pa.ArrowException) as error:
+            shown = str(error) if str(error).startswith(name) else f"{name}: column {ITEM_ID!r}: {error}"
+            raise RecpoError(shown) from error
+
     def _events(self, table: pa.Table, user: np.ndarray, num_users: int) -> tuple[_Events, ServingCounts]:
         """The events of known items, sorted; what counts of the others."""
-        item = self.items.to_internal(id_column(table, ITEM_ID, "histories"))
+        item = self.known_items(table, "histories")
         time = _times(table)
         level, impossible = self._levels(table)
         served, known = user >= 0, item > 0
@@ -249,7 +262,7 @@ class HistoryReader:
                 "where watch times say it"
             )
         watch_time, duration = (_numbers(table, name, missing) for name in ("watch_time", "duration"))
-        false_watch, false_duration = ((s < 0) | np.isinf(s) for s in (watch_time, duration))
+        false_watch, false_duration = ((s < 0) | (s > _LONGEST_S) for s in (watch_time, duration))
         dislike = flag_column(table, "dislike", "histories")
         dislike = np.zeros(len(table), bool) if dislike is None else dislike
         watch_time, duration = np.where(false_watch, np.nan, watch_time), np.where(false_duration, np.nan, duration)
@@ -266,7 +279,7 @@ class HistoryReader:
         if exclude is not None:
             table = to_arrow(exclude, "exclude")
             owner = rows_of_users(id_column(table, USER_ID, "exclude"), served, "exclude")
-            named = self.items.to_internal(id_column(table, ITEM_ID, "exclude"))
+            named = self.known_items(table, "exclude")
             unknown = int(((owner >= 0) & (named == 0)).sum())
             kept = (owner >= 0) & (named > 0)
             user, item = np.concatenate([user, owner[kept]]), np.concatenate([item, named[kept]])

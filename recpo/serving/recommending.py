@@ -102,8 +102,7 @@ def score_candidates(
         RecpoError: see ``HistoryReader.read``, or the runtime only ranks.
     """
     table = to_arrow(candidates, "candidates")
-    owner, named = (id_column(table, name, "candidates") for name in (USER_ID, ITEM_ID))
-    items = reader.items.to_internal(named)
+    owner, items = id_column(table, USER_ID, "candidates"), reader.known_items(table, "candidates")
     read = reader.read(histories, users=owner.unique())
     user = rows_of_users(owner, read.users, "candidates")
     order = np.argsort(user, kind="stable")
@@ -117,7 +116,7 @@ def score_candidates(
         padded = np.zeros((part.stop - part.start, int(counts[part].max())), np.int64)
         padded[user[rows] - part.start, column[rows]] = items[rows]
         scores[rows] = runtime.score(inputs, padded)[user[rows] - part.start, column[rows]]
-    result = pa.table({USER_ID: owner, ITEM_ID: named, "score": scores})
+    result = pa.table({USER_ID: owner, ITEM_ID: table[ITEM_ID], "score": scores})
     return Served(result, replace(read.counts, unknown_candidates=int((items == 0).sum())))
 
 
