@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.advantages.rewards import kept_mask, rewards_of
+from recpo.advantages.group import kept_mask, rewards_of
 from recpo.contracts import ReturnEstimator
 from recpo.errors import RecpoError
 from recpo.ops.reduce import zero_masked

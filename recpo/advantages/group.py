@@ -7,10 +7,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.advantages.rewards import kept_mask, rewards_of
 from recpo.contracts import AdvantageEstimator
+from recpo.errors import RecpoError
 from recpo.ops.reduce import zero_masked
 from recpo.types import FeedbackBatch
+
+
+def kept_mask(values: Tensor, mask: Tensor | None) -> Tensor:
+    """``mask`` as bool; True throughout where there is none."""
+    return torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+
+
+def rewards_of(batch: FeedbackBatch, estimator: object) -> Tensor:
+    """The rewards ``[B, S]`` that ``estimator`` reads.
+
+    Raises:
+        RecpoError: nobody configured a reward.
+    """
+    if batch.slates.reward is None:
+        raise RecpoError(f"{type(estimator).__name__} needs rewards, which this batch lacks: configure a reward.")
+    return batch.slates.reward
 
 
 def _is_constant(rewards: Tensor, kept: Tensor) -> Tensor:

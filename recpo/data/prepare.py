@@ -26,7 +26,6 @@ from recpo.data.events import select_columns, standardize, time_order
 from recpo.data.faults import Fault, refuse
 from recpo.data.files import Log, find_files, open_log
 from recpo.data.locations import Place, locate
-from recpo.data.periods import last_events, period_rows
 from recpo.data.prepared import FORMAT_VERSION, write_manifest
 from recpo.data.publishing import prepared_directory, work_directory
 from recpo.data.schema import (
@@ -42,7 +41,7 @@ from recpo.data.schema import (
     user_schema,
 )
 from recpo.data.shaping import Label, WatchQuantiles, cutoff_table, definition, quantile_table, watch_ties
-from recpo.data.splits import Split, TemporalSplit
+from recpo.data.splits import Split, TemporalSplit, last_events, period_rows
 from recpo.data.validate import check_rows
 from recpo.data.writing import write_rows, write_shards
 from recpo.errors import RecpoError

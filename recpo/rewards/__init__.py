@@ -1,8 +1,7 @@
-"""Rewards of candidates, logged or generated: one file each."""
+"""Rewards of candidates, logged or generated."""
 
-from recpo.rewards.hit import HitReward
+from recpo.rewards.hit import HitReward, RankAwareReward, rank_aware_reward
 from recpo.rewards.logged import LoggedReward
-from recpo.rewards.rank_aware import RankAwareReward, rank_aware_reward
 from recpo.rewards.validity import ValidityReward
 from recpo.rewards.weighted_sum import WeightedSum
 

@@ -6,7 +6,6 @@ from ibis.config import Config
 
 from recpo.data.catalog import add_positions, item_indices, item_table, place_events, user_indices
 from recpo.data.events import select_columns, standardize, time_order
-from recpo.data.periods import last_events, period_rows
 from recpo.data.schema import PRESETS, LogColumns
 from recpo.data.shaping import (
     D2Q,
@@ -20,7 +19,7 @@ from recpo.data.shaping import (
     quantile_table,
     watch_ties,
 )
-from recpo.data.splits import LeaveLastOut, TemporalSplit
+from recpo.data.splits import LeaveLastOut, TemporalSplit, last_events, period_rows
 from recpo.data.validate import row_checks
 from recpo.feedback import FeedbackRule
 
