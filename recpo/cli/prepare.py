@@ -124,6 +124,7 @@ def _report(manifest: dict[str, Any], out: str | Path) -> None:
     terminal.print(f"columns: {found}" + (f"; absent: {absent}" if absent else ""))
     terminal.print(_events_table(counts))
     terminal.print(_periods_table(counts["splits"]))
+    terminal.print(_feedback_table(counts["splits"]))
     for warning in manifest["warnings"]:
         terminal.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     terminal.print(f"{out}: {manifest['num_users']:,} users, {manifest['num_items']:,} items", soft_wrap=True)
@@ -146,9 +147,18 @@ def _events_table(counts: dict[str, Any]) -> Table:
 
 def _periods_table(periods: dict[str, dict[str, int]]) -> Table:
     table = Table(title="periods", title_justify="left")
-    for name in ("period", "users", "events", *FEEDBACK_KINDS, "rows with context"):
+    for name in ("period", "users", "events", "rows with context"):
         table.add_column(name, justify="left" if name == "period" else "right")
     for name, period in periods.items():
-        cells = (period[key] for key in ("users", "targets", *FEEDBACK_KINDS, "rows"))
+        cells = (period[key] for key in ("users", "targets", "rows"))
         table.add_row(name, *(f"{cell:,}" for cell in cells))
+    return table
+
+
+def _feedback_table(periods: dict[str, dict[str, int]]) -> Table:
+    table = Table(title="feedback of the events", title_justify="left")
+    for name in ("period", *FEEDBACK_KINDS):
+        table.add_column(name, justify="left" if name == "period" else "right")
+    for name, period in periods.items():
+        table.add_row(name, *(f"{period[kind]:,}" for kind in FEEDBACK_KINDS))
     return table
