@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from recpo.data.slates import ImpressionLayout as ImpressionLayout, SequenceLayout as SequenceLayout
     from recpo.data.splits import LeaveLastOut as LeaveLastOut, TemporalSplit as TemporalSplit
     from recpo.errors import RecpoError as RecpoError
+    from recpo.evaluation.evaluation import Evaluation as Evaluation
     from recpo.feedback import FeedbackDefinition as FeedbackDefinition, FeedbackRule as FeedbackRule
     from recpo.objectives import (
         ASPO as ASPO,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
         VectorsFromParquet as VectorsFromParquet,
     )
     from recpo.tokenizer.tokenization import Codes as Codes
+    from recpo.workflows.evaluate import evaluate as evaluate
     from recpo.workflows.load import load as load
     from recpo.workflows.simulate import simulate as simulate
     from recpo.workflows.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
@@ -93,6 +95,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.data.slates": ("ImpressionLayout", "SequenceLayout"),
     "recpo.data.splits": ("LeaveLastOut", "TemporalSplit"),
     "recpo.errors": ("RecpoError",),
+    "recpo.evaluation.evaluation": ("Evaluation",),
     "recpo.feedback": ("FeedbackDefinition", "FeedbackRule"),
     "recpo.objectives": (
         "ASPO",
@@ -121,6 +124,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.tokenizer.cooccurrence": ("VectorsFromCooccurrence",),
     "recpo.tokenizer.sources": ("CodesFromFile", "VectorsFromFrame", "VectorsFromParquet"),
     "recpo.tokenizer.tokenization": ("Codes",),
+    "recpo.workflows.evaluate": ("evaluate",),
     "recpo.workflows.load": ("load",),
     "recpo.workflows.simulate": ("simulate",),
     "recpo.workflows.tokenize": ("VectorsFromRun", "tokenize"),
