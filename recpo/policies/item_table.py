@@ -103,14 +103,10 @@ class ItemTable(nn.Module):
         use: what training does with it, which decides how it may be sharded.
 
     Attributes:
-        initial: where a table made inside ``tables_on_meta`` has its values from; None elsewhere.
-        is_block: ``weight`` holds this rank's part of the table, not all of it.
-        optimizer: that steps ``weight``, where it is none of the training module's.
+        initial: where a table made inside ``tables_on_meta`` gets its values from; None elsewhere.
     """
 
     initial: Rows | None = None
-    is_block: bool = False
-    optimizer: Optimizer | None = None
 
     def __init__(
         self, num_items: int, dim: int, *, sparse: bool = False, std: float = 0.02, use: TableUse = "lookup"
@@ -129,9 +125,6 @@ class ItemTable(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Vectors ``[..., d]`` of item ids ``[...]``; zero, without gradient, for id 0."""
         return F.embedding(ids, self.weight, padding_idx=0, sparse=self.sparse)
-
-    def changed(self) -> None:
-        """Says that the weights are others now; sharded tables may keep something made from them."""
 
     def log_prob(
         self,
@@ -171,3 +164,18 @@ class ItemTable(nn.Module):
     def extra_repr(self) -> str:
         """What ``repr`` shows."""
         return f"{self.num_items}, {self.dim}, sparse={self.sparse}, use={self.use!r}"
+
+
+class PlacedTable(ItemTable):
+    """A table that sharding put in the place of an ``ItemTable``, and what training has to know of it.
+
+    Attributes:
+        is_block: ``weight`` holds this rank's part of the table, not all of it.
+        optimizer: Optimizer that updates ``weight`` when the training module's own optimizer does not; otherwise None.
+    """
+
+    is_block: bool
+    optimizer: Optimizer | None = None
+
+    def changed(self) -> None:
+        """Must be called after the weights were changed in place; a table may keep something computed from them."""

@@ -1,14 +1,27 @@
-"""What tables that are cut over the ranks have in common: a softmax over rows of which each rank holds some."""
+"""What takes the place of item tables: cut into rows over the ranks (``RowTable``), or whole on each of them.
+
+torchrec's tables can be looked up in but not multiplied with (see ``lookup_table`` for those). In a ``RowTable`` every
+rank multiplies the states of all ranks with its own rows, forward and backward, and the ranks add up their partial sums
+(``recpo.ops.sharded_logprob``).
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardDim
 
-from recpo.ops.sharded_logprob import RowShard, sharded_entropy, sharded_logprob
-from recpo.policies.item_table import ItemTable, Rows
+from recpo.ops.sharded_logprob import RowShard, sharded_entropy, sharded_logprob, sharded_lookup
+from recpo.policies.item_table import ItemTable, PlacedTable, Rows
 from recpo.sharding import search
+from recpo.sharding.costs import row_blocks
 from recpo.types import Recommendations, SamplingOptions
 
 _ROWS_AT_ONCE = 1 << 18
@@ -28,7 +41,7 @@ def copy_rows(block: Tensor, rows: Rows, first: int, columns: slice = slice(None
         block[begin:end] = rows[first + begin : first + end][:, columns]
 
 
-class ShardedTable(ItemTable):
+class ShardedTable(PlacedTable):
     """Takes the place of an ``ItemTable``; every method is called by all ranks together."""
 
     is_block = True
@@ -68,3 +81,65 @@ class ShardedTable(ItemTable):
     ) -> tuple[Tensor, Tensor]:
         """See ``ItemTable.draw``."""
         return search.draw(states, self.row_shard(learns=False, cosine=cosine), group_size, options)
+
+
+class RowTable(ShardedTable):
+    """A table for an exact softmax, and for look-ups as well.
+
+    Args:
+        table: the table it replaces.
+        mesh: the ranks, in one dimension.
+
+    Attributes:
+        weight: the whole table as a ``DTensor`` of which each rank holds ``ceil((V + 1) / ranks)`` rows.
+    """
+
+    def __init__(self, table: ItemTable, mesh: DeviceMesh) -> None:
+        nn.Module.__init__(self)
+        self.num_items, self.dim, self.sparse, self.use = table.num_items, table.dim, False, table.use
+        self._group: dist.ProcessGroup = mesh.get_group()
+        cuts = row_blocks(self.num_items + 1, mesh.size())
+        self._first, rows = cuts[dist.get_rank(self._group)]
+        local = torch.empty(rows, self.dim, device=mesh.device_type)
+        if table.initial is not None:
+            copy_rows(local, table.initial, self._first)
+        size = torch.Size([self.num_items + 1, self.dim])
+        whole = DTensor.from_local(local, mesh, [ShardDim(0)], run_check=False, shape=size, stride=(self.dim, 1))
+        self.weight: nn.Parameter = nn.Parameter(whole, requires_grad=table.weight.requires_grad)
+        self.train(table.training)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """See ``ItemTable.forward``."""
+        return sharded_lookup(ids, self.row_shard(learns=True))
+
+    def row_shard(self, *, learns: bool, cosine: bool = False) -> RowShard:
+        """See ``ShardedTable.row_shard``."""
+        weight: Any = self.weight
+        rows = weight.to_local()
+        rows = F.normalize(rows, dim=-1) if cosine else rows
+        return RowShard(rows, self._first, self.num_items + 1, self._group)
+
+
+class ReplicatedTable(PlacedTable):
+    """A table that is whole on every rank, and that an optimizer of the tables' own updates.
+
+    Args:
+        table: the table it replaces.
+        device: of this rank.
+    """
+
+    is_block = False
+
+    def __init__(self, table: ItemTable, device: torch.device) -> None:
+        nn.Module.__init__(self)
+        self.num_items, self.dim, self.sparse, self.use = table.num_items, table.dim, False, table.use
+        self.weight = whole_weight(table, device)
+        self.train(table.training)
+
+
+def whole_weight(table: ItemTable, device: torch.device) -> nn.Parameter:
+    """All rows of a table, in the memory where the state of its optimizer is made too."""
+    if table.initial is None:
+        return table.weight
+    rows = table.initial[0 : table.num_items + 1].to(device, copy=True)
+    return nn.Parameter(rows, requires_grad=table.weight.requires_grad)

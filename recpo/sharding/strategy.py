@@ -24,12 +24,12 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from recpo.errors import RecpoError
-from recpo.policies.item_table import ItemTable, SavedRows
+from recpo.policies.item_table import ItemTable, PlacedTable, SavedRows
 from recpo.sharding import checkpoint as checkpoints
 from recpo.sharding.costs import Sharding
 from recpo.sharding.lookup_table import LookupTable
 from recpo.sharding.planning import TableSpec, make_collection, placements, plan_tables, table_key
-from recpo.sharding.row_table import RowTable
+from recpo.sharding.sharded_table import ReplicatedTable, RowTable, whole_weight
 from recpo.sharding.table_optimizer import TableOptimizer, TableOptions
 
 # torchrec asks in every lookup whether it is being traced, and torch.fx warns of how it asks
@@ -157,7 +157,7 @@ class ShardedStrategy(DDPStrategy):
         mesh = None if group is None else DeviceMesh.from_group(group, self.root_device.type)
         for name, table in of_softmax.items():
             if mesh is None or self._sharding_of(_original(name, tables) or name) == "data_parallel":
-                _materialize(table, self.root_device)
+                table.weight, table.initial = whole_weight(table, self.root_device), None
             else:
                 self._replace(module, name, RowTable(table, mesh))
         if looked_up:
@@ -189,7 +189,7 @@ class ShardedStrategy(DDPStrategy):
             group=dist.group.WORLD,
         )
         placed = placements(plan, specs)
-        learning: dict[str, ItemTable] = {}
+        learning: dict[str, PlacedTable] = {}
         for frozen in (False, True):
             some = [s for s in specs if s.frozen == frozen and placed[s.name].sharding != "data_parallel"]
             collections = self._collections(some, plan, frozen=frozen) if some else {}
@@ -203,10 +203,10 @@ class ShardedStrategy(DDPStrategy):
                     learning[spec.name] = sharded
         for spec in specs:
             if placed[spec.name].sharding == "data_parallel":
-                _materialize(tables[spec.name], self.root_device)
-                tables[spec.name].sparse = False
+                replicated = ReplicatedTable(tables[spec.name], self.root_device)
+                self._replace(module, spec.name, replicated)
                 if not spec.frozen:
-                    learning[spec.name] = tables[spec.name]
+                    learning[spec.name] = replicated
         if self.is_global_zero:
             kinds = ", ".join(f"{name} {placement.sharding}" for name, placement in placed.items())
             print(f"tables over {self.world_size} ranks: {kinds}", flush=True)
@@ -228,10 +228,11 @@ class ShardedStrategy(DDPStrategy):
         )
         return dict(sharded.module.items())
 
-    def _replace(self, module: LightningModule, name: str, table: LookupTable | RowTable) -> None:
+    def _replace(self, module: LightningModule, name: str, table: PlacedTable) -> None:
         parent, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(parent), attribute, table)
-        self._blocks.append(f"{name}.weight")
+        if table.is_block:
+            self._blocks.append(f"{name}.weight")
         if isinstance(table, LookupTable):
             self._tables.append(table)
 
@@ -268,11 +269,3 @@ def _original(name: str, tables: dict[str, ItemTable]) -> str | None:
     head, found, tail = name.rpartition("policy.")
     original = found + tail
     return original if head and original in tables and not tables[name].weight.requires_grad else None
-
-
-def _materialize(table: ItemTable, device: torch.device) -> None:
-    """Gives a table that is whole on every rank its memory, where the state of its optimizer is made too."""
-    if table.initial is not None:
-        rows = table.initial[0 : table.num_items + 1].to(device, copy=True)
-        table.weight = nn.Parameter(rows, requires_grad=table.weight.requires_grad)
-        table.initial = None

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
 from recpo.errors import RecpoError
 from recpo.objectives.likelihood import Likelihood
-from recpo.policies.item_table import ItemTable
 from recpo.training.contradictions import (
     refuse_feedback,
     refuse_old_policy,
@@ -34,6 +33,7 @@ from recpo.training.optimizers import (
     block_weights,
     build_optimizer,
     clip_gradients,
+    needs_own_clipping,
     scale_gradients,
 )
 from recpo.training.rollout import RolloutOptions
@@ -259,8 +259,7 @@ class PreferenceModule(LightningModule):
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Lightning's clipping, and the same for sparse gradients and sharded tables, which PyTorch's own refuses."""
-        blocks_or_sparse = any(isinstance(m, ItemTable) and (m.is_block or m.sparse) for m in self.modules())
-        if gradient_clip_val and blocks_or_sparse:
+        if gradient_clip_val and needs_own_clipping(self):
             clip_gradients(self, gradient_clip_val, gradient_clip_algorithm or "norm", self._sum_over_ranks)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from recpo.policies.item_table import ItemTable
+from recpo.policies.item_table import ItemTable, PlacedTable
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -62,7 +62,7 @@ def build_optimizer(model: nn.Module, dense: OptimizerFactory, sparse: Optimizer
     no other parameters: distributed tensors and plain ones cannot be stepped in one go.
     """
     tables = [module for module in model.modules() if isinstance(module, ItemTable) and module.weight.requires_grad]
-    own = {id(table.optimizer): table.optimizer for table in tables if table.optimizer is not None}
+    own = {id(t.optimizer): t.optimizer for t in tables if isinstance(t, PlacedTable) and t.optimizer is not None}
     kinds = {id(table.weight): _kind(table) for table in tables}
     parameters: dict[str, list[nn.Parameter]] = {"dense": [], "block": [], "sparse": [], "own": []}
     for parameter in model.parameters():
@@ -75,14 +75,20 @@ def build_optimizer(model: nn.Module, dense: OptimizerFactory, sparse: Optimizer
 
 
 def _kind(table: ItemTable) -> str:
-    if table.optimizer is not None:
-        return "own"
-    return "block" if table.is_block else "sparse" if table.sparse else "dense"
+    if isinstance(table, PlacedTable):
+        return "own" if table.optimizer is not None else "block" if table.is_block else "dense"
+    return "sparse" if table.sparse else "dense"
 
 
 def block_weights(module: nn.Module) -> set[int]:
     """Identities of the weights of which each rank holds a part."""
-    return {id(m.weight) for m in module.modules() if isinstance(m, ItemTable) and m.is_block}
+    return {id(m.weight) for m in module.modules() if isinstance(m, PlacedTable) and m.is_block}
+
+
+def needs_own_clipping(module: nn.Module) -> bool:
+    """Whether there are sparse gradients or blocks of sharded tables, which PyTorch's clipping does not take."""
+    tables = [table for table in module.modules() if isinstance(table, ItemTable)]
+    return any(table.sparse or (isinstance(table, PlacedTable) and table.is_block) for table in tables)
 
 
 def local_gradients(module: nn.Module, *, of_blocks: bool | None = None) -> list[Tensor]:

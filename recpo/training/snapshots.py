@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recpo.contracts import Policy, StatePolicy
 from recpo.policies.critic import states_at
-from recpo.policies.item_table import ItemTable
+from recpo.policies.item_table import PlacedTable
 from recpo.types import FeedbackBatch, Histories
 
 
@@ -70,7 +70,7 @@ def _move_towards(own: nn.Module, other: nn.Module, rate: float) -> None:
         else:
             value.copy_(weights[name])
     for module in own.modules():
-        if isinstance(module, ItemTable):
+        if isinstance(module, PlacedTable):
             module.changed()
 
 

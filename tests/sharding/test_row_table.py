@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from recpo.policies.item_table import ItemTable, SavedRows, tables_on_meta
-from recpo.sharding.row_table import RowTable
+from recpo.sharding.sharded_table import RowTable
 from recpo.types import SamplingOptions
 from tests.sharding.ranks import Ranks
 

@@ -92,7 +92,7 @@ def test_nothing_to_look_up_or_to_learn(on_gpu: Ranks) -> None:
 
 
 def check_row_table() -> None:
-    from recpo.sharding.row_table import RowTable
+    from recpo.sharding.sharded_table import RowTable
 
     torch.manual_seed(0)
     whole = ItemTable(999, 32, std=1.0, use="softmax")
