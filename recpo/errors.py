@@ -9,3 +9,15 @@ class RecpoError(Exception):
     The message stands alone: it names the file, column, key or count, what was expected, and how to fix it. The
     command line prints it without a traceback and exits with status 1.
     """
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training was told to stop, by Ctrl-C or a signal; the message says what was kept and how to go on.
+
+    Attributes:
+        status: exit status of a command: 130 (SIGINT) or 143 (SIGTERM).
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status

@@ -27,6 +27,7 @@ from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.allocator import tune_allocator
 from recpo.training.module import PreferenceModule
+from recpo.training.options import LearningOptions
 from recpo.training.trainer import TrainerOptions
 from recpo.types import FeedbackBatch, LogProbs, ObjectiveInputs
 
@@ -52,7 +53,7 @@ def positions_of(batch: FeedbackBatch) -> int:
 
 def with_trainer(policy: CatalogSoftmaxPolicy, data: FeedbackDataModule, setting: Setting, pace: Pace) -> None:
     adam = partial(torch.optim.Adam, lr=setting.rate, betas=(0.9, 0.98), fused=True)
-    module = PreferenceModule(policy, Likelihood(), optimizer=adam, seed=setting.seed)
+    module = PreferenceModule(policy, LearningOptions(objective=Likelihood(), optimizer=adam, seed=setting.seed))
     # validation and checkpoints are off, as they are in the other contenders; the loggers are on
     options = TrainerOptions(
         max_epochs=-1,
@@ -63,7 +64,7 @@ def with_trainer(policy: CatalogSoftmaxPolicy, data: FeedbackDataModule, setting
         num_sanity_val_steps=0,
         log_every_n_steps=10,
     )
-    options.build(setting.folder / "run", module.monitor, None).fit(module, datamodule=data)
+    options.build(setting.folder / "run").fit(module, datamodule=data)
 
 
 def with_loop(policy: CatalogSoftmaxPolicy, data: FeedbackDataModule, setting: Setting, pace: Pace) -> None:

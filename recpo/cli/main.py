@@ -139,6 +139,9 @@ def _print_any_text() -> None:
 
 def run(function: Callable[..., None], options: Sequence[str]) -> None:
     """Parses ``options`` (flags and ``--config FILE.yaml``) for ``function`` and calls it."""
+    if _own_parser(function) is not None:
+        function(options)
+        return
     parser = parser_of(function)
     configuration = parser.parse_args(list(options))
     configuration.pop("config", None)
@@ -172,12 +175,21 @@ def _instantiated(parser: ArgumentParser, configuration: Namespace) -> dict[str,
 
 def parser_of(function: Callable[..., Any]) -> ArgumentParser:
     """The parser that a verb's signature and docstring define; abbreviations and unknown keys are refused."""
+    own = _own_parser(function)
+    if own is not None:
+        return own()
     parser = ArgumentParser(
         prog=f"recpo {function.__name__}", description=_summary(function), allow_abbrev=False, exit_on_error=False
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
     parser.add_function_arguments(function, as_positional=False)
     return parser
+
+
+def _own_parser(function: Callable[..., Any]) -> Callable[[], ArgumentParser] | None:
+    """The parser of a verb whose options are not those of its signature: its module has a function ``parser``."""
+    own: Callable[[], ArgumentParser] | None = getattr(sys.modules[function.__module__], "parser", None)
+    return own
 
 
 def _function(verb: str) -> Callable[..., None]:

@@ -265,7 +265,7 @@ def _recount_batches(progress: dict[str, Any], before: int, now: int) -> None:
 
 
 def _original(name: str, tables: dict[str, ItemTable]) -> str | None:
-    """The table that a frozen copy copies: ``policy.item_table`` of ``inputs.old.policy.item_table``."""
+    """The table that a frozen copy copies: ``policy.item_table`` of ``old.policy.item_table``."""
     head, found, tail = name.rpartition("policy.")
     original = found + tail
     return original if head and original in tables and not tables[name].weight.requires_grad else None

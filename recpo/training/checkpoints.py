@@ -1,23 +1,28 @@
-"""The tensors of a checkpoint, whoever wrote it: one file, or a directory that the ranks of a sharded run wrote.
+"""Checkpoints: when they are written, and their tensors, whoever wrote them.
 
-A directory holds safetensors files, each with one rank's blocks of the tensors and where they stand; here the blocks
-are put together again, without torchrec and without other ranks, and only as far as they are asked for.
+A checkpoint is one file, or a directory that the ranks of a sharded run wrote. A directory holds safetensors files,
+each with one rank's blocks of the tensors and where they stand; here the blocks are put together again, without
+torchrec and without other ranks, and only as far as they are asked for.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors import safe_open
 from torch import Tensor
 
 from recpo.errors import RecpoError
 
+PARTIAL = ".partial"
 META = "meta.pt"
 """What a checkpoint directory holds beside tensors; a directory without it is none."""
 
@@ -97,3 +102,66 @@ def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
 
 def _numbers(blocks: list[_Block]) -> int:
     return sum(prod(block.shape) for block in blocks)
+
+
+class _WholeCheckpoint(ModelCheckpoint):
+    """Writes a checkpoint beside its target and renames it, so that there is always a whole one."""
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if getattr(trainer.strategy, "shards_tables", False):  # writes a directory, and takes care of it itself
+            super()._save_checkpoint(trainer, filepath)
+            return
+        super()._save_checkpoint(trainer, filepath + PARTIAL)
+        if trainer.is_global_zero:
+            with open(filepath + PARTIAL, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(filepath + PARTIAL, filepath)
+        self._last_checkpoint_saved = filepath
+        trainer.strategy.barrier("checkpoint")
+
+
+class BestCheckpoint(_WholeCheckpoint):
+    """Keeps the policy with the largest validation metric, and where nothing was validated the last one.
+
+    Args:
+        directory: of the checkpoints.
+        monitor: the validation metric.
+    """
+
+    def __init__(self, directory: Path, monitor: str) -> None:
+        super().__init__(directory, filename="best", monitor=monitor, mode="max", enable_version_counter=False)
+
+
+class LastCheckpoint(_WholeCheckpoint):
+    """Keeps the last state: after every epoch, every so many optimizer steps, and where ``max_steps`` ends an epoch.
+
+    Of an epoch that ``max_steps`` ends early Lightning would keep a state in which the epoch is over, and a run that is
+    resumed from there would leave the rest of it out.
+
+    Args:
+        directory: of the checkpoints.
+        every: optimizer steps; None = only after epochs.
+    """
+
+    def __init__(self, directory: Path, every: int | None) -> None:
+        super().__init__(
+            directory, filename="last", save_on_train_epoch_end=True, every_n_epochs=1, enable_version_counter=False
+        )
+        self._every = every
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keeps the state in mid-epoch, where it is due or the run ends."""
+        due = trainer.global_step == trainer.max_steps or (self._every and trainer.global_step % self._every == 0)
+        if due and not _epoch_is_over(trainer) and not self._should_skip_saving_checkpoint(trainer):
+            self._save_checkpoint(trainer, str(Path(self.dirpath or "") / "last.ckpt"))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps the state after an epoch that was gone through."""
+        if _epoch_is_over(trainer):
+            super().on_train_epoch_end(trainer, pl_module)
+
+
+def _epoch_is_over(trainer: Trainer) -> bool:
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)

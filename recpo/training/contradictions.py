@@ -8,7 +8,7 @@ from recpo.contracts import AdvantageEstimator, Objective, Policy, ReturnEstimat
 from recpo.errors import RecpoError
 from recpo.feedback import FEEDBACK_KINDS
 from recpo.objectives.likelihood import Likelihood
-from recpo.training.rollout import RolloutOptions
+from recpo.training.options import LearningOptions, RolloutOptions
 from recpo.types import SlateTraits
 
 KNOWN = frozenset(
@@ -26,7 +26,31 @@ def all_requirements(objective: Objective, advantage: AdvantageEstimator | None)
     return requires | ({"rewards"} if "q_value" in requires else frozenset())
 
 
-def refuse_policy(policy: Policy, objective: Objective) -> None:
+def validate_options(policy: Policy, options: LearningOptions, slates: SlateTraits) -> None:
+    """Raises where policy, options and data do not fit together.
+
+    Args:
+        policy: to train.
+        options: what it learns from.
+        slates: what the data says about its slates.
+
+    Raises:
+        RecpoError: names the option that fixes it.
+    """
+    objective, rollout = options.objective, options.rollout
+    validate_policy(policy, objective)
+    validate_feedback(objective, options.advantage, options.reward)
+    validate_old_policy(objective, options.old_policy)
+    if rollout is not None:
+        validate_rollout(objective, rollout, slates, options.reward, options.old_policy)
+        slates = SlateTraits(is_preference_list=rollout.preference is not None, resampled=True)
+    validate_slates(objective, slates, options.reference, 0.0 if rollout else options.anchor_coef)
+    validate_snapshot_reference(objective, options.reference, options.old_policy)
+    if options.mask_shared_prefix:
+        validate_shared_prefix(policy, objective)
+
+
+def validate_policy(policy: Policy, objective: Objective) -> None:
     """Raises where the policy cannot give what the objective asks for."""
     name = type(objective).__name__
     asked = objective.requires & OF_STATES
@@ -42,7 +66,9 @@ def refuse_policy(policy: Policy, objective: Objective) -> None:
         )
 
 
-def refuse_feedback(objective: Objective, advantage: AdvantageEstimator | None, reward: RewardFunction | None) -> None:
+def validate_feedback(
+    objective: Objective, advantage: AdvantageEstimator | None, reward: RewardFunction | None
+) -> None:
     """Raises where advantages, rewards or values are asked for and not given."""
     name, requires = type(objective).__name__, objective.requires
     if requires - KNOWN:
@@ -64,7 +90,7 @@ def refuse_feedback(objective: Objective, advantage: AdvantageEstimator | None, 
         )
 
 
-def refuse_old_policy(objective: Objective, old_policy: str) -> None:
+def validate_old_policy(objective: Objective, old_policy: str) -> None:
     """Raises where ratios would be 1 throughout.
 
     One step on the policy's own samples has them at 1 by right; that is what ``Reinforce`` (and ``GBPO`` without an old
@@ -79,7 +105,7 @@ def refuse_old_policy(objective: Objective, old_policy: str) -> None:
         )
 
 
-def refuse_slates(objective: Objective, slates: SlateTraits, reference: str, anchor_coef: float) -> None:
+def validate_slates(objective: Objective, slates: SlateTraits, reference: str, anchor_coef: float) -> None:
     """Raises where the slates of the data are not of the kind that the objective compares."""
     name, wants_lists = type(objective).__name__, "chosen" in objective.requires
     if wants_lists and not slates.is_preference_list:
@@ -104,7 +130,7 @@ def refuse_slates(objective: Objective, slates: SlateTraits, reference: str, anc
         )
 
 
-def refuse_rollout(
+def validate_rollout(
     objective: Objective, rollout: RolloutOptions, slates: SlateTraits, reward: RewardFunction | None, old_policy: str
 ) -> None:
     """Raises where candidates cannot be drawn, scored or learned from."""
@@ -128,7 +154,7 @@ def refuse_rollout(
         )
 
 
-def refuse_snapshot_reference(objective: Objective, reference: str, old_policy: str) -> None:
+def validate_snapshot_reference(objective: Objective, reference: str, old_policy: str) -> None:
     """Raises where the snapshot that is to be the reference does not exist."""
     if reference == "snapshot" and "reference" in objective.requires and old_policy != "snapshot":
         raise RecpoError(
@@ -136,7 +162,7 @@ def refuse_snapshot_reference(objective: Objective, reference: str, old_policy: 
         )
 
 
-def refuse_shared_prefix(policy: Policy, objective: Objective) -> None:
+def validate_shared_prefix(policy: Policy, objective: Objective) -> None:
     """Raises where there is no prefix that a rejected item could share with the chosen one."""
     if policy.num_tokens == 1 or "chosen" not in objective.requires:
         raise RecpoError(

@@ -1,223 +1,168 @@
-"""From a batch to what an objective looks at: only what ``Objective.requires`` names is computed."""
+"""Computes the inputs that an objective declares in ``Objective.requires``, and nothing else."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from recpo.contracts import AdvantageEstimator, Objective, Policy, ReturnEstimator, RewardFunction, StatePolicy
+from recpo.contracts import ReturnEstimator, StatePolicy
 from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
 from recpo.training.contradictions import OF_STATES, all_requirements
-from recpo.training.critic import Critic, CriticOptions
-from recpo.training.lists import with_hard_negatives, without_shared_prefix
-from recpo.training.rollout import Rollout, RolloutOptions, Rollouts, RolloutSources, roll_out
-from recpo.training.rollout_slates import items_of, side_by_side
-from recpo.training.snapshots import ReferenceCache, Snapshot
+from recpo.training.networks import Networks
+from recpo.training.options import LearningOptions
+from recpo.training.rollout import Rollout, Rollouts, roll_out
+from recpo.training.slate_edits import (
+    items_of,
+    side_by_side,
+    with_hard_negatives,
+    without_shared_prefix,
+)
 from recpo.types import FeedbackBatch, LogProbs, ObjectiveInputs, Slates
 
-OldPolicy = Literal["current", "logged", "snapshot"]
-ReferencePolicy = Literal["frozen", "cached", "snapshot"]
 
-
-@dataclass(frozen=True)
-class InputSources:
-    """Where the inputs of an objective come from.
+class StepInputs(NamedTuple):
+    """Everything that the loss of a batch is computed from.
 
     Attributes:
-        advantage: turns feedback into advantages.
-        reward: turns feedback into rewards.
-        old_policy: ``current``, ``logged`` or ``snapshot``.
-        reference: ``frozen``, ``cached`` or ``snapshot``.
-        critic: options of the heads.
-        hard_negatives: how many of the policy's top ranks are appended to every slate.
-        anchored: the likelihood of what the log shows is wanted too.
-        mask_shared_prefix: codes that a rejected item shares with the chosen one are left out of its side.
-        rollout: learn from candidates that the snapshot draws, instead of the logged slates.
-        judge: scores candidates for the metrics alone.
-        seed: of the candidates.
-    """
-
-    advantage: AdvantageEstimator | None = None
-    reward: RewardFunction | None = None
-    old_policy: OldPolicy = "current"
-    reference: ReferencePolicy = "frozen"
-    critic: CriticOptions = field(default_factory=CriticOptions)
-    hard_negatives: int = 0
-    anchored: bool = False
-    mask_shared_prefix: bool = False
-    rollout: RolloutOptions | None = None
-    judge: RewardFunction | None = None
-    seed: int = 0
-
-
-class Built(NamedTuple):
-    """What ``InputBuilder`` makes of a batch.
-
-    Attributes:
-        inputs: what the objective looks at.
-        metrics: of the slates.
-        logged: what an anchor looks at: the log-probabilities of the logged slate. These are the inputs, unless
+        objective: what the objective looks at.
+        logged: what an anchor looks at: the log-probabilities of the logged slate. These are the objective's, unless
             candidates took the slate's place.
+        metrics: of the slates.
     """
 
-    inputs: ObjectiveInputs
-    metrics: dict[str, Tensor]
+    objective: ObjectiveInputs
     logged: ObjectiveInputs
+    metrics: dict[str, Tensor]
 
 
 class _Values(NamedTuple):
-    """State values ``[B, S]`` of the policy and of the snapshot, and the states of the snapshot."""
+    """State values ``[B, S]`` of the policy and of the old policy, and the states of the old policy."""
 
     values: Tensor | None = None
     old: Tensor | None = None
     old_states: Tensor | None = None
 
 
-class InputBuilder(nn.Module):
-    """Computes the inputs of an objective; holds the other policies and the critic, which travel with checkpoints.
+class InputBuilder:
+    """Turns a batch into the inputs of an objective.
 
     Args:
-        policy: the trained policy, which is copied where a frozen one is needed.
-        objective: what asks.
-        sources: where the answers come from.
+        networks: the policy and the networks beside it.
+        options: what the policy learns from.
+        hard_negatives: number of the policy's top ranks that are appended to every slate.
+
+    Attributes:
+        rollouts: the candidates of the current phase; None without a rollout.
     """
 
-    def __init__(self, policy: Policy, objective: Objective, sources: InputSources) -> None:
-        super().__init__()
-        self._objective, self._sources = objective, sources
-        self._requires = all_requirements(objective, sources.advantage)
-        self.cache: ReferenceCache | None = None
-        frozen = "reference" in self._requires and sources.reference == "frozen"
-        self.reference = Snapshot(policy) if frozen else None
-        self.critic: Critic | None = None
-        if self._requires & (OF_STATES - {"entropy"}):
-            assert isinstance(policy, StatePolicy)
-            self.critic = Critic(policy, self._requires, sources.critic, objective.num_scores)
-        value = None if self.critic is None else self.critic.state_value
-        self.old = Snapshot(policy, value) if sources.old_policy == "snapshot" else None
-        self.rollouts = None if sources.rollout is None else Rollouts(sources.seed)
+    def __init__(self, networks: Networks, options: LearningOptions, hard_negatives: int = 0) -> None:
+        self._networks, self._options, self._objective = networks, options, options.objective
+        self._requires = all_requirements(options.objective, options.advantage)
+        self._hard_negatives, self._anchored = hard_negatives, options.anchor_coef != 0
+        self.rollouts = None if options.rollout is None else Rollouts(options.seed)
 
-    def refresh(self, policy: Policy, step: int, snapshot_every: int) -> None:
-        """Brings snapshot and target network to where they stand at optimizer step ``step``."""
-        if self.old is not None and step % snapshot_every == 0:
-            self.old.refresh(policy, None if self.critic is None else self.critic.state_value)
-        if self.critic is not None and isinstance(policy, StatePolicy):
-            self.critic.refresh_target(policy, step)
-
-    def forward(self, policy: Policy, batch: FeedbackBatch) -> Built:
-        """The inputs, and metrics of the slates."""
+    def __call__(self, batch: FeedbackBatch) -> StepInputs:
+        """Slates, rewards, states, values, advantages, log-probabilities: in this order."""
         logged, rollout = batch.slates, None
-        if self.rollouts is not None:
+        if self.rollouts is None:
+            batch = self._logged(batch)
+        else:
             rollout = self.rollouts.of(batch, self._roll_out)
             batch = batch._replace(slates=rollout.slates)
-        else:
-            batch = self._logged(batch, policy)
-        states = None
-        if self._requires & OF_STATES:
-            assert isinstance(policy, StatePolicy)
-            states = policy.encode(batch.histories)
+        states = self._states(batch)
         values = self._values(states, batch, rollout)
         advantages, returns = self._advantages(batch, values.old)
         needed = self._needed(batch, advantages)
-        anchored = logged if self._sources.anchored and rollout is not None else None
-        logp, logp_logged = self._logp(policy, batch, needed, states, anchored)
+        beside = logged if self._anchored and rollout is not None else None
+        logp, logp_logged = self._logp(batch, needed, states, beside)
         log_probs = LogProbs(
             logp,
-            self._token_mask(policy, batch.slates).expand_as(logp),
+            self._token_mask(batch.slates).expand_as(logp),
             self._old_logp(batch, logp, needed, values.old_states) if rollout is None else rollout.logp,
             self._reference_logp(batch, needed) if rollout is None else rollout.reference,
         )
-        inputs = self._of_slates(ObjectiveInputs(log_probs, advantages, returns=returns), batch.slates)
+        inputs = self._from_slates(ObjectiveInputs(log_probs, advantages, returns=returns), batch.slates)
         inputs = inputs._replace(
-            values=values.values, values_old=values.old, entropy=self._entropy(policy, batch, needed, states)
+            values=values.values, values_old=values.old, entropy=self._entropy(batch, needed, states)
         )
+        inputs = self._with_item_values(inputs, batch, states)
         of_log = inputs
         if logp_logged is not None:
             of_log = ObjectiveInputs(LogProbs(logp_logged, logged.mask[..., None].expand_as(logp_logged)))
-        metrics = self._metrics(batch) | ({} if rollout is None else rollout.metrics)
-        return Built(self._with_item_values(inputs, policy, batch, states), metrics, of_log)
+        return StepInputs(inputs, of_log, self._metrics(batch) | ({} if rollout is None else rollout.metrics))
 
-    def _logged(self, batch: FeedbackBatch, policy: Policy) -> FeedbackBatch:
+    def _logged(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The logged slates with what training adds to them: hard negatives and rewards."""
-        if self._sources.hard_negatives:
-            batch = with_hard_negatives(batch, policy, self._sources.hard_negatives)
+        if self._hard_negatives:
+            batch = with_hard_negatives(batch, self._networks.policy, self._hard_negatives)
         return self._rewarded(batch) if "rewards" in self._requires else batch
 
-    def _of_slates(self, inputs: ObjectiveInputs, slates: Slates) -> ObjectiveInputs:
-        """With what stands on the slates already."""
-        if "labels" in self._requires:
-            inputs = inputs._replace(label=slates.label, dislike=slates.dislike)
-        chosen = None
-        if "chosen" in self._requires:
-            assert slates.chosen is not None
-            chosen = slates.chosen & slates.mask
-        return inputs._replace(rewards=slates.reward, chosen=chosen)
+    def _rewarded(self, batch: FeedbackBatch) -> FeedbackBatch:
+        """With rewards; a position whose reward is unknown leaves its slate."""
+        assert self._options.reward is not None
+        slates = batch.slates
+        reward = self._options.reward(batch, slates).detach()
+        known = slates.mask & ~reward.isnan()
+        return batch._replace(slates=slates._replace(reward=torch.where(known, reward, 0.0), mask=known))
 
     @torch.no_grad()
     def _roll_out(self, batch: FeedbackBatch) -> Rollout:
         """Candidates, and what stays the same of them for the whole phase."""
-        sources = self._sources
-        assert self.old is not None
-        assert sources.rollout is not None
-        assert sources.reward is not None
-        scorers = RolloutSources(sources.reward, sources.judge)
-        rollout = roll_out(self.old.policy, batch, sources.rollout, scorers)
+        options, old = self._options, self._networks.old
+        assert old is not None
+        assert options.rollout is not None
+        assert options.reward is not None
+        rollout = roll_out(old.policy, batch, options.rollout, options.reward)
         batch = batch._replace(slates=rollout.slates)
-        values = None
-        if self.old.head is not None:
-            values = self.old.state_values(self.old.encode(batch.histories), batch.slates.visible)
+        values = None if old.head is None else old.state_values(old.encode(batch.histories), batch.slates.visible)
         return rollout._replace(reference=self._reference_logp(batch, items_of(batch.slates)), values=values)
 
-    def _needed(self, batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:
-        """Positions that have to be scored. Of candidates it is all of them: they measure the divergence."""
-        mask = items_of(batch.slates)
-        inert = self._objective.zero_advantage_is_inert and advantages is not None
-        if not inert or self._sources.anchored or self._sources.rollout is not None:
-            return mask
-        assert advantages is not None
-        return mask & (advantages != 0)
-
-    def _rewarded(self, batch: FeedbackBatch) -> FeedbackBatch:
-        """With rewards; a position whose reward is unknown leaves its slate."""
-        assert self._sources.reward is not None
-        slates = batch.slates
-        reward = self._sources.reward(batch, slates).detach()
-        known = slates.mask & ~reward.isnan()
-        return batch._replace(slates=slates._replace(reward=torch.where(known, reward, 0.0), mask=known))
-
-    def _token_mask(self, policy: Policy, slates: Slates) -> Tensor:
-        mask = items_of(slates)[..., None]
-        return without_shared_prefix(mask, policy.tokens(slates.item_ids)) if self._sources.mask_shared_prefix else mask
+    def _states(self, batch: FeedbackBatch) -> Tensor | None:
+        """The policy's states ``[B, H + 1, d]``, where heads read them; without a gradient where they only read."""
+        policy = self._networks.policy
+        if not self._requires & OF_STATES:
+            return None
+        assert isinstance(policy, StatePolicy)
+        return policy.encode(batch.histories)
 
     def _values(self, states: Tensor | None, batch: FeedbackBatch, rollout: Rollout | None) -> _Values:
-        if self.critic is None or self.critic.state_value is None:
+        critic, old = self._networks.critic, self._networks.old
+        if critic is None or critic.state_value is None:
             return _Values()
         assert states is not None
-        values: Tensor = self.critic.state_value(self.critic.positions(states, batch))
+        values: Tensor = critic.state_value(critic.positions(states, batch))
         if rollout is not None:
             return _Values(values, rollout.values)
-        if self.old is None:
+        if old is None:
             return _Values(values, values.detach())
-        old_states = self.old.encode(batch.histories)
-        return _Values(values, self.old.state_values(old_states, batch.slates.visible), old_states)
+        old_states = old.encode(batch.histories)
+        return _Values(values, old.state_values(old_states, batch.slates.visible), old_states)
 
     def _advantages(self, batch: FeedbackBatch, values: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        estimator = self._sources.advantage
+        estimator = self._options.advantage
         if estimator is None:
             return None, None
         if isinstance(estimator, ReturnEstimator) and values is not None:
             return estimator.advantages_and_returns(batch, values)
         return estimator(batch, values), None
 
+    def _needed(self, batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:
+        """Positions that have to be scored. Of candidates it is all of them: they measure the divergence."""
+        mask = items_of(batch.slates)
+        inert = self._objective.zero_advantage_is_inert and advantages is not None
+        if not inert or self._anchored or self.rollouts is not None:
+            return mask
+        assert advantages is not None
+        return mask & (advantages != 0)
+
     def _logp(
-        self, policy: Policy, batch: FeedbackBatch, needed: Tensor, states: Tensor | None, beside: Slates | None
+        self, batch: FeedbackBatch, needed: Tensor, states: Tensor | None, beside: Slates | None
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the batch's slates, and of the logged ones ``beside`` them."""
-        width = needed.shape[1]
+        policy, width = self._networks.policy, needed.shape[1]
         if beside is not None:
             batch = batch._replace(slates=side_by_side(batch.slates, beside))
             needed = torch.cat([needed, beside.mask], 1)
@@ -230,30 +175,47 @@ class InputBuilder(nn.Module):
             logp = policy.log_prob(batch, needed, states)
         return logp[:, :width], None if beside is None else logp[:, width:]
 
+    def _token_mask(self, slates: Slates) -> Tensor:
+        mask = items_of(slates)[..., None]
+        if not self._options.mask_shared_prefix:
+            return mask
+        return without_shared_prefix(mask, self._networks.policy.tokens(slates.item_ids))
+
     def _old_logp(self, batch: FeedbackBatch, logp: Tensor, needed: Tensor, states: Tensor | None) -> Tensor | None:
-        if self.old is not None:
-            return self.old.log_prob(batch, needed, states)
-        return logged_logp(batch, logp, needed) if self._sources.old_policy == "logged" else None
+        if self._networks.old is not None:
+            return self._networks.old.log_prob(batch, needed, states)
+        return logged_logp(batch, logp, needed) if self._options.old_policy == "logged" else None
 
     def _reference_logp(self, batch: FeedbackBatch, needed: Tensor) -> Tensor | None:
-        if self.cache is not None:
-            return self.cache.log_prob(batch)
-        if "reference" in self._requires and self._sources.reference == "snapshot":
-            assert self.old is not None
-            return self.old.log_prob(batch, needed)
-        return None if self.reference is None else self.reference.log_prob(batch, needed)
+        networks = self._networks
+        if networks.reference_cache is not None:
+            return networks.reference_cache.log_prob(batch)
+        if "reference" in self._requires and self._options.reference == "snapshot":
+            assert networks.old is not None
+            return networks.old.log_prob(batch, needed)
+        return None if networks.reference is None else networks.reference.log_prob(batch, needed)
 
-    def _entropy(self, policy: Policy, batch: FeedbackBatch, needed: Tensor, states: Tensor | None) -> Tensor | None:
+    def _from_slates(self, inputs: ObjectiveInputs, slates: Slates) -> ObjectiveInputs:
+        """With what stands on the slates already."""
+        if "labels" in self._requires:
+            inputs = inputs._replace(label=slates.label, dislike=slates.dislike)
+        chosen = None
+        if "chosen" in self._requires:
+            assert slates.chosen is not None
+            chosen = slates.chosen & slates.mask
+        return inputs._replace(rewards=slates.reward, chosen=chosen)
+
+    def _entropy(self, batch: FeedbackBatch, needed: Tensor, states: Tensor | None) -> Tensor | None:
         if "entropy" not in self._requires:
             return None
-        assert isinstance(policy, StatePolicy)
-        return policy.entropy(batch, needed, states)
+        assert isinstance(self._networks.policy, StatePolicy)
+        return self._networks.policy.entropy(batch, needed, states)
 
     def _with_item_values(
-        self, inputs: ObjectiveInputs, policy: Policy, batch: FeedbackBatch, states: Tensor | None
+        self, inputs: ObjectiveInputs, batch: FeedbackBatch, states: Tensor | None
     ) -> ObjectiveInputs:
         """With Q-values, their targets, and scores, where they are asked for."""
-        critic = self.critic
+        critic, policy = self._networks.critic, self._networks.policy
         if critic is None or states is None:
             return inputs
         if critic.q_value is not None:

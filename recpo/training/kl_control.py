@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from recpo.contracts import Objective
 from recpo.errors import RecpoError
 from recpo.ops.kl import kl_estimate
 from recpo.ops.reduce import zero_masked
+from recpo.training.options import KLTarget
 from recpo.types import LogProbs
 
 MAX_ERROR = 0.2
@@ -49,25 +50,6 @@ class AdaptiveKLCoefficient:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restores what ``state_dict`` returned."""
         self.value = state["value"]
-
-
-@dataclass(frozen=True)
-class KLTarget:
-    """Steers the objective's ``kl_coef``, which is then only the initial value, towards a divergence.
-
-    Attributes:
-        target: KL(policy || reference) to hold, in nats per token, by the objective's own estimator.
-        horizon: items over which the coefficient may change by a factor of about e^0.2.
-    """
-
-    target: float
-    horizon: int = 10_000
-
-    def __post_init__(self) -> None:
-        if self.target <= 0 or self.horizon < 1:
-            raise RecpoError(
-                f"adaptive_kl.target must be above 0 and its horizon at least 1, got {self.target} and {self.horizon}"
-            )
 
 
 class KLControl:

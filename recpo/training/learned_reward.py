@@ -16,9 +16,9 @@ from recpo.contracts import Objective, RewardFunction, StatePolicy
 from recpo.errors import RecpoError
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.policies.critic import ItemScore
-from recpo.training.critic import CriticOptions
-from recpo.training.item_scores import item_scores
-from recpo.training.run import checkpoint_path, load_option, load_policy, load_weights, read_finished
+from recpo.training.networks import item_scores
+from recpo.training.options import CriticOptions
+from recpo.training.run import Run, checkpoint_path, load_weights
 from recpo.types import FeedbackBatch, Histories, Slates
 
 CALIBRATION = "calibration.json"
@@ -58,27 +58,27 @@ class Calibration(NamedTuple):
         return (scores * scale + shift).sigmoid()
 
 
-def load_reward_model(run: Path, checkpoint: Checkpoint = "best") -> RewardModel:
+def load_reward_model(run: Path | Run, checkpoint: Checkpoint = "best") -> RewardModel:
     """Rebuilds the reward model of a finished run of ``recpo train``; nothing is unpickled.
 
     Raises:
         RecpoError: the run did not finish, trained no score head, or the checkpoint does not fit.
     """
-    read_finished(run)
-    objective, policy = _objective_of(run), load_policy(run, checkpoint)
+    run = Run.open(run)
+    objective, policy = _objective_of(run), run.policy(checkpoint)
     assert isinstance(policy, StatePolicy)
-    options: CriticOptions = load_option(run, "critic", CriticOptions)
+    options: CriticOptions = run.option("critic", CriticOptions)
     head = ItemScore(policy.num_items, policy.dim, options.hidden, objective.num_scores)
-    load_weights(head, checkpoint_path(run, checkpoint), "inputs.critic.score.")
+    load_weights(head, run.checkpoint(checkpoint), "critic.score.")
     return RewardModel(policy, head, objective)
 
 
-def _objective_of(run: Path) -> Objective:
-    objective: Objective = load_option(run, "objective", Objective)
+def _objective_of(run: Run) -> Objective:
+    objective: Objective = run.option("objective", Objective)
     if "score" not in objective.requires:
         raise RecpoError(
-            f"{run} trained {type(objective).__name__}, which is no reward model: name a run of PointwiseReward or "
-            "PairwiseReward"
+            f"{run.root} trained {type(objective).__name__}, which is no reward model: name a run of PointwiseReward "
+            "or PairwiseReward"
         )
     return objective
 
@@ -124,6 +124,7 @@ class LearnedReward(RewardFunction):
         dislike_cost: what a certain dislike takes away.
         calibrated: false takes the model's own probabilities, so that no ``recpo calibrate`` is needed.
         checkpoint: which one of the run.
+        trust: packages whose classes that run's configuration may name, besides those of recpo.
     """
 
     run: Path
@@ -132,22 +133,27 @@ class LearnedReward(RewardFunction):
     dislike_cost: float = 1.0
     calibrated: bool = True
     checkpoint: Checkpoint = "best"
+    trust: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # what is wrong is said before training starts
-        read_finished(self.run)
-        if self.calibrated and isinstance(_objective_of(self.run), PointwiseReward):
+        objective = _objective_of(self._opened)
+        if self.calibrated and isinstance(objective, PointwiseReward):
             load_calibration(self.run, self.checkpoint)
 
     @property
     def catalog_checksum(self) -> str | None:
         """See ``RewardFunction.catalog_checksum``."""
-        return str(read_finished(self.run)["catalog_checksum"])
+        return self._opened.catalog_checksum
+
+    @cached_property
+    def _opened(self) -> Run:
+        return Run.open(self.run, trust=self.trust)
 
     @cached_property
     def model(self) -> RewardModel:
         """The reward model."""
-        return load_reward_model(self.run, self.checkpoint)
+        return load_reward_model(self._opened, self.checkpoint)
 
     @cached_property
     def _calibration(self) -> Calibration:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from recpo.policies.item_table import ItemTable, PlacedTable
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-SchedulerFactory = Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler]
+from recpo.training.options import OptimizerFactory
 
 
 class JointOptimizer(Optimizer):

@@ -8,8 +8,7 @@ their start, and the batches of a phase are gone through several times with the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +16,11 @@ from torch import Tensor
 
 from recpo.advantages import group_normalized_advantage
 from recpo.contracts import Policy, RewardFunction
-from recpo.errors import RecpoError
 from recpo.evaluation.ranking import is_member
 from recpo.objectives.health import masked_mean
 from recpo.ops.reduce import zero_masked
-from recpo.training.rollout_slates import (
+from recpo.training.options import RolloutOptions
+from recpo.training.slate_edits import (
     Candidates,
     as_preference_list,
     first_occurrences,
@@ -30,77 +29,7 @@ from recpo.training.rollout_slates import (
     take_rows,
     with_logged,
 )
-from recpo.types import FeedbackBatch, SamplingOptions, Slates
-
-Preference = Literal["best_vs_rest", "best_vs_worst"]
-
-
-@dataclass(frozen=True)
-class RolloutOptions:
-    """How candidates are drawn, and how long they are learned from.
-
-    Attributes:
-        group_size: G, candidates per context.
-        batches: optimizer steps of one pass over a phase: so many different batches share a snapshot.
-        epochs: passes over a phase, with the same candidates; a phase is ``batches * epochs`` optimizer steps.
-        temperature: divides the scores before the softmax (at every token); ``pi_old`` is what is drawn from, so with
-            anything but 1 ratios do not start at 1.
-        top_p: draw only from the smallest set of choices whose probability reaches this share; 1 = from all.
-        replacement: false draws different items of a group, by Gumbel top-k: less of one and the same item, and a
-            gradient that is no longer unbiased.
-        beam: the candidates are the snapshot's top ranks instead of draws.
-        logged_share: share of a group that is taken from what the log shows for the context, in place of draws.
-        duplicates: ``keep`` repeated draws of an item, as sampling with replacement wants it, or ``drop`` all but the
-            first from their group.
-        resamples: dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards are all equal are drawn anew up to so
-            many times, and left out if they still are; 0 = they stay, without a gradient.
-        preference: turn a scored group into a preference list for the DPO family: the candidate of the highest reward
-            against all that have less (``best_vs_rest``) or against the lowest (``best_vs_worst``).
-        max_kl: nats per item; once the policy is farther than this from the snapshot, KL(old || policy) by the k3
-            estimate over an optimizer step, that step and the rest of the phase are not taken.
-    """
-
-    group_size: int = 8
-    batches: int = 4
-    epochs: int = 2
-    temperature: float = 1.0
-    top_p: float = 1.0
-    replacement: bool = True
-    beam: bool = False
-    logged_share: float = 0.0
-    duplicates: Literal["keep", "drop"] = "keep"
-    resamples: int = 0
-    preference: Preference | None = None
-    max_kl: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("group_size", 2), ("batches", 1), ("epochs", 1), ("resamples", 0)):
-            if getattr(self, name) < least:
-                raise RecpoError(f"rollout.{name} must be at least {least}, got {getattr(self, name)}")
-        if self.temperature <= 0 or not 0 < self.top_p <= 1 or not 0 <= self.logged_share <= 1:
-            raise RecpoError(
-                "rollout.temperature must be above 0, rollout.top_p in (0, 1] and rollout.logged_share in [0, 1], got "
-                f"{self.temperature}, {self.top_p} and {self.logged_share}"
-            )
-        if self.max_kl is not None and self.max_kl <= 0:
-            raise RecpoError(f"rollout.max_kl must be above 0, got {self.max_kl}; leave it out for no early stop")
-        if self.beam and self.resamples:
-            raise RecpoError("rollout.resamples draws groups anew, but a beam is always the same: set one of them only")
-
-    @property
-    def phase_steps(self) -> int:
-        """Optimizer steps of a phase."""
-        return self.batches * self.epochs
-
-    @property
-    def num_logged(self) -> int:
-        """Places of a group that logged items may take."""
-        return round(self.group_size * self.logged_share)
-
-    @property
-    def sampling(self) -> SamplingOptions:
-        """How one item is drawn."""
-        return SamplingOptions(self.temperature, self.top_p, self.replacement)
+from recpo.types import FeedbackBatch, Slates
 
 
 class Rollout(NamedTuple):
@@ -119,13 +48,6 @@ class Rollout(NamedTuple):
     metrics: dict[str, Tensor]
     reference: Tensor | None = None
     values: Tensor | None = None
-
-
-class RolloutSources(NamedTuple):
-    """Who scores candidates: the ``reward`` that is learned from, and a ``judge`` that is only logged."""
-
-    reward: RewardFunction
-    judge: RewardFunction | None = None
 
 
 class Rollouts:
@@ -159,25 +81,25 @@ class Rollouts:
 
 
 @torch.no_grad()
-def roll_out(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, sources: RolloutSources) -> Rollout:
+def roll_out(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction) -> Rollout:
     """Draws and scores a group of candidates for every context, at the state after its whole history.
 
     Args:
         policy: the snapshot, in evaluation mode.
         batch: contexts, and what the log shows for them.
         options: how candidates are drawn.
-        sources: who scores them.
+        reward: scores them.
     """
-    drawn = _scored(policy, batch, options, sources.reward)
+    drawn = _scored(policy, batch, options, reward)
     metrics = _draw_metrics(drawn, batch, options)
     if options.resamples or options.preference is not None:
-        drawn, of_groups = _informative(drawn, policy, batch, options, sources.reward)
+        drawn, of_groups = _informative(drawn, policy, batch, options, reward)
         metrics |= of_groups
     if options.preference is not None:
         drawn = as_preference_list(drawn, worst_only=options.preference == "best_vs_worst")
-    if sources.judge is not None:
-        judged = sources.judge(batch, drawn.slates)
-        metrics["judge_mean"] = masked_mean(judged, drawn.slates.mask & ~judged.isnan())
+    if options.monitor_reward is not None:
+        monitored = options.monitor_reward(batch, drawn.slates)
+        metrics["monitor_reward_mean"] = masked_mean(monitored, drawn.slates.mask & ~monitored.isnan())
     return Rollout(drawn.slates, drawn.logp, metrics)
 
 

@@ -1,33 +1,372 @@
-"""A run directory: what it holds while training, when it counts as finished, and how its policy is loaded again.
+"""A run directory: self-contained, relocatable, and refused where it is not as it was written.
 
 ::
 
     run/resolved.yaml      every option of the run; `recpo train --config run/resolved.yaml` repeats it
-    run/checkpoints/       best.ckpt (by validation NDCG) and last.ckpt: plain tensors and numbers, weights_only; of a
-                           sharded run directories, which every rank writes its part of
+    run/items.parquet      external item ids of 1..V
+    run/feedback.json      how feedback levels are computed from raw events
+    run/codes/             the item codes of a policy of semantic ids
+    run/origin.json        what the run depends on (prepared data, init_from, reward models), with checksums
+    run/checkpoints/       best.ckpt (by the validation metric) and last.ckpt: plain tensors and numbers, read with
+                           torch.load(weights_only=True); of a sharded run directories of safetensors
     run/logs/              metrics.csv and TensorBoard events
-    run/run.json           written last: the run is finished
+    run/run.json           written last: the run is finished; checksums of the above
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 
-from recpo.artifacts import write_json
+from recpo.artifacts import MARKER, marker, output_file, sha256, write_json
 from recpo.contracts import Policy
+from recpo.data.id_map import IdMap
+from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
+from recpo.feedback import FeedbackDefinition
+from recpo.frames import Frame
+from recpo.semantic_codes import CODEBOOKS
+from recpo.serving.bundle import Bundle
+from recpo.serving.export import export_bundle
+from recpo.serving.histories import HistoryReader
+from recpo.serving.recommending import Served, recommend_lists, score_candidates
+from recpo.serving.runtimes import PolicyRuntime
 from recpo.training.checkpoints import saved_tensors
+from recpo.training.options import PolicyFactory
 
-RESOLVED, FINISHED, CHECKPOINTS = "resolved.yaml", "run.json", "checkpoints"
+FORMAT_VERSION = 2
+RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.json", "checkpoints"
+ITEMS, FEEDBACK, CODES = "items.parquet", "feedback.json", "codes"
+TRUSTED = ("recpo", "torch.optim", "lightning")
+"""Packages whose classes the configuration of a run may name without being allowed to."""
 
-PolicyFactory = Callable[[int], Policy]
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+#: options that hold paths: nothing there is ever imported
+_PATHS = frozenset({"prepared", "out", "init_from", "codes", "run", "truth", "dirpath", "save_dir", "default_root_dir"})
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        root: its directory.
+        facts: content of ``run.json``.
+        trust: packages whose classes its configuration may name, besides ``TRUSTED``.
+    """
+
+    root: Path
+    facts: dict[str, Any] = field(repr=False)
+    trust: tuple[str, ...] = ()
+
+    @classmethod
+    def open(cls, root: Path | str | Run, trust: Sequence[str] = ()) -> Run:
+        """Opens the directory of a finished run and verifies it; checkpoints are verified when they are loaded.
+
+        A configuration names classes, and loading a policy imports them. So a directory that somebody handed over could
+        name code of its own: only classes of ``TRUSTED`` packages are allowed, which is checked before anything is
+        imported. Weights are read without unpickling (``weights_only``).
+
+        Args:
+            root: the directory, or a run that is open already.
+            trust: further packages whose classes the configuration may name.
+
+        Raises:
+            RecpoError: no run, an unfinished one, one of another format, one whose files have changed, or one that
+                names classes of other packages.
+        """
+        if isinstance(root, Run):
+            return root
+        root = Path(root)
+        if not (root / FINISHED).is_file():
+            if (root / RESOLVED).is_file():
+                raise RecpoError(
+                    f"{root} did not finish: resume it with `recpo train --config {root}/{RESOLVED} --resume true`"
+                )
+            raise RecpoError(f"{root} is no run directory: {FINISHED} is missing; make one with `recpo train`")
+        facts = read_json(root / FINISHED)
+        if facts.get("format_version") != FORMAT_VERSION:
+            raise RecpoError(
+                f"{root}: format_version {facts.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; train it "
+                f"again: recpo train --config {root}/{RESOLVED} --out <another directory>"
+            )
+        missing = {"num_items", "catalog_checksum", "results", "files"} - facts.keys()
+        if missing:
+            raise RecpoError(f"{root / FINISHED} is damaged: {', '.join(sorted(missing))} missing; train the run again")
+        run = cls(root, facts, tuple(trust))
+        run.verify([name for name in facts["files"] if not name.startswith(CHECKPOINTS)])
+        validate_class_paths(run.configuration, run.trust, root / RESOLVED)
+        return run
+
+    def verify(self, files: Iterable[str]) -> None:
+        """Compares files with their checksums.
+
+        Raises:
+            RecpoError: one is missing or has changed.
+        """
+        expected = self.facts["files"]
+        wrong = []
+        for name in files:
+            file = self.root / name
+            if not file.is_file():
+                wrong.append(f"{name} (missing)")
+            elif sha256(file) != expected[name]:
+                wrong.append(f"{name} (changed)")
+        if wrong:
+            raise RecpoError(
+                f"{self.root} is not as it was written: {', '.join(sorted(wrong))}; copy the whole run again, or train "
+                "it again"
+            )
+
+    @cached_property
+    def configuration(self) -> dict[str, Any]:
+        """Every option of the run, as ``resolved.yaml`` says it; item codes are those in the run."""
+        content: dict[str, Any] = read_configuration(self.root / RESOLVED)
+        arguments = content.get("policy", {}).get("init_args", {})
+        if (self.root / CODES).is_dir() and "codes" in arguments:
+            arguments["codes"] = str(self.root / CODES)
+        return content
+
+    @property
+    def results(self) -> dict[str, float | None]:
+        """The metrics of the last step and of the last validation; None = not a number."""
+        return dict(self.facts["results"])
+
+    @property
+    def num_items(self) -> int:
+        """Catalog size V."""
+        return int(self.facts["num_items"])
+
+    @property
+    def catalog_checksum(self) -> str:
+        """Of the items it was trained on (``Prepared.catalog_checksum``)."""
+        return str(self.facts["catalog_checksum"])
+
+    @cached_property
+    def items(self) -> IdMap:
+        """External ids of the items 1..V."""
+        return IdMap.load(self.root / ITEMS)
+
+    @cached_property
+    def feedback(self) -> FeedbackDefinition:
+        """How feedback levels are computed from raw events."""
+        return FeedbackDefinition.from_json(read_json(self.root / FEEDBACK), str(self.root / FEEDBACK))
+
+    def validate_items(self, data: Prepared) -> None:
+        """Raises ``RecpoError`` where prepared data holds other items than the run was trained on."""
+        if self.catalog_checksum != data.catalog_checksum:
+            raise RecpoError(
+                f"{self.root} was trained on other items than {data.root} holds (items.parquet differs): name the "
+                "prepared directory it was trained on"
+            )
+
+    def checkpoint(self, name: str = "best") -> Path:
+        """The checkpoint ``best`` or ``last``, verified.
+
+        Raises:
+            RecpoError: there is none, or it has changed.
+        """
+        path = checkpoint_path(self.root, name)
+        inside = f"{CHECKPOINTS}/{name}.ckpt"
+        files = [file for file in self.facts["files"] if file == inside or file.startswith(inside + "/")]
+        if not files:
+            raise RecpoError(f"{path} is missing: the run kept no such checkpoint")
+        self.verify(files)
+        return path
+
+    def option(self, name: str, kind: Any) -> Any:
+        """The option ``name`` of the run, built anew from its configuration."""
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument(f"--{name}", type=kind)
+        try:
+            return parser.instantiate(parser.parse_object({name: self.configuration[name]}))[name]
+        except (ArgumentError, KeyError, ImportError) as error:
+            raise RecpoError(
+                f"{self.root / RESOLVED}: {name} cannot be built ({' '.join(str(error).split())}); train the run again "
+                "with this version"
+            ) from error
+
+    def policy(self, checkpoint: str = "best") -> Policy:
+        """Rebuilds the policy, in evaluation mode.
+
+        Args:
+            checkpoint: ``best`` or ``last``.
+
+        Raises:
+            RecpoError: the checkpoint has changed or does not fit the configuration.
+        """
+        factory: PolicyFactory = self.option("policy", PolicyFactory)
+        policy = factory(self.num_items)
+        load_weights(policy, self.checkpoint(checkpoint))
+        return policy.eval()
+
+    def recommend(
+        self, histories: Frame, k: int = 10, *, exclude: Frame | None = None, users: Iterable[Any] | None = None
+    ) -> Served:
+        """The best items for every user, by the best checkpoint; see ``recpo.serving.recommending.recommend_lists``.
+
+        Args:
+            histories: raw events, one per row: ``user_id``, ``item_id``, ``timestamp`` and, as the log had them,
+                ``watch_time`` and ``duration`` in seconds, ``dislike`` and ``label``; external ids.
+            k: list length.
+            exclude: ``user_id`` and ``item_id`` of what must not be listed, besides the items of the history.
+            users: who is served; None = the users of ``histories``.
+
+        Returns:
+            ``user_id``, ``rank``, ``item_id`` and ``score``: a table (``to_pandas()``), and what was left out.
+        """
+        runtime, reader = self._server
+        return recommend_lists(runtime, reader, histories, k=k, exclude=exclude, users=users)
+
+    def score(self, histories: Frame, candidates: Frame) -> Served:
+        """Log-probabilities of given items; see ``recpo.serving.recommending.score_candidates``.
+
+        Args:
+            histories: raw events, as in ``recommend``.
+            candidates: ``user_id`` and ``item_id``.
+        """
+        runtime, reader = self._server
+        return score_candidates(runtime, reader, histories, candidates)
+
+    @cached_property
+    def _server(self) -> tuple[PolicyRuntime, HistoryReader]:
+        policy = self.policy()
+        reader = HistoryReader(self.items, self.feedback, policy.max_history, policy.reads_timestamps)
+        return PolicyRuntime(policy), reader
+
+    def export(self, out: Path | str, k: int = 100, *, checkpoint: str = "best", overwrite: bool = False) -> Bundle:
+        """Writes the policy as a bundle for serving; nothing but the run is needed.
+
+        Args:
+            out: bundle directory to make.
+            k: length of its lists; a smaller catalog caps it.
+            checkpoint: ``best`` or ``last``.
+            overwrite: replace a bundle in ``out``.
+
+        Raises:
+            RecpoError: ``out`` is in the way, or an engine differs from the policy.
+        """
+        policy, weights = self.policy(checkpoint), f"{CHECKPOINTS}/{checkpoint}.ckpt"
+        export_bundle(
+            policy,
+            self.items,
+            self.feedback,
+            Path(out),
+            k=min(k, self.num_items),
+            options=self.configuration["policy"].get("init_args", {}),
+            origin={
+                "run": self.root.resolve().name,
+                "checkpoint": checkpoint,
+                "weights": self.facts["files"].get(weights),
+                "catalog_checksum": self.catalog_checksum,
+            },
+            overwrite=overwrite,
+            inputs=[self.root],
+        )
+        return Bundle.load(Path(out))
+
+
+def class_paths(configuration: Any, key: str = "") -> Iterator[str]:
+    """Everything in a configuration that looks like a dotted name, except in options that hold paths."""
+    if isinstance(configuration, dict):
+        for name, value in configuration.items():
+            yield from class_paths(value, str(name))
+    elif isinstance(configuration, list):
+        for value in configuration:
+            yield from class_paths(value, key)
+    elif isinstance(configuration, str) and key not in _PATHS and _DOTTED.fullmatch(configuration.strip()):
+        yield configuration.strip()
+
+
+def validate_class_paths(configuration: Any, trust: Sequence[str], file: Path) -> None:
+    """Raises ``RecpoError`` where a configuration names something to import that is not of a trusted package.
+
+    Nothing is imported. Everything that looks like a dotted name counts, whatever the option.
+
+    Args:
+        configuration: parsed YAML.
+        trust: packages besides ``TRUSTED``.
+        file: for the message.
+    """
+    for name in class_paths(configuration):
+        if not any(name.startswith(package + ".") for package in (*TRUSTED, *trust)):
+            package = name.partition(".")[0]
+            raise RecpoError(
+                f"{file} names {name}, which is not a part of {', '.join(TRUSTED)}: loading it would run its code. If "
+                f'you trust it, allow the package: --trust {package} on the command line, trust=["{package}"] in Python'
+            )
+
+
+def differences(before: Any, after: Any, prefix: str = "") -> Iterator[str]:
+    """Keys, with dots, in which two configurations differ."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in sorted({*before, *after}):
+            yield from differences(before.get(name), after.get(name), f"{prefix}{name}.")
+    elif before != after:
+        yield prefix.rstrip(".").replace("init_args.", "")
+
+
+def read_configuration(file: Path) -> dict[str, Any]:
+    """Reads ``resolved.yaml``.
+
+    Raises:
+        RecpoError: it is missing or damaged.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecpoError(f"{file} cannot be read ({' '.join(str(error).split())}); train the run again") from error
+    if not isinstance(content, dict):
+        raise RecpoError(f"{file} is damaged: a mapping is expected; train the run again")
+    return content
+
+
+def write_start(root: Path, resolved: str, data: Prepared, codes: Path | None, origin: dict[str, Any]) -> None:
+    """Writes what a run holds before its first step.
+
+    Args:
+        root: the run directory.
+        resolved: every option, as YAML.
+        data: what it is trained on.
+        codes: directory of the item codes of its policy.
+        origin: what it depends on.
+    """
+    write_text(root / MARKER, marker("run"))
+    write_text(root / RESOLVED, resolved)
+    data.item_ids().save(root / ITEMS)
+    write_json(root / FEEDBACK, data.feedback.to_json())
+    if codes is not None:
+        ignore = shutil.ignore_patterns(CODEBOOKS)  # which only new items would need
+        shutil.copytree(codes, root / CODES, ignore=ignore, dirs_exist_ok=True)
+    write_json(root / ORIGIN, {"format_version": FORMAT_VERSION, **origin})
+
+
+def mark_finished(root: Path, policy: Policy, data: Prepared, results: dict[str, float | None]) -> None:
+    """Writes ``run.json``, after which other verbs take the run for a whole one."""
+    kept = [file for file in (RESOLVED, ITEMS, FEEDBACK, ORIGIN) if (root / file).is_file()]
+    kept += [str(file.relative_to(root)) for part in (CODES, CHECKPOINTS) for file in _files_in(root / part)]
+    content = {
+        "format_version": FORMAT_VERSION,
+        "num_items": policy.num_items,
+        "catalog_checksum": data.catalog_checksum,
+        "results": results,
+        "files": {name: sha256(root / name) for name in kept},
+    }
+    write_json(root / FINISHED, content)
+
+
+def _files_in(directory: Path) -> list[Path]:
+    return sorted(file for file in directory.rglob("*") if file.is_file() and ".partial" not in str(file))
 
 
 def checkpoint_path(run: Path, checkpoint: str = "best") -> Path:
@@ -35,82 +374,37 @@ def checkpoint_path(run: Path, checkpoint: str = "best") -> Path:
     return Path(run) / CHECKPOINTS / f"{checkpoint}.ckpt"
 
 
-def mark_finished(run: Path, policy: Policy, catalog_checksum: str, results: dict[str, float]) -> None:
-    """Writes ``run.json``, after which other verbs take the run for a whole one."""
-    value = {"num_items": policy.num_items, "catalog_checksum": catalog_checksum, "results": results}
-    write_json(Path(run) / FINISHED, value)
+def write_text(file: Path, text: str) -> None:
+    """Writes a file, whole or not at all."""
+    with output_file(file) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
-def read_finished(run: Path) -> dict[str, Any]:
-    """Reads ``run.json``.
-
-    Raises:
-        RecpoError: the run is not there or did not end.
-    """
-    file = Path(run) / FINISHED
-    if not file.is_file():
-        if (Path(run) / RESOLVED).is_file():
-            raise RecpoError(
-                f"{run} did not finish: resume it with `recpo train --config {run}/{RESOLVED} --resume true`"
-            )
-        raise RecpoError(f"{run} is no run directory: {FINISHED} is missing; make one with `recpo train`")
-    finished: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return finished
-
-
-def refuse_other_items(run: Path, catalog_checksum: str, prepared: object) -> None:
-    """Raises where a run was not trained on the items of a prepared directory.
-
-    Args:
-        run: the run directory.
-        catalog_checksum: of the prepared directory.
-        prepared: the directory itself, for the message.
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads a JSON object of a run.
 
     Raises:
-        RecpoError: the items differ, or the run did not finish.
+        RecpoError: it cannot be read.
     """
-    if read_finished(run)["catalog_checksum"] != catalog_checksum:
-        raise RecpoError(
-            f"{run} was trained on other items than {prepared} holds (items.parquet differs): name the prepared "
-            "directory it was trained on"
-        )
-
-
-def load_policy(run: Path, checkpoint: str = "best") -> Policy:
-    """Rebuilds the policy of a finished run, in evaluation mode.
-
-    Args:
-        run: the run directory.
-        checkpoint: ``best`` or ``last``.
-
-    Raises:
-        RecpoError: the run did not finish, or the checkpoint does not fit the resolved configuration.
-    """
-    finished = read_finished(run)
-    factory: PolicyFactory = load_option(run, "policy", PolicyFactory)
-    policy = factory(finished["num_items"])
-    load_weights(policy, checkpoint_path(run, checkpoint))
-    return policy.eval()
-
-
-def load_option(run: Path, name: str, of_type: Any) -> Any:
-    """The option ``name`` of a run, built anew from its resolved configuration."""
-    configuration = yaml.safe_load((Path(run) / RESOLVED).read_text(encoding="utf-8"))
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument(f"--{name}", type=of_type)
-    return parser.instantiate(parser.parse_object({name: configuration[name]}))[name]
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecpoError(f"{file} cannot be read ({error}); copy the whole run again, or train it again") from error
+    if not isinstance(content, dict):
+        raise RecpoError(f"{file} is damaged: a JSON object is expected; copy the whole run again, or train it again")
+    return content
 
 
 def load_weights(module: nn.Module, checkpoint: Path, prefix: str = "policy.") -> None:
     """Copies the weights of the trained policy in ``checkpoint`` into ``module``; nothing is unpickled.
 
     Args:
-        module: the policy, or another part of what was trained.
+        module: the policy, or another network of the training.
         checkpoint: the file, or the directory of a sharded run.
-        prefix: where the checkpoint keeps the part.
+        prefix: of the network's weights: ``policy.``, ``critic.score.`` and so on.
 
     Raises:
-        RecpoError: the file is missing, or a weight is missing, left over, or of another shape.
+        RecpoError: the file is missing, or a weight is missing, left over, of another shape, or not a number.
     """
     saved = saved_tensors(checkpoint)
     weights = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
@@ -129,4 +423,29 @@ def load_weights(module: nn.Module, checkpoint: Path, prefix: str = "policy.") -
         )
     # a table without memory of its own takes what it needs when it is sharded
     whole = {n: w if isinstance(w, Tensor) or own[n].is_meta else w.whole() for n, w in weights.items()}
+    spoiled = [n for n, w in whole.items() if isinstance(w, Tensor) and not w.isfinite().all()]
+    if spoiled:
+        raise RecpoError(
+            f"{checkpoint} holds weights that are not numbers ({', '.join(sorted(spoiled)[:5])}): its training "
+            "diverged; train that run again with a lower learning rate"
+        )
     module.load_state_dict(whole)
+
+
+def load_policy(run: Path, checkpoint: str = "best") -> Policy:
+    """The policy of a finished run; see ``Run.policy``."""
+    return Run.open(run).policy(checkpoint)
+
+
+def read_finished(run: Path) -> dict[str, Any]:
+    """Content of ``run.json`` of a finished run; see ``Run.open``."""
+    return Run.open(run).facts
+
+
+def refuse_other_items(run: Path, catalog_checksum: str, prepared: object) -> None:
+    """Raises ``RecpoError`` where a run was not trained on the items of a prepared directory."""
+    if Run.open(run).catalog_checksum != catalog_checksum:
+        raise RecpoError(
+            f"{run} was trained on other items than {prepared} holds (items.parquet differs): name the prepared "
+            "directory it was trained on"
+        )

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, Checkpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from recpo.training.run import CHECKPOINTS
+from recpo.errors import RecpoError
 
 
 class ProgressBar(TQDMProgressBar):
@@ -50,41 +51,6 @@ class ProgressBar(TQDMProgressBar):
         return metrics
 
 
-class LastCheckpoint(ModelCheckpoint):
-    """Keeps the last state: after every epoch, every so many optimizer steps, and where ``max_steps`` ends an epoch.
-
-    Of an epoch that ``max_steps`` cuts short Lightning would keep a state in which it is over, and a run that goes on
-    from there would leave the rest of it out.
-
-    Args:
-        directory: of the checkpoints.
-        every: optimizer steps; None = only after epochs.
-    """
-
-    def __init__(self, directory: Path, every: int | None) -> None:
-        super().__init__(
-            directory, filename="last", save_on_train_epoch_end=True, every_n_epochs=1, enable_version_counter=False
-        )
-        self._every = every
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Keeps the state in mid-epoch, where it is due or the run ends."""
-        due = trainer.global_step == trainer.max_steps or (self._every and trainer.global_step % self._every == 0)
-        if due and not _epoch_is_over(trainer) and not self._should_skip_saving_checkpoint(trainer):
-            self._save_checkpoint(trainer, str(Path(self.dirpath or "") / "last.ckpt"))
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps the state after an epoch that was gone through."""
-        if _epoch_is_over(trainer):
-            super().on_train_epoch_end(trainer, pl_module)
-
-
-def _epoch_is_over(trainer: Trainer) -> bool:
-    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
-
-
 class TrainerOptions:
     """Every option of ``lightning.Trainer``, by its own name.
 
@@ -104,32 +70,44 @@ class TrainerOptions:
         """Whether the strategy cuts item tables over the ranks, so that none has to hold all of one."""
         return bool(getattr(self._options.get("strategy"), "shards_tables", False))
 
-    def build(self, run: Path, monitor: str, checkpoint_every: int | None, guards: Sequence[Callback] = ()) -> Trainer:
-        """Makes the trainer of a run.
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches of an optimizer step."""
+        return int(self._options.get("accumulate_grad_batches") or 1)
+
+    def build(self, run: Path, *, callbacks: Sequence[Callback] = (), progress: bool = True) -> Trainer:
+        """Makes the trainer of a run; may be called again, for the same or another run.
 
         Args:
             run: the run directory.
-            monitor: validation metric whose largest value marks the best policy.
-            checkpoint_every: also keep the state every so many optimizer steps, to resume from, not only every epoch.
-            guards: further callbacks, which look at the metrics.
+            callbacks: further ones, behind those of the options.
+            progress: show a progress bar, or lines where there is no terminal.
+
+        Raises:
+            RecpoError: Lightning refuses the options.
         """
         _quieten()
-        callbacks = self._options.get("callbacks") or []
-        callbacks = [*(callbacks if isinstance(callbacks, list) else [callbacks]), *guards]
-        if self._options.get("enable_progress_bar") is not False:
-            callbacks.append(ProgressBar())
-        if self._options.get("enable_checkpointing") is not False:
-            best = ModelCheckpoint(
-                run / CHECKPOINTS, filename="best", monitor=monitor, mode="max", enable_version_counter=False
-            )
-            callbacks.append(best)
-            callbacks.append(LastCheckpoint(run / CHECKPOINTS, checkpoint_every))
-        if self._options.get("logger") in (None, True):
+        options, own = dict(self._options), self._options.get("callbacks") or []
+        options["callbacks"] = [*(own if isinstance(own, list) else [own]), *callbacks]
+        progress = progress and options.get("enable_progress_bar") is not False
+        if progress:
+            options["callbacks"].append(ProgressBar())
+        options["enable_progress_bar"] = progress
+        if options.get("enable_checkpointing") is False:
+            options["callbacks"] = [c for c in options["callbacks"] if not isinstance(c, Checkpoint)]
+        if options.get("logger") in (None, True):
             csv = CSVLogger(run, name="logs")
-            self._options["logger"] = [csv, TensorBoardLogger(run, name="logs", version=csv.version)]
-        if self._options.get("enable_model_summary") is None:
-            self._options["enable_model_summary"] = False
-        self._options.update(callbacks=callbacks, default_root_dir=run)
+            options["logger"] = [csv, TensorBoardLogger(run, name="logs", version=csv.version)]
+        if options.get("enable_model_summary") is None:
+            options["enable_model_summary"] = False
+        options["default_root_dir"] = run
+        try:
+            return TrainerOptions(**options)._trainer()
+        except (MisconfigurationException, ValueError, TypeError) as error:
+            raise RecpoError(f"trainer: {' '.join(str(error).split())}") from error
+
+    def _trainer(self) -> Trainer:
+        # in these words: the parser reads from them whose options these are
         return Trainer(**self._options)
 
 

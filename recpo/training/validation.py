@@ -1,4 +1,4 @@
-"""What is watched while training: rankings of the full catalog for the held-out users of the validation split."""
+"""Metrics of the validation split: rankings of the full catalog, or the scores of a reward model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from recpo.contracts import Policy
+from recpo.contracts import Objective, Policy, StatePolicy
+from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.item_facts import POPULARITY_BINS, popularity_bins
 from recpo.evaluation.ranking import hit_rate, ndcg, precision, ranked_hits, recall
 from recpo.evaluation.targets import held_out_targets
+from recpo.objectives.reward_model import PointwiseReward, pointwise_reward_loss
+from recpo.policies.critic import ItemScore
+from recpo.training.networks import item_scores
 from recpo.types import EvaluationBatch
 
 
@@ -31,13 +35,13 @@ class ValidationMetrics:
     positives outside and inside the tail of the catalog (``tail_items``).
 
     Args:
-        k: length of the lists.
+        k: length of the lists, which a smaller catalog caps; the metrics are called by it.
         num_items: catalog size.
         item_counts: ``[V]`` training events of the items 1..V.
     """
 
     def __init__(self, k: int, num_items: int, item_counts: Tensor | None = None) -> None:
-        self._k = min(k, num_items)
+        self._asked, self._k = k, min(k, num_items)
         self._tail = None if item_counts is None else tail_items(item_counts)
         self._means = ["NDCG", "HitRate", "disliked"] + ["Recall_head", "Recall_tail"] * (item_counts is not None)
         self._sums = torch.zeros(len(self._means), 2, dtype=torch.float64)  # (sum over users, users) of each metric
@@ -46,7 +50,7 @@ class ValidationMetrics:
     @property
     def names(self) -> list[str]:
         """Names of the metrics, in the order of ``compute``."""
-        return [f"{name}@{self._k}" for name in [*self._means, "coverage"]]
+        return [f"{name}@{self._asked}" for name in [*self._means, "coverage"]]
 
     @torch.no_grad()
     def update(self, policy: Policy, batch: EvaluationBatch) -> None:
@@ -72,3 +76,49 @@ class ValidationMetrics:
         means = totals[:, 0] / totals[:, 1].clamp(min=1.0)
         coverage = (shown[1:] > 0).double().mean()
         return dict(zip(self.names, [*means.float(), coverage.float()], strict=True))
+
+
+class ScoreMetrics:
+    """What is watched while a reward model is trained, on the held-out exposures of the validation split.
+
+    ``log_likelihood``, of a pointwise model, the mean over known targets; ``AUC_other``, the mean over users of the
+    probability that the first score puts a positive item above another labeled one.
+
+    Args:
+        objective: what is trained.
+        head: its scores.
+    """
+
+    def __init__(self, objective: Objective, head: ItemScore) -> None:
+        self._pointwise = objective if isinstance(objective, PointwiseReward) else None
+        self._head = head
+        self._sums = torch.zeros(len(self.names), 2, dtype=torch.float64)  # (sum, number) of each metric
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the metrics, in the order of ``compute``."""
+        return ["AUC_other"] if self._pointwise is None else ["log_likelihood", "AUC_other"]
+
+    @torch.no_grad()
+    def update(self, policy: Policy, batch: EvaluationBatch) -> None:
+        """Adds the users of ``batch``."""
+        assert isinstance(policy, StatePolicy)
+        slates = batch.feedback.slates
+        scores = item_scores(policy, self._head, batch.feedback.histories, slates)
+        sums = []
+        if self._pointwise is not None:
+            assert slates.label is not None
+            assert slates.dislike is not None
+            targets, known = self._pointwise.targets(slates.label, slates.dislike)
+            known = known & slates.mask[..., None]
+            sums.append((-pointwise_reward_loss(scores, targets, known).double().sum(), known.sum().double()))
+        per_user = exposure_auc(scores[..., 0], held_out_targets(batch))["AUC_other"]
+        sums.append((per_user.double().nansum(), per_user.isfinite().sum().double()))
+        self._sums += torch.stack([torch.stack(pair) for pair in sums]).cpu()
+
+    def compute(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """The means over every rank's users, 0 where there is none; starts anew."""
+        totals = reduce_sum(self._sums)
+        self._sums = torch.zeros_like(self._sums)
+        means = (totals[:, 0] / totals[:, 1].clamp(min=1.0)).float()
+        return dict(zip(self.names, means, strict=True))

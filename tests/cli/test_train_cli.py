@@ -45,7 +45,7 @@ def test_a_run_is_loadable_when_it_is_finished_and_refused_before(tmp_path, prep
     config = write_config(tmp_path, prepared, "run", epochs=1)
     assert main(["train", "--config", str(config)]) == 0
     finished = read_finished(tmp_path / "run")
-    assert {"num_items", "catalog_checksum", "results"} <= finished.keys()
+    assert {"num_items", "catalog_checksum", "results", "files"} <= finished.keys()
     policy = load_policy(tmp_path / "run")
     assert policy.num_items == finished["num_items"]
     assert not policy.training
@@ -101,7 +101,7 @@ def test_a_popularity_proposal_gets_the_counts_of_the_training_period(tmp_path, 
     [
         (["--init_from", "nowhere"], "nowhere is no run directory"),
         (["--data.prepared", "nowhere"], "nowhere is no prepared directory"),
-        (["--objective", "GBPO"], "objective GBPO weighs by advantages: set advantage"),
+        (["--objective", "GRPO"], "objective GRPO weighs by advantages: set advantage"),
     ],
 )
 def test_a_users_mistake_is_one_line_without_traceback(tmp_path, prepared, capsys, options, message):

@@ -21,21 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recpo.advantages import TernaryAdvantage
-from recpo.cli.train import train
-from recpo.data.datamodule import FeedbackDataModule
 from recpo.data.prepared import Prepared
 from recpo.data.slates import SequenceLayout
 from recpo.objectives import GBPO, Likelihood
-from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_table import ItemTable
-from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.semantic_codes import SemanticCodes
-from recpo.sharding import ShardedStrategy
 from recpo.sharding.costs import all_reduce_bytes, lookup_exchange, row_blocks, row_wise_placement, softmax_exchange
 from recpo.sharding.planning import placements, plan_tables
-from recpo.sharding.table_optimizer import TableOptions
 from recpo.sharding.workload import Workload, place_softmax_tables, table_memory
-from recpo.training.trainer import TrainerOptions
+from recpo.workflows.train import train
 from tests.sharding.ranks import Ranks
 from tests.sharding.tables import as_torchrun
 
@@ -151,19 +145,21 @@ def observe(prepared: Path, out: Path, policy: dict[str, Any], strategy: dict[st
     as_torchrun()
     rank_zero_only.rank = dist.get_rank()
     watch = Watch()
-    kind = SemanticIdPolicy if "codes" in policy else CatalogSoftmaxPolicy
-    quiet = {"num_sanity_val_steps": 0, "limit_val_batches": 0, "enable_progress_bar": False, "logger": False}
+    kind = "SemanticIdPolicy" if "codes" in policy else "CatalogSoftmaxPolicy"
+    quiet = {"num_sanity_val_steps": 0, "limit_val_batches": 0, "logger": False}
+    table = {"optimizer": strategy["optimizer"]}
+    arguments = {"sharding": strategy["sharding"], "table_optimizer": table}
+    sharded = {"class_path": "recpo.sharding.ShardedStrategy", "init_args": arguments}
     train(
-        FeedbackDataModule(prepared, BATCH, SequenceLayout(HISTORY)),
-        lambda items: kind(items, **SIZES, **policy),
-        GBPO() if old else Likelihood(),
-        TrainerOptions(
-            strategy=ShardedStrategy(strategy["sharding"], TableOptions(strategy["optimizer"])),
-            **{"devices": 2, "accelerator": "cpu", "max_steps": 2, "callbacks": [watch]} | quiet,
-        ),
-        out,
+        prepared,
+        out=out,
+        policy={"class_path": kind, "init_args": {**SIZES, **policy}},
+        objective=GBPO() if old else Likelihood(),
         advantage=TernaryAdvantage() if old else None,
         old_policy="snapshot" if old else "current",
+        trainer={"strategy": sharded, "devices": 2, "accelerator": "cpu", "max_steps": 2} | quiet,
+        callbacks=[watch],
+        **{"data.batch_size": BATCH, "data.layout": SequenceLayout(HISTORY)},
     )
     dist.barrier()
     assert watch.seen is not None

@@ -23,8 +23,8 @@ from tests.sharding.ranks import Ranks
 
 ITEMS = TableSpec("policy.item_table", 1_000_001, 64, 6400)
 CODES = TableSpec("policy.code_table", 769, 64, 600)
-OLD = TableSpec("inputs.old.policy.item_table", 1_000_001, 64, 6400, frozen=True, copy_of=ITEMS.name)
-REFERENCE = OLD._replace(name="inputs.reference.policy.item_table")
+OLD = TableSpec("old.policy.item_table", 1_000_001, 64, 6400, frozen=True, copy_of=ITEMS.name)
+REFERENCE = OLD._replace(name="reference.policy.item_table")
 
 
 def placed(specs, sharding="auto", optimizer="adagrad", ranks=2, **options):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -29,7 +30,7 @@ def options_of(kind: str) -> dict[str, Any]:
     from recpo.data.preference_lists import PreferenceListLayout
     from recpo.objectives import PairwiseReward, PointwiseReward, QLearning
     from recpo.rewards import LoggedReward
-    from recpo.training.critic import CriticOptions
+    from recpo.training.options import CriticOptions
 
     if kind == "PairwiseReward":
         return {"objective": PairwiseReward(), "layout": PreferenceListLayout(history_length=12, in_batch=0)}
@@ -38,23 +39,33 @@ def options_of(kind: str) -> dict[str, Any]:
     return {"objective": PointwiseReward(), "critic": CriticOptions(shares_encoder=kind == "PointwiseReward")}
 
 
-def train_beside(out: Path, prepared: Path, kind: str, sharding: str, policy: Any, find_unused: bool) -> list[str]:
-    """One run; returns the tables that were cut."""
+CUT: list[str] = []
+
+
+def watched() -> Any:
+    """A ``ShardedStrategy`` that says which tables it cuts."""
     from recpo.sharding import ShardedStrategy
     from recpo.sharding.lookup_table import LookupTable
-    from recpo.sharding.table_optimizer import TableOptions
 
-    cut: list[str] = []
+    replace = ShardedStrategy._replace
 
-    class Watched(ShardedStrategy):
-        def _replace(self, module: Any, name: str, table: Any) -> None:
-            super()._replace(module, name, table)
-            cut.extend([name] * isinstance(table, LookupTable))
+    def noting(self: Any, module: Any, name: str, table: Any) -> None:
+        replace(self, module, name, table)
+        CUT.extend([name] * isinstance(table, LookupTable))
 
-    strategy = Watched(sharding, TableOptions("sgd", 0.1), find_unused_parameters=find_unused)
+    return patch.object(ShardedStrategy, "_replace", noting)
+
+
+def train_beside(out: Path, prepared: Path, kind: str, sharding: str, policy: Any, find_unused: bool) -> list[str]:
+    """One run; returns the tables that were cut."""
+    CUT.clear()
+    table = {"optimizer": "sgd", "lr": 0.1}
+    arguments = {"sharding": sharding, "table_optimizer": table, "find_unused_parameters": find_unused}
+    strategy = {"class_path": "recpo.sharding.ShardedStrategy", "init_args": arguments}
     trainer = {"trainer": {**SHORT, "strategy": strategy}, "lr": 0.1}
-    train(out, prepared, policy, {"sharding": sharding, "optimizer": "sgd"}, options_of(kind) | trainer)
-    return cut
+    with watched():
+        train(out, prepared, policy, {"sharding": sharding, "optimizer": "sgd"}, options_of(kind) | trainer)
+    return list(CUT)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +81,7 @@ def test_critics_and_reward_models_train_as_on_one_rank(
     cut = groups[2].run(train_beside, tmp_path / "two", prepared, kind, "row_wise", how, unused)[0]
     assert_same(tmp_path / "one", tmp_path / "two", 5e-5)
     # a reward model's own vectors are looked up; Q-learning searches its table for the best item, which needs all of it
-    assert ("inputs.critic.score.item_table" in cut) == ("Reward" in kind)
+    assert ("critic.score.item_table" in cut) == ("Reward" in kind)
     assert "policy.item_table" in cut
     assert not any("q_value" in name for name in cut)
 

@@ -36,34 +36,29 @@ def train(out: Path, prepared: Path, policy: Any, strategy: dict[str, Any] | Non
     """One run; ``strategy`` None is a plain one. Batches are 32 contexts over all ranks."""
     from lightning.pytorch.utilities import rank_zero_only
 
-    from recpo.cli.train import train as verb
-    from recpo.data.datamodule import FeedbackDataModule
     from recpo.data.slates import SequenceLayout
-    from recpo.objectives import Likelihood
-    from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-    from recpo.policies.semantic_id import SemanticIdPolicy
-    from recpo.training.trainer import TrainerOptions
+    from recpo.workflows.train import train as verb
 
     options = dict(options)
+    how: dict[str, Any] = {"devices": 1}
     if strategy is not None:
-        from recpo.sharding import ShardedStrategy
-        from recpo.sharding.table_optimizer import TableOptions
-
         as_torchrun()
         rank_zero_only.rank = dist.get_rank()
-        table = TableOptions(strategy["optimizer"], options.get("lr") or RATES[strategy["optimizer"]])
-        how = {"strategy": ShardedStrategy(strategy["sharding"], table), "devices": dist.get_world_size()}
-    else:
-        how = {"devices": 1}
+        table = {"optimizer": strategy["optimizer"], "lr": options.get("lr") or RATES[strategy["optimizer"]]}
+        arguments = {"sharding": strategy["sharding"], "table_optimizer": table}
+        sharded = {"class_path": "recpo.sharding.ShardedStrategy", "init_args": arguments}
+        how = {"strategy": sharded, "devices": dist.get_world_size()}
     lr, layout = options.pop("lr", 0.5), options.pop("layout", None) or SequenceLayout(history_length=12)
     trainer = {"max_epochs": 3, "num_sanity_val_steps": 0, "enable_progress_bar": False, "accelerator": "cpu"}
+    data = {"data.layout": layout, "data.batch_size": 32 // (dist.get_world_size() if strategy else 1)}
+    kind = "SemanticIdPolicy" if "codes" in policy else "CatalogSoftmaxPolicy"
     verb(
-        FeedbackDataModule(prepared, 32 // (dist.get_world_size() if strategy else 1), layout),
-        lambda items: (SemanticIdPolicy if "codes" in policy else CatalogSoftmaxPolicy)(items, **policy),
-        options.pop("objective", Likelihood()),
-        TrainerOptions(**trainer | how | options.pop("trainer", {})),
-        out,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        prepared,
+        out=out,
+        policy={"class_path": kind, "init_args": policy},
+        optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": lr}},
+        trainer=trainer | how | options.pop("trainer", {}),
+        **data,
         **options,
     )
     if strategy is not None:
@@ -196,7 +191,7 @@ def aligned(kind: str) -> dict[str, Any]:
     from recpo.data.slates import ImpressionLayout
     from recpo.objectives import GRPO, PPO, SoftmaxDPO
     from recpo.rewards import HitReward, LoggedReward
-    from recpo.training.rollout import RolloutOptions
+    from recpo.training.options import RolloutOptions
 
     if kind == "SoftmaxDPO":
         return {"objective": SoftmaxDPO(), "layout": PreferenceListLayout(history_length=12, in_batch=0)}
@@ -236,6 +231,6 @@ def test_ranks_learn_from_their_own_candidates(groups, codes, prepared, tmp_path
     before, after = weights(options["init_from"]), weights(tmp_path / "first")
     table = "policy.item_table.weight"
     assert (after[table] != before[table]).any()
-    assert (after[f"inputs.old.{table}"] != after[table]).any()
-    assert (after[f"inputs.old.{table}"] != before[table]).any()
-    assert (after[f"inputs.reference.{table}"] == before[table]).all()
+    assert (after[f"old.{table}"] != after[table]).any()
+    assert (after[f"old.{table}"] != before[table]).any()
+    assert (after[f"reference.{table}"] == before[table]).all()

@@ -113,24 +113,20 @@ def test_every_rank_hears_that_tables_do_not_fit(two: Ranks) -> None:
 
 def run(prepared: Path, out: Path, strategy: Any = None, **values: Any) -> None:
     """A run of this process."""
-    from recpo.cli.train import train
-    from recpo.data.datamodule import FeedbackDataModule
-    from recpo.data.slates import SequenceLayout
-    from recpo.objectives import Likelihood
-    from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-    from recpo.sharding import ShardedStrategy
-    from recpo.training.trainer import TrainerOptions
+    from recpo.workflows.train import train
 
     as_torchrun()
     trainer = {"max_epochs": 1, "limit_train_batches": 1, "accelerator": "cpu", "devices": 1}
-    trainer |= {"num_sanity_val_steps": 0, "enable_progress_bar": False, "strategy": strategy or ShardedStrategy()}
+    trainer |= {"num_sanity_val_steps": 0, "strategy": strategy or "recpo.sharding.ShardedStrategy"}
+    sizes = {"dim": 8, "layers": 1, "heads": 1, "max_history": 12}
+    layout = values.pop("layout", {"class_path": "SequenceLayout", "init_args": {"history_length": 12}})
     train(
-        FeedbackDataModule(prepared, 8, values.pop("layout", SequenceLayout(history_length=12))),
-        lambda items: CatalogSoftmaxPolicy(items, dim=8, layers=1, heads=1, max_history=12),
-        values.pop("objective", Likelihood()),
-        TrainerOptions(**trainer | values.pop("trainer", {})),
-        out,
+        prepared,
+        out=out,
+        policy={"class_path": "CatalogSoftmaxPolicy", "init_args": sizes},
+        trainer=trainer | values.pop("trainer", {}),
         allocator=False,
+        **{"data.batch_size": 8, "data.layout": layout},
         **values,
     )
 

@@ -15,10 +15,11 @@ from recpo.objectives import DPO, GBPO, GRPO, PPO, Likelihood, PairwiseReward, Q
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.critic import ItemValue, StateValue, states_at
 from recpo.rewards import LoggedReward
-from recpo.training.critic import Critic, CriticOptions, next_visible
-from recpo.training.inputs import InputBuilder, InputSources
-from recpo.training.lists import with_hard_negatives
+from recpo.training.inputs import InputBuilder
 from recpo.training.module import PreferenceModule
+from recpo.training.networks import Critic, Networks, next_visible
+from recpo.training.options import CriticOptions, LearningOptions
+from recpo.training.slate_edits import with_hard_negatives
 from recpo.types import SlateTraits
 
 SEQUENCES, IMPRESSIONS = SequenceLayout(history_length=12), ImpressionLayout(history_length=12, slate_length=6)
@@ -36,6 +37,12 @@ def new_policy(num_items=60, **options):
     return CatalogSoftmaxPolicy(num_items, dim=8, layers=1, heads=1, max_history=12, **{"dropout": 0.0, **options})
 
 
+def builder_of(policy, objective, **options):
+    options = LearningOptions(objective=objective, **options)
+    networks = Networks.of(policy, options)
+    return InputBuilder(networks, options), networks
+
+
 def batch_of(prepared, layout, batch_size=16):
     data = FeedbackDataModule(prepared, batch_size=batch_size, layout=layout)
     return next(iter(data.train_dataloader())), data.prepared.num_items
@@ -45,7 +52,9 @@ def fit(prepared, objective, layout, *, resume=None, callbacks=(), trainer=None,
     data = FeedbackDataModule(prepared, batch_size=16, layout=layout)
     policy = new_policy(data.prepared.num_items, dropout=0.1)
     torch.manual_seed(1)
-    learner = PreferenceModule(policy, objective, optimizer=adam, slates=layout.traits, **module)
+    learner = PreferenceModule(
+        policy, LearningOptions(objective=objective, optimizer=adam, **module), slates=layout.traits
+    )
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     limits = {"max_epochs": -1, "limit_val_batches": 0, "num_sanity_val_steps": 0}
     options = {**quiet, **limits, "enable_checkpointing": bool(callbacks), **(trainer or {})}
@@ -69,7 +78,7 @@ def test_a_critic_resumes_exactly_and_is_no_part_of_the_policy(prepared, tmp_pat
     fit(prepared, objective, layout, callbacks=[keep], trainer={"max_steps": 4}, **module)
     resumed, _ = fit(prepared, objective, layout, resume=tmp_path / "state.ckpt", trainer={"max_steps": 7}, **module)
     state = resumed.state_dict()
-    assert any(name.startswith("inputs.critic.") for name in state)
+    assert any(name.startswith("critic.") for name in state)
     assert state.keys() == whole.state_dict().keys()
     for name, value in whole.state_dict().items():
         assert torch.equal(value, state[name]), name
@@ -80,11 +89,11 @@ def test_a_critic_resumes_exactly_and_is_no_part_of_the_policy(prepared, tmp_pat
 def test_one_encoding_serves_policy_critic_and_entropy(prepared):
     batch, num_items = batch_of(prepared, SEQUENCES)
     policy, objective = new_policy(num_items), PPO(entropy_coef=0.01)
-    inputs = InputBuilder(policy, objective, InputSources(GAEAdvantage(), LoggedReward(), "snapshot"))
+    inputs, networks = builder_of(policy, objective, **{**GAE, "advantage": GAEAdvantage()})
     calls = {"policy": 0, "snapshot": 0}
     policy.encoder.register_forward_hook(lambda *_: calls.__setitem__("policy", calls["policy"] + 1))
-    inputs.old.policy.encoder.register_forward_hook(lambda *_: calls.__setitem__("snapshot", calls["snapshot"] + 1))
-    found, _, _ = inputs(policy, batch)
+    networks.old.policy.encoder.register_forward_hook(lambda *_: calls.__setitem__("snapshot", calls["snapshot"] + 1))
+    found = inputs(batch).objective
     assert calls == {"policy": 1, "snapshot": 1}
     torch.testing.assert_close(found.logp.policy, policy.log_prob(batch))
     torch.testing.assert_close(found.entropy, policy.entropy(batch))
@@ -98,11 +107,11 @@ def test_advantages_and_returns_are_those_of_the_old_values(prepared):
     batch, num_items = batch_of(prepared, SEQUENCES)
     policy = new_policy(num_items)
     estimator = GAEAdvantage(gamma=0.9)
-    inputs = InputBuilder(policy, PPO(), InputSources(estimator, LoggedReward(), "snapshot"))
+    inputs, networks = builder_of(policy, PPO(), **{**GAE, "advantage": estimator})
     with torch.no_grad():
-        inputs.old.head.output.bias.fill_(0.7)
-        inputs.critic.state_value.output.bias.fill_(-0.3)
-    found, _, _ = inputs(policy, batch)
+        networks.old.head.output.bias.fill_(0.7)
+        networks.critic.state_value.output.bias.fill_(-0.3)
+    found = inputs(batch).objective
     kept = batch.slates.mask
     torch.testing.assert_close(found.values_old[kept], torch.full_like(found.values_old[kept], 0.7))
     torch.testing.assert_close(found.values[kept], torch.full_like(found.values[kept], -0.3))
@@ -115,18 +124,18 @@ def test_advantages_and_returns_are_those_of_the_old_values(prepared):
 def test_nothing_is_computed_that_is_not_asked_for(prepared, monkeypatch):
     batch, num_items = batch_of(prepared, LISTS)
     policy = new_policy(num_items)
-    inputs = InputBuilder(policy, PairwiseReward(), InputSources())
+    inputs, networks = builder_of(policy, PairwiseReward())
     monkeypatch.setattr(policy, "log_prob", None)
-    found, metrics, _ = inputs(policy, batch)
+    found, _, metrics = inputs(batch)
     assert found.scores.requires_grad
-    assert inputs.reference is None
-    assert inputs.old is None
+    assert networks.reference is None
+    assert networks.old is None
     assert (found.logp.policy == 0).all()
     assert metrics["rejected_per_list"] > 1
     batch, _ = batch_of(prepared, SEQUENCES)
-    plain = InputBuilder(new_policy(num_items), Likelihood(), InputSources())
-    assert not list(plain.parameters())
-    found, metrics, _ = plain(new_policy(num_items), batch)
+    plain, networks = builder_of(new_policy(num_items), Likelihood())
+    assert (networks.reference, networks.old, networks.critic) == (None, None, None)
+    found, _, metrics = plain(batch)
     assert [name for name, value in found._asdict().items() if value is not None] == ["logp"]
     assert metrics == {}
 
@@ -135,18 +144,18 @@ def test_a_head_may_leave_the_encoder_alone(prepared):
     batch, num_items = batch_of(prepared, LISTS)
     for shares in (True, False):
         policy = new_policy(num_items)
-        inputs = InputBuilder(policy, PairwiseReward(), InputSources(critic=CriticOptions(shares_encoder=shares)))
-        found, _, _ = inputs(policy, batch)
+        inputs, networks = builder_of(policy, PairwiseReward(), critic=CriticOptions(shares_encoder=shares))
+        found = inputs(batch).objective
         PairwiseReward()(found).loss.backward()
         assert (policy.encoder.start.grad is not None) == shares
-        assert inputs.critic.score.bias.grad.abs().sum() > 0
+        assert networks.critic.score.bias.grad.abs().sum() > 0
 
 
 def test_an_unknown_reward_leaves_its_slate(prepared):
     batch, num_items = batch_of(prepared, IMPRESSIONS)
     batch.slates.label[0, 0] = torch.nan
     policy = new_policy(num_items)
-    found, _, _ = InputBuilder(policy, GRPO(kl_coef=0.0), InputSources(**{**GROUPS}))(policy, batch)
+    found = builder_of(policy, GRPO(kl_coef=0.0), **GROUPS)[0](batch).objective
     assert not found.logp.mask[0, 0]
     assert found.advantages[0, 0] == 0
     kept = batch.slates.mask.clone()
@@ -248,8 +257,10 @@ CONTRADICTIONS = [
 
 @pytest.mark.parametrize(("objective", "module", "message"), CONTRADICTIONS)
 def test_contradictions_name_the_option_that_mends_them(objective, module, message):
+    slates = {name: module[name] for name in module if name == "slates"}
+    options = {name: module[name] for name in module if name != "slates"}
     with pytest.raises(RecpoError, match=message):
-        PreferenceModule(new_policy(), objective, **module)
+        PreferenceModule(new_policy(), LearningOptions(objective=objective, **options), **slates)
 
 
 @pytest.mark.parametrize("options", [{"gamma": 1.0}, {"target_rate": 0.0}, {"target_every": 0}, {"hidden": 0}])
@@ -259,6 +270,7 @@ def test_impossible_critics_are_refused(options):
 
 
 def test_what_fits_is_accepted():
-    PreferenceModule(new_policy(), Reinforce(), advantage=TernaryAdvantage())
-    PreferenceModule(new_policy(), PPO(value_coef=0.0), **GROUPS)
-    PreferenceModule(new_policy(), DPO(), reference="cached", slates=SlateTraits(is_preference_list=True))
+    PreferenceModule(new_policy(), LearningOptions(objective=Reinforce(), advantage=TernaryAdvantage()))
+    PreferenceModule(new_policy(), LearningOptions(objective=PPO(value_coef=0.0), **GROUPS))
+    lists = LearningOptions(objective=DPO(), reference="cached")
+    PreferenceModule(new_policy(), lists, slates=SlateTraits(is_preference_list=True))

@@ -137,7 +137,7 @@ def test_the_reward_is_recomputed_by_hand(pointwise_run, batch):
     candidates = candidates_of(batch, items)
     reward = LearnedReward(pointwise_run, long_watch=0.7, like=0.2, dislike_cost=1.5)(batch, candidates)
     saved = torch.load(pointwise_run / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
-    head = {n.removeprefix("inputs.critic.score."): v for n, v in saved.items() if n.startswith("inputs.critic.score.")}
+    head = {n.removeprefix("critic.score."): v for n, v in saved.items() if n.startswith("critic.score.")}
     vectors = saved["policy.item_table.weight"][items]
     vectors = vectors / vectors.norm(dim=-1, keepdim=True)
     known = vectors @ head["adapt.weight"].T + head["adapt.bias"] + head["item_table.weight"][items]
@@ -171,7 +171,7 @@ def test_what_is_no_item_has_no_reward_and_changes_nothing(pointwise_run, batch,
     partly = reward(batch, holed)
     assert partly[:, 1:3].isnan().all()
     torch.testing.assert_close(partly[:, [0, 3]], whole[:, [0, 3]])
-    monkeypatch.setattr("recpo.training.item_scores._POSITIONS_AT_ONCE", 7)
+    monkeypatch.setattr("recpo.training.networks._POSITIONS_AT_ONCE", 7)
     torch.testing.assert_close(reward(batch, candidates_of(batch, items)), whole)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(reward(batch, candidates_of(batch, items)), whole)
@@ -189,6 +189,9 @@ def test_an_uncalibrated_or_a_changed_run_is_refused(pointwise_run, batch, tmp_p
     (copy / CALIBRATION).unlink()
     with pytest.raises(RecpoError, match=r"not calibrated.*recpo calibrate"):
         LearnedReward(copy)
+    with pytest.raises(RecpoError, match=r"not as it was written: checkpoints/best.ckpt \(changed\)"):
+        load_reward_model(copy)
+    shutil.copy(pointwise_run / "checkpoints" / "best.ckpt", copy / "checkpoints" / "best.ckpt")
     raw = LearnedReward(copy, calibrated=False, like=0.0, dislike_cost=0.0)(batch, candidates)
     model = load_reward_model(copy)
     torch.testing.assert_close(raw, model(batch.histories, candidates)[..., 0].sigmoid())

@@ -17,8 +17,9 @@ from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.inputs import logged_logp
 from recpo.training.module import PreferenceModule
+from recpo.training.networks import ReferenceCache, Snapshot
+from recpo.training.options import LearningOptions
 from recpo.training.run import checkpoint_path, load_weights
-from recpo.training.snapshots import ReferenceCache, Snapshot
 
 LAYOUT = SequenceLayout(history_length=12)
 
@@ -39,7 +40,7 @@ def new_policy(data, **options):
 def fit(prepared, objective, *, batch_size=16, policy=None, module=None, resume=None, callbacks=(), **trainer):
     data = FeedbackDataModule(prepared, batch_size=batch_size, layout=LAYOUT)
     model = new_policy(data, **(policy or {"dropout": 0.0}))
-    learner = PreferenceModule(model, objective, **{"optimizer": sgd, **(module or {})})
+    learner = PreferenceModule(model, LearningOptions(objective=objective, **{"optimizer": sgd, **(module or {})}))
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     options = {"max_epochs": 1, "enable_checkpointing": bool(callbacks), "num_sanity_val_steps": 0, **quiet, **trainer}
     lightning_trainer = Trainer(callbacks=list(callbacks), **options)
@@ -133,11 +134,10 @@ def test_logged_propensities_are_the_old_policy(prepared):
 
 def test_a_snapshot_is_refreshed_when_due(prepared):
     data = FeedbackDataModule(prepared, batch_size=16, layout=LAYOUT)
-    learner = PreferenceModule(
-        new_policy(data), GBPO(), **TERNARY, old_policy="snapshot", snapshot_every=2, optimizer=sgd
-    )
+    options = LearningOptions(objective=GBPO(), **TERNARY, old_policy="snapshot", snapshot_every=2, optimizer=sgd)
+    learner = PreferenceModule(new_policy(data), options)
     seen = []
-    learner.inputs.old.refresh = lambda policy, head: seen.append(learner.global_step)
+    learner.old.refresh = lambda policy, head: seen.append(learner.global_step)
     trainer = Trainer(
         max_steps=5, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
     )
@@ -188,12 +188,12 @@ class NeedsCritic(GBPO):
 def test_contradictions_are_refused_at_once(prepared, objective, options, policy, message):
     data = FeedbackDataModule(prepared, layout=LAYOUT)
     with pytest.raises(RecpoError, match=message):
-        PreferenceModule(new_policy(data, **policy), objective, **options)
+        PreferenceModule(new_policy(data, **policy), LearningOptions(objective=objective, **options))
 
 
 def test_missing_propensities_are_counted_not_guessed(prepared):
     data = FeedbackDataModule(prepared, batch_size=16, layout=LAYOUT)
-    learner = PreferenceModule(new_policy(data), GBPO(), **TERNARY, old_policy="logged")
+    learner = PreferenceModule(new_policy(data), LearningOptions(objective=GBPO(), **TERNARY, old_policy="logged"))
     batch = next(iter(data.train_dataloader()))
     spoiled = batch.slates.logp_behavior.clone()
     spoiled[0, 0] = float("nan")

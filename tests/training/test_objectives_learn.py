@@ -43,8 +43,8 @@ from recpo.objectives import (
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.critic import ItemScore
 from recpo.rewards import LoggedReward
-from recpo.training.critic import CriticOptions
 from recpo.training.module import PreferenceModule
+from recpo.training.options import CriticOptions, LearningOptions
 
 K, HISTORY = 5, 20
 SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
@@ -71,9 +71,8 @@ def small_world(tmp_path_factory):
 
 def fit(world, policy, objective, layout, seed, *, rate, steps, **module):
     data = FeedbackDataModule(world / "prepared", batch_size=64, layout=layout, seed=seed)
-    learner = PreferenceModule(
-        policy, objective, optimizer=lambda p: Adam(p, lr=rate), seed=seed, slates=layout.traits, **module
-    )
+    options = LearningOptions(objective=objective, optimizer=lambda p: Adam(p, lr=rate), seed=seed, **module)
+    learner = PreferenceModule(policy, options, slates=layout.traits)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     limits = {"max_steps": steps, "max_epochs": -1, "limit_val_batches": 0, "enable_checkpointing": False}
     Trainer(gradient_clip_val=1.0, **limits, **quiet).fit(learner, datamodule=data)
@@ -228,5 +227,5 @@ def test_ranking_by_the_trained_head_is_better_than_the_policy_it_started_from(s
     objective, layout, module, head = HEADS[name]
     policy, before = pretrained(seed)
     learner = fit(small_world, policy, objective, layout, seed, rate=1e-2, steps=60, **module)
-    difference = true_value(small_world, of_head(policy, getattr(learner.inputs.critic, head))) - before
+    difference = true_value(small_world, of_head(policy, getattr(learner.critic, head))) - before
     assert difference.mean() > noise_of(difference)

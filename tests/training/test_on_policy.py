@@ -17,11 +17,11 @@ from recpo.errors import RecpoError
 from recpo.objectives import DAPO, DPO, GRPO, GSPO, PPO, DrGRPO, Likelihood, QLearning, Reinforce, SoftmaxDPO
 from recpo.ops.surrogate import is_clipped
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.training.health import CollapseGuard, CollapseLimits
-from recpo.training.inputs import InputBuilder, InputSources
-from recpo.training.kl_control import KLTarget
+from recpo.training.guards import CollapseGuard
+from recpo.training.inputs import InputBuilder
 from recpo.training.module import PreferenceModule
-from recpo.training.rollout import RolloutOptions
+from recpo.training.networks import Networks
+from recpo.training.options import CollapseLimits, KLTarget, LearningOptions, RolloutOptions
 
 LAYOUT = ImpressionLayout(history_length=12, slate_length=6)
 GROUPS = {"advantage": GroupNormalizedAdvantage()}
@@ -88,8 +88,9 @@ def fit(prepared, objective, rollout, *, policy=None, resume=None, callbacks=(),
     data = FeedbackDataModule(prepared, batch_size=batch_size, layout=LAYOUT)
     data.phases = Phases(rollout.batches, rollout.epochs)
     torch.manual_seed(1)
-    options = {"optimizer": adam, "reward": Taste(), "old_policy": "snapshot", "slates": LAYOUT.traits, **module}
-    learner = PreferenceModule(policy or new_policy(data.prepared.num_items), objective, rollout=rollout, **options)
+    options = {"optimizer": adam, "reward": Taste(), "old_policy": "snapshot", **module}
+    options = LearningOptions(objective=objective, rollout=rollout, **options)
+    learner = PreferenceModule(policy or new_policy(data.prepared.num_items), options, slates=LAYOUT.traits)
     log = Log()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     limits = {"max_epochs": -1, "max_steps": 8, "limit_val_batches": 0, "num_sanity_val_steps": 0}
@@ -117,12 +118,13 @@ def test_clipping_acts_and_clipped_items_have_no_gradient(prepared):
     assert log.of("clip_fraction")[3] > 0.02
     batch = next(iter(FeedbackDataModule(prepared, batch_size=16, layout=LAYOUT).train_dataloader()))
     policy, objective = new_policy(), GRPO(kl_coef=0.0)
-    sources = InputSources(GroupNormalizedAdvantage(), Taste(), "snapshot", rollout=RolloutOptions())
-    builder = InputBuilder(policy, objective, sources)
-    builder(policy, batch)
+    sources = {**GROUPS, "reward": Taste(), "old_policy": "snapshot", "rollout": RolloutOptions()}
+    options = LearningOptions(objective=objective, **sources)
+    builder = InputBuilder(Networks.of(policy, options), options)
+    builder(batch)
     with torch.no_grad():
         policy.item_table.weight[1:] += 0.3 * torch.randn(60, 8)
-    inputs = builder(policy, batch).inputs
+    inputs = builder(batch).objective
     loss = objective(inputs).loss
     (gradient,) = torch.autograd.grad(loss, inputs.logp.policy)
     advantages = inputs.advantages[..., None]
@@ -232,11 +234,11 @@ def test_the_anchor_is_the_likelihood_of_what_the_log_shows(prepared):
     assert log.of("anchor_nll")[-1] != pytest.approx(expected, rel=1e-5)
 
 
-def test_a_judge_is_logged_and_changes_nothing(prepared):
+def test_a_monitor_reward_is_logged_and_changes_nothing(prepared):
     alone, _ = fit(prepared, GRPO(), RolloutOptions(), **GROUPS)
-    judged, log = fit(prepared, GRPO(), RolloutOptions(), judge=Taste(of=2), **GROUPS)
+    judged, log = fit(prepared, GRPO(), RolloutOptions(monitor_reward=Taste(of=2)), **GROUPS)
     assert all(torch.equal(a, b) for a, b in zip(alone.policy.parameters(), judged.policy.parameters(), strict=True))
-    assert 0 < log.of("judge_mean")[0] != log.of("reward_mean")[0]
+    assert 0 < log.of("monitor_reward_mean")[0] != log.of("reward_mean")[0]
 
 
 @pytest.mark.parametrize(
@@ -334,5 +336,7 @@ def test_contradictions_name_the_option_that_mends_them(objective, module, messa
         "slates": LAYOUT.traits,
         **GROUPS,
     }
+    options |= module
+    slates = options.pop("slates")
     with pytest.raises(RecpoError, match=message):
-        PreferenceModule(new_policy(), objective, **{**options, **module})
+        PreferenceModule(new_policy(), LearningOptions(objective=objective, **options), slates=slates)

@@ -10,8 +10,9 @@ from recpo.data.datamodule import FeedbackDataModule
 from recpo.data.slates import ImpressionLayout
 from recpo.errors import RecpoError
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.training.rollout import RolloutOptions, Rollouts, RolloutSources, roll_out
-from recpo.training.rollout_slates import Candidates, as_preference_list, first_occurrences, with_logged
+from recpo.training.options import RolloutOptions
+from recpo.training.rollout import Rollouts, roll_out
+from recpo.training.slate_edits import Candidates, as_preference_list, first_occurrences, with_logged
 from recpo.types import Slates
 
 LAYOUT = ImpressionLayout(history_length=12, slate_length=6)
@@ -45,7 +46,7 @@ def policy():
 
 def drawn(policy, batch, reward=None, **options):
     torch.manual_seed(1)
-    return roll_out(policy, batch, RolloutOptions(**options), RolloutSources(reward or Modulo()))
+    return roll_out(policy, batch, RolloutOptions(**options), reward or Modulo())
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_logged_items_take_their_share_and_bring_their_labels(policy, batch):
 
 def test_a_rollout_is_a_function_of_snapshot_contexts_and_seed(policy, batch):
     def make(rows):
-        return roll_out(policy, rows, RolloutOptions(), RolloutSources(Modulo()))
+        return roll_out(policy, rows, RolloutOptions(), Modulo())
 
     rollouts, others = Rollouts(seed=3), Rollouts(seed=3)
     rollouts.begin(0, 0)

@@ -13,8 +13,10 @@ from recpo.objectives import GRPO, GSPO
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.rewards import ValidityReward
 from recpo.semantic_codes import SemanticCodes
-from recpo.training.inputs import InputBuilder, InputSources
-from recpo.training.rollout import RolloutOptions, RolloutSources, roll_out
+from recpo.training.inputs import InputBuilder
+from recpo.training.networks import Networks
+from recpo.training.options import LearningOptions, RolloutOptions
+from recpo.training.rollout import roll_out
 
 SIZES = (5, 4, 6)
 
@@ -53,7 +55,7 @@ def new_policy(codes, **options):
 def test_log_probabilities_of_draws_are_those_that_training_computes(codes, batch, normalizer, options):
     policy = new_policy(codes, normalizer=normalizer).eval()
     torch.manual_seed(1)
-    rollout = roll_out(policy, batch, RolloutOptions(**options), RolloutSources(Even()))
+    rollout = roll_out(policy, batch, RolloutOptions(**options), Even())
     kept = rollout.slates.mask
     assert rollout.logp.shape == (16, 8, 3)
     assert kept.float().mean() > (0.99 if normalizer == "trie" or "beam" in options else 0.2)
@@ -62,20 +64,26 @@ def test_log_probabilities_of_draws_are_those_that_training_computes(codes, batc
     torch.testing.assert_close(rollout.logp[kept], again[kept], rtol=0, atol=1e-5)
 
 
+def builder_of(policy, objective, reward, rollout):
+    sources = {"advantage": GroupNormalizedAdvantage(), "reward": reward, "old_policy": "snapshot", "rollout": rollout}
+    options = LearningOptions(objective=objective, **sources)
+    networks = Networks.of(policy, options)
+    return InputBuilder(networks, options), networks
+
+
 @pytest.mark.parametrize("objective", [GRPO(), GSPO()], ids=str)
 def test_the_expected_reward_rises(codes, batch, objective):
     policy = new_policy(codes)
-    sources = InputSources(GroupNormalizedAdvantage(), Even(), "snapshot", rollout=RolloutOptions(group_size=16))
-    builder = InputBuilder(policy, objective, sources)
+    builder, networks = builder_of(policy, objective, Even(), RolloutOptions(group_size=16))
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
     rewards = []
     for phase in range(12):
-        builder.old.refresh(policy)
+        networks.old.refresh(policy)
         builder.rollouts.begin(phase)
         for _ in range(2):
-            built = builder(policy, batch)
+            built = builder(batch)
             optimizer.zero_grad()
-            objective(built.inputs).loss.backward()
+            objective(built.objective).loss.backward()
             optimizer.step()
         rewards.append(built.metrics["reward_mean"].item())
     assert rewards[-1] > rewards[0] + 0.15
@@ -83,8 +91,8 @@ def test_the_expected_reward_rises(codes, batch, objective):
 
 def test_a_draw_that_is_no_item_counts_in_its_group_but_is_not_trained(codes, batch):
     policy = new_policy(codes, normalizer="codebook")
-    sources = InputSources(GroupNormalizedAdvantage(), ValidityReward(count=8), "snapshot", rollout=RolloutOptions())
-    inputs = InputBuilder(policy, GRPO(kl_coef=0.1), sources)(policy, batch).inputs
+    builder, _ = builder_of(policy, GRPO(kl_coef=0.1), ValidityReward(count=8), RolloutOptions())
+    inputs = builder(batch).objective
     trained = inputs.logp.mask.any(-1)
     share = trained.float().mean(1)
     mixed = (share > 0) & (share < 1)

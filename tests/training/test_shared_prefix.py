@@ -6,8 +6,8 @@ import torch
 from recpo.errors import RecpoError
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.listwise_dpo import SoftmaxDPO
-from recpo.training.contradictions import refuse_shared_prefix
-from recpo.training.lists import without_shared_prefix
+from recpo.training.contradictions import validate_shared_prefix
+from recpo.training.slate_edits import without_shared_prefix
 
 
 def test_only_the_common_prefix_is_masked_and_only_on_the_rejected_side():
@@ -29,4 +29,4 @@ def test_every_list_is_compared_with_its_own_chosen_item():
 def test_refused_where_nothing_can_be_shared(num_tokens, objective):
     policy = type("Policy", (), {"num_tokens": num_tokens})()
     with pytest.raises(RecpoError, match="mask_shared_prefix"):
-        refuse_shared_prefix(policy, objective)
+        validate_shared_prefix(policy, objective)

@@ -1,4 +1,4 @@
-"""Groups of candidates as slates: logged items among them, repeats, rows drawn anew, preference lists."""
+"""What training does to slates: candidates in the place of logged items, hard negatives, preference lists."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recpo.contracts import Policy
 from recpo.types import FeedbackBatch, Histories, Slates
 
 
@@ -119,3 +120,44 @@ def _ordered(candidates: Candidates, index: Tensor) -> Candidates:
 def side_by_side(slates: Slates, others: Slates) -> Slates:
     """The items of two slates of the same contexts, to be scored at once."""
     return Slates(*(torch.cat([own, other], 1) for own, other in zip(slates[:3], others[:3], strict=True)))
+
+
+@torch.no_grad()
+def with_hard_negatives(batch: FeedbackBatch, policy: Policy, count: int) -> FeedbackBatch:
+    """Appends the policy's ``count`` top ranks after the whole history to every slate, as rejected items.
+
+    Left out: what the slate holds already, and what the user is known to like. The policy ranks in evaluation mode.
+    """
+    slates, was_training = batch.slates, policy.training
+    exclude = slates.item_ids
+    if batch.known_positives is not None:
+        exclude = torch.cat([exclude, batch.known_positives], 1)
+    policy.eval()
+    items = policy.recommend(batch.histories, min(count, policy.num_items), exclude).item_ids
+    policy.train(was_training)
+    kept = (items > 0) & slates.mask[:, :1]
+
+    fills = {"item_ids": items * kept, "visible": batch.histories.lengths[:, None] * kept, "mask": kept}
+
+    def appended(name: str, values: Tensor) -> Tensor:
+        # what is not known of an appended item: nan where a column can say so, else False
+        missing = values.new_full(items.shape, torch.nan if values.is_floating_point() else 0)
+        return torch.cat([values, fills.get(name, missing)], 1)
+
+    columns = {name: values for name, values in slates._asdict().items() if values is not None}
+    return batch._replace(slates=slates._replace(**{name: appended(name, v) for name, v in columns.items()}))
+
+
+def without_shared_prefix(mask: Tensor, tokens: Tensor) -> Tensor:
+    """Keeps of every rejected item the tokens from the first one on in which it differs from the chosen item.
+
+    The chosen and a rejected item are generated through the same first codes, so pushing these down for one pushes them
+    down for the other (RAD-DPO, arXiv 2602.23964).
+
+    Args:
+        mask: ``[B, S, T]`` or ``[B, S, 1]``, True keeps; the chosen item stands first in its list.
+        tokens: ``[B, S, T]``.
+    """
+    shared = (tokens == tokens[:, :1]).long().cumprod(-1).bool()
+    shared[:, 0] = False
+    return mask & ~shared

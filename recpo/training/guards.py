@@ -1,8 +1,7 @@
-"""What is watched while a policy learns from its own candidates, and when such a run counts as collapsed."""
+"""When a run stops by itself: it has diverged, or a policy that learns from its own candidates has collapsed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -10,38 +9,56 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from recpo.errors import RecpoError
+from recpo.training.options import CollapseLimits
 
 IN_TERMINAL = frozenset(
-    {"reward_mean", "judge_mean", "approx_kl", "clip_fraction", "unique_share", "zero_group_share", "draw_entropy"}
+    {
+        "reward_mean",
+        "monitor_reward_mean",
+        "approx_kl",
+        "clip_fraction",
+        "unique_share",
+        "zero_group_share",
+        "draw_entropy",
+    }
 )
 """Training metrics that the progress bar shows beside the loss; the loggers get all of them."""
 
 
-@dataclass(frozen=True)
-class CollapseLimits:
-    """Where a run counts as collapsed; null switches a limit off.
+class FiniteGuard(Callback):
+    """Stops a run whose loss or metrics are no numbers any more, with an error that names the step and the metric.
 
-    Attributes:
-        min_valid_share: least share of draws that are items.
-        min_unique_share: least share of draws that are no repeats in their group.
-        min_entropy: least entropy of what candidates are drawn from, in nats per item.
-        max_kl: largest mean of ``logp_old - logp``, in nats per token.
-        zero_group_steps: so many steps in a row in which no group has an advantage.
-        min_ndcg_share: least validation NDCG as a share of the highest one seen (with ``trainer.num_sanity_val_steps``
-            -1 that of the policy which training starts from is among them).
+    The loss is looked at after every step, before the state is kept, and so are the other metrics where
+    there is one rank.
     """
 
-    min_valid_share: float | None = 0.5
-    min_unique_share: float | None = 0.2
-    min_entropy: float | None = 0.1
-    max_kl: float | None = 2.0
-    zero_group_steps: int | None = 50
-    min_ndcg_share: float | None = 0.3
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Looks at the metrics of the step; the loss is the mean over the ranks, so that all of them stop together."""
+        names = ["train/loss"]
+        if trainer.world_size == 1:  # of the others every rank has its own
+            names += [name for name in trainer.callback_metrics if name.startswith("train/")]
+        self._check(trainer, names)
 
-    def __post_init__(self) -> None:
-        negative = [field.name for field in fields(self) if (getattr(self, field.name) or 0) < 0]
-        if negative:
-            raise RecpoError(f"collapse.{negative[0]} must not be negative, got {getattr(self, negative[0])}")
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks at the metrics of the validation."""
+        self._check(trainer, [name for name in trainer.callback_metrics if name.startswith("val/")])
+
+    def _check(self, trainer: Trainer, names: list[str]) -> None:
+        values = {name: trainer.callback_metrics[name].float() for name in names if name in trainer.callback_metrics}
+        if not values or torch.stack(list(values.values())).isfinite().all():
+            return
+        name, value = next((name, value) for name, value in values.items() if not value.isfinite())
+        raise diverged(f"{name} is {float(value)}", trainer.global_step)
+
+
+def diverged(what: str, step: int) -> RecpoError:
+    """The error of a run that has diverged."""
+    return RecpoError(
+        f"training has diverged: at step {step} {what}. Lower the learning rate (optimizer.init_args.lr), clip "
+        "gradients (trainer.gradient_clip_val), or raise a policy.temperature close to 0; earlier checkpoints are kept"
+    )
 
 
 class CollapseGuard(Callback):
@@ -114,5 +131,5 @@ def _stop(name: str, value: float, what: str, step: int) -> None:
     raise RecpoError(
         f"the policy has collapsed: at step {step} {name} is {value:.4g}, it {what}. Lower the learning rate or the "
         "number of rollout.epochs, set rollout.max_kl, raise objective.init_args.kl_coef or entropy_coef, or change "
-        "the limit in collapse (null = none)"
+        "the limit in rollout.collapse (null = none)"
     )

@@ -1,0 +1,189 @@
+"""The configuration of a run: parsed the same way from flags, YAML files and Python objects, and checked before use."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse._util import get_import_path
+from torch import Tensor
+
+import recpo.advantages
+import recpo.data.preference_lists
+import recpo.evaluation.true_rewards
+import recpo.objectives
+import recpo.policies.semantic_id
+import recpo.rewards
+import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name
+from recpo.advantages import TernaryAdvantage
+from recpo.contracts import AdvantageEstimator, Objective, RewardFunction
+from recpo.data.prepared import Prepared
+from recpo.data.slates import Layout
+from recpo.errors import RecpoError
+from recpo.training.options import TrainOptions
+from recpo.training.run import Run
+
+DEFAULT_ADVANTAGE = TernaryAdvantage(positive_fraction=0.25)
+"""Advantage of objectives that weigh logged feedback by advantages alone, such as GBPO, where none is given."""
+_UNRECORDED = ("config", "resume", "overwrite", "trust")
+_BY_CLASS = (Objective, AdvantageEstimator, RewardFunction, Layout)
+
+
+def train_parser() -> ArgumentParser:
+    """The parser of ``recpo train``: ``TrainOptions``, and where a run goes and starts from."""
+    parser = ArgumentParser(
+        prog="recpo train",
+        description="Trains a policy on prepared data, or aligns a trained one. The result is a run directory: "
+        "checkpoints, logs, the resolved configuration that repeats it, the item ids and all else that it takes to "
+        "recommend, and run.json, which says that it is finished. A run that was killed goes on with --resume true, to "
+        "the same result.",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
+    parser.add_class_arguments(TrainOptions, as_group=False, instantiate=False)
+    parser.add_argument("--out", type=Path, required=True, help="run directory to write")
+    parser.add_argument(
+        "--init_from",
+        type=Path | None,
+        default=None,
+        help="run directory whose best policy training starts from: the same items; options of policy that are not "
+        "given, and data.layout, are those of that run",
+    )
+    parser.add_argument("--resume", type=bool, default=False, help="go on from last.ckpt in out")
+    parser.add_argument("--overwrite", type=bool, default=False, help="replace the run in out once training has begun")
+    parser.add_argument(
+        "--trust",
+        type=list[str],
+        default=[],
+        help="packages whose classes the run of init_from may name, besides those of recpo, torch.optim and lightning",
+    )
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    """Parses the flags of ``recpo train`` and completes what they leave open.
+
+    Options of ``policy`` that are not given, and ``data.layout``, are those of ``init_from``. An objective that weighs
+    logged feedback by advantages alone (GBPO, Reinforce) gets ``DEFAULT_ADVANTAGE`` where none is given.
+
+    Raises:
+        ArgumentError: an unknown option, or a value of a wrong type.
+        RecpoError: the run of ``init_from`` cannot be opened.
+    """
+    parser = train_parser()
+    given = parser.parse_args(list(arguments), defaults=False)
+    if given.get("init_from") is not None:
+        with suppress(*[RecpoError] * bool(given.get("resume"))):  # a run that goes on needs nothing of it any more
+            base = Run.open(given.init_from, trust=given.get("trust") or ()).configuration
+            start: dict[str, Any] = {"policy": base["policy"]}
+            if "layout" not in given.data.get("init_args", given.data):
+                start["data"] = {"layout": base["data"]["init_args"]["layout"]}
+            arguments = ["--config", json.dumps(start), *arguments]
+    configuration = parser.parse_args(list(arguments))
+    if configuration.advantage is None and configuration.reward is None:
+        requires = _part(configuration, "objective", Objective).requires
+        if "advantages" in requires and not requires & {"old", "value", "rewards", "chosen"}:
+            arguments = [*arguments, "--advantage", json.dumps(as_configuration(DEFAULT_ADVANTAGE))]
+            configuration = parser.parse_args(list(arguments))
+    return configuration
+
+
+def instantiate(configuration: Namespace) -> TrainOptions:
+    """Builds the options; each validates itself.
+
+    Raises:
+        RecpoError: a value is refused.
+    """
+    try:
+        values = train_parser().instantiate(configuration)
+        return TrainOptions(**{field.name: values[field.name] for field in fields(TrainOptions)})
+    except RecpoError:
+        raise
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        if isinstance(error.__cause__, RecpoError):  # of options that may be null, the parser says why as the cause
+            raise error.__cause__ from error
+        raise RecpoError(f"an option is refused: {' '.join(str(error).split())}") from error
+
+
+def resolved(configuration: Namespace) -> str:
+    """YAML of every option, defaults included, but for what says how to treat a run that exists already."""
+    kept = configuration.clone()
+    for name in _UNRECORDED:
+        kept.pop(name, None)
+    text: str = train_parser().dump(kept, skip_unset=False, skip_validation=True)
+    recorded = yaml.safe_load(text)
+    return yaml.safe_dump({k: v for k, v in recorded.items() if k not in _UNRECORDED}, sort_keys=False)
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options of Python, by their names (``trainer={"max_epochs": 1}`` or ``{"trainer.max_epochs": 1}``), as flags."""
+    tree: dict[str, Any] = {}
+    for name, value in options.items():
+        *groups, last = name.split(".")
+        place = tree
+        for group in groups:
+            place = place.setdefault(group, {})
+        value, there = as_configuration(value), place.get(last)
+        place[last] = {**there, **value} if isinstance(there, dict) and isinstance(value, dict) else value
+    return ["--config", json.dumps(tree)] if tree else []
+
+
+def as_configuration(value: Any) -> Any:
+    """A Python value as YAML would say it.
+
+    Classes, ``functools.partial`` of classes, objectives, advantages, rewards and layouts become class paths; other
+    options their fields; directories their paths.
+
+    Raises:
+        RecpoError: an object that no configuration can name.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (Run, Prepared)):
+        return str(value.root)
+    if isinstance(value, PathLike):
+        return fspath(value)
+    if isinstance(value, Mapping):
+        return {str(name): as_configuration(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [as_configuration(part) for part in value]
+    if isinstance(value, (np.generic, Tensor)) and getattr(value, "ndim", 0) == 0:
+        return value.item()
+    if isinstance(value, functools.partial) and not value.args:
+        return {"class_path": _import_path(value.func), "init_args": as_configuration(value.keywords)}
+    if inspect.isclass(value):
+        return {"class_path": _import_path(value)}
+    if is_dataclass(value):
+        arguments = {f.name: as_configuration(getattr(value, f.name)) for f in fields(value) if f.init}
+        by_class = isinstance(value, _BY_CLASS)
+        return {"class_path": _import_path(type(value)), "init_args": arguments} if by_class else arguments
+    raise RecpoError(
+        f"{value!r} cannot be written into the configuration of a run: give a class path with its init_args, e.g. "
+        '{"class_path": "CatalogSoftmaxPolicy", "init_args": {"dim": 32}}, or functools.partial(Class, option=value)'
+    )
+
+
+def _import_path(value: Any) -> str:
+    try:
+        return str(get_import_path(value))
+    except (ValueError, AttributeError) as error:
+        raise RecpoError(
+            f"{value!r} cannot be imported by name, so no configuration can name it: define it in a module"
+        ) from error
+
+
+def _part(configuration: Namespace, name: str, kind: Any) -> Any:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument(f"--{name}", type=kind)
+    return parser.instantiate(Namespace({name: configuration[name]}))[name]

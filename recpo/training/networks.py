@@ -1,0 +1,259 @@
+"""The networks that training holds: the policy, a frozen reference, an old policy, and the critic.
+
+They are attributes of ``PreferenceModule``, so a checkpoint names their weights ``policy.*``, ``reference.*``,
+``old.*`` and ``critic.*``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from torch import Tensor, nn
+
+from recpo.contracts import Policy, StatePolicy
+from recpo.objectives.q_learning import bellman_target
+from recpo.policies.critic import ItemScore, ItemValue, StateValue, states_at
+from recpo.policies.item_table import PlacedTable
+from recpo.training.contradictions import OF_STATES, all_requirements
+from recpo.training.options import CriticOptions, LearningOptions
+from recpo.types import FeedbackBatch, Histories, Slates
+
+_POSITIONS_AT_ONCE = 1 << 14
+
+
+@dataclass
+class Networks:
+    """The trained policy and what an objective needs beside it; None where it needs none.
+
+    Attributes:
+        policy: the trained policy.
+        reference: frozen copy of the policy that training starts from.
+        old: frozen copy that ``refresh`` renews, and with it the state values of then.
+        critic: heads on the policy's states.
+        reference_cache: reference log-probabilities kept in memory in place of a frozen copy.
+    """
+
+    policy: Policy
+    reference: Snapshot | None = None
+    old: Snapshot | None = None
+    critic: Critic | None = None
+    reference_cache: ReferenceCache | None = None
+
+    @classmethod
+    def of(cls, policy: Policy, options: LearningOptions) -> Networks:
+        """Makes what ``options.objective`` requires; the policy itself is neither copied nor changed."""
+        requires = all_requirements(options.objective, options.advantage)
+        critic = None
+        if requires & (OF_STATES - {"entropy"}):
+            assert isinstance(policy, StatePolicy)
+            critic = Critic(policy, requires, options.critic, options.objective.num_scores)
+        frozen = "reference" in requires and options.reference == "frozen"
+        return cls(
+            policy,
+            Snapshot(policy) if frozen else None,
+            Snapshot(policy, critic and critic.state_value) if options.old_policy == "snapshot" else None,
+            critic,
+        )
+
+    def refresh(self, step: int, snapshot_every: int) -> None:
+        """Brings old policy and target network to where they stand at optimizer step ``step``."""
+        if self.old is not None and step % snapshot_every == 0:
+            self.old.refresh(self.policy, None if self.critic is None else self.critic.state_value)
+        if self.critic is not None and isinstance(self.policy, StatePolicy):
+            self.critic.refresh_target(self.policy, step)
+
+
+class Snapshot(nn.Module):
+    """A frozen copy of a policy, always in evaluation mode; its weights travel with the module's checkpoints.
+
+    Args:
+        policy: what is copied.
+        head: a head on the policy's states that is copied along: state values, or values of items.
+    """
+
+    def __init__(self, policy: Policy, head: nn.Module | None = None) -> None:
+        super().__init__()
+        self.policy = copy.deepcopy(policy).requires_grad_(False).eval()
+        self.head = None if head is None else copy.deepcopy(head).requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> Snapshot:
+        """Stays in evaluation mode: Lightning switches every submodule to training."""
+        return self
+
+    @torch.no_grad()
+    def refresh(self, policy: Policy, head: nn.Module | None = None, rate: float = 1.0) -> None:
+        """Moves the weights by ``rate`` of the way to those of ``policy`` and ``head``; 1 takes them over."""
+        for own, other in ((self.policy, policy), (self.head, head)):
+            if own is not None and other is not None:
+                _move_towards(own, other, rate)
+
+    @torch.no_grad()
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """See ``Policy.log_prob``; ``states`` are those of ``encode``, where they are at hand already."""
+        if states is None:
+            return self.policy.log_prob(batch, needed)
+        assert isinstance(self.policy, StatePolicy)
+        return self.policy.log_prob(batch, needed, states)
+
+    @torch.no_grad()
+    def encode(self, histories: Histories) -> Tensor:
+        """See ``StatePolicy.encode``."""
+        assert isinstance(self.policy, StatePolicy)
+        return self.policy.encode(histories)
+
+    @torch.no_grad()
+    def state_values(self, states: Tensor, visible: Tensor) -> Tensor:
+        """The values ``[B, S]`` of the head at every slate position."""
+        assert self.head is not None
+        values: Tensor = self.head(states_at(states, visible))
+        return values
+
+
+def _move_towards(own: nn.Module, other: nn.Module, rate: float) -> None:
+    # not by state_dict: of a sharded table that is all ranks' blocks, and the copy's block lies where its original's is
+    weights = _tensors(other)
+    for name, value in _tensors(own).items():
+        if rate < 1.0 and value.is_floating_point():
+            value.lerp_(weights[name], rate)
+        else:
+            value.copy_(weights[name])
+    for module in own.modules():
+        if isinstance(module, PlacedTable):
+            module.changed()
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Weights and the buffers that are saved: the others, such as a trie, are the same in every copy."""
+    saved = {
+        f"{prefix}.{name}": buffer
+        for prefix, part in module.named_modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    }
+    return dict(module.named_parameters()) | saved
+
+
+class ReferenceCache:
+    """Reference log-probabilities of every training row, from one pass before training.
+
+    Memory: ``rows * S * T`` floats on the CPU, in place of a second policy and its forward pass in each step. Only
+    slates that are the same in every epoch can be cached.
+    """
+
+    def __init__(
+        self, policy: Policy, batches: Iterable[FeedbackBatch], num_contexts: int, device: torch.device
+    ) -> None:
+        frozen = Snapshot(policy).to(device)
+        self._table = torch.zeros(num_contexts, 0, policy.num_tokens)
+        for batch in batches:
+            logp = frozen.log_prob(move_data_to_device(batch, device)).cpu()
+            wider = logp.shape[1] - self._table.shape[1]
+            if wider > 0:
+                self._table = nn.functional.pad(self._table, (0, 0, 0, wider))
+            kept = batch.slates.mask.any(-1)  # an empty row pads a rank's last step and has no id of its own
+            self._table[batch.context_ids[kept], : logp.shape[1]] = logp[kept]
+
+    def log_prob(self, batch: FeedbackBatch) -> Tensor:
+        """``[B, S, T]``, as ``Policy.log_prob`` gave it."""
+        return self._table[batch.context_ids.cpu(), : batch.slates.mask.shape[1]].to(batch.context_ids.device)
+
+
+class Critic(nn.Module):
+    """The heads that an objective requires.
+
+    Args:
+        policy: whose states they read.
+        requires: out of ``{"value", "q_value", "score"}``; others are ignored.
+        options: see ``CriticOptions``.
+        num_scores: ``Objective.num_scores``.
+    """
+
+    def __init__(self, policy: StatePolicy, requires: Set[str], options: CriticOptions, num_scores: int = 1) -> None:
+        super().__init__()
+        self.options = options
+        size = policy.num_items, policy.dim, options.hidden
+        self.state_value = StateValue(policy.dim, options.hidden) if "value" in requires else None
+        self.q_value = ItemValue(*size) if "q_value" in requires else None
+        self.score = ItemScore(*size, num_scores) if "score" in requires else None
+        self.target = None if self.q_value is None else Snapshot(policy, self.q_value)
+
+    def refresh_target(self, policy: StatePolicy, step: int) -> None:
+        """Moves the target network where it is due at optimizer step ``step``."""
+        if self.target is not None and step and step % self.options.target_every == 0:
+            self.target.refresh(policy, self.q_value, self.options.target_rate)
+
+    def positions(self, states: Tensor, batch: FeedbackBatch) -> Tensor:
+        """What the heads read at every slate position, ``[B, S, d]``, from the policy's states ``[B, H + 1, d]``."""
+        return states_at(states if self.options.shares_encoder else states.detach(), batch.slates.visible)
+
+    def scores(self, policy: StatePolicy, states: Tensor, batch: FeedbackBatch) -> Tensor:
+        """The scores ``[B, S, K]`` of a reward model, from the policy's states ``[B, H + 1, d]``."""
+        assert self.score is not None
+        vectors = policy.item_vectors(batch.slates.item_ids)
+        vectors = vectors if self.options.shares_encoder else vectors.detach()
+        scores: Tensor = self.score(self.positions(states, batch), batch.slates.item_ids, vectors)
+        return scores
+
+    @torch.no_grad()
+    def q_targets(self, states: Tensor, batch: FeedbackBatch, rewards: Tensor) -> Tensor:
+        """Bellman targets ``[B, S]``: the next state of a position is that of the next request on its slate.
+
+        Nothing follows the last request of a slate.
+
+        Args:
+            states: ``[B, H + 1, d]`` of the online policy.
+            batch: slates in the order of time.
+            rewards: ``[B, S]``.
+        """
+        assert self.target is not None
+        following, ends = next_visible(batch.slates.visible, batch.slates.mask)
+        flat = (~ends).reshape(-1).nonzero().squeeze(1)
+        next_target = states_at(self.target.encode(batch.histories), following).flatten(0, 1)[flat]
+        chooser = self.q_value if self.options.double else self.target.head
+        next_chooser = states_at(states, following).flatten(0, 1)[flat] if self.options.double else next_target
+        assert isinstance(chooser, ItemValue)
+        assert self.target.head is not None
+        values = self.target.head(next_target, chooser.best_items(next_chooser))
+        best = rewards.new_zeros(rewards.numel()).index_copy(0, flat, values.to(rewards.dtype)).view_as(rewards)
+        return bellman_target(rewards, best.unsqueeze(-1), ends, gamma=self.options.gamma)
+
+
+def next_visible(visible: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """For every position the ``visible`` of the first later position that sees more, and whether there is none.
+
+    Args:
+        visible: ``[B, S]``, not decreasing over the kept positions.
+        mask: ``[B, S]``.
+
+    Returns:
+        ``[B, S]`` each; 0 and True where there is none, and at masked positions.
+    """
+    # what sees nothing more sorts behind every position
+    beyond = int(torch.iinfo(visible.dtype).max)
+    ascending = visible.masked_fill(~mask, beyond).sort(-1).values
+    index = torch.searchsorted(ascending, visible.contiguous(), right=True)
+    following = torch.cat([ascending, ascending.new_full((len(ascending), 1), beyond)], 1).gather(1, index)
+    ends = (following == beyond) | ~mask
+    return following.masked_fill(ends, 0), ends
+
+
+@torch.no_grad()
+def item_scores(policy: StatePolicy, head: ItemScore, histories: Histories, slates: Slates) -> Tensor:
+    """Scores ``[B, S, K]`` of the items of ``slates``, 0 at masked positions; no gradient.
+
+    Each is scored after the ``visible`` events of its history. Positions are taken in blocks.
+    """
+    states = policy.encode(histories)
+    rows = torch.arange(len(states), device=states.device)[:, None] * states.shape[1] + slates.visible
+    positions = slates.mask.reshape(-1).nonzero().squeeze(1)
+    flat, state_rows, items = states.flatten(0, 1), rows.reshape(-1)[positions], slates.item_ids.reshape(-1)[positions]
+    parts = [
+        head(flat[of_state], of_item, policy.item_vectors(of_item)).float()
+        for of_state, of_item in zip(state_rows.split(_POSITIONS_AT_ONCE), items.split(_POSITIONS_AT_ONCE), strict=True)
+    ]
+    scores = torch.zeros(slates.mask.numel(), head.bias.shape[1], device=states.device)
+    return scores.index_copy(0, positions, torch.cat(parts)).view(*slates.mask.shape, -1)

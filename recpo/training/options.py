@@ -1,0 +1,266 @@
+"""Every option of training, declared, documented and validated once: one tree of frozen dataclasses.
+
+``LearningOptions`` is what ``PreferenceModule`` learns by; ``TrainOptions`` adds the data, the policy and the trainer
+of a run. Flags, YAML keys and the keyword arguments of ``recpo.train`` are the fields of ``TrainOptions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from torch.nn import Parameter
+from torch.optim import Adam, Optimizer, SparseAdam
+from torch.optim.lr_scheduler import LRScheduler
+
+from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
+from recpo.data.datamodule import FeedbackDataModule
+from recpo.errors import RecpoError
+from recpo.objectives.likelihood import Likelihood
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.training.trainer import TrainerOptions
+from recpo.types import SamplingOptions
+
+OldPolicy = Literal["current", "logged", "snapshot"]
+ReferencePolicy = Literal["frozen", "cached", "snapshot"]
+Preference = Literal["best_vs_rest", "best_vs_worst"]
+MatmulPrecision = Literal["highest", "high", "medium"]
+OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+PolicyFactory = Callable[[int], Policy]
+
+
+@dataclass(frozen=True)
+class CriticOptions:
+    """Options of the heads that the objective asks for: state values (PPO), Q-values, or scores (a reward model).
+
+    Attributes:
+        hidden: width of their hidden layer.
+        shares_encoder: their losses also train the encoder that they read; false: they only read it, which makes the
+            better reward model where the policy was trained on the same log.
+        gamma: discount of Q-learning; 0 = a regression on the rewards.
+        double: the online network chooses the best next item, the target network values it; false: the target both.
+        target_every: optimizer steps between two updates of the target network (encoder and Q head).
+        target_rate: how far an update moves it towards the online network; 1 = all the way.
+    """
+
+    hidden: int = 64
+    shares_encoder: bool = True
+    gamma: float = 0.5
+    double: bool = True
+    target_every: int = 1
+    target_rate: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.gamma < 1.0:
+            raise RecpoError(f"critic.gamma must lie in [0, 1), got {self.gamma}")
+        if not 0.0 < self.target_rate <= 1.0:
+            raise RecpoError(f"critic.target_rate must lie in (0, 1], got {self.target_rate}")
+        _validate_at_least("critic", self, target_every=1, hidden=1)
+
+
+@dataclass(frozen=True)
+class CollapseLimits:
+    """Limits at which a run with a rollout counts as collapsed and stops; null switches a limit off.
+
+    Attributes:
+        min_valid_share: least share of draws that are items.
+        min_unique_share: least share of draws that are no repeats in their group.
+        min_entropy: least entropy of what candidates are drawn from, in nats per item.
+        max_kl: largest mean of ``logp_old - logp``, in nats per token.
+        zero_group_steps: number of steps in a row in which no group has an advantage.
+        min_ndcg_share: least validation NDCG as a share of the highest one seen (with ``trainer.num_sanity_val_steps``
+            -1 that of the policy which training starts from is among them).
+    """
+
+    min_valid_share: float | None = 0.5
+    min_unique_share: float | None = 0.2
+    min_entropy: float | None = 0.1
+    max_kl: float | None = 2.0
+    zero_group_steps: int | None = 50
+    min_ndcg_share: float | None = 0.3
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            if not (getattr(self, limit.name) or 0) >= 0:
+                raise RecpoError(f"rollout.collapse.{limit.name} must not be negative, got {getattr(self, limit.name)}")
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """How candidates are drawn, and how long the policy learns from them.
+
+    Attributes:
+        group_size: G, candidates per context.
+        batches: optimizer steps of one pass over a phase: the number of batches that share a snapshot.
+        epochs: passes over a phase, with the same candidates; a phase is ``batches * epochs`` optimizer steps.
+        temperature: divides the scores before the softmax (at every token); ``pi_old`` is what is drawn from, so with
+            anything but 1 ratios do not start at 1.
+        top_p: draw only from the smallest set of choices whose probability reaches this share; 1 = from all.
+        replacement: false draws different items of a group, by Gumbel top-k: fewer repeats, and a gradient that is no
+            longer unbiased.
+        beam: the candidates are the snapshot's top ranks instead of draws.
+        logged_share: share of a group that is taken from what the log shows for the context, in place of draws.
+        duplicates: ``keep`` repeated draws of an item, as sampling with replacement wants it, or ``drop`` all but the
+            first from their group.
+        resamples: dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards are all equal are drawn again up to
+            this many times, and left out if they still are; 0 = they stay, without a gradient.
+        preference: turn a scored group into a preference list for the DPO family: the candidate of the highest reward
+            against all that have less (``best_vs_rest``) or against the lowest (``best_vs_worst``).
+        max_kl: nats per item; once the policy is farther than this from the snapshot, KL(old || policy) by the k3
+            estimate over an optimizer step, that step and the rest of the phase are not taken.
+        monitor_reward: a second reward of the candidates, which is only logged: if it falls while the reward rises,
+            the policy has learned the faults of the reward.
+        collapse: limits at which the run counts as collapsed and stops.
+    """
+
+    group_size: int = 8
+    batches: int = 4
+    epochs: int = 2
+    temperature: float = 1.0
+    top_p: float = 1.0
+    replacement: bool = True
+    beam: bool = False
+    logged_share: float = 0.0
+    duplicates: Literal["keep", "drop"] = "keep"
+    resamples: int = 0
+    preference: Preference | None = None
+    max_kl: float | None = None
+    monitor_reward: RewardFunction | None = None
+    collapse: CollapseLimits = CollapseLimits()
+
+    def __post_init__(self) -> None:
+        _validate_at_least("rollout", self, group_size=2, batches=1, epochs=1, resamples=0)
+        if not self.temperature > 0 or not 0 < self.top_p <= 1 or not 0 <= self.logged_share <= 1:
+            raise RecpoError(
+                "rollout.temperature must be above 0, rollout.top_p in (0, 1] and rollout.logged_share in [0, 1], got "
+                f"{self.temperature}, {self.top_p} and {self.logged_share}"
+            )
+        if self.max_kl is not None and not self.max_kl > 0:
+            raise RecpoError(f"rollout.max_kl must be above 0, got {self.max_kl}; leave it out for no early stop")
+        if self.beam and self.resamples:
+            raise RecpoError("rollout.resamples draws groups anew, but a beam is always the same: set one of them only")
+
+    @property
+    def phase_steps(self) -> int:
+        """Optimizer steps of a phase."""
+        return self.batches * self.epochs
+
+    @property
+    def num_logged(self) -> int:
+        """Places of a group that logged items may take."""
+        return round(self.group_size * self.logged_share)
+
+    @property
+    def sampling(self) -> SamplingOptions:
+        """How one item is drawn."""
+        return SamplingOptions(self.temperature, self.top_p, self.replacement)
+
+
+@dataclass(frozen=True)
+class KLTarget:
+    """Moves the objective's ``kl_coef``, which is then only the initial value, towards a divergence.
+
+    Attributes:
+        target: KL(policy || reference) to hold, in nats per token, by the objective's own estimator.
+        horizon: items over which the coefficient may change by a factor of about e^0.2.
+    """
+
+    target: float
+    horizon: int = 10_000
+
+    def __post_init__(self) -> None:
+        if not self.target > 0 or self.horizon < 1:
+            raise RecpoError(
+                f"adaptive_kl.target must be above 0 and its horizon at least 1, got {self.target} and {self.horizon}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningOptions:
+    """What the policy learns, from what, and how.
+
+    Attributes:
+        objective: what is minimized: Likelihood pre-trains, every other objective aligns.
+        advantage: turns feedback into advantages, for the objectives that weigh by them.
+        reward: turns feedback into rewards, for the advantages and objectives that read them.
+        optimizer: optimizer of the dense parameters.
+        sparse_optimizer: optimizer of sparse embedding tables.
+        lr_scheduler: learning-rate schedule, stepped once per optimizer step.
+        old_policy: where old log-probabilities come from: there are none, every ratio is 1 (current), the propensity
+            column of the log (logged), or a frozen copy (snapshot).
+        snapshot_every: optimizer steps between two refreshes of the snapshot; with a rollout it is refreshed at the
+            start of every phase instead.
+        reference: keep a frozen copy of the starting policy (frozen), or its cached log-probabilities of the training
+            rows (cached), or take the snapshot of old_policy: the previous iterate (snapshot).
+        rollout: learn from candidates that the snapshot draws for every request and the reward scores; null = from what
+            the log shows.
+        adaptive_kl: move the objective's kl_coef towards a divergence from the reference policy.
+        critic: heads that the objective trains beside the policy (state values, Q-values, scores).
+        anchor_coef: weight of the likelihood of all logged positions of the same batches, added to the loss and divided
+            by the same denominator as the objective (the number of candidates, with a rollout); 0 = none.
+        mask_shared_prefix: of semantic ids, leave codes that a rejected item shares with the chosen one out of its side
+            of a preference list (RAD-DPO, arXiv 2602.23964).
+        validation_k: list length of the validation metrics; a smaller catalog caps the lists, not their name.
+        seed: of initialization, dropout and sampling; the order of the data has its own (data.seed).
+    """
+
+    objective: Objective = Likelihood()  # noqa: RUF009  frozen
+    advantage: AdvantageEstimator | None = None
+    reward: RewardFunction | None = None
+    optimizer: OptimizerFactory = Adam
+    sparse_optimizer: OptimizerFactory = SparseAdam
+    lr_scheduler: SchedulerFactory | None = None
+    old_policy: OldPolicy = "current"
+    snapshot_every: int = 100
+    reference: ReferencePolicy = "frozen"
+    rollout: RolloutOptions | None = None
+    adaptive_kl: KLTarget | None = None
+    critic: CriticOptions = field(default_factory=CriticOptions)
+    anchor_coef: float = 0.0
+    mask_shared_prefix: bool = False
+    validation_k: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _validate_at_least("", self, snapshot_every=1, validation_k=1, seed=0)
+        if not 0.0 <= self.anchor_coef < float("inf"):
+            raise RecpoError(f"anchor_coef is a weight of at least 0, got {self.anchor_coef}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(LearningOptions):
+    """Every option of a training run.
+
+    Attributes:
+        data: the batches.
+        policy: the policy to train; the catalog size comes from the data.
+        trainer: options of lightning.Trainer.
+        checkpoint_every: also write last.ckpt every so many optimizer steps, not only after every epoch.
+        matmul_precision: of float32 matrix products on CUDA: high uses TF32 (10 bits of mantissa, several times
+            faster), highest does not; the log-sum-exp of an exact softmax is float32 in either case.
+        allocator: keep freed memory in the process (glibc only): up to a third faster on CPU, some more memory.
+        progress: show a progress bar, or without a terminal a line every half minute and after every epoch.
+    """
+
+    data: FeedbackDataModule
+    policy: PolicyFactory = CatalogSoftmaxPolicy
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+    checkpoint_every: int | None = None
+    matmul_precision: MatmulPrecision = "high"
+    allocator: bool = True
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.checkpoint_every is not None:
+            _validate_at_least("", self, checkpoint_every=1)
+
+
+def _validate_at_least(group: str, options: object, **least: int) -> None:
+    """Raises ``RecpoError`` where an option lies below its least value."""
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if not value >= bound:
+            raise RecpoError(f"{group}{'.' * bool(group)}{name} must be at least {bound}, got {value}")

@@ -1,0 +1,271 @@
+"""The directory of a run while it is trained: validated first, replaced or resumed only once a step has been taken."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_only
+
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.training.module import PreferenceModule
+from recpo.training.options import TrainOptions
+from recpo.training.run import (
+    FINISHED,
+    FORMAT_VERSION,
+    ORIGIN,
+    RESOLVED,
+    Run,
+    checkpoint_path,
+    differences,
+    mark_finished,
+    read_configuration,
+    read_json,
+    write_start,
+    write_text,
+)
+
+MAY_CHANGE = (
+    *("out", "progress", "allocator", "checkpoint_every", "matmul_precision"),
+    *("data.num_workers", "data.evaluation_batch_size"),
+    *(f"trainer.{name}" for name in ("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time")),
+    *(f"trainer.{name}" for name in ("devices", "num_nodes", "accelerator", "strategy", "logger", "profiler")),
+    *(f"trainer.{name}" for name in ("log_every_n_steps", "enable_progress_bar", "enable_model_summary")),
+    *(f"trainer.{name}" for name in ("num_sanity_val_steps", "enable_checkpointing", "default_root_dir")),
+)
+"""Options that a resumed run may change; a changed learning rate, say, would be ignored or give another run."""
+_OF_THE_SAME_CONTENT = ("data.prepared", "init_from", "reward.run")  # directories that may have moved
+_OF_THE_SAME_STEP = ("data.batch_size", "trainer.accumulate_grad_batches")  # if the optimizer step stays as large
+_REPLACED = ".replaced"
+
+
+def origin(text: str, options: TrainOptions, base: Path | None, world_size: int) -> dict[str, Any]:
+    """What a run depends on, with checksums, and how many contexts an optimizer step takes."""
+    configuration = yaml.safe_load(text)
+    data = options.data.prepared
+    content: dict[str, Any] = {
+        "prepared": {
+            "path": str(data.root),
+            "catalog_checksum": data.catalog_checksum,
+            "manifest_sha256": _sha256_of(data.manifest),
+        },
+        "contexts_per_step": _batch_size(configuration) * options.trainer.accumulate_grad_batches * world_size,
+    }
+    if base is not None and (base / FINISHED).is_file():
+        content["init_from"] = {"path": str(base), "files_sha256": _sha256_of(read_json(base / FINISHED)["files"])}
+    runs = sorted(set(_reward_runs(configuration)))
+    if runs:
+        content["reward_runs"] = {run: _sha256_of(Run.open(run).facts["files"]) for run in runs if _is_run(run)}
+    return content
+
+
+def validate(
+    out: Path, text: str, now: dict[str, Any], options: TrainOptions, *, resume: bool, overwrite: bool
+) -> Path | None:
+    """Checks the target of a run; changes nothing.
+
+    Args:
+        out: the run directory.
+        text: every option, as YAML.
+        now: what the run depends on.
+        options: the same options.
+        resume: go on from the last checkpoint in ``out``.
+        overwrite: replace ``out``.
+
+    Returns:
+        The checkpoint to go on from, None to start.
+
+    Raises:
+        RecpoError: ``out`` is in the way, is no run, or was made with other options.
+    """
+    last = checkpoint_path(out, "last")
+    goes_on = last if resume and last.exists() else None
+    if _is_other_rank() or not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return goes_on
+    if not (out / RESOLVED).is_file():
+        raise RecpoError(f"{out} exists and is no run directory: choose another --out, or remove it yourself")
+    if not resume:
+        if not overwrite:
+            raise RecpoError(f"{out} exists already: pass --resume true to go on, --overwrite true to start anew")
+        _validate_no_input(out, text)
+        return None
+    if not (out / ORIGIN).is_file() or read_json(out / ORIGIN).get("format_version") != FORMAT_VERSION:
+        raise RecpoError(f"{out} was begun by another version of recpo and cannot be resumed: train it again")
+    _validate_same(out, text, now)
+    if goes_on is not None and goes_on.is_dir() != options.trainer.shards_tables:
+        made = "with ShardedStrategy" if goes_on.is_dir() else "without ShardedStrategy"
+        raise RecpoError(
+            f"{goes_on} was written {made}: resume the run with the trainer.strategy it was started with, or start "
+            "another one from its policy with --init_from"
+        )
+    return goes_on
+
+
+def _validate_same(out: Path, text: str, now: dict[str, Any]) -> None:
+    then = read_json(out / ORIGIN)
+    allowed = [*MAY_CHANGE, *_OF_THE_SAME_CONTENT]
+    if then["contexts_per_step"] == now["contexts_per_step"]:
+        allowed += _OF_THE_SAME_STEP
+    changed = differences(_plain(read_configuration(out / RESOLVED)), _plain(yaml.safe_load(text)))
+    others = [key for key in changed if not any(key == name or key.startswith(name + ".") for name in allowed)]
+    if others:
+        raise RecpoError(
+            f"{out} was begun with other options: {', '.join(others)} differ. Resume it with those of {out}/{RESOLVED} "
+            f"(recpo train --config {out}/{RESOLVED} --resume true; trainer.max_epochs, max_steps and devices may "
+            "change), or train another run"
+        )
+    for name, checksum in (("prepared", "manifest_sha256"), ("init_from", "files_sha256")):
+        before, after = then.get(name), now.get(name)
+        if before and after and before[checksum] != after[checksum]:
+            raise RecpoError(
+                f"{out} was begun with another {name}: {before['path']} had other content than {after['path']} has "
+                "now; train another run"
+            )
+    before, after = (set(origin.get("reward_runs", {}).values()) for origin in (then, now))
+    if before != after:
+        raise RecpoError(f"{out} was begun with another reward model than reward names now; train another run")
+
+
+def _plain(configuration: Any) -> Any:
+    """With recpo's own classes by their bare names: the module before them depends on how a class was imported."""
+    if isinstance(configuration, dict):
+        return {name: _plain(value) for name, value in configuration.items()}
+    if isinstance(configuration, list):
+        return [_plain(value) for value in configuration]
+    own = isinstance(configuration, str) and configuration.startswith("recpo.")
+    return configuration.rpartition(".")[2] if own else configuration
+
+
+def _validate_no_input(out: Path, text: str) -> None:
+    """Raises where the directory to be replaced holds, or is, what the run reads."""
+    configuration, place = yaml.safe_load(text), out.resolve()
+    inputs = [configuration.get("init_from"), *_reward_runs(configuration), codes_of(text)]
+    prepared = configuration["data"]["init_args"]["prepared"]
+    inputs += [prepared] if "://" not in str(prepared) else []
+    for path in inputs:
+        if path is not None and place in (Path(path).resolve(), *Path(path).resolve().parents):
+            raise RecpoError(f"{out} holds {path}, which the run reads: choose another --out")
+
+
+@contextmanager
+def opened(
+    out: Path, text: str, data: Prepared, codes: Path | None, now: dict[str, Any], *, resume: bool
+) -> Iterator[Callback]:
+    """Makes the run directory, or opens it again; a failure before the first step leaves what was there.
+
+    Args:
+        out: the run directory, as ``validate`` found it good.
+        text: every option, as YAML.
+        data: what it is trained on.
+        codes: directory of the item codes of its policy.
+        now: what it depends on.
+        resume: go on in ``out``, if it exists.
+
+    Yields:
+        A callback that has to watch the training.
+    """
+    watch = _FirstStep()
+    if _is_other_rank():
+        yield watch
+        return
+    goes_on = resume and (out / RESOLVED).is_file()
+    replaced = None
+    if not goes_on:
+        if out.exists() and any(out.iterdir()):
+            replaced = out.with_name(f"{out.name}{_REPLACED}-{os.getpid()}")
+            out.rename(replaced)
+        out.mkdir(parents=True, exist_ok=True)
+    watch.actions.append(lambda: _commit(out, text if goes_on else None, replaced))
+    try:
+        if not goes_on:
+            write_start(out, text, data, codes, now)
+        yield watch
+    except BaseException:
+        if not watch.taken and not goes_on:
+            shutil.rmtree(out, ignore_errors=True)
+            if replaced is not None:
+                replaced.rename(out)
+        raise
+
+
+def _commit(out: Path, text: str | None, replaced: Path | None) -> None:
+    if text is not None:
+        (out / FINISHED).unlink(missing_ok=True)
+        write_text(out / RESOLVED, text)
+    if replaced is not None:
+        shutil.rmtree(replaced)
+
+
+class _FirstStep(Callback):
+    """Runs actions once, when the first batch of this process is done."""
+
+    def __init__(self) -> None:
+        self.actions: list[Any] = []
+        self.taken = False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Before any checkpoint is written: those are the last callbacks."""
+        if not self.taken:
+            self.taken = True
+            for action in self.actions:
+                action()
+
+
+def finish(out: Path, module: PreferenceModule, data: Prepared) -> None:
+    """Marks a run as finished, unless it was before and nothing was added."""
+    if (out / FINISHED).is_file():
+        return
+    best, last = (checkpoint_path(out, name) for name in ("best", "last"))
+    if not best.exists() and last.exists():  # nothing was validated
+        (shutil.copytree if last.is_dir() else shutil.copy2)(last, best)
+    metrics = {name: float(value) for name, value in module.trainer.callback_metrics.items()} or module.results
+    results = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    mark_finished(out, module.policy, data, results)
+
+
+def codes_of(text: str) -> Path | None:
+    """Directory of the item codes that the policy of a configuration names."""
+    codes = yaml.safe_load(text)["policy"].get("init_args", {}).get("codes")
+    return None if codes is None else Path(codes)
+
+
+def _reward_runs(configuration: Any) -> Iterator[str]:
+    """Runs that rewards of a configuration name, wherever they stand."""
+    if isinstance(configuration, dict):
+        arguments = configuration.get("init_args")
+        if str(configuration.get("class_path", "")).endswith(".LearnedReward") and isinstance(arguments, dict):
+            yield str(arguments["run"])
+        for value in configuration.values():
+            yield from _reward_runs(value)
+    elif isinstance(configuration, list):
+        for value in configuration:
+            yield from _reward_runs(value)
+
+
+def _batch_size(configuration: dict[str, Any]) -> int:
+    return int(configuration["data"]["init_args"]["batch_size"])
+
+
+def _is_run(path: str) -> bool:
+    return (Path(path) / FINISHED).is_file()
+
+
+def _is_other_rank() -> bool:
+    return bool(getattr(rank_zero_only, "rank", 0))
+
+
+def _sha256_of(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

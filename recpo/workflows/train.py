@@ -1,0 +1,243 @@
+"""Training as a function: pre-training and alignment differ in the objective alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from jsonargparse import ArgumentError, Namespace
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
+from recpo.data.datamodule import Phases
+from recpo.data.prepared import Prepared
+from recpo.errors import Interrupted, RecpoError
+from recpo.policies.item_table import tables_on_meta
+from recpo.training import run_directory
+from recpo.training.allocator import tune_allocator
+from recpo.training.checkpoints import BestCheckpoint, LastCheckpoint
+from recpo.training.configuration import as_arguments, instantiate, parse_arguments, resolved
+from recpo.training.contradictions import feedback_warnings
+from recpo.training.guards import CollapseGuard, FiniteGuard
+from recpo.training.module import PreferenceModule
+from recpo.training.options import TrainOptions
+from recpo.training.run import CHECKPOINTS, RESOLVED, Run, class_paths, load_weights
+
+
+def train(
+    data: Prepared | Path | str | None = None,
+    *,
+    config: Path | str | Mapping[str, Any] | None = None,
+    out: Path | str,
+    objective: Objective | type | Mapping[str, Any] | str | None = None,
+    policy: Callable[[int], Policy] | Mapping[str, Any] | str | None = None,
+    advantage: AdvantageEstimator | Mapping[str, Any] | str | None = None,
+    reward: RewardFunction | Mapping[str, Any] | str | None = None,
+    init_from: Run | Path | str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    trust: Sequence[str] = (),
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> Run:
+    """Trains a policy on prepared data, or aligns a trained one.
+
+    Everything goes the way of ``recpo train``: the same options make the same run, and ``resolved.yaml`` in it repeats
+    it. Without ``config`` a ``CatalogSoftmaxPolicy`` is pre-trained (``Likelihood``).
+
+    ::
+
+        base = recpo.train(data, out="runs/pretrain", trainer={"max_epochs": 5})
+        run = recpo.train(data, objective=recpo.GBPO(), init_from=base, out="runs/gbpo", trainer={"max_epochs": 3})
+
+    Args:
+        data: prepared directory; None = ``data.prepared`` of ``config``.
+        config: YAML file, or its content.
+        out: run directory to write.
+        objective: what is minimized.
+        policy: what is trained: a class path, ``functools.partial(CatalogSoftmaxPolicy, dim=32)``, or some options of
+            the policy of ``init_from``.
+        advantage: turns feedback into advantages. None = that of ``config``; of objectives that weigh logged feedback
+            by advantages alone (GBPO, Reinforce) ``TernaryAdvantage(positive_fraction=0.25)``.
+        reward: turns feedback into rewards.
+        init_from: run whose best policy training starts from; its policy options and data layout hold where none are
+            given.
+        resume: go on from the last checkpoint in ``out``.
+        overwrite: replace a run in ``out``, once the first step of the new one is done.
+        trust: packages whose classes the run of ``init_from`` may name, besides those of recpo.
+        callbacks: Lightning callbacks that watch; they are no part of the configuration.
+        options: any field of ``TrainOptions``, as a dict or by its dotted name.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        RecpoError: options, data or directories do not fit; nothing that exists has been changed then. Or training
+            diverged or collapsed.
+        Interrupted: it was told to stop.
+    """
+    given: dict[str, Any] = {"objective": objective, "policy": policy, "advantage": advantage, "reward": reward}
+    given |= {"init_from": init_from, "data.prepared": data}
+    tree = {"progress": False, "out": out, "resume": resume, "overwrite": overwrite, **options}
+    tree |= {name: value for name, value in given.items() if value is not None}
+    start = as_arguments(config) if isinstance(config, Mapping) else [] if config is None else ["--config", str(config)]
+    try:
+        configuration = parse_arguments([*start, *as_arguments(tree | ({"trust": list(trust)} if trust else {}))])
+    except ArgumentError as error:
+        raise RecpoError(str(error)) from error
+    return run_configuration(configuration, callbacks, trust=trust)
+
+
+def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = (), trust: Sequence[str] = ()) -> Run:
+    """Trains what ``parse_arguments`` returned; everything is checked before anything in ``out`` is touched.
+
+    Args:
+        configuration: every option.
+        callbacks: further ones, which watch.
+        trust: packages whose classes the run of ``init_from`` may name.
+    """
+    options, out = instantiate(configuration), Path(configuration.out)
+    if options.allocator:
+        tune_allocator()
+    base = None if configuration.init_from is None else Path(configuration.init_from)
+    module = _module(options, None if base is None or configuration.resume else Run.open(base, trust=trust))
+    if options.rollout is not None:
+        options.data.phases = Phases(options.rollout.batches, options.rollout.epochs)
+    callbacks = [*callbacks, *_callbacks(options, module, out)]
+    trainer = options.trainer.build(out, callbacks=callbacks, progress=options.progress)
+    text = resolved(configuration)
+    origin = run_directory.origin(text, options, base, trainer.world_size)
+    last = run_directory.validate(
+        out, text, origin, options, resume=configuration.resume, overwrite=configuration.overwrite
+    )
+    codes = run_directory.codes_of(text)
+    with run_directory.opened(out, text, options.data.prepared, codes, origin, resume=configuration.resume) as opened:
+        trainer.callbacks.insert(0, opened)  # type: ignore[attr-defined]
+        with _matmul_precision(trainer, options), _faults(out, trainer):
+            trainer.fit(module, datamodule=options.data, ckpt_path=last, weights_only=True)
+        if trainer.global_step == 0:
+            raise RecpoError(
+                f"no training step was taken: {options.data.prepared.root} gives this layout no batch, or max_epochs, "
+                "max_steps or limit_train_batches of trainer is 0"
+            )
+        if trainer.is_global_zero:
+            run_directory.finish(out, module, options.data.prepared)
+    trainer.strategy.barrier("run.json")
+    return Run.open(out, trust=_named_packages(text))
+
+
+def _module(options: TrainOptions, base: Run | None) -> PreferenceModule:
+    """The policy with the weights that it starts from, and what trains it."""
+    data = options.data
+    torch.manual_seed(options.seed)
+    with tables_on_meta() if options.trainer.shards_tables else nullcontext():
+        model = options.policy(data.prepared.num_items)
+    _validate_items(model, options.reward, data.prepared)
+    counts = data.prepared.feedback_counts["train"]
+    for warning in feedback_warnings(options.objective, options.advantage, options.reward, counts):
+        warnings.warn(warning, stacklevel=2)
+    item_counts = torch.from_numpy(data.prepared.item_counts())
+    model.set_item_counts(item_counts)
+    if base is not None:
+        base.validate_items(data.prepared)
+        load_weights(model, base.checkpoint())
+    module = PreferenceModule(model, options, slates=data.layout.traits, item_counts=item_counts)
+    try:
+        module.configure_optimizers()  # is made again when training begins
+    except (ValueError, TypeError) as error:
+        raise RecpoError(f"optimizer or lr_scheduler: {' '.join(str(error).split())}") from error
+    return module
+
+
+def _validate_items(model: Policy, reward: RewardFunction | None, data: Prepared) -> None:
+    if reward is not None and reward.catalog_checksum not in (None, data.catalog_checksum):
+        raise RecpoError(
+            f"reward: it was made for other items than {data.root} holds (items.parquet differs); use the prepared "
+            "directory it was made with"
+        )
+    if model.catalog_checksum not in (None, data.catalog_checksum):
+        raise RecpoError(
+            f"policy: its codes were made for other items than {data.root} holds (items.parquet differs); make them "
+            "for this directory with `recpo tokenize`"
+        )
+
+
+def _callbacks(options: TrainOptions, module: PreferenceModule, out: Path) -> list[Callback]:
+    checkpoints = out / CHECKPOINTS
+    callbacks: list[Callback] = [FiniteGuard(), ValidateAtEnd()]
+    if options.rollout is not None:
+        callbacks.append(CollapseGuard(options.rollout.collapse, module.monitor))
+    callbacks.append(BestCheckpoint(checkpoints, module.monitor))
+    return [*callbacks, LastCheckpoint(checkpoints, options.checkpoint_every)]
+
+
+class ValidateAtEnd(Callback):
+    """Lets a run that ``max_steps`` ends in mid-epoch be validated, as at the end of an epoch."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Lightning validates in mid-epoch where it is asked to stop."""
+        if trainer.global_step >= trainer.max_steps > 0:
+            trainer.should_stop = True
+
+
+@contextmanager
+def _matmul_precision(trainer: Trainer, options: TrainOptions) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    if trainer.strategy.root_device.type == "cuda":
+        torch.set_float32_matmul_precision(options.matmul_precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _faults(out: Path, trainer: Trainer) -> Iterator[None]:
+    """Says in one line what ended a run: a signal, another rank, or a callback without its metric."""
+    again = f"recpo train --config {out}/{RESOLVED} --resume true"
+    try:
+        yield
+    except SIGTERMException as error:
+        raise Interrupted(_kept(out, "SIGTERM", trainer, again), 143) from error
+    except SystemExit as error:  # Lightning's end of a run that Ctrl-C interrupted
+        if not trainer.interrupted:
+            raise
+        raise Interrupted(_kept(out, "SIGINT", trainer, again), 130) from error
+    except RuntimeError as error:
+        if "find_unused_parameters" in str(error):
+            raise RecpoError(
+                "this objective leaves some parameters without a gradient, which the strategy has to be told: set "
+                "trainer.strategy to ddp_find_unused_parameters_true, or ShardedStrategy's find_unused_parameters: true"
+            ) from error
+        if "Early stopping conditioned on metric" in str(error):
+            raise RecpoError(f"trainer.callbacks: {str(error).strip()}") from error
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise RecpoError(
+            f"rank {getattr(rank_zero_only, 'rank', 0)} has lost another rank of this run, which ended or does not "
+            "answer (see what that one wrote, or whether its machine ran out of memory); once it is fixed, go on from "
+            f"the last checkpoint: {again} ({str(error).strip().splitlines()[0]})"
+        ) from error
+
+
+def _kept(out: Path, signal: str, trainer: Trainer, again: str) -> str:
+    last = out / CHECKPOINTS / "last.ckpt"
+    if not last.exists():
+        return f"stopped by {signal} at step {trainer.global_step}: no checkpoint was written yet; start again"
+    return f"stopped by {signal} at step {trainer.global_step}: {last} is kept; go on with {again}"
+
+
+def _named_packages(text: str) -> list[str]:
+    """Packages that the options of this process name: whoever trains with a class trusts it."""
+    return sorted({name.partition(".")[0] for name in class_paths(yaml.safe_load(text))})
