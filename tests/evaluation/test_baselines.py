@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections import defaultdict
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from recpo.evaluation.baselines import decayed_counts
+from recpo.evaluation.contenders import recent_counts
 from recpo.evaluation.cooccurrence import CooccurrenceBaseline, CooccurrenceOptions, EventChunk, neighbors_of
 from recpo.types import Histories
 
@@ -124,3 +126,45 @@ def test_a_half_life_halves_the_count_and_chunks_add_up():
     assert counts.tolist() == [1.25, 0, 1.75, 0]
     parts = [decayed_counts(item[s], time[s], num_items=4, end=100, half_life=50) for s in (slice(2), slice(2, 5))]
     assert sum(parts).tolist() == counts.tolist()
+
+
+class Shards:
+    """Prepared data of many shards that are made when they are read."""
+
+    num_items = 5
+
+    def __init__(self, shards, events):
+        self.shards, self.events = shards, events
+
+    def num_shards(self, split):
+        assert split == "train"
+        return self.shards
+
+    def columns(self, split, shard, names):
+        found = {
+            "item_index": np.arange(self.events) % self.num_items + 1,
+            "timestamp": 1_000_000 + (7 * shard % self.shards) * 1000 + np.arange(self.events, dtype=np.int64),
+        }
+        return {name: found[name] for name in names}
+
+
+def test_recency_counts_are_those_of_all_events_at_once():
+    data = Shards(shards=11, events=50)
+    item, time = (
+        np.concatenate([data.columns("train", shard, [name])[name] for shard in range(11)])
+        for name in ("item_index", "timestamp")
+    )
+    tenth = (time.max() - time.min()) / 10
+    for days, half_life in ((None, tenth), (0.001, 86_400)):
+        expected = decayed_counts(item, time, num_items=5, end=int(time.max()), half_life=half_life)
+        np.testing.assert_allclose(recent_counts(data, days), expected)
+
+
+def test_recency_holds_one_shard_at_a_time():
+    data = Shards(shards=40, events=100_000)
+    tracemalloc.start()
+    recent_counts(data, None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    one_shard = 8 * data.events
+    assert peak < 8 * one_shard, "the timestamps of all shards are 40 times that of one"

@@ -223,3 +223,30 @@ def test_undefined_numbers_are_null_in_the_document():
     setting = {"exclude_past": False, "positive_threshold": 0.75}
     document = metrics_document([ContenderResult("x", "run", result)], setting=setting)
     assert document["contenders"][0]["metrics"]["NDCG@1"] == {"mean": None, "half_width": None, "n": 0}
+
+
+def scoring(logp, name="broken"):
+    return Recommender(always([2]).recommend, lambda feedback: torch.tensor([[logp]]), name)
+
+
+@pytest.mark.parametrize("logp", [0.5, math.inf, math.log(2.1)])
+def test_positive_log_probabilities_are_refused_and_name_the_contender(logp):
+    batch = batch_of([[1]], [[0.9]])
+    with pytest.raises(RecpoError, match=r"broken gave held-out items log-probabilities .* expected at most 0"):
+        evaluate_ranking(scoring([logp]), [batch], num_items=9, ks=(1,))
+
+
+def test_rounding_above_0_and_masked_places_are_no_fault():
+    assert evaluate_ranking(scoring([1e-6]), [batch_of([[1]], [[0.9]])], num_items=9, ks=(1,)).counts["users"] == 1
+    padded = Recommender(always([2]).recommend, lambda feedback: torch.tensor([[[-1.0], [7.0]]]))
+    assert evaluate_ranking(padded, [batch_of([[1, 0]], [[0.9, 0.0]])], num_items=9, ks=(1,)).counts["users"] == 1
+
+
+def test_scores_of_lists_that_claim_to_be_log_probabilities_are_checked():
+    def recommend(histories, k, exclude):
+        return Recommendations(torch.tensor([[2, 0]]), torch.tensor([[0.7, -math.inf]]))
+
+    batch = batch_of([[1]], [[0.9]])
+    with pytest.raises(RecpoError, match=r"b gave listed items log-probabilities up to 0.7"):
+        evaluate_ranking(Recommender(recommend, name="b", scores_are_logp=True), [batch], num_items=9, ks=(1,))
+    assert evaluate_ranking(Recommender(recommend), [batch], num_items=9, ks=(1,)).counts["users"] == 1

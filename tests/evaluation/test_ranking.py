@@ -183,3 +183,30 @@ def test_empty_sets_and_empty_batches():
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"expected item_ids \[B, K\]"):
         ranked_hits(torch.ones(2, 3), torch.ones(3, 1), torch.ones(3, 1).bool())
+
+
+repeating = st.lists(st.integers(0, 6), min_size=1, max_size=9)
+
+
+@given(st.lists(st.tuples(repeating, st.lists(st.integers(1, 6), max_size=8)), min_size=1, max_size=4))
+def test_no_list_has_a_metric_above_1_however_often_it_repeats_an_item(users):
+    width = max(len(shown) for shown, _ in users)
+    lists = [shown + [0] * (width - len(shown)) for shown, _ in users]
+    hits = hits_of(lists, [targets for _, targets in users])
+    for name, metric in METRICS.items():
+        values = metric(hits, [1, 3, 9])
+        assert not (values > 1 + 1e-6).any(), name
+        assert not (values < 0).any(), name
+
+
+@given(repeating, st.lists(st.integers(1, 6), min_size=1, max_size=8))
+def test_a_repeated_item_counts_at_its_first_place(shown, targets):
+    first = [item if item not in shown[:place] else 0 for place, item in enumerate(shown)]
+    for metric in METRICS.values():
+        assert torch.equal(metric(hits_of([shown], [targets]), [2, 9]), metric(hits_of([first], [targets]), [2, 9]))
+    gains = torch.arange(1.0, len(targets) + 1)[None]
+    graded = [
+        graded_ndcg(graded_hits(torch.tensor([ids]), torch.tensor([targets]), gains), [9]) for ids in (shown, first)
+    ]
+    assert torch.equal(*graded)
+    assert not (graded[0] > 1 + 1e-6).any()

@@ -335,3 +335,67 @@ def test_it_is_a_measure_of_the_one_pass():
     recommender = Recommender(contender.recommend, contender.log_prob)
     evaluate_ranking(recommender, log(), num_items=ITEMS, ks=[PLACES], exclude_past=False, measures=[measure])
     assert measure.result().as_json() == measured(log(), contender).as_json()
+
+
+class Truncated(Contender):
+    """A policy over codes, a part of whose probability leads to no item: its draws are 0 there."""
+
+    def __init__(self, mass=0.6):
+        super().__init__()
+        self.mass, self.logp = mass, self.logp + np.log(mass)
+
+    def sample(self, histories, size):
+        items = self.logp[histories.item_ids[:, 0] - 1].exp()
+        whole = torch.cat([(1 - self.mass) * torch.ones(len(items), 1, dtype=items.dtype), items], 1)
+        return torch.multinomial(whole, size, replacement=True)
+
+
+def test_a_draw_that_is_no_item_earns_0_for_the_reward_model_too():
+    """v_hat is the sum over the items of pi q: 0.6 of what it is of a policy that always draws an item."""
+    options = OffPolicyOptions(resamples=10, samples=4000)
+    contender, model = Truncated(), additive()
+    found = measured(log(), contender, options=options, model=model, sample=contender.sample)
+    whole = Contender()
+    other = measured(log(), whole, options=options, model=model, sample=whole.sample)
+    direct = found.estimate("policy", "DM").value
+    assert direct == pytest.approx(0.6 * other.estimate("policy", "DM").value, rel=0.01)
+    exact = (contender.logp.exp() * model(torch.arange(40), torch.arange(1, ITEMS + 1).expand(40, -1))).sum(1)
+    users = np.concatenate([b.feedback.context_ids.repeat_interleave(b.feedback.slates.mask.sum(1)) for b in log()])
+    assert direct == pytest.approx(exact.numpy()[users].mean(), rel=0.01)
+    assert found.estimate("policy", "IPS").value == pytest.approx(0.6 * other.estimate("policy", "IPS").value)
+    assert found.estimate("policy", "DR").value == pytest.approx(0.6 * other.estimate("policy", "DR").value, rel=0.05)
+    diagnostics = found.estimate("policy", "DR").diagnostics
+    assert diagnostics.no_item_share == pytest.approx(0.4, abs=0.01)
+    for estimator, warned in (("SNIPS", True), ("SNDR", True), ("DR", False), ("IPS", False)):
+        said = found.estimate("policy", estimator).warnings
+        assert any("draws are no item" in warning for warning in said) == warned, estimator
+    assert not any("draws are no item" in w for w in other.estimate("policy", "SNIPS").warnings)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("propensity", 0.0, "propensity of row 1 is 0, expected a probability above 0"),
+        ("propensity", 1.5, "propensity of row 1 is 1.5"),
+        ("propensity", np.nan, "propensity of row 1 is nan"),
+        ("propensity", -0.2, "propensity of row 1"),
+        ("target", 1.2, "target of row 1 is 1.2"),
+        ("target", np.inf, "target of row 1 is inf"),
+        ("reward", np.nan, "reward of row 1 is nan"),
+    ],
+)
+def test_rows_that_cannot_be_weighted_are_refused(column, value, message):
+    rows = Rows(np.array([1.0, 0.0]), np.array([0.5, 0.5]), np.array([0.5, 0.5]))
+    getattr(rows, column)[1] = value
+    with pytest.raises(RecpoError, match=message):
+        result_of_rows(rows, np.array([0, 1]), CALM)
+
+
+def test_no_weight_is_infinite():
+    rows = Rows(np.array([1.0]), np.array([0.5]), np.array([0.0]))
+    with pytest.raises(RecpoError, match="propensity of row 0 is 0, expected above 0"):
+        rows.weight
+    never = changed(log(), logp_behavior=lambda p: torch.where(torch.arange(6) == 0, -torch.inf, p))
+    found = measured(never).estimate("policy", "IPS")
+    assert np.isfinite(found.value)
+    assert found.diagnostics.rows_without_propensity == 40
