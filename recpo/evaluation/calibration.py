@@ -7,12 +7,20 @@ NumPy arrays over the events of a period: ``probability [N]`` (or any score, whe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from recpo.errors import RecpoError
+from recpo.evaluation.estimates import estimate
+from recpo.evaluation.exposures import auc
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -137,7 +145,7 @@ class BootstrapEstimate(NamedTuple):
     high: float
 
 
-def judge(
+def assess(
     probability: FloatArray, happened: BoolArray, user: IntArray, *, resamples: int = 200, seed: int = 0
 ) -> dict[str, BootstrapEstimate]:
     """``base_rate``, ``auc``, ``log_loss`` and ``calibration_error`` with percentile bootstrap intervals over users.
@@ -148,7 +156,7 @@ def judge(
         RecpoError: there is no event.
     """
     if not len(probability):
-        raise RecpoError("no event to judge by: the period is empty, or its events have no label")
+        raise RecpoError("no event to measure: the period is empty, or its events have no label")
     ranking, bins = _Ranking.of(probability, happened), Bins.of(probability)
     statistics: dict[str, Callable[[FloatArray], float]] = {
         "base_rate": lambda weight: float(np.average(happened, weights=weight)),
@@ -171,3 +179,98 @@ def _interval(value: float, drawn: list[float]) -> BootstrapEstimate:
     known = np.array(drawn)[~np.isnan(drawn)]
     low, high = np.quantile(known, [0.025, 0.975]) if len(known) else (np.nan, np.nan)
     return BootstrapEstimate(value, float(low), float(high))
+
+
+class Exposures(NamedTuple):
+    """Held-out exposures that a reward model scored.
+
+    Attributes:
+        score: ``[N, K]``, one column per target.
+        happened: ``[N, K]`` bool, the target was reached.
+        known: ``[N, K]`` bool, the log says whether it was.
+        user: ``[N]`` int64.
+        is_random: ``[N]`` bool, shown at random.
+    """
+
+    score: FloatArray
+    happened: BoolArray
+    known: BoolArray
+    user: IntArray
+    is_random: BoolArray
+
+    def only(self, which: BoolArray) -> Exposures:
+        """Those where ``which [N]``."""
+        columns: tuple[Any, ...] = self
+        return Exposures(*(column[which] for column in columns))
+
+
+def assess_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, seed: int) -> dict[str, Any]:
+    """How well target k is ranked and how true its probabilities are, before and after calibration, as JSON has it.
+
+    Args:
+        test: exposures of a period that nothing was fitted to.
+        k: the target.
+        fitted: its calibration.
+        resamples: of the bootstrap over users.
+        seed: of the bootstrap.
+    """
+    test = test.only(test.known[:, k])
+    score, happened = test.score[:, k], test.happened[:, k]
+    before = assess(Platt(1.0, 0.0).probability(score), happened, test.user, resamples=resamples, seed=seed)
+    after = assess(fitted.probability(score), happened, test.user, resamples=resamples, seed=seed)
+    intervals = {
+        **{name: after[name] for name in ("base_rate", "auc", "log_loss", "calibration_error")},
+        "auc_per_user": _auc_per_user(test, k),
+        "log_loss_uncalibrated": before["log_loss"],
+        "calibration_error_uncalibrated": before["calibration_error"],
+    }
+    counts = {"exposures": len(score), "happened": int(happened.sum()), "users": len(np.unique(test.user))}
+    return {**counts, **{name: _numbers(interval) for name, interval in intervals.items()}}
+
+
+def _numbers(interval: BootstrapEstimate) -> dict[str, float | None]:
+    """JSON knows no nan: null where too few events tell."""
+    return {name: None if np.isnan(number) else number for name, number in interval._asdict().items()}
+
+
+def _auc_per_user(test: Exposures, k: int) -> BootstrapEstimate:
+    """Mean over the users with events of both kinds."""
+    order = np.argsort(test.user, kind="stable")
+    counts = np.unique(test.user, return_counts=True)[1]
+    row = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    score = torch.zeros(len(counts), int(counts.max(initial=1)), dtype=torch.float64)
+    positive, negative = torch.zeros_like(score, dtype=torch.bool), torch.zeros_like(score, dtype=torch.bool)
+    score[row, place] = torch.from_numpy(test.score[order, k])
+    positive[row, place] = torch.from_numpy(test.happened[order, k])
+    negative[row, place] = torch.from_numpy(~test.happened[order, k])
+    mean, half_width, _ = estimate(auc(score, positive, negative))
+    return BootstrapEstimate(mean, mean - half_width, mean + half_width)
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What ``calibrate`` fitted, and what it is worth on later data.
+
+    Attributes:
+        content: what ``calibration.json`` holds: ``{checkpoint, checkpoint_sha256, exposures, targets: {target:
+            {calibration: {scale, shift}, test: {all | random: {exposures, happened, users, auc: {value, low, high},
+            ...}}}}}``.
+        path: that file, in the run's directory.
+    """
+
+    content: dict[str, Any]
+    path: Path
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row per target, group of exposures and number: ``target shown metric value low high exposures``."""
+        import pandas as pd
+
+        rows = [
+            (target, group, name, number["value"], number["low"], number["high"], found["exposures"])
+            for target, entry in self.content["targets"].items()
+            for group, found in entry["test"].items()
+            for name, number in found.items()
+            if isinstance(number, dict)
+        ]
+        return pd.DataFrame(rows, columns=["target", "shown", "metric", "value", "low", "high", "exposures"])

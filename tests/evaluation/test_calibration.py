@@ -9,7 +9,7 @@ from sklearn.metrics import log_loss as sklearn_log_loss
 from sklearn.metrics import roc_auc_score
 
 from recpo.errors import RecpoError
-from recpo.evaluation.calibration import Platt, calibration_error, fit_platt, judge, log_loss, roc_auc
+from recpo.evaluation.calibration import Platt, assess, calibration_error, fit_platt, log_loss, roc_auc
 
 
 def drawn(n=4000, scale=0.6, shift=-1.0, seed=0, ties=False):
@@ -103,13 +103,13 @@ def test_intervals_hold_the_truth_and_know_that_a_users_events_are_alike():
     user = np.repeat(np.arange(200), 20)
     taste = rng.random(200)[user]  # the same for all events of a user
     happened = rng.random(len(user)) < taste
-    report = judge(taste, happened, user, resamples=300)
+    report = assess(taste, happened, user, resamples=300)
     assert report["base_rate"].low < 0.5 < report["base_rate"].high
     assert report["auc"].value == pytest.approx(roc_auc_score(happened, taste))
     assert report["auc"].low < report["auc"].value < report["auc"].high
-    independent = judge(taste, happened, np.arange(len(user)), resamples=300)
+    independent = assess(taste, happened, np.arange(len(user)), resamples=300)
     width = [r["base_rate"].high - r["base_rate"].low for r in (report, independent)]
     assert width[0] > 2 * width[1]
-    assert report == judge(taste, happened, user, resamples=300)
+    assert report == assess(taste, happened, user, resamples=300)
     with pytest.raises(RecpoError, match="no event"):
-        judge(taste[:0], happened[:0], user[:0])
+        assess(taste[:0], happened[:0], user[:0])

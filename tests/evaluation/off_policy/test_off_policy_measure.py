@@ -394,7 +394,7 @@ def test_rows_that_cannot_be_weighted_are_refused(column, value, message):
 def test_no_weight_is_infinite():
     rows = Rows(np.array([1.0]), np.array([0.5]), np.array([0.0]))
     with pytest.raises(RecpoError, match="propensity of row 0 is 0, expected above 0"):
-        rows.weight
+        _ = rows.weight
     never = changed(log(), logp_behavior=lambda p: torch.where(torch.arange(6) == 0, -torch.inf, p))
     found = measured(never).estimate("policy", "IPS")
     assert np.isfinite(found.value)

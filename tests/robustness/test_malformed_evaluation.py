@@ -1,0 +1,172 @@
+"""No malformed input of evaluate and calibrate ends in a traceback or costs what lies where the output would go."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+import recpo.workflows.evaluate as workflow
+from recpo.cli.main import main
+from recpo.errors import RecpoError
+from recpo.evaluation.evaluation import Evaluation
+from tests.cli.conftest import road  # noqa: F401  a fixture
+
+
+@pytest.fixture
+def place(road, tmp_path):  # noqa: F811
+    """Paths by name: what the road wrote, and a directory of the test's own."""
+    return {name: str(road / name) for name in ("prepared", "run-0", "bundle", "log")} | {"tmp": str(tmp_path)}
+
+
+def evaluate(place, *options):
+    given = {"--prepared": place["prepared"], "--out": f"{place['tmp']}/evaluation", "--baselines": "[random]"}
+    given |= {"--segments": "false", "--off_policy": "null"}
+    given |= {name: value.format(**place) for name, value in zip(options[::2], options[1::2], strict=True)}
+    return main(["evaluate", *(word for pair in given.items() for word in pair)])
+
+
+def said(capsys):
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "Traceback" not in error
+    return error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--ks", "[0]"), "ks must be different whole numbers from 1 on"),
+        (("--ks", "[-3]"), "ks must be"),
+        (("--ks", "[]"), "ks must be"),
+        (("--ks", "[5,5]"), "ks must be"),
+        (("--ks", "[2.5]"), "ks"),
+        (("--ks", "ten"), "ks"),
+        (("--baselines", "[best]"), "baselines"),
+        (("--baselines", "[random,random]"), "two contenders are called random"),
+        (("--baselines", "[]"), "nothing to evaluate"),
+        (("--batch_size", "0"), "batch_size is 0"),
+        (("--bootstrap_resamples", "-1"), "bootstrap_resamples is -1"),
+        (("--split", "train"), "split"),
+        (("--gain", "cubic"), "gain"),
+        (("--checkpoint", "first"), "checkpoint"),
+        (("--device", "abacus"), "device 'abacus' cannot be used here"),
+        (("--prepared", "{run-0}"), "is no prepared directory"),
+        (("--prepared", "nowhere"), "nowhere is no prepared directory"),
+        (("--run", "nowhere"), "nowhere is no run and no bundle"),
+        (("--run", "{prepared}"), "is no run and no bundle"),
+        (("--bundle", "{log}"), "is no run and no bundle"),
+        (("--run", "popularity"), "popularity is no run and no bundle"),
+        (("--run", "[{run-0},{run-0}]"), "named twice"),
+        (("--truth", "{prepared}"), "prepared"),
+        (("--item_features.file", "{prepared}/items.parquet", "--item_features.tags", "none"), "has no column none"),
+        (("--out", "{run-0}", "--run", "{run-0}", "--overwrite", "true"), "run-0"),
+        (("--out", "{run-0}", "--overwrite", "true"), "run-0"),
+        (("--out", "{prepared}", "--overwrite", "true"), "prepared"),
+        (("--out", "{prepared}/evaluation"), "prepared"),
+        (("--out", "{bundle}", "--overwrite", "true"), "bundle"),
+        (("--out", "/dev/null", "--overwrite", "true"), "/dev/null"),
+        (("--off_policy.resamples", "0", "--off_policy", "{{}}"), "resamples"),
+    ],
+)
+def test_malformed_options(place, capsys, options, message):
+    before = sorted(str(file) for name in ("run-0", "prepared", "bundle") for file in _files(place[name]))
+    assert evaluate(place, *options) in (1, 2)
+    assert message in said(capsys)
+    assert sorted(str(file) for name in ("run-0", "prepared", "bundle") for file in _files(place[name])) == before
+    assert _files(place["tmp"]) == []
+
+
+def _files(directory):
+    from pathlib import Path
+
+    return [file for file in Path(directory).rglob("*") if file.is_file()]
+
+
+DAMAGE = [("run.json", None), ("resolved.yaml", None), ("checkpoints/best.ckpt", None)]
+
+
+@pytest.mark.parametrize(("file", "content"), DAMAGE)
+def test_damaged_runs(place, tmp_path, capsys, file, content):
+    run = shutil.copytree(place["run-0"], tmp_path / "damaged" / "run")
+    if content is None:
+        (run / file).unlink()
+    else:
+        (run / file).write_bytes(content)
+    assert evaluate(place, "--run", str(run)) == 1
+    said(capsys)
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[bold]", "a\\", ":smile:", "[red]x[/red]"])
+def test_names_and_paths_are_never_markup(place, tmp_path, capsys, name):
+    run = shutil.copytree(place["run-0"], tmp_path / name)
+    out = tmp_path / f"out {name}"
+    given = {"--prepared": place["prepared"], "--out": str(out), "--run": json.dumps([str(run)])}
+    options = [word for pair in given.items() for word in pair]
+    assert main(["evaluate", *options, "--baselines", "[random]", "--ks", "[5]"]) == 0
+    printed = capsys.readouterr().out
+    assert name in printed
+    assert f"out {name}/report.html" in printed.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "damaged"), (b"{", "damaged"), (b"[]", "damaged"), (b"{}", "format version None"), (b"\xff", "damaged")],
+)
+def test_a_damaged_evaluation_is_not_opened(place, tmp_path, content, message):
+    found = workflow.evaluate(place["prepared"], ["random"], ks=[3], off_policy=None, segments=False)
+    found.write(tmp_path / "evaluation")
+    (tmp_path / "evaluation" / "metrics.json").write_bytes(content)
+    with pytest.raises(RecpoError, match=message):
+        Evaluation.open(tmp_path / "evaluation")
+
+
+def test_an_old_evaluation_and_a_foreign_directory_are_not_opened(place, tmp_path):
+    found = workflow.evaluate(place["prepared"], ["random"], ks=[3], off_policy=None, segments=False)
+    found.write(tmp_path / "evaluation")
+    (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document | {"schema_version": 2}))
+    with pytest.raises(RecpoError, match="format version 2, this recpo reads 3: evaluate again"):
+        Evaluation.open(tmp_path / "evaluation")
+    with pytest.raises(RecpoError, match="is no evaluation"):
+        Evaluation.open(place["run-0"])
+    (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document))
+    for content in ("[", "1", ""):
+        (tmp_path / "evaluation" / "resolved.yaml").write_text(content)
+        with pytest.raises(RecpoError, match="evaluate again"):
+            Evaluation.open(tmp_path / "evaluation")
+
+
+def test_the_same_options_are_written_from_python_and_from_the_command_line(place, tmp_path):
+    assert evaluate(place, "--run", "{run-0}", "--ks", "[4]") == 0
+    found = workflow.evaluate(
+        place["prepared"],
+        ["random", place["run-0"]],
+        out=tmp_path / "python",
+        ks=[4],
+        segments=False,
+        off_policy=None,
+    )
+    one, other = (yaml.safe_load((tmp_path / n / "resolved.yaml").read_text()) for n in ("evaluation", "python"))
+    assert one | {"out": ""} == other | {"out": ""}
+    assert "overwrite" not in one
+    assert found.document == Evaluation.open(tmp_path / "evaluation").document
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--run", "{run-0}"), "which is no reward model"),
+        (("--run", "{prepared}"), "is no run directory"),
+        (("--run", "nowhere"), "is no run directory"),
+        (("--run", "{run-0}", "--batch_size", "0"), "expected at least 1"),
+        (("--run", "{run-0}", "--resamples", "0"), "expected at least 1"),
+        (("--run", "{run-0}", "--prepared", "{log}"), "is no prepared directory"),
+    ],
+)
+def test_malformed_options_of_calibrate(place, capsys, options, message):
+    given = {"--prepared": place["prepared"]}
+    given |= {name: value.format(**place) for name, value in zip(options[::2], options[1::2], strict=True)}
+    assert main(["calibrate", *(word for pair in given.items() for word in pair)]) == 1
+    assert message in said(capsys)
