@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,21 +10,14 @@ from rich.table import Table
 from recpo.artifacts import write_json
 from recpo.cli.config import save_resolved
 from recpo.cli.output import console
-from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 
 try:
-    from recpo.sharding import planning
-    from recpo.sharding.costs import GIB, Exchange, Links, Placement, Sharding, TableOptimizerName, transfer_seconds
+    from recpo.sharding.costs import Exchange, Links, Sharding, TableOptimizerName
     from recpo.sharding.policy_costs import Blocks
-    from recpo.sharding.workload import (
-        Estimate,
-        PolicyKind,
-        Workload,
-        estimate,
-        place_softmax_tables,
-        table_memory,
-    )
+    from recpo.sharding.workload import PolicyKind, Workload
+    from recpo.workflows.plan import catalog_of
+    from recpo.workflows.plan import plan as planned
 except (ImportError, OSError) as fault:
     raise RecpoError(
         f"recpo plan asks the planner of torchrec, which does not load ({fault}): `recpo doctor` says why and how to "
@@ -105,7 +97,7 @@ def plan(
         between_nodes_gb: GB per second from a rank to other nodes.
         out: JSON file with everything.
     """
-    catalog, in_log = _sizes(num_items, prepared, events)
+    catalog, in_log = catalog_of(num_items, prepared, events)
     workload = Workload(
         num_items=catalog,
         ranks=ranks,
@@ -131,105 +123,20 @@ def plan(
         mixed=precision != "32-true",
         device=device,
     )
-    if within_node_gb <= 0 or between_nodes_gb <= 0:
-        raise RecpoError(f"bandwidths are positive, got {within_node_gb} and {between_nodes_gb} GB per second")
-    links = Links(within_node_gb * 1e9, between_nodes_gb * 1e9)
-    node = ranks_per_node or ranks
-    if ranks % node:
-        raise RecpoError(f"{ranks} ranks cannot be split into nodes of {node} ranks each")
-    limit = None if memory_gib is None else int(memory_gib * GIB)
-    placements, fault = _placements(workload, sharding, node, limit, links)
-    document = _document(workload, placements, estimate(workload, placements), node, links, in_log)
-    _print(document)
+    made = planned(
+        workload,
+        sharding=sharding,
+        ranks_per_node=ranks_per_node,
+        memory_gib=memory_gib,
+        links=Links(within_node_gb * 1e9, between_nodes_gb * 1e9),
+        events=in_log,
+    )
+    _print(made.document)
     if out is not None:
-        write_json(out, document)
+        write_json(out, made.document)
         save_resolved(out)
-    if fault is not None:
-        raise fault
-    if limit is not None and document["memory_total"] > limit:
-        raise RecpoError(
-            f"a rank needs {document['memory_total'] / GIB:,.2f} GiB and has {limit / GIB:,.2f}: take more ranks, a "
-            "smaller batch_size, or what the largest parts above suggest"
-        )
-
-
-def _sizes(num_items: int | None, prepared: str | Path | None, events: int | None) -> tuple[int, int | None]:
-    """Catalog size and training events."""
-    if (num_items is None) == (prepared is None):
-        raise RecpoError("give the catalog size with --num_items, or a prepared directory with --prepared")
-    if prepared is None:
-        assert num_items is not None
-        return num_items, events
-    data = Prepared.open(prepared)
-    return data.num_items, sum(shard["rows"] for shard in data.manifest["shards"]["train"])
-
-
-def _placements(
-    workload: Workload, sharding: Sharding | dict[str, Sharding], node: int, limit: int | None, links: Links
-) -> tuple[dict[str, Placement], RecpoError | None]:
-    """Where every table lies, by torchrec's planner; where they do not fit, without a limit, and why they do not."""
-    of_softmax = sharding.get(workload.softmax_table or "", "auto") if isinstance(sharding, dict) else sharding
-    if workload.softmax_table is not None and isinstance(sharding, dict):
-        sharding = {name: kind for name, kind in sharding.items() if name != workload.softmax_table}
-    fixed = place_softmax_tables(workload, replicated=of_softmax == "data_parallel")
-    specs = [spec for spec in workload.tables() if spec.name not in fixed]
-
-    def planned(memory: int | None) -> dict[str, Placement]:
-        if not specs:
-            return fixed
-        made = planning.plan_tables(
-            specs,
-            sharding=sharding,
-            optimizer=workload.optimizer,
-            world_size=workload.ranks,
-            local_world_size=node,
-            compute_device=workload.device,
-            memory_per_rank=memory,
-            links=links,
-        )
-        return fixed | planning.placements(made, specs)
-
-    unlimited = planned(None)
-    if limit is None:
-        return unlimited, None
-    needed = estimate(workload, unlimited).memory
-    of_specs = table_memory(workload, {spec.name: unlimited[spec.name] for spec in specs})
-    elsewhere = sum(needed.values()) - needed["looked-up vectors"] - sum(of_specs.values())
-    try:
-        return planned(max(0, limit - round(elsewhere))), None
-    except RecpoError as error:
-        return unlimited, error
-
-
-def _document(
-    workload: Workload, placements: dict[str, Placement], costs: Estimate, node: int, links: Links, events: int | None
-) -> dict[str, Any]:
-    sent = sum(part.total for part in costs.exchange.values())
-    per_step = workload.ranks * workload.scored
-    tables = {
-        spec.name: {
-            "rows": spec.num_rows,
-            "dim": spec.dim,
-            "lookups": spec.lookups,
-            "copy_of": spec.copy_of,
-            "sharding": placements[spec.name].sharding,
-            "blocks": [block._asdict() for block in placements[spec.name].blocks],
-        }
-        for spec in workload.tables()
-    }
-    return {
-        "workload": asdict(workload),
-        "dense_parameters": workload.dense_parameters(),
-        "tables": tables,
-        "memory_bytes": costs.memory,
-        "memory_total": sum(costs.memory.values()),
-        "exchange_bytes": {name: part._asdict() for name, part in costs.exchange.items()},
-        "exchange_total": sent,
-        "exchange_seconds": transfer_seconds(sent, workload.ranks, node, links),
-        "operations": costs.operations,
-        "operations_total": sum(costs.operations.values()),
-        "steps_per_epoch": None if events is None else -(-events // per_step),
-    }
+    if made.fault is not None:
+        raise made.fault
 
 
 def _print(document: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,60 @@ from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptio
 
 # Beams of one search, over all contexts of a batch: beyond this the batch is searched in parts.
 _BEAMS_AT_ONCE = 1 << 15
+
+
+class SemanticNetwork(NamedTuple):
+    """The parts of a ``SemanticIdPolicy`` that have parameters."""
+
+    item_table: ItemTable | None
+    code_table: ItemTable
+    encoder: HistoryEncoder
+    decoder: LazyDecoder
+
+
+def semantic_network(
+    num_items: int,
+    codebook_sizes: tuple[int, ...],
+    *,
+    dim: int,
+    blocks: Literal["sasrec", "hstu"],
+    layers: int,
+    heads: int,
+    decoder_layers: int,
+    kv_groups: int,
+    kv_layers: int,
+    max_history: int,
+    dropout: float,
+    feedback_levels: int,
+    item_vectors: bool,
+    sparse: bool = False,
+) -> SemanticNetwork:
+    """Makes those parts; it takes no codes, so what they weigh can be counted on the meta device before there are any.
+
+    Arguments as in ``SemanticIdPolicy``.
+    """
+    return SemanticNetwork(
+        ItemTable(num_items, dim, sparse=sparse) if item_vectors else None,
+        ItemTable(sum(codebook_sizes), dim, sparse=sparse),
+        HistoryEncoder(
+            dim,
+            blocks=blocks,
+            layers=layers,
+            heads=heads,
+            max_history=max_history,
+            dropout=dropout,
+            feedback_levels=feedback_levels,
+        ),
+        LazyDecoder(
+            dim,
+            codebook_sizes,
+            layers=decoder_layers,
+            heads=heads,
+            kv_groups=kv_groups,
+            kv_layers=kv_layers,
+            dropout=dropout,
+        ),
+    )
 
 
 class SemanticIdPolicy(StatePolicy):
@@ -93,27 +147,24 @@ class SemanticIdPolicy(StatePolicy):
         # row 0 of the table pads, so the codes of level t begin behind it and behind the levels before
         offsets = 1 + np.concatenate([[0], np.cumsum(table.codebook_sizes)[:-1]])
         self.register_buffer("_code_offsets", torch.from_numpy(offsets), persistent=False)
-        self.item_table = ItemTable(num_items, dim, sparse=sparse) if item_vectors else None
-        self.code_table = ItemTable(sum(table.codebook_sizes), dim, sparse=sparse)
-        self.encoder = HistoryEncoder(
-            dim,
+        network = semantic_network(
+            num_items,
+            table.codebook_sizes,
+            dim=dim,
             blocks=blocks,
             layers=layers,
             heads=heads,
+            decoder_layers=decoder_layers,
+            kv_groups=kv_groups,
+            kv_layers=kv_layers,
             max_history=max_history,
             dropout=dropout,
             feedback_levels=feedback_levels,
+            item_vectors=item_vectors,
+            sparse=sparse,
         )
+        self.item_table, self.code_table, self.encoder, self.decoder = network
         self.reads_timestamps = self.encoder.reads_time
-        self.decoder = LazyDecoder(
-            dim,
-            table.codebook_sizes,
-            layers=decoder_layers,
-            heads=heads,
-            kv_groups=kv_groups,
-            kv_layers=kv_layers,
-            dropout=dropout,
-        )
 
     def tokens(self, item_ids: Tensor) -> Tensor:
         """See ``Policy.tokens``: the codes ``[..., T]``, 0 for padding."""

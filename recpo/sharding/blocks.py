@@ -10,11 +10,15 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
 
-from recpo.sharding.costs import Block
+from recpo.sharding.costs import TableBlock
 
 
 def sharded_tensor(
-    local: Tensor | None, blocks: Sequence[Block], size: Sequence[int], dtype: torch.dtype, group: dist.ProcessGroup
+    local: Tensor | None,
+    blocks: Sequence[TableBlock],
+    size: Sequence[int],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
 ) -> ShardedTensor:
     """The blocks of all ranks as one tensor, which a distributed checkpoint saves and cuts anew when it loads.
 
@@ -46,7 +50,7 @@ def sharded_tensor(
 
 
 def redistribute(
-    local: Tensor, blocks: Sequence[Block], cuts: Sequence[tuple[int, int]], dim: int, group: dist.ProcessGroup
+    local: Tensor, blocks: Sequence[TableBlock], cuts: Sequence[tuple[int, int]], dim: int, group: dist.ProcessGroup
 ) -> Tensor:
     """This rank's rows ``[cuts[rank], d]`` of a table that lies in other blocks; every rank calls.
 
@@ -79,7 +83,7 @@ def redistribute(
     return rows
 
 
-def _overlap(block: Block | None, cut: tuple[int, int]) -> tuple[int, int]:
+def _overlap(block: TableBlock | None, cut: tuple[int, int]) -> tuple[int, int]:
     if block is None:
         return 0, 0
     begin, end = max(block.first_row, cut[0]), min(block.first_row + block.num_rows, sum(cut))

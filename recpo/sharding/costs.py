@@ -41,7 +41,7 @@ class TableSpec(NamedTuple):
     copy_of: str | None = None
 
 
-class Block(NamedTuple):
+class TableBlock(NamedTuple):
     """What one rank holds of a table: ``num_rows`` rows from ``first_row`` on, and the same of its columns."""
 
     rank: int
@@ -55,7 +55,7 @@ class Placement(NamedTuple):
     """How a table is sharded, and its blocks in the order of the ranks (``data_parallel``: all of it on every rank)."""
 
     sharding: str
-    blocks: list[Block]
+    blocks: list[TableBlock]
 
 
 class Links(NamedTuple):
@@ -105,7 +105,7 @@ def row_blocks(num_rows: int, ranks: int) -> list[tuple[int, int]]:
 def row_wise_placement(num_rows: int, dim: int, ranks: int) -> Placement:
     """The row-wise blocks of a table."""
     cuts = enumerate(row_blocks(num_rows, ranks))
-    return Placement("row_wise", [Block(rank, first, rows, 0, dim) for rank, (first, rows) in cuts])
+    return Placement("row_wise", [TableBlock(rank, first, rows, 0, dim) for rank, (first, rows) in cuts])
 
 
 def state_bytes(rows: int, columns: int, optimizer: TableOptimizerName) -> int:

@@ -25,7 +25,7 @@ from recpo.errors import RecpoError
 from recpo.ops.sharded_logprob import RowShard
 from recpo.policies.item_table import ItemTable
 from recpo.sharding.blocks import redistribute, sharded_tensor
-from recpo.sharding.costs import Block, row_blocks
+from recpo.sharding.costs import TableBlock, row_blocks
 from recpo.sharding.sharded_table import ShardedTable, copy_rows
 
 
@@ -66,7 +66,7 @@ class LookupTable(ShardedTable):
         table: ItemTable,
         key: str,
         collection: ShardedEmbeddingCollection,
-        blocks: Sequence[Block],
+        blocks: Sequence[TableBlock],
         group: dist.ProcessGroup,
     ) -> None:
         nn.Module.__init__(self)

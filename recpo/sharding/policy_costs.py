@@ -1,4 +1,7 @@
-"""What a policy costs beside its tables: dense parameters, activations, operations, the trie of semantic ids.
+"""What a policy costs beside its weights: activations, operations, the trie of semantic ids.
+
+Weights are counted on the modules themselves (``workload``); these formulas are for what no module tells before it
+runs, and tests compare them with real runs.
 
 Words: ``W`` ranks, ``V`` items, ``d`` the width of vectors and states, ``H`` events of a history, ``N`` states that a
 rank scores per step, ``T`` codes per item, ``K`` the size of a codebook.
@@ -19,22 +22,6 @@ _TRIE_BITMAP_BYTES_PER_CHILD = 4
 
 
 # ---------------------------------------------------------------- dense parameters
-def encoder_parameters(
-    dim: int, layers: int, blocks: Blocks, heads: int, max_history: int, feedback_levels: int
-) -> int:
-    """Parameters of ``HistoryEncoder``: ``12 d² + 13 d`` per SASRec block, ``5 d² + 9 d + heads (H + 44)`` per HSTU."""
-    per_block = 12 * dim**2 + 13 * dim if blocks == "sasrec" else 5 * dim**2 + 9 * dim + heads * (max_history + 44)
-    return layers * per_block + (max_history + 1 + feedback_levels + 2) * dim
-
-
-def decoder_parameters(dim: int, layers: int, codebooks: Sequence[int], heads: int, groups: int, kv_layers: int) -> int:
-    """Parameters of ``LazyDecoder``: ``14 d² + 17 d`` per layer, ``K (d + 1)`` per code, the keys and values."""
-    width = dim // heads
-    keys_and_values = 2 * kv_layers * (groups * width * dim + width)
-    heads_of_codes = sum(codebooks) * (dim + 1)
-    return layers * (14 * dim**2 + 17 * dim) + keys_and_values + (1 + len(codebooks) + 2) * dim + heads_of_codes
-
-
 def dense_bytes(parameters: int, ranks: int, copies: int = 0, *, mixed: bool = False) -> int:
     """``16`` bytes per parameter: weight, gradient, Adam's two moments.
 

@@ -1,19 +1,26 @@
-"""What a step of training costs a rank: the formulas of ``costs`` and ``policy_costs`` put together."""
+"""What a step of training costs a rank: the policy counted on the meta device, and the formulas of ``costs``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
 
 from recpo.errors import RecpoError
 from recpo.ops.kernels import KEEP_BYTES
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.item_table import ItemTable
+from recpo.policies.semantic_id import semantic_network
 from recpo.sharding import policy_costs
 from recpo.sharding.costs import (
     BYTES_PER_ID,
     FLOAT,
-    Block,
     Exchange,
     Placement,
+    TableBlock,
     TableOptimizerName,
     TableSpec,
     all_reduce_bytes,
@@ -100,12 +107,39 @@ class Workload:
         """States that they are scored from: one per event, or one per context."""
         return self.batch * (self.history if self.slate is None else 1)
 
+    @cached_property
+    def policy_on_meta(self) -> nn.ModuleDict:
+        """The policy's modules with parameters, by name, without memory: on the meta device."""
+        encoder: dict[str, Any] = {
+            **{"dim": self.dim, "blocks": self.blocks, "layers": self.layers, "heads": self.heads},
+            **{"max_history": self.history, "dropout": 0.0, "feedback_levels": self.feedback_levels},
+        }
+        with torch.device("meta"):
+            if self.policy == "semantic":
+                network = semantic_network(
+                    self.num_items,
+                    self.codebooks,
+                    decoder_layers=self.decoder_layers,
+                    kv_groups=self.kv_groups,
+                    kv_layers=self.kv_layers,
+                    item_vectors=self.item_vectors,
+                    **encoder,
+                )
+                parts = {name: part for name, part in network._asdict().items() if part is not None}
+                return nn.ModuleDict({"policy": nn.ModuleDict(parts)})
+            options: dict[str, Any] = {"tie_weights": self.tie_weights, "normalizer": self.normalizer} | encoder
+            return nn.ModuleDict({"policy": CatalogSoftmaxPolicy(self.num_items, **options)})
+
+    @cached_property
+    def item_tables(self) -> dict[str, ItemTable]:
+        """The tables of the policy by name, the code table first."""
+        found = {name: part for name, part in self.policy_on_meta.named_modules() if isinstance(part, ItemTable)}
+        return dict(sorted(found.items()))
+
     @property
     def softmax_table(self) -> str | None:
         """The table that an exact softmax runs over, while the policy trains."""
-        if self.policy == "semantic" or self.normalizer == "sampled":
-            return None
-        return "policy.item_table" if self.tie_weights else "policy.output_table"
+        return next((name for name, table in self.item_tables.items() if table.use == "softmax"), None)
 
     def optimizer_of(self, name: str) -> TableOptimizerName:
         """The table of an exact softmax is stepped as the dense parameters are, by Adam."""
@@ -119,21 +153,9 @@ class Workload:
 
     def tables(self) -> list[TableSpec]:
         """The tables of the policy and of its frozen copies; ``lookups`` are expected different ids of a step."""
-        items, asked = self.num_items + 1, float(self.events)
-        sizes: dict[str, tuple[int, list[float]]] = {}  # rows, and the ids of every lookup
-        if self.policy == "semantic":
-            codes = len(self.codebooks)
-            sizes["policy.code_table"] = (1 + sum(self.codebooks), [asked * codes, self.scored * (codes - 1.0)])
-            if self.item_vectors:
-                sizes["policy.item_table"] = (items, [asked])
-        else:
-            output = self.scored + self.num_negatives if self.normalizer == "sampled" else 0
-            sizes["policy.item_table"] = (items, [asked + (output if self.tie_weights else 0)])
-            if not self.tie_weights:
-                sizes["policy.output_table"] = (items, [output])
         specs = [
-            TableSpec(name, rows, self.dim, round(sum(distinct_ids(draws, rows) for draws in lookups)))
-            for name, (rows, lookups) in sizes.items()
+            TableSpec(name, table.num_items + 1, table.dim, self._lookups(name, table.num_items + 1))
+            for name, table in self.item_tables.items()
         ]
         copied = [
             spec._replace(name=f"copy_{number}.{spec.name}", frozen=True, copy_of=spec.name)
@@ -142,19 +164,26 @@ class Workload:
         ]
         return specs + copied
 
-    def dense_parameters(self) -> int:
-        """Parameters that every rank has."""
-        parameters = policy_costs.encoder_parameters(
-            self.dim, self.layers, self.blocks, self.heads, self.history, self.feedback_levels
-        )
+    def _lookups(self, name: str, rows: int) -> int:
+        """Different ids that a step is expected to ask a table for, summed over its lookups."""
+        asked, codes = float(self.events), len(self.codebooks)
+        output = self.scored + self.num_negatives if self.normalizer == "sampled" else 0
         if self.policy == "semantic":
-            parameters += policy_costs.decoder_parameters(
-                self.dim, self.decoder_layers, self.codebooks, self.heads, self.kv_groups, self.kv_layers
-            )
-        return parameters
+            draws = [asked * codes, self.scored * (codes - 1.0)] if name == "policy.code_table" else [asked]
+        elif self.tie_weights:
+            draws = [asked + output]
+        else:
+            draws = [asked] if name == "policy.item_table" else [float(output)]
+        return round(sum(distinct_ids(count, rows) for count in draws))
+
+    @cached_property
+    def dense_parameters(self) -> int:
+        """Parameters that every rank has: all but those of the tables."""
+        of_tables = sum(table.weight.numel() for table in self.item_tables.values())
+        return sum(parameter.numel() for parameter in self.policy_on_meta.parameters()) - of_tables
 
 
-class Estimate(NamedTuple):
+class StepCosts(NamedTuple):
     """What a step costs.
 
     Attributes:
@@ -173,16 +202,16 @@ def place_softmax_tables(workload: Workload, *, replicated: bool) -> dict[str, P
     ranks, placed = workload.ranks, {}
     for spec in workload.tables():
         if (spec.copy_of or spec.name) == workload.softmax_table:
-            everywhere = [Block(rank, 0, spec.num_rows, 0, spec.dim) for rank in range(ranks)]
+            everywhere = [TableBlock(rank, 0, spec.num_rows, 0, spec.dim) for rank in range(ranks)]
             in_rows = row_wise_placement(spec.num_rows, spec.dim, ranks)
             placed[spec.name] = Placement("data_parallel", everywhere) if replicated else in_rows
     return placed
 
 
-def estimate(workload: Workload, placements: dict[str, Placement]) -> Estimate:
+def estimate(workload: Workload, placements: dict[str, Placement]) -> StepCosts:
     """All costs of a step, where all tables of the workload lie as said."""
     memory = table_memory(workload, placements) | _other_memory(workload, placements)
-    return Estimate(memory, _exchange(workload, placements), _operations(workload))
+    return StepCosts(memory, _exchange(workload, placements), _operations(workload))
 
 
 def table_memory(workload: Workload, placements: dict[str, Placement]) -> dict[str, float]:
@@ -205,7 +234,7 @@ def table_memory(workload: Workload, placements: dict[str, Placement]) -> dict[s
 
 def _other_memory(workload: Workload, placements: dict[str, Placement]) -> dict[str, float]:
     w = workload
-    parameters = w.dense_parameters()
+    parameters = w.dense_parameters
     activations = policy_costs.encoder_activation_bytes(
         w.events, w.dim, w.layers, w.blocks, w.heads, w.history, mixed=w.mixed
     )
@@ -252,7 +281,7 @@ def _exchange(workload: Workload, placements: dict[str, Placement]) -> dict[str,
         copies += [softmax_exchange(w.states, w.scored, w.dim, w.ranks, frozen=True)] * w.copies
     if copies:
         parts["frozen copies"] = Exchange(*(sum(kind) for kind in zip(*copies, strict=True)))
-    parts["dense gradients"] = Exchange(backward=all_reduce_bytes(FLOAT * w.dense_parameters(), w.ranks))
+    parts["dense gradients"] = Exchange(backward=all_reduce_bytes(FLOAT * w.dense_parameters, w.ranks))
     return parts
 
 

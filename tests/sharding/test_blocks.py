@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recpo.sharding.blocks import redistribute, sharded_tensor
-from recpo.sharding.costs import Block, row_blocks
+from recpo.sharding.costs import TableBlock, row_blocks
 from tests.sharding.ranks import Ranks
 
 DIM = 8
@@ -27,7 +27,7 @@ def test_row_blocks_follow_each_other_and_are_the_table(rows: int, ranks: int) -
 
 
 @st.composite
-def layouts(draw: Any, ranks: int) -> tuple[int, list[Block], list[tuple[int, int]]]:
+def layouts(draw: Any, ranks: int) -> tuple[int, list[TableBlock], list[tuple[int, int]]]:
     """Rows, the blocks they lie in, and the cuts they are to lie in."""
     rows = draw(st.integers(1, 12))
     ends = [sorted(draw(st.lists(st.integers(0, rows), min_size=ranks - 1, max_size=ranks - 1))) for _ in range(2)]
@@ -36,21 +36,21 @@ def layouts(draw: Any, ranks: int) -> tuple[int, list[Block], list[tuple[int, in
     kind = draw(st.sampled_from(["rows", "columns", "one rank", "rows in another order"]))
     if kind == "columns":
         width = DIM // ranks
-        blocks = [Block(rank, 0, rows, rank * width, width) for rank in range(ranks)]
+        blocks = [TableBlock(rank, 0, rows, rank * width, width) for rank in range(ranks)]
     elif kind == "one rank":
-        blocks = [Block(draw(st.integers(0, ranks - 1)), 0, rows, 0, DIM)]
+        blocks = [TableBlock(draw(st.integers(0, ranks - 1)), 0, rows, 0, DIM)]
     else:
         order = range(ranks) if kind == "rows" else draw(st.permutations(range(ranks)))
-        blocks = [Block(rank, *cut, 0, DIM) for rank, cut in zip(order, cuts[0], strict=True)]
+        blocks = [TableBlock(rank, *cut, 0, DIM) for rank, cut in zip(order, cuts[0], strict=True)]
     return rows, draw(st.permutations(blocks)), cuts[1]
 
 
-def block_of(whole: torch.Tensor, block: Block) -> torch.Tensor:
+def block_of(whole: torch.Tensor, block: TableBlock) -> torch.Tensor:
     rows = slice(block.first_row, block.first_row + block.num_rows)
     return whole[rows, block.first_column : block.first_column + block.num_columns].contiguous()
 
 
-def check(rows: int, blocks: list[Block], cuts: list[tuple[int, int]]) -> None:
+def check(rows: int, blocks: list[TableBlock], cuts: list[tuple[int, int]]) -> None:
     rank = dist.get_rank()
     whole = torch.randn(rows, DIM, generator=torch.Generator().manual_seed(rows))
     own = next((block for block in blocks if block.rank == rank), None)

@@ -13,11 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from recpo.errors import RecpoError
 from recpo.ops.linear_logprob import linear_logprob
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import HistoryEncoder
+from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import LazyDecoder, Placement
+from recpo.policies.semantic_id import semantic_network
 from recpo.policies.trie import Trie
 from recpo.sharding import costs, policy_costs
-from recpo.sharding.costs import Block, Exchange, Links, row_wise_placement
+from recpo.sharding.costs import Exchange, Links, TableBlock, row_wise_placement
 from recpo.sharding.workload import Workload, estimate, place_softmax_tables, table_memory
 
 
@@ -100,19 +103,38 @@ def test_the_slower_link_counts():
 
 # ---------------------------------------------------------------- the policy beside its tables
 @pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
-@pytest.mark.parametrize(("dim", "layers", "heads", "history"), [(8, 1, 1, 5), (64, 3, 4, 50)])
-def test_parameters_of_the_encoder(blocks, dim, layers, heads, history):
-    counted = policy_costs.encoder_parameters(dim, layers, blocks, heads, history, 6)
-    assert counted == parameters(encoder(dim, layers, blocks, heads, history))
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_those_of_the_policy_and_take_no_memory(blocks, tied):
+    sizes = {"dim": 32, "blocks": blocks, "layers": 3, "heads": 4}
+    workload = Workload(50, history=9, tie_weights=tied, **sizes)
+    policy = CatalogSoftmaxPolicy(50, max_history=9, tie_weights=tied, **sizes)
+    tables = [table.weight.numel() for table in policy.modules() if isinstance(table, ItemTable)]
+    assert [spec.num_rows * spec.dim for spec in workload.tables()] == tables
+    assert workload.dense_parameters == parameters(policy) - sum(tables)
+    assert all(parameter.is_meta for parameter in workload.policy_on_meta.parameters())
 
 
-@pytest.mark.parametrize(
-    ("dim", "layers", "codebooks", "heads", "groups", "kv_layers"),
-    [(8, 1, (4,), 1, 1, 1), (64, 3, (256, 128, 64), 4, 2, 3)],
-)
-def test_parameters_of_the_decoder(dim, layers, codebooks, heads, groups, kv_layers):
-    counted = policy_costs.decoder_parameters(dim, layers, codebooks, heads, groups, kv_layers)
-    assert counted == parameters(decoder(dim, layers, codebooks, heads, groups, kv_layers))
+@pytest.mark.parametrize("item_vectors", [True, False])
+def test_weights_of_semantic_ids(item_vectors):
+    options = {"decoder_layers": 3, "kv_groups": 2, "kv_layers": 3, "dim": 32, "heads": 4, "layers": 1}
+    workload = Workload(
+        1000, policy="semantic", codebooks=(64, 32, 16), history=9, item_vectors=item_vectors, **options
+    )
+    network = semantic_network(
+        1000,
+        (64, 32, 16),
+        **options,
+        blocks="sasrec",
+        max_history=9,
+        dropout=0.0,
+        feedback_levels=6,
+        item_vectors=item_vectors,
+    )
+    dense = parameters(network.encoder) + parameters(network.decoder)
+    assert workload.dense_parameters == dense
+    assert {spec.name: spec.num_rows for spec in workload.tables()} == {"policy.code_table": 113} | (
+        {"policy.item_table": 1001} if item_vectors else {}
+    )
 
 
 @pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
@@ -235,7 +257,7 @@ def test_memory_of_the_tables_of_the_fullest_rank():
         "their dense gradients": block,
         "frozen copies of tables": 4 * block,
     }
-    whole = Block(1, 0, 1000, 0, 64)
+    whole = TableBlock(1, 0, 1000, 0, 64)
     placements["policy.item_table"] = placements["policy.item_table"]._replace(blocks=[whole])
     assert table_memory(workload, placements)["tables"] == block + 1000 * 64 * 4
 

@@ -220,7 +220,7 @@ def test_a_run_takes_and_sends_what_was_planned(ranks, prepared, codes, tmp_path
     memory = table_memory(workload, placements_of(workload, sharding))
     fullest = max(seen, key=lambda one: sum(one.weights))
     assert fullest.weights == (memory["tables"], memory["frozen copies of tables"])
-    moments = 2 * 4 * workload.dense_parameters()
+    moments = 2 * 4 * workload.dense_parameters
     assert max(one.state for one in seen) == pytest.approx(memory["state of their optimizer"] + moments, abs=500)
 
 
@@ -235,7 +235,7 @@ def placements_of(workload, sharding):
 
 def expected_bytes(workload, sharding, seen):
     """The formulas, for what the ranks looked up and scored in truth."""
-    total = all_reduce_bytes(4 * workload.dense_parameters(), 2)
+    total = all_reduce_bytes(4 * workload.dense_parameters, 2)
     for name in seen[0].asked:
         frozen = not name.startswith("policy.")
         in_rows = workload.softmax_table is not None and name.endswith(workload.softmax_table)

@@ -18,7 +18,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recpo.errors import RecpoError
 from recpo.sharding import planning
 from recpo.sharding.costs import GIB, block_bytes
-from recpo.sharding.planning import Block, Placement, TableSpec, make_collection, placements, plan_tables, table_key
+from recpo.sharding.planning import (
+    Placement,
+    TableBlock,
+    TableSpec,
+    make_collection,
+    placements,
+    plan_tables,
+    table_key,
+)
 from tests.sharding.ranks import Ranks
 
 ITEMS = TableSpec("policy.item_table", 1_000_001, 64, 6400)
@@ -40,7 +48,12 @@ def ranks() -> Iterator[Ranks]:
 def test_rows_are_cut_into_blocks_of_the_same_height_but_the_last_ones():
     small = ITEMS._replace(num_rows=10)
     blocks = placed([small], "row_wise", ranks=4)[small.name].blocks
-    assert blocks == [Block(0, 0, 3, 0, 64), Block(1, 3, 3, 0, 64), Block(2, 6, 3, 0, 64), Block(3, 9, 1, 0, 64)]
+    assert blocks == [
+        TableBlock(0, 0, 3, 0, 64),
+        TableBlock(1, 3, 3, 0, 64),
+        TableBlock(2, 6, 3, 0, 64),
+        TableBlock(3, 9, 1, 0, 64),
+    ]
     tiny = ITEMS._replace(num_rows=5)
     assert [block.num_rows for block in placed([tiny], "row_wise", ranks=4)[tiny.name].blocks] == [2, 2, 1, 0]
 
@@ -50,13 +63,13 @@ def test_columns_are_dealt_out_one_block_per_rank_whatever_else_there_is():
     shardings = dict.fromkeys((spec.name for spec in specs[1:]), "column_wise") | {ITEMS.name: "table_wise"}
     found = placed(specs, shardings, ranks=4)
     for spec in specs[1:]:
-        assert found[spec.name].blocks == [Block(r, 0, spec.num_rows, 16 * r, 16) for r in range(4)]
+        assert found[spec.name].blocks == [TableBlock(r, 0, spec.num_rows, 16 * r, 16) for r in range(4)]
 
 
 def test_whole_tables():
     on_one, everywhere = placed([CODES], "table_wise")[CODES.name], placed([CODES], "data_parallel")[CODES.name]
-    assert on_one.blocks in ([Block(0, 0, 769, 0, 64)], [Block(1, 0, 769, 0, 64)])
-    assert everywhere == Placement("data_parallel", [Block(0, 0, 769, 0, 64), Block(1, 0, 769, 0, 64)])
+    assert on_one.blocks in ([TableBlock(0, 0, 769, 0, 64)], [TableBlock(1, 0, 769, 0, 64)])
+    assert everywhere == Placement("data_parallel", [TableBlock(0, 0, 769, 0, 64), TableBlock(1, 0, 769, 0, 64)])
 
 
 @pytest.mark.parametrize("sharding", ["auto", "row_wise", "table_wise", "column_wise", "data_parallel"])
