@@ -73,7 +73,9 @@ if TYPE_CHECKING:
     from recpo.workflows.evaluate import evaluate as evaluate
     from recpo.workflows.load import load as load
     from recpo.workflows.simulate import simulate as simulate
+    from recpo.training.run import Run as Run
     from recpo.workflows.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
+    from recpo.workflows.train import train as train
 
 __version__ = "0.1.0"
 
@@ -127,6 +129,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.workflows.evaluate": ("evaluate",),
     "recpo.workflows.load": ("load",),
     "recpo.workflows.simulate": ("simulate",),
+    "recpo.training.run": ("Run",),
+    "recpo.workflows.train": ("train",),
     "recpo.workflows.tokenize": ("VectorsFromRun", "tokenize"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}

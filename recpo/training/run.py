@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
@@ -39,10 +39,13 @@ from recpo.semantic_codes import CODEBOOKS
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle
 from recpo.serving.histories import HistoryReader
-from recpo.serving.recommending import Served, recommend_lists, score_candidates
+from recpo.serving.recommending import recommend_lists, score_candidates
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.training.checkpoints import saved_tensors
 from recpo.training.options import PolicyFactory
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FORMAT_VERSION = 2
 RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.json", "checkpoints"
@@ -212,7 +215,7 @@ class Run:
 
     def recommend(
         self, histories: Frame, k: int = 10, *, exclude: Frame | None = None, users: Iterable[Any] | None = None
-    ) -> Served:
+    ) -> pd.DataFrame:
         """The best items for every user, by the best checkpoint; see ``recpo.serving.recommending.recommend_lists``.
 
         Args:
@@ -223,12 +226,13 @@ class Run:
             users: who is served; None = the users of ``histories``.
 
         Returns:
-            ``user_id``, ``rank``, ``item_id`` and ``score``: a table (``to_pandas()``), and what was left out.
+            ``user_id``, ``rank`` from 1, ``item_id``, ``score`` (natural-log probability); ``attrs["counts"]`` says
+            what was left out (``ServingCounts``).
         """
         runtime, reader = self._server
-        return recommend_lists(runtime, reader, histories, k=k, exclude=exclude, users=users)
+        return recommend_lists(runtime, reader, histories, k=k, exclude=exclude, users=users).to_pandas()
 
-    def score(self, histories: Frame, candidates: Frame) -> Served:
+    def score(self, histories: Frame, candidates: Frame) -> pd.DataFrame:
         """Log-probabilities of given items; see ``recpo.serving.recommending.score_candidates``.
 
         Args:
@@ -236,7 +240,7 @@ class Run:
             candidates: ``user_id`` and ``item_id``.
         """
         runtime, reader = self._server
-        return score_candidates(runtime, reader, histories, candidates)
+        return score_candidates(runtime, reader, histories, candidates).to_pandas()
 
     @cached_property
     def _server(self) -> tuple[PolicyRuntime, HistoryReader]:

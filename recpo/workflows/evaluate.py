@@ -38,7 +38,7 @@ from recpo.serving.bundle import Bundle
 from recpo.serving.histories import EncodedHistories
 from recpo.training.curves import training_curves
 from recpo.training.learned_reward import Checkpoint, checkpoint_sha256
-from recpo.training.run import FINISHED, RESOLVED, load_policy, refuse_other_items
+from recpo.training.run import FINISHED, RESOLVED, Run, load_policy, refuse_other_items
 from recpo.types import EvaluationBatch, Histories, Recommendations
 from recpo.workflows.devices import compute_device
 
@@ -53,7 +53,7 @@ _NO_PROPENSITIES = (
 
 def evaluate(
     prepared: Prepared | Path | str,
-    contenders: Sequence[Bundle | Path | str],
+    contenders: Sequence[Run | Bundle | Path | str],
     *,
     out: Path | str | None = None,
     split: HeldOut = "test",
@@ -168,7 +168,7 @@ def evaluate(
 
 
 def _contenders(
-    named: Sequence[Bundle | Path | str],
+    named: Sequence[Run | Bundle | Path | str],
     data: Prepared,
     options: BaselineOptions,
     longest: int,
@@ -184,16 +184,17 @@ def _contenders(
         elif isinstance(one, str) and one in BASELINES:
             found.append(baseline(one, data, options))
         else:
-            found.append(_from_directory(Path(one), names[Path(one)], data, longest, checkpoint, device))
+            path = one.root if isinstance(one, Run) else Path(one)
+            found.append(_from_directory(path, names[path], data, longest, checkpoint, device))
     validate_names(found)
     if not found:
         raise RecpoError("nothing to evaluate: name at least one run, one bundle or one of the baselines")
     return found
 
 
-def _path(contender: Bundle | Path | str) -> Path | None:
+def _path(contender: Run | Bundle | Path | str) -> Path | None:
     """The directory of a contender; None = it is a baseline."""
-    if isinstance(contender, Bundle):
+    if isinstance(contender, Run | Bundle):
         return contender.root
     return None if contender in BASELINES else Path(contender)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,17 +17,22 @@ if TYPE_CHECKING:
     from recpo.serving.bundle import Bundle
     from recpo.simulation.log import Simulation
     from recpo.tokenizer.tokenization import Codes
+    from recpo.training.run import Run
 
 _READABLE = "prepared data, codes, a run, a bundle, an evaluation or a simulation"
 
 
-def load(path: str | PathLike[str]) -> Prepared | Codes | Bundle | Evaluation | Simulation:
+def load(
+    path: str | PathLike[str], trust: Sequence[str] = ()
+) -> Prepared | Run | Codes | Bundle | Evaluation | Simulation:
     """Opens a directory that recpo wrote, whichever kind it is of; ``recpo.json`` in it says which.
 
     Only what the kind needs is imported: a bundle is opened where torch is not installed.
 
     Args:
         path: the directory; of prepared data also an address in an object store.
+        trust: packages whose classes the configuration of a run may name, besides those of recpo; whoever names one
+            lets its code run.
 
     Raises:
         RecpoError: there is no such directory, recpo did not write it, or it is damaged or of another version.
@@ -41,6 +47,10 @@ def load(path: str | PathLike[str]) -> Prepared | Codes | Bundle | Evaluation | 
         from recpo.serving.bundle import Bundle
 
         return Bundle.load(Path(fspath(path)))
+    if kind == "run":
+        from recpo.training.run import Run
+
+        return Run.open(Path(fspath(path)), trust=trust)
     if kind == "codes":
         from recpo.tokenizer.tokenization import Codes
 
