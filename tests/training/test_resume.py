@@ -1,0 +1,119 @@
+"""A run that stopped anywhere, resumed from its last checkpoint, ends with the weights of one that did not stop."""
+
+import pytest
+import torch
+from lightning import Callback, Trainer
+
+from recpo.data.datamodule import FeedbackDataModule
+from recpo.data.slates import SequenceLayout
+from recpo.objectives.likelihood import Likelihood
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.training.module import PreferenceModule
+from recpo.training.trainer import LastCheckpoint
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+
+
+class KilledError(Exception):
+    """Stands for a signal that nobody handles."""
+
+
+class Contexts(Callback):
+    """Remembers the contexts of every batch."""
+
+    def __init__(self):
+        self.epochs = {}
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        self.epochs.setdefault(trainer.current_epoch, []).append(tuple(batch.context_ids.tolist()))
+
+
+class Kill(Callback):
+    """Ends the process, as far as training can tell.
+
+    Args:
+        where: "step", "before validation", "after validation" or "after epoch".
+        number: of the step, or of the epoch; from 0.
+    """
+
+    def __init__(self, where, number):
+        self._where, self._number, self._validated = where, number, 0
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if self._where == "step" and trainer.global_step == self._number:
+            raise KilledError
+        if self._where == "before validation" and last and trainer.current_epoch == self._number:
+            raise KilledError
+
+    def on_validation_end(self, trainer, module):
+        if self._where == "after validation" and trainer.current_epoch == self._number:
+            raise KilledError
+
+    def on_train_epoch_start(self, trainer, module):
+        if self._where == "after epoch" and trainer.current_epoch == self._number + 1:
+            raise KilledError
+
+
+def fit(prepared, directory, callbacks=(), resume=None, **options):
+    torch.manual_seed(0)
+    data = FeedbackDataModule(prepared, batch_size=16, layout=SequenceLayout(12), seed=5, max_validation_users=16)
+    policy = CatalogSoftmaxPolicy(data.prepared.num_items, dim=8, layers=1, heads=1, max_history=12, dropout=0.2)
+    module = PreferenceModule(policy, Likelihood(), seed=5)
+    contexts = Contexts()
+    # the callbacks that kill come first: what a checkpoint of this very moment would hold is lost
+    trainer = Trainer(
+        callbacks=[contexts, *callbacks, LastCheckpoint(directory, 2)],
+        **{"max_epochs": 3, "num_sanity_val_steps": 0, **QUIET, **options},
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+    return policy, trainer, contexts.epochs
+
+
+OPTIONS = {
+    "whole epochs": {},
+    "limited": {"limit_train_batches": 4},
+    "limited to a share": {"limit_train_batches": 0.5},
+    "reloaded": {"reload_dataloaders_every_n_epochs": 1},
+    "reloaded and limited": {"reload_dataloaders_every_n_epochs": 2, "limit_train_batches": 4},
+    "counted in steps": {"max_epochs": -1, "max_steps": 11, "limit_train_batches": 4},
+    "without validation": {"limit_val_batches": 0, "limit_train_batches": 4},
+}
+STOPS = [("step", 7), ("before validation", 1), ("after epoch", 0)]
+
+
+@pytest.fixture(scope="module", params=OPTIONS.values(), ids=OPTIONS)
+def uninterrupted(request, prepared, tmp_path_factory):
+    """The options of a run, and what became of it without an interruption."""
+    return request.param, *fit(prepared, tmp_path_factory.mktemp("whole"), **request.param)
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=lambda stop: stop[0])
+def test_a_killed_run_resumes_to_the_weights_of_one_that_was_not(prepared, tmp_path, uninterrupted, stop):
+    check_resume(prepared, tmp_path, uninterrupted, stop)
+
+
+@pytest.mark.parametrize("uninterrupted", [OPTIONS["limited"]], ids=["limited"], indirect=True)
+def test_a_run_that_was_killed_in_its_validation_resumes_alike(prepared, tmp_path, uninterrupted):
+    check_resume(prepared, tmp_path, uninterrupted, ("after validation", 0))
+
+
+def check_resume(prepared, directory, uninterrupted, stop):
+    options, whole, trainer, epochs = uninterrupted
+    with pytest.raises(KilledError):
+        fit(prepared, directory, [Kill(*stop)], **options)
+    resumed, again, later = fit(prepared, directory, resume=directory / "last.ckpt", **options)
+    assert again.global_step == trainer.global_step
+    assert later, "it had not ended"
+    for epoch, batches in later.items():
+        assert batches == epochs[epoch][-len(batches) :]
+    for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("options", [OPTIONS["limited"], OPTIONS["reloaded and limited"]], ids=["limited", "reloaded"])
+def test_epochs_that_are_cut_short_hold_different_batches(prepared, tmp_path, options):
+    _, _, epochs = fit(prepared, tmp_path, **options)
+    assert len(epochs) == 3
+    assert all(len(batches) == 4 for batches in epochs.values())
+    assert len({tuple(batches) for batches in epochs.values()}) == 3
