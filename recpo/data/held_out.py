@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from recpo.data.prepared import Period, Prepared
-from recpo.data.slates import evaluation_batch
-from recpo.types import EvaluationBatch
+from recpo.data.prepared import Events, Period, Prepared
+from recpo.data.slates import histories_of, logp_behavior, padded, ranges
+from recpo.types import EvaluationBatch, FeedbackBatch, Slates
+
+MOST_PLACES = 1 << 20
+"""Bound on the padded width of a batch, held-out events and past items together, times its users."""
 
 
 class Rank(NamedTuple):
@@ -25,6 +29,8 @@ class Rank(NamedTuple):
 class HeldOutBatches(IterableDataset[EvaluationBatch]):
     """The users of a held-out split, batch by batch; every rank takes every ``world_size``-th batch.
 
+    A batch is as wide as its most active user, so it holds fewer users where one of them is very active
+    (``MOST_PLACES``); users are never split.
     Every rank yields the same number of batches, as a lookup in a sharded table is one of all ranks: those that would
     fall short go on with a user who was counted already, and without that user's held-out events.
     With ``max_users`` so many of them, evenly spaced: the first ones of a log may be quite unlike the others.
@@ -43,41 +49,85 @@ class HeldOutBatches(IterableDataset[EvaluationBatch]):
         self._batch_size, self._rank, self._max_users = batch_size, rank, max_users
 
     def __iter__(self) -> Iterator[EvaluationBatch]:
-        plan = self._plan()
-        number = int(plan.batches_before[-1])
-        world_size, loaded = self._rank.world_size, -1
-        for turn in range(self._rank.rank, -(-number // world_size) * world_size, world_size):
-            shard, users = plan.batch(min(turn, number - 1), self._batch_size)
+        plan, world_size, loaded = self._plan, self._rank.world_size, -1
+        for turn in range(self._rank.rank, -(-len(plan) // world_size) * world_size, world_size):
+            shard, users = plan[min(turn, len(plan) - 1)]
             if shard != loaded:
                 events, loaded = self._prepared.load(self._split, shard), shard
-            if turn < number:
-                yield evaluation_batch(events, users, self._history_length)
+            if turn < len(plan):
+                yield self._batch(events, shard, users)
             else:
-                yield _without_targets(evaluation_batch(events, users[:1], self._history_length))
+                yield _without_targets(self._batch(events, shard, users[:1]))
 
-    def _plan(self) -> _HeldOutPlan:
+    def _batch(self, events: Events, shard: int, users: np.ndarray) -> EvaluationBatch:
+        past = self._prepared.past_items(self._split, shard, events.user_index[events.offsets[users]])
+        return evaluation_batch(events, users, self._history_length, *past)
+
+    @cached_property
+    def _plan(self) -> list[tuple[int, np.ndarray]]:
+        """The shard of each batch, and its users as rows of that shard."""
         shards = self._prepared.manifest["shards"][self._split]
-        users_before = np.concatenate([[0], np.cumsum([shard["users"] for shard in shards], dtype=np.int64)])
-        total = int(users_before[-1])
-        chosen = total if self._max_users is None else min(self._max_users, total)
-        chosen_before = -(-users_before * chosen // max(1, total))
-        batches_before = np.concatenate([[0], np.cumsum(-(-np.diff(chosen_before) // self._batch_size))])
-        return _HeldOutPlan(users_before, chosen_before, batches_before)
+        before = np.concatenate([[0], np.cumsum([shard["users"] for shard in shards], dtype=np.int64)])
+        total = int(before[-1])
+        count = total if self._max_users is None else min(self._max_users, total)
+        chosen = np.arange(count) * total // max(1, count)
+        plan = []
+        for shard, first in enumerate(before[:-1]):
+            users = chosen[np.searchsorted(chosen, first) : np.searchsorted(chosen, before[shard + 1])] - first
+            if len(users):
+                targets, past = self._prepared.held_out_sizes(self._split, shard)
+                plan += [(shard, batch) for batch in _cut(users, targets[users], past[users], self._batch_size)]
+        return plan
 
 
-class _HeldOutPlan(NamedTuple):
-    """Numbers before each shard, ``[shards + 1]`` int64, the last one the total: of users, chosen users, batches."""
+def _cut(users: np.ndarray, targets: np.ndarray, past: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
+    """Batches of ``users``, in order, as many in each as fit ``batch_size`` and ``MOST_PLACES``; at least one."""
+    begin = 0
+    while begin < len(users):
+        some = slice(begin, begin + batch_size)
+        width = np.maximum.accumulate(targets[some]) + np.maximum.accumulate(past[some])
+        fit = int(np.searchsorted(width * np.arange(1, len(width) + 1), MOST_PLACES, side="right"))
+        yield users[begin : begin + max(1, fit)]
+        begin += max(1, fit)
 
-    users_before: np.ndarray
-    chosen_before: np.ndarray
-    batches_before: np.ndarray
 
-    def batch(self, number: int, size: int) -> tuple[int, np.ndarray]:
-        """The shard of batch ``number``, and its users as rows of that shard."""
-        shard = int(np.searchsorted(self.batches_before, number, side="right")) - 1
-        begin = self.chosen_before[shard] + (number - self.batches_before[shard]) * size
-        chosen = np.arange(begin, min(begin + size, self.chosen_before[shard + 1]))
-        return shard, chosen * self.users_before[-1] // self.chosen_before[-1] - self.users_before[shard]
+def evaluation_batch(
+    events: Events, users: np.ndarray, history_length: int, past_counts: np.ndarray, past_items: np.ndarray
+) -> EvaluationBatch:
+    """Held-out users: what came before the period and the period's events.
+
+    The history ends before the period's first request, so that none is seen in part.
+
+    Args:
+        events: of a held-out shard.
+        users: ``[B]`` rows of ``events.offsets``.
+        history_length: H.
+        past_counts: ``[B]`` number of items that each user had before the period.
+        past_items: those items, user by user.
+    """
+    starts, stops = events.offsets[users], events.offsets[users + 1]
+    targets_before = np.concatenate([[0], np.cumsum(events.is_target)])
+    boundary = stops - (targets_before[stops] - targets_before[starts])
+    ends = np.stack([boundary, stops], axis=1).ravel()
+    first_request = np.minimum.reduceat(np.append(events.request_start, len(events.request_start)), ends)[::2]
+    known = np.minimum(boundary, first_request)
+    histories = histories_of(events, np.maximum(starts, known - history_length), known)
+    index, valid = ranges(boundary, stops)
+    slates = Slates(
+        item_ids=padded(events.item_index[index], valid),
+        visible=histories.lengths[:, None].expand(-1, valid.shape[1]) * torch.from_numpy(valid),
+        mask=torch.from_numpy(valid),
+        label=padded(events.label[index], valid, np.nan),
+        dislike=padded(events.dislike[index], valid),
+        positive=padded(events.positive[index], valid),
+        logp_behavior=padded(logp_behavior(events, index), valid, np.nan),
+        is_logged=torch.from_numpy(valid),
+        is_random=None if events.is_random is None else padded(events.is_random[index], valid),
+    )
+    place, is_past = ranges(np.cumsum(past_counts) - past_counts, np.cumsum(past_counts))
+    exclude = padded(np.append(past_items, 0)[place], is_past)
+    user_ids = torch.from_numpy(events.user_index[starts].astype(np.int64))
+    return EvaluationBatch(FeedbackBatch(histories, slates, user_ids, user_ids=user_ids), exclude)
 
 
 def _without_targets(batch: EvaluationBatch) -> EvaluationBatch:

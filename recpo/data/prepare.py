@@ -32,6 +32,7 @@ from recpo.data.schema import (
     PERIODS,
     PRESETS,
     QUANTILE_SCHEMA,
+    TRAIN,
     Columns,
     Derived,
     LogColumns,
@@ -41,9 +42,9 @@ from recpo.data.schema import (
     user_schema,
 )
 from recpo.data.shaping import Label, WatchQuantiles, cutoff_table, definition, quantile_table, watch_ties
-from recpo.data.splits import Split, TemporalSplit, last_events, period_rows
+from recpo.data.splits import Split, TemporalSplit, last_events, past_items, period_rows
 from recpo.data.validate import check_rows
-from recpo.data.writing import write_rows, write_shards
+from recpo.data.writing import write_past, write_rows, write_shards
 from recpo.errors import RecpoError
 from recpo.feedback import FEEDBACK_KINDS, FeedbackDefinition, FeedbackRule
 
@@ -147,7 +148,8 @@ class _Run:
         sizes = self._write_tables(log, items, users, events)
         shards = {name: self._write_period(events, number, feedback) for number, name in enumerate(PERIODS)}
         self._write_histories(log, items, users, events)
-        files = ("items.parquet", "users.parquet", "quantiles.parquet", "histories.parquet")
+        past = [shard["past"] for listed in shards.values() for shard in listed if "past" in shard]
+        files = ("items.parquet", "users.parquet", "quantiles.parquet", "histories.parquet", *past)
         return {
             "format_version": FORMAT_VERSION,
             "recpo_version": __version__,
@@ -254,7 +256,9 @@ class _Run:
                 f"the {PERIODS[period]} period has no events (dropped: {dropped or 'nothing'}): choose another split, "
                 "a smaller min_item_events or min_user_events, or catalog log"
             )
-        return shards
+        if period == TRAIN:
+            return shards
+        return write_past(self.engine.stream(past_items(events, period)), shards, self.partial)
 
     def _written(self, rows: int) -> None:
         self.rows_written += rows

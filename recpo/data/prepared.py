@@ -8,11 +8,12 @@ its headers and its footer unprotected.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,7 @@ import pyarrow.parquet as pq
 from recpo.artifacts import describe_os_error, parse_json, seal, sha256, unseal, write_json
 from recpo.data.id_map import IdMap
 from recpo.data.locations import Place, locate, readable
+from recpo.data.schema import Derived
 from recpo.errors import RecpoError
 from recpo.feedback import FEEDBACK_KINDS, FeedbackDefinition
 
@@ -28,6 +30,7 @@ Period = Literal["train", "valid", "test"]
 MANIFEST = "manifest.json"
 _REMEDY = "copy the directory again, or prepare the log again"
 _ITEMS, _USERS = "items.parquet", "users.parquet"
+_Source: TypeAlias = Path | pa.NativeFile | pa.BufferReader
 #: files that this process has compared: path, size and time of the change, checksum
 _COMPARED: set[tuple[object, ...]] = set()
 FORMAT_VERSION = 2
@@ -140,7 +143,7 @@ class Prepared:
                 f"{_REMEDY}"
             )
 
-    def _compared(self, name: str, again: bool = False) -> Path | pa.NativeFile | pa.BufferReader:
+    def _compared(self, name: str, again: bool = False) -> _Source:
         """The file, for pyarrow's readers; compared with its checksum where this process has not done so yet."""
         place, expected = self.root / name, self.checksums.get(name)
         if expected is None:
@@ -232,6 +235,51 @@ class Prepared:
         order = request_order(start)
         return (user, start[order], self.feedback.rule.positive(*feedback)[order]) if positive else (user, start[order])
 
+    def past_items(self, split: Period, shard: int, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What some users of a held-out shard had before the period: every item once, however long ago.
+
+        Only the row groups that hold one of them are read, one at a time.
+
+        Args:
+            split: "valid" or "test".
+            shard: its number.
+            users: ``[B]`` ascending user indices.
+
+        Returns:
+            ``[B]`` number of items of each user, and the items of all, user by user, ascending.
+        """
+        counts, items = np.zeros(len(users), np.int64), [np.zeros(0, np.int64)]
+        name = self.manifest["shards"][split][shard]["past"]
+        for table in self._pairs(name, self._compared(name), users[0], users[-1]):
+            user = table.column(0).to_numpy()
+            place = np.minimum(np.searchsorted(users, user), len(users) - 1)
+            wanted = users[place] == user
+            counts += np.bincount(place[wanted], minlength=len(users))
+            items.append(table.column(1).to_numpy()[wanted].astype(np.int64))
+        return counts, np.concatenate(items)
+
+    def held_out_sizes(self, split: Period, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of each user of a held-out shard, ``[U]`` each: events in the period, and distinct items before it."""
+        entry = self.manifest["shards"][split][shard]
+        file, past_file = self.root / entry["file"], self.root / entry["past"]
+        # as for keys, what is loaded later is compared then
+        table = _decoded(readable(file), file, [Derived.USER_INDEX, Derived.IS_TARGET])
+        user, is_target = (column.to_numpy() for column in table.columns)
+        starts = _run_offsets(user)[:-1]
+        users, past = user[starts], np.zeros(len(starts), np.int64)
+        for pairs in self._pairs(entry["past"], readable(past_file), users[0], users[-1]):
+            past += np.bincount(np.searchsorted(users, pairs.column(0).to_numpy()), minlength=len(users))
+        return np.add.reduceat(is_target.astype(np.int64), starts), past
+
+    def _pairs(self, name: str, source: _Source, first: int, last: int) -> Iterator[pa.Table]:
+        """The row groups of a file of ``PAST_SCHEMA`` that hold one of the users ``first`` .. ``last``."""
+        with _decoding(self.root / name):
+            file = pq.ParquetFile(source)
+            for number in range(file.num_row_groups):
+                users = file.metadata.row_group(number).column(0).statistics
+                if users is None or (users.min <= last and users.max >= first):
+                    yield file.read_row_group(number)
+
     def columns(self, split: Period, shard: int, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Some columns of one shard, by name (``recpo.data.schema.EVENT_SCHEMA``)."""
         table = self.table(self.manifest["shards"][split][shard]["file"], names)
@@ -281,9 +329,15 @@ def _read(place: Place) -> bytes:
         raise RecpoError(f"{describe_os_error(error, str(place))}; {_REMEDY}") from error
 
 
-def _decoded(source: Path | pa.NativeFile | pa.BufferReader, place: Place, columns: Sequence[str] | None) -> pa.Table:
-    try:
+def _decoded(source: _Source, place: Place, columns: Sequence[str] | None) -> pa.Table:
+    with _decoding(place):
         return pq.read_table(source, columns=None if columns is None else list(columns))
+
+
+@contextmanager
+def _decoding(place: Place) -> Iterator[None]:
+    try:
+        yield
     except (OSError, pa.ArrowException) as error:
         raise RecpoError(f"{place} is damaged ({str(error).strip().splitlines()[0]}); {_REMEDY}") from error
 

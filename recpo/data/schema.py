@@ -114,6 +114,10 @@ QUANTILE_SCHEMA: Final = pa.schema(
 )
 
 
+#: Layout of the items that the users of a held-out shard had before the period, each pair once.
+PAST_SCHEMA: Final = pa.schema([(Derived.USER_INDEX, pa.int32()), (Derived.ITEM_INDEX, pa.int32())])
+
+
 def item_schema(item_id: pa.DataType) -> pa.Schema:
     """Layout of ``items.parquet``, with the type of the external ids."""
     return pa.schema(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from recpo.data.prepared import Events, run_change
 from recpo.errors import RecpoError
-from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Slates, SlateTraits
+from recpo.types import FeedbackBatch, Histories, Slates, SlateTraits
 
 SESSION_GAP_MS = 30 * 60 * 1000
 
@@ -215,20 +215,20 @@ def _logged_batch(events: Events, windows: Windows, context_ids: np.ndarray, epo
 
 def feedback_batch(events: Events, windows: Windows, context_ids: np.ndarray) -> FeedbackBatch:
     """Gathers windows into right-padded tensors; H and S are the longest of these windows."""
-    place, valid = _ranges(windows.slate_start, windows.slate_stop)
+    place, valid = ranges(windows.slate_start, windows.slate_stop)
     index, lengths = events.by_request[place], windows.history_stop - windows.history_start
     # the history reaches to where the event's request began: what was shown together was chosen together
     visible = np.clip(events.request_start[index] - windows.history_start[:, None], 0, lengths[:, None])
     slates = Slates(
-        item_ids=_padded(events.item_index[index], valid),
-        visible=_padded(visible, valid),
+        item_ids=padded(events.item_index[index], valid),
+        visible=padded(visible, valid),
         mask=torch.from_numpy(valid),
-        label=_padded(events.label[index], valid, np.nan),
-        dislike=_padded(events.dislike[index], valid),
-        positive=_padded(events.positive[index], valid),
-        logp_behavior=_padded(_logp_behavior(events, index), valid, np.nan),
+        label=padded(events.label[index], valid, np.nan),
+        dislike=padded(events.dislike[index], valid),
+        positive=padded(events.positive[index], valid),
+        logp_behavior=padded(logp_behavior(events, index), valid, np.nan),
         is_logged=torch.from_numpy(valid),
-        ends_session=_padded(_ends_session(events, place), valid),
+        ends_session=padded(_ends_session(events, place), valid),
     )
     return FeedbackBatch(
         histories_of(events, windows.history_start, windows.history_stop),
@@ -259,55 +259,25 @@ def _ends_session(events: Events, place: np.ndarray) -> np.ndarray:
     return ends
 
 
-def evaluation_batch(events: Events, users: np.ndarray, history_length: int) -> EvaluationBatch:
-    """Held-out users ``users`` (rows of ``events.offsets``): the context before the period and the period's events.
-
-    The history ends before the period's first request.
-    """
-    starts, stops = events.offsets[users], events.offsets[users + 1]
-    targets_before = np.concatenate([[0], np.cumsum(events.is_target)])
-    boundary = stops - (targets_before[stops] - targets_before[starts])
-    # a request that began before the period is not seen in part
-    ends = np.stack([boundary, stops], axis=1).ravel()
-    first_request = np.minimum.reduceat(np.append(events.request_start, len(events.request_start)), ends)[::2]
-    known = np.minimum(boundary, first_request)
-    histories = histories_of(events, np.maximum(starts, known - history_length), known)
-    index, valid = _ranges(boundary, stops)
-    slates = Slates(
-        item_ids=_padded(events.item_index[index], valid),
-        visible=histories.lengths[:, None].expand(-1, valid.shape[1]) * torch.from_numpy(valid),
-        mask=torch.from_numpy(valid),
-        label=_padded(events.label[index], valid, np.nan),
-        dislike=_padded(events.dislike[index], valid),
-        positive=_padded(events.positive[index], valid),
-        logp_behavior=_padded(_logp_behavior(events, index), valid, np.nan),
-        is_logged=torch.from_numpy(valid),
-        is_random=None if events.is_random is None else _padded(events.is_random[index], valid),
-    )
-    seen_index, seen_valid = _ranges(starts, boundary)
-    seen = _padded(events.item_index[seen_index], seen_valid)
-    context_ids = torch.from_numpy(events.user_index[starts].astype(np.int64))
-    return EvaluationBatch(FeedbackBatch(histories, slates, context_ids, user_ids=context_ids), seen)
-
-
 def histories_of(events: Events, start: np.ndarray, stop: np.ndarray) -> Histories:
     """Gathers the events ``[start, stop)`` of every context."""
-    index, valid = _ranges(start, stop)
+    index, valid = ranges(start, stop)
     return Histories(
-        item_ids=_padded(events.item_index[index], valid),
+        item_ids=padded(events.item_index[index], valid),
         lengths=torch.from_numpy(stop - start),
-        feedback=_padded(events.feedback[index], valid),
-        timestamps=_padded(events.timestamp[index], valid),
+        feedback=padded(events.feedback[index], valid),
+        timestamps=padded(events.timestamp[index], valid),
     )
 
 
-def _logp_behavior(events: Events, index: np.ndarray) -> np.ndarray:
+def logp_behavior(events: Events, index: np.ndarray) -> np.ndarray:
+    """Log-probability of the logged items under the policy that made the log; nan = not logged."""
     with np.errstate(divide="ignore"):
         logp: np.ndarray = np.log(events.propensity[index]).astype(np.float32)
     return logp
 
 
-def _ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Indices ``[N, L]`` of the ranges, and which of them lie inside; L is the longest range, at least 1."""
     width = max(1, int((stop - start).max(initial=0)))
     index = start[:, None] + np.arange(width)
@@ -316,5 +286,6 @@ def _ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return np.where(valid, index, 0), valid
 
 
-def _padded(values: np.ndarray, valid: np.ndarray, fill: float = 0) -> Tensor:
+def padded(values: np.ndarray, valid: np.ndarray, fill: float = 0) -> Tensor:
+    """``values`` where they are ``valid``, ``fill`` elsewhere."""
     return torch.from_numpy(np.where(valid, values, np.asarray(fill, dtype=values.dtype)))

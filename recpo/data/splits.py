@@ -168,6 +168,14 @@ def period_rows(events: ir.Table, period: int, max_context: int) -> ir.Table:
     return chosen.order_by(order).select(**_layout(chosen, period))
 
 
+def past_items(events: ir.Table, period: int) -> ir.Table:
+    """The items that the users of a held-out period had before it: ``PAST_SCHEMA``, each pair once, in that order."""
+    user, item = Derived.USER_INDEX, Derived.ITEM_INDEX
+    held_out = events.filter(events[Derived.PERIOD] == period).select(user).distinct()
+    before = events.filter(events[Derived.PERIOD] < period).semi_join(held_out, user)
+    return before.select(user, item).distinct().order_by([user, item])
+
+
 def last_events(events: ir.Table, items: ir.Table, users: ir.Table, max_context: int) -> ir.Table:
     """Each user's last ``max_context`` events as raw events (``history_schema``), sorted by user and time."""
     lengths = events.group_by(Derived.USER_INDEX).aggregate(length=events[Derived.POSITION].max() + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts import sha256
-from recpo.data.schema import EVENT_SCHEMA, Derived, LogColumns
+from recpo.data.schema import EVENT_SCHEMA, PAST_SCHEMA, Derived, LogColumns
 from recpo.feedback import FeedbackDefinition
 
 _ROW_GROUP: Final = 1 << 16
@@ -116,6 +117,38 @@ def write_shards(
     return shards
 
 
+def write_past(batches: Iterable[pa.RecordBatch], shards: list[dict[str, Any]], root: Path) -> list[dict[str, Any]]:
+    """Writes what the users of each held-out shard had before the period, one row group at a time.
+
+    Args:
+        batches: rows of ``PAST_SCHEMA``, sorted, of users of ``shards``.
+        shards: what ``write_shards`` returned, at least one.
+        root: the directory that their files are relative to.
+
+    Returns:
+        The shards, each with ``past``, its file.
+    """
+    last_users = [shard["last_user"] for shard in shards]
+
+    def pieces() -> Iterator[tuple[int, pa.RecordBatch]]:
+        for batch in batches:
+            numbers = np.searchsorted(last_users, batch.column(Derived.USER_INDEX).to_numpy())
+            starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+            for start, stop in zip(starts, [*starts[1:], batch.num_rows], strict=True):
+                yield int(numbers[start]), batch.slice(start, stop - start)
+
+    # beside the shards, so that their directory is one table of events
+    files = [shard["file"].replace("/", "_past/") for shard in shards]
+    (root / files[0]).parent.mkdir()
+    without = set(range(len(shards)))
+    for number, group in groupby(pieces(), key=lambda piece: piece[0]):
+        write_rows((batch for _, batch in group), PAST_SCHEMA, root / files[number])
+        without.discard(number)
+    for number in without:
+        write_rows([], PAST_SCHEMA, root / files[number])
+    return [{**shard, "past": file} for shard, file in zip(shards, files, strict=True)]
+
+
 def _write_shard(block: pa.Table, file: Path, feedback: FeedbackDefinition) -> dict[str, Any]:
     names = (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.DISLIKE, Derived.LABEL, Derived.IS_TARGET)
     watch_time, duration, dislike, label, is_target = (block[name].to_numpy() for name in names)
@@ -128,6 +161,7 @@ def _write_shard(block: pa.Table, file: Path, feedback: FeedbackDefinition) -> d
         "file": f"{file.parent.name}/{file.name}",
         "rows": table.num_rows,
         "users": int(np.count_nonzero(np.diff(users, prepend=-1))),
+        "last_user": int(users[-1]),
         "targets": int(np.count_nonzero(is_target)),
         **feedback.rule.counts(label[is_target], dislike[is_target]),
         "sha256": sha256(file),

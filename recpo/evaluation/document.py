@@ -166,7 +166,7 @@ def conventions(exclude_past: bool, positive_threshold: float) -> dict[str, str]
     )
     return {
         "catalog": "every item is ranked, no sampled negatives",
-        "past_items": f"the items of a user's last max_context events before the period are {past}",
+        "past_items": f"every item that a user had before the period is {past}",
         "positives": f"distinct held-out items with label >= {positive_threshold:g} that were not disliked",
         "disliked": "distinct held-out items that were disliked; disliked@k is their share of the k places",
         "ndcg": "binary gains, divided by the DCG of an ideal list of min(k, number of targets) items",

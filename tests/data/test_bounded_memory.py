@@ -9,7 +9,7 @@ import pytest
 
 from recpo.data.prepared import FORMAT_VERSION, write_manifest
 from recpo.data.schema import EVENT_SCHEMA
-from recpo.data.writing import write_parquet, write_shards
+from recpo.data.writing import write_parquet, write_past, write_shards
 from recpo.feedback import FeedbackDefinition
 
 USERS, EVENTS_PER_USER = 4000, 50
@@ -63,6 +63,9 @@ def prepared(root, shards):
         )
         for period, number in (("train", shards), ("valid", shards // 2), ("test", 1))
     }
+    for period in ("valid", "test"):
+        pairs = (batch.select(["user_index", "item_index"]) for batch in shard_batches(len(made[period])))
+        made[period] = write_past(pairs, made[period], root)
     items = pa.table({"train_count": np.ones(10_000, np.int64)})
     write_parquet(items, root / "items.parquet")
     manifest = {
@@ -71,7 +74,7 @@ def prepared(root, shards):
         "num_items": 10_000,
         "num_users": shards * USERS,
         "shards": made,
-        "files": ["items.parquet"],
+        "files": ["items.parquet", *(shard["past"] for p in ("valid", "test") for shard in made[p])],
     }
     write_manifest(root, manifest)
     return root

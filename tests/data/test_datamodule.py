@@ -6,13 +6,24 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recpo.data import held_out
 from recpo.data.datamodule import FeedbackDataModule, HeldOutBatches, Phases, Rank, ResumableLoader, TrainBatches
 from recpo.data.prepared import FORMAT_VERSION, Prepared, write_manifest
+from recpo.data.schema import PAST_SCHEMA
 from recpo.data.slates import ImpressionLayout, SequenceLayout
 from recpo.errors import RecpoError
 from recpo.feedback import FeedbackDefinition
 
 LAYOUT = SequenceLayout(history_length=6)
+
+
+PAST = [list(range(1, 3 + 7 * (user % 3))) for user in range(11)]
+
+
+def write_past(path, pairs):
+    path.parent.mkdir()
+    columns = {"user_index": [user for user, _ in pairs], "item_index": [item for _, item in pairs]}
+    pq.write_table(pa.table(columns, schema=PAST_SCHEMA), path, row_group_size=16)
 
 
 def write_shard(path, users, first_item, is_target=None):
@@ -51,12 +62,13 @@ def shards(tmp_path):
         "num_items": max(first + second, third),
         "shards": {
             "train": [{"file": "train/00000.parquet"}, {"file": "train/00001.parquet"}],
-            "valid": [{"file": "valid/00000.parquet", "users": 11}],
+            "valid": [{"file": "valid/00000.parquet", "users": 11, "past": "valid_past/00000.parquet"}],
             "test": [],
         },
-        "files": ["items.parquet"],
+        "files": ["items.parquet", "valid_past/00000.parquet"],
     }
     pq.write_table(pa.table({"item_index": np.arange(1, manifest["num_items"] + 1)}), tmp_path / "items.parquet")
+    write_past(tmp_path / "valid_past/00000.parquet", [(user, item) for user in range(11) for item in PAST[user]])
     write_manifest(tmp_path, manifest)
     return Prepared.open(tmp_path)
 
@@ -241,6 +253,28 @@ def test_every_rank_validates_as_often_and_every_user_counts_once(shards, world_
     assert len(fillers) == -len(alone) % world_size
     # Its list is that of a user who is counted elsewhere, so that not even the coverage changes.
     assert {row for batch in fillers for row in batch.user_ids.tolist()} <= {row for b in alone for row in b}
+
+
+def test_every_item_of_a_users_past_is_excluded_however_long_ago(shards):
+    """From row groups that hold many users, or a part of one."""
+    for batch in HeldOutBatches(shards, "valid", 2, 4, Rank(), 7):
+        for user, items in zip(batch.user_ids.tolist(), batch.exclude.tolist(), strict=True):
+            assert [item for item in items if item] == PAST[user]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_batch_is_no_larger_than_its_most_active_user_allows(shards, monkeypatch, world_size):
+    ordinary = [b.user_ids.tolist() for b in HeldOutBatches(shards, "valid", 6, 4, Rank())]
+    assert [len(users) for users in ordinary] == [4, 4, 3]
+    monkeypatch.setattr(held_out, "MOST_PLACES", 40)
+    ranks = [list(HeldOutBatches(shards, "valid", 6, 4, Rank(rank, world_size))) for rank in range(world_size)]
+    assert len({len(batches) for batches in ranks}) == 1
+    counted = [b for batches in ranks for b in batches if b.feedback.slates.mask.any()]
+    assert sorted(user for batch in counted for user in batch.user_ids.tolist()) == list(range(11))
+    for batch in counted:
+        users, width = batch.feedback.slates.mask.shape
+        assert users == 1 or users * (width + batch.exclude.shape[1]) <= 40
+    assert len({len(batch.user_ids) for batch in counted}) > 1, "few users where one is active, many elsewhere"
 
 
 def test_the_module_yields_what_the_trainer_needs(shards):

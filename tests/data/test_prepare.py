@@ -108,6 +108,28 @@ def test_no_user_straddles_shards_and_the_manifest_counts_them(small):
     assert kept == manifest["counts"]["read"] - sum(manifest["counts"]["dropped"].values())
 
 
+def test_held_out_users_keep_every_item_of_their_past(small):
+    """More than the max_context events that the shards hold of it, each item once."""
+    log, out, manifest = small
+    events = expected_events(log)
+    opened = Prepared.open(out)
+    longer = 0
+    for number, period in enumerate(("valid", "test"), start=1):
+        for shard in range(opened.num_shards(period)):
+            rows = pq.read_table(out / manifest["shards"][period][shard]["file"]).to_pandas()
+            users = np.unique(rows["user_index"])
+            counts, items = opened.past_items(period, shard, users)
+            assert counts.sum() == len(items)
+            sizes = opened.held_out_sizes(period, shard)
+            assert sizes[0].tolist() == rows.groupby("user_index")["is_target"].sum().tolist()
+            assert sizes[1].tolist() == counts.tolist()
+            for user, found in zip(users, np.split(items, np.cumsum(counts)[:-1]), strict=True):
+                before = events[(events["user_index"] == user) & (events["period"] < number)]
+                assert found.tolist() == sorted(set(before["item_index"]))
+                longer += len(before) > manifest["max_context"]
+    assert longer, "no user has more than the shards hold"
+
+
 def test_items_users_and_histories(small):
     log, out, manifest = small
     events = expected_events(log)

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recpo.data.held_out import evaluation_batch
 from recpo.data.preference_lists import PreferenceListLayout
 from recpo.data.prepared import Events, Prepared, _run_offsets, request_order, request_starts
-from recpo.data.slates import Catalog, ImpressionLayout, SequenceLayout, evaluation_batch, feedback_batch
+from recpo.data.slates import Catalog, ImpressionLayout, SequenceLayout, feedback_batch
 from recpo.errors import RecpoError
 from recpo.feedback import FeedbackRule
 
@@ -36,6 +37,9 @@ def events_of(counts, requests=None, is_target=None, seed=0):
         by_request=request_order(request_start),
         offsets=_run_offsets(user),
     )
+
+
+NO_PAST = np.zeros(2, int), np.zeros(0, int)
 
 
 @st.composite
@@ -168,7 +172,7 @@ def test_requests_that_overlap_in_time_do_not_see_themselves(layout):
 
 def test_the_history_of_a_held_out_user_ends_before_the_first_request_of_the_period():
     events = events_of([5], requests=[0, 1, 2, 1, 3], is_target=[False, False, False, True, True])
-    batch = evaluation_batch(events, np.array([0]), history_length=4)
+    batch = evaluation_batch(events, np.array([0]), 4, np.zeros(1, int), np.zeros(0, int))
     assert batch.feedback.histories.item_ids.tolist() == [[1]]
     assert batch.feedback.slates.visible.tolist() == [[1, 1]]
 
@@ -204,23 +208,23 @@ def test_propensities_become_log_probabilities():
 
 def test_held_out_users_stand_at_the_start_of_the_period():
     events = events_of([5, 3], is_target=[False, False, False, True, True, False, True, True])
-    batch = evaluation_batch(events, np.array([0, 1]), history_length=2)
+    batch = evaluation_batch(events, np.array([0, 1]), 2, np.array([4, 1]), np.array([1, 2, 3, 9, 6]))
     assert batch.feedback.histories.item_ids.tolist() == [[2, 3], [6, 0]]
     assert batch.feedback.histories.lengths.tolist() == [2, 1]
     assert batch.feedback.slates.item_ids.tolist() == [[4, 5], [7, 8]]
     assert batch.feedback.slates.visible.tolist() == [[2, 2], [1, 1]]
-    assert batch.exclude.tolist() == [[1, 2, 3], [6, 0, 0]]
+    assert batch.exclude.tolist() == [[1, 2, 3, 9], [6, 0, 0, 0]]
     assert batch.user_ids.tolist() == [0, 1]
 
 
 def test_held_out_exposures_keep_their_propensity_and_say_whether_they_were_random():
     events = events_of([3, 2], is_target=[False, True, True, False, True])
     events = events._replace(propensity=np.array([0.1, 0.2, np.nan, 0.4, 0.5], np.float32))
-    slates = evaluation_batch(events, np.array([0, 1]), history_length=2).feedback.slates
+    slates = evaluation_batch(events, np.array([0, 1]), 2, *NO_PAST).feedback.slates
     np.testing.assert_allclose(slates.logp_behavior.exp(), [[0.2, np.nan], [0.5, np.nan]], rtol=1e-6)
     assert slates.is_random is None, "the column was not read"
     events = events._replace(is_random=np.array([True, False, True, True, True]))
-    slates = evaluation_batch(events, np.array([0, 1]), history_length=2).feedback.slates
+    slates = evaluation_batch(events, np.array([0, 1]), 2, *NO_PAST).feedback.slates
     assert slates.is_random.tolist() == [[False, True], [True, False]]
 
 
