@@ -55,7 +55,7 @@ class ItemSegment(NamedTuple):
 
 
 def history_length(bounds: Sequence[int] = (1, 5, 20, 50)) -> UserSegment:
-    """Users by the number of events in their past, ``EvaluationBatch.exclude``; the first bin holds new users.
+    """Users by the number of different items in their past, ``EvaluationBatch.exclude``; the first bin holds new users.
 
     Args:
         bounds: least history of the second, third, ... bin; ascending, the first is 1.

@@ -79,30 +79,29 @@ OPTIONS = {
     "counted in steps": {"max_epochs": -1, "max_steps": 11, "limit_train_batches": 4},
     "without validation": {"limit_val_batches": 0, "limit_train_batches": 4},
 }
-STOPS = [("step", 7), ("before validation", 1), ("after epoch", 0)]
+STEP, BEFORE_VALIDATION, AFTER_EPOCH = ("step", 7), ("before validation", 1), ("after epoch", 0)
+CASES = [
+    ("whole epochs", STEP),
+    ("whole epochs", BEFORE_VALIDATION),
+    ("whole epochs", AFTER_EPOCH),
+    ("limited", STEP),
+    ("limited", AFTER_EPOCH),
+    ("limited", ("after validation", 0)),
+    ("limited to a share", STEP),
+    ("reloaded", AFTER_EPOCH),
+    ("reloaded and limited", STEP),
+    ("counted in steps", BEFORE_VALIDATION),
+    ("counted in steps", AFTER_EPOCH),
+    ("without validation", AFTER_EPOCH),
+]
 
 
-@pytest.fixture(scope="module", params=OPTIONS.values(), ids=OPTIONS)
-def uninterrupted(request, prepared, tmp_path_factory):
-    """The options of a run, and what became of it without an interruption."""
-    return request.param, *fit(prepared, tmp_path_factory.mktemp("whole"), **request.param)
-
-
-@pytest.mark.parametrize("stop", STOPS, ids=lambda stop: stop[0])
-def test_a_killed_run_resumes_to_the_weights_of_one_that_was_not(prepared, tmp_path, uninterrupted, stop):
-    check_resume(prepared, tmp_path, uninterrupted, stop)
-
-
-@pytest.mark.parametrize("uninterrupted", [OPTIONS["limited"]], ids=["limited"], indirect=True)
-def test_a_run_that_was_killed_in_its_validation_resumes_alike(prepared, tmp_path, uninterrupted):
-    check_resume(prepared, tmp_path, uninterrupted, ("after validation", 0))
-
-
-def check_resume(prepared, directory, uninterrupted, stop):
-    options, whole, trainer, epochs = uninterrupted
+@pytest.mark.parametrize(("options", "stop"), CASES, ids=lambda part: part if isinstance(part, str) else part[0])
+def test_a_killed_run_resumes_to_the_weights_of_one_that_was_not(prepared, tmp_path, options, stop):
+    whole, trainer, epochs = fit(prepared, tmp_path / "whole", **OPTIONS[options])
     with pytest.raises(KilledError):
-        fit(prepared, directory, [Kill(*stop)], **options)
-    resumed, again, later = fit(prepared, directory, resume=directory / "last.ckpt", **options)
+        fit(prepared, tmp_path / "cut", [Kill(*stop)], **OPTIONS[options])
+    resumed, again, later = fit(prepared, tmp_path / "cut", resume=tmp_path / "cut/last.ckpt", **OPTIONS[options])
     assert again.global_step == trainer.global_step
     assert later, "it had not ended"
     for epoch, batches in later.items():
