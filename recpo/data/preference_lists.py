@@ -8,7 +8,6 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from recpo.data.counter_random import uniform
 from recpo.data.prepared import Events
 from recpo.data.slates import BatchMaker, Catalog, Layout, Windows, histories_of, preceding
 from recpo.errors import RecpoError
@@ -17,6 +16,10 @@ from recpo.types import FeedbackBatch, Slates, SlateTraits
 # How often a place is drawn anew when it got an item that the user likes or that the list holds already.
 _ATTEMPTS = 8
 _DISLIKES, _SKIPPED, _UNIFORM, _POPULARITY, _IN_BATCH = range(5)
+
+# of SplitMix64
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
@@ -244,3 +247,25 @@ def _without_repeats(items: np.ndarray, is_new: np.ndarray) -> np.ndarray:
     repeats = np.zeros_like(items, bool)
     np.put_along_axis(repeats, order[:, 1:], ascending[:, 1:] == ascending[:, :-1], 1)
     return np.where(repeats, 0, items)
+
+
+def uniform(*keys: np.ndarray | int) -> np.ndarray:
+    """Uniform numbers in [0, 1) of the broadcast shape of ``keys``: integers of 64 bits, negative ones included.
+
+    A number is a hash of its keys, such as (seed, epoch, context, place), not of how many were drawn before: neither
+    ranks nor workers nor the batch size nor a resume changes it, and a whole batch is drawn at once.
+
+    The keys are folded in one after the other by the finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
+    state = np.zeros(1, np.uint64)
+    for key in keys:
+        state = _mixed(state ^ _mixed(np.asarray(key).astype(np.int64).view(np.uint64)))
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mixed(state: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is the point
+        state = state + _GOLDEN
+        state = (state ^ (state >> np.uint64(30))) * _FIRST
+        state = (state ^ (state >> np.uint64(27))) * _SECOND
+    return state ^ (state >> np.uint64(31))

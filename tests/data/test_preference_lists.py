@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.data.counter_random import uniform
 from recpo.data.datamodule import Rank, TrainBatches
-from recpo.data.preference_lists import PreferenceListLayout
+from recpo.data.preference_lists import PreferenceListLayout, uniform
 from recpo.data.prepared import Events, Prepared, _run_offsets, request_order, request_starts
 from recpo.data.slates import Catalog
 from recpo.errors import RecpoError
