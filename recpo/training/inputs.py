@@ -179,7 +179,8 @@ class InputBuilder:
         mask = items_of(slates)[..., None]
         if not self._options.mask_shared_prefix:
             return mask
-        return without_shared_prefix(mask, self._networks.policy.tokens(slates.item_ids))
+        assert slates.chosen is not None
+        return without_shared_prefix(mask, self._networks.policy.tokens(slates.item_ids), slates.chosen)
 
     def _old_logp(self, batch: FeedbackBatch, logp: Tensor, needed: Tensor, states: Tensor | None) -> Tensor | None:
         if self._networks.old is not None:

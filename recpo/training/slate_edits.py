@@ -135,7 +135,8 @@ def with_hard_negatives(batch: FeedbackBatch, policy: Policy, count: int) -> Fee
     policy.eval()
     items = policy.recommend(batch.histories, min(count, policy.num_items), exclude).item_ids
     policy.train(was_training)
-    kept = (items > 0) & slates.mask[:, :1]
+    assert slates.chosen is not None  # only preference lists ask for hard negatives
+    kept = (items > 0) & (slates.chosen & slates.mask).any(1, keepdim=True)
 
     fills = {"item_ids": items * kept, "visible": batch.histories.lengths[:, None] * kept, "mask": kept}
 
@@ -148,16 +149,17 @@ def with_hard_negatives(batch: FeedbackBatch, policy: Policy, count: int) -> Fee
     return batch._replace(slates=slates._replace(**{name: appended(name, v) for name, v in columns.items()}))
 
 
-def without_shared_prefix(mask: Tensor, tokens: Tensor) -> Tensor:
+def without_shared_prefix(mask: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:
     """Keeps of every rejected item the tokens from the first one on in which it differs from the chosen item.
 
     The chosen and a rejected item are generated through the same first codes, so pushing these down for one pushes them
     down for the other (RAD-DPO, arXiv 2602.23964).
 
     Args:
-        mask: ``[B, S, T]`` or ``[B, S, 1]``, True keeps; the chosen item stands first in its list.
+        mask: ``[B, S, T]`` or ``[B, S, 1]``, True keeps.
         tokens: ``[B, S, T]``.
+        chosen: ``[B, S]`` bool, one item at most; a list without any is left as it is.
     """
-    shared = (tokens == tokens[:, :1]).long().cumprod(-1).bool()
-    shared[:, 0] = False
-    return mask & ~shared
+    of_chosen = (tokens * chosen[..., None]).sum(1, keepdim=True)
+    shared = (tokens == of_chosen).long().cumprod(-1).bool()
+    return mask & ~(shared & ~chosen[..., None] & chosen.any(1)[:, None, None])
