@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from recpo.tokenizer.tokenization import Codes as Codes
     from recpo.workflows.evaluate import evaluate as evaluate
     from recpo.workflows.load import load as load
+    from recpo.workflows.prepare import prepare as prepare
     from recpo.workflows.simulate import simulate as simulate
     from recpo.training.run import Run as Run
     from recpo.workflows.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
@@ -128,6 +129,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.tokenizer.tokenization": ("Codes",),
     "recpo.workflows.evaluate": ("evaluate",),
     "recpo.workflows.load": ("load",),
+    "recpo.workflows.prepare": ("prepare",),
     "recpo.workflows.simulate": ("simulate",),
     "recpo.training.run": ("Run",),
     "recpo.workflows.train": ("train",),

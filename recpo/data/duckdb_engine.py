@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from recpo.data.locations import Location, Place
 from recpo.errors import RecpoError
 
 _BATCH_ROWS: Final = 1 << 17
+_PATTERN: Final = frozenset("*?[]{}")
 
 
 class DuckDBEngine(Engine):
@@ -48,7 +50,7 @@ class DuckDBEngine(Engine):
             self._connection = ibis.duckdb.connect(work / "events.duckdb", **settings)
         except duckdb.Error as error:
             raise RecpoError(
-                f"memory_limit {memory_limit!r}: expected something like 4GB or 512MB ({error})"
+                f"DuckDB could not start with memory_limit {memory_limit!r} in {work}: {_first_line(error)}"
             ) from error
         self._work, self._given = work, dict[str, str]()
         # Strings without an offset are UTC whatever the machine's zone is.
@@ -61,23 +63,42 @@ class DuckDBEngine(Engine):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """See ``Engine.__exit__``."""
-        self._connection.disconnect()
+        with suppress(duckdb.Error):
+            self._connection.disconnect()
+        if not isinstance(error, duckdb.Error):
+            return
+        said = _first_line(error)
+        if "No space left" in said:
+            raise RecpoError(
+                f"{self._work}: the disk is full: free space, or choose another --work ({said})"
+            ) from error
         if isinstance(error, duckdb.OutOfMemoryException):
-            raise RecpoError(f"the engine ran out of memory: raise memory_limit ({_first_line(error)})") from error
-        if isinstance(error, (duckdb.IOException, duckdb.InvalidInputException, duckdb.ConversionException)):
-            raise RecpoError(f"the engine could not read the log: {_first_line(error)}") from error
+            raise RecpoError(f"the engine ran out of memory: raise memory_limit ({said})") from error
+        raise RecpoError(f"the engine could not read the log, a file of which may be damaged: {said}") from error
 
     def read_parquet(self, files: Sequence[Place], columns: Sequence[str]) -> ir.Table:
         """See ``Engine.read_parquet``; files of an object store are copied into ``work``, the columns in use."""
         paths = [
-            file if isinstance(file, Path) else self._copied(file, columns, self._work / f"log-{number}.parquet")
+            self._linked(file, number)
+            if isinstance(file, Path)
+            else self._copied(file, columns, self._work / f"copy-{number}.parquet")
             for number, file in enumerate(files)
         ]
         self._given = {str(path): str(file) for path, file in zip(paths, files, strict=True)}
         # Parquet's statistics know nothing of nan: unless told, DuckDB takes isnan for false where they are finite.
         options = {"filename": True, "file_row_number": True, "union_by_name": True, "can_have_nan": True}
+        options["hive_partitioning"] = False  # names of directories are no columns
         log = self._connection.read_parquet(list(self._given), **options)
         return log.rename({self.FILE: "filename", self.ROW: "file_row_number"})
+
+    def _linked(self, file: Path, number: int) -> Path:
+        """A path that DuckDB neither completes nor takes for a pattern."""
+        path = Path(os.path.realpath(file))
+        if not _PATTERN & set(str(path)):
+            return path
+        link = self._work / f"link-{number}.parquet"
+        link.symlink_to(path)
+        return link
 
     def _copied(self, file: Location, columns: Sequence[str], copy: Path) -> Path:
         """The log is read several times: once over the network is enough."""

@@ -7,6 +7,7 @@ reduced to a row, and the result is the same.
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,10 @@ import ibis.expr.types as ir
 import pyarrow as pa
 
 from recpo.data.locations import Place
+from recpo.errors import RecpoError
+
+_MOST_THREADS: Final = 1024
+_MEMORY: Final = re.compile(r"0*[1-9]\d*(\.\d+)?\s*([kmgt]i?)?b", re.IGNORECASE)
 
 
 class Engine(ABC):
@@ -89,6 +94,12 @@ class EngineOptions:
     threads: int | None = None
     spark_master: str = "local[*]"
     spark_conf: dict[str, str | int | float | bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and not 1 <= self.threads <= _MOST_THREADS:
+            raise RecpoError(f"threads {self.threads}: expected 1 to {_MOST_THREADS}, or null for one for each core")
+        if not _MEMORY.fullmatch(self.memory_limit.strip()):
+            raise RecpoError(f"memory_limit {self.memory_limit!r}: expected something like 4GB or 512MB")
 
     @property
     def writers(self) -> int:

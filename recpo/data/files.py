@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,24 +12,34 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Final
 
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet as pq
 
+from recpo.data import csv_files
+from recpo.data.engine import Engine
 from recpo.data.faults import Fault
 from recpo.data.locations import Location, Place, locate, readable, writable
 from recpo.data.schema import Columns, LogColumns
 from recpo.errors import RecpoError
 
-_SUFFIXES: Final = (".parquet", ".csv")
+_SUFFIXES: Final = (".parquet", *csv_files.SUFFIXES)
+#: columns that the engines add to what they read
+_RESERVED: Final = frozenset({"filename", "file_row_number", Engine.FILE, Engine.ROW})
 _LIKE: Final = 0.6  # share of common letters at which two column names are alike
 
 
 @dataclass(frozen=True)
 class LogFile:
-    """A Parquet file that the engine reads: ``path``, and ``shown``, the name that the user knows it by."""
+    """A Parquet file that the engine reads.
+
+    Attributes:
+        path: where it is.
+        shown: the name that the user knows it by.
+        left_out: rows of the user's file that ``path`` has not, ascending.
+    """
 
     path: Place
     shown: str
+    left_out: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,12 +51,14 @@ class Log:
         empty_files: names of files without rows, which are skipped.
         columns: standard name -> name in the log, only of columns that the log has with a type that suits.
         types: standard name -> type of the column; of ids the one that holds those of all files.
+        faulty: standard names of columns that have a fault already.
     """
 
     files: tuple[LogFile, ...]
     empty_files: tuple[str, ...]
     columns: dict[str, str]
     types: dict[str, pa.DataType]
+    faulty: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -62,7 +75,7 @@ def find_files(log: str | Sequence[str]) -> list[Place]:
     Raises:
         RecpoError: something named does not exist, or holds no file.
     """
-    found: dict[Place, None] = {}
+    found: dict[object, Place] = {}
     for name in [log] if isinstance(log, str) else log:
         place = locate(name)
         files = _local_files(place) if isinstance(place, Path) else _stored_files(name)
@@ -70,8 +83,9 @@ def find_files(log: str | Sequence[str]) -> list[Place]:
             raise RecpoError(
                 f"log {name}: no such file, directory with {' or '.join(_SUFFIXES)} files, or matching glob"
             )
-        found.update(dict.fromkeys(files))
-    return list(found)
+        # One file under two names is read once.
+        found |= {os.path.realpath(file) if isinstance(file, Path) else file: file for file in files}
+    return list(found.values())
 
 
 def _local_files(path: Path) -> Sequence[Place]:
@@ -107,13 +121,14 @@ def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _belongs(file: PurePath) -> bool:
-    return file.suffix.lower() in _SUFFIXES and not any(part[0] in "._" for part in file.parts)
+    return file.name.lower().endswith(_SUFFIXES) and not any(part[0] in "._" for part in file.parts)
 
 
 def open_log(paths: Sequence[Place], mapping: Columns, chosen: Columns, work: Place) -> tuple[Log, list[Fault]]:
     """Reads the schema of every file and settles which columns are used.
 
-    CSV files (first line: the names; types are inferred) are turned into Parquet under ``work`` first.
+    CSV files are turned into Parquet under ``work`` first, and so are Parquet files with columns that an engine would
+    confuse (``_readable_by_engines``).
 
     Args:
         paths: the files of the log.
@@ -128,48 +143,99 @@ def open_log(paths: Sequence[Place], mapping: Columns, chosen: Columns, work: Pl
     files, empty, schemas = [], [], []
     for number, path in enumerate(paths):
         try:
-            file = LogFile(_as_parquet(path, work / f"csv-{number}.parquet"), path.name)
-            with pq.ParquetFile(readable(file.path)) as parquet:
-                rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
-        except (pa.ArrowException, OSError) as error:
+            file, rows, schema, found = _open_file(path, mapping.named(), work / f"log-{number}.parquet")
+        except RecpoError as error:
+            faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out"))
+            continue
+        except (pa.ArrowException, OSError, ValueError) as error:
             faults.append(_unreadable(path, error))
             continue
+        faults += found
+        if schema is None:
+            continue
         schemas.append((file.shown, schema))
-        if rows:
+        if rows or file.left_out:
             files.append(file)
         else:
             empty.append(file.shown)
     if schemas and not files:
         faults.append(Fault(", ".join(empty), None, "the file is empty: it has no rows", "give a log with events"))
-    columns: dict[str, str] = {}
-    types: dict[str, pa.DataType] = {}
-    if schemas:
-        columns, missing = _settle_columns(schemas, mapping, chosen)
-        types, mistyped = _settle_types(schemas, columns)
-        columns = {column: name for column, name in columns.items() if column in types}
-        faults += missing + mistyped
-    return Log(tuple(files), tuple(empty), columns, types), faults
+    columns, missing = _settle_columns(schemas, mapping, chosen)
+    types, mistyped = _settle_types(schemas, columns)
+    faulty = missing.keys() | (columns.keys() - types.keys())
+    columns = {column: name for column, name in columns.items() if column in types}
+    faults += [*missing.values(), *mistyped]
+    return Log(tuple(files), tuple(empty), columns, types, frozenset(faulty)), faults
 
 
-def _as_parquet(path: Place, staged: Place) -> Place:
-    if path.suffix.lower() != ".csv":
-        return path
-    with (
-        pa.csv.open_csv(readable(path)) as reader,
-        writable(staged) as sink,
-        pq.ParquetWriter(sink, reader.schema) as writer,
-    ):
-        for batch in reader:
-            writer.write_batch(batch)
+def _open_file(
+    path: Place, mapping: dict[str, str], staged: Place
+) -> tuple[LogFile, int, pa.Schema | None, list[Fault]]:
+    """The Parquet file to read, its rows, its columns (those of the user's file; None if confused), and faults."""
+    faults: list[Fault] = []
+    if path.name.lower().endswith(csv_files.SUFFIXES):
+        names, faults, left_out = csv_files.csv_to_parquet(path, staged, mapping)
+        file = LogFile(staged, path.name, tuple(left_out))
+    else:
+        names, file = None, LogFile(path, path.name)
+    with pq.ParquetFile(readable(file.path)) as parquet:
+        rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
+    used = [name for name in dict.fromkeys(mapping.values()) if name in (names or schema.names)]
+    confused = _name_faults(path.name, used, names or schema.names)
+    if confused:
+        return file, rows, None, faults + confused
+    if not _readable_by_engines(schema.names):
+        file = LogFile(_copy_columns(path, used, staged), path.name)
+    if names is not None:  # for messages, columns that are not used as well
+        schema = pa.schema([*schema, *(pa.field(name, pa.null()) for name in names if name not in schema.names)])
+    return file, rows, schema, faults
+
+
+def _name_faults(shown: str, used: Sequence[str], names: Sequence[str]) -> list[Fault]:
+    faults = []
+    for name in used:
+        if names.count(name) > 1:
+            faults.append(
+                Fault(shown, name, f"{names.count(name)} columns of this name", "rename or remove the others")
+            )
+        elif name.lower() in _RESERVED:
+            faults.append(Fault(shown, name, "a name that the engines use themselves", "rename the column"))
+    alike = {name.lower() for name in used}
+    if len(alike) < len(set(used)):
+        faults.append(Fault(shown, None, "columns that are used differ in capitals only", "rename one of them"))
+    return faults
+
+
+def _readable_by_engines(names: Sequence[str]) -> bool:
+    """Engines take a name in other capitals for the same, and add columns of their own to what they read."""
+    lower = [name.lower() for name in names]
+    return len(set(lower)) == len(lower) and not _RESERVED & set(lower)
+
+
+def _copy_columns(path: Place, columns: Sequence[str], staged: Place) -> Place:
+    with pq.ParquetFile(readable(path)) as parquet:
+        schema = pa.schema([parquet.schema_arrow.field(name) for name in columns])
+        with writable(staged) as sink, pq.ParquetWriter(sink, schema) as writer:
+            for group in range(parquet.num_row_groups):
+                writer.write_table(parquet.read_row_group(group, columns=list(columns)).select(columns))
     return staged
+
+
+def write_frame(frame: pa.Table, work: Place) -> Place:
+    """Writes the rows of a frame as a file of the log."""
+    place = work / "frame.parquet"
+    with writable(place) as sink:
+        pq.write_table(frame, sink)
+    return place
 
 
 def _unreadable(path: Place, error: Exception) -> Fault:
     size = path.stat().st_size if isinstance(path, Path) else path.size()
     if size == 0:
         problem = "the file is empty: 0 bytes"
-    elif path.suffix.lower() == ".csv":
-        problem = f"not a readable CSV file ({_first_line(error)})"
+    elif path.name.lower().endswith(csv_files.SUFFIXES):
+        is_encoding = isinstance(error, UnicodeError) or "UTF8" in str(error)
+        problem = f"{'not UTF-8 text' if is_encoding else 'not a readable CSV file'} ({_first_line(error)})"
     else:
         with path.open("rb") if isinstance(path, Path) else path.open_input() as handle:
             starts_well = handle.read(4) == b"PAR1"
@@ -180,8 +246,9 @@ def _unreadable(path: Place, error: Exception) -> Fault:
 
 def _settle_columns(
     schemas: Sequence[tuple[str, pa.Schema]], mapping: Columns, chosen: Columns
-) -> tuple[dict[str, str], list[Fault]]:
-    columns, faults = {}, []
+) -> tuple[dict[str, str], dict[str, Fault]]:
+    """Standard name -> name in the log, and the fault of each column that is needed and missing."""
+    columns, faults = {}, {}
     needed = {column for column in LogColumns.ALL if column in LogColumns.REQUIRED or column in chosen.named()}
     for column, name in mapping.named().items():
         lacking = [(shown, schema) for shown, schema in schemas if name not in schema.names]
@@ -191,12 +258,12 @@ def _settle_columns(
             shown, schema = lacking[0]
             where = shown if len(lacking) == 1 else f"{shown} and {len(lacking) - 1} more"
             free = [known for known in schema.names if known not in mapping.named().values()]
-            fix = _mend_missing(column, name, schema, free)
-            faults.append(Fault(where, name, f"no such column (wanted as {column})", fix))
+            fix = _fix_missing(column, name, schema, free)
+            faults[column] = Fault(where, name, f"no such column (wanted as {column})", fix)
     return columns, faults
 
 
-def _mend_missing(column: str, name: str, schema: pa.Schema, free: Sequence[str]) -> str:
+def _fix_missing(column: str, name: str, schema: pa.Schema, free: Sequence[str]) -> str:
     wanted = (name.lower(), column.lower(), column.removesuffix("_id"))
     likeness = {
         known: max(difflib.SequenceMatcher(None, known.lower(), word).ratio() for word in wanted) for known in free

@@ -24,7 +24,7 @@ from recpo.data.catalog import (
 from recpo.data.engine import Engine, EngineOptions
 from recpo.data.events import select_columns, standardize, time_order
 from recpo.data.faults import Fault, refuse
-from recpo.data.files import Log, find_files, open_log
+from recpo.data.files import Log, find_files, open_log, write_frame
 from recpo.data.locations import Place, locate
 from recpo.data.prepared import FORMAT_VERSION, write_manifest
 from recpo.data.publishing import prepared_directory, work_directory
@@ -55,7 +55,7 @@ _STAGES: Final = ("reading", "checking", "splitting", "shaping", *PERIODS, "hist
 
 @dataclass(frozen=True)
 class Preparation:
-    """Everything that decides what a prepared directory holds; see ``recpo.cli.prepare.prepare`` for the meaning."""
+    """Everything that decides what a prepared directory holds: the arguments of ``recpo.workflows.prepare.prepare``."""
 
     preset: PresetName = "plain"
     columns: Columns = field(default_factory=Columns)
@@ -98,7 +98,7 @@ class Preparation:
 
     def run(
         self,
-        log: str | Sequence[str],
+        log: str | Sequence[str] | pa.Table,
         out: str | Path,
         *,
         engine: EngineOptions = EngineOptions(),  # noqa: B008  frozen
@@ -108,18 +108,29 @@ class Preparation:
     ) -> dict[str, Any]:
         """Writes the prepared directory ``out`` and returns its manifest.
 
+        Args:
+            log: names of files, directories and patterns, or the rows themselves, which go through a file in ``work``.
+            out: directory to make, here or in an object store.
+            engine: what runs the expressions.
+            work: where temporary files go; None = beside ``out``.
+            overwrite: replace ``out``, if it is a prepared directory.
+            progress: show a bar on a terminal.
+
         Raises:
             RecpoError: the log has faults (all of them in one message), cannot be split, or ``out`` exists.
         """
-        paths = find_files(log)
+        names = [] if isinstance(log, pa.Table) else [log] if isinstance(log, str) else log
+        paths = find_files(names)
         place = None if work is None else locate(work)
-        inputs = [*paths, *(locate(name) for name in ([log] if isinstance(log, str) else log))]
+        inputs = [*paths, *map(locate, names)]
         with prepared_directory(locate(out), place, overwrite=overwrite, inputs=inputs) as partial:
             with (
                 work_directory(place, partial) as temporary,
                 engine.start(temporary) as started,
                 tqdm(total=len(_STAGES), desc="prepare", unit="stage", disable=None if progress else True) as bar,
             ):
+                if isinstance(log, pa.Table):
+                    paths = [write_frame(log, temporary)]
                 manifest = _Run(self, started, engine.writers, partial, temporary, bar).manifest(paths)
             return write_manifest(partial, manifest)
 
@@ -301,7 +312,7 @@ def tie_warnings(label: Label, ties: dict[str, int]) -> list[str]:
 
 
 def _label_faults(label: Label, log: Log) -> list[Fault]:
-    lacking = [column for column in label.needs if column not in log.columns]
+    lacking = [column for column in label.needs if column not in log.columns and column not in log.faulty]
     if not lacking or not log.files:
         return []
     name = type(label).__name__

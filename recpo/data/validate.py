@@ -9,6 +9,7 @@ from typing import Final, Literal
 import ibis
 import ibis.expr.types as ir
 
+from recpo.data.csv_files import row_in_file
 from recpo.data.engine import Engine
 from recpo.data.events import length_ms, number, timestamp_ms
 from recpo.data.faults import Example, Fault
@@ -207,8 +208,9 @@ def _label_checks(raw: ir.Table, label: Label) -> list[Check]:
 def _examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> list[Example]:
     first = offending.order_by([Engine.FILE, Engine.ROW]).limit(_EXAMPLES)
     rows = engine.table(first.select(file=first[Engine.FILE], row=first[Engine.ROW], value=first[column])).to_pylist()
-    shown = {str(file.path): file.shown for file in log.files}
-    return [Example(shown[engine.file_of(row["file"])], row["row"], row["value"]) for row in rows]
+    files = {str(file.path): file for file in log.files}
+    places = [(files[engine.file_of(row["file"])], row) for row in rows]
+    return [Example(file.shown, row_in_file(row["row"], file.left_out), row["value"]) for file, row in places]
 
 
 def _duplicates(engine: Engine, raw: ir.Table, log: Log) -> Sequence[Fault]:

@@ -15,12 +15,12 @@ import torch
 
 import recpo
 from recpo.cli.main import main
-from recpo.cli.prepare import prepare
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.semantic_codes import SemanticCodes
 from recpo.tokenizer.codebooks import Codebooks
 from recpo.training.run import load_policy
+from recpo.workflows.prepare import prepare
 
 SMALL = ["--levels", "2", "--codebook_size", "8", "--capacity_slack", "null"]
 

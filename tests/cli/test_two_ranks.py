@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 
-from recpo.cli.prepare import prepare
 from recpo.data.held_out import Rank
 from recpo.data.prepared import Prepared
 from recpo.data.slates import SequenceLayout
 from recpo.data.train_batches import TrainBatches
 from recpo.training.run import checkpoint_path
+from recpo.workflows.prepare import prepare
 
 CONFIG = """
 data:

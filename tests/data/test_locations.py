@@ -199,4 +199,4 @@ def test_columns_that_are_not_used_are_not_copied(tmp_path):
     work.mkdir()
     with ENGINE.start(work) as engine:
         engine.read_parquet([locate(f"file://{tmp_path}/log.parquet")], log.schema.names)
-        assert pq.read_schema(work / "log-0.parquet").names == log.schema.names
+        assert pq.read_schema(work / "copy-0.parquet").names == log.schema.names

@@ -14,7 +14,6 @@ from torch.optim import Adam
 
 import recpo.objectives
 from recpo.advantages import GAEAdvantage, GroupNormalizedAdvantage, LeaveOneOutAdvantage, TernaryAdvantage
-from recpo.cli.prepare import prepare
 from recpo.cli.simulate import simulate
 from recpo.data.datamodule import FeedbackDataModule, evaluation_batches
 from recpo.data.preference_lists import PreferenceListLayout
@@ -45,6 +44,7 @@ from recpo.policies.critic import ItemScore
 from recpo.rewards import LoggedReward
 from recpo.training.module import PreferenceModule
 from recpo.training.options import CriticOptions, LearningOptions
+from recpo.workflows.prepare import prepare
 
 K, HISTORY = 5, 20
 SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]

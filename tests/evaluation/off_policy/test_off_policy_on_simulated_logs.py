@@ -7,7 +7,6 @@ import pytest
 import torch
 from scipy.stats import kendalltau
 
-from recpo.cli.prepare import prepare
 from recpo.cli.simulate import simulate
 from recpo.contracts import RewardFunction
 from recpo.data.datamodule import evaluation_batches
@@ -20,6 +19,7 @@ from recpo.evaluation.off_policy.propensities import EstimatedPropensities, Logg
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.rewards import LoggedReward
 from recpo.types import Recommendations, Slates
+from recpo.workflows.prepare import prepare
 
 K = 10
 

@@ -1,0 +1,216 @@
+"""CSV files of a log become Parquet files: every column that is used gets the one type that all of its values have.
+
+Types are settled by the whole file and not by its first block: everything is read as text, then cast. So a word in a
+column of numbers is reported with its row, whatever row that is, and ids such as 007 keep their zeros.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from recpo.data.faults import Example, Fault
+from recpo.data.locations import Place, writable
+from recpo.data.schema import LogColumns
+from recpo.errors import RecpoError
+
+SUFFIXES: Final = (".csv", ".csv.gz")
+
+_IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
+_FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL)
+_WHOLE: Final = r"^-?(0|[1-9][0-9]{0,17}|[1-8][0-9]{18})$"  # what int64 holds, without leading zeros
+_NUMBER: Final = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(inf|Inf|INF|infinity|Infinity)$"
+_ABSENT: Final = pa.array(["", "nan", "NaN", "NAN", "NA", "N/A", "n/a", "null", "NULL", "Null", "None", "none"])
+_TRUE: Final = pa.array(["true", "True", "TRUE"])
+_FALSE: Final = pa.array(["false", "False", "FALSE"])
+_EXAMPLES: Final = 3
+_HEADER_BYTES: Final = 1 << 20
+
+
+@dataclass
+class _Seen:
+    """What the values of one column are, counted over the file."""
+
+    takes_flags: bool
+    values: int = 0
+    whole: int = 0
+    numbers: int = 0
+    flags: int = 0
+    words: int = 0
+    first_words: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, text: pa.Array, first_row: int) -> None:
+        """Counts a batch of trimmed text, whose first row is ``first_row``."""
+        known = pc.invert(_absent(text))
+        whole = pc.fill_null(pc.match_substring_regex(text, _WHOLE), False)
+        number = pc.or_(whole, pc.fill_null(pc.match_substring_regex(text, _NUMBER), False))
+        flag = pc.or_(pc.is_in(text, _TRUE), pc.is_in(text, _FALSE))
+        word = pc.and_not(known, pc.or_(number, flag) if self.takes_flags else number)
+        for name, found in {"values": known, "whole": whole, "numbers": number, "flags": flag, "words": word}.items():
+            setattr(self, name, getattr(self, name) + found.true_count)
+        missing = _EXAMPLES - len(self.first_words)
+        rows = pc.indices_nonzero(word)[:missing].to_pylist()
+        self.first_words += [(first_row + row, text[row].as_py()) for row in rows]
+
+
+def csv_to_parquet(path: Place, staged: Place, mapping: Mapping[str, str]) -> tuple[list[str], list[Fault], list[int]]:
+    """Writes the columns of a CSV file (first line: the names) that a mapping names as a Parquet file.
+
+    Args:
+        path: the file; UTF-8, may be compressed with gzip.
+        staged: the Parquet file to make.
+        mapping: standard name -> name in the log.
+
+    Returns:
+        The file's column names; faults (rows with too few or too many values, words in columns of numbers); the
+        numbers of the rows that are left out, from 0.
+
+    Raises:
+        RecpoError: the file is not in UTF-8, or has no line of names.
+    """
+    names = _header(path)
+    used = {column: name for column, name in mapping.items() if names.count(name) == 1}
+    reader = _Reader(path, names, sorted({names.index(name) for name in used.values()}))
+    seen = {name: _Seen(column in _FLAGS) for column, name in used.items()}
+    row = 0
+    for batch in reader.batches():
+        for name in seen:
+            seen[name].add(_trimmed(batch.column(f"c{names.index(name)}")), row)
+        row += batch.num_rows
+    ragged = sorted(reader.ragged)
+    kinds = {name: _kind(column, seen[name]) for column, name in used.items()}
+    reader = _Reader(path, names, reader.positions)
+    schema = pa.schema([(name, kinds[name]) for name in seen])
+    with writable(staged) as sink, pq.ParquetWriter(sink, schema) as writer:
+        for batch in reader.batches():
+            columns = [_cast(batch.column(f"c{names.index(name)}"), kinds[name]) for name in seen]
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+    faults = _ragged_faults(path, names, reader.ragged)
+    for column, name in used.items():
+        faults += _word_faults(path, column, name, kinds[name], seen[name], ragged)
+    return names, faults, ragged
+
+
+def row_in_file(row: int, left_out: list[int] | tuple[int, ...]) -> int:
+    """The number in its file of the ``row``-th row that is kept; ``left_out`` is ascending."""
+    for gone in left_out:
+        if gone > row:
+            break
+        row += 1
+    return row
+
+
+class _Reader:
+    """Batches of text of some columns, called ``c`` and their position; rows of another width are set aside."""
+
+    def __init__(self, path: Place, names: list[str], positions: list[int]) -> None:
+        self.path, self.names, self.positions = path, names, positions
+        self.ragged: dict[int, tuple[int, str]] = {}
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        names = [f"c{position}" for position in range(len(self.names))]
+        chosen = [f"c{position}" for position in self.positions] or names[:1]
+        with (
+            closing(open_text(self.path)) as source,
+            pa.csv.open_csv(
+                source,
+                # one thread: with more, Arrow does not know the numbers of rows
+                read_options=pa.csv.ReadOptions(use_threads=False, column_names=names, skip_rows=1),
+                parse_options=pa.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=self._set_aside),
+                convert_options=pa.csv.ConvertOptions(
+                    include_columns=chosen,
+                    column_types=dict.fromkeys(chosen, pa.string()),
+                    null_values=[""],
+                    strings_can_be_null=True,
+                    quoted_strings_can_be_null=True,
+                ),
+            ) as reader,
+        ):
+            yield from reader
+
+    def _set_aside(self, row: Any) -> str:
+        self.ragged[row.number - 2] = (row.actual_columns, row.text)  # Arrow counts from 1, with the line of names
+        return "skip"
+
+
+def open_text(path: Place) -> Any:
+    """The bytes of a file, decompressed where they are compressed with gzip."""
+    with path.open("rb") if isinstance(path, Path) else path.open_input() as handle:
+        is_gzip = handle.read(2) == b"\x1f\x8b"
+    source = pa.OSFile(str(path)) if isinstance(path, Path) else path.open_input()
+    return pa.CompressedInputStream(source, "gzip") if is_gzip else source
+
+
+def _header(path: Place) -> list[str]:
+    with closing(open_text(path)) as source:
+        start = source.read(_HEADER_BYTES)
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\x00" in start[:100]:
+        raise RecpoError("text in UTF-16 or another wide encoding, not UTF-8")
+    line = start.splitlines()[0] if start.strip() else b""
+    try:
+        names = next(csv.reader(io.StringIO(line.decode("utf-8-sig"))), [])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise RecpoError(f"its first line, the column names, is not UTF-8 text ({error})") from error
+    if not any(name.strip() for name in names):
+        raise RecpoError("its first line, the column names, is empty")
+    return names
+
+
+def _kind(column: str, seen: _Seen) -> pa.DataType:
+    if column in _IDS:
+        return pa.int64() if seen.values and seen.whole == seen.values else pa.string()
+    if column == LogColumns.TIMESTAMP and 2 * seen.numbers < seen.values:
+        return pa.string()
+    if column in _FLAGS and seen.values and seen.flags == seen.values:
+        return pa.bool_()
+    return pa.int64() if seen.values and seen.whole == seen.values else pa.float64()
+
+
+def _cast(text: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Values that are no ``kind`` become null: they are faults already, or absent."""
+    if pa.types.is_string(kind):
+        return text
+    text = _trimmed(text)
+    true, false = pc.is_in(text, _TRUE), pc.is_in(text, _FALSE)
+    if pa.types.is_boolean(kind):
+        return pc.if_else(pc.or_(true, false), true, pa.scalar(None, pa.bool_()))
+    if pa.types.is_integer(kind):
+        return pc.if_else(pc.match_substring_regex(text, _WHOLE), text, pa.scalar(None, pa.string())).cast(kind)
+    fits = pc.match_substring_regex(text, _NUMBER)
+    numbers = pc.ascii_ltrim(pc.if_else(fits, text, pa.scalar(None, pa.string())), characters="+").cast(kind)
+    return pc.if_else(true, 1.0, pc.if_else(false, 0.0, numbers))
+
+
+def _trimmed(text: pa.Array) -> pa.Array:
+    return pc.utf8_trim_whitespace(text)
+
+
+def _absent(text: pa.Array) -> pa.Array:
+    return pc.or_(pc.is_null(text), pc.is_in(text, _ABSENT))
+
+
+def _ragged_faults(path: Place, names: list[str], ragged: dict[int, tuple[int, str]]) -> list[Fault]:
+    if not ragged:
+        return []
+    first = [Example(path.name, row, f"{ragged[row][0]} values") for row in sorted(ragged)[:_EXAMPLES]]
+    problem = f"another number of values than the {len(names)} columns of the first line"
+    return [Fault(path.name, None, problem, "fix these rows, or quote values that contain commas", len(ragged), first)]
+
+
+def _word_faults(path: Place, column: str, name: str, kind: pa.DataType, seen: _Seen, ragged: list[int]) -> list[Fault]:
+    if column in _IDS or pa.types.is_string(kind) or not seen.words:
+        return []
+    expected = "a number, or true and false" if column in _FLAGS else "a number"
+    fix = f"expected {expected}: fix or empty these values"
+    examples = [Example(path.name, row_in_file(row, ragged), value) for row, value in seen.first_words]
+    return [Fault(path.name, name, "not a number", fix, seen.words, examples)]

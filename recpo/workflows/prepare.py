@@ -1,0 +1,143 @@
+"""The verb ``prepare``: from an interaction log to training, validation and test shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike, fspath
+from typing import Literal
+
+import pyarrow as pa
+
+from recpo.data.engine import EngineOptions
+from recpo.data.locations import locate
+from recpo.data.prepare import Preparation
+from recpo.data.prepared import Prepared
+from recpo.data.schema import Columns, PresetName
+from recpo.data.shaping import (
+    D2Q,
+    BinaryColumn,
+    EveryEvent,
+    Label,
+    NumericColumn,
+    WatchQuantiles,
+    WatchRatio,
+    WatchTimeGain,
+)
+from recpo.data.splits import LeaveLastOut, Split, TemporalSplit
+from recpo.errors import RecpoError
+from recpo.feedback import FeedbackRule
+from recpo.frames import Frame, to_arrow
+
+# Imported so that on the command line their short names work as class paths.
+__all__ = [
+    "D2Q",
+    "BinaryColumn",
+    "EveryEvent",
+    "LeaveLastOut",
+    "NumericColumn",
+    "WatchRatio",
+    "WatchTimeGain",
+    "prepare",
+]
+
+Path = str | PathLike[str]
+
+
+def prepare(
+    log: Path | Sequence[Path] | Frame,
+    out: Path,
+    *,
+    preset: PresetName = "plain",
+    columns: Columns = Columns(),  # noqa: B008 frozen
+    split: Split = TemporalSplit(),  # noqa: B008 frozen
+    label: Label = WatchQuantiles(),  # noqa: B008 frozen
+    feedback: FeedbackRule = FeedbackRule(),  # noqa: B008 frozen
+    max_context: int = 200,
+    rows_per_shard: int = 500_000,
+    min_user_events: int = 0,
+    min_item_events: int = 1,
+    catalog: Literal["train", "log"] = "train",
+    max_watch_time: float = 86_400.0,
+    strict: bool = False,
+    engine: Literal["duckdb", "spark"] = "duckdb",
+    memory_limit: str = "4GB",
+    threads: int | None = None,
+    spark_master: str = "local[*]",
+    spark_conf: dict[str, str | int | float | bool] = {},  # noqa: B006  never changed
+    work: str | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Prepared:
+    """Checks an interaction log and writes it as indexed, labeled, split and sorted shards.
+
+    One error lists every fault of the log. Refused: files that cannot be read, missing columns, wrong types, null
+    users, items or times, times that do not parse. Neutralized and counted (the event stays, without that value):
+    missing or impossible watch times, durations, labels and propensities. Dropped and counted: exact duplicates (equal
+    in every column that is used), events of items outside the catalog. The counts stand in ``manifest.json``.
+    Whatever is fitted is fitted on the train period. Equal logs give equal bytes, in whatever order their rows are, and
+    whichever engine runs.
+
+    Args:
+        log: Parquet or CSV file (``.csv``, ``.csv.gz``), directory of such files, or glob pattern; or a list of them.
+            With a scheme (s3://, gs://, abfs://, hdfs://) in an object store. Or a frame (pandas, polars, pyarrow),
+            which is written to a temporary file in ``work`` first, as the engines read the log several times.
+        out: directory to make, here or in an object store.
+        preset: column names and units to start from.
+        columns: columns and units that differ from the preset.
+        split: TemporalSplit or LeaveLastOut.
+        label: how the preference label is made: WatchQuantiles, WatchRatio, D2Q, WatchTimeGain, BinaryColumn,
+            NumericColumn or EveryEvent.
+        feedback: which labels make an event positive or skipped; whatever trains on or evaluates this log uses it.
+        max_context: number of earlier events that a held-out user keeps as context, and of events in a serving history.
+        rows_per_shard: a shard ends with the user who reaches this number of rows.
+        min_user_events: drop users with fewer train events; 0 keeps users who first appear later.
+        min_item_events: drop items with fewer events in the period that ``catalog`` names; counted before users.
+        catalog: items of the train period, so that nothing is known of the future, or of the whole log.
+        max_watch_time: longest possible watch time in seconds.
+        strict: refuse impossible values and exact duplicates instead of neutralizing or dropping them.
+        engine: duckdb inside this process, or spark for logs beyond one machine; the result is the same.
+        memory_limit: what DuckDB, Spark's local process or each Spark executor may hold before it writes to disk.
+        threads: worker threads of DuckDB or of Spark's local process; null = one for each core.
+        spark_master: where Spark runs: local[*], spark://host:port, yarn, k8s://...
+        spark_conf: more settings of Spark by their names, as a dictionary.
+        work: directory for temporary files; null = beside ``out``, or the system's where ``out`` is in an object store.
+            Spark on a cluster needs one that all its machines reach (hdfs://, s3://, a network mount).
+        overwrite: replace ``out`` where it exists and is a prepared directory.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The prepared directory; what became of the events stands in ``manifest["counts"]``.
+
+    Raises:
+        RecpoError: the log has faults (all of them in one message), or cannot be split; an option is out of range;
+            ``out`` exists and ``overwrite`` is False, or is no prepared directory, or holds the log.
+    """
+    preparation = Preparation(
+        preset=preset,
+        columns=columns,
+        split=split,
+        label=label,
+        feedback=feedback,
+        max_context=max_context,
+        rows_per_shard=rows_per_shard,
+        min_user_events=min_user_events,
+        min_item_events=min_item_events,
+        catalog=catalog,
+        max_watch_time=max_watch_time,
+        strict=strict,
+    )
+    options = EngineOptions(engine, memory_limit, threads, spark_master, spark_conf)
+    place = fspath(out)
+    preparation.run(_source(log), place, engine=options, work=work, overwrite=overwrite, progress=progress)
+    return Prepared.open(locate(place))
+
+
+def _source(log: Path | Sequence[Path] | Frame) -> list[str] | pa.Table:
+    """Names of files, or the frame's table."""
+    if isinstance(log, str | PathLike):
+        return [fspath(log)]
+    if isinstance(log, Sequence):
+        if not all(isinstance(name, str | PathLike) for name in log):
+            raise RecpoError("log: a list holds names of files; a frame is given alone")
+        return [fspath(name) for name in log]
+    return to_arrow(log, "log")
