@@ -307,3 +307,59 @@ def test_recommend_runs_where_training_code_cannot_be_imported(bundle_path, tmp_
     assert "unknown items skipped: 1; events without feedback: 1" in done.stdout
     expected = Bundle.load(bundle_path, engine).serve(histories, 3).table
     assert pq.read_table(tmp_path / "lists.parquet").equals(expected)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"other": [1]},
+        {"item_index": [1]},
+        {"item_id": ["a"]},
+        {"item_index": [None], "item_id": ["a"]},
+        {"item_index": ["one"], "item_id": ["a"]},
+        {"item_index": [[1]], "item_id": ["a"]},
+        {"item_index": [1.5], "item_id": ["a"]},
+        {"item_index": [1], "item_id": [1.5]},
+        {"item_index": [1], "item_id": [None]},
+        {"item_index": [1, 2], "item_id": ["a", "a"]},
+        {"item_index": [2, 1], "item_id": ["a", "b"]},
+        {"item_index": [1, 2], "item_id": ["a", "b"]},
+        {"item_index": pa.array([], pa.int32()), "item_id": pa.array([], pa.string())},
+    ],
+    ids=str,
+)
+def test_any_other_item_table_is_refused(copy, table):
+    pq.write_table(pa.table(table), copy / "items.parquet")
+    sign(copy)
+    with pytest.raises(RecpoError, match=r"item"):
+        Bundle.load(copy)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" * 9, os.urandom(100)])
+def test_what_is_no_item_table_is_refused(copy, content):
+    (copy / "items.parquet").write_bytes(content)
+    sign(copy)
+    with pytest.raises(RecpoError, match=r"items\.parquet"):
+        Bundle.load(copy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["missing", "reversed", "text", "repeated"])
+def test_altered_codes_are_refused(export_once, tmp_path, change):
+    root = Path(shutil.copytree(export_once("semantic")[1], tmp_path / "bundle"))
+    Bundle.load(root, engine="torch")
+    file = root / "codes" / "codes.parquet"
+    codes = pq.read_table(file).to_pandas()
+    names = [name for name in codes if name.startswith("code_")]
+    if change == "missing":
+        codes = codes.drop(columns=names[-1])
+    elif change == "text":
+        codes[names[0]] = "x"
+    else:
+        codes[names] = codes[names].to_numpy()[::-1] if change == "reversed" else 0
+    codes.to_parquet(file)
+    with pytest.raises(RecpoError, match=r"codes\.parquet \(changed\)"):
+        Bundle.load(root, engine="torch")
+    sign(root)
+    with pytest.raises(RecpoError):
+        Bundle.load(root, engine="torch")
