@@ -26,8 +26,8 @@ _NEEDED = {
     "prepare": ("log", "out"),
     "tokenize": ("prepared", "out"),
     "evaluate": ("prepared", "out"),
-    "export": ("run", "prepared", "out"),
-    "recommend": ("bundle", "histories", "out"),
+    "export": ("run", "out"),
+    "recommend": ("histories", "out"),
 }
 _FOLDERS = ("recpo", "configs", "data", "docs", "notebooks", "benchmarks", "tests", "requirements", ".ci")
 

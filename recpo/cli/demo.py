@@ -90,7 +90,7 @@ def demo(
     evaluation = out / "evaluation"
     _step(evaluate, "--prepared", prepared, "--run", json.dumps(listed), "--truth", log / "truth", "--out", evaluation)
     exported = out / f"{families[-1].prefix}gbpo-0"
-    _step(export, "--run", exported, "--prepared", prepared, "--out", bundle)
+    _step(export, "--run", exported, "--out", bundle)
     histories, lists = prepared / "histories.parquet", out / "recommendations.parquet"
     _step(recommend, "--bundle", bundle, "--histories", histories, "--out", lists, "--k", 10, "--show", 3)
     summary = _summary(json.loads((evaluation / METRICS).read_text(encoding="utf-8")), families, seeds)

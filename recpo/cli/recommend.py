@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import pyarrow.dataset as ds
 from rich.table import Table
@@ -11,17 +11,23 @@ from tqdm import tqdm
 
 from recpo.cli.config import save_resolved
 from recpo.cli.output import console
+from recpo.errors import RecpoError
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ServingCounts
 from recpo.workflows.recommend import write_recommendations
 
+if TYPE_CHECKING:
+    from recpo.training.run import Run
+
 _EVENTS_SHOWN_FROM = 1 << 16
+_K_OF_A_RUN = 10
 
 
 def recommend(
-    bundle: Path,
     histories: Path,
     out: Path,
+    bundle: Path | None = None,
+    run: Path | None = None,
     k: int | None = None,
     exclude: Path | None = None,
     users: Path | None = None,
@@ -29,32 +35,42 @@ def recommend(
     batch_size: int = 256,
     show: int = 0,
 ) -> None:
-    """Recommends for every user of a Parquet file of histories; neither lightning nor torchrec is needed.
+    """Recommends for every user of a Parquet file of histories; a bundle needs neither lightning nor torchrec.
 
     Items of the history and those to exclude are never recommended. Unknown items are skipped and counted, and a user
     without events gets what the policy recommends when nothing is known.
 
     Args:
-        bundle: directory written by ``recpo export``.
         histories: Parquet file or directory of events, the rows of a user together: user_id, item_id, timestamp (times,
             or milliseconds since 1970) and, as the log had them, watch_time and duration (seconds), dislike, label.
         out: Parquet file to write: user_id, rank, item_id, score; an existing one is replaced.
-        k: list length; null = the longest that the bundle serves.
+        bundle: directory written by ``recpo export``.
+        run: instead of a bundle, a run directory written by ``recpo train``; its best checkpoint answers.
+        k: list length; null = the longest that the bundle serves, of a run 10.
         exclude: Parquet file of user_id and item_id: what must not be listed.
         users: Parquet file with user_id: who is served, new users among them; null = the users of the histories.
         engine: onnx (ONNX Runtime, without torch) or torch.
         batch_size: users ranked at once.
         show: print the lists of the first so many users.
     """
-    loaded = Bundle.load(bundle, engine)
+    if (bundle is None) == (run is None):
+        raise RecpoError("recommend takes one of --bundle and --run")
+    source = Bundle.load(bundle, engine) if bundle is not None else _open_run(run)
+    k = k if k is not None else source.k if isinstance(source, Bundle) else _K_OF_A_RUN
     with tqdm(desc="recommend", unit="event", disable=None, leave=False) as bar:
         counts = write_recommendations(
-            loaded, histories, out, k, exclude=exclude, users=users, batch_size=batch_size, progress=bar.update
+            source, histories, out, k, exclude=exclude, users=users, batch_size=batch_size, progress=bar.update
         )
     save_resolved(out)
     if show > 0:
         console().print(_lists(histories, out, show))
-    _print(counts, out, loaded.k if k is None else k)
+    _print(counts, out, k)
+
+
+def _open_run(run: Path | None) -> Run:
+    from recpo.training.run import Run  # a bundle is served where torch and lightning are missing
+
+    return Run.open(run or "")
 
 
 def _lists(histories: Path, lists: Path, users: int) -> Table:

@@ -24,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
@@ -223,14 +224,12 @@ class Run:
                 ``watch_time`` and ``duration`` in seconds, ``dislike`` and ``label``; external ids.
             k: list length.
             exclude: ``user_id`` and ``item_id`` of what must not be listed, besides the items of the history.
-            users: who is served; None = the users of ``histories``.
+            users: who is served, in this order, new users among them; None = the users of ``histories``.
 
         Returns:
-            ``user_id``, ``rank`` from 1, ``item_id``, ``score`` (natural-log probability); ``attrs["counts"]`` says
-            what was left out (``ServingCounts``).
+            ``user_id``, ``rank``, ``item_id``, ``score``; ``attrs["counts"]`` says what was left out, as of a bundle.
         """
-        runtime, reader = self._server
-        return recommend_lists(runtime, reader, histories, k=k, exclude=exclude, users=users).to_pandas()
+        return recommend_lists(self.runtime, self.reader, histories, k=k, exclude=exclude, users=users).to_pandas()
 
     def score(self, histories: Frame, candidates: Frame) -> pd.DataFrame:
         """Log-probabilities of given items; see ``recpo.serving.recommending.score_candidates``.
@@ -238,15 +237,21 @@ class Run:
         Args:
             histories: raw events, as in ``recommend``.
             candidates: ``user_id`` and ``item_id``.
+
+        Returns:
+            ``user_id``, ``item_id``, ``score``, in the order of the candidates; nan for unknown items.
         """
-        runtime, reader = self._server
-        return score_candidates(runtime, reader, histories, candidates).to_pandas()
+        return score_candidates(self.runtime, self.reader, histories, candidates).to_pandas()
 
     @cached_property
-    def _server(self) -> tuple[PolicyRuntime, HistoryReader]:
-        policy = self.policy()
-        reader = HistoryReader(self.items, self.feedback, policy.max_history, policy.reads_timestamps)
-        return PolicyRuntime(policy), reader
+    def runtime(self) -> PolicyRuntime:
+        """Ranks and scores encoded histories, by the best checkpoint."""
+        return PolicyRuntime(self.policy())
+
+    @cached_property
+    def reader(self) -> HistoryReader:
+        """Reads histories for this policy."""
+        return HistoryReader(self.items, self.feedback, self.runtime.max_history, self.runtime.reads_timestamps)
 
     def export(self, out: Path | str, k: int = 100, *, checkpoint: str = "best", overwrite: bool = False) -> Bundle:
         """Writes the policy as a bundle for serving; nothing but the run is needed.

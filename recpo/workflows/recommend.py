@@ -1,11 +1,11 @@
-"""Recommendations of a bundle: for a frame in memory, or for a Parquet file of any size."""
+"""The verb ``recommend``: a bundle or a run over a frame in memory, or over a Parquet file of any size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from recpo.artifacts import output_file
+from recpo.artifacts import kind_of, output_file
 from recpo.errors import RecpoError
 from recpo.frames import FrameOrPath, id_column, read_frame, require_columns, to_arrow
 from recpo.serving.bundle import Bundle
@@ -22,7 +22,14 @@ from recpo.serving.histories import EVENT_COLUMNS, ITEM_ID, TIMESTAMP, USER_ID, 
 from recpo.serving.recommending import BATCH_SIZE, recommend_lists, validate_k
 from recpo.serving.runtimes import EngineName, Runtime
 
+if TYPE_CHECKING:
+    from recpo.training.run import Run
+
 _ROWS_AT_ONCE = 1 << 16
+
+
+#: Who recommends: a bundle, a run, or the directory of one.
+Source = Union[Bundle, "Run", str, PathLike[str]]
 
 
 class Server(NamedTuple):
@@ -33,7 +40,7 @@ class Server(NamedTuple):
 
 
 def recommend(
-    source: Bundle | str | PathLike[str],
+    source: Source,
     histories: FrameOrPath,
     k: int | None = None,
     *,
@@ -45,7 +52,7 @@ def recommend(
     """The best items of every user, as a frame; see ``Bundle.recommend``.
 
     Args:
-        source: a bundle or its directory.
+        source: a bundle, a run, or the directory of one; of a run the best checkpoint answers.
         histories: events in long format: a frame, or a Parquet file or directory, which has to fit into memory.
         k: list length; None = the longest that is served.
         exclude: ``user_id`` and ``item_id`` of what must not be listed.
@@ -63,7 +70,7 @@ def recommend(
 
 
 def write_recommendations(
-    source: Bundle | str | PathLike[str],
+    source: Source,
     histories: str | PathLike[str],
     out: str | PathLike[str],
     k: int | None = None,
@@ -77,7 +84,7 @@ def write_recommendations(
     """Writes the lists of all users of a Parquet file to another one, in bounded memory.
 
     Args:
-        source: a bundle or its directory.
+        source: a bundle, a run, or the directory of one; of a run the best checkpoint answers.
         histories: Parquet file or directory of events in long format, in which the rows of a user stand together.
         out: Parquet file to write: ``user_id``, ``rank``, ``item_id``, ``score``; an existing one is replaced.
         k: list length; None = the longest that is served.
@@ -100,7 +107,7 @@ def write_recommendations(
     asked = None if users is None else id_column(read_frame(users, "users"), USER_ID, "users")
     events = _open(Path(histories))
     counts, writer = ServingCounts(), None
-    given = [source.root if isinstance(source, Bundle) else source, histories, exclude, users]
+    given = [source if isinstance(source, str | PathLike) else source.root, histories, exclude, users]
     inputs = [Path(path) for path in given if isinstance(path, str | PathLike)]
     with output_file(Path(out), inputs=inputs) as partial:
         try:
@@ -115,8 +122,12 @@ def write_recommendations(
     return counts
 
 
-def _server(source: Bundle | str | PathLike[str], engine: EngineName) -> Server:
-    bundle = source if isinstance(source, Bundle) else Bundle.load(Path(source), engine)
+def _server(source: Source, engine: EngineName) -> Server:
+    if isinstance(source, str | PathLike) and kind_of(Path(source)) == "run":
+        from recpo.training.run import Run  # a bundle is served where torch and lightning are missing
+
+        source = Run.open(Path(source))
+    bundle = Bundle.load(Path(source), engine) if isinstance(source, str | PathLike) else source
     return Server(bundle.runtime, bundle.reader)
 
 

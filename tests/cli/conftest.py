@@ -21,6 +21,6 @@ def road(tmp_path_factory, request):
     for seed in ("0", "1"):
         options = ["--data.prepared", prepared, "--out", str(root / f"run-{seed}"), "--seed", seed]
         assert main(["train", "--config", str(config), *options, *SMALL]) == 0
-    export = ["export", "--run", str(root / "run-0"), "--prepared", prepared, "--out", str(root / "bundle")]
+    export = ["export", "--run", str(root / "run-0"), "--out", str(root / "bundle")]
     assert main(export) == 0
     return root

@@ -271,7 +271,7 @@ def test_the_same_run_twice_and_contenders_of_other_items_are_refused(road, tmp_
 
 def test_bundles_say_what_they_cannot_do(road, tmp_path, capsys):
     short = tmp_path / "short"
-    export = ["--run", str(road / "run-0"), "--prepared", str(road / "prepared"), "--out", str(short), "--k", "7"]
+    export = ["--run", str(road / "run-0"), "--out", str(short), "--k", "7"]
     assert main(["export", *export]) == 0
     out = tmp_path / "evaluation"
     assert run_on(road, out, "--bundle", str(short)) == 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -17,17 +18,54 @@ from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import HistoryReader
-from recpo.training.run import checkpoint_path, load_policy
+from recpo.training.run import Run, checkpoint_path
 from recpo.workflows.recommend import recommend, write_recommendations
 
 
-def test_a_run_on_other_items_is_not_exported(road, tmp_path, capsys):
-    other = shutil.copytree(road / "run-0", tmp_path / "other")
-    finished = json.loads((other / "run.json").read_text())
-    (other / "run.json").write_text(json.dumps(finished | {"catalog_checksum": "0"}))
-    options = ["--run", str(other), "--prepared", str(road / "prepared"), "--out", str(tmp_path / "bundle")]
-    assert main(["export", *options]) == 1
-    assert "other items" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["items.parquet", "feedback.json", "resolved.yaml", "checkpoints/best.ckpt"])
+def test_a_run_that_has_changed_is_not_exported(road, tmp_path, capsys, name):
+    run = Path(shutil.copytree(road / "run-0", tmp_path / "run"))
+    content = bytearray((run / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (run / name).write_bytes(content)
+    assert main(["export", "--run", str(run), "--out", str(tmp_path / "bundle")]) == 1
+    assert f"{name} (changed)" in capsys.readouterr().err
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_item_ids_in_another_order_are_never_recommended_from(road, tmp_path, capsys):
+    """Reversed item ids gave wrong items, exit status 0."""
+    run = Path(shutil.copytree(road / "run-0", tmp_path / "run"))
+    table = pq.read_table(run / "items.parquet")
+    reversed_ids = pa.array(table["item_id"].to_pylist()[::-1], table["item_id"].type)
+    place = table.column_names.index("item_id")
+    pq.write_table(table.set_column(place, "item_id", reversed_ids), run / "items.parquet")
+    histories = str(road / "prepared" / "histories.parquet")
+    for verb in (["export"], ["recommend", "--histories", histories]):
+        assert main([*verb, "--run", str(run), "--out", str(tmp_path / "out")]) == 1
+        assert "items.parquet (changed)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_elsewhere_without_its_data_exports_and_recommends(road, histories, tmp_path):
+    run = Path(shutil.copytree(road / "run-0", tmp_path / "on another machine" / "run"))
+    (tmp_path / "in").mkdir()
+    events = histories.to_parquet(tmp_path / "in" / "histories.parquet") or tmp_path / "in" / "histories.parquet"
+    lists = tmp_path / "lists.parquet"
+    assert main(["recommend", "--run", str(run), "--histories", str(events), "--out", str(lists), "--k", "5"]) == 0
+    assert main(["export", "--run", str(run), "--out", str(tmp_path / "bundle")]) == 0
+    served, expected = recommend(tmp_path / "bundle", events, 5), pd.read_parquet(lists)
+    assert served["item_id"].tolist() == expected["item_id"].tolist()
+    np.testing.assert_allclose(served["score"], expected["score"], atol=1e-4)
+    assert served.drop(columns="score").equals(Run.open(run).recommend(histories, 5).drop(columns="score"))
+
+
+@pytest.mark.parametrize("sources", [[], ["--run", "--bundle"]])
+def test_recommend_takes_a_run_or_a_bundle(road, tmp_path, capsys, sources):
+    given = [text for option in sources for text in (option, str(road / option.strip("-")))]
+    options = ["--histories", str(road / "prepared" / "histories.parquet"), "--out", str(tmp_path / "o.parquet")]
+    assert main(["recommend", *given, *options]) == 1
+    assert "one of --bundle and --run" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +77,7 @@ def histories(road):
 @pytest.mark.parametrize("engine", ["onnx", "torch"])
 def test_the_bundle_gives_every_test_user_the_policys_list(road, engine):
     """From raw events with external ids, the lists that evaluation computes from the prepared shards."""
-    policy, data = load_policy(road / "run-0"), Prepared.open(road / "prepared")
+    policy, data = Run.open(road / "run-0").policy(), Prepared.open(road / "prepared")
     bundle, items = Bundle.load(road / "bundle", engine), data.item_ids()
     users = data.table("users.parquet").column("user_id").to_numpy()
     events = held_out_histories(data, users, items)
@@ -165,7 +203,7 @@ def test_unreadable_histories_are_refused(road, tmp_path, capsys, content):
 
 
 def test_export_refuses_an_existing_output_and_caps_k_at_the_catalog(road, capsys):
-    options = ["--run", str(road / "run-0"), "--prepared", str(road / "prepared"), "--out", str(road / "bundle")]
+    options = ["--run", str(road / "run-0"), "--out", str(road / "bundle")]
     assert main(["export", *options]) == 1
     assert "exists already" in capsys.readouterr().err
     bundle = Bundle.load(road / "bundle")

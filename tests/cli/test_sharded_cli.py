@@ -123,7 +123,7 @@ def test_a_sharded_run_is_evaluated_exported_and_continued_without_torchrec(kill
     recpo("evaluate", *evaluate, block_torchrec=True)
     metrics = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
     assert metrics["schema_version"] == 2
-    export = ["--run", str(run), "--prepared", str(prepared), "--out", str(tmp_path / "bundle")]
+    export = ["--run", str(run), "--out", str(tmp_path / "bundle")]
     recpo("export", *export, block_torchrec=True)
     histories = ["--histories", str(prepared / "histories.parquet"), "--out", str(tmp_path / "lists.parquet")]
     recpo("recommend", "--bundle", str(tmp_path / "bundle"), *histories, block_torchrec=True)
