@@ -20,6 +20,7 @@ def calibrate(
     resamples: int = 200,
     seed: int = 0,
     device: str = "auto",
+    trust: list[str] = [],  # noqa: B006  jsonargparse prints it
 ) -> None:
     """Calibrates a pointwise reward model on the validation period and measures it on the test period.
 
@@ -37,9 +38,17 @@ def calibrate(
         resamples: of the bootstrap.
         seed: of the bootstrap.
         device: where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
+        trust: packages beside recpo whose classes the configuration of the run may name.
     """
     report = calibrate_run(
-        run, prepared, checkpoint=checkpoint, batch_size=batch_size, resamples=resamples, seed=seed, device=device
+        run,
+        prepared,
+        checkpoint=checkpoint,
+        batch_size=batch_size,
+        resamples=resamples,
+        seed=seed,
+        device=device,
+        trust=trust,
     )
     print_report(report)
 

@@ -45,6 +45,7 @@ def evaluate(
     checkpoint: Literal["best", "last"] = "best",
     batch_size: int = 512,
     device: str = "auto",
+    trust: list[str] = [],  # noqa: B006
     overwrite: bool = False,
 ) -> None:
     """Evaluates policies, bundles and baselines on the same held-out users, and tells them apart.
@@ -78,6 +79,7 @@ def evaluate(
         checkpoint: which checkpoint of the runs.
         batch_size: users scored at once.
         device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
+        trust: packages beside recpo whose classes the configurations of the runs may name.
         overwrite: replace ``out`` where it exists.
     """
     found = evaluate_contenders(
@@ -98,6 +100,7 @@ def evaluate(
         checkpoint=checkpoint,
         batch_size=batch_size,
         device=device,
+        trust=trust,
         overwrite=overwrite,
         progress=True,
     )

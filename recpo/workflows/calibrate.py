@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from recpo.errors import RecpoError
 from recpo.evaluation.calibration import CalibrationReport, Exposures, Platt, assess_target, fit_platt
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.training.learned_reward import CALIBRATION, Checkpoint, RewardModel, checkpoint_sha256, load_reward_model
-from recpo.training.run import refuse_other_items
+from recpo.training.run import Run
 from recpo.workflows.devices import compute_device
 
 
 def calibrate(
-    run: Path | str,
+    run: Run | Path | str,
     prepared: Prepared | Path | str,
     *,
     checkpoint: Checkpoint = "best",
@@ -29,6 +30,7 @@ def calibrate(
     resamples: int = 200,
     seed: int = 0,
     device: str = "auto",
+    trust: Sequence[str] = (),
 ) -> CalibrationReport:
     """Calibrates a pointwise reward model on the validation period and measures it on the test period.
 
@@ -39,13 +41,14 @@ def calibrate(
     LearnedReward reads.
 
     Args:
-        run: directory of a run of the PointwiseReward objective.
+        run: a run of the PointwiseReward objective, or its directory.
         prepared: prepared data of the same items, or its directory.
         checkpoint: which checkpoint of the run.
         batch_size: users scored at once.
         resamples: of the bootstrap.
         seed: of the bootstrap.
         device: where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
+        trust: packages beside recpo whose classes the configuration of the run may name.
 
     Raises:
         RecpoError: the run is none of a pointwise reward model or knows other items, a period has no labeled exposure,
@@ -53,13 +56,13 @@ def calibrate(
     """
     if batch_size < 1 or resamples < 1:
         raise RecpoError(f"batch_size is {batch_size} and resamples is {resamples}, expected at least 1 each")
-    run = Path(run)
     data = prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)
-    refuse_other_items(run, data.catalog_checksum, data.root)
+    run = Run.open(run, trust)
+    run.validate_items(data)
     model = load_reward_model(run, checkpoint)
     if not isinstance(model.objective, PointwiseReward):
         raise RecpoError(
-            f"{run} is a pairwise reward model: its scores only compare items of one context, there is nothing to "
+            f"{run.root} is a pairwise reward model: its scores only compare items of one context, there is nothing to "
             "calibrate; LearnedReward takes it as it is"
         )
     model.to(compute_device(device))
@@ -75,12 +78,12 @@ def calibrate(
         targets[name] = {"calibration": fitted._asdict(), "test": report}
     content: dict[str, Any] = {
         "checkpoint": checkpoint,
-        "checkpoint_sha256": checkpoint_sha256(run, checkpoint),
+        "checkpoint_sha256": checkpoint_sha256(run.root, checkpoint),
         "exposures": {"valid": len(valid.user), "test": len(test.user), "test_random": int(test.is_random.sum())},
         "targets": targets,
     }
-    write_json(run / CALIBRATION, content)
-    return CalibrationReport(content, run / CALIBRATION)
+    write_json(run.root / CALIBRATION, content)
+    return CalibrationReport(content, run.root / CALIBRATION)
 
 
 def _exposures(

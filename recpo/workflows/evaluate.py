@@ -37,8 +37,8 @@ from recpo.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import EncodedHistories
 from recpo.training.curves import training_curves
-from recpo.training.learned_reward import Checkpoint, checkpoint_sha256
-from recpo.training.run import FINISHED, RESOLVED, Run, load_policy, refuse_other_items
+from recpo.training.learned_reward import Checkpoint
+from recpo.training.run import CHECKPOINTS, FINISHED, RESOLVED, Run
 from recpo.types import EvaluationBatch, Histories, Recommendations
 from recpo.workflows.devices import compute_device
 
@@ -70,6 +70,7 @@ def evaluate(
     checkpoint: Checkpoint = "best",
     batch_size: int = 512,
     device: str = "auto",
+    trust: Sequence[str] = (),
     overwrite: bool = False,
     progress: bool = False,
 ) -> Evaluation:
@@ -81,7 +82,7 @@ def evaluate(
 
     Args:
         prepared: prepared data, or its directory.
-        contenders: who is compared: directories of runs and bundles on the same items, bundles, and names of baselines
+        contenders: who is compared: runs and bundles on the same items, their directories, and names of baselines
             (popularity, positives, recency, cooccurrence, random). The logging policy is added where its value is
             known.
         out: directory to make; None = the evaluation is in memory only.
@@ -101,13 +102,14 @@ def evaluate(
         checkpoint: which checkpoint of the runs.
         batch_size: users scored at once.
         device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
+        trust: packages beside recpo whose classes the configurations of the runs may name.
         overwrite: replace ``out`` where it exists.
         progress: show progress bars on a terminal.
 
     Raises:
         RecpoError: a contender that is none, is unfinished, or knows other items; options out of range; ``out`` exists.
     """
-    contenders = [contenders] if isinstance(contenders, str | Path | Bundle) else contenders
+    contenders = [contenders] if isinstance(contenders, str | Path | Run | Bundle) else contenders
     validate_ks(ks)
     if batch_size < 1 or bootstrap_resamples < 0:
         raise RecpoError(
@@ -123,7 +125,7 @@ def evaluate(
                 output_directory(out, kind="evaluation", overwrite=overwrite, inputs=[one for one in inputs if one])
             )
         where = compute_device(device)
-        compared = _contenders(contenders, data, baseline_options, max(ks), checkpoint, where)
+        compared = _contenders(contenders, data, baseline_options, max(ks), checkpoint, where, trust)
         shared = _Pass(
             data=data,
             split=split,
@@ -159,6 +161,7 @@ def evaluate(
             "checkpoint": checkpoint,
             "batch_size": batch_size,
             "device": device,
+            "trust": trust,
         }
         document = shared.document(compared, evaluated, {"checkpoint": checkpoint}, warnings)
         evaluation = Evaluation(document, _plain(options))
@@ -174,18 +177,20 @@ def _contenders(
     longest: int,
     checkpoint: Checkpoint,
     device: torch.device,
+    trust: Sequence[str],
 ) -> list[Contender]:
     """Everybody, checked before the first one is loaded."""
     names = _names([path for one in named if (path := _path(one)) is not None])
     found: list[Contender] = []
     for one in named:
-        if isinstance(one, Bundle):
+        if isinstance(one, Run):
+            found.append(_run(names[one.root], one, data, checkpoint, device))
+        elif isinstance(one, Bundle):
             found.append(_bundle(names[one.root], one, str(one.root), data, longest))
         elif isinstance(one, str) and one in BASELINES:
             found.append(baseline(one, data, options))
         else:
-            path = one.root if isinstance(one, Run) else Path(one)
-            found.append(_from_directory(path, names[path], data, longest, checkpoint, device))
+            found.append(_from_directory(Path(one), names[Path(one)], data, longest, checkpoint, device, trust))
     validate_names(found)
     if not found:
         raise RecpoError("nothing to evaluate: name at least one run, one bundle or one of the baselines")
@@ -208,11 +213,17 @@ def _names(paths: Sequence[Path]) -> dict[Path, str]:
 
 
 def _from_directory(
-    path: Path, name: str, data: Prepared, longest: int, checkpoint: Checkpoint, device: torch.device
+    path: Path,
+    name: str,
+    data: Prepared,
+    longest: int,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    trust: Sequence[str],
 ) -> Contender:
     kind = kind_of(path)
     if kind in ("run", None) and ((path / FINISHED).is_file() or (path / RESOLVED).is_file()):
-        return _run(name, path, data, checkpoint, device)
+        return _run(name, Run.open(path, trust), data, checkpoint, device)
     if kind == "bundle":
         return _bundle(name, Bundle.load(path), str(path), data, longest)
     raise RecpoError(
@@ -221,20 +232,21 @@ def _from_directory(
     )
 
 
-def _run(name: str, path: Path, data: Prepared, checkpoint: Checkpoint, device: torch.device) -> Contender:
-    refuse_other_items(path, data.catalog_checksum, data.root)
+def _run(name: str, run: Run, data: Prepared, checkpoint: Checkpoint, device: torch.device) -> Contender:
+    run.validate_items(data)
+    run.checkpoint(checkpoint)
     facts = {
         "kind": "run",
-        "path": str(path),
+        "path": str(run.root),
         "checkpoint": checkpoint,
-        "weights_sha256": checkpoint_sha256(path, checkpoint),
-        "configuration": (path / RESOLVED).read_text(encoding="utf-8"),
+        "weights_sha256": run.facts["files"].get(f"{CHECKPOINTS}/{checkpoint}.ckpt", ""),
+        "configuration": (run.root / RESOLVED).read_text(encoding="utf-8"),
     }
-    return Contender(name, "run", partial(_load_run, name, path, checkpoint, device), facts, training_curves(path))
+    return Contender(name, "run", partial(_load_run, name, run, checkpoint, device), facts, training_curves(run.root))
 
 
-def _load_run(name: str, path: Path, checkpoint: Checkpoint, device: torch.device) -> Loaded:
-    policy = load_policy(path, checkpoint).to(device)
+def _load_run(name: str, run: Run, checkpoint: Checkpoint, device: torch.device) -> Loaded:
+    policy = run.policy(checkpoint).to(device)
     log_prob = policy.log_prob if policy.has_exact_log_prob else None
     return Loaded(Recommender(policy.recommend, log_prob, name, scores_are_logp=True), policy.max_history, policy)
 

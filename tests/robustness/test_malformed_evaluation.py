@@ -85,7 +85,19 @@ def _files(directory):
     return [file for file in Path(directory).rglob("*") if file.is_file()]
 
 
-DAMAGE = [("run.json", None), ("resolved.yaml", None), ("checkpoints/best.ckpt", None)]
+DAMAGE = [
+    ("run.json", None),
+    ("run.json", b""),
+    ("run.json", b"{"),
+    ("run.json", b"[]"),
+    ("run.json", b"{}"),
+    ("run.json", b"\xff\xfe\x00"),
+    ("resolved.yaml", None),
+    ("resolved.yaml", b"policy: ["),
+    ("resolved.yaml", b"1"),
+    ("checkpoints/best.ckpt", None),
+    ("checkpoints/best.ckpt", b"no checkpoint"),
+]
 
 
 @pytest.mark.parametrize(("file", "content"), DAMAGE)
