@@ -30,7 +30,7 @@ def test_the_whole_road_in_a_hurry(policy, verbs, families, tmp_path):
         assert f"$ recpo {verb} " in done.stdout
     summary = json.loads((out / "summary.json").read_text())
     assert sorted(summary) == sorted(["popularity", *(f"{family}{row}" for family in families for row in ROWS)])
-    exported = json.loads((out / "bundle" / "manifest.json").read_text())["policy"]
+    exported = json.loads((out / "bundle" / "manifest.json").read_text())["policy"]["class"]
     assert exported.endswith(policy)
     for row in summary.values():
         assert row.keys() == {"NDCG@10", "disliked@10", "true_reward@10"}
