@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         VectorsFromParquet as VectorsFromParquet,
     )
     from recpo.tokenizer.tokenization import Codes as Codes
+    from recpo.workflows.calibrate import calibrate as calibrate
     from recpo.workflows.evaluate import evaluate as evaluate
     from recpo.workflows.load import load as load
     from recpo.workflows.prepare import prepare as prepare
@@ -127,6 +128,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.tokenizer.cooccurrence": ("VectorsFromCooccurrence",),
     "recpo.tokenizer.sources": ("CodesFromFile", "VectorsFromFrame", "VectorsFromParquet"),
     "recpo.tokenizer.tokenization": ("Codes",),
+    "recpo.workflows.calibrate": ("calibrate",),
     "recpo.workflows.evaluate": ("evaluate",),
     "recpo.workflows.load": ("load",),
     "recpo.workflows.prepare": ("prepare",),

@@ -1,10 +1,15 @@
 """What ``import recpo`` gives: every name resolves, says what it is, and costs nothing before it is used."""
 
 import ast
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import pandas as pd
+import pyarrow as pa
 import pytest
 
 import recpo
@@ -63,3 +68,81 @@ def test_load_says_what_it_found_instead(prepared, tmp_path):
     (tmp_path / "recpo.json").write_text('{"kind": "demo"}', encoding="utf-8")
     with pytest.raises(recpo.RecpoError, match="found a demo directory, whose parts can be opened"):
         recpo.load(tmp_path)
+
+
+class Stream:
+    """A frame of a library that recpo does not know: all it has is the Arrow C stream."""
+
+    def __init__(self, frame):
+        self.table = pa.Table.from_pandas(frame, preserve_index=False)
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        return self.table.__arrow_c_stream__(requested_schema)
+
+
+KINDS = {
+    "pandas": lambda frame: frame,
+    "pyarrow": lambda frame: pa.Table.from_pandas(frame, preserve_index=False),
+    "stream": Stream,
+}
+TINY = {"data.batch_size": 16, "trainer.accelerator": "cpu", "trainer.max_epochs": 1, "trainer.limit_train_batches": 2}
+
+
+@pytest.fixture(scope="module")
+def road(world, tmp_path_factory):
+    """``log``, ``data``, ``run`` and what the functions that made them printed."""
+    out, log = tmp_path_factory.mktemp("road"), pd.read_parquet(world / "log")
+    data = recpo.prepare(log, out=out / "prepared")
+    policy = partial(recpo.CatalogSoftmaxPolicy, dim=8, heads=1, layers=1, max_history=50)
+    run = recpo.train(data, policy=policy, out=out / "run", **TINY)
+    return SimpleNamespace(log=log, data=data, run=run, out=out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prepare_takes_any_frame_and_writes_the_same(road, tmp_path, kind):
+    data = recpo.prepare(KINDS[kind](road.log), out=tmp_path / "prepared")
+    assert data.manifest["files"] == road.data.manifest["files"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_and_a_bundle_take_any_frame_and_return_pandas_in_external_ids(road, bundle, kind):
+    frame = KINDS[kind](road.log)
+    for lists in (road.run.recommend(frame, k=3), bundle.recommend(frame, k=3)):
+        assert isinstance(lists, pd.DataFrame)
+        assert list(lists) == ["user_id", "rank", "item_id", "score"]
+        assert lists["item_id"].dtype == road.log["item_id"].dtype
+        assert set(lists["user_id"]) <= set(road.log["user_id"])
+        assert set(lists["item_id"]) <= set(road.log["item_id"])
+        assert lists.merge(road.log, on=["user_id", "item_id"]).empty
+
+
+@pytest.fixture(scope="module")
+def bundle(road):
+    return road.run.export(road.out / "bundle", k=5)
+
+
+def test_the_functions_print_nothing(road, tmp_path, capfd):
+    data = recpo.prepare(road.log, out=tmp_path / "prepared")
+    run = recpo.train(data, objective=recpo.GBPO(), init_from=road.run, out=tmp_path / "aligned", **TINY)
+    result = recpo.evaluate(data, [road.run, run, "popularity"], out=tmp_path / "evaluation")
+    assert {"run", "aligned", "popularity"} <= set(result.to_pandas()["contender"])
+    run.export(tmp_path / "bundle", k=3).recommend(road.log, k=2)
+    assert capfd.readouterr() == ("", "")
+    kinds = {"prepared": recpo.Prepared, "aligned": recpo.Run, "bundle": recpo.Bundle, "evaluation": recpo.Evaluation}
+    for name, kind in kinds.items():
+        assert isinstance(recpo.load(tmp_path / name), kind)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_run_on_another_path_without_its_prepared_data_recommends_and_exports(road, tmp_path, monkeypatch):
+    expected = road.run.recommend(road.log, k=3)
+    shutil.copytree(road.out / "run", tmp_path / "elsewhere" / "moved")
+    monkeypatch.chdir(tmp_path)
+    road.data.root.rename(tmp_path / "gone")
+    try:
+        moved = recpo.load("elsewhere/moved")
+        pd.testing.assert_frame_equal(moved.recommend(road.log, k=3), expected)
+        served = moved.export(tmp_path / "bundle", k=3).recommend(road.log, k=3)
+        assert served[["user_id", "rank", "item_id"]].equals(expected[["user_id", "rank", "item_id"]])
+    finally:
+        (tmp_path / "gone").rename(road.data.root)
