@@ -48,6 +48,11 @@ def test_a_hit_is_a_logged_positive():
     assert reward.tolist() == [[1, 1, 0, 0, 0, 0, 0, 0]]
 
 
+def test_a_position_that_left_the_logged_slate_is_no_hit():
+    batch = batch_of([[1, 2]], mask=[[True, False]])
+    assert HitReward()(batch, candidates_of([[1, 2]])).tolist() == [[1, 0]]
+
+
 def test_hits_are_those_of_a_loop():
     rng = np.random.default_rng(0)
     items, visible = rng.integers(0, 8, (40, 9)), rng.integers(0, 7, (40, 9))
