@@ -8,8 +8,9 @@ from recpo.data.datamodule import FeedbackDataModule
 from recpo.data.slates import SequenceLayout
 from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.training.checkpoints import LastCheckpoint
 from recpo.training.module import PreferenceModule
-from recpo.training.trainer import LastCheckpoint
+from recpo.training.options import LearningOptions
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
@@ -59,7 +60,7 @@ def fit(prepared, directory, callbacks=(), resume=None, **options):
     torch.manual_seed(0)
     data = FeedbackDataModule(prepared, batch_size=16, layout=SequenceLayout(12), seed=5, max_validation_users=16)
     policy = CatalogSoftmaxPolicy(data.prepared.num_items, dim=8, layers=1, heads=1, max_history=12, dropout=0.2)
-    module = PreferenceModule(policy, Likelihood(), seed=5)
+    module = PreferenceModule(policy, LearningOptions(objective=Likelihood(), seed=5))
     contexts = Contexts()
     # the callbacks that kill come first: what a checkpoint of this very moment would hold is lost
     trainer = Trainer(
