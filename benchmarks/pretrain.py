@@ -31,7 +31,7 @@ import numpy as np
 from ratings import Sequences, read_ratings, simulate
 
 from recpo.data.prepare import Preparation
-from recpo.data.schema import ColumnMapping
+from recpo.data.schema import Columns
 from recpo.data.shaping import EveryEvent
 from recpo.data.splits import LeaveLastOut
 
@@ -119,7 +119,7 @@ def write_data(sequences: Sequences, data: Path) -> np.ndarray:
     log = data.parent / "log.parquet"
     sequences.frame().to_parquet(log)
     data.mkdir()
-    columns = ColumnMapping(time_unit="order")
+    columns = Columns(time_unit="order")
     preparation = Preparation(
         columns=columns, split=LeaveLastOut(), label=EveryEvent(), max_context=10_000, catalog="log"
     )

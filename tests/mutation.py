@@ -47,7 +47,7 @@ OWNERS = {
     "recpo/ops/linear_logprob": ["tests/ops/test_linear_logprob.py"],
     "recpo/ops/sharded_logprob": ["tests/ops/test_sharded_logprob.py"],
     "recpo/advantages": ["tests/test_advantages.py", "tests/test_vectors.py"],
-    "recpo/rewards": ["tests/rewards"],
+    "recpo/rewards": ["tests/rewards", "tests/test_vectors.py"],
     "recpo/evaluation/ranking": ["tests/evaluation/test_ranking.py"],
     "recpo/evaluation/off_policy": ["tests/evaluation/off_policy"],
     "recpo/data/shaping": ["tests/data/test_shaping.py"],

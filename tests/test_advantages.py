@@ -17,6 +17,7 @@ from recpo.advantages import (
     TernaryAdvantage,
     generalized_advantage_estimate,
     group_normalized_advantage,
+    leave_one_out_advantage,
     share_threshold,
     ternary_advantage,
 )
@@ -205,3 +206,21 @@ def test_slates_that_do_not_say_where_sessions_end_are_one_session():
     values = torch.tensor([[1.0, 2.0]])
     batch = feedback(reward=torch.tensor([[1.0, 1.0]]))
     assert GAEAdvantage(0.5, 1.0)(batch, values)[0, 1] == -1.0
+
+
+# ---------------------------------------------------------------- what mutants survived
+def test_groups_of_two_are_divided_by_one_and_not_by_two():
+    rewards = torch.tensor([[1.0, 4.0]])
+    assert leave_one_out_advantage(rewards).tolist() == [[-3.0, 3.0]]
+    assert group_normalized_advantage(rewards)[0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
+    numbers = torch.tensor([[1, 1, 0]])  # a mask of numbers
+    padded = group_normalized_advantage(torch.tensor([[1.0, 4.0, 9.0]]), numbers)
+    assert padded[0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0], rel=1e-5)
+
+
+def test_no_gradient_flows_into_rewards_and_values():
+    rewards, values = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+    for result in generalized_advantage_estimate(rewards, values, torch.zeros(2, 3), torch.zeros(2)):
+        assert not result.requires_grad
+    assert not group_normalized_advantage(rewards).requires_grad
+    assert not leave_one_out_advantage(rewards).requires_grad

@@ -26,6 +26,15 @@ def test_a_dislike_outranks_the_label_and_the_threshold_itself_is_positive(kind)
     assert rule.unknown(label, dislike).tolist() == [False] * 4 + [True] + [False] * 3
 
 
+def test_counts_of_every_kind():
+    """Each kind another number, so that none may be added, taken away or left out for another one."""
+    label = np.array([0.8] * 3 + [0.5] * 4 + [0.1] * 2 + [0.9, math.nan] * 3 + [math.nan], np.float32)
+    dislike = np.array([False] * 9 + [True] * 6 + [False])
+    counts = FeedbackRule().counts(label, dislike)
+    assert counts == {"positive": 3, "neutral": 4, "skipped": 2, "disliked": 6, "unknown": 1}
+    assert FeedbackRule(positive_threshold=1.0).positive_threshold == 1.0
+
+
 @given(st.lists(st.tuples(st.one_of(st.just(math.nan), st.floats(0, 1, width=32)), st.booleans())), st.data())
 def test_every_event_is_one_thing_and_numpy_and_torch_agree(events, data):
     high = data.draw(st.floats(0.01, 1))

@@ -95,6 +95,26 @@ def test_misses_share_minus_one_and_masked_candidates_have_no_rank():
         assert (alone[~hits[row, mask[row]]].diff() >= 0).all()
 
 
+def test_a_miss_costs_the_discount_of_its_rank():
+    """1 / log2(rank + 1) over the sum of the misses'; hits and masked candidates take ranks or none."""
+    hits, mask = torch.tensor([[False, True, False, False]]), torch.tensor([[1, 1, 0, 1]])  # of numbers
+    first, third = 1 / np.log2(2), 1 / np.log2(4)
+    expected = [-first / (first + third), 1.0, 0.0, -third / (first + third)]
+    assert rank_aware_reward(hits, mask)[0].tolist() == pytest.approx(expected)
+    alone = rank_aware_reward(torch.tensor([False, False, False, False]))
+    weights = 1 / np.log2(np.arange(2, 6))
+    assert alone.tolist() == pytest.approx((-weights / weights.sum()).tolist())
+
+
+def test_hits_where_every_logged_item_is_positive():
+    """The last key is a positive too, and ids beyond it are looked for."""
+    batch = batch_of([[3, 5]], is_logged=[[1, 1]])
+    reward = HitReward()(batch, candidates_of([[3, 5, 1, 9]]))
+    assert reward.tolist() == [[1.0, 1.0, 0.0, 0.0]]
+    assert reward.dtype == torch.float32
+    assert HitReward().learns_from == RankAwareReward().learns_from == {"positives"}
+
+
 def test_rank_aware_reward_of_candidates():
     batch = batch_of([[5, 6]])
     reward = RankAwareReward()(batch, candidates_of([[4, 0, 5, 3]]))
@@ -133,6 +153,15 @@ def test_logged_reward_in_closed_form(cost, unknown):
     bare = LoggedReward(cost, unknown)(batch_of([[1]]), candidates._replace(dislike=None))
     rest = nan if unknown is None else unknown
     torch.testing.assert_close(bare, torch.tensor([[0.75, 0.75, rest, rest, 0.0]]), equal_nan=True)
+
+
+def test_what_rewards_learn_from_and_their_defaults():
+    assert LoggedReward() == LoggedReward(1.0, None)
+    assert LoggedReward().learns_from == {"labels"}
+    assert ValidityReward(count=1).count == 1
+    assert ValidityReward() == ValidityReward(5)
+    both = WeightedSum((LoggedReward(), HitReward()), (1.0, 2.0))
+    assert both.learns_from == {"labels", "positives"}
 
 
 def test_logged_reward_needs_labels():
