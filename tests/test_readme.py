@@ -145,16 +145,33 @@ def _write_own_log(directory):
     log[["uid", "video", "ts", "played_ms", "length_ms", "thumbs_down"]].to_parquet(directory / "logs" / "0.parquet")
 
 
+def _environment():
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # models this small gain nothing from more threads, and lose on a busy machine
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+def test_the_python_road_of_the_readme_runs(clone):
+    """From a data frame to recommendations and back, in at most 15 lines."""
+    _write_own_log(clone)
+    road, _ = _blocks("python")
+    assert len([line for line in road.splitlines() if line and not line.startswith("import")]) <= 15
+    show = "\nprint('rows', len(run.recommend(recent, k=10)), 'frame', type(result.to_pandas()).__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", road + show], env=_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rows 800 frame DataFrame" in done.stdout
+    assert (clone / "runs/comparison/report.html").is_file()
+
+
 @pytest.mark.slow
 def test_the_road_of_the_readme_runs(clone):
     _write_own_log(clone)
     (commands,) = _blocks("bash")
-    (serving,) = _blocks("python")
-    tools = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",  # models this small gain nothing from more, and lose on a busy machine
-    }
+    _, serving = _blocks("python")
+    tools = _environment()
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands], env=tools, capture_output=True, text=True, check=False
     )
