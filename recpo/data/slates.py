@@ -121,7 +121,8 @@ class SequenceLayout(Layout):
     Args:
         history_length: H.
         overlap: O, the least history of a position where the user has as much: 1 scores the most positions per pass,
-            H gives every request a pass of its own. None = H / 4, rounded up.
+            H gives every request a pass of its own. None = H / 4, rounded up: with H = 50 on a simulated log it gained
+            0.008 of validation NDCG@10 for a tenth of the speed; H / 2 costs a quarter (docs/training.md).
         last_window_only: keep only each user's most recent window (the convention of SASRec's evaluation protocol).
 
     Raises:
