@@ -31,6 +31,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 LOSSES = [
     "tests/ops/test_pure_ops.py",
+    "tests/ops/test_shapes.py",
     "tests/test_vectors.py",
     "tests/test_objective_references.py",
     "tests/objectives",
