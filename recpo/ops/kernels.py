@@ -75,7 +75,23 @@ def matmul_transposed(left: Tensor, right: Tensor) -> Tensor:
     """``left rightᵀ``: ``[n, k]`` and ``[m, k]`` give ``[n, m]``; no gradient. Either may be a transposed view."""
     if _suits(left) and left.shape[0] * left.shape[1] * right.shape[0] >= _SMALL:
         return _onednn(left, right)
+    if left.is_cuda:
+        with full_precision():
+            return torch.mm(left, right.T)
     return torch.mm(left, right.T)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Products in float32 whatever training allows the others (TF32): the logits of an exact softmax have to be exact."""
+    before = torch.get_float32_matmul_precision()
+    if before != "highest":
+        torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if before != "highest":
+            torch.set_float32_matmul_precision(before)
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import resource
 import sys
+import time
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +21,48 @@ from torch import Tensor
 
 from recpo.errors import RecpoError
 
+LINE_SECONDS = 30.0
+
 
 class ProgressBar(TQDMProgressBar):
-    """Lightning's bar without the version number of the logger; on anything but a terminal, one line per epoch."""
+    """Lightning's bar without the version number of the logger.
+
+    Where there is no terminal, lines: one every ``LINE_SECONDS`` (epoch, batches, rate, remaining time of the epoch,
+    loss) and one after every epoch.
+    """
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
         super().__init__(refresh_rate=1 if self._terminal else 0)
         self._losses: list[Tensor] = []
+        self._began = self._said = time.monotonic()
+        self._first = 0
+
+    def on_train_epoch_start(self, trainer: Trainer, *rest: Any) -> None:
+        """Starts the clock of the epoch."""
+        super().on_train_epoch_start(trainer, *rest)
+        self._began = self._said = time.monotonic()
+        self._first = trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keeps the loss for the epoch's mean."""
+        """Keeps the loss for the epoch's mean, and says where training is when the last word is long ago."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if not self._terminal and "train/loss" in trainer.callback_metrics:
-            self._losses.append(trainer.callback_metrics["train/loss"])
+        if self._terminal or "train/loss" not in trainer.callback_metrics:
+            return
+        self._losses.append(trainer.callback_metrics["train/loss"])
+        now = time.monotonic()
+        if now - self._said >= LINE_SECONDS and trainer.is_global_zero:
+            self._said = now
+            done, total = batch_idx + 1, trainer.num_training_batches
+            rate = (done - self._first) / max(now - self._began, 1e-9)
+            left = f", {timedelta(seconds=round((total - done) / rate))} left" if rate and total != float("inf") else ""
+            loss = float(torch.stack(self._losses[-100:]).mean())
+            print(
+                f"epoch {trainer.current_epoch}  batch {done}/{total}  {rate:.1f}/s{left}  train/loss {loss:.4f}",
+                flush=True,
+            )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the epoch's line, with its mean loss, where there is no bar."""
@@ -49,6 +78,56 @@ class ProgressBar(TQDMProgressBar):
         metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         return metrics
+
+
+class Throughput(Callback):
+    """Logs the scored positions per second and the peak memory of the process, once per epoch.
+
+    ``train/positions_per_second`` is that of this rank, validation left out; ``train/peak_memory_mib`` the largest
+    resident size so far, on a GPU the largest memory that its tensors took.
+    """
+
+    def __init__(self) -> None:
+        self._positions: list[Tensor] = []
+        self._seconds, self._began = 0.0, 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Starts the clock after what is not training."""
+        self._began = self._began or time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts, without waiting for the device."""
+        self._positions.append(batch.slates.mask.sum())
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._stop()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validation is no training."""
+        self._stop()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Logs."""
+        self._stop()
+        if self._positions and self._seconds:
+            positions = float(torch.stack(self._positions).sum())
+            device = trainer.strategy.root_device
+            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident_bytes()
+            values = {"positions_per_second": positions / self._seconds, "peak_memory_mib": peak / (1 << 20)}
+            pl_module.log_dict({f"train/{name}": value for name, value in values.items()})
+        self._positions, self._seconds = [], 0.0
+
+    def _stop(self) -> None:
+        if self._began:
+            self._seconds += time.monotonic() - self._began
+            self._began = 0.0
+
+
+def _resident_bytes() -> int:
+    """Largest resident size of this process so far."""
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
 
 
 class TrainerOptions:

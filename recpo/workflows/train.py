@@ -31,6 +31,7 @@ from recpo.training.guards import CollapseGuard, FiniteGuard
 from recpo.training.module import PreferenceModule
 from recpo.training.options import TrainOptions
 from recpo.training.run import CHECKPOINTS, RESOLVED, Run, class_paths, load_weights
+from recpo.training.trainer import Throughput
 
 
 def train(
@@ -173,7 +174,7 @@ def _validate_items(model: Policy, reward: RewardFunction | None, data: Prepared
 
 def _callbacks(options: TrainOptions, module: PreferenceModule, out: Path) -> list[Callback]:
     checkpoints = out / CHECKPOINTS
-    callbacks: list[Callback] = [FiniteGuard(), ValidateAtEnd()]
+    callbacks: list[Callback] = [FiniteGuard(), ValidateAtEnd(), Throughput()]
     if options.rollout is not None:
         callbacks.append(CollapseGuard(options.rollout.collapse, module.monitor))
     callbacks.append(BestCheckpoint(checkpoints, module.monitor))

@@ -1,0 +1,237 @@
+"""A run directory: self-contained, verified, begun and resumed without destroying anything."""
+
+import json
+import shutil
+import sys
+from functools import partial
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+import recpo
+import recpo.artifacts
+from recpo.cli.main import main
+from recpo.data.datamodule import FeedbackDataModule
+from recpo.data.slates import SequenceLayout
+from recpo.errors import RecpoError
+from recpo.objectives import GBPO, PointwiseReward
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.training.module import PreferenceModule
+from recpo.training.options import CriticOptions, LearningOptions
+from recpo.training.run import Run
+from recpo.training.trainer import TrainerOptions
+from recpo.workflows.train import train
+
+SIZES = {"dim": 8, "layers": 1, "heads": 1, "max_history": 12}
+QUICK = {"max_epochs": 1, "accelerator": "cpu", "num_sanity_val_steps": 0, "logger": False}
+OPTIONS = {
+    "policy": partial(CatalogSoftmaxPolicy, **SIZES),
+    "trainer": QUICK,
+    "data.layout": SequenceLayout(12),
+    "data.batch_size": 32,
+    "allocator": False,
+}
+
+
+@pytest.fixture(scope="module")
+def base(prepared, tmp_path_factory):
+    return train(prepared, out=tmp_path_factory.mktemp("base") / "run", **OPTIONS)
+
+
+@pytest.fixture
+def copy(base, tmp_path):
+    return Run.open(shutil.copytree(base.root, tmp_path / "run"))
+
+
+def content(root):
+    return {str(file): file.read_bytes() for file in sorted(root.rglob("*")) if file.is_file()}
+
+
+def test_a_run_of_python_is_complete_and_equals_that_of_the_command_line(prepared, base, tmp_path, capfd):
+    capfd.readouterr()
+    again = ["train", "--config", str(base.root / "resolved.yaml"), "--out", str(tmp_path / "again")]
+    assert main(again) == 0
+    other = Run.open(tmp_path / "again")
+    one, two = (torch.load(run.checkpoint("last"), weights_only=True)["state_dict"] for run in (base, other))
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    written = yaml.safe_load((base.root / "resolved.yaml").read_text())
+    assert not {"overwrite", "resume", "trust", "config"} & written.keys()
+    assert recpo.load(base.root).results == base.results
+    assert base.results.keys() >= {"train/loss", "val/NDCG@10", "train/positions_per_second", "train/peak_memory_mib"}
+
+
+def test_training_from_python_prints_nothing(prepared, tmp_path, capfd):
+    train(prepared, out=tmp_path / "run", **OPTIONS)
+    assert capfd.readouterr().out == ""
+
+
+def test_alignment_takes_what_is_not_given_from_the_run_it_starts_from(prepared, base, tmp_path):
+    run = train(prepared, objective=GBPO(), init_from=base, out=tmp_path / "gbpo", trainer=QUICK, allocator=False)
+    policy = run.configuration["policy"]["init_args"]
+    assert {name: policy[name] for name in SIZES} == SIZES
+    assert run.configuration["data"]["init_args"]["layout"]["init_args"]["history_length"] == 12
+    assert run.configuration["advantage"]["class_path"].endswith(".TernaryAdvantage")
+    assert run.configuration["advantage"]["init_args"]["positive_fraction"] == 0.25
+
+
+def test_a_run_is_read_elsewhere_without_what_it_was_made_from(prepared, base, tmp_path, monkeypatch):
+    histories = pd.read_parquet(prepared / "histories.parquet")
+    before = base.recommend(histories, k=3)
+    data = shutil.copytree(prepared, tmp_path / "data")
+    run = train(data, out=tmp_path / "first", **OPTIONS)
+    shutil.rmtree(data)
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    shutil.move(run.root, moved / "run")
+    monkeypatch.chdir(moved)
+    pd.testing.assert_frame_equal(Run.open("run").recommend(histories, k=3), before)
+
+
+def test_a_run_of_semantic_ids_carries_its_codes(prepared, tmp_path, monkeypatch):
+    codes = recpo.tokenize(prepared, tmp_path / "codes", levels=2, codebook_size=8, capacity_slack=None)
+    sizes = {**SIZES, "codes": codes, "decoder_layers": 1, "kv_groups": 1, "beam_width": 8}
+    policy = {"class_path": "SemanticIdPolicy", "init_args": sizes}
+    monkeypatch.chdir(tmp_path)
+    run = train(prepared, out="run", **{**OPTIONS, "policy": policy})
+    root = run.root.resolve()
+    shutil.rmtree(tmp_path / "codes")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert Run.open(root).policy().num_items == run.num_items
+
+
+@pytest.mark.parametrize("file", ["checkpoints/best.ckpt", "items.parquet", "feedback.json", "resolved.yaml"])
+def test_a_flipped_bit_is_refused(copy, file):
+    damaged = bytearray((copy.root / file).read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (copy.root / file).write_bytes(damaged)
+    with pytest.raises(RecpoError, match=rf"not as it was written: {file} \(changed\)"):
+        Run.open(copy.root).policy()
+
+
+def test_other_formats_are_refused_with_what_to_do(copy):
+    (copy.root / "run.json").write_text(json.dumps({"num_items": 60, "catalog_checksum": "x", "results": {}}))
+    with pytest.raises(RecpoError, match=r"format_version None, this recpo reads 2; train it again"):
+        Run.open(copy.root)
+
+
+PAYLOADS = {
+    "policy": {"class_path": "payload.P", "init_args": {}},
+    "objective": {"class_path": "GBPO", "init_args": {"level": "payload.P"}},
+    "optimizer": "payload.P",
+    "trainer": {"class_path": "recpo.training.trainer.TrainerOptions", "init_args": {"callbacks": ["payload.P"]}},
+}
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_a_handed_over_run_imports_nothing_of_its_own(copy, name, monkeypatch):
+    (copy.root / "payload.py").write_text("raise SystemExit('the payload ran')\n")
+    configuration = yaml.safe_load((copy.root / "resolved.yaml").read_text()) | {name: PAYLOADS[name]}
+    (copy.root / "resolved.yaml").write_text(yaml.safe_dump(configuration))
+    facts = json.loads((copy.root / "run.json").read_text())
+    facts["files"]["resolved.yaml"] = recpo.artifacts.sha256(copy.root / "resolved.yaml")
+    (copy.root / "run.json").write_text(json.dumps(facts))
+    monkeypatch.chdir(copy.root)
+    monkeypatch.syspath_prepend(str(copy.root))
+    with pytest.raises(RecpoError, match=r"names payload\.P, which is not a part of recpo.*--trust payload"):
+        Run.open(copy.root)
+    assert "payload" not in sys.modules
+    assert Run.open(copy.root, trust=["payload"]).trust == ("payload",)
+
+
+def test_another_learning_rate_is_refused_and_more_epochs_are_not(prepared, copy):
+    before = content(copy.root)
+    options = {**OPTIONS, "out": copy.root, "resume": True}
+    rate = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.5}}
+    with pytest.raises(RecpoError, match=r"begun with other options: optimizer.*lr"):
+        train(prepared, optimizer=rate, **options)
+    with pytest.raises(RecpoError, match=r"data\.batch_size differ"):
+        train(prepared, **{**options, "data.batch_size": 16})
+    assert content(copy.root) == before
+    run = train(prepared, **{**options, "trainer": {**QUICK, "max_epochs": 2}})
+    assert run.configuration["trainer"]["init_args"]["max_epochs"] == 2
+    assert run.checkpoint("last").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": "GRPO"}, "weighs by advantages"),
+        ({"init_from": "nowhere"}, "no run directory"),
+        ({"anchor_coef": -1.0}, "anchor_coef"),
+        ({"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": -1.0}}}, "learning rate"),
+        ({"trainer": {**QUICK, "limit_train_batches": 0}}, "no training step was taken"),
+    ],
+)
+def test_overwrite_destroys_nothing_before_the_first_step(prepared, copy, options, message):
+    before = content(copy.root)
+    with pytest.raises(RecpoError, match=message):
+        train(prepared, **{**OPTIONS, "out": copy.root, "overwrite": True, **options})
+    assert content(copy.root) == before
+    assert [path.name for path in copy.root.parent.iterdir()] == [copy.root.name]
+
+
+def test_overwrite_replaces_a_run_and_nothing_else(prepared, copy, tmp_path):
+    (copy.root / "mine.txt").write_text("old")
+    train(prepared, **{**OPTIONS, "out": copy.root, "overwrite": True})
+    assert not (copy.root / "mine.txt").exists()
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("years of work")
+    with pytest.raises(RecpoError, match="no run directory"):
+        train(prepared, **{**OPTIONS, "out": foreign, "overwrite": True})
+    with pytest.raises(RecpoError, match="which the run reads"):
+        train(prepared, **{**OPTIONS, "out": copy.root, "init_from": copy, "overwrite": True})
+    assert (foreign / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_diverged_run_stops_at_once_and_keeps_what_was_good(prepared, base, tmp_path):
+    explode = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e38}}
+    with pytest.raises(
+        RecpoError, match=r"training has diverged: at step \d+ train/.* is (nan|inf).*Lower the learning"
+    ):
+        train(prepared, **{**OPTIONS, "out": tmp_path / "run", "optimizer": explode})
+    spoiled = shutil.copytree(base.root, tmp_path / "spoiled")
+    checkpoint = spoiled / "checkpoints" / "best.ckpt"
+    state = torch.load(checkpoint, weights_only=True)
+    state["state_dict"]["policy.item_table.weight"][1] = torch.nan
+    torch.save(state, checkpoint)
+    facts = json.loads((spoiled / "run.json").read_text())
+    facts["files"]["checkpoints/best.ckpt"] = recpo.artifacts.sha256(checkpoint)
+    (spoiled / "run.json").write_text(json.dumps(facts))
+    with pytest.raises(RecpoError, match=r"weights that are not numbers \(item_table\.weight\)"):
+        train(prepared, init_from=spoiled, out=tmp_path / "next", trainer=QUICK, allocator=False)
+
+
+def test_max_steps_below_an_epoch_is_validated_and_early_stopping_sees_it(prepared, tmp_path):
+    stopping = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val/NDCG@10"}}
+    trainer = {**QUICK, "max_steps": 2, "callbacks": [stopping]}
+    run = train(prepared, **{**OPTIONS, "out": tmp_path / "run", "trainer": trainer})
+    assert "val/NDCG@10" in run.results
+    assert run.policy("best").num_items == run.num_items
+    unvalidated = {**QUICK, "max_steps": 2, "limit_val_batches": 0}
+    assert train(prepared, **{**OPTIONS, "out": tmp_path / "plain", "trainer": unvalidated}).policy("best")
+
+
+def test_making_a_module_changes_nothing_of_the_policy(prepared):
+    data = FeedbackDataModule(prepared, layout=SequenceLayout(12))
+    policy = CatalogSoftmaxPolicy(data.prepared.num_items, **SIZES)
+    options = LearningOptions(objective=PointwiseReward(), critic=CriticOptions(shares_encoder=False))
+    module = PreferenceModule(policy, options)
+    assert all(weight.requires_grad for weight in policy.parameters())
+    weights = [weight.clone() for weight in policy.parameters()]
+    TrainerOptions(**QUICK, limit_train_batches=2, enable_checkpointing=False).build(prepared.parent / "run").fit(
+        module, datamodule=data
+    )
+    assert all(weight.requires_grad for weight in policy.parameters())
+    assert all(torch.equal(one, two) for one, two in zip(weights, policy.parameters(), strict=True))
+
+
+def test_trainer_options_build_as_often_as_asked(tmp_path):
+    options = TrainerOptions(**QUICK | {"logger": None})
+    one, two = (options.build(tmp_path / name) for name in ("one", "two"))
+    assert (one.default_root_dir, two.default_root_dir) == (str(tmp_path / "one"), str(tmp_path / "two"))
+    assert len(one.callbacks) == len(two.callbacks)
+    assert [str(tmp_path / "two") in str(logger.log_dir) for logger in two.loggers] == [True, True]
