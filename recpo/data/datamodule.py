@@ -15,6 +15,7 @@ from recpo.data.locations import Place
 from recpo.data.prepared import Period, Prepared
 from recpo.data.slates import Layout, SequenceLayout
 from recpo.data.train_batches import Assign, Phases, ResumableLoader, TrainBatches
+from recpo.errors import RecpoError
 from recpo.types import EvaluationBatch
 
 
@@ -59,6 +60,11 @@ class FeedbackDataModule(LightningDataModule):
         assign: Assign = "batches",
     ) -> None:
         super().__init__()
+        sizes = {"batch_size": batch_size, "evaluation_batch_size": evaluation_batch_size}
+        sizes |= {} if max_validation_users is None else {"max_validation_users": max_validation_users}
+        for name, size, least in [*((n, s, 1) for n, s in sizes.items()), ("num_workers", num_workers, 0)]:
+            if size < least:
+                raise RecpoError(f"data.{name} must be at least {least}, got {size}")
         self.prepared = Prepared.open(prepared)
         self.layout = layout
         self._batch_size, self._num_workers, self._seed = batch_size, num_workers, seed

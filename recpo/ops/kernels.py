@@ -83,7 +83,7 @@ def matmul_transposed(left: Tensor, right: Tensor) -> Tensor:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Products in float32 whatever training allows the others (TF32): the logits of an exact softmax have to be exact."""
+    """Products in float32 whatever training allows the others (TF32): logits of an exact softmax have to be exact."""
     before = torch.get_float32_matmul_precision()
     if before != "highest":
         torch.set_float32_matmul_precision("highest")

@@ -65,6 +65,10 @@ class CatalogSoftmaxPolicy(StatePolicy):
         num_negatives: int = 1024,
         proposal: Literal["uniform", "popularity"] = "uniform",
     ) -> None:
+        if dim < 1 or not temperature > 0:
+            raise RecpoError(
+                f"policy.dim must be at least 1 and policy.temperature above 0, got {dim} and {temperature}"
+            )
         super().__init__()
         if num_items < 1:
             raise RecpoError(f"the catalog is empty (num_items = {num_items}): a policy needs at least one item")

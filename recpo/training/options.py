@@ -256,6 +256,7 @@ class TrainOptions(LearningOptions):
         super().__post_init__()
         if self.checkpoint_every is not None:
             _validate_at_least("", self, checkpoint_every=1)
+        self.trainer.validate()
 
 
 def _validate_at_least(group: str, options: object, **least: int) -> None:

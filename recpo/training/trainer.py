@@ -144,6 +144,21 @@ class TrainerOptions:
     def __init__(self, **options: Any) -> None:
         self._options = options
 
+    def validate(self) -> None:
+        """Raises ``RecpoError`` where the options ask for no training at all; -1 is no limit, as in Lightning.
+
+        Lightning itself takes them, and would end at once with nothing learned.
+        """
+        for name, least in (("max_epochs", 1), ("max_steps", 1), ("accumulate_grad_batches", 1)):
+            value = self._options.get(name)
+            if value is not None and value != -1 and value < least:
+                raise RecpoError(f"trainer.{name} must be at least {least}, or -1 for no limit, got {value}")
+        if not (self._options.get("gradient_clip_val") or 0) >= 0:
+            raise RecpoError(f"trainer.gradient_clip_val must be at least 0, got {self._options['gradient_clip_val']}")
+        limit = self._options.get("limit_train_batches")
+        if limit is not None and not limit > 0:
+            raise RecpoError(f"trainer.limit_train_batches must be above 0, got {limit}")
+
     @property
     def shards_tables(self) -> bool:
         """Whether the strategy cuts item tables over the ranks, so that none has to hold all of one."""

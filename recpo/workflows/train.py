@@ -13,7 +13,7 @@ import torch.distributed as dist
 import yaml
 from jsonargparse import ArgumentError, Namespace
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -122,7 +122,9 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
     )
     codes = run_directory.codes_of(text)
     with run_directory.opened(out, text, options.data.prepared, codes, origin, resume=configuration.resume) as opened:
-        trainer.callbacks.insert(0, opened)  # type: ignore[attr-defined]
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        # behind what may stop the first step, before what writes a checkpoint of it
+        callbacks.insert(sum(not isinstance(callback, Checkpoint) for callback in callbacks), opened)
         with _matmul_precision(trainer, options), _faults(out, trainer):
             trainer.fit(module, datamodule=options.data, ckpt_path=last, weights_only=True)
         if trainer.global_step == 0:
