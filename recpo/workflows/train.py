@@ -122,9 +122,9 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
     )
     codes = run_directory.codes_of(text)
     with run_directory.opened(out, text, options.data.prepared, codes, origin, resume=configuration.resume) as opened:
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        hooks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # behind what may stop the first step, before what writes a checkpoint of it
-        callbacks.insert(sum(not isinstance(callback, Checkpoint) for callback in callbacks), opened)
+        hooks.insert(sum(not isinstance(hook, Checkpoint) for hook in hooks), opened)
         with _matmul_precision(trainer, options), _faults(out, trainer):
             trainer.fit(module, datamodule=options.data, ckpt_path=last, weights_only=True)
         if trainer.global_step == 0:
