@@ -65,7 +65,9 @@ class DuckDBEngine(Engine):
         """See ``Engine.__exit__``."""
         with suppress(duckdb.Error):
             self._connection.disconnect()
-        if not isinstance(error, duckdb.Error):
+        # Ibis reads through Arrow, and where pages are damaged DuckDB interrupts that with a bare RuntimeError.
+        interrupted = type(error) is RuntimeError and "interrupted" in str(error)
+        if not (interrupted or isinstance(error, duckdb.Error | pa.ArrowException)):
             return
         said = _first_line(error)
         if "No space left" in said:
@@ -135,5 +137,5 @@ class DuckDBEngine(Engine):
         yield from self._connection.con.sql(sql).to_arrow_reader(_BATCH_ROWS)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException | None) -> str:
     return str(error).strip().splitlines()[0]

@@ -198,6 +198,8 @@ def _name_faults(shown: str, used: Sequence[str], names: Sequence[str]) -> list[
             faults.append(
                 Fault(shown, name, f"{names.count(name)} columns of this name", "rename or remove the others")
             )
+        elif not name:
+            faults.append(Fault(shown, "''", "a column without a name cannot be used", "name the column"))
         elif name.lower() in _RESERVED:
             faults.append(Fault(shown, name, "a name that the engines use themselves", "rename the column"))
     alike = {name.lower() for name in used}
