@@ -152,5 +152,12 @@ def _table(summary: dict[str, Any], seeds: int) -> Table:
         table.add_column(heading, justify="right")
     for row, values in summary.items():
         cells = [Estimate(**values[name]) for name in _METRICS]
-        table.add_row(row, *[f"{cell.mean:.4f} ± {cell.half_width:.4f}" for cell in cells])
+        table.add_row(row, *map(_cell, cells))
     return table
+
+
+def _cell(value: Estimate) -> str:
+    """A log of few users leaves means or intervals undefined: null in the evaluation."""
+    if value.mean is None or value.half_width is None:
+        return "-" if value.mean is None else f"{value.mean:.4f}"
+    return f"{value.mean:.4f} ± {value.half_width:.4f}"
