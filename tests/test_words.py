@@ -1,0 +1,68 @@
+"""One spelling and one word per thing: what the text and the names of the project may not say."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# British spellings, by their stems: "optimis" finds optimise, optimiser, optimisation
+BRITISH = re.compile(
+    r"catalogue|(optim|normal|factor|initial|standard|neutral|material|quant|minim|maxim|general|penal|util|vector|"
+    r"serial|summar|recogn|organ|parallel|regular|central|priorit)is(e|ed|er|ers|es|ing|ation|ations|able)\b|"
+    r"colour|favour|behaviour|neighbour|honour|labell(ed|ing)\b|\bcent(re|res|red|ring)\b|\bgrey\b|\blicence|"
+    r"\banalys(e|ed|es)\b|cancelled|modelling",
+    re.IGNORECASE,
+)
+# what a name says, and the word for it
+NAMES = {
+    r"(^|_)refuse": "validate_* for a function that raises on bad options",
+    r"(^|_)judge": "monitor_reward",
+    r"(^|_)(deal|dealt|hands)($|_)": "assign, parts",
+    r"(^|_)mend": "fix, remedy",
+    r"watch_quantile($|_)": "label",
+    r"(^|_)seen($|_)": "exclude",
+}
+
+
+def tracked(*patterns):
+    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout")
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def names_of(path):
+    """Every name that a module defines: functions, classes, parameters, fields."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def test_the_text_is_spelled_as_in_the_us():
+    wrong = []
+    for path in tracked("*.py", "*.md", "*.yaml", "*.toml", "*.ipynb", "Makefile", ".ci/run"):
+        if path == Path(__file__):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            found = BRITISH.search(line.replace("aria-labelledby", ""))
+            if found:
+                wrong.append(f"{path.relative_to(ROOT)}:{number}: {found.group()}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_names_use_the_word_of_the_thing():
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}: say {word}"
+        for path in tracked("recpo/*.py")
+        for name in names_of(path)
+        for pattern, word in NAMES.items()
+        if re.search(pattern, name)
+    ]
+    assert not wrong, "\n".join(sorted(set(wrong)))
