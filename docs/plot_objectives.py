@@ -30,11 +30,11 @@ from recpo.objectives.q_learning import q_loss
 from recpo.objectives.reward_model import pairwise_reward_loss, pointwise_reward_loss
 from recpo.types import LogProbs, ObjectiveInputs
 
-BLUE, ORANGE, GREY, GREEN = "#3b6fb6", "#d9662b", "#8a8f98", "#3f8f5f"
+BLUE, ORANGE, GRAY, GREEN = "#3b6fb6", "#d9662b", "#8a8f98", "#3f8f5f"
 # Color and dashes say the same thing, so that a print in gray can be read.
 UP: dict[str, Any] = {"color": BLUE, "linestyle": "-"}
 DOWN: dict[str, Any] = {"color": ORANGE, "linestyle": "--"}
-OTHER: dict[str, Any] = {"color": GREY, "linestyle": ":", "linewidth": 2.0}
+OTHER: dict[str, Any] = {"color": GRAY, "linestyle": ":", "linewidth": 2.0}
 FOURTH: dict[str, Any] = {"color": GREEN, "linestyle": "-."}
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
@@ -104,7 +104,7 @@ def over_probability(axes: Axes) -> None:
 
 def against_ratio(axes: Axes, objective: Objective, *, tokens: int = 1, name: str = "", legend: Any = "best") -> None:
     """Both signs of the advantage against the ratio."""
-    axes.axvline(1.0, color=GREY, linewidth=0.6, zorder=0)
+    axes.axvline(1.0, color=GRAY, linewidth=0.6, zorder=0)
     axes.plot(RATIOS, push_at_ratios(objective, RATIOS, 1.0, tokens), label=f"{name}A = +1", **UP)
     axes.plot(RATIOS, push_at_ratios(objective, RATIOS, -1.0, tokens), label=f"{name}A = -1", **DOWN)
     axes.set_ylim(-4.3, 3.4)
@@ -152,7 +152,7 @@ def dpo(axes: Axes) -> None:
         loss = dpo_loss(h, zero, zero, zero, beta=1.0, variant=variant, label_smoothing=smoothing)
         label = f"{variant}, {smoothing}" if smoothing else variant
         axes.plot(h.detach(), push(loss, h)[0], label=label, **style)
-    axes.axvline(0.0, color=GREY, linewidth=0.6, zorder=0)
+    axes.axvline(0.0, color=GRAY, linewidth=0.6, zorder=0)
     axes.set_ylim(-1.5, 2.6)
     framed(axes, "implicit margin  h   (β = 1)", "push on the chosen $\\log\\,\\pi$", legend="upper right")
 
@@ -164,7 +164,7 @@ def against_list(axes: Axes, list_loss: Callable[..., Tensor], reach: float) -> 
     loss = list_loss(chosen, rejected, torch.zeros_like(chosen), torch.zeros_like(rejected))
     on_chosen, on_rejected = push(loss, chosen, rejected)
     margin = chosen.detach()
-    axes.axvspan(-6, 0, color=GREY, alpha=0.13, linewidth=0)
+    axes.axvspan(-6, 0, color=GRAY, alpha=0.13, linewidth=0)
     axes.plot(margin, on_chosen, label="chosen", **UP)
     names = ("hardest rejected", "1 behind it", "3 behind it")
     for column, name, style in zip(on_rejected.T, names, (DOWN, FOURTH, OTHER), strict=True):
