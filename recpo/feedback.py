@@ -21,6 +21,8 @@ FEEDBACK_KINDS: Final = ("positive", "neutral", "skipped", "disliked", "unknown"
 """Every event is of one kind."""
 
 DEFAULT_DURATION_BASE: Final = 2.0
+DEFAULT_MAX_WATCH_TIME: Final = 86_400.0
+"""Seconds; a longer watch time is taken for a fault of the log."""
 
 _HINT: Final = "prepare the log again"
 
@@ -89,11 +91,13 @@ class FeedbackDefinition:
         rule: the thresholds.
         duration_base: base of the duration buckets, ``floor(log_base(duration + 1e-6))`` of seconds.
         cutoffs: seconds; of each bucket the smallest watch times at or below which 25, 50 and 75 % lie.
+        max_watch_time: seconds; a longer watch time is unknown.
     """
 
     rule: FeedbackRule = field(default_factory=FeedbackRule)
     duration_base: float = DEFAULT_DURATION_BASE
     cutoffs: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    max_watch_time: float = DEFAULT_MAX_WATCH_TIME
 
     def levels(
         self, watch_time: np.ndarray, duration: np.ndarray, dislike: np.ndarray, label: np.ndarray
@@ -121,7 +125,8 @@ class FeedbackDefinition:
         fitted = np.array(sorted(self.cutoffs), np.int64)
         limits = _milliseconds(np.array([self.cutoffs[key] for key in fitted.tolist()]))
         place = np.minimum(np.searchsorted(fitted, bucket), len(fitted) - 1)
-        known = (fitted[place] == bucket) & (watch >= 0)  # False for nan
+        possible = (watch >= 0) & (watch <= self.max_watch_time * 1000.0)  # False for nan
+        known = (fitted[place] == bucket) & possible
         passed = (watch[:, None] > limits[place]).sum(1)
         return np.where(known, LOWEST + passed, UNKNOWN).astype(np.int8)
 
@@ -132,9 +137,10 @@ class FeedbackDefinition:
         return np.where(np.isnan(label), UNKNOWN, LOWEST + passed).astype(np.int8)
 
     def to_json(self) -> dict[str, Any]:
-        """What ``from_json`` reads: the thresholds, ``duration_base``, and ``cutoffs`` by bucket in seconds."""
+        """What ``from_json`` reads: the thresholds, ``duration_base``, ``max_watch_time``, ``cutoffs`` by bucket."""
         cutoffs = {str(bucket): list(limits) for bucket, limits in sorted(self.cutoffs.items())}
-        return {**asdict(self.rule), "duration_base": self.duration_base, "cutoffs": cutoffs}
+        fitted = {"duration_base": self.duration_base, "cutoffs": cutoffs, "max_watch_time": self.max_watch_time}
+        return {**asdict(self.rule), **fitted}
 
     @classmethod
     def from_json(cls, content: Any, source: str = "feedback") -> FeedbackDefinition:
@@ -150,11 +156,13 @@ class FeedbackDefinition:
         try:
             rule = FeedbackRule(float(content["positive_threshold"]), float(content["skip_threshold"]))
             cutoffs = {int(bucket): tuple(map(float, limits)) for bucket, limits in content["cutoffs"].items()}
-            base = float(content["duration_base"])
+            base, longest = float(content["duration_base"]), float(content["max_watch_time"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RecpoError(f"{source} is damaged ({error!r}): {_HINT}") from error
         if not (math.isfinite(base) and base > 1.0):
             raise RecpoError(f"{source}: duration_base {base} must be a number above 1: {_HINT}")
+        if not longest > 0.0:
+            raise RecpoError(f"{source}: max_watch_time {longest} must be above 0: {_HINT}")
         for bucket, limits in cutoffs.items():
             ascending = all(math.isfinite(limit) and limit >= 0 for limit in limits) and list(limits) == sorted(limits)
             if len(limits) != 3 or not ascending:
@@ -162,7 +170,7 @@ class FeedbackDefinition:
                     f"{source}: cutoffs of bucket {bucket} are {list(limits)}, expected three ascending times in "
                     f"seconds: {_HINT}"
                 )
-        return cls(rule, base, cutoffs)  # type: ignore[arg-type]  # three each, as checked
+        return cls(rule, base, cutoffs, longest)  # type: ignore[arg-type]  # three each, as checked
 
 
 UNKNOWN_BUCKET: Final = -1001

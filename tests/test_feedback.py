@@ -83,6 +83,8 @@ def test_levels_by_hand():
         (1.0, 0.0, False, 0),
         (-1.0, 8.0, False, 0),
         (math.inf, 8.0, False, 0),
+        (86_400.0, 8.0, False, 5),
+        (86_400.001, 8.0, False, 0),  # longer than max_watch_time
     ]
     watch, duration, dislike, level = (np.array(column) for column in zip(*rows, strict=True))
     found = FITTED.levels(watch, duration, dislike, np.full(len(rows), 0.9))
@@ -114,6 +116,8 @@ def test_a_definition_survives_json():
         {"duration_base": "two"},
         {"positive_threshold": 2.0},
         {"skip_threshold": None},
+        {"max_watch_time": 0.0},
+        {"max_watch_time": None},
     ],
 )
 def test_a_damaged_definition_is_refused(change):

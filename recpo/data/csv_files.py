@@ -38,7 +38,7 @@ _HEADER_BYTES: Final = 1 << 20
 
 
 @dataclass
-class _Seen:
+class _ColumnFacts:
     """What the values of one column are, counted over the file."""
 
     takes_flags: bool
@@ -81,23 +81,23 @@ def csv_to_parquet(path: Place, staged: Place, mapping: Mapping[str, str]) -> tu
     names = _header(path)
     used = {column: name for column, name in mapping.items() if names.count(name) == 1}
     reader = _Reader(path, names, sorted({names.index(name) for name in used.values()}))
-    seen = {name: _Seen(column in _FLAGS) for column, name in used.items()}
+    facts = {name: _ColumnFacts(column in _FLAGS) for column, name in used.items()}
     row = 0
     for batch in reader.batches():
-        for name in seen:
-            seen[name].add(_trimmed(batch.column(f"c{names.index(name)}")), row)
+        for name in facts:
+            facts[name].add(_trimmed(batch.column(f"c{names.index(name)}")), row)
         row += batch.num_rows
     ragged = sorted(reader.ragged)
-    kinds = {name: _kind(column, seen[name]) for column, name in used.items()}
+    kinds = {name: _kind(column, facts[name]) for column, name in used.items()}
     reader = _Reader(path, names, reader.positions)
-    schema = pa.schema([(name, kinds[name]) for name in seen])
+    schema = pa.schema([(name, kinds[name]) for name in facts])
     with writable(staged) as sink, pq.ParquetWriter(sink, schema) as writer:
         for batch in reader.batches():
-            columns = [_cast(batch.column(f"c{names.index(name)}"), kinds[name]) for name in seen]
+            columns = [_cast(batch.column(f"c{names.index(name)}"), kinds[name]) for name in facts]
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
     faults = _ragged_faults(path, names, reader.ragged)
     for column, name in used.items():
-        faults += _word_faults(path, column, name, kinds[name], seen[name], ragged)
+        faults += _word_faults(path, column, name, kinds[name], facts[name], ragged)
     return names, faults, ragged
 
 
@@ -166,14 +166,14 @@ def _header(path: Place) -> list[str]:
     return names
 
 
-def _kind(column: str, seen: _Seen) -> pa.DataType:
+def _kind(column: str, facts: _ColumnFacts) -> pa.DataType:
     if column in _IDS:
-        return pa.int64() if seen.values and seen.whole == seen.values else pa.string()
-    if column == LogColumns.TIMESTAMP and 2 * seen.numbers < seen.values:
+        return pa.int64() if facts.values and facts.whole == facts.values else pa.string()
+    if column == LogColumns.TIMESTAMP and 2 * facts.numbers < facts.values:
         return pa.string()
-    if column in _FLAGS and seen.values and seen.flags == seen.values:
+    if column in _FLAGS and facts.values and facts.flags == facts.values:
         return pa.bool_()
-    return pa.int64() if seen.values and seen.whole == seen.values else pa.float64()
+    return pa.int64() if facts.values and facts.whole == facts.values else pa.float64()
 
 
 def _cast(text: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -207,10 +207,12 @@ def _ragged_faults(path: Place, names: list[str], ragged: dict[int, tuple[int, s
     return [Fault(path.name, None, problem, "fix these rows, or quote values that contain commas", len(ragged), first)]
 
 
-def _word_faults(path: Place, column: str, name: str, kind: pa.DataType, seen: _Seen, ragged: list[int]) -> list[Fault]:
-    if column in _IDS or pa.types.is_string(kind) or not seen.words:
+def _word_faults(
+    path: Place, column: str, name: str, kind: pa.DataType, facts: _ColumnFacts, ragged: list[int]
+) -> list[Fault]:
+    if column in _IDS or pa.types.is_string(kind) or not facts.words:
         return []
     expected = "a number, or true and false" if column in _FLAGS else "a number"
     fix = f"expected {expected}: fix or empty these values"
-    examples = [Example(path.name, row_in_file(row, ragged), value) for row, value in seen.first_words]
-    return [Fault(path.name, name, "not a number", fix, seen.words, examples)]
+    examples = [Example(path.name, row_in_file(row, ragged), value) for row, value in facts.first_words]
+    return [Fault(path.name, name, "not a number", fix, facts.words, examples)]

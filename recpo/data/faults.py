@@ -54,7 +54,7 @@ class Fault:
         return f" [first: {', '.join(rows)}]"
 
 
-def refuse(faults: Sequence[Fault]) -> None:
+def validate_no_faults(faults: Sequence[Fault]) -> None:
     """Raises one error that lists all ``faults``; does nothing where there are none.
 
     Raises:

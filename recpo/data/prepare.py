@@ -23,7 +23,7 @@ from recpo.data.catalog import (
 )
 from recpo.data.engine import Engine, EngineOptions
 from recpo.data.events import select_columns, standardize, time_order
-from recpo.data.faults import Fault, refuse
+from recpo.data.faults import Fault, validate_no_faults
 from recpo.data.files import Log, find_files, open_log, write_frame
 from recpo.data.locations import Place, locate
 from recpo.data.prepared import FORMAT_VERSION, write_manifest
@@ -195,7 +195,7 @@ class _Run:
                 self.engine, raw, log, mapping, choice.label, choice.max_watch_time, choice.strict
             )
             faults += row_faults
-        refuse(faults)
+        validate_no_faults(faults)
         distinct = self.engine.materialize("distinct", raw.drop(Engine.FILE, Engine.ROW).distinct())
         kept = self.engine.row(distinct.aggregate(rows=distinct.count()))["rows"]
         self.counts = {"read": read, "empty_files": len(log.empty_files), "neutralized": neutralized}
@@ -232,7 +232,8 @@ class _Run:
         self.counts["watch_time_ties"] = engine.row(watch_ties(quantiles))
         shaped = engine.materialize("shaped", self.choice.label.add(placed))
         engine.drop("placed")
-        return shaped, definition(engine.table(cutoff_table(quantiles)), self.choice.feedback, base)
+        fitted = engine.table(cutoff_table(quantiles))
+        return shaped, definition(fitted, self.choice.feedback, base, self.choice.max_watch_time)
 
     def _write_tables(self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table) -> dict[str, int]:
         item_ids, user_ids = log.types[LogColumns.ITEM_ID], log.types[LogColumns.USER_ID]

@@ -49,7 +49,7 @@ class Label(ABC):
             events: standard events with ``user_index`` and ``period``.
         """
 
-    def refuses(self, label: ir.FloatingColumn) -> ir.BooleanColumn | None:
+    def unreadable(self, label: ir.FloatingColumn) -> ir.BooleanColumn | None:
         """Where the log's ``label`` has a value that this method cannot read; None = it reads any number."""
         return None
 
@@ -247,7 +247,7 @@ class BinaryColumn(Label):
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.LABEL,)
 
-    def refuses(self, label: ir.FloatingColumn) -> ir.BooleanColumn:
+    def unreadable(self, label: ir.FloatingColumn) -> ir.BooleanColumn:
         """Anything but 0 and 1."""
         return (label != 0) & (label != 1)
 
@@ -368,11 +368,12 @@ def cutoff_table(quantiles: ir.Table) -> ir.Table:
     return quantiles.group_by("bucket").aggregate(**cutoffs).order_by("bucket")
 
 
-def definition(cutoffs: pa.Table, rule: FeedbackRule, base: float) -> FeedbackDefinition:
+def definition(cutoffs: pa.Table, rule: FeedbackRule, base: float, max_watch_time: float) -> FeedbackDefinition:
     """The rule with what was fitted: the cutoffs of ``cutoff_table`` in seconds."""
     low, middle, high = ((cutoffs[name].to_numpy() / 1000).tolist() for name in _CUTOFFS)
     fitted = zip(cutoffs["bucket"].to_pylist(), low, middle, high, strict=True)
-    return FeedbackDefinition(rule, base, {bucket: (one, two, three) for bucket, one, two, three in fitted})
+    by_bucket = {bucket: (one, two, three) for bucket, one, two, three in fitted}
+    return FeedbackDefinition(rule, base, by_bucket, max_watch_time)
 
 
 def watch_ties(quantiles: ir.Table) -> ir.Table:

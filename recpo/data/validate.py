@@ -197,12 +197,12 @@ def _label_checks(raw: ir.Table, label: Label) -> list[Check]:
     if LogColumns.LABEL not in raw.columns:
         return []
     value = number(raw[LogColumns.LABEL])
-    refused = label.refuses(value)
-    if refused is None:
+    unreadable = label.unreadable(value)
+    if unreadable is None:
         return []
     name = type(label).__name__
     fix = "map another column to label, or choose another label such as NumericColumn"
-    return [Check(LogColumns.LABEL, f"a value that {name} cannot read", "fatal", fix, refused & ~value.isnan())]
+    return [Check(LogColumns.LABEL, f"a value that {name} cannot read", "fatal", fix, unreadable & ~value.isnan())]
 
 
 def _examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> list[Example]:

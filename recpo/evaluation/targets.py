@@ -31,10 +31,10 @@ class Targets(NamedTuple):
     disliked: Tensor
     other: Tensor
 
-    def without(self, seen: Tensor) -> Targets:
-        """The same sets without the items of ``seen [B, M]``."""
-        unseen = ~is_member(self.item_ids, seen)
-        return Targets(self.item_ids, self.positive & unseen, self.disliked & unseen, self.other & unseen)
+    def without(self, exclude: Tensor) -> Targets:
+        """The same sets without the items of ``exclude [B, M]``."""
+        kept = ~is_member(self.item_ids, exclude)
+        return Targets(self.item_ids, self.positive & kept, self.disliked & kept, self.other & kept)
 
 
 def held_out_targets(batch: EvaluationBatch) -> Targets:

@@ -154,12 +154,14 @@ class LazyDecoder(nn.Module):
 
     def _run(self, hidden: Tensor, context: Context, placement: Placement, cache: Cache | None) -> tuple[Tensor, Cache]:
         hidden = self.dropout(hidden)
-        seen = torch.arange(context.keys[0].shape[2], device=hidden.device) <= placement.visible[..., None]
+        is_visible = torch.arange(context.keys[0].shape[2], device=hidden.device) <= placement.visible[..., None]
         grown: Cache = []
         for layer, block in enumerate(self.blocks):
             shared = layer * self.kv_layers // len(self.blocks)
             past = None if cache is None else cache[layer]
-            hidden, kept = block(hidden, context.keys[shared], context.values[shared], seen, placement.places, past)
+            hidden, kept = block(
+                hidden, context.keys[shared], context.values[shared], is_visible, placement.places, past
+            )
             grown.append(kept)
         return self.norm(hidden), grown
 
@@ -193,7 +195,7 @@ class LazyDecoderBlock(nn.Module):
         hidden: Tensor,
         keys: Tensor,
         values: Tensor,
-        seen: Tensor,
+        is_visible: Tensor,
         places: Tensor | None,
         past: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -203,31 +205,33 @@ class LazyDecoderBlock(nn.Module):
             hidden: ``[N, t, d]``.
             keys: ``[B, G, H + 1, c]`` of the context.
             values: ``[B, G, H + 1, c]`` of the context.
-            seen: ``[B, S, H + 1]`` bool, which states the item in that place may attend to.
+            is_visible: ``[B, S, H + 1]`` bool, which states the item in that place may attend to.
             places: see ``Placement``.
             past: keys and values of earlier codes; then t = 1.
 
         Returns:
             ``[N, t, d]`` and the keys and values of all codes so far.
         """
-        attended = self._cross(self.query(self.cross_norm(hidden)), keys, values, seen, places)
+        attended = self._cross(self.query(self.cross_norm(hidden)), keys, values, is_visible, places)
         hidden = hidden + self.dropout(self.cross_output(attended))
         attended, kept = self._causal(self.query_key_value(self.self_norm(hidden)), past)
         hidden = hidden + self.dropout(self.self_output(attended))
         fed = self.contract(F.gelu(self.expand(self.feed_forward_norm(hidden))))
         return hidden + self.dropout(fed), kept
 
-    def _cross(self, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, places: Tensor | None) -> Tensor:
+    def _cross(
+        self, queries: Tensor, keys: Tensor, values: Tensor, is_visible: Tensor, places: Tensor | None
+    ) -> Tensor:
         """Every item and every query head of a group is one more query to the same keys: nothing is repeated."""
         items, tokens, dim = queries.shape
-        batch, positions, length = seen.shape
+        batch, positions, length = is_visible.shape
         flat = queries.reshape(items, tokens * dim)
         if places is not None:
             flat = flat.new_zeros(batch * positions, tokens * dim).index_copy(0, places, flat)
         folded = flat.view(batch, positions, tokens, self.groups, self.num_heads // self.groups, self.width)
         folded = folded.permute(0, 3, 1, 2, 4, 5).flatten(2, 4)
         repeats = tokens * self.num_heads // self.groups
-        mask = seen[:, None, :, None].expand(batch, 1, positions, repeats, length).flatten(2, 3)
+        mask = is_visible[:, None, :, None].expand(batch, 1, positions, repeats, length).flatten(2, 3)
         attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
         attended = attended.view(batch, self.groups, positions, tokens, self.num_heads // self.groups, self.width)
         flat = attended.permute(0, 2, 3, 1, 4, 5).reshape(batch * positions, tokens * dim)

@@ -25,7 +25,7 @@ EVENT_COLUMNS = (USER_ID, ITEM_ID, TIMESTAMP, "watch_time", "duration", "dislike
 #: Whole numbers between these are times in seconds that were taken for milliseconds (they would lie in January 1970
 #: or soon after), whole numbers beyond the last one are microseconds; smaller ones may count events ("order").
 _SECONDS_FROM, _SECONDS_UNTIL, _LATEST_MS = 100_000_000, 31_536_000_000, 4_102_444_800_000
-_LONGEST_S = 1e9  # 30 years: nothing is watched, or lasts, for longer
+_LONGEST_S = 1e9  # 30 years: nothing lasts for longer
 
 
 class EncodedHistories(NamedTuple):
@@ -262,7 +262,10 @@ class HistoryReader:
                 "where watch times say it"
             )
         watch_time, duration = (_numbers(table, name, missing) for name in ("watch_time", "duration"))
-        false_watch, false_duration = ((s < 0) | (s > _LONGEST_S) for s in (watch_time, duration))
+        longest = self.feedback.max_watch_time, _LONGEST_S
+        false_watch, false_duration = (
+            (s < 0) | (s > most) for s, most in zip((watch_time, duration), longest, strict=True)
+        )
         dislike = flag_column(table, "dislike", "histories")
         dislike = np.zeros(len(table), bool) if dislike is None else dislike
         watch_time, duration = np.where(false_watch, np.nan, watch_time), np.where(false_duration, np.nan, duration)

@@ -105,7 +105,7 @@ class OnnxRuntime(Runtime):
 
         self.num_items, self.max_history, self.reads_timestamps, self.k = num_items, max_history, reads_timestamps, k
         self._inputs = INPUTS[: 3 + reads_timestamps]
-        _refuse_foreign_files(path)
+        _validate_own_files(path)
         try:
             self._session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         except Exception as error:  # its own classes, which share no base
@@ -189,7 +189,7 @@ def _check_range(name: str, values: np.ndarray, largest: int, shape: tuple[int, 
         raise RecpoError(f"{name} run from 0 to {largest}, got {values.min()}..{values.max()}")
 
 
-def _refuse_foreign_files(path: Path) -> None:
+def _validate_own_files(path: Path) -> None:
     """Raises where weights of the program would be read from any file but ``model.onnx.data`` beside it."""
     import onnx
 

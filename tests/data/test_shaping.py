@@ -129,7 +129,7 @@ def test_feedback_levels_equal_the_formula(engine, events):
     cutoffs = engine.table(cutoff_table(quantile_table(table(*events), 2.0)))
     seconds = [np.array([np.nan if ms is None else ms / 1000 for ms in column]) for column in events[1:3]]
     unlabeled = np.full(len(events[0]), np.nan)
-    found = definition(cutoffs, FeedbackRule(), 2.0).levels(*seconds, np.array(events[4]), unlabeled)
+    found = definition(cutoffs, FeedbackRule(), 2.0, 86_400.0).levels(*seconds, np.array(events[4]), unlabeled)
     assert found.tolist() == reference.feedback_levels(*events[1:3], events[4], events[3])
 
 
@@ -172,7 +172,7 @@ def test_column_labels(engine):
 
 def test_cutoffs_are_described_in_seconds(engine):
     rows = table([0] * 5, [1000, 2000, 3000, 4000, 999_000], [9000] * 5, [0, 0, 0, 0, 1])
-    fitted = definition(engine.table(cutoff_table(quantile_table(rows, 2.0))), FeedbackRule(), 2.0)
+    fitted = definition(engine.table(cutoff_table(quantile_table(rows, 2.0))), FeedbackRule(), 2.0, 86_400.0)
     assert fitted == FeedbackDefinition(FeedbackRule(), 2.0, {3: (1.0, 2.0, 3.0)})
 
 

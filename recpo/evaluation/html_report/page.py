@@ -128,7 +128,7 @@ def _beyond_accuracy(document: Document) -> list[Block]:
         found.append(tables.totals_table(document, totals))
     for k in ks:
         if at_k := [metric for metric in own if metric.endswith(f"@{k}")]:
-            found.append(tables.metrics_table(document, at_k, f"lists of {k}", judged=False))
+            found.append(tables.metrics_table(document, at_k, f"lists of {k}", is_ranked=False))
     return found
 
 

@@ -35,16 +35,16 @@ def main_table(document: Document) -> Table:
     return metrics_table(document, metrics_at(document, _MAIN, k), f"lists of {k}")
 
 
-def metrics_table(document: Document, metrics: Sequence[str], about: str, *, judged: bool = True) -> Table:
+def metrics_table(document: Document, metrics: Sequence[str], about: str, *, is_ranked: bool = True) -> Table:
     """``metrics`` with intervals of every contender that has any of them.
 
     Args:
         document: the evaluation.
         metrics: all of the same list length, or of none.
         about: what the caption begins with.
-        judged: mark the best of a column; False where more is neither better nor worse.
+        is_ranked: mark the best of a column; False where more is neither better nor worse.
     """
-    best = {metric: best_first(document, metric)[:1] if judged else [] for metric in metrics}
+    best = {metric: best_first(document, metric)[:1] if is_ranked else [] for metric in metrics}
     rows = []
     for place, contender in ranked(document):
         found = [contender["metrics"].get(metric) for metric in metrics]
@@ -54,10 +54,10 @@ def metrics_table(document: Document, metrics: Sequence[str], about: str, *, jud
                 for metric, value in zip(metrics, found, strict=True)
             ]
             rows.append(Row(contender["name"], cells, color(place)))
-    arrows = [f" {'↓' if lower_is_better(metric) else '↑'}" if judged else "" for metric in metrics]
+    arrows = [f" {'↓' if lower_is_better(metric) else '↑'}" if is_ranked else "" for metric in metrics]
     head = [metric.split("@")[0] + arrow for metric, arrow in zip(metrics, arrows, strict=True)]
     caption = f"{about}; mean ± half of the 95 % interval over users"
-    caption += "; ↑ higher is better, ↓ lower; shaded: the best" if judged else ""
+    caption += "; ↑ higher is better, ↓ lower; shaded: the best" if is_ranked else ""
     return Table(caption, ["contender", *head], rows)
 
 
