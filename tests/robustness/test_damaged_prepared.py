@@ -150,6 +150,8 @@ def test_every_key_of_a_manifest_is_guarded(copy, original):
             {**manifest, key: []},
             {k: v for k, v in manifest.items() if k != key},
         ):
+            if changed == manifest:  # a list that is empty in this one
+                continue
             (copy / MANIFEST).write_text(json.dumps(changed))
             with pytest.raises(RecpoError, match=r"manifest\.json"):
                 Prepared.open(copy)

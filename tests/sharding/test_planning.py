@@ -119,7 +119,7 @@ def test_copies_lie_where_their_table_lies():
         plan = plan_tables(specs, sharding=sharding, optimizer="adagrad", world_size=4)
         found = placements(plan, specs)
         assert found[OLD.name] == found[REFERENCE.name] == found[ITEMS.name]
-        assert list(plan.plan[OLD.name]) == [table_key(OLD.name)] == ["inputs/old/policy/item_table"]
+        assert list(plan.plan[OLD.name]) == [table_key(OLD.name)] == ["old/policy/item_table"]
 
 
 def test_a_collection_is_named_as_the_plan_names_it():

@@ -117,7 +117,7 @@ def run(prepared: Path, out: Path, strategy: Any = None, **values: Any) -> None:
 
     as_torchrun()
     trainer = {"max_epochs": 1, "limit_train_batches": 1, "accelerator": "cpu", "devices": 1}
-    trainer |= {"num_sanity_val_steps": 0, "strategy": strategy or "recpo.sharding.ShardedStrategy"}
+    trainer |= {"num_sanity_val_steps": 0, "strategy": strategy or {"class_path": "recpo.sharding.ShardedStrategy"}}
     sizes = {"dim": 8, "layers": 1, "heads": 1, "max_history": 12}
     layout = values.pop("layout", {"class_path": "SequenceLayout", "init_args": {"history_length": 12}})
     train(
