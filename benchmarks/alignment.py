@@ -42,7 +42,7 @@ from recpo.evaluation.estimates import estimate_over_seeds
 from recpo.evaluation.ranking import ndcg, ranked_hits, recall
 from recpo.evaluation.targets import held_out_targets
 from recpo.evaluation.true_rewards import true_rewards
-from recpo.training.run import load_policy
+from recpo.training.run import Run
 from recpo.training.validation import tail_items
 
 K = 10
@@ -122,7 +122,7 @@ def align(name, seed, prepared, truth, options):
     started = time.perf_counter()
     call(train, **arguments)
     seconds = time.perf_counter() - started
-    metrics = measured(load_policy(out, "last"), prepared, truth) | {"seconds": round(seconds, 1)}
+    metrics = measured(Run.open(out).policy("last"), prepared, truth) | {"seconds": round(seconds, 1)}
     shutil.rmtree(out)
     write_json(kept, metrics)
     return metrics
@@ -248,7 +248,7 @@ def main():
         results[name] = {}
         for seed in options.seeds:
             if name == "pre-trained":
-                metrics = measured(load_policy(start(seed, prepared, options)[0]), prepared, truth)
+                metrics = measured(Run.open(start(seed, prepared, options)[0]).policy(), prepared, truth)
             else:
                 metrics = align(name, seed, prepared, truth, options)
             results[name][seed] = metrics

@@ -31,7 +31,7 @@ from recpo.cli.train import train
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.evaluation.true_rewards import true_rewards
-from recpo.training.run import load_policy
+from recpo.training.run import Run
 
 K = 10
 
@@ -57,7 +57,7 @@ def align(name, seed, options):
     out = options.out / f"{name}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
     pretrained = Path(f"{options.pretrained}{seed}")
-    before = values(load_policy(pretrained), options.prepared, options.truth)
+    before = values(Run.open(pretrained).policy(), options.prepared, options.truth)
     started = time.perf_counter()
     arguments = {
         "config": options.configs / f"{name}.yaml",
@@ -76,7 +76,7 @@ def align(name, seed, options):
     with redirect_stdout(sys.stderr):
         run(train, [word for key, value in arguments.items() for word in (f"--{key}", str(value))])
     seconds = time.perf_counter() - started
-    after = values(load_policy(out, "last"), options.prepared, options.truth)
+    after = values(Run.open(out).policy("last"), options.prepared, options.truth)
     difference = after[0] - before[0]
     return {
         "objective": name,

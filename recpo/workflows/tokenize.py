@@ -20,7 +20,7 @@ from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence
 from recpo.tokenizer.residual_kmeans import ResidualKMeans
 from recpo.tokenizer.sources import CodesFromFile, EarlierCodes, ItemVectors, VectorsFromFrame, VectorSource
 from recpo.tokenizer.tokenization import Codes, Collisions, make_codes, report_of
-from recpo.training.run import load_policy, refuse_other_items
+from recpo.training.run import Run
 from recpo.workflows.devices import compute_device
 
 
@@ -31,10 +31,12 @@ class VectorsFromRun(VectorSource):
     Attributes:
         run: run directory written by ``recpo train`` on the same prepared data.
         checkpoint: which checkpoint of the run.
+        trust: packages whose classes that run's configuration may name, besides those of recpo.
     """
 
     run: Path
     checkpoint: Literal["best", "last"] = "best"
+    trust: tuple[str, ...] = ()
 
     def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
         """See ``VectorSource.read``.
@@ -42,8 +44,9 @@ class VectorsFromRun(VectorSource):
         Raises:
             RecpoError: the run has other items, or its policy has no item table.
         """
-        refuse_other_items(self.run, data.catalog_checksum, data.root)
-        table = getattr(load_policy(self.run, self.checkpoint), "item_table", None)
+        run = Run.open(self.run, self.trust)
+        run.validate_items(data)
+        table = getattr(run.policy(self.checkpoint), "item_table", None)
         if table is None:
             raise RecpoError(f"{self.run}: its policy has no item table to take vectors from")
         return ItemVectors(table.weight.detach()[1:].float().numpy(), {})

@@ -19,7 +19,7 @@ from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.semantic_codes import SemanticCodes
 from recpo.tokenizer.codebooks import Codebooks
-from recpo.training.run import load_policy
+from recpo.training.run import Run
 from recpo.workflows.prepare import prepare
 
 SMALL = ["--levels", "2", "--codebook_size", "8", "--capacity_slack", "null"]
@@ -136,7 +136,7 @@ def test_vectors_of_a_run(prepared, tmp_path, capsys):
     assert main(["train", *common, *policy, *layout, *options]) == 0
     source = ["--vectors", "VectorsFromRun", "--vectors.run", run]
     assert tokenize(prepared, tmp_path / "codes", *source, *SMALL) == 0
-    table = load_policy(run).item_table.weight.detach()[1:]
+    table = Run.open(run).policy().item_table.weight.detach()[1:]
     books = Codebooks.load(tmp_path / "codes")
     wanted = books.encode(books.normalize(table)).numpy()
     moved = json.loads((tmp_path / "codes/manifest.json").read_text())["report"]["moved"]

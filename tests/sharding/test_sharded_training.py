@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from recpo.semantic_codes import SemanticCodes
 from recpo.training.checkpoints import SavedTensor, saved_tensors
-from recpo.training.run import checkpoint_path, read_finished
+from recpo.training.run import Run, checkpoint_path
 from tests.sharding.ranks import Ranks
 from tests.sharding.tables import as_torchrun
 
@@ -76,7 +76,7 @@ def assert_same(first: Path, second: Path, atol: float = 2e-5) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
-    metrics = read_finished(first)["results"], read_finished(second)["results"]
+    metrics = Run.open(first).results, Run.open(second).results
     for name in metrics[0]:
         if name.startswith("val/"):
             assert metrics[0][name] == pytest.approx(metrics[1][name], abs=1e-6), name
