@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,36 @@ def test_a_rank_that_cannot_write_leaves_the_last_checkpoint_as_it_was(two: Rank
     empty.parent.mkdir(exist_ok=True)
     assert two.run(fail_on_a_full_disk, empty, failing) == [[], []]
     empty.parent.rmdir()
+
+
+def test_the_last_checkpoint_stays_until_the_next_one_is_whole(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recpo.sharding import checkpoint
+
+    path = tmp_path / "last.ckpt"
+    net, own = sharded("row_wise")
+    rest = {"optimizer_states": [own.state_dict()]}
+    checkpoint.save(net.state_dict(), rest, path)
+    before = net.dense.weight.detach().clone()
+    train(net, own, 1)
+    write, seen = checkpoint._write, []
+
+    def watched(tensors: Any, working: Path) -> None:
+        write(tensors, working)
+        seen.append(saved_tensors(path)["dense.weight"].whole())  # type: ignore[union-attr]
+        shutil.copytree(working, tmp_path / "last.ckpt.recpo-unfinished-0-dead")  # as a killed process leaves it
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_write", watched)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(net.state_dict(), rest, path)
+    assert torch.equal(seen[0], before)
+    assert torch.equal(saved_tensors(path)["dense.weight"].whole(), before)  # type: ignore[union-attr]
+    checkpoint.save(net.state_dict(), rest, path)
+    assert torch.equal(saved_tensors(path)["dense.weight"].whole(), net.dense.weight)  # type: ignore[union-attr]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def refuse(path: Path, rows: int, message: str) -> None:
