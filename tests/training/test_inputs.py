@@ -184,6 +184,25 @@ def test_hard_negatives_are_the_top_ranks_without_what_the_user_likes(prepared):
     assert torch.equal(longer.slates.item_ids[:, :width], batch.slates.item_ids)
 
 
+def test_hard_negatives_keep_every_column(prepared):
+    batch, num_items = batch_of(prepared, LISTS)
+    shape = batch.slates.item_ids.shape
+    made = {
+        name: torch.rand(shape) if name in ("reward", "logp_behavior") else torch.ones(shape, dtype=torch.bool)
+        for name, column in batch.slates._asdict().items()
+        if column is None
+    }
+    batch = batch._replace(slates=batch.slates._replace(**made))
+    longer = with_hard_negatives(batch, new_policy(num_items), 2).slates
+    for name, column in batch.slates._asdict().items():
+        found = getattr(longer, name)
+        torch.testing.assert_close(found[:, : shape[1]], column, rtol=0, atol=0, equal_nan=True)
+        assert found.shape == (shape[0], shape[1] + 2), name
+        if name not in ("item_ids", "visible", "mask"):
+            appended = found[:, shape[1] :]
+            assert (appended.isnan() if found.is_floating_point() else appended == 0).all(), name
+
+
 def test_the_next_state_is_that_of_the_next_request():
     visible = torch.tensor([[0, 0, 2, 2, 3], [1, 4, 4, 0, 0]])
     mask = torch.tensor([[True] * 5, [True, True, True, False, False]])
