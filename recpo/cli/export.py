@@ -14,6 +14,7 @@ def export(
     k: int = 100,
     checkpoint: Literal["best", "last"] = "best",
     overwrite: bool = False,
+    trust: list[str] = [],  # noqa: B006  jsonargparse prints it
 ) -> None:
     """Writes a trained policy as a bundle: an ONNX program, weights, items, a manifest with checksums.
 
@@ -25,6 +26,7 @@ def export(
         k: length of the lists that the bundle serves; a smaller catalog caps it.
         checkpoint: which checkpoint of the run.
         overwrite: replace ``out`` where it is a bundle.
+        trust: packages beside recpo whose classes the configuration of the run may name.
     """
-    bundle = _export(run, out, k=k, checkpoint=checkpoint, overwrite=overwrite)
+    bundle = _export(run, out, k=k, checkpoint=checkpoint, overwrite=overwrite, trust=trust)
     print(f"{out}: {len(bundle.items):,} items, lists of {bundle.k}; every engine gives the policy's lists and scores")

@@ -34,6 +34,7 @@ def recommend(
     engine: Literal["onnx", "torch"] = "onnx",
     batch_size: int = 256,
     show: int = 0,
+    trust: list[str] = [],  # noqa: B006  jsonargparse prints it
 ) -> None:
     """Recommends for every user of a Parquet file of histories; a bundle needs neither lightning nor torchrec.
 
@@ -46,17 +47,18 @@ def recommend(
         out: Parquet file to write: user_id, rank, item_id, score; an existing one is replaced.
         bundle: directory written by ``recpo export``.
         run: instead of a bundle, a run directory written by ``recpo train``; its best checkpoint answers.
-        k: list length; null = the longest that the bundle serves, of a run 10.
+        k: list length; null = the longest that the bundle serves, of a run 10, or all of a smaller catalog.
         exclude: Parquet file of user_id and item_id: what must not be listed.
         users: Parquet file with user_id: who is served, new users among them; null = the users of the histories.
         engine: onnx (ONNX Runtime, without torch) or torch.
         batch_size: users ranked at once.
         show: print the lists of the first so many users.
+        trust: packages beside recpo whose classes the configuration of ``run`` may name.
     """
     if (bundle is None) == (run is None):
         raise RecpoError("recommend takes one of --bundle and --run")
-    source = Bundle.load(bundle, engine) if bundle is not None else _open_run(run)
-    k = k if k is not None else source.k if isinstance(source, Bundle) else _K_OF_A_RUN
+    source = Bundle.load(bundle, engine) if bundle is not None else _open_run(run, trust)
+    k = k if k is not None else source.k if isinstance(source, Bundle) else min(_K_OF_A_RUN, source.num_items)
     with tqdm(desc="recommend", unit="event", disable=None, leave=False) as bar:
         counts = write_recommendations(
             source, histories, out, k, exclude=exclude, users=users, batch_size=batch_size, progress=bar.update
@@ -67,10 +69,10 @@ def recommend(
     _print(counts, out, k)
 
 
-def _open_run(run: Path | None) -> Run:
+def _open_run(run: Path | None, trust: list[str]) -> Run:
     from recpo.training.run import Run  # a bundle is served where torch and lightning are missing
 
-    return Run.open(run or "")
+    return Run.open(run or "", trust)
 
 
 def _lists(histories: Path, lists: Path, users: int) -> Table:

@@ -14,9 +14,8 @@ def train(arguments: Sequence[str]) -> None:
     """Parses the options, trains, and says where the run lies."""
     configuration = parse_arguments(arguments)
     run = run_configuration(configuration, trust=configuration.trust)
-    validated = {name: value for name, value in run.results.items() if name.startswith("val/") and value is not None}
-    shown = [f", {name} {value:.4f}" for name, value in validated.items()]
-    print(f"{run.root}: finished{''.join(shown[:1])}")
+    reached = None if run.monitor is None else run.results.get(run.monitor)
+    print(f"{run.root}: finished" + ("" if reached is None else f", {run.monitor} {reached:.4f}"))
 
 
 def parser() -> ArgumentParser:

@@ -32,6 +32,7 @@ from recpo.data.slates import Layout
 from recpo.errors import RecpoError
 from recpo.training.options import TrainOptions
 from recpo.training.run import Run
+from recpo.training.trainer import DEFAULT_EPOCHS, says_when_to_stop
 
 DEFAULT_ADVANTAGE = TernaryAdvantage(positive_fraction=0.25)
 """Advantage of objectives that weigh logged feedback by advantages alone, such as GBPO, where none is given."""
@@ -75,7 +76,8 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """Parses the flags of ``recpo train`` and completes what they leave open.
 
     Options of ``policy`` that are not given, and ``data.layout``, are those of ``init_from``. An objective that weighs
-    logged feedback by advantages alone (GBPO, Reinforce) gets ``DEFAULT_ADVANTAGE`` where none is given.
+    logged feedback by advantages alone (GBPO, Reinforce) gets ``DEFAULT_ADVANTAGE`` where none is given. Training whose
+    end is not said takes ``DEFAULT_EPOCHS``.
 
     Raises:
         ArgumentError: an unknown option, or a value of a wrong type.
@@ -96,6 +98,9 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
         if "advantages" in requires and not requires & {"old", "value", "rewards", "chosen"}:
             arguments = [*arguments, "--advantage", json.dumps(as_configuration(DEFAULT_ADVANTAGE))]
             configuration = parser.parse_args(list(arguments))
+    trainer = configuration.trainer  # an object where none of its options is given
+    if not isinstance(trainer, Namespace) or not says_when_to_stop(trainer.get("init_args", Namespace())):
+        configuration = parser.parse_args([*arguments, "--trainer.max_epochs", str(DEFAULT_EPOCHS)])
     return configuration
 
 

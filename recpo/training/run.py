@@ -55,6 +55,7 @@ TRUSTED = ("recpo", "torch.optim", "lightning")
 """Packages whose classes the configuration of a run may name without being allowed to."""
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_LEAVINGS = (".partial", ".recpo-")  # parts of names of what a killed process has begun to write
 #: options that hold paths: nothing there is ever imported
 _PATHS = frozenset({"prepared", "out", "init_from", "codes", "run", "truth", "dirpath", "save_dir", "default_root_dir"})
 
@@ -147,6 +148,11 @@ class Run:
         return dict(self.facts["results"])
 
     @property
+    def monitor(self) -> str | None:
+        """The metric by which the best checkpoint was chosen."""
+        return self.facts.get("monitor")
+
+    @property
     def num_items(self) -> int:
         """Catalog size V."""
         return int(self.facts["num_items"])
@@ -215,20 +221,26 @@ class Run:
         return policy.eval()
 
     def recommend(
-        self, histories: Frame, k: int = 10, *, exclude: Frame | None = None, users: Iterable[Any] | None = None
+        self,
+        histories: Frame,
+        k: int | None = None,
+        *,
+        exclude: Frame | None = None,
+        users: Iterable[Any] | None = None,
     ) -> pd.DataFrame:
         """The best items for every user, by the best checkpoint; see ``recpo.serving.recommending.recommend_lists``.
 
         Args:
             histories: raw events, one per row: ``user_id``, ``item_id``, ``timestamp`` and, as the log had them,
                 ``watch_time`` and ``duration`` in seconds, ``dislike`` and ``label``; external ids.
-            k: list length.
+            k: list length; None = 10, or all of a smaller catalog.
             exclude: ``user_id`` and ``item_id`` of what must not be listed, besides the items of the history.
             users: who is served, in this order, new users among them; None = the users of ``histories``.
 
         Returns:
             ``user_id``, ``rank``, ``item_id``, ``score``; ``attrs["counts"]`` says what was left out, as of a bundle.
         """
+        k = min(10, self.num_items) if k is None else k
         return recommend_lists(self.runtime, self.reader, histories, k=k, exclude=exclude, users=users).to_pandas()
 
     def score(self, histories: Frame, candidates: Frame) -> pd.DataFrame:
@@ -312,7 +324,8 @@ def validate_class_paths(configuration: Any, trust: Sequence[str], file: Path) -
             package = name.partition(".")[0]
             raise RecpoError(
                 f"{file} names {name}, which is not a part of {', '.join(TRUSTED)}: loading it would run its code. If "
-                f'you trust it, allow the package: --trust {package} on the command line, trust=["{package}"] in Python'
+                f"you trust it, allow the package: --trust '[\"{package}\"]' on the command line (--reward.trust and "
+                f'--vectors.trust for the runs that those name), trust=["{package}"] in Python'
             )
 
 
@@ -360,8 +373,18 @@ def write_start(root: Path, resolved: str, data: Prepared, codes: Path | None, o
     write_json(root / ORIGIN, {"format_version": FORMAT_VERSION, **origin})
 
 
-def mark_finished(root: Path, policy: Policy, data: Prepared, results: dict[str, float | None]) -> None:
-    """Writes ``run.json``, after which other verbs take the run for a whole one."""
+def mark_finished(
+    root: Path, policy: Policy, data: Prepared, results: dict[str, float | None], monitor: str | None = None
+) -> None:
+    """Writes ``run.json``, after which other verbs take the run for a whole one.
+
+    Args:
+        root: the run directory.
+        policy: what was trained.
+        data: what it was trained on.
+        results: metrics of the last step and the last validation.
+        monitor: the metric that chose the best checkpoint.
+    """
     kept = [file for file in (RESOLVED, ITEMS, FEEDBACK, ORIGIN) if (root / file).is_file()]
     kept += [str(file.relative_to(root)) for part in (CODES, CHECKPOINTS) for file in _files_in(root / part)]
     content = {
@@ -369,13 +392,15 @@ def mark_finished(root: Path, policy: Policy, data: Prepared, results: dict[str,
         "num_items": policy.num_items,
         "catalog_checksum": data.catalog_checksum,
         "results": results,
+        "monitor": monitor,
         "files": {name: sha256(root / name) for name in kept},
     }
     write_json(root / FINISHED, content)
 
 
 def _files_in(directory: Path) -> list[Path]:
-    return sorted(file for file in directory.rglob("*") if file.is_file() and ".partial" not in str(file))
+    kept = sorted(file for file in directory.rglob("*") if file.is_file())
+    return [file for file in kept if not any(left in str(file.relative_to(directory)) for left in _LEAVINGS)]
 
 
 def checkpoint_path(run: Path, checkpoint: str = "best") -> Path:
@@ -439,22 +464,3 @@ def load_weights(module: nn.Module, checkpoint: Path, prefix: str = "policy.") -
             "diverged; train that run again with a lower learning rate"
         )
     module.load_state_dict(whole)
-
-
-def load_policy(run: Path, checkpoint: str = "best") -> Policy:
-    """The policy of a finished run; see ``Run.policy``."""
-    return Run.open(run).policy(checkpoint)
-
-
-def read_finished(run: Path) -> dict[str, Any]:
-    """Content of ``run.json`` of a finished run; see ``Run.open``."""
-    return Run.open(run).facts
-
-
-def refuse_other_items(run: Path, catalog_checksum: str, prepared: object) -> None:
-    """Raises ``RecpoError`` where a run was not trained on the items of a prepared directory."""
-    if Run.open(run).catalog_checksum != catalog_checksum:
-        raise RecpoError(
-            f"{run} was trained on other items than {prepared} holds (items.parquet differs): name the prepared "
-            "directory it was trained on"
-        )

@@ -233,7 +233,7 @@ def finish(out: Path, module: PreferenceModule, data: Prepared) -> None:
         (shutil.copytree if last.is_dir() else shutil.copy2)(last, best)
     metrics = {name: float(value) for name, value in module.trainer.callback_metrics.items()} or module.results
     results = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    mark_finished(out, module.policy, data, results)
+    mark_finished(out, module.policy, data, results, module.monitor)
 
 
 def codes_of(text: str) -> Path | None:

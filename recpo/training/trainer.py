@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from torch import Tensor
 from recpo.errors import RecpoError
 
 LINE_SECONDS = 30.0
+DEFAULT_EPOCHS = 10
+"""``max_epochs`` where none of ``max_epochs``, ``max_steps`` and ``max_time`` is given."""
 
 
 class ProgressBar(TQDMProgressBar):
@@ -130,19 +132,28 @@ def _resident_bytes() -> int:
     return size if sys.platform == "darwin" else size * 1024
 
 
+def says_when_to_stop(options: Mapping[str, Any]) -> bool:
+    """Whether options of the trainer hold a limit, or say that there is none (``max_epochs`` -1)."""
+    given = options.get("max_epochs") is not None or options.get("max_time") is not None
+    return given or options.get("max_steps") not in (None, -1)
+
+
 class TrainerOptions:
     """Every option of ``lightning.Trainer``, by its own name.
 
     Left alone, ``logger`` writes CSV and TensorBoard files into the run directory, and checkpoints keep the best policy
     (by validation NDCG) and the last state; any logger, callback or strategy is set by its class path. The run
-    directory takes the place of ``default_root_dir``.
+    directory takes the place of ``default_root_dir``. Where none of ``max_epochs``, ``max_steps`` and ``max_time`` is
+    given, ``max_epochs`` is 10 (Lightning would go on for 1,000).
 
     Args:
         options: see https://lightning.ai/docs/pytorch/stable/common/trainer.html
     """
 
     def __init__(self, **options: Any) -> None:
-        self._options = options
+        self._options = options  # in these words, see _trainer
+        if not says_when_to_stop(options):
+            self._options["max_epochs"] = DEFAULT_EPOCHS
 
     def validate(self) -> None:
         """Raises ``RecpoError`` where the options ask for no training at all; -1 is no limit, as in Lightning.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,7 @@ def export(
     k: int = 100,
     checkpoint: Literal["best", "last"] = "best",
     overwrite: bool = False,
+    trust: Sequence[str] = (),
 ) -> Bundle:
     """Writes the policy of a run as a bundle; nothing but the run is needed.
 
@@ -27,9 +29,10 @@ def export(
         k: length of the lists that the bundle serves; a smaller catalog caps it.
         checkpoint: which checkpoint of the run.
         overwrite: replace ``out`` where it is a bundle.
+        trust: packages beside recpo whose classes the configuration of the run may name.
 
     Raises:
         RecpoError: no run, a run that has changed since it was written, ``out`` is in the way, or an engine differs
             from the policy.
     """
-    return Run.open(run).export(out, k, checkpoint=checkpoint, overwrite=overwrite)
+    return Run.open(run, trust).export(out, k, checkpoint=checkpoint, overwrite=overwrite)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
@@ -48,6 +48,7 @@ def recommend(
     users: Iterable[Any] | None = None,
     engine: EngineName = "onnx",
     batch_size: int = BATCH_SIZE,
+    trust: Sequence[str] = (),
 ) -> pd.DataFrame:
     """The best items of every user, as a frame; see ``Bundle.recommend``.
 
@@ -59,11 +60,12 @@ def recommend(
         users: who is served, in this order, new users among them; None = the users of ``histories``.
         engine: of a bundle that is given by its directory.
         batch_size: users ranked at once.
+        trust: packages beside recpo whose classes the configuration of a run may name.
 
     Raises:
         RecpoError: see ``Bundle.load`` and ``HistoryReader.read``.
     """
-    server = _server(source, engine)
+    server = _server(source, engine, trust)
     excluded = None if exclude is None else read_frame(exclude, "exclude")
     events = read_frame(histories, "histories")
     return recommend_lists(*server, events, k=k, exclude=excluded, users=users, batch_size=batch_size).to_pandas()
@@ -80,6 +82,7 @@ def write_recommendations(
     engine: EngineName = "onnx",
     batch_size: int = BATCH_SIZE,
     progress: Callable[[int], object] | None = None,
+    trust: Sequence[str] = (),
 ) -> ServingCounts:
     """Writes the lists of all users of a Parquet file to another one, in bounded memory.
 
@@ -94,6 +97,7 @@ def write_recommendations(
         engine: of a bundle that is given by its directory.
         batch_size: users ranked at once.
         progress: called with the number of events read.
+        trust: packages beside recpo whose classes the configuration of a run may name.
 
     Returns:
         What was served and what was left out.
@@ -101,7 +105,7 @@ def write_recommendations(
     Raises:
         RecpoError: see ``Bundle.load`` and ``HistoryReader.read``; a user's rows do not stand together.
     """
-    server = _server(source, engine)
+    server = _server(source, engine, trust)
     k = validate_k(server.runtime.k if k is None else k, server.runtime.k)
     excluded = None if exclude is None else read_frame(exclude, "exclude")
     asked = None if users is None else id_column(read_frame(users, "users"), USER_ID, "users")
@@ -122,11 +126,11 @@ def write_recommendations(
     return counts
 
 
-def _server(source: Source, engine: EngineName) -> Server:
+def _server(source: Source, engine: EngineName, trust: Sequence[str]) -> Server:
     if isinstance(source, str | PathLike) and kind_of(Path(source)) == "run":
         from recpo.training.run import Run  # a bundle is served where torch and lightning are missing
 
-        source = Run.open(Path(source))
+        source = Run.open(Path(source), trust)
     bundle = Bundle.load(Path(source), engine) if isinstance(source, str | PathLike) else source
     return Server(bundle.runtime, bundle.reader)
 

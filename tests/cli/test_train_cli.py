@@ -5,12 +5,14 @@ import subprocess
 import sys
 import time
 
+import pandas as pd
 import pytest
 import torch
 
+import recpo
 from recpo.cli.main import main
 from recpo.errors import RecpoError
-from recpo.training.run import checkpoint_path, load_policy, read_finished
+from recpo.training.run import Run, checkpoint_path
 
 CONFIG = """
 data:
@@ -44,17 +46,16 @@ def weights(run, checkpoint):
 def test_a_run_is_loadable_when_it_is_finished_and_refused_before(tmp_path, prepared, capsys):
     config = write_config(tmp_path, prepared, "run", epochs=1)
     assert main(["train", "--config", str(config)]) == 0
-    finished = read_finished(tmp_path / "run")
-    assert {"num_items", "catalog_checksum", "results", "files"} <= finished.keys()
-    policy = load_policy(tmp_path / "run")
-    assert policy.num_items == finished["num_items"]
+    run = Run.open(tmp_path / "run")
+    policy = run.policy()
+    assert policy.num_items == run.num_items
     assert not policy.training
     assert (tmp_path / "run" / "logs" / "version_0" / "metrics.csv").is_file()
     assert main(["train", "--config", str(config)]) == 1
     assert "exists already: pass --resume true" in capsys.readouterr().err
     (tmp_path / "run" / "run.json").unlink()
     with pytest.raises(RecpoError, match="did not finish: resume it with"):
-        load_policy(tmp_path / "run")
+        Run.open(tmp_path / "run")
 
 
 def test_the_resolved_configuration_repeats_the_run(tmp_path, prepared):
@@ -92,7 +93,7 @@ def test_a_popularity_proposal_gets_the_counts_of_the_training_period(tmp_path, 
     config = write_config(tmp_path, prepared, "run", epochs=1)
     sampled = ["--policy.normalizer", "sampled", "--policy.proposal", "popularity", "--policy.num_negatives", "20"]
     assert main(["train", "--config", str(config), *sampled]) == 0
-    proposal = load_policy(tmp_path / "run").cdf
+    proposal = Run.open(tmp_path / "run").policy().cdf
     assert proposal[-1] > 0
 
 
@@ -144,6 +145,99 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path, prepared):
     for checkpoint in ("best", "last"):
         one, other = (weights(tmp_path / name, checkpoint) for name in ("whole", "killed"))
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_run_with_its_status_and_says_how_to_go_on(tmp_path, prepared, sent, status):
+    config = write_config(tmp_path, prepared, "run", epochs=1000)
+    process = subprocess.Popen(command(config), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    last = checkpoint_path(tmp_path / "run", "last")
+    deadline = time.monotonic() + 120
+    while not last.is_file() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(sent)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == status
+    assert f"stopped by {sent.name} at step" in said
+    assert f"{last} is kept; go on with recpo train --config {tmp_path}/run/resolved.yaml --resume true" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run" / "run.json").exists()
+    at = torch.load(last, weights_only=True)["global_step"]
+    resolved = tmp_path / "run" / "resolved.yaml"
+    more = ["--resume", "true", "--trainer.max_steps", str(at + 1)]
+    assert main(["train", "--config", str(resolved), *more]) == 0
+    assert torch.load(last, weights_only=True)["global_step"] == at + 1
+
+
+DAY = 86_400_000  # ms
+
+
+def log_of(items):
+    """A log of so many items: 60 users, one after another, so that those of later periods have no history."""
+    rows = [
+        (user, (user + event) % items, DAY * (18_000 + 2 * user + event)) for user in range(60) for event in range(4)
+    ]
+    frame = pd.DataFrame(rows, columns=["user_id", "item_id", "timestamp"])
+    return frame.assign(watch_time=3.0 + frame.index % 7, duration=10.0)
+
+
+@pytest.mark.parametrize("items", [1, 2])
+def test_a_catalog_of_one_or_two_items_is_trained_validated_exported_and_recommended(tmp_path, items):
+    data = recpo.prepare(log_of(items), out=tmp_path / "prepared")
+    run, bundle, histories = tmp_path / "run", tmp_path / "bundle", data.root / "histories.parquet"
+    config = ["train", "--config", "configs/pretrain.yaml", "--data.prepared", str(data.root), "--out", str(run)]
+    assert main([*config, "--policy.dim", "8", "--policy.heads", "1", "--trainer.max_epochs", "2"]) == 0
+    assert 0 <= Run.open(run).results["val/NDCG@10"] <= 1
+    assert main(["export", "--run", str(run), "--out", str(bundle)]) == 0
+    for source in (["--bundle", str(bundle)], ["--run", str(run)]):
+        out = tmp_path / f"{source[0][2:]}.parquet"
+        assert main(["recommend", *source, "--histories", str(histories), "--out", str(out)]) == 0
+        assert set(pd.read_parquet(out)["rank"]) <= set(range(1, items + 1))
+    nobody = recpo.load(bundle).recommend(log_of(items).head(0), users=[999])
+    assert len(nobody) == items
+    assert len(Run.open(run).recommend(log_of(items).head(0), users=[999])) == items
+
+
+def test_max_steps_below_an_epoch_with_early_stopping_is_a_whole_run(tmp_path, prepared, capsys):
+    options = ["--data.prepared", str(prepared), "--out", str(tmp_path / "run"), "--trainer.max_steps", "1"]
+    small = ["--policy.dim", "8", "--policy.layers", "1", "--data.batch_size", "8"]
+    assert main(["train", "--config", "configs/pretrain.yaml", *options, *small]) == 0
+    run = Run.open(tmp_path / "run")
+    assert torch.load(run.checkpoint("best"), weights_only=True)["global_step"] == 1
+    assert f"finished, val/NDCG@10 {run.results['val/NDCG@10']:.4f}" in capsys.readouterr().out
+
+
+PACKAGE = """
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+
+
+class Own(CatalogSoftmaxPolicy):
+    pass
+"""
+
+
+def test_every_verb_that_opens_a_run_takes_trust(tmp_path, prepared, monkeypatch, capsys):
+    (tmp_path / "own_package.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config, run = write_config(tmp_path, prepared, "run", epochs=1), str(tmp_path / "run")
+    assert main(["train", "--config", str(config), "--policy", "own_package.Own"]) == 0
+    trusted, histories = ["--trust", '["own_package"]'], str(prepared / "histories.parquet")
+    base = ["--data.prepared", str(prepared), "--init_from", run, "--trainer.max_steps", "1"]
+    codes = ["--out", str(tmp_path / "codes"), "--levels", "2", "--codebook_size", "8"]
+    vectors = ["--vectors", "VectorsFromRun", "--vectors.run", run]
+    verbs = [
+        (["export", "--run", run, "--out", str(tmp_path / "bundle")], trusted),
+        (["recommend", "--run", run, "--histories", histories, "--out", str(tmp_path / "r.parquet")], trusted),
+        (["evaluate", "--prepared", str(prepared), "--run", f'["{run}"]', "--out", str(tmp_path / "e")], trusted),
+        (["train", *base, "--out", str(tmp_path / "next")], trusted),
+        (["tokenize", "--prepared", str(prepared), *codes, *vectors], ["--vectors.trust", '["own_package"]']),
+    ]
+    for arguments, trust in verbs:
+        capsys.readouterr()
+        assert main(arguments) == 1, arguments
+        assert "names own_package.Own, which is not a part of recpo" in capsys.readouterr().err
+        status = main([*arguments, *trust])
+        assert status == 0, (arguments, capsys.readouterr().err)
 
 
 @pytest.mark.slow

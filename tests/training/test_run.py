@@ -18,6 +18,7 @@ from recpo.data.slates import SequenceLayout
 from recpo.errors import RecpoError
 from recpo.objectives import GBPO, PointwiseReward
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.training.configuration import parse_arguments
 from recpo.training.module import PreferenceModule
 from recpo.training.options import CriticOptions, LearningOptions
 from recpo.training.run import Run
@@ -135,7 +136,7 @@ def test_a_handed_over_run_imports_nothing_of_its_own(copy, name, monkeypatch):
     (copy.root / "run.json").write_text(json.dumps(facts))
     monkeypatch.chdir(copy.root)
     monkeypatch.syspath_prepend(str(copy.root))
-    with pytest.raises(RecpoError, match=r"names payload\.P, which is not a part of recpo.*--trust payload"):
+    with pytest.raises(RecpoError, match=r"names payload\.P, which is not a part of recpo.*--trust '\[\"payload\"\]'"):
         Run.open(copy.root)
     assert "payload" not in sys.modules
     assert Run.open(copy.root, trust=["payload"]).trust == ("payload",)
@@ -162,7 +163,8 @@ def test_another_learning_rate_is_refused_and_more_epochs_are_not(prepared, copy
         ({"init_from": "nowhere"}, "no run directory"),
         ({"anchor_coef": -1.0}, "anchor_coef"),
         ({"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": -1.0}}}, "learning rate"),
-        ({"trainer": {**QUICK, "limit_train_batches": 0}}, "no training step was taken"),
+        ({"trainer": {**QUICK, "limit_train_batches": 0}}, "limit_train_batches must be above 0"),
+        ({"trainer": {**QUICK, "max_time": {"seconds": 0}}}, "no training step was taken"),
     ],
 )
 def test_overwrite_destroys_nothing_before_the_first_step(prepared, copy, options, message):
@@ -233,3 +235,32 @@ def test_trainer_options_build_as_often_as_asked(tmp_path):
     assert (one.default_root_dir, two.default_root_dir) == (str(tmp_path / "one"), str(tmp_path / "two"))
     assert len(one.callbacks) == len(two.callbacks)
     assert [str(tmp_path / "two") in str(logger.log_dir) for logger in two.loggers] == [True, True]
+
+
+def test_training_without_an_end_takes_ten_epochs_and_says_so(prepared, tmp_path):
+    options = {name: value for name, value in OPTIONS.items() if name != "trainer"}
+    run = train(prepared, out=tmp_path / "run", **options)
+    assert run.configuration["trainer"]["init_args"]["max_epochs"] == 10
+    assert torch.load(run.checkpoint("last"), weights_only=True)["epoch"] == 9
+    assert Run.open(run.root).monitor == "val/NDCG@10"
+    again = train(prepared, config=run.root / "resolved.yaml", out=tmp_path / "again")
+    one, two = (torch.load(each.checkpoint("last"), weights_only=True)["state_dict"] for each in (run, again))
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize(
+    ("given", "epochs"),
+    [
+        ({}, 10),
+        ({"max_steps": -1}, 10),
+        ({"max_epochs": 3}, 3),
+        ({"max_epochs": -1}, -1),
+        ({"max_steps": 5}, None),
+        ({"max_time": {"hours": 1}}, None),
+    ],
+)
+def test_the_default_of_epochs_gives_way_to_any_other_end(tmp_path, given, epochs):
+    assert TrainerOptions(**given, accelerator="cpu", logger=False).build(tmp_path).max_epochs == epochs
+    flags = [word for name, value in given.items() for word in (f"--trainer.{name}", json.dumps(value))]
+    trainer = parse_arguments(["--data.prepared", "x", "--out", "y", *flags]).trainer.init_args
+    assert trainer.max_epochs == epochs
