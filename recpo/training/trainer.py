@@ -38,13 +38,13 @@ class ProgressBar(TQDMProgressBar):
         super().__init__(refresh_rate=1 if self._terminal else 0)
         self._losses: list[Tensor] = []
         self._began = self._said = time.monotonic()
-        self._first = 0
+        self._first: int | None = None
 
     def on_train_epoch_start(self, trainer: Trainer, *rest: Any) -> None:
         """Starts the clock of the epoch."""
         super().on_train_epoch_start(trainer, *rest)
         self._began = self._said = time.monotonic()
-        self._first = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        self._first = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -54,10 +54,11 @@ class ProgressBar(TQDMProgressBar):
         if self._terminal or "train/loss" not in trainer.callback_metrics:
             return
         self._losses.append(trainer.callback_metrics["train/loss"])
-        now = time.monotonic()
+        now, done, total = time.monotonic(), batch_idx + 1, trainer.num_training_batches
+        if self._first is None:  # a resumed epoch begins in its middle
+            self._began, self._first = now, done
         if now - self._said >= LINE_SECONDS and trainer.is_global_zero:
             self._said = now
-            done, total = batch_idx + 1, trainer.num_training_batches
             rate = (done - self._first) / max(now - self._began, 1e-9)
             left = f", {timedelta(seconds=round((total - done) / rate))} left" if rate and total != float("inf") else ""
             loss = float(torch.stack(self._losses[-100:]).mean())
