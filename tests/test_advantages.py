@@ -108,13 +108,52 @@ def test_threshold_edges():
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         assert ternary_advantage(ties.to(dtype), None).tolist() == [1, 1, 1, 0]
         assert ternary_advantage(ties.to(dtype), None, threshold=0.5).tolist() == [1, 1, 1, 0]
-    with pytest.raises(ValueError, match="positive_fraction"):
-        share_threshold(ties, 1.0)
+    for fraction in (0.0, 1.0):
+        with pytest.raises(ValueError, match="positive_fraction"):
+            share_threshold(ties, fraction)
+
+
+def test_a_rank_that_misses_a_whole_number_by_rounding_is_that_number():
+    labels = 10.0 ** torch.arange(-11, 0, dtype=torch.float64)  # next to its neighbor each is almost 0
+    for tenths in range(1, 10):
+        assert share_threshold(labels, tenths / 10) == labels[10 - tenths]
+
+
+def test_no_gradient_flows_into_the_threshold():
+    assert not share_threshold(torch.tensor([0.1, 0.9], requires_grad=True)).requires_grad
+
+
+def test_dislikes_may_be_numbers():
+    assert ternary_advantage(torch.tensor([0.9, 0.9]), torch.tensor([0, 1]), threshold=0.5).tolist() == [1, -1]
 
 
 def test_rewards_may_sit_far_from_zero():
     advantages = group_normalized_advantage(torch.full((1, 3), 0.1, dtype=torch.float64) + 1e6)
     assert (advantages == 0).all()
+
+
+def test_equal_rewards_give_exactly_zero_though_their_mean_is_rounded():
+    rewards = torch.tensor([0.1, 0.1, 0.1, 9.0], dtype=torch.float64)  # 0.1 + 0.1 + 0.1 is more than 0.3
+    assert (group_normalized_advantage(rewards[:3]) == 0).all()
+    for last in (9.0, -9.0, math.nan):
+        rewards[3] = last
+        assert (group_normalized_advantage(rewards, torch.tensor([1, 1, 1, 0])) == 0).all()
+        assert (leave_one_out_advantage(rewards, torch.tensor([1, 1, 1, 0])) == 0).all()
+
+
+@pytest.mark.parametrize("advantage", [group_normalized_advantage, leave_one_out_advantage])
+def test_the_group_is_the_last_axis(advantage):
+    rewards = torch.arange(24.0).square().view(2, 4, 3)
+    expected = torch.stack([advantage(part) for part in rewards])
+    torch.testing.assert_close(advantage(rewards), expected)
+    assert leave_one_out_advantage(torch.tensor([1.0, 2.0, 6.0])).tolist() == [-3.0, -1.5, 4.5]
+
+
+def test_what_estimators_read_and_their_defaults():
+    assert GroupNormalizedAdvantage() == GroupNormalizedAdvantage(scale=True, unbiased=True, eps=1e-6)
+    assert GroupNormalizedAdvantage().requires == LeaveOneOutAdvantage().requires == {"rewards"}
+    assert TernaryAdvantage().learns_from == {"positives", "dislikes"}
+    assert TernaryAdvantage(0.25).learns_from == {"labels", "dislikes"}
 
 
 @pytest.mark.parametrize("estimator", [GroupNormalizedAdvantage(scale=False), LeaveOneOutAdvantage()])
@@ -162,8 +201,9 @@ def test_estimators_say_what_they_lack():
             estimator(feedback(label=torch.ones(1, 2)), torch.zeros(1, 2))
     with pytest.raises(RecpoError, match="critic"):
         GAEAdvantage()(feedback(reward=torch.ones(1, 2)))
-    with pytest.raises(RecpoError, match="positive_fraction"):
-        TernaryAdvantage(positive_fraction=0.0)
+    for fraction in (0.0, 1.0, 1.5):
+        with pytest.raises(RecpoError, match="positive_fraction"):
+            TernaryAdvantage(positive_fraction=fraction)
 
 
 def session(rewards, ends, mask=None):

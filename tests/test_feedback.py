@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recpo.errors import RecpoError
-from recpo.feedback import FeedbackDefinition, FeedbackRule
+from recpo.feedback import (
+    DEFAULT_DURATION_BASE,
+    DEFAULT_MAX_WATCH_TIME,
+    DISLIKED,
+    HIGHEST,
+    LOWEST,
+    UNKNOWN,
+    UNKNOWN_BUCKET,
+    FeedbackDefinition,
+    FeedbackRule,
+)
 
 LABELS = [0.75, np.nextafter(np.float32(0.75), 0, dtype=np.float32), 0.25, 0.2, math.nan, 0.9, 0.1, math.nan]
 DISLIKES = [False, False, False, False, False, True, True, True]
@@ -92,16 +102,41 @@ def test_levels_by_hand():
     assert found.tolist() == level.tolist()
 
 
+def test_levels_and_defaults_are_those_of_the_documentation():
+    assert (UNKNOWN, DISLIKED, LOWEST, HIGHEST) == (0, 1, 2, 5)
+    assert (DEFAULT_DURATION_BASE, DEFAULT_MAX_WATCH_TIME) == (2.0, 86_400.0)
+    assert FeedbackRule() == FeedbackRule(0.75, 0.25)
+    assert FeedbackDefinition() == FeedbackDefinition(FeedbackRule(), 2.0, {}, 86_400.0)
+
+
+def test_buckets_by_hand():
+    seconds = np.array([8.0, 7.999, 1.0, 0.5, 0.001, 0.0006, 3600.0, 0.0004, 0.0, -1.0, math.nan, math.inf])
+    unknown = [UNKNOWN_BUCKET] * 5
+    of_two = FeedbackDefinition().buckets(seconds)
+    assert of_two.dtype == np.int64
+    assert of_two.tolist() == [3, 2, 0, -1, -10, -10, 11, *unknown]  # 0.6 ms are one, 0.4 ms are none
+    assert FeedbackDefinition(duration_base=10.0).buckets(seconds).tolist() == [0, 0, 0, -1, -3, -3, 3, *unknown]
+    assert UNKNOWN_BUCKET == -1001
+    fine = FeedbackDefinition(duration_base=1.007).buckets(np.array([0.001, 86_400.0]))  # what is known is never it
+    assert (fine > UNKNOWN_BUCKET).all()
+
+
 def test_without_watch_times_the_levels_come_from_the_label():
     label = np.array([0.0, 0.25, 0.5, 0.75, math.nan, 1.0])
     dislike = np.array([False] * 5 + [True])
     nothing = np.full(6, math.nan)
     assert FeedbackDefinition().levels(nothing, nothing, dislike, label).tolist() == [2, 3, 4, 5, 0, 1]
+    between, nothing = np.array([0.4, 0.49, 0.6, 0.74]), np.full(4, math.nan)
+    assert FeedbackDefinition().levels(nothing, nothing, np.zeros(4, bool), between).tolist() == [3, 3, 4, 4]
 
 
 def test_a_definition_survives_json():
     text = json.dumps(FITTED.to_json())
     assert FeedbackDefinition.from_json(json.loads(text)) == FITTED
+    read = FeedbackDefinition.from_json(FITTED.to_json() | {"positive_threshold": 1, "skip_threshold": 0})
+    assert isinstance(read.rule.positive_threshold, float)
+    assert isinstance(read.rule.skip_threshold, float)
+    assert FeedbackDefinition.from_json(FITTED.to_json() | {"max_watch_time": 0.5}).max_watch_time == 0.5
 
 
 @pytest.mark.parametrize(
@@ -111,6 +146,8 @@ def test_a_definition_survives_json():
         {"cutoffs": {"3": [1.0, 2.0]}},
         {"cutoffs": {"three": [1.0, 2.0, 3.0]}},
         {"cutoffs": {"3": [1.0, math.nan, 3.0]}},
+        {"cutoffs": {"3": [1.0, 2.0, math.inf]}},
+        {"cutoffs": {"3": [-1.0, 2.0, 3.0]}},
         {"cutoffs": None},
         {"duration_base": 1.0},
         {"duration_base": "two"},

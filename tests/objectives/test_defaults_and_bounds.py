@@ -22,7 +22,7 @@ from recpo.objectives.gspo import gspo_loss
 from recpo.objectives.health import advantage_shares, explained_variance, negative_gradient_share, ratio_metrics
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.ppo import ppo_loss
-from recpo.ops.surrogate import clipped_surrogate
+from recpo.ops.surrogate import clipped_surrogate, is_clipped
 from recpo.types import LogProbs, ObjectiveInputs
 
 NAN = math.nan
@@ -85,6 +85,21 @@ def test_a_ratio_is_capped_early_from_1_plus_both_options_on_and_for_negatives_o
     assert ECPO(delta=0.0).delta == 0.0
     with pytest.raises(RecpoError, match="delta must not be negative"):
         ECPO(delta=-0.01)
+
+
+def test_what_lies_on_a_bound_is_not_beyond_it():
+    zero, kept = torch.zeros(3), torch.ones(3, dtype=torch.bool)
+    signs = torch.tensor([1.0, -1.0, 0.0])
+    assert not is_clipped(zero, signs, 0.0, 0.0).any()
+    assert ECPO(clip_high=0.0, delta=0.0).clip_metrics(zero, signs, kept)["early_clip_fraction"] == 0
+    bound, one = torch.ones(1).exp().item(), torch.ones(3)
+    for objective in (ASPO(dual_clip=bound), PPO(dual_clip=bound)):
+        assert objective.clip_metrics(one * signs.sign() * -1, signs, kept)["dual_clip_fraction"] == 0
+        beyond = objective.clip_metrics(torch.tensor([-1.1, 1.1, 1.1]), signs, kept)["dual_clip_fraction"]
+        assert beyond.item() == pytest.approx(2 / 3 if isinstance(objective, ASPO) else 1 / 3)
+    assert Reinforce(ratio_cap=bound).clip_metrics(one, signs, kept)["clip_fraction"] == 0
+    assert Reinforce(ratio_cap=bound).clip_metrics(2 * one, signs, kept)["clip_fraction"] == 1
+    assert Reinforce(ratio_cap=None).clip_metrics(9 * one, signs, kept)["clip_fraction"] == 0
 
 
 def test_gbpo_reads_the_old_policy_where_there_is_one():

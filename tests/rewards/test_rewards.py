@@ -155,6 +155,20 @@ def test_logged_reward_in_closed_form(cost, unknown):
     torch.testing.assert_close(bare, torch.tensor([[0.75, 0.75, rest, rest, 0.0]]), equal_nan=True)
 
 
+def test_dislikes_may_be_numbers():
+    candidates = batch_of([[1, 2]], quantile=[[0.5, 0.5]], dislike=[[False, True]]).slates
+    candidates = candidates._replace(dislike=torch.tensor([[0, 1]]))
+    assert LoggedReward()(batch_of([[1]]), candidates).tolist() == [[0.5, -0.5]]
+
+
+def test_validity_is_float32_whatever_the_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert ValidityReward()(batch_of([[1]]), candidates_of([[0, 1]])).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_what_rewards_learn_from_and_their_defaults():
     assert LoggedReward() == LoggedReward(1.0, None)
     assert LoggedReward().learns_from == {"labels"}
