@@ -78,6 +78,12 @@ EQUIVALENT: dict[str, str] = {
     "recpo/objectives/ecpo.py: old = torch.maximum(early, zero_masked(logp_old, mask))": (
         "ppo_loss detaches the old policy"
     ),
+    "recpo/objectives/cispo.py: weight = guarded_ratio(logp - zero_masked(logp_old.detach(), mask))": (
+        "weighted_score detaches the weight"
+    ),
+    "recpo/objectives/cispo.py: weight = guarded_ratio(logp.detach() - zero_masked(logp_old, mask))": (
+        "weighted_score detaches the weight"
+    ),
     "recpo/feedback.py: return (label >= np.float32(self.positive_threshold)) & ~dislike": (
         "the same number: labels are float32 or float64"
     ),

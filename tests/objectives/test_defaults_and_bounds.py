@@ -22,6 +22,7 @@ from recpo.objectives.gspo import gspo_loss
 from recpo.objectives.health import advantage_shares, explained_variance, negative_gradient_share, ratio_metrics
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.ppo import ppo_loss
+from recpo.objectives.reinforce import reinforce_loss
 from recpo.ops.surrogate import clipped_surrogate, is_clipped
 from recpo.types import LogProbs, ObjectiveInputs
 
@@ -122,6 +123,42 @@ def test_an_item_of_one_token_is_its_own_mean():
     mask = torch.tensor([[[1, 0], [1, 1]]])  # of numbers
     assert DPO(length_normalized=True).item_logp(policy, mask).tolist() == [[-1.0, -3.0]]
     assert DPO().item_logp(policy, mask).tolist() == [[-1.0, -6.0]]
+
+
+TOKEN_LOSSES = {
+    "ppo": lambda logp, old, a, mask: ppo_loss(logp, old, a, mask=mask),
+    "ecpo": lambda logp, old, a, mask: ecpo_loss(logp, old, a, mask=mask),
+    "cispo": lambda logp, old, a, mask: cispo_loss(logp, old, a, mask=mask),
+    "cispo, uncapped": lambda logp, old, a, mask: cispo_loss(logp, old, a, mask=mask, cap_high=None),
+    "aspo": lambda logp, old, a, mask: aspo_loss(logp, old, a, mask=mask),
+    "gspo": lambda logp, old, a, mask: gspo_loss(logp, old, a, mask, clip_low=0.2, clip_high=0.2),
+    "gspo, token": lambda logp, old, a, mask: gspo_loss(logp, old, a, mask, clip_high=9.0, level="token"),
+    "gbpo": lambda logp, old, a, mask: gbpo_loss(logp, a, logp_old=old, mask=mask),
+    "gbpo, sequence": lambda logp, old, a, mask: gbpo_loss(logp, a, logp_old=old, mask=mask, level="sequence"),
+    "gbpo, no old": lambda logp, _, a, mask: gbpo_loss(logp, a, mask=mask),
+    "reinforce": lambda logp, old, a, mask: reinforce_loss(logp, a, logp_old=old, mask=mask, top_k=3),
+}
+
+
+@pytest.mark.parametrize("loss", TOKEN_LOSSES.values(), ids=TOKEN_LOSSES.keys())
+@pytest.mark.parametrize("which", range(3))
+def test_masked_tokens_of_a_pure_loss_may_hold_anything(loss, which):
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
+    clean = [
+        torch.tensor([[-1.0, -2.0, 0.0], [0.0, -0.5, -3.0]], dtype=torch.float64),
+        torch.tensor([[-1.1, -2.0, 0.0], [0.0, -0.4, -3.1]], dtype=torch.float64),
+        torch.tensor([[1.0, -1.0, 0.0], [0.0, 0.5, -2.0]], dtype=torch.float64),
+    ]
+    for bad in (NAN, math.inf, -math.inf, -7.0, 7.0):
+        hostile = [x.masked_fill(mask == 0, bad) if i == which else x for i, x in enumerate(clean)]
+        found = []
+        for logp, old, advantages in (clean, hostile):
+            logp = logp.clone().requires_grad_()
+            value = loss(logp, old, advantages, mask)
+            assert (value[mask == 0] == 0).all()
+            found.append((value, torch.autograd.grad(value.sum(), logp)[0]))
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+        assert (found[1][1][mask == 0] == 0).all()
 
 
 # ---------------------------------------------------------------- metrics
