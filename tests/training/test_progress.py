@@ -22,12 +22,12 @@ class Clock:
         return self.now
 
 
-def lines_of(prepared, out, capfd):
+def lines_of(prepared, out, capfd, epochs=1):
     train(
         prepared,
         out=out,
         policy=partial(CatalogSoftmaxPolicy, dim=8, layers=1, heads=1, max_history=12),
-        trainer={"max_epochs": 1, "limit_train_batches": 6, "accelerator": "cpu", "logger": False},
+        trainer={"max_epochs": epochs, "limit_train_batches": 6, "accelerator": "cpu", "logger": False},
         **{"data.layout": SequenceLayout(12), "data.batch_size": 8, "allocator": False, "progress": True},
     )
     return capfd.readouterr().out.splitlines()
@@ -46,3 +46,11 @@ def test_a_short_epoch_has_one_line(prepared, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(trainer_module, "LINE_SECONDS", 1e9)
     (line,) = lines_of(prepared, tmp_path / "run", capfd)
     assert re.fullmatch(EPOCH_LINE, line)
+
+
+def test_the_rate_of_a_later_epoch_is_its_own(prepared, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(trainer_module.time, "monotonic", Clock())
+    lines = lines_of(prepared, tmp_path / "run", capfd, epochs=2)
+    rates = [float(re.search(r"  (-?\d+\.\d)/s", line)[1]) for line in lines if line.startswith("epoch 1  batch")]
+    assert rates
+    assert min(rates) >= 0
