@@ -105,22 +105,3 @@ class EngineOptions:
     def writers(self) -> int:
         """Threads of this process that encode shards."""
         return self.threads or os.cpu_count() or 1
-
-    def start(self, work: Place) -> Engine:
-        """Connects to the engine.
-
-        Args:
-            work: an existing directory for temporary files; the caller removes it. Spark on a cluster needs one that
-                every executor and this process can reach.
-
-        Raises:
-            RecpoError: an option cannot be read, or the engine is not installed.
-        """
-        # Imported here: Spark need not be installed.
-        if self.engine == "spark":
-            from recpo.data.spark_engine import SparkEngine
-
-            return SparkEngine(work, self)
-        from recpo.data.duckdb_engine import DuckDBEngine
-
-        return DuckDBEngine(work, self.memory_limit, self.threads)

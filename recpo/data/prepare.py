@@ -21,6 +21,7 @@ from recpo.data.catalog import (
     place_events,
     user_indices,
 )
+from recpo.data.duckdb_engine import DuckDBEngine
 from recpo.data.engine import Engine, EngineOptions
 from recpo.data.events import select_columns, standardize, time_order
 from recpo.data.faults import Fault, validate_no_faults
@@ -126,7 +127,7 @@ class Preparation:
         with prepared_directory(locate(out), place, overwrite=overwrite, inputs=inputs) as partial:
             with (
                 work_directory(place, partial) as temporary,
-                engine.start(temporary) as started,
+                start_engine(engine, temporary) as started,
                 tqdm(total=len(_STAGES), desc="prepare", unit="stage", disable=None if progress else True) as bar,
             ):
                 if isinstance(log, pa.Table):
@@ -322,3 +323,21 @@ def _label_faults(label: Label, log: Log) -> list[Fault]:
         "WatchTimeGain read watch_time and duration; BinaryColumn and NumericColumn read label; EveryEvent none"
     )
     return [Fault(log.name, None, f"label {name} needs {' and '.join(lacking)}, which the log has not", fix)]
+
+
+def start_engine(options: EngineOptions, work: Place) -> Engine:
+    """Connects to the engine that ``options`` names.
+
+    Args:
+        options: which engine, and what it may use.
+        work: an existing directory for temporary files; the caller removes it. Spark on a cluster needs one that every
+            executor and this process can reach.
+
+    Raises:
+        RecpoError: an option cannot be read, or the engine is not installed.
+    """
+    if options.engine == "spark":
+        from recpo.data.spark_engine import SparkEngine  # Spark need not be installed
+
+        return SparkEngine(work, options)
+    return DuckDBEngine(work, options.memory_limit, options.threads)

@@ -10,13 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recpo.data import prepare as prepare_module
 from recpo.data import publishing
 from recpo.data.datamodule import FeedbackDataModule, ResumableLoader, TrainBatches, evaluation_batches
 from recpo.data.engine import EngineOptions
 from recpo.data.held_out import Rank
 from recpo.data.locations import Location, locate
 from recpo.data.preference_lists import PreferenceListLayout
-from recpo.data.prepare import Preparation
+from recpo.data.prepare import Preparation, start_engine
 from recpo.data.prepared import MANIFEST, Prepared
 from recpo.data.slates import SequenceLayout
 from recpo.errors import RecpoError
@@ -186,7 +187,7 @@ def test_a_store_that_cannot_be_written_to_is_found_before_the_work(tmp_path, mo
         raise PermissionError("no right to write here")
 
     monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "_open", refused)
-    monkeypatch.setattr(EngineOptions, "start", lambda *arguments: pytest.fail("the engine was started"))
+    monkeypatch.setattr(prepare_module, "start_engine", lambda *arguments: pytest.fail("the engine was started"))
     with pytest.raises(RecpoError, match="no right to write here"):
         run(path, f"memory://bucket-{uuid.uuid4().hex}/out")
 
@@ -197,6 +198,6 @@ def test_columns_that_are_not_used_are_not_copied(tmp_path):
     write_log(tmp_path / "log.parquet", wide)
     work = tmp_path / "work"
     work.mkdir()
-    with ENGINE.start(work) as engine:
+    with start_engine(ENGINE, work) as engine:
         engine.read_parquet([locate(f"file://{tmp_path}/log.parquet")], log.schema.names)
         assert pq.read_schema(work / "copy-0.parquet").names == log.schema.names

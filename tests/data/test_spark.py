@@ -15,7 +15,7 @@ from recpo.data.duckdb_engine import DuckDBEngine
 from recpo.data.engine import EngineOptions
 from recpo.data.events import timestamp_ms
 from recpo.data.locations import Location, locate
-from recpo.data.prepare import Preparation
+from recpo.data.prepare import Preparation, start_engine
 from recpo.data.shaping import D2Q, BinaryColumn, NumericColumn, WatchQuantiles, WatchRatio, WatchTimeGain
 from recpo.data.splits import LeaveLastOut, TemporalSplit
 from recpo.errors import RecpoError
@@ -131,7 +131,7 @@ def compared(spark, tmp_path, table, expressions):
     for options in (DUCKDB, SPARK):
         work = tmp_path / options.engine
         work.mkdir()
-        with options.start(work) as engine:
+        with start_engine(options, work) as engine:
             rows = engine.read_parquet([file], [*table.schema.names, "row"])
             found.append(engine.table(expressions(rows).order_by("row")).to_pydict())
     return found
