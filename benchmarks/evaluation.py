@@ -39,6 +39,7 @@ from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.item_facts import ItemFacts, ItemTags
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.segments import history_length, item_segments
+from recpo.feedback import FeedbackRule
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Slates
 
@@ -162,13 +163,11 @@ def random_batches(users: int, items: int) -> Iterator[EvaluationBatch]:
         rows = min(BATCH, users - begin)
         seen = torch.randint(1, items + 1, (rows, SEEN), generator=generator)
         held_out = torch.randint(1, items + 1, (rows, HELD_OUT), generator=generator)
-        slates = Slates(
-            held_out,
-            torch.full_like(held_out, HISTORY),
-            held_out > 0,
-            label=torch.rand(rows, HELD_OUT, generator=generator),
-            dislike=torch.rand(rows, HELD_OUT, generator=generator) < 0.05,
-        )
+        label = torch.rand(rows, HELD_OUT, generator=generator)
+        dislike = torch.rand(rows, HELD_OUT, generator=generator) < 0.05
+        positive = FeedbackRule().positive(label, dislike)
+        visible = torch.full_like(held_out, HISTORY)
+        slates = Slates(held_out, visible, held_out > 0, label=label, dislike=dislike, positive=positive)
         histories = Histories(seen[:, -HISTORY:].contiguous(), torch.full((rows,), HISTORY))
         yield EvaluationBatch(FeedbackBatch(histories, slates, torch.arange(begin, begin + rows)), seen)
 
