@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -152,11 +153,7 @@ def test_tables_learn_as_with_the_sparse_optimizers_of_torch(
 ):
     policy = SMALL | SAMPLED
     start = started(tmp_path_factory, prepared, policy)
-
-    def sparse(parameters: Any) -> torch.optim.Optimizer:
-        return peer(parameters, lr=RATES[optimizer], eps=1e-8)
-
-    plain = {"init_from": start, "sparse_optimizer": sparse}
+    plain = {"init_from": start, "sparse_optimizer": partial(peer, lr=RATES[optimizer], eps=1e-8)}
     train(tmp_path / "plain", prepared, policy | {"sparse": True}, None, plain)
     strategy = {"sharding": "row_wise", "optimizer": optimizer}
     groups[2].run(train, tmp_path / "sharded", prepared, policy, strategy, {"init_from": start})
