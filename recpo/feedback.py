@@ -17,6 +17,9 @@ from recpo.errors import RecpoError
 UNKNOWN, DISLIKED, LOWEST, HIGHEST = 0, 1, 2, 5
 """Feedback levels; ``LOWEST .. HIGHEST`` are the quartiles of the watch time."""
 
+GRADES: Final = (math.nan, 0.0, 0.125, 0.375, 0.625, 0.875)
+"""Grade of each feedback level, in [0, 1]: the middle of its quartile; a dislike has 0, unknown feedback nan."""
+
 FEEDBACK_KINDS: Final = ("positive", "neutral", "skipped", "disliked", "unknown")
 """Every event is of one kind."""
 

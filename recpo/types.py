@@ -39,6 +39,7 @@ class Slates(NamedTuple):
         dislike: ``[B, S]`` bool.
         positive: ``[B, S]`` bool, the log's own definition (``recpo.feedback.FeedbackRule``) of a positive event; False
             where nothing is known.
+        grade: ``[B, S]`` float32, the grade of the event's feedback level (``recpo.feedback.GRADES``); nan = unknown.
         reward: ``[B, S]`` float, a given reward (simulator, reward model).
         logp_behavior: ``[B, S]`` float, log-probability under the policy that made the log; nan = not logged.
         is_logged: ``[B, S]`` bool, False for sampled negatives and generated candidates.
@@ -55,6 +56,7 @@ class Slates(NamedTuple):
     label: Tensor | None = None
     dislike: Tensor | None = None
     positive: Tensor | None = None
+    grade: Tensor | None = None
     reward: Tensor | None = None
     logp_behavior: Tensor | None = None
     is_logged: Tensor | None = None

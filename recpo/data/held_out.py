@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from recpo.data.prepared import Events, Period, Prepared
-from recpo.data.slates import histories_of, logp_behavior, padded, ranges
+from recpo.data.slates import grades, histories_of, logp_behavior, padded, ranges
 from recpo.types import EvaluationBatch, FeedbackBatch, Slates
 
 MOST_PLACES = 1 << 20
@@ -120,6 +120,7 @@ def evaluation_batch(
         label=padded(events.label[index], valid, np.nan),
         dislike=padded(events.dislike[index], valid),
         positive=padded(events.positive[index], valid),
+        grade=padded(grades(events.feedback[index]), valid, np.nan),
         logp_behavior=padded(logp_behavior(events, index), valid, np.nan),
         is_logged=torch.from_numpy(valid),
         is_random=None if events.is_random is None else padded(events.is_random[index], valid),

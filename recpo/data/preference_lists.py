@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from recpo.data.prepared import Events
-from recpo.data.slates import BatchMaker, Catalog, Layout, Windows, histories_of, preceding
+from recpo.data.slates import BatchMaker, Catalog, Layout, Windows, grades, histories_of, preceding
 from recpo.errors import RecpoError
 from recpo.types import FeedbackBatch, Slates, SlateTraits
 
@@ -161,6 +161,7 @@ class _PreferenceBatches:
             label=torch.from_numpy(np.where(logged, events.label[source], np.float32(np.nan))),
             dislike=torch.from_numpy(logged & events.dislike[source]),
             positive=torch.from_numpy(logged & events.positive[source]),
+            grade=torch.from_numpy(np.where(logged, grades(events.feedback[source]), np.float32(np.nan))),
             is_logged=torch.from_numpy(logged),
             chosen=torch.from_numpy((items > 0) & (np.arange(items.shape[1]) == 0)),
         )

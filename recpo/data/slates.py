@@ -25,6 +25,7 @@ from torch import Tensor
 
 from recpo.data.prepared import Events, run_change
 from recpo.errors import RecpoError
+from recpo.feedback import GRADES
 from recpo.types import FeedbackBatch, Histories, Slates, SlateTraits
 
 SESSION_GAP_MS = 30 * 60 * 1000
@@ -227,6 +228,7 @@ def feedback_batch(events: Events, windows: Windows, context_ids: np.ndarray) ->
         label=padded(events.label[index], valid, np.nan),
         dislike=padded(events.dislike[index], valid),
         positive=padded(events.positive[index], valid),
+        grade=padded(grades(events.feedback[index]), valid, np.nan),
         logp_behavior=padded(logp_behavior(events, index), valid, np.nan),
         is_logged=torch.from_numpy(valid),
         ends_session=padded(_ends_session(events, place), valid),
@@ -269,6 +271,11 @@ def histories_of(events: Events, start: np.ndarray, stop: np.ndarray) -> Histori
         feedback=padded(events.feedback[index], valid),
         timestamps=padded(events.timestamp[index], valid),
     )
+
+
+def grades(levels: np.ndarray) -> np.ndarray:
+    """The grades of feedback levels, float32 of the same shape (``recpo.feedback.GRADES``)."""
+    return np.array(GRADES, np.float32)[levels]
 
 
 def logp_behavior(events: Events, index: np.ndarray) -> np.ndarray:

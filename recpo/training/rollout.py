@@ -128,6 +128,7 @@ def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Can
         label=torch.full(kept.shape, torch.nan, device=kept.device),
         dislike=torch.zeros_like(kept),
         positive=torch.zeros_like(kept),
+        grade=torch.full(kept.shape, torch.nan, device=kept.device),
         is_logged=torch.zeros_like(kept),
         ends_session=torch.ones_like(kept),  # every candidate is a step of its own: what would follow it is not known
     )

@@ -234,3 +234,20 @@ def test_random_exposures_are_read_for_held_out_periods_only(prepared):
     held_out = opened.load("test", 0)
     assert held_out.is_random.dtype == bool
     assert 0 < held_out.is_random.mean() < 0.5
+
+
+def test_grades_are_those_of_the_feedback_levels_in_every_kind_of_slate():
+    events = events_of([6, 6])._replace(
+        feedback=np.array([0, 1, 2, 3, 4, 5] * 2),
+        positive=np.array([False] * 5 + [True] + [False] * 5 + [True]),
+        dislike=np.array([False, True] + [False] * 4 + [False, True] + [False] * 4),
+    )
+    expected = [np.nan, 0.0, 0.125, 0.375, 0.625, 0.875]
+    sequence = batch_of(events, SequenceLayout(history_length=10))[0]
+    np.testing.assert_array_equal(sequence.grade, [expected, expected])
+    held_out = evaluation_batch(events, np.array([0, 1]), 2, *NO_PAST).feedback.slates
+    np.testing.assert_array_equal(held_out.grade, [expected, expected])
+    lists = PreferenceListLayout(history_length=4, dislikes=1, skipped=0, uniform=1, popularity=0, in_batch=0)
+    batch = lists.batch_maker(Catalog(12), 0)(events, lists.windows_of(events), np.arange(2), 0)
+    np.testing.assert_array_equal(batch.slates.grade[:, :2], [[0.875, 0.0], [0.875, 0.0]])
+    assert batch.slates.grade[:, 2].isnan().all(), "a sampled item has no feedback"
