@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, get_args
 
 from recpo.errors import RecpoError
 
-Kind = Literal["simulation", "prepared", "codes", "run", "checkpoint", "evaluation", "bundle", "demo"]
+Kind = Literal["simulation", "prepared", "codes", "run", "checkpoint", "evaluation", "bundle", "demo", "factors"]
 
 MARKER: Final = "recpo.json"
 _UNFINISHED: Final = ".recpo-unfinished-"

@@ -15,17 +15,19 @@ MAY_IMPORT = {
     **dict.fromkeys(BASE, BASE),
     "ops": {"ops"},
     "advantages": BASE | L1 | {"advantages"},
-    "rewards": BASE | L1 | {"rewards"},
+    "rewards": BASE | L1 | {"factorization", "rewards"},
     "objectives": BASE | L1 | {"objectives"},
     "policies": BASE | L1 | {"policies"},
     "data": BASE | {"data"},
     "simulation": BASE | {"simulation"},
     "tokenizer": BASE | {"data", "tokenizer"},
-    "evaluation": BASE | L1 | {"data", "rewards", "simulation", "tokenizer", "evaluation"},
+    # of policies it takes the search of the best items of a catalog
+    "factorization": BASE | L1 | {"data", "policies", "factorization"},
+    "evaluation": BASE | L1 | {"data", "factorization", "rewards", "simulation", "tokenizer", "evaluation"},
     "serving": BASE | {"policies", "data", "serving"},
     "training": BASE
     | L1
-    | {"advantages", "objectives", "policies", "rewards", "data", "evaluation", "serving", "training"},
+    | {"advantages", "objectives", "policies", "rewards", "data", "factorization", "evaluation", "serving", "training"},
     "sharding": BASE | L1 | {"policies", "training", "sharding"},
     "workflows": None,
     "cli": None,

@@ -1,0 +1,234 @@
+"""A fitted factor model of graded feedback: what it predicts, for whom, and the directory that it lies in.
+
+::
+
+    factors/factors.safetensors   item factors and biases, user factors, covariances
+    factors/manifest.json         mean, ridge, noise, checksums, how the model was chosen
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from recpo.artifacts import output_directory, read_json, seal, sha256, unseal, verify, write_json
+from recpo.errors import RecpoError
+from recpo.feedback import GRADES
+from recpo.ops.ridge import RidgeSolution, ridge_regression
+from recpo.policies.catalog_search import best_by_blocks
+from recpo.types import Histories, Recommendations
+
+FORMAT_VERSION: Final = 1
+MANIFEST: Final = "manifest.json"
+_TENSORS: Final = "factors.safetensors"
+_REMEDY: Final = "copy the directory again, or make it again with `recpo factorize`"
+_NUMBERS: Final = ("mean", "ridge", "noise")
+# the product with an item whose factors are looked up costs so many times that in a matrix product
+_GATHER_COST: Final = 8
+# float64 rows of one block of histories
+_FOLD_IN_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True)
+class Factors:
+    """``grade(u, i) = mean + p_u · q_i + b_u + b_i``, the expected grade (``recpo.feedback.GRADES``) of an item.
+
+    Attributes:
+        mean: the mean grade.
+        item_factors: ``[V, r]`` float32, ``q`` of the items 1..V.
+        item_bias: ``[V]`` float32.
+        ridge: weight of ``|(p_u, b_u)|^2`` of every user and ``|(q_i, b_i)|^2`` of every item.
+        user_factors: ``[U, r + 1]`` float32 of the users of the training period by their prepared index, the bias
+            last; 0 of users without an event there. None = users are folded in from their history only.
+        item_covariance: ``[V, r + 1, r + 1]`` float32, inverses of the normal matrices of the items; None = no bounds.
+        noise: mean squared error of the training events.
+        catalog_checksum: which items these are (``Prepared.catalog_checksum``).
+        max_history: the most events that ``fold_in`` reads, the most recent ones.
+        facts: how the model was fitted and chosen, for people.
+    """
+
+    mean: float
+    item_factors: Tensor
+    item_bias: Tensor
+    ridge: float
+    user_factors: Tensor | None
+    item_covariance: Tensor | None
+    noise: float
+    catalog_checksum: str
+    max_history: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuses tensors that do not belong together."""
+        items, rank = self.item_factors.shape
+        expected = {"item_bias": (items,), "item_covariance": (items, rank + 1, rank + 1)}
+        for name, shape in expected.items():
+            tensor = getattr(self, name)
+            if tensor is not None and tuple(tensor.shape) != shape:
+                raise RecpoError(f"factors: {name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if self.user_factors is not None and self.user_factors.shape[1:] != (rank + 1,):
+            shape = tuple(self.user_factors.shape)
+            raise RecpoError(f"factors: user_factors has shape {shape}, expected (users, {rank + 1})")
+
+    @property
+    def num_items(self) -> int:
+        """``V``."""
+        return len(self.item_factors)
+
+    @property
+    def rank(self) -> int:
+        """``r``."""
+        return self.item_factors.shape[1]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that the model has, by name."""
+        names = ("item_factors", "item_bias", "user_factors", "item_covariance")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def to(self, device: torch.device | str) -> Factors:
+        """The same model with its tensors on ``device``."""
+        if self.item_factors.device == torch.device(device):
+            return self
+        tensors: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return replace(self, **tensors)
+
+    def fold_in(self, histories: Histories) -> Tensor:
+        """Factors of anybody who has a history: ridge regression of the graded events on the item factors.
+
+        ``argmin over (p, b) of sum_h (g_h - mean - b_i(h) - p · q_i(h) - b)^2 + ridge |(p, b)|^2``, over the last
+        ``max_history`` events whose grade is known: the step that fits the users of the training period.
+
+        Args:
+            histories: contexts with feedback levels; an empty history gives zeros.
+
+        Returns:
+            ``[B, r + 1]`` float32, the bias last.
+
+        Raises:
+            RecpoError: the histories have no feedback levels.
+        """
+        return torch.cat([solution.weights.float() for solution in self._solutions(histories)])
+
+    def fold_in_with_covariance(self, histories: Histories) -> tuple[Tensor, Tensor]:
+        """As ``fold_in``, and the inverses ``[B, r + 1, r + 1]`` float32 of the normal matrices."""
+        solutions = list(self._solutions(histories))
+        covariance = torch.cat([solution.covariance.float() for solution in solutions])
+        return torch.cat([solution.weights.float() for solution in solutions]), covariance
+
+    def _solutions(self, histories: Histories) -> list[RidgeSolution]:
+        if histories.feedback is None:
+            raise RecpoError("factors are folded in from graded events, and these histories have no feedback levels")
+        width = max(1, histories.item_ids.shape[1])
+        size = max(1, _FOLD_IN_BYTES // (8 * width * (self.rank + 1)))
+        parts = zip(
+            histories.item_ids.split(size), histories.lengths.split(size), histories.feedback.split(size), strict=True
+        )
+        return [self._solution(*part) for part in parts]
+
+    def _solution(self, item_ids: Tensor, lengths: Tensor, feedback: Tensor) -> RidgeSolution:
+        place = torch.arange(item_ids.shape[1], device=item_ids.device)
+        grade = torch.tensor(GRADES, dtype=torch.float64, device=item_ids.device)[feedback]
+        known = (place < lengths[:, None]) & (place >= lengths[:, None] - self.max_history)
+        known &= (item_ids > 0) & ~grade.isnan()
+        row = (item_ids - 1).clamp_min(0)
+        ones = torch.ones_like(grade, dtype=self.item_factors.dtype)[..., None]
+        rows = torch.cat([self.item_factors[row], ones], -1)
+        return ridge_regression(rows, grade - self.mean - self.item_bias[row].double(), known, self.ridge)
+
+    def scores(self, users: Tensor) -> Tensor:
+        """Predicted grades ``[B, V]`` of all items for ``users [B, r + 1]``."""
+        offset = self.item_bias + (users[:, -1:] + self.mean)
+        return offset.addmm_(users[:, :-1], self.item_factors.T)
+
+    def grades(self, users: Tensor, item_ids: Tensor) -> Tensor:
+        """Predicted grades ``[B, S]`` of items ``[B, S]`` for ``users [B, r + 1]``; of id 0 anything.
+
+        Of many items, such as a whole catalog, by one matrix product.
+        """
+        row = (item_ids - 1).clamp_min(0)
+        if row.shape[1] * _GATHER_COST >= self.num_items:
+            return self.scores(users).gather(1, row)
+        factors = torch.einsum("bsr,br->bs", self.item_factors[row], users[:, :-1])
+        return factors + self.item_bias[row] + (users[:, -1:] + self.mean)
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """The ``k`` items of the highest predicted grade for folded-in users, as ``Policy.recommend``.
+
+        ``scores`` are predicted grades, not log-probabilities.
+        """
+        users = self.fold_in(histories)
+        states = torch.cat([users[:, :-1], users[:, -1:] + self.mean, torch.ones_like(users[:, :1])], 1)
+        bias = self.item_bias[:, None]
+        table = torch.cat([self.item_factors, torch.ones_like(bias), bias], 1)
+        rows, best, _ = best_by_blocks(states, table, k, None if exclude is None else exclude - 1, padding_rows=0)
+        return Recommendations((rows + 1).masked_fill(best == -torch.inf, 0), best)
+
+    def save(self, path: Path | str, *, overwrite: bool = False) -> None:
+        """Writes the directory; it appears whole or not at all.
+
+        Raises:
+            RecpoError: it exists and ``overwrite`` is False.
+        """
+        with output_directory(path, kind="factors", overwrite=overwrite) as partial:
+            self.write_files(partial)
+
+    def write_files(self, directory: Path) -> None:
+        """Writes the files into an empty directory, which the caller puts into its place."""
+        kept = {name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}
+        save_file(kept, directory / _TENSORS)
+        content = {
+            "format_version": FORMAT_VERSION,
+            **{name: getattr(self, name) for name in (*_NUMBERS, "max_history", "catalog_checksum")},
+            "facts": dict(self.facts),
+            "files": {_TENSORS: sha256(directory / _TENSORS)},
+        }
+        write_json(directory / MANIFEST, seal(content))
+
+    @classmethod
+    def open(cls, path: Path | str) -> Factors:
+        """Opens a directory that ``save`` or ``recpo factorize`` wrote.
+
+        Raises:
+            RecpoError: it is none, of another format version, or not as it was written.
+        """
+        root = Path(path)
+        if not (root / MANIFEST).is_file():
+            raise RecpoError(f"{root} holds no factors: {MANIFEST} is missing; make them with `recpo factorize`")
+        manifest = read_json(root / MANIFEST, _REMEDY)
+        if manifest.get("format_version") != FORMAT_VERSION:
+            raise RecpoError(
+                f"{root / MANIFEST}: format_version {manifest.get('format_version')!r}, this recpo reads "
+                f"{FORMAT_VERSION}; make it again with `recpo factorize`"
+            )
+        manifest = unseal(manifest, root / MANIFEST, _REMEDY)
+        verify(root, manifest["files"], _REMEDY)
+        try:
+            tensors = load_file(root / _TENSORS)
+            return cls(
+                **{name: float(manifest[name]) for name in _NUMBERS},
+                item_factors=tensors["item_factors"],
+                item_bias=tensors["item_bias"],
+                user_factors=tensors.get("user_factors"),
+                item_covariance=tensors.get("item_covariance"),
+                catalog_checksum=str(manifest["catalog_checksum"]),
+                max_history=int(manifest["max_history"]),
+                facts=manifest["facts"],
+            )
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise RecpoError(f"{root} is damaged ({error!r}); {_REMEDY}") from error
+
+    def validate_items(self, catalog_checksum: str, shown: object) -> None:
+        """Raises ``RecpoError`` where the catalog of ``shown`` is not the one that the model was fitted on."""
+        if catalog_checksum != self.catalog_checksum:
+            raise RecpoError(
+                f"the factors were fitted on other items than {shown} holds (items.parquet differs): use the prepared "
+                "directory that they were fitted on, or run `recpo factorize` on this one"
+            )

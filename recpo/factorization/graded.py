@@ -1,0 +1,214 @@
+"""Alternating least squares on graded events, with biases, one shard at a time.
+
+Minimizes ``sum over the events of (g - mean - b_u - b_i - p_u · q_i)^2 + ridge (sum_u |(p_u, b_u)|^2 + sum_i |(q_i,
+b_i)|^2)``: given the items every user is a ridge regression on ``[q_i, 1]``, given the users every item is one on
+``[p_u, 1]``, and a sweep solves both exactly, so the objective never rises. The ridge is one constant, not one per
+event: it stands for a prior that does not grow with the data. A sweep is one pass over the shards. A user's events lie
+in one shard, so the users of a chunk are solved, added to the equations of their items, and forgotten; in memory are a
+shard and the equations of the items, ``V (r + 1) (r + 4) / 2`` numbers.
+
+Own code, because the `implicit` library (0.7.2, 2023) fits unobserved items as zeros with confidences, knows no graded
+targets without them and no biases, and holds the whole matrix in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from recpo.data.prepared import Prepared, run_change
+from recpo.errors import RecpoError
+from recpo.factorization.factors import Factors
+from recpo.factorization.normal_equations import Equations, equations, inverses, no_equations, solve
+from recpo.feedback import GRADES
+
+# events of one chunk of users; a user is never split
+CHUNK_EVENTS: Final = 1 << 15
+
+
+@dataclass(frozen=True)
+class FactorOptions:
+    """How a factor model is fitted; of several ranks and ridges the best on the validation period is taken.
+
+    Args:
+        ranks: numbers of factors ``r`` to try.
+        ridges: ridges to try, each above 0.
+        sweeps: passes over the training events per model.
+        seed: of the first item factors.
+        max_history: events of a history that a fold-in reads; null = those that the prepared data keep per user
+            (``max_context``).
+        uncertainty: keep what bounds need: ``V (r + 1)^2`` numbers.
+    """
+
+    ranks: tuple[int, ...] = (4, 8, 16)
+    ridges: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
+    sweeps: int = 12
+    seed: int = 0
+    max_history: int | None = None
+    uncertainty: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.ranks or min(self.ranks) < 1:
+            raise RecpoError(f"ranks is {list(self.ranks)}; give at least one, each at least 1")
+        if not self.ridges or not min(self.ridges) > 0:
+            raise RecpoError(f"ridges is {list(self.ridges)}; give at least one, each above 0")
+        if self.sweeps < 1:
+            raise RecpoError(f"sweeps is {self.sweeps}; it is at least 1")
+        if self.max_history is not None and self.max_history < 1:
+            raise RecpoError(f"max_history is {self.max_history}; it is at least 1, or null")
+
+
+class Chunk(NamedTuple):
+    """Graded events of some whole users: who, ``user [N]`` as places in ``users``, which items, and the grades."""
+
+    users: np.ndarray
+    user: np.ndarray
+    items: np.ndarray
+    item: np.ndarray
+    grade: np.ndarray
+
+
+class Items(NamedTuple):
+    """``[q_i, 1]`` as ``rows [V, r + 1]``, and ``bias [V]``, float64."""
+
+    rows: np.ndarray
+    bias: np.ndarray
+
+
+def chunks(data: Prepared, finished: Callable[[int], object] = lambda _: None) -> Iterator[Chunk]:
+    """The training events whose grade is known, shard by shard, in chunks of whole users.
+
+    Args:
+        data: prepared data.
+        finished: called with the number of events that were read.
+    """
+    grades = np.array(GRADES)
+    for shard in range(data.num_shards("train")):
+        user, item, level = data.columns("train", shard, ["user_index", "item_index", "feedback"]).values()
+        grade = grades[level]
+        known = ~np.isnan(grade)
+        yield from _chunks_of(user[known], item[known] - 1, grade[known], data.num_items)
+        finished(len(user))
+
+
+def _chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items: int) -> Iterator[Chunk]:
+    starts = np.append(np.flatnonzero(run_change(user)), len(user)) if len(user) else np.zeros(1, np.int64)
+    begin = 0
+    while begin < len(starts) - 1:
+        end = int(np.searchsorted(starts, starts[begin] + CHUNK_EVENTS, side="right")) - 1
+        end = max(end, begin + 1)
+        part = slice(starts[begin], starts[end])
+        counts = np.diff(starts[begin : end + 1])
+        # what an item is called in this chunk: a table as long as the catalog is cheaper than sorting the events
+        present = np.zeros(num_items, bool)
+        present[item[part]] = True
+        place = np.cumsum(present) - 1
+        yield Chunk(
+            user[starts[begin:end]],
+            np.repeat(np.arange(end - begin), counts),
+            np.flatnonzero(present),
+            place[item[part]],
+            grade[part],
+        )
+        begin = end
+
+
+def user_weights(chunk: Chunk, items: Items, mean: float, ridge: float) -> np.ndarray:
+    """``[p_u, b_u]`` of the chunk's users given the items, ``[n, r + 1]``."""
+    target = chunk.grade - mean - items.bias[chunk.items][chunk.item]
+    return solve(equations(chunk.user, len(chunk.users), items.rows[chunk.items], chunk.item, target), ridge)
+
+
+def add_item_equations(total: Equations, chunk: Chunk, weights: np.ndarray, mean: float) -> None:
+    """Adds the events of a chunk to the equations of the items, given ``[p_u, b_u]`` of its users."""
+    target = chunk.grade - mean - weights[chunk.user, -1]
+    part = equations(chunk.item, len(chunk.items), _with_one(weights[:, :-1]), chunk.user, target)
+    total.left[chunk.items] += part.left
+    total.right[chunk.items] += part.right
+
+
+def sweep(parts: Iterator[Chunk], items: Items, mean: float, ridge: float) -> Items:
+    """One alternation: every user given the items, then every item given the users."""
+    total = no_equations(*items.rows.shape)
+    for chunk in parts:
+        add_item_equations(total, chunk, user_weights(chunk, items, mean, ridge), mean)
+    weights = solve(total, ridge)
+    return Items(_with_one(weights[:, :-1]), weights[:, -1])
+
+
+def first_items(num_items: int, rank: int, seed: int) -> Items:
+    """Small random factors and no bias."""
+    factors = np.random.default_rng(seed).normal(0.0, 0.1, (num_items, rank))
+    return Items(_with_one(factors), np.zeros(num_items))
+
+
+def _with_one(factors: np.ndarray) -> np.ndarray:
+    return np.concatenate([factors, np.ones((len(factors), 1))], 1)
+
+
+def mean_grade(data: Prepared) -> tuple[float, int]:
+    """Mean and number of the known grades of the training period.
+
+    Raises:
+        RecpoError: there is none.
+    """
+    total, count = 0.0, 0
+    for chunk in chunks(data):
+        total, count = total + float(chunk.grade.sum()), count + len(chunk.grade)
+    if not count:
+        raise RecpoError(
+            f"{data.root}: no training event has a grade, so there is nothing to fit: prepare the log with watch times "
+            "or labels"
+        )
+    return total / count, count
+
+
+def fit_items(
+    data: Prepared, mean: float, rank: int, ridge: float, options: FactorOptions, finished: Callable[[int], object]
+) -> Items:
+    """Item factors and biases after all sweeps."""
+    items = first_items(data.num_items, rank, options.seed)
+    for _ in range(options.sweeps):
+        items = sweep(chunks(data, finished), items, mean, ridge)
+    return items
+
+
+def finish(
+    data: Prepared,
+    items: Items,
+    mean: float,
+    ridge: float,
+    options: FactorOptions,
+    finished: Callable[[int], object] = lambda _: None,
+) -> Factors:
+    """The model of fitted items: one more pass gives the users, the noise and the covariances of the items."""
+    width = items.rows.shape[1]
+    users = np.zeros((int(data.manifest["num_users"]), width), np.float32)
+    left = no_equations(len(items.rows), width).left if options.uncertainty else None
+    squared, count = 0.0, 0
+    for chunk in chunks(data, finished):
+        weights = user_weights(chunk, items, mean, ridge)
+        users[chunk.users] = weights
+        rows = items.rows[chunk.items][chunk.item]
+        predicted = mean + items.bias[chunk.items][chunk.item] + np.einsum("nd,nd->n", weights[chunk.user], rows)
+        squared, count = squared + float(np.square(chunk.grade - predicted).sum()), count + len(chunk.grade)
+        if left is not None:
+            one = _with_one(weights[:, :-1])
+            left[chunk.items] += equations(
+                chunk.item, len(chunk.items), one, chunk.user, np.zeros(len(chunk.item))
+            ).left
+    return Factors(
+        mean=mean,
+        item_factors=torch.from_numpy(items.rows[:, :-1].astype(np.float32)),
+        item_bias=torch.from_numpy(items.bias.astype(np.float32)),
+        ridge=ridge,
+        user_factors=torch.from_numpy(users),
+        item_covariance=None if left is None else torch.from_numpy(inverses(left, width, ridge)),
+        noise=squared / max(1, count),
+        catalog_checksum=data.catalog_checksum,
+        max_history=options.max_history or int(data.manifest["max_context"]),
+    )

@@ -1,0 +1,154 @@
+"""The fitted model as an object and as a directory: what it predicts, recommends, and refuses to read."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from recpo.artifacts import kind_of
+from recpo.data.held_out import HeldOutBatches, Rank
+from recpo.errors import RecpoError
+from recpo.factorization.factors import MANIFEST, Factors
+from recpo.feedback import GRADES
+from recpo.types import Histories
+
+
+@pytest.fixture(scope="module")
+def histories():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([0, 1, 7, 12])
+    item_ids = torch.randint(1, 61, (4, 12), generator=generator)
+    item_ids[torch.arange(12) >= lengths[:, None]] = 0
+    return Histories(item_ids, lengths, torch.randint(0, 6, (4, 12), generator=generator))
+
+
+def folded_by_hand(factors, histories, user):
+    """Ridge regression over the last events whose grade is known, one user at a time."""
+    rows, targets = [], []
+    length = int(histories.lengths[user])
+    for place in range(max(0, length - factors.max_history), length):
+        item, level = int(histories.item_ids[user, place]) - 1, int(histories.feedback[user, place])
+        if level:
+            rows.append([*factors.item_factors[item].tolist(), 1.0])
+            targets.append(GRADES[level] - factors.mean - float(factors.item_bias[item]))
+    rows, targets = np.array(rows).reshape(-1, factors.rank + 1), np.array(targets)
+    matrix = rows.T @ rows + factors.ridge * np.eye(factors.rank + 1)
+    return np.linalg.solve(matrix, rows.T @ targets), np.linalg.inv(matrix)
+
+
+@pytest.mark.parametrize("max_history", [200, 5])
+def test_a_fold_in_is_the_ridge_regression_of_the_last_graded_events(factors, histories, max_history):
+    model = Factors(**{**vars(factors), "max_history": max_history})
+    weights, covariance = model.fold_in_with_covariance(histories)
+    assert torch.equal(weights, model.fold_in(histories))
+    for user in range(4):
+        expected = folded_by_hand(model, histories, user)
+        np.testing.assert_allclose(weights[user], expected[0], atol=1e-6)
+        np.testing.assert_allclose(covariance[user], expected[1], atol=1e-6)
+    assert not weights[0].any()
+
+
+def test_a_fold_in_in_parts_is_the_same(factors, histories, monkeypatch):
+    whole = factors.fold_in(histories)
+    monkeypatch.setattr("recpo.factorization.factors._FOLD_IN_BYTES", 1)
+    assert torch.equal(factors.fold_in(histories), whole)
+
+
+def test_scores_and_grades_are_the_formula(factors, histories):
+    users = factors.fold_in(histories)
+    expected = factors.mean + users[:, :-1] @ factors.item_factors.T + users[:, -1:] + factors.item_bias
+    torch.testing.assert_close(factors.scores(users), expected)
+    torch.testing.assert_close(factors.grades(users, torch.arange(1, 61).expand(4, -1)), expected)
+    some = torch.tensor([[3, 1], [60, 2], [5, 5], [7, 9]])
+    torch.testing.assert_close(factors.grades(users, some), expected.gather(1, some - 1))
+
+
+def test_the_best_items_are_recommended_and_excluded_ones_are_not(factors, histories):
+    exclude = torch.tensor([[1, 2, 0], [0, 0, 0], [60, 5, 0], [7, 0, 0]])
+    lists = factors.recommend(histories, 10, exclude)
+    scores = factors.scores(factors.fold_in(histories))
+    for user in range(4):
+        barred = set(exclude[user].tolist()) - {0}
+        allowed = [item for item in range(1, 61) if item not in barred]
+        best = sorted(allowed, key=lambda item: (-float(scores[user, item - 1]), item))[:10]
+        assert lists.item_ids[user].tolist() == best
+        torch.testing.assert_close(lists.scores[user], scores[user, lists.item_ids[user] - 1])
+
+
+def test_ties_go_to_the_smaller_id_and_empty_places_are_0(factors, histories):
+    flat = Factors(**{**vars(factors), "item_factors": torch.zeros(60, 3), "item_bias": torch.zeros(60)})
+    assert flat.recommend(histories, 5).item_ids.tolist() == [[1, 2, 3, 4, 5]] * 4
+    barred = torch.arange(1, 59).expand(4, -1)
+    lists = flat.recommend(histories, 4, barred)
+    assert lists.item_ids.tolist() == [[59, 60, 0, 0]] * 4
+    assert (lists.scores[:, 2:] == -torch.inf).all()
+
+
+def test_recommend_takes_held_out_batches(factors, data):
+    batch = next(iter(HeldOutBatches(data, "test", factors.max_history, 8, Rank())))
+    lists = factors.recommend(batch.feedback.histories, 5, batch.exclude)
+    assert not (lists.item_ids[..., None] == batch.exclude[:, None]).any(-1)[lists.item_ids > 0].any()
+
+
+def test_saved_and_opened_it_is_the_same(factors, histories, tmp_path):
+    factors.save(tmp_path / "factors")
+    opened = Factors.open(tmp_path / "factors")
+    assert kind_of(tmp_path / "factors") == "factors"
+    assert opened.tensors.keys() == factors.tensors.keys()
+    assert all(torch.equal(opened.tensors[name], tensor) for name, tensor in factors.tensors.items())
+    for name in ("mean", "ridge", "noise", "catalog_checksum", "max_history", "facts"):
+        assert getattr(opened, name) == getattr(factors, name)
+    assert torch.equal(opened.recommend(histories, 5).item_ids, factors.recommend(histories, 5).item_ids)
+    with pytest.raises(RecpoError, match="exists already"):
+        factors.save(tmp_path / "factors")
+
+
+def test_without_users_and_covariances_it_is_smaller(factors, tmp_path):
+    plain = Factors(**{**vars(factors), "user_factors": None, "item_covariance": None})
+    plain.save(tmp_path / "factors")
+    opened = Factors.open(tmp_path / "factors")
+    assert opened.user_factors is None
+    assert opened.item_covariance is None
+
+
+@pytest.mark.parametrize("name", ["factors.safetensors", MANIFEST])
+def test_what_was_changed_is_refused(factors, tmp_path, name):
+    factors.save(tmp_path / "factors")
+    file = tmp_path / "factors" / name
+    content = bytearray(file.read_bytes())
+    place = content.index(b'"mean": 0.') + 12 if name == MANIFEST else len(content) - 3
+    content[place] = ord("1") if content[place] != ord("1") else ord("2")
+    file.write_bytes(content)
+    with pytest.raises(RecpoError, match="not as it was written"):
+        Factors.open(tmp_path / "factors")
+
+
+def test_no_factors_another_version_and_a_missing_file_are_refused(factors, tmp_path):
+    with pytest.raises(RecpoError, match="holds no factors"):
+        Factors.open(tmp_path)
+    factors.save(tmp_path / "factors")
+    (tmp_path / "factors" / "factors.safetensors").unlink()
+    with pytest.raises(RecpoError, match=r"factors.safetensors \(missing\)"):
+        Factors.open(tmp_path / "factors")
+    manifest = json.loads((tmp_path / "factors" / MANIFEST).read_text()) | {"format_version": 99}
+    (tmp_path / "factors" / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(RecpoError, match="format_version 99"):
+        Factors.open(tmp_path / "factors")
+
+
+def test_tensors_that_do_not_belong_together_are_refused(factors):
+    for change in ({"item_bias": torch.zeros(59)}, {"user_factors": torch.zeros(5, 3)}):
+        with pytest.raises(RecpoError, match="has shape"):
+            Factors(**{**vars(factors), **change})
+
+
+def test_another_catalog_is_refused(factors, data):
+    factors.validate_items(data.catalog_checksum, data.root)
+    with pytest.raises(RecpoError, match="other items than elsewhere holds"):
+        factors.validate_items("another", "elsewhere")
+
+
+def test_histories_without_feedback_are_refused(factors, histories):
+    with pytest.raises(RecpoError, match="no feedback levels"):
+        factors.fold_in(histories._replace(feedback=None))
