@@ -47,7 +47,7 @@ OWNERS = {
     "recpo/ops/kernels": ["tests/ops/test_kernels.py", "tests/ops/test_linear_logprob.py", "tests/policies"],
     "recpo/ops/linear_logprob": ["tests/ops/test_linear_logprob.py"],
     "recpo/ops/sharded_logprob": ["tests/ops/test_sharded_logprob.py"],
-    "recpo/advantages": ["tests/test_advantages.py", "tests/test_vectors.py"],
+    "recpo/advantages": ["tests/test_advantages.py", "tests/test_vectors.py", "tests/test_objective_references.py"],
     "recpo/rewards": ["tests/rewards", "tests/test_vectors.py"],
     "recpo/evaluation/ranking": ["tests/evaluation/test_ranking.py"],
     "recpo/evaluation/off_policy": ["tests/evaluation/off_policy"],

@@ -264,3 +264,50 @@ def test_no_gradient_flows_into_rewards_and_values():
         assert not result.requires_grad
     assert not group_normalized_advantage(rewards).requires_grad
     assert not leave_one_out_advantage(rewards).requires_grad
+    cut = {"truncations": torch.ones(2, 3), "bootstrap_values": values}
+    for result in generalized_advantage_estimate(rewards, values, None, values[:, 0], **cut):
+        assert not result.requires_grad
+    batch = feedback(reward=rewards, ends_session=torch.zeros(2, 3).bool())
+    for result in GAEAdvantage().advantages_and_returns(batch, values):
+        assert not result.requires_grad
+
+
+def test_defaults_of_gae_and_what_it_reads():
+    assert GAEAdvantage() == GAEAdvantage(gamma=0.99, lam=0.95)
+    assert GAEAdvantage().requires == {"rewards", "value"}
+    rewards, values = torch.randn(2, 2, 5)
+    given = generalized_advantage_estimate(rewards, values, None, 0.0, gamma=0.99, lam=0.95)
+    torch.testing.assert_close(generalized_advantage_estimate(rewards, values, None, 0.0), given, rtol=0, atol=0)
+
+
+def gae_of_row(rewards, values, ends, kept, gamma, lam):
+    """Advantages and returns of the kept steps of one row, by their place, as ``GAEAdvantage`` describes them."""
+    session, ended, steps = 0, set(), []
+    for s in range(len(rewards)):
+        steps += [(s, session)] if kept[s] else []
+        if ends[s]:
+            ended.add(session)
+            session += 1
+    found, following = {}, None
+    for s, session in reversed(steps):
+        if following is None or following[1] != session:
+            advantage = rewards[s] - values[s] if session in ended else 0.0
+        else:
+            after = following[0]
+            advantage = rewards[s] + gamma * values[after] - values[s] + gamma * lam * found[after][0]
+        found[s], following = (advantage, advantage + values[s]), (s, session)
+    return found
+
+
+def test_gae_of_many_rows_is_that_of_a_loop():
+    rng = np.random.default_rng(0)
+    rewards, values = rng.normal(size=(2, 40, 7))
+    ends, kept = rng.random((40, 7)) < 0.3, rng.random((40, 7)) < 0.7
+    columns = {"ends_session": torch.tensor(ends), "mask": torch.tensor(kept)}
+    batch = feedback(reward=torch.tensor(np.where(kept, rewards, np.nan)), **columns)
+    got = GAEAdvantage(0.9, 0.8).advantages_and_returns(batch, torch.tensor(np.where(kept, values, np.nan)))
+    for row in range(40):
+        want = gae_of_row(rewards[row], values[row], ends[row], kept[row], 0.9, 0.8)
+        for which in range(2):
+            expected = [want.get(s, (0.0, 0.0))[which] for s in range(7)]
+            assert got[which][row].tolist() == pytest.approx(expected, abs=1e-12)

@@ -53,7 +53,7 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: KLKind = "k3") -> Tensor:
         head = (-k1).clamp(max=EXPONENT_GUARD)
         tail = (-k1 - EXPONENT_GUARD).clamp(min=0.0)
         # expm1(x) - x loses fewer digits than exp(x) - x - 1 near 0, where the penalty lives.
-        return torch.expm1(head) + head.detach().exp() * tail + k1
+        return torch.expm1(head) + head.exp() * tail + k1
     if kind == "low_var":
         x = (-k1).clamp(-EXPONENT_GUARD, EXPONENT_GUARD)
         return (torch.expm1(x) - x).clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
@@ -84,10 +84,10 @@ def categorical_kl(logits: Tensor, logits_ref: Tensor, mask: Tensor | None = Non
         ValueError: shapes that differ.
     """
     check_same_shape(logits=logits, logits_ref=logits_ref, mask=mask)
-    logp = masked_log_softmax(logits, mask)
-    logp_ref = masked_log_softmax(logits_ref.detach(), mask)
     kept = (logits > -torch.inf) if mask is None else mask.bool() & (logits > -torch.inf)
-    return (zero_masked(logp, kept).exp() * kept * (zero_masked(logp, kept) - zero_masked(logp_ref, kept))).sum(-1)
+    logp = zero_masked(masked_log_softmax(logits, mask), kept)
+    logp_ref = zero_masked(masked_log_softmax(logits_ref.detach(), mask), kept)
+    return (logp.exp() * (logp - logp_ref)).sum(-1)
 
 
 def kl_shaped_rewards(scores: Tensor, logp_old: Tensor, logp_ref: Tensor, mask: Tensor, kl_coef: float) -> Tensor:

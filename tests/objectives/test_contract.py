@@ -296,6 +296,17 @@ def test_entries_under_the_mask_do_not_matter(objective):
 
 
 @every_objective
+def test_masks_may_be_of_numbers(objective):
+    named = tensors(7)
+    numbers = named | {n: 2 * x.to(torch.uint8) for n, x in named.items() if x.dtype == torch.bool}
+    output, gradients = run(objective, named)
+    other, other_gradients = run(objective, numbers)
+    assert_same([output.loss, *gradients.values()], [other.loss, *other_gradients.values()])
+    assert_same(output.metrics.values(), other.metrics.values())
+    assert objective.count(as_inputs(objective, named)) == objective.count(as_inputs(objective, numbers))
+
+
+@every_objective
 def test_fully_masked_batch_gives_zero(objective):
     named = tensors()
     named = {n: x if x.dtype == torch.bool else torch.full_like(x, math.nan) for n, x in named.items()}

@@ -12,16 +12,41 @@ import pytest
 import torch
 
 from recpo.errors import RecpoError
-from recpo.objectives import ASPO, CISPO, DAPO, DPO, ECPO, GBPO, GRPO, GSPO, PPO, DrGRPO, Reinforce
+from recpo.objectives import (
+    ASPO,
+    CISPO,
+    DAPO,
+    DPO,
+    ECPO,
+    GBPO,
+    GRPO,
+    GSPO,
+    PPO,
+    DrGRPO,
+    Likelihood,
+    MarginListwiseDPO,
+    PairwiseReward,
+    PointwiseReward,
+    QLearning,
+    Reinforce,
+    SoftmaxDPO,
+)
 from recpo.objectives.aspo import aspo_loss
 from recpo.objectives.cispo import cispo_loss
 from recpo.objectives.dpo import dpo_loss
 from recpo.objectives.ecpo import ecpo_loss
 from recpo.objectives.gbpo import gbpo_loss
 from recpo.objectives.gspo import gspo_loss
-from recpo.objectives.health import advantage_shares, explained_variance, negative_gradient_share, ratio_metrics
+from recpo.objectives.health import (
+    advantage_shares,
+    explained_variance,
+    masked_mean,
+    negative_gradient_share,
+    ratio_metrics,
+)
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.ppo import ppo_loss
+from recpo.objectives.q_learning import bellman_target
 from recpo.objectives.reinforce import reinforce_loss
 from recpo.ops.surrogate import clipped_surrogate, is_clipped
 from recpo.types import LogProbs, ObjectiveInputs
@@ -47,7 +72,15 @@ DEFAULTS = {
     GSPO: {"clip_low": 3e-4, "clip_high": 4e-4, "level": "sequence"},
     PPO: {"dual_clip": None, "value_coef": 0.5, "value_clip": None},
     Reinforce: {"ratio_cap": 20.0, "top_k": 1, "off_policy": False},
+    reinforce_loss: {"ratio_cap": 20.0, "top_k": 1},
+    bellman_target: {"gamma": 0.99},
+    Likelihood: {"positive_only": False, "aggregation": "token-mean"},
     DPO: {"beta": 0.1, "label_smoothing": 0.0, "nll_coef": 0.0},
+    SoftmaxDPO: {"beta": 1.0, "nll_coef": 0.0, "gap_weighted": False},
+    MarginListwiseDPO: {"beta": 0.1, "nll_coef": 0.1, "margin": 0.0, "gap_weight": 1.0, "gap_weighted": False},
+    QLearning: {"likelihood_coef": 1.0, "q_coef": 1.0, "huber": None},
+    PairwiseReward: {"margin": 0.0},
+    PointwiseReward: {"long_watch": 0.5, "like": 0.9, "positive_weights": (1.0, 1.0, 1.0)},
 }
 
 
@@ -55,6 +88,37 @@ DEFAULTS = {
 def test_defaults(function):
     parameters = inspect.signature(function).parameters
     assert {name: parameters[name].default for name in DEFAULTS[function]} == DEFAULTS[function]
+
+
+def test_bounds_of_settings():
+    assert PPO(dual_clip=1.5).dual_clip == 1.5
+    assert QLearning(huber=0.5).huber == 0.5
+    with pytest.raises(RecpoError, match=r"QLearning\.huber must be above 0, got 0"):
+        QLearning(huber=0.0)
+    assert PointwiseReward(long_watch=1.0, like=1.0).num_scores == 3
+    for wrong in ({"long_watch": 0.0}, {"like": 1.1}, {"long_watch": 0.8, "like": 0.7}):
+        with pytest.raises(RecpoError, match="0 < long_watch <= like <= 1"):
+            PointwiseReward(**wrong)
+    for weight in (0.0, math.inf):
+        with pytest.raises(RecpoError, match="positive_weights"):
+            PointwiseReward(positive_weights=(1.0, weight, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("objective", "inert"),
+    [
+        (PPO(), False),
+        (PPO(value_coef=0.0), True),
+        (PPO(value_coef=0.0, entropy_coef=0.1), False),
+        (GRPO(), False),
+        (GRPO(kl_coef=0.0), True),
+        (Likelihood(), False),
+        (Likelihood(positive_only=True), True),
+        (QLearning(), False),
+    ],
+)
+def test_which_objectives_need_not_score_an_advantage_of_zero(objective, inert):
+    assert objective.zero_advantage_is_inert is inert
 
 
 def line(ratios, advantages, mask=None):
@@ -116,6 +180,7 @@ def test_gbpo_of_a_log_probability_a_rounding_above_zero():
     (gradient,) = torch.autograd.grad(gbpo_loss(logp, torch.tensor([-1.0])).sum(), logp)
     assert gradient.isfinite().all()
     assert gradient.item() > 0
+    assert reinforce_loss(logp, torch.tensor([-1.0]), top_k=3).item() == 0  # K draws surely show it
 
 
 def test_an_item_of_one_token_is_its_own_mean():
@@ -184,7 +249,9 @@ def test_moments_of_ratios_are_exact():
     many = ratio_metrics(torch.full((4096,), math.log(1.25)).bfloat16(), torch.ones(4096, dtype=torch.bool))
     assert many["ratio_mean"].dtype == torch.float32  # a sum in bfloat16 stops growing at 256 summands
     assert many["ratio_mean"].item() == pytest.approx(1.25, rel=0.02)
+    assert many["effective_sample_size"].dtype == torch.float32
     assert many["effective_sample_size"].item() == pytest.approx(1.0, rel=0.02)
+    assert masked_mean(torch.ones(2).bfloat16(), torch.ones(2)).dtype == torch.float32
 
 
 def test_gradient_share_of_negatives_is_exact():
@@ -192,6 +259,7 @@ def test_gradient_share_of_negatives_is_exact():
     mask = torch.tensor([True, True, True, False])
     assert negative_gradient_share(weight, advantages, mask).item() == pytest.approx(3 / 8)
     assert negative_gradient_share(torch.zeros(2), torch.ones(2), torch.ones(2).bool()) == 0
+    assert negative_gradient_share(torch.ones(2).bfloat16(), torch.ones(2), torch.ones(2)).dtype == torch.float32
 
 
 def test_explained_variance_counts_kept_positions_only():
@@ -201,3 +269,5 @@ def test_explained_variance_counts_kept_positions_only():
     assert explained_variance(values, returns, mask).item() == pytest.approx(1 - residual / total)
     assert explained_variance(values, torch.ones(4), mask) == 0
     assert explained_variance(values, returns, torch.zeros(4).bool()) == 0
+    half = [torch.tensor(x).bfloat16() for x in ([1.0, 2.0, 3.0], [1.0, 2.0, 4.0])]  # whose mean, 7 / 3, bfloat16 lacks
+    assert explained_variance(*half, torch.ones(3).bool()).item() == pytest.approx(1 - (2 / 9) / (14 / 9), rel=1e-5)

@@ -72,6 +72,96 @@ def test_reference_products_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) 
         assert linear(torch.ones(2000, 40), torch.ones(700, 40), None).sum() == 2000 * 700 * 40
 
 
+def not_here(*_: object) -> None:
+    raise AssertionError("the other way of computing it was due")
+
+
+needs_onednn = pytest.mark.skipif(not kernels._HAS_ONEDNN, reason="this machine's PyTorch has no oneDNN")
+
+
+@needs_onednn
+def test_fast_products_run_from_their_least_size_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels._SMALL == 32 * 128 * 256
+    right, weight = torch.ones(256, 128), torch.ones(256, 128, requires_grad=True)
+
+    def is_fast(rows: int, dtype: torch.dtype = torch.float32) -> bool:
+        node = linear(torch.ones(rows, 128, dtype=dtype), weight.to(dtype), None).grad_fn
+        return node is not None and "_Linear" in node.name()
+
+    assert is_fast(32)
+    assert not is_fast(31)
+    assert not is_fast(32, torch.float64)
+    monkeypatch.setattr(kernels, "_onednn", not_here)
+    assert (matmul_transposed(torch.ones(31, 128), right) == 128).all()
+    with pytest.raises(AssertionError, match="due"):
+        matmul_transposed(torch.ones(32, 128), right)
+
+
+@pytest.mark.parametrize(
+    ("product", "works"),
+    [(lambda a, b: a @ b.T, True), (lambda a, b: a @ b.T + 1, False), (lambda a, b: (a @ b.T)[:1], False)],
+)
+def test_onednn_is_used_where_it_is_there_and_multiplies(product, works, monkeypatch) -> None:
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError
+
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "_onednn", product)
+    assert kernels._onednn_available() is works
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert kernels._onednn_available() is False
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "_onednn", broken)
+    assert kernels._onednn_available() is False
+
+
+def test_plain_rows_and_dropout_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, index = torch.ones(16, 2), torch.tensor([3, 0])
+    monkeypatch.setattr(F, "embedding", not_here)
+    with reference_kernels():
+        assert take_rows(values, index).shape == (2, 2)
+    with pytest.raises(AssertionError, match="due"):
+        take_rows(values, index)
+    monkeypatch.setattr(F, "dropout", not_here)
+    assert kernels.dropout(values, 128).shape == (16, 2)
+    with reference_kernels(), pytest.raises(AssertionError, match="due"):
+        kernels.dropout(values, 128)
+
+
+def test_full_precision_is_undone() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            with kernels.full_precision():
+                assert torch.get_float32_matmul_precision() == "highest"
+            assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_small_rest_joins_the_last_block() -> None:
+    def cuts(num_rows: int) -> list[tuple[int, int]]:
+        return [(block.start, block.stop) for block in kernels.column_blocks(num_rows, 1, 8)]
+
+    assert cuts(9) == [(1, 9)]
+    assert cuts(11) == [(1, 11)]
+    assert cuts(12) == [(1, 9), (9, 12)]
+    assert cuts(21) == [(1, 9), (9, 17), (17, 21)]
+    assert cuts(1) == []
+
+
+def test_linear_with_either_gradient_alone() -> None:
+    inputs, weight, seed = torch.randn(4096, 32), torch.randn(96, 32), torch.randn(4096, 96)
+    for alone in range(2):
+        gradients = []
+        for function in (linear, F.linear):
+            leaves = [inputs.clone(), weight.clone()]
+            leaves[alone].requires_grad_()
+            gradients += torch.autograd.grad((function(*leaves, None) * seed).sum(), leaves[alone])
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+
+
 def test_rows_taken_and_summed() -> None:
     values, index = torch.randn(5, 7, 3, dtype=torch.float64, requires_grad=True), torch.tensor([[3, 34], [3, 0]])
     for taken in both(lambda: take_rows(values, index)):

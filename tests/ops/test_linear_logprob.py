@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recpo.ops import kernels
-from recpo.ops.linear_logprob import linear_entropy, linear_logprob
+from recpo.ops.linear_logprob import linear_entropy, linear_logprob, state_of_targets
 
 
 @pytest.fixture
@@ -73,11 +73,13 @@ def test_state_index_scores_any_target_of_any_state(n: int, v: int, m: int, keep
 @pytest.mark.usefixtures("small_blocks")
 def test_gradcheck_and_either_gradient_alone() -> None:
     states, table = problem(5, 30, 3)
-    targets = torch.randint(1, 31, (5, 2))
+    targets = torch.randint(1, 31, (5, 3))  # as many as states have elements
     assert torch.autograd.gradcheck(lambda h, e: linear_logprob(h, e, targets), (states, table))
     assert torch.autograd.gradcheck(lambda h: linear_logprob(h, table.detach(), targets), (states,))
     assert torch.autograd.gradcheck(lambda e: linear_logprob(states.detach(), e, targets), (table,))
     assert torch.autograd.gradcheck(linear_entropy, (states, table))
+    assert torch.autograd.gradcheck(lambda h: linear_entropy(h, table.detach()), (states,))
+    assert torch.autograd.gradcheck(lambda e: linear_entropy(states.detach(), e), (table,))
 
 
 def test_agrees_with_linear_cross_entropy_in_float32() -> None:
@@ -119,6 +121,7 @@ def test_entropy_is_minus_the_mean_log_probability() -> None:
     reference = -(logp.exp() * logp).sum(1)
     ours = linear_entropy(states, table, temperature=2.0)
     torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+    assert torch.equal(linear_entropy(states, table), linear_entropy(states, table, temperature=1.0))
     weights = torch.randn(100, dtype=torch.float64)
     got = torch.autograd.grad((ours * weights).sum(), (states, table))
     expected = torch.autograd.grad((reference * weights).sum(), (states, table))
@@ -128,15 +131,37 @@ def test_entropy_is_minus_the_mean_log_probability() -> None:
 def test_autocast_and_bfloat16_inputs_are_summed_in_float32() -> None:
     states, table = problem(64, 500, 16, torch.float32)
     targets = torch.randint(1, 501, (64,))
-    plain = linear_logprob(states, table, targets)
+    plain, entropy = linear_logprob(states, table, targets), linear_entropy(states, table)
     with torch.autocast("cpu", torch.bfloat16):
         cast = linear_logprob(states, table, targets)
+        assert torch.equal(linear_entropy(states, table), entropy)
     assert cast.dtype == torch.float32
     assert torch.equal(cast, plain)
     half = linear_logprob(states.bfloat16(), table.bfloat16(), targets)
     assert half.dtype == torch.float32
     reference = dense(states.bfloat16().double(), table.bfloat16().double(), targets)
     torch.testing.assert_close(half.double(), reference, rtol=0, atol=1e-5)
+
+
+def test_a_softmax_is_kept_for_the_gradient_of_the_table_alone_and_only_where_it_fits() -> None:
+    states, table = problem(8, 20, 4)
+    targets = torch.randint(1, 21, (8,))
+
+    def keeps(states: Tensor, table: Tensor, keep_bytes: int) -> bool:
+        logp = linear_logprob(states, table, targets, keep_bytes=keep_bytes)
+        assert logp.grad_fn is not None
+        node: Any = logp.grad_fn.next_functions[0][0]
+        return bool(node.sums.softmax)
+
+    assert keeps(states, table, 8 * 20 * 8)
+    assert not keeps(states, table, 8 * 20 * 8 - 1)
+    assert not keeps(states, table.detach(), 1 << 30)  # nobody would read it
+
+
+def test_state_of_targets() -> None:
+    states = torch.zeros(3, 4)
+    assert state_of_targets(states, torch.ones(3), None).tolist() == [0, 1, 2]
+    assert state_of_targets(states, torch.ones(3, 2), None).tolist() == [0, 0, 1, 1, 2, 2]
 
 
 class _LargestTensor(TorchDispatchMode):
@@ -162,7 +187,7 @@ def test_never_makes_an_n_by_v_tensor() -> None:
 @pytest.mark.parametrize(
     ("states", "table", "targets", "index"),
     [((3, 4), (5, 3), (3,), None), ((3, 4), (1, 4), (3,), None), ((3, 4), (5, 4), (2,), None),
-     ((3, 4), (5, 4), (3, 2, 2), None), ((3, 4), (5, 4), (4,), (3,))],
+     ((3, 4), (5, 4), (3, 2, 2), None), ((3, 4), (5, 4), (4,), (3,)), ((3, 4), (5, 4), (3,), (1,))],
 )  # fmt: skip
 def test_refuses_shapes_that_do_not_fit(
     states: tuple[int, ...], table: tuple[int, ...], targets: tuple[int, ...], index: tuple[int, ...] | None

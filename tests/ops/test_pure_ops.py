@@ -15,11 +15,18 @@ from recpo.objectives.gbpo import gbpo_loss
 from recpo.objectives.gspo import gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.ppo import entropy, ppo_loss, value_loss
-from recpo.objectives.q_learning import q_loss
+from recpo.objectives.q_learning import bellman_target, q_loss
 from recpo.objectives.reinforce import reinforce_loss
-from recpo.ops.kl import categorical_kl, kl_estimate
+from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards, masked_log_softmax
 from recpo.ops.reduce import aggregate, denominator, over_tokens
-from recpo.ops.surrogate import clipped_surrogate, log1mexp, sequence_log_ratio
+from recpo.ops.surrogate import (
+    clipped_surrogate,
+    guarded_ratio,
+    is_clipped,
+    log1mexp,
+    sequence_log_ratio,
+    weighted_score,
+)
 
 X = torch.zeros(2, 3)
 MASK = torch.ones(2, 3, dtype=torch.bool)
@@ -62,6 +69,7 @@ def test_mistakes_are_named(call, message):
         (lambda *x: margin_listwise_dpo_loss(x[0][:, 0], x[1], x[2][:, 0], x[3]), 2, 2),
         (lambda *x: value_loss(*x, clip=0.1), 1, 2),
         (q_loss, 1, 1),
+        (lambda logp, weight: weighted_score(weight, logp), 1, 1),
         (categorical_kl, 1, 1),
         *[(lambda *x, kind=kind: kl_estimate(*x, kind), 1, 1) for kind in ("k1", "abs", "k2", "k3", "low_var")],
     ],
@@ -72,6 +80,13 @@ def test_only_the_trained_policy_gets_a_gradient(function, free, fixed):
     gradients = torch.autograd.grad(function(*leaves).sum(), leaves, allow_unused=True)
     assert all(g is not None for g in gradients[:free])
     assert gradients[free:] == (None,) * fixed
+
+
+def test_what_is_a_target_or_a_reward_carries_no_gradient():
+    x = (-torch.rand(2, 3) - 0.1).requires_grad_()
+    assert not kl_shaped_rewards(x[:, 0], x, x, MASK, 0.1).requires_grad
+    assert not bellman_target(x[:, 0], x, MASK[:, 0]).requires_grad
+    assert not bellman_target(x[:, 0], x, MASK[:, 0], next_q_online=x).requires_grad
 
 
 def test_log1mexp_keeps_its_digits():
@@ -89,6 +104,21 @@ def test_k3_far_from_the_reference_is_finite_and_pulls_back():
         assert divergence.isfinite().all()
         assert gradient.isfinite().all()
         assert gradient.sign().tolist() == [-1, -1, 1]
+
+
+def test_k3_goes_on_as_its_tangent_and_ratios_stop_at_e_to_the_20():
+    logp = torch.tensor([-31.0], dtype=torch.float64, requires_grad=True)
+    divergence = kl_estimate(logp, torch.tensor([-1.0], dtype=torch.float64))
+    slope = math.exp(20.0)
+    assert divergence.item() == pytest.approx(slope - 1 + 10 * slope - 30, rel=1e-12)
+    assert torch.autograd.grad(divergence, logp)[0].item() == pytest.approx(1 - slope, rel=1e-12)
+    assert guarded_ratio(torch.tensor([-30.0, 30.0], dtype=torch.float64)).tolist() == pytest.approx(
+        [1 / slope, slope], rel=1e-12
+    )
+
+
+def test_an_advantage_of_zero_is_never_clipped():
+    assert not is_clipped(torch.tensor([9.0, -9.0]), torch.zeros(2), 0.2, 0.2).any()
 
 
 def test_k3_keeps_its_digits_near_the_reference():
@@ -114,6 +144,16 @@ def test_divergence_where_the_policy_excludes_a_class():
     assert categorical_kl(reference, logits.detach()) == math.inf
 
 
+def test_a_class_that_is_masked_or_impossible_is_a_class_removed():
+    logits, reference = torch.tensor([[0.3, -1.0, 9.0, -math.inf], [1.0, 0.5, -3.0, -math.inf]])
+    mask = torch.tensor([True, True, False, True])
+    torch.testing.assert_close(entropy(logits, mask), entropy(logits[:2]))
+    torch.testing.assert_close(categorical_kl(logits, reference, mask), categorical_kl(logits[:2], reference[:2]))
+    nothing = torch.full((4,), -math.inf)
+    for row in (masked_log_softmax(nothing), masked_log_softmax(logits, torch.zeros(4))):
+        assert row.tolist() == pytest.approx([-math.log(4.0)] * 4)
+
+
 def test_integer_and_float_masks_and_any_leading_shape():
     values = torch.randn(2, 3, 4, 5, dtype=torch.float64)
     keep = torch.rand(2, 3, 4, 5) < 0.5
@@ -122,6 +162,7 @@ def test_integer_and_float_masks_and_any_leading_shape():
         for mask in (keep, keep.long(), keep.double()):
             torch.testing.assert_close(aggregate(values, mask, mode), flat)
             assert denominator(mask, mode) == denominator(keep, mode)
+            assert denominator(mask, mode).dtype == torch.int64
             torch.testing.assert_close(aggregate(values, mask, mode, count=denominator(mask, mode).item()), flat)
 
 
@@ -130,6 +171,8 @@ def test_half_precision_is_summed_in_float32():
     mean = aggregate(values, torch.ones_like(values))
     assert mean.dtype == torch.float32
     assert mean == 1.0
+    long = values[:, :257]  # as a sum in bfloat16, 256
+    assert aggregate(long, torch.ones_like(long), "seq-mean-token-mean") == 1.0
 
 
 def test_empty_sequence_has_ratio_one():

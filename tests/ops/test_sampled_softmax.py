@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,6 +69,23 @@ def test_draws_follow_the_proposal() -> None:
     observed = torch.bincount(ids, minlength=5)[1:].double()
     assert (((observed - 40_000 * q) ** 2) / (40_000 * q)).sum() < 16.3  # chi-square, 3 degrees of freedom, 0.1 %
     torch.testing.assert_close(log_count, (40_000 * q[ids - 1]).log().float())
+
+
+def test_uniform_draws_reach_every_item_alike() -> None:
+    torch.manual_seed(2)
+    ids, log_count = draw_uniform(4, 40_000, torch.device("cpu"))
+    observed = torch.bincount(ids, minlength=5).double()
+    assert observed[0] == 0
+    assert len(observed) == 5
+    assert (((observed[1:] - 10_000) ** 2) / 10_000).sum() < 16.3
+    assert log_count.exp().allclose(torch.tensor(10_000.0))
+
+
+def test_a_proposal_keeps_its_digits() -> None:
+    counts = torch.arange(20_000)
+    weights = (np.arange(20_000) + 1.0) ** 0.75
+    want = np.concatenate([[0.0], weights.cumsum() / weights.sum()])
+    np.testing.assert_allclose(proposal_cdf(counts, 0.75).numpy(), want, rtol=1e-12)
 
 
 def test_refuses_shapes_that_do_not_fit() -> None:

@@ -123,6 +123,32 @@ def test_a_wrong_shape_is_named(function, name):
         assert any(text in str(error.value) for text in others | {str(right[:-1])}), error.value
 
 
+def numbers(keeps):
+    """A mask as NumPy or a file may hold it; what is not 0 keeps."""
+    return 2 * keeps.to(torch.uint8)
+
+
+@pytest.mark.parametrize("function", SHAPES)
+def test_a_mask_may_be_of_numbers(function):
+    named = arguments(function)
+    masks = {name: numbers(value) for name, value in named.items() if value is not None and name in ("mask", "dones")}
+    for name, value in masks.items():
+        torch.testing.assert_close(function(**(named | {name: value})), function(**named), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("function", SHAPES.keys() - {reduce.aggregate})
+def test_leading_axes_are_taken_one_by_one(function):
+    one, other = arguments(function), arguments(function)
+    both = {
+        name: torch.stack([value, other[name]])
+        if isinstance(value, torch.Tensor) and name != "positive_weight"
+        else value
+        for name, value in one.items()
+    }
+    other |= {name: one[name] for name in one.keys() & {"positive_weight"}}
+    torch.testing.assert_close(function(**both), torch.stack([function(**one), function(**other)]))
+
+
 def test_a_mask_does_not_widen_values():
     assert reduce.zero_masked(torch.ones(2, 3), torch.tensor([True, False, True])).shape == (2, 3)
     with pytest.raises(ValueError, match=r"mask has shape \(2, 3\), which does not fit values \(3,\)"):

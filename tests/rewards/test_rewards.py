@@ -73,6 +73,11 @@ def test_hits_are_those_of_a_loop():
             assert got[b, g] == expected
 
 
+def test_what_is_no_item_is_no_hit_though_the_log_has_such_a_positive():
+    batch = batch_of([[0, 2]], mask=[[True, True]])
+    assert HitReward()(batch, candidates_of([[0, 2]])).tolist() == [[0, 1]]
+
+
 def test_a_hit_without_positives_is_refused():
     batch = batch_of([[1]])
     batch = batch._replace(slates=batch.slates._replace(positive=None))
@@ -97,7 +102,7 @@ def test_misses_share_minus_one_and_masked_candidates_have_no_rank():
 
 def test_a_miss_costs_the_discount_of_its_rank():
     """1 / log2(rank + 1) over the sum of the misses'; hits and masked candidates take ranks or none."""
-    hits, mask = torch.tensor([[False, True, False, False]]), torch.tensor([[1, 1, 0, 1]])  # of numbers
+    hits, mask = torch.tensor([[False, True, False, False]]), torch.tensor([[2, 1, 0, 3]])  # of numbers
     first, third = 1 / np.log2(2), 1 / np.log2(4)
     expected = [-first / (first + third), 1.0, 0.0, -third / (first + third)]
     assert rank_aware_reward(hits, mask)[0].tolist() == pytest.approx(expected)
@@ -203,6 +208,13 @@ def test_a_sum_leaves_out_what_a_term_does_not_know():
     torch.testing.assert_close(total, torch.tensor([[-4.0, -10.0, nan, 2.0]]), equal_nan=True)
     strict = WeightedSum([first, second], [1.0, -0.5], strict=True)(batch, candidates)
     torch.testing.assert_close(strict, torch.tensor([[-4.0, nan, nan, nan]]), equal_nan=True)
+
+
+def test_a_sum_of_rewards_in_other_formats_is_float32():
+    terms = [Given([[True, False]]), Given(np.array([[0.25, 0.5]])), Given([[1, 2]])]
+    total = WeightedSum(terms, [1.0, 2.0, 3.0])(batch_of([[1]]), candidates_of([[1, 2]]))
+    assert total.dtype == torch.float32
+    assert total.tolist() == [[4.5, 7.0]]
 
 
 def test_a_sum_that_cannot_be_is_refused():
