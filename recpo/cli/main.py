@@ -144,6 +144,10 @@ def run(function: Callable[..., None], options: Sequence[str]) -> None:
         return
     parser = parser_of(function)
     configuration = parser.parse_args(list(options))
+    defaults: Callable[[Namespace], dict[str, Any]] | None = _of_module(function, "defaults")
+    if defaults is not None:
+        parser.set_defaults(defaults(configuration))
+        configuration = parser.parse_args(list(options))
     configuration.pop("config", None)
     _validate_local_paths(configuration)
     token = RESOLVED.set(parser.dump(configuration, skip_unset=False))
@@ -188,8 +192,13 @@ def parser_of(function: Callable[..., Any]) -> ArgumentParser:
 
 def _own_parser(function: Callable[..., Any]) -> Callable[[], ArgumentParser] | None:
     """The parser of a verb whose options are not those of its signature: its module has a function ``parser``."""
-    own: Callable[[], ArgumentParser] | None = getattr(sys.modules[function.__module__], "parser", None)
+    own: Callable[[], ArgumentParser] | None = _of_module(function, "parser")
     return own
+
+
+def _of_module(function: Callable[..., Any], name: str) -> Any:
+    """Function ``name`` of a verb's module, or None: ``parser``, or ``defaults`` where some depend on other options."""
+    return getattr(sys.modules[function.__module__], name, None)
 
 
 def _function(verb: str) -> Callable[..., None]:

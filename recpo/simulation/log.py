@@ -18,7 +18,7 @@ from recpo.artifacts import output_directory
 from recpo.errors import RecpoError
 from recpo.frames import to_pandas
 from recpo.simulation.logging_policy import LoggingPolicy
-from recpo.simulation.parameters import MILLISECONDS_PER_DAY
+from recpo.simulation.parameters import MILLISECONDS_PER_DAY, World
 from recpo.simulation.preferences import FloatArray, IntArray, Preferences
 from recpo.simulation.truth import Truth
 
@@ -117,7 +117,12 @@ class Simulation:
 
 
 def write_simulation(
-    preferences: Preferences, out: Path, *, overwrite: bool = False, progress: bool = False
+    preferences: Preferences,
+    out: Path,
+    *,
+    world: World = "default",
+    overwrite: bool = False,
+    progress: bool = False,
 ) -> Simulation:
     """Writes ``out/log/part-*.parquet`` and ``out/truth/``, whole or not at all.
 
@@ -129,13 +134,14 @@ def write_simulation(
     Args:
         preferences: users, items and all parameters.
         out: directory to make.
+        world: name of the world that the parameters began with, for ``truth.json``.
         overwrite: replace an existing ``out``.
         progress: show a progress bar on a terminal.
 
     Raises:
         RecpoError: ``out`` exists and ``overwrite`` is False.
     """
-    truth = Truth(preferences, LoggingPolicy.of(preferences))
+    truth = Truth(preferences, LoggingPolicy.of(preferences), world)
     with output_directory(out, kind="simulation", overwrite=overwrite) as partial:
         truth.save(partial / "truth")
         _write_parts(draw_log(truth), partial / LOG, preferences.parameters.events, progress)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal
 
 import numpy as np
 
@@ -13,6 +16,20 @@ from recpo.errors import RecpoError
 MILLISECONDS_PER_DAY = 86_400_000
 # Beyond this the busiest user (ten times the mean) would watch for longer than a day has hours.
 MAX_EVENTS_PER_USER_DAY = 200
+
+World = Literal["default", "confounded", "skewed", "small"]
+WORLDS: Final[Mapping[World, Mapping[str, float]]] = MappingProxyType(
+    {
+        "default": {},
+        # what is popular says nothing of what is good, and twice as much clickbait is pushed twice as hard
+        "confounded": {"popularity_quality": 0.0, "clickbait_share": 0.16, "clickbait_boost": 1.4},
+        # hardly any random exposure, and users see little but the topics that the logging policy believes in
+        "skewed": {"random_share": 0.01, "topic_sharpness": 8.0},
+        # four events per item: what a model does not know matters more than what it knows
+        "small": {"users": 500, "items": 5_000, "events": 20_000},
+    }
+)
+"""Named worlds: the parameters of ``SimulationParameters`` in which each differs from the defaults."""
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,18 @@ class Truth:
     The reward of an item is ``P(satisfied) - dislike_cost P(dislike)``, in (-dislike_cost, 1), a deterministic function
     of user, item and day (see ``recpo.simulation.preferences``). ``day`` counts from the log's first day, may have a
     fraction and may lie beyond the log; it is one number or one per user.
+
+    Args:
+        preferences: users, items and all parameters.
+        logging_policy: what made the log.
+        world: name of the world of ``recpo.simulation.parameters.WORLDS`` that the parameters began with; ``Truth``
+            itself reads the parameters alone.
     """
 
-    def __init__(self, preferences: Preferences, logging_policy: LoggingPolicy) -> None:
+    def __init__(self, preferences: Preferences, logging_policy: LoggingPolicy, world: str = "default") -> None:
         self.preferences = preferences
         self.logging_policy = logging_policy
+        self.world = world
 
     @classmethod
     def load(cls, path: Path) -> Truth:
@@ -54,6 +61,7 @@ class Truth:
                 found = content.get("format_version")
                 raise RecpoError(f"{directory}: format version {found}, expected {FORMAT_VERSION}: simulate again")
             parameters = SimulationParameters(**content["parameters"])
+            world = str(content.get("world", "default"))  # earlier simulations know one world
             users = Users(**_read_arrays(directory / "users.parquet"))
             items = Items(**_read_arrays(directory / "items.parquet"))
         except FileNotFoundError as error:
@@ -63,7 +71,7 @@ class Truth:
         if (len(users.user_id), len(items.item_id)) != (parameters.users, parameters.items):
             raise RecpoError(f"{directory} is damaged (rows are missing): simulate again")
         preferences = Preferences(parameters, users, items)
-        return cls(preferences, LoggingPolicy.of(preferences))
+        return cls(preferences, LoggingPolicy.of(preferences), world)
 
     def save(self, directory: Path) -> None:
         """Writes ``users.parquet``, ``items.parquet`` and ``truth.json`` into the new ``directory``."""
@@ -71,8 +79,8 @@ class Truth:
         directory.mkdir(parents=True)
         _write_arrays(directory / "users.parquet", users._asdict())
         _write_arrays(directory / "items.parquet", items._asdict())
-        content = {"format_version": FORMAT_VERSION, "parameters": dataclasses.asdict(parameters)}
-        write_json(directory / "truth.json", content)
+        described = {"world": self.world, "parameters": dataclasses.asdict(parameters)}
+        write_json(directory / "truth.json", {"format_version": FORMAT_VERSION, **described})
 
     @property
     def user_ids(self) -> IntArray:

@@ -6,6 +6,7 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
+from recpo.cli.main import main
 from recpo.errors import RecpoError
 from recpo.simulation.log import Simulation
 
@@ -43,3 +44,37 @@ def test_from_python_a_simulation_is_an_object_and_says_nothing(tmp_path, capfd)
     assert world.values()["uniform"] < world.values()["best 10 items"]
     with pytest.raises(RecpoError, match="is no simulation"):
         Simulation.open(tmp_path)
+
+
+def test_an_option_beside_a_world_overrides_it_even_with_the_default_of_another_world(tmp_path, capsys):
+    options = {"users": 60, "events": 500, "items": 1000, "random_share": 0.1}  # the last two are the general defaults
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    assert main(["simulate", f"--out={tmp_path / 'a'}", "--world=small", *flags]) == 0
+    assert "500 events of 60 users and 1,000 items" in capsys.readouterr().out
+    (tmp_path / "world.yaml").write_text("world: small\nusers: 70\nevents: 400\n")
+    assert main(["simulate", f"--config={tmp_path / 'world.yaml'}", f"--out={tmp_path / 'b'}", "--events=300"]) == 0
+    assert "300 events of 70 users and 5,000 items" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("world", ["confounded", "skewed"])
+def test_command_line_and_python_make_the_same_world(tmp_path, world):
+    import recpo as library
+
+    small = {"users": 50, "items": 40, "events": 600}
+    flags = [f"--{name}={value}" for name, value in small.items()]
+    assert main(["simulate", f"--out={tmp_path / 'a'}", f"--world={world}", *flags]) == 0
+    made = library.simulate(tmp_path / "b", world=world, **small)
+    files = sorted(file.relative_to(tmp_path / "a") for file in (tmp_path / "a").rglob("*.*"))
+    assert files
+    assert all((tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes() for file in files)
+    assert made.truth.world == Simulation.open(tmp_path / "a").truth.world == world
+
+
+def test_an_unknown_world_is_refused(tmp_path, capsys):
+    import recpo as library
+
+    assert main(["simulate", f"--out={tmp_path / 'a'}", "--world=strange"]) == 2
+    assert "'confounded', 'skewed', 'small'" in capsys.readouterr().err
+    with pytest.raises(RecpoError, match="world is 'strange', expected one of default, confounded, skewed, small"):
+        library.simulate(tmp_path / "a", world="strange")
+    assert not (tmp_path / "a").exists()
