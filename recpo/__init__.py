@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from recpo.data.splits import LeaveLastOut as LeaveLastOut, TemporalSplit as TemporalSplit
     from recpo.errors import RecpoError as RecpoError
     from recpo.evaluation.evaluation import Evaluation as Evaluation
+    from recpo.factorization.factors import Factors as Factors
     from recpo.feedback import FeedbackDefinition as FeedbackDefinition, FeedbackRule as FeedbackRule
     from recpo.objectives import (
         ASPO as ASPO,
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy as CatalogSoftmaxPolicy
     from recpo.policies.semantic_id import SemanticIdPolicy as SemanticIdPolicy
     from recpo.rewards import (
+        EnsembleReward as EnsembleReward,
+        FactorReward as FactorReward,
         HitReward as HitReward,
         LoggedReward as LoggedReward,
         RankAwareReward as RankAwareReward,
@@ -72,6 +75,7 @@ if TYPE_CHECKING:
     from recpo.tokenizer.tokenization import Codes as Codes
     from recpo.workflows.calibrate import calibrate as calibrate
     from recpo.workflows.evaluate import evaluate as evaluate
+    from recpo.workflows.factorize import factorize as factorize
     from recpo.workflows.load import load as load
     from recpo.workflows.prepare import prepare as prepare
     from recpo.workflows.simulate import simulate as simulate
@@ -100,6 +104,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.data.splits": ("LeaveLastOut", "TemporalSplit"),
     "recpo.errors": ("RecpoError",),
     "recpo.evaluation.evaluation": ("Evaluation",),
+    "recpo.factorization.factors": ("Factors",),
     "recpo.feedback": ("FeedbackDefinition", "FeedbackRule"),
     "recpo.objectives": (
         "ASPO",
@@ -122,7 +127,15 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
     "recpo.policies.catalog_softmax": ("CatalogSoftmaxPolicy",),
     "recpo.policies.semantic_id": ("SemanticIdPolicy",),
-    "recpo.rewards": ("HitReward", "LoggedReward", "RankAwareReward", "ValidityReward", "WeightedSum"),
+    "recpo.rewards": (
+        "EnsembleReward",
+        "FactorReward",
+        "HitReward",
+        "LoggedReward",
+        "RankAwareReward",
+        "ValidityReward",
+        "WeightedSum",
+    ),
     "recpo.serving.bundle": ("Bundle",),
     "recpo.simulation.log": ("Simulation",),
     "recpo.tokenizer.cooccurrence": ("VectorsFromCooccurrence",),
@@ -130,6 +143,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.tokenizer.tokenization": ("Codes",),
     "recpo.workflows.calibrate": ("calibrate",),
     "recpo.workflows.evaluate": ("evaluate",),
+    "recpo.workflows.factorize": ("factorize",),
     "recpo.workflows.load": ("load",),
     "recpo.workflows.prepare": ("prepare",),
     "recpo.workflows.simulate": ("simulate",),

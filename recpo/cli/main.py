@@ -29,6 +29,7 @@ VERBS = {
     "simulate": "make an interaction log whose true preferences are known",
     "prepare": "turn an interaction log into training, validation and test shards",
     "tokenize": "give every item a tuple of codes, for policies that generate items code by code",
+    "factorize": "fit a matrix factorization of graded feedback, as a reward and as a baseline",
     "train": "train or align a policy on prepared data",
     "calibrate": "turn the scores of a reward model into probabilities and judge them on later data",
     "evaluate": "rank the full catalog for held-out users and report metrics",

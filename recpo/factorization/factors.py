@@ -31,7 +31,7 @@ _TENSORS: Final = "factors.safetensors"
 _REMEDY: Final = "copy the directory again, or make it again with `recpo factorize`"
 _NUMBERS: Final = ("mean", "ridge", "noise")
 # the product with an item whose factors are looked up costs so many times that in a matrix product
-_GATHER_COST: Final = 8
+GATHER_COST: Final = 8
 # float64 rows of one block of histories
 _FOLD_IN_BYTES: Final = 64 << 20
 
@@ -154,7 +154,7 @@ class Factors:
         Of many items, such as a whole catalog, by one matrix product.
         """
         row = (item_ids - 1).clamp_min(0)
-        if row.shape[1] * _GATHER_COST >= self.num_items:
+        if row.shape[1] * GATHER_COST >= self.num_items:
             return self.scores(users).gather(1, row)
         factors = torch.einsum("bsr,br->bs", self.item_factors[row], users[:, :-1])
         return factors + self.item_bias[row] + (users[:, -1:] + self.mean)

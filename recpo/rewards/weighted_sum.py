@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,18 @@ from torch import Tensor
 from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
 from recpo.types import FeedbackBatch, Slates
+
+
+def common_catalog(name: str, rewards: Sequence[RewardFunction]) -> str | None:
+    """The catalog checksum of those of ``rewards`` that have one; None where none has.
+
+    Raises:
+        RecpoError: they were made for different items.
+    """
+    known = sorted({term.catalog_checksum for term in rewards} - {None}, key=str)
+    if len(known) > 1:
+        raise RecpoError(f"{name}: its rewards were made for different items; use one prepared directory")
+    return known[0] if known else None
 
 
 @dataclass(frozen=True)
@@ -39,10 +52,7 @@ class WeightedSum(RewardFunction):
     @property
     def catalog_checksum(self) -> str | None:
         """See ``RewardFunction.catalog_checksum``: that of the terms which have one."""
-        known = sorted({term.catalog_checksum for term in self.rewards} - {None}, key=str)
-        if len(known) > 1:
-            raise RecpoError("WeightedSum: its rewards were made for different items; use one prepared directory")
-        return known[0] if known else None
+        return common_catalog("WeightedSum", self.rewards)
 
     @property
     def learns_from(self) -> frozenset[str]:

@@ -17,8 +17,10 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
+from recpo.artifacts import kind_of
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
+from recpo.factorization.factors import MANIFEST as FACTORS_MANIFEST
 from recpo.training.module import PreferenceModule
 from recpo.training.options import TrainOptions
 from recpo.training.run import (
@@ -45,7 +47,7 @@ MAY_CHANGE = (
     *(f"trainer.{name}" for name in ("num_sanity_val_steps", "enable_checkpointing", "default_root_dir")),
 )
 """Options that a resumed run may change; a changed learning rate, say, would be ignored or give another run."""
-_OF_THE_SAME_CONTENT = ("data.prepared", "init_from", "reward.run")  # directories that may have moved
+_OF_THE_SAME_CONTENT = ("data.prepared", "init_from", "reward.run", "reward.factors")  # directories that may have moved
 _OF_THE_SAME_STEP = ("data.batch_size", "trainer.accumulate_grad_batches")  # if the optimizer step stays as large
 _REPLACED = ".replaced"
 
@@ -66,7 +68,8 @@ def origin(text: str, options: TrainOptions, base: Path | None, world_size: int)
         content["init_from"] = {"path": str(base), "files_sha256": _sha256_of(read_json(base / FINISHED)["files"])}
     runs = sorted(set(_reward_runs(configuration)))
     if runs:
-        content["reward_runs"] = {run: _sha256_of(Run.open(run).facts["files"]) for run in runs if _is_run(run)}
+        checksums = {path: _checksum_of_reward(path) for path in runs}
+        content["reward_runs"] = {path: checksum for path, checksum in checksums.items() if checksum is not None}
     return content
 
 
@@ -243,11 +246,12 @@ def codes_of(text: str) -> Path | None:
 
 
 def _reward_runs(configuration: Any) -> Iterator[str]:
-    """Runs that rewards of a configuration name, wherever they stand."""
+    """Runs and factors that rewards of a configuration name, wherever they stand."""
     if isinstance(configuration, dict):
         arguments = configuration.get("init_args")
-        if str(configuration.get("class_path", "")).endswith(".LearnedReward") and isinstance(arguments, dict):
-            yield str(arguments["run"])
+        for reward, name in ((".LearnedReward", "run"), (".FactorReward", "factors")):
+            if str(configuration.get("class_path", "")).endswith(reward) and isinstance(arguments, dict):
+                yield str(arguments[name])
         for value in configuration.values():
             yield from _reward_runs(value)
     elif isinstance(configuration, list):
@@ -259,8 +263,11 @@ def _batch_size(configuration: dict[str, Any]) -> int:
     return int(configuration["data"]["init_args"]["batch_size"])
 
 
-def _is_run(path: str) -> bool:
-    return (Path(path) / FINISHED).is_file()
+def _checksum_of_reward(path: str) -> str | None:
+    """Of a finished run or of factors; None of anything else."""
+    if kind_of(path) == "factors":
+        return str(read_json(Path(path) / FACTORS_MANIFEST)["sha256"])
+    return _sha256_of(Run.open(path).facts["files"]) if (Path(path) / FINISHED).is_file() else None
 
 
 def _is_other_rank() -> bool:

@@ -14,17 +14,18 @@ from recpo.errors import RecpoError
 if TYPE_CHECKING:
     from recpo.data.prepared import Prepared
     from recpo.evaluation.evaluation import Evaluation
+    from recpo.factorization.factors import Factors
     from recpo.serving.bundle import Bundle
     from recpo.simulation.log import Simulation
     from recpo.tokenizer.tokenization import Codes
     from recpo.training.run import Run
 
-_READABLE = "prepared data, codes, a run, a bundle, an evaluation or a simulation"
+_READABLE = "prepared data, codes, factors, a run, a bundle, an evaluation or a simulation"
 
 
 def load(
     path: str | PathLike[str], trust: Sequence[str] = ()
-) -> Prepared | Run | Codes | Bundle | Evaluation | Simulation:
+) -> Prepared | Run | Codes | Factors | Bundle | Evaluation | Simulation:
     """Opens a directory that recpo wrote, whichever kind it is of; ``recpo.json`` in it says which.
 
     Only what the kind needs is imported: a bundle is opened where torch is not installed.
@@ -55,6 +56,10 @@ def load(
         from recpo.tokenizer.tokenization import Codes
 
         return Codes.open(fspath(path))
+    if kind == "factors":
+        from recpo.factorization.factors import Factors
+
+        return Factors.open(fspath(path))
     if kind == "evaluation":
         from recpo.evaluation.evaluation import Evaluation
 

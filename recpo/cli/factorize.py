@@ -1,0 +1,57 @@
+"""``recpo factorize``: a matrix factorization of graded feedback, as a reward and as a recommender."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from recpo.cli.config import write_resolved
+from recpo.cli.output import console
+from recpo.factorization.factors import Factors
+from recpo.workflows.factorize import factorize as _factorize
+
+
+def factorize(
+    prepared: str,
+    out: Path,
+    ranks: list[int] = [4, 8, 16],  # noqa: B006 as YAML says it
+    ridges: list[float] = [1.0, 2.0, 4.0, 8.0],  # noqa: B006 as YAML says it
+    progress: bool = True,
+    **options: Any,
+) -> None:
+    """Fits a matrix factorization of graded feedback, for FactorReward and as a baseline.
+
+    Writes factors.safetensors and manifest.json. Of several ranks and ridges the one with the smallest squared error
+    on the validation period is taken.
+
+    Args:
+        prepared: directory written by ``recpo prepare``.
+        out: directory to make.
+        ranks: numbers of factors to try.
+        ridges: ridges to try: the weight of the squared factors and biases, against one per event.
+        progress: show a progress bar on a terminal.
+        **options: those of ``recpo.workflows.factorize.factorize``.
+    """
+    factors = _factorize(prepared, out, ranks=ranks, ridges=ridges, progress=progress, **options)
+    write_resolved(out / "resolved.yaml")
+    _print(factors, out)
+
+
+def _print(factors: Factors, out: Path) -> None:
+    terminal = console()
+    table = Table(title="validation error", title_justify="left")
+    ranks = sorted({tried["rank"] for tried in factors.facts["tried"]})
+    errors = {(tried["rank"], tried["ridge"]): tried["squared_error"] for tried in factors.facts["tried"]}
+    for name in ("ridge", *(f"rank {rank}" for rank in ranks)):
+        table.add_column(name, justify="right")
+    for ridge in sorted({ridge for _, ridge in errors}):
+        cells = [errors[rank, ridge] for rank in ranks]
+        table.add_row(f"{ridge:g}", *("unknown" if error is None else f"{error:.5f}" for error in cells))
+    terminal.print(table)
+    terminal.print(
+        f"{out}: rank {factors.rank}, ridge {factors.ridge:g}, {factors.num_items:,} items, "
+        f"{factors.facts['train_events']:,} graded events; squared error {factors.noise:.5f} on the training period",
+        soft_wrap=True,
+    )

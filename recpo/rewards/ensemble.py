@@ -1,0 +1,52 @@
+"""Several rewards averaged, less where they disagree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recpo.contracts import RewardFunction
+from recpo.errors import RecpoError
+from recpo.rewards.weighted_sum import common_catalog
+from recpo.types import FeedbackBatch, Slates
+
+
+@dataclass(frozen=True)
+class EnsembleReward(RewardFunction):
+    """``mean - lower_bound * standard deviation`` over the members, such as models of different seeds.
+
+    Where members were fitted alike and disagree, the log says little: a lower bound keeps a policy from what only some
+    of them believe in (Jeunen and Goethals, RecSys 2021). The members must have one unit. The standard deviation is
+    that of these members (divided by their number). A candidate that any member does not know is unknown (nan).
+
+    Attributes:
+        members: at least two rewards.
+        lower_bound: how many standard deviations are taken away, at least 0.
+    """
+
+    members: list[RewardFunction]
+    lower_bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.members) < 2:
+            raise RecpoError(f"EnsembleReward: {len(self.members)} members; give at least two")
+        if not self.lower_bound >= 0:
+            raise RecpoError(f"EnsembleReward: lower_bound is {self.lower_bound}; it is at least 0")
+
+    @property
+    def catalog_checksum(self) -> str | None:
+        """See ``RewardFunction.catalog_checksum``: that of the members which have one."""
+        return common_catalog("EnsembleReward", self.members)
+
+    @property
+    def learns_from(self) -> frozenset[str]:
+        """See ``RewardFunction.learns_from``: what any of the members cannot do without."""
+        return frozenset().union(*(member.learns_from for member in self.members))
+
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        """See ``RewardFunction``."""
+        rewards = torch.stack([member(batch, candidates).float() for member in self.members])
+        deviation, mean = torch.std_mean(rewards, 0, correction=0)
+        return mean - self.lower_bound * deviation

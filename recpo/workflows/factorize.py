@@ -1,0 +1,60 @@
+"""The verb ``factorize``: a matrix factorization of graded feedback, as a reward and as a recommender."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+from recpo.artifacts import output_directory
+from recpo.data.prepared import Prepared
+from recpo.factorization.factors import Factors
+from recpo.factorization.graded import FactorOptions
+from recpo.factorization.selection import fit_factors
+
+
+def factorize(
+    prepared: Prepared | str | PathLike[str],
+    out: str | PathLike[str] | None = None,
+    *,
+    ranks: Sequence[int] = FactorOptions.ranks,
+    ridges: Sequence[float] = FactorOptions.ridges,
+    sweeps: int = FactorOptions.sweeps,
+    seed: int = 0,
+    max_history: int | None = None,
+    uncertainty: bool = True,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Factors:
+    """Fits ``grade(user, item) = mean + p · q + user bias + item bias`` on the graded events of the training period.
+
+    Alternating least squares, one shard in memory at a time; of several ranks and ridges the one with the smallest
+    squared error on the validation period, with users folded in from the history before it. The grade of an event is
+    the middle of its feedback level's quartile, 0 for a dislike (``recpo.feedback.GRADES``).
+
+    Args:
+        prepared: what ``recpo.prepare`` returned, or its directory.
+        out: directory to make; None = the model is in memory only.
+        ranks: numbers of factors to try.
+        ridges: ridges to try: the weight of the squared factors and biases, against one per event.
+        sweeps: passes over the training events per model.
+        seed: of the first item factors.
+        max_history: events of a history that a fold-in reads; null = ``max_context`` of the prepared data.
+        uncertainty: keep the covariances that lower bounds need.
+        overwrite: replace ``out`` where it exists.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The model: it recommends, folds in any history, and is a reward (``FactorReward``).
+
+    Raises:
+        RecpoError: ``out`` exists, no event has a grade, or nothing says which rank and ridge is best.
+    """
+    options = FactorOptions(tuple(ranks), tuple(ridges), sweeps, seed, max_history, uncertainty)
+    data = prepared if isinstance(prepared, Prepared) else Prepared.open(str(prepared))
+    if out is None:
+        return fit_factors(data, options, progress=progress)
+    with output_directory(Path(out), kind="factors", overwrite=overwrite, inputs=[data.root]) as partial:
+        factors = fit_factors(data, options, progress=progress)
+        factors.write_files(partial)
+    return factors

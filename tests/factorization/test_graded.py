@@ -1,0 +1,181 @@
+"""Alternating least squares with biases against dense NumPy, and how the rank and the ridge are chosen."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.factorization import graded
+from recpo.factorization.factors import Factors
+from recpo.factorization.graded import FactorOptions, Items, chunks, first_items, mean_grade, sweep, user_weights
+from recpo.factorization.selection import fit_factors, validation_batches, validation_errors
+from recpo.feedback import GRADES
+from recpo.types import Histories
+from recpo.workflows.prepare import prepare
+
+RIDGE = 1.5
+
+
+@pytest.fixture(scope="module")
+def events(data):
+    """``user [N]``, ``item [N]`` from 0, ``grade [N]`` of all graded training events."""
+    shards = [data.load("train", shard) for shard in range(data.num_shards("train"))]
+    user = np.concatenate([shard.user_index for shard in shards])
+    item = np.concatenate([shard.item_index for shard in shards]) - 1
+    grade = np.array(GRADES)[np.concatenate([shard.feedback for shard in shards])]
+    known = ~np.isnan(grade)
+    return user[known], item[known], grade[known]
+
+
+def solve_each(rows, targets, of, count, ridge):
+    """One dense ridge regression after the other."""
+    weights = np.zeros((count, rows.shape[1]))
+    for number in range(count):
+        mine = of == number
+        matrix = rows[mine].T @ rows[mine] + ridge * np.eye(rows.shape[1])
+        weights[number] = np.linalg.solve(matrix, rows[mine].T @ targets[mine])
+    return weights
+
+
+def dense_sweep(events, items, mean, ridge, num_users):
+    user, item, grade = events
+    users = solve_each(items.rows[item], grade - mean - items.bias[item], user, num_users, ridge)
+    one = np.c_[users[:, :-1], np.ones(num_users)]
+    weights = solve_each(one[user], grade - mean - users[user, -1], item, len(items.bias), ridge)
+    return users, Items(np.c_[weights[:, :-1], np.ones(len(weights))], weights[:, -1])
+
+
+def objective(events, users, items, mean, ridge):
+    user, item, grade = events
+    error = grade - mean - items.bias[item] - (users[user] * items.rows[item]).sum(1)
+    penalty = (users**2).sum() + (items.rows[:, :-1] ** 2).sum() + (items.bias**2).sum()
+    return (error**2).sum() + ridge * penalty
+
+
+def test_a_sweep_is_the_dense_one(data, events):
+    mean, count = mean_grade(data)
+    assert count == len(events[0])
+    assert mean == pytest.approx(events[2].mean())
+    items = first_items(data.num_items, 3, seed=1)
+    users, expected = dense_sweep(events, items, mean, RIDGE, data.manifest["num_users"])
+    got = sweep(chunks(data), items, mean, RIDGE)
+    np.testing.assert_allclose(got.rows, expected.rows, atol=1e-10)
+    np.testing.assert_allclose(got.bias, expected.bias, atol=1e-10)
+    for chunk in chunks(data):
+        np.testing.assert_allclose(user_weights(chunk, items, mean, RIDGE), users[chunk.users], atol=1e-10)
+
+
+def test_the_objective_never_rises(data, events):
+    mean, _ = mean_grade(data)
+    items, values = first_items(data.num_items, 4, seed=0), []
+    for _ in range(5):
+        users, after = dense_sweep(events, items, mean, RIDGE, data.manifest["num_users"])
+        values += [objective(events, users, items, mean, RIDGE), objective(events, users, after, mean, RIDGE)]
+        items = sweep(chunks(data), items, mean, RIDGE)
+    assert all(later <= before + 1e-9 for before, later in itertools.pairwise(values))
+    assert values[-1] < 0.99 * values[1]
+
+
+def test_small_chunks_and_many_shards_give_the_same_model(data, factors, world, tmp_path, monkeypatch):
+    prepare(str(world / "log"), out=tmp_path / "shards", rows_per_shard=300)
+    many = Prepared.open(tmp_path / "shards")
+    assert many.num_shards("train") > 5
+    monkeypatch.setattr(graded, "CHUNK_EVENTS", 100)
+    assert max(len(chunk.grade) for chunk in chunks(many)) < 400
+    again = fit_factors(many, FactorOptions(ranks=(3,), ridges=(2.0,), sweeps=3))
+    for name, tensor in factors.tensors.items():
+        torch.testing.assert_close(again.tensors[name], tensor, atol=1e-6, rtol=1e-5)
+    assert again.noise == pytest.approx(factors.noise)
+
+
+def test_a_fold_in_of_all_training_events_is_the_fitted_user(data, factors):
+    assert factors.user_factors is not None
+    every = Factors(**{**vars(factors), "max_history": 10_000})
+    shard = data.load("train", 0)
+    for user in range(0, len(shard.offsets) - 1, 9):
+        part = slice(shard.offsets[user], shard.offsets[user + 1])
+        items, levels = torch.from_numpy(shard.item_index[part]), torch.from_numpy(shard.feedback[part])
+        folded = every.fold_in(Histories(items[None], torch.tensor([len(items)]), levels[None]))[0]
+        torch.testing.assert_close(folded, factors.user_factors[shard.user_index[part.start]], atol=1e-5, rtol=1e-4)
+
+
+def test_noise_and_covariance_are_those_of_the_fitted_model(data, factors, events):
+    user, item, grade = events
+    users, rank = factors.user_factors.double().numpy(), factors.rank
+    predicted = factors.grades(factors.user_factors[user], torch.from_numpy(item)[:, None] + 1)[:, 0].numpy()
+    assert factors.noise == pytest.approx(np.square(grade - predicted).mean(), rel=1e-5)
+    one = np.c_[users[:, :-1], np.ones(len(users))]
+    for number in (0, 17, 59):
+        rows = one[user[item == number]]
+        expected = np.linalg.inv(rows.T @ rows + factors.ridge * np.eye(rank + 1))
+        np.testing.assert_allclose(factors.item_covariance[number], expected, atol=1e-5)
+
+
+def test_one_seed_gives_one_model_and_another_seed_another(data, factors):
+    options = {"ranks": (3,), "ridges": (2.0,), "sweeps": 3}
+    assert torch.equal(fit_factors(data, FactorOptions(**options)).item_factors, factors.item_factors)
+    other = fit_factors(data, FactorOptions(**options, seed=1))
+    assert not torch.allclose(other.item_factors, factors.item_factors, atol=1e-3)
+
+
+def test_the_smallest_error_on_the_validation_period_is_chosen(data):
+    options = FactorOptions(ranks=(1, 6), ridges=(0.1, 4.0, 50.0), sweeps=2)
+    chosen = fit_factors(data, options)
+    tried = chosen.facts["tried"]
+    assert [(one["rank"], one["ridge"]) for one in tried] == [(r, x) for r in (1, 6) for x in (0.1, 4.0, 50.0)]
+    best = min(tried, key=lambda one: one["squared_error"])
+    assert (chosen.rank, chosen.ridge) == (best["rank"], best["ridge"])
+    for one in tried[:2]:
+        alone = fit_factors(data, FactorOptions((one["rank"],), (one["ridge"],), sweeps=2))
+        assert alone.facts["tried"] == [one]
+        assert by_hand(data, alone) == pytest.approx(one["squared_error"], rel=1e-5)
+    json.dumps(chosen.facts)
+
+
+def by_hand(data, model):
+    """Squared error on the validation events, one event at a time."""
+    squared = []
+    for batch in validation_batches(data, model.max_history):
+        users = model.scores(model.fold_in(batch.feedback.histories))
+        slates = batch.feedback.slates
+        for row, place in slates.mask.nonzero().tolist():
+            grade = float(slates.grade[row, place])
+            if grade == grade:
+                squared.append((float(users[row, slates.item_ids[row, place] - 1]) - grade) ** 2)
+    return sum(squared) / len(squared)
+
+
+def test_a_log_without_validation_events_leaves_nothing_to_choose(data, factors, monkeypatch):
+    monkeypatch.setattr("recpo.factorization.selection.validation_batches", lambda *_: iter(()))
+    assert validation_errors(data, [factors]) == ([0.0], 0)
+    with pytest.raises(RecpoError, match="give one rank and one ridge"):
+        fit_factors(data, FactorOptions(ranks=(1, 2), ridges=(1.0,), sweeps=1))
+    alone = fit_factors(data, FactorOptions(ranks=(2,), ridges=(1.0,), sweeps=1))
+    assert alone.facts["tried"] == [{"rank": 2, "ridge": 1.0, "squared_error": None}]
+
+
+def test_a_log_without_grades_is_refused(data, monkeypatch):
+    monkeypatch.setattr(graded, "GRADES", (float("nan"),) * 6)
+    with pytest.raises(RecpoError, match="no training event has a grade"):
+        fit_factors(data, FactorOptions(ranks=(2,), ridges=(1.0,), sweeps=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ranks": ()}, "ranks is"),
+        ({"ranks": (0,)}, "ranks is"),
+        ({"ridges": ()}, "ridges is"),
+        ({"ridges": (1.0, 0.0)}, "ridges is"),
+        ({"ridges": (float("nan"),)}, "ridges is"),
+        ({"sweeps": 0}, "sweeps is"),
+        ({"max_history": 0}, "max_history is"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, said):
+    with pytest.raises(RecpoError, match=said):
+        FactorOptions(**options)

@@ -1,0 +1,160 @@
+"""The factor model as a reward, its lower bound, and ensembles."""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from recpo.contracts import RewardFunction
+from recpo.data.held_out import HeldOutBatches, Rank
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.factorization.bounds import posterior_variance
+from recpo.factorization.factors import Factors
+from recpo.factorization.graded import FactorOptions
+from recpo.factorization.selection import fit_factors
+from recpo.rewards import EnsembleReward, FactorReward
+from recpo.types import Histories, Slates
+
+
+@pytest.fixture(scope="module")
+def place(prepared, tmp_path_factory):
+    out = tmp_path_factory.mktemp("factors") / "factors"
+    fit_factors(Prepared.open(prepared), FactorOptions(ranks=(3,), ridges=(2.0,), sweeps=3)).save(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(place):
+    return Factors.open(place)
+
+
+@pytest.fixture(scope="module")
+def batch(prepared):
+    return next(iter(HeldOutBatches(Prepared.open(prepared), "test", 20, 16, Rank()))).feedback
+
+
+def candidates_of(items):
+    return Slates(items, torch.zeros_like(items), items > 0)
+
+
+@pytest.fixture(scope="module")
+def some(batch):
+    items = torch.randint(0, 61, (len(batch.user_ids), 3), generator=torch.Generator().manual_seed(0))
+    items[0] = torch.tensor([0, 5, 60])
+    return candidates_of(items)
+
+
+@pytest.fixture(scope="module")
+def catalog(batch):
+    return candidates_of(torch.arange(1, 61).repeat(len(batch.user_ids), 1))
+
+
+@pytest.mark.parametrize("users", ["trained", "folded"])
+@pytest.mark.parametrize("lower_bound", [0.0, 1.5])
+def test_the_reward_is_the_formula_candidate_by_candidate(place, model, batch, some, catalog, users, lower_bound):
+    reward = FactorReward(place, users, lower_bound)
+    folded, covariance = model.fold_in_with_covariance(batch.histories)
+    weights = (folded if users == "folded" else model.user_factors[batch.user_ids]).double().numpy()
+    for candidates in (some, catalog):
+        got = reward(batch, candidates)
+        assert got.dtype == torch.float32
+        for row, column in np.ndindex(*got.shape):
+            item = int(candidates.item_ids[row, column]) - 1
+            if item < 0:
+                assert got[row, column].isnan()
+                continue
+            of_item = np.r_[model.item_factors[item].double().numpy(), 1.0]
+            of_user = np.r_[weights[row, :-1], 1.0]
+            expected = model.mean + weights[row] @ of_item + float(model.item_bias[item])
+            known = of_user @ model.item_covariance[item].double().numpy() @ of_user
+            known += of_item @ covariance[row].double().numpy() @ of_item
+            expected -= lower_bound * np.sqrt(model.noise * known)
+            assert float(got[row, column]) == pytest.approx(expected, abs=2e-5)
+
+
+def test_masked_candidates_are_unknown_and_rewards_have_no_gradient(place, batch, some):
+    masked = some._replace(mask=torch.zeros_like(some.mask))
+    assert FactorReward(place)(batch, masked).isnan().all()
+    assert not FactorReward(place, "folded", 1.0)(batch, some).requires_grad
+
+
+def test_a_bound_is_tighter_for_whom_more_is_known(place, model):
+    items, levels = torch.arange(1, 25)[None], torch.full((1, 24), 4)
+    widths = []
+    for length in (0, 1, 6, 24):
+        users, covariance = model.fold_in_with_covariance(Histories(items, torch.tensor([length]), levels))
+        # the user's own factors held still: the bound is to shrink with events, not with the taste
+        variance = posterior_variance(model, torch.zeros_like(users), covariance, torch.arange(1, 61)[None])
+        widths.append(variance[0])
+    for before, after in itertools.pairwise(widths):
+        assert (after < before).all()
+
+
+def test_a_bound_is_tighter_for_items_of_which_more_is_known(model):
+    covariance = model.item_covariance.clone()
+    covariance[7] *= 0.25
+    surer = Factors(**{**vars(model), "item_covariance": covariance})
+    user, none = torch.zeros(1, 4), torch.zeros(1, 4, 4)
+    ratio = posterior_variance(surer, user, none, torch.tensor([[8]])) / posterior_variance(
+        model, user, none, torch.tensor([[8]])
+    )
+    assert float(ratio) == pytest.approx(0.25)
+
+
+def test_what_is_wrong_is_said_at_once(place, model, batch, some, tmp_path):
+    with pytest.raises(RecpoError, match="lower_bound is -1"):
+        FactorReward(place, lower_bound=-1)
+    with pytest.raises(RecpoError, match="it is trained or folded"):
+        FactorReward(place, users="fitted")
+    with pytest.raises(RecpoError, match="holds no factors"):
+        FactorReward(tmp_path)
+    Factors(**{**vars(model), "user_factors": None, "item_covariance": None}).save(tmp_path / "plain")
+    with pytest.raises(RecpoError, match="set users to folded"):
+        FactorReward(tmp_path / "plain")
+    with pytest.raises(RecpoError, match="it has no bounds"):
+        FactorReward(tmp_path / "plain", "folded", 1.0)
+    with pytest.raises(RecpoError, match="fitted with uncertainty: false"):
+        posterior_variance(Factors.open(tmp_path / "plain"), torch.zeros(1, 4), torch.zeros(1, 4, 4), some.item_ids)
+    with pytest.raises(RecpoError, match="this batch does not say"):
+        FactorReward(place)(batch._replace(user_ids=None), some)
+    with pytest.raises(RecpoError, match="the data have more"):
+        FactorReward(place)(batch._replace(user_ids=batch.user_ids + 10_000), some)
+    assert FactorReward(place).catalog_checksum == model.catalog_checksum
+
+
+@dataclass(frozen=True)
+class Given(RewardFunction):
+    """The same rewards whatever is asked."""
+
+    values: tuple[tuple[float, ...], ...]
+    checksum: str | None = None
+
+    @property
+    def catalog_checksum(self):
+        return self.checksum
+
+    def __call__(self, batch, candidates):
+        return torch.tensor(self.values)
+
+
+def test_an_ensemble_is_its_mean_less_its_disagreement(batch):
+    nan = float("nan")
+    members = [Given(((0.2, 1.0, nan),)), Given(((0.6, 1.0, 0.5),)), Given(((0.1, 1.0, 0.5),))]
+    got = EnsembleReward(members, lower_bound=2.0)(batch, None)
+    assert got[0, :2].tolist() == pytest.approx([0.3 - 2 * np.std([0.2, 0.6, 0.1]), 1.0])
+    assert got[0, 2].isnan()
+    assert EnsembleReward(members)(batch, None)[0, 0].item() == pytest.approx(0.3)
+
+
+def test_ensembles_that_make_no_sense_are_refused():
+    one = Given(((0.0,),), "a")
+    with pytest.raises(RecpoError, match="1 members; give at least two"):
+        EnsembleReward([one])
+    with pytest.raises(RecpoError, match="lower_bound is nan"):
+        EnsembleReward([one, one], float("nan"))
+    assert EnsembleReward([one, Given(((0.0,),))]).catalog_checksum == "a"
+    with pytest.raises(RecpoError, match="EnsembleReward: its rewards were made for different items"):
+        _ = EnsembleReward([one, Given(((0.0,),), "b")]).catalog_checksum
