@@ -26,6 +26,7 @@ from recpo.contracts import Objective
 from recpo.objectives import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, PPO, DrGRPO, Likelihood, Reinforce
 from recpo.objectives.dpo import Variant, dpo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
+from recpo.objectives.mpo import mpo_loss
 from recpo.objectives.q_learning import q_loss
 from recpo.objectives.reward_model import pairwise_reward_loss, pointwise_reward_loss
 from recpo.types import LogProbs, ObjectiveInputs
@@ -244,6 +245,18 @@ def reinforce(axes: Axes) -> None:
     framed(axes, "probability  $\\pi$   (A = +1)")
 
 
+def mpo(axes: Axes) -> None:
+    """Candidates of evenly spaced rewards and equal base, by the temperature."""
+    rewards = torch.linspace(0, 1, 101, dtype=torch.float64)
+    logp = torch.full_like(rewards, 1 / len(rewards)).log().requires_grad_()
+    for temperature, style in ((0.05, UP), (0.2, DOWN), (1.0, OTHER)):
+        (curve,) = push(mpo_loss(logp, rewards, temperature=temperature), logp)
+        axes.plot(rewards, len(rewards) * curve, label=f"temperature {temperature}", **style)
+    axes.axhline(1.0, color=GRAY, linewidth=0.6, zorder=0)
+    axes.text(0.0, 1.2, "the base", fontsize=8, color=GRAY)
+    framed(axes, "reward of the candidate", "push, in units of the base", legend="upper left")
+
+
 def q_learning(axes: Axes) -> None:
     """Against the temporal-difference error."""
     error = torch.linspace(-3, 3, 121, dtype=torch.float64, requires_grad=True)
@@ -281,7 +294,7 @@ def pointwise_reward(axes: Axes) -> None:
 
 PICTURES = (
     *(likelihood, gbpo, dpo, softmax_dpo, margin_listwise_dpo, ppo, grpo, dr_grpo, dapo, gspo, aspo, ecpo, cispo),
-    *(reinforce, q_learning, pairwise_reward, pointwise_reward),
+    *(reinforce, mpo, q_learning, pairwise_reward, pointwise_reward),
 )
 """In the order of docs/objectives.md; a file is called as its function."""
 

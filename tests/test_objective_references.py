@@ -18,6 +18,7 @@ from recpo.objectives.ecpo import ecpo_loss
 from recpo.objectives.gbpo import gbpo_loss
 from recpo.objectives.gspo import gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
+from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
 from recpo.objectives.ppo import entropy, ppo_loss, value_loss
 from recpo.objectives.q_learning import bellman_target, q_loss
 from recpo.objectives.reinforce import reinforce_loss
@@ -225,6 +226,48 @@ def test_pair_weights_of_one_change_nothing_and_of_zero_remove(function):
     if function is softmax_dpo_loss:
         keep = torch.rand_like(ones) < 0.5
         torch.testing.assert_close(function(*tensors, pair_weights=keep.double()), function(*tensors, mask=keep))
+
+
+@pytest.mark.parametrize("based", [True, False])
+@given(seed=SEEDS)
+def test_mpo(based, seed):
+    rng = np.random.default_rng(seed)
+    shape, temperature = (rng.integers(1, 4), rng.integers(1, 6)), rng.choice([0.02, 0.3, 2.0])
+    logp, rewards, base = -rng.gamma(1.0, 2.0, shape), rng.random(shape), rng.normal(-4, 3, shape)
+    mask = rng.random(shape) < 0.7
+    hostile = [
+        torch.tensor(np.where(mask, x, bad)).requires_grad_()
+        for x, bad in zip((logp, rewards, base), (np.nan, np.inf, np.nan), strict=True)
+    ]
+    options = {"temperature": temperature, "log_base": hostile[2] if based else None, "mask": torch.tensor(mask)}
+    loss = mpo_loss(*hostile[:2], **options)
+    gradients = torch.autograd.grad(loss.sum(), hostile, allow_unused=True)
+    weights = mpo_target(hostile[1], **options)
+    assert gradients[1:] == (None, None)
+    torch.testing.assert_close(-gradients[0], weights)
+    for row, kept in enumerate(mask):
+        if not kept.any():
+            assert loss[row] == 0
+            assert (weights[row] == 0).all()
+            continue
+        value, want = ref.mpo(logp[row][kept], rewards[row][kept], temperature, base[row][kept] if based else None)
+        assert loss[row].item() == pytest.approx(value, rel=1e-9)
+        assert weights[row][kept].tolist() == pytest.approx(want, rel=1e-9, abs=1e-15)
+        assert (weights[row][~kept] == 0).all()
+
+
+@given(seed=SEEDS)
+def test_the_temperature_of_mpo_minimizes_its_dual(seed):
+    rng = np.random.default_rng(seed)
+    shape = (rng.integers(1, 4), rng.integers(3, 7))
+    rewards, base, mask = rng.random(shape), rng.normal(-4, 1, shape), rng.random(shape) < 0.8
+    mask[:, :3] = True
+    rewards[:, 0] += 0.2
+    hostile = [torch.tensor(np.where(mask, x, np.nan)) for x in (rewards, base)]
+    kl_target = rng.uniform(0.01, 0.1)
+    found = dual_temperature(hostile[0], kl_target, log_base=hostile[1], mask=torch.tensor(mask)).item()
+    at = [ref.mpo_dual(rewards, base, mask, found * factor, kl_target) for factor in (0.9, 0.999, 1.0, 1.001, 1.1)]
+    assert at[0] > at[1] >= at[2] <= at[3] < at[4]
 
 
 @pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "low_var"])

@@ -9,6 +9,7 @@ from recpo.objectives.grpo import DAPO, GRPO, DrGRPO
 from recpo.objectives.gspo import GSPO
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.listwise_dpo import MarginListwiseDPO, SoftmaxDPO
+from recpo.objectives.mpo import MPO
 from recpo.objectives.ppo import PPO
 from recpo.objectives.q_learning import QLearning
 from recpo.objectives.reinforce import Reinforce
@@ -23,6 +24,7 @@ __all__ = [
     "GBPO",
     "GRPO",
     "GSPO",
+    "MPO",
     "PPO",
     "DrGRPO",
     "Likelihood",

@@ -21,6 +21,7 @@ from recpo.objectives import (
     GBPO,
     GRPO,
     GSPO,
+    MPO,
     PPO,
     DrGRPO,
     Likelihood,
@@ -45,6 +46,7 @@ from recpo.objectives.health import (
     ratio_metrics,
 )
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
+from recpo.objectives.mpo import mpo_loss
 from recpo.objectives.ppo import ppo_loss
 from recpo.objectives.q_learning import bellman_target
 from recpo.objectives.reinforce import reinforce_loss
@@ -61,6 +63,7 @@ DEFAULTS = {
     gspo_loss: {"clip_low": 3e-4, "clip_high": 4e-4, "level": "sequence"},
     ppo_loss: {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
     clipped_surrogate: {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
+    mpo_loss: {"temperature": 0.05, "log_base": None},
     softmax_dpo_loss: {"beta": 1.0},
     margin_listwise_dpo_loss: {"beta": 0.1, "margin": 0.0, "gap_weight": 1.0, "nll_coef": 0.1},
     ASPO: {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "kl_coef": 0.0, "entropy_coef": 0.0},
@@ -75,6 +78,7 @@ DEFAULTS = {
     reinforce_loss: {"ratio_cap": 20.0, "top_k": 1},
     bellman_target: {"gamma": 0.99},
     Likelihood: {"positive_only": False, "aggregation": "token-mean"},
+    MPO: {"temperature": 0.05, "kl_target": None, "base": "reference", "candidates_are_draws": False},
     DPO: {"beta": 0.1, "label_smoothing": 0.0, "nll_coef": 0.0},
     SoftmaxDPO: {"beta": 1.0, "nll_coef": 0.0, "gap_weighted": False},
     MarginListwiseDPO: {"beta": 0.1, "nll_coef": 0.1, "margin": 0.0, "gap_weight": 1.0, "gap_weighted": False},

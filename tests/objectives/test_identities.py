@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from recpo.errors import RecpoError
 from recpo.objectives.aspo import ASPO
 from recpo.objectives.cispo import CISPO
 from recpo.objectives.dpo import DPO, dpo_loss
@@ -16,6 +17,7 @@ from recpo.objectives.grpo import DAPO, GRPO, DrGRPO
 from recpo.objectives.gspo import GSPO
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.listwise_dpo import SoftmaxDPO, margin_listwise_dpo_loss, softmax_dpo_loss
+from recpo.objectives.mpo import MPO, dual_temperature, mpo_loss, mpo_target
 from recpo.objectives.ppo import PPO
 from recpo.objectives.reinforce import Reinforce
 from recpo.types import LogProbs, ObjectiveInputs
@@ -224,3 +226,74 @@ def test_kl_penalty_is_zero_at_the_reference_and_pulls_back_to_it():
     gradient = outcome(GRPO(), away)[1]
     assert (gradient[above] > 0).all()
     assert (gradient[below] < 0).all()
+
+
+def catalog(logits, rewards, reference=None, old=None):
+    """Inputs of an objective that sees the whole catalog: logits, rewards and other policies ``[B, V]``."""
+    logp = logits.log_softmax(-1).unsqueeze(-1)
+    others = [None if x is None else x.log_softmax(-1).unsqueeze(-1) for x in (old, reference)]
+    return ObjectiveInputs(LogProbs(logp, torch.ones_like(logp, dtype=torch.bool), *others), rewards=rewards)
+
+
+@pytest.mark.parametrize("base", ["reference", "old"])
+def test_mpo_over_the_catalog_pulls_the_logits_to_the_kl_regularized_optimum(base):
+    torch.manual_seed(6)
+    logits, other = torch.randn(2, 3, 7, dtype=torch.float64)
+    rewards, logits = torch.rand(3, 7, dtype=torch.float64), logits.requires_grad_()
+    inputs = catalog(logits, rewards, **{base: other})
+    (gradient,) = torch.autograd.grad(MPO(temperature=0.2, base=base)(inputs).loss, logits)
+    optimum = (other + rewards / 0.2).softmax(-1)  # of E[r] - 0.2 KL(pi || base)
+    torch.testing.assert_close(gradient * 3, logits.softmax(-1) - optimum)
+    at_optimum = catalog(optimum.log().requires_grad_(), rewards, **{base: other})
+    output = MPO(temperature=0.2, base=base)(at_optimum)
+    assert output.metrics["target_distance"].item() == pytest.approx(0, abs=1e-6)
+    assert output.metrics["target_reward"].item() == pytest.approx((optimum * rewards).sum(-1).mean().item())
+
+
+def test_draws_of_the_base_need_no_weight_of_their_own():
+    """Ten draws that stand exactly as often as the old policy says are the catalog weighed by it."""
+    counts = torch.tensor([5, 3, 1, 1])
+    rewards = torch.tensor([0.1, 0.4, 0.9, 0.0], dtype=torch.float64)
+    logits = torch.tensor([0.3, -1.0, 0.5, 0.0], dtype=torch.float64).requires_grad_()
+    reference = torch.tensor([0.0, 1.0, -1.0, 0.2], dtype=torch.float64)
+    old = (counts / 10).double().log()
+    for base in ("old", "reference"):
+        whole = catalog(logits[None], rewards[None], reference[None], old[None])
+        drawn = torch.arange(4).repeat_interleave(counts)
+        draws = whole._replace(logp=LogProbs(*(x[:, drawn] for x in whole.logp)), rewards=rewards[None, drawn])
+        want = torch.autograd.grad(MPO(base=base)(whole).loss, logits, retain_graph=True)[0]
+        got = torch.autograd.grad(MPO(base=base, candidates_are_draws=True)(draws).loss, logits)[0]
+        torch.testing.assert_close(got, want)
+
+
+def test_mpo_asks_for_the_policies_that_weigh_its_candidates():
+    for base, draws, asked in (
+        ("reference", False, {"reference"}),
+        ("old", False, {"old"}),
+        ("reference", True, {"reference", "old"}),
+        ("old", True, set()),
+    ):
+        objective = MPO(base=base, candidates_are_draws=draws)
+        assert objective.requires == {"rewards"} | asked
+        assert objective.reads_draws == draws
+    for field in ("temperature", "kl_target"):
+        with pytest.raises(RecpoError, match=f"MPO.{field} must be above 0, got 0"):
+            MPO(**{field: 0.0})
+
+
+def test_the_temperature_of_mpo_keeps_the_divergence_and_follows_the_scale_of_the_rewards():
+    torch.manual_seed(7)
+    rewards, base = torch.rand(5, 9, dtype=torch.float64), torch.randn(5, 9, dtype=torch.float64)
+    inputs = catalog(base, rewards, reference=base)
+    output = MPO(kl_target=0.4)(inputs)
+    assert output.metrics["target_kl"].item() == pytest.approx(0.4, rel=1e-5)
+    found = dual_temperature(rewards, 0.4, log_base=base)
+    assert output.metrics["temperature"] == found
+    assert dual_temperature(3 * rewards, 0.4, log_base=base).item() == pytest.approx(3 * found.item(), rel=1e-6)
+    want = mpo_loss(base.log_softmax(-1), rewards, temperature=found, log_base=base).mean()
+    torch.testing.assert_close(output.loss, want)
+    # nothing to gain: the target is the base, whatever the temperature
+    even = torch.full_like(rewards, 0.3)
+    torch.testing.assert_close(
+        mpo_target(even, temperature=dual_temperature(even, 0.4, log_base=base), log_base=base), base.softmax(-1)
+    )

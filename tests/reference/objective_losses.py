@@ -99,6 +99,26 @@ def margin_listwise(chosen, rejected, ref_chosen, ref_rejected, beta, margin, ga
     return math.log1p(math.exp(-inner)) + anchor
 
 
+def mpo(logps, rewards, temperature, bases=None):
+    """(value, weights) of one context, the weights by plain sums."""
+    bases = [0.0] * len(rewards) if bases is None else bases
+    top = max(b + r / temperature for b, r in zip(bases, rewards, strict=True))
+    mass = [math.exp(b + r / temperature - top) for b, r in zip(bases, rewards, strict=True)]
+    weights = [m / sum(mass) for m in mass]
+    return -sum(w * p for w, p in zip(weights, logps, strict=True)), weights
+
+
+def mpo_dual(rewards, bases, mask, temperature, kl_target):
+    """g(temperature), the convex function that the temperature of MPO minimizes."""
+    terms = []
+    for row in range(len(rewards)):
+        kept = np.flatnonzero(mask[row])
+        if len(kept):
+            total = np.logaddexp.reduce([bases[row][i] for i in kept])
+            terms.append(np.logaddexp.reduce([bases[row][i] - total + rewards[row][i] / temperature for i in kept]))
+    return temperature * (kl_target + sum(terms) / len(terms))
+
+
 def kl(logp, ref, kind):
     k1 = logp - ref
     return {"k1": k1, "abs": abs(k1), "k2": k1 * k1 / 2, "k3": math.exp(-k1) - 1 + k1}.get(

@@ -29,6 +29,7 @@ from recpo.objectives import (
     GBPO,
     GRPO,
     GSPO,
+    MPO,
     PPO,
     DrGRPO,
     Likelihood,
@@ -166,6 +167,8 @@ LEARNERS = {
     "ecpo": (ECPO(), IMPRESSIONS, GROUPS),
     "cispo": (CISPO(), IMPRESSIONS, GROUPS),
     "reinforce": (Reinforce(), IMPRESSIONS, {"advantage": LeaveOneOutAdvantage(), "reward": LoggedReward()}),
+    "mpo_draws": (MPO(0.2, base="old", candidates_are_draws=True), IMPRESSIONS, {"reward": LoggedReward()}),
+    "mpo_dual": (MPO(kl_target=0.5), IMPRESSIONS, {"reward": LoggedReward()}),
     "reinforce_off_policy": (
         Reinforce(off_policy=True),
         IMPRESSIONS,

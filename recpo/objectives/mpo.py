@@ -1,0 +1,235 @@
+"""Maximum a posteriori policy optimization, MPO (arXiv 1806.06920): fit the policy to a target that rewards reweigh."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from recpo.contracts import Objective
+from recpo.errors import RecpoError
+from recpo.objectives.health import masked_mean
+from recpo.objectives.inputs import required, validate_log_probs
+from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
+from recpo.types import LossOutput, ObjectiveInputs
+
+MIN_TEMPERATURE: Final = 1e-4
+MAX_TEMPERATURE: Final = 1e4
+"""Where the dual looks for the temperature, in units of the reward."""
+
+BISECTIONS: Final = 30
+"""Halvings of the logarithm of that range: the temperature is found to 2e-8 of itself."""
+
+
+def mpo_target(
+    rewards: Tensor, *, temperature: float | Tensor, log_base: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """The target distribution over the candidates of a context: ``w_s proportional to base_s exp(r_s / temperature)``.
+
+    It maximizes ``E_w[r] - temperature KL(w || base)`` over all distributions on the candidates.
+
+    Args:
+        rewards: ``[..., S]``.
+        temperature: above 0, in units of the reward; towards 0 the best candidate gets all the weight.
+        log_base: ``[..., S]`` log-weights of the candidates before rewards are looked at, up to a constant per context;
+            None = all alike.
+        mask: ``[..., S]``, True keeps.
+
+    Returns:
+        ``[..., S]``; sums to 1 over the kept candidates, 0 at masked ones; no gradient.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    check_same_shape(rewards=rewards, log_base=log_base, mask=mask)
+    return _log_softmax(_tilted(_base(rewards, log_base, mask), rewards, temperature, mask), mask).exp()
+
+
+def dual_temperature(
+    rewards: Tensor, kl_target: float, *, log_base: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """The temperature at which the targets lie ``kl_target`` nats from their base, on average over the contexts.
+
+    It minimizes the dual ``g(eta) = eta kl_target + eta mean_b log sum_s base_s exp(r_s / eta)`` (arXiv 1806.06920,
+    section 3.2.1), which is convex, with the base normalized over the candidates of a context. Its derivative is
+    ``kl_target - mean_b KL(w_b || base_b)``, and the divergence falls as the temperature rises: ``BISECTIONS`` halvings
+    of ``[MIN_TEMPERATURE, MAX_TEMPERATURE]`` on a logarithmic scale find the root, the same in every run.
+
+    Args:
+        rewards: ``[..., S]``.
+        kl_target: nats, above 0. What no temperature reaches, since the rewards of a context are all alike or the base
+            of the best candidate is above ``exp(-kl_target)``, gives ``MIN_TEMPERATURE``.
+        log_base: see ``mpo_target``.
+        mask: ``[..., S]``.
+
+    Returns:
+        A scalar; no gradient.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    check_same_shape(rewards=rewards, log_base=log_base, mask=mask)
+    base = _base(rewards, log_base, mask)
+    contexts = torch.ones_like(base[..., 0], dtype=torch.bool) if mask is None else mask.bool().any(-1)
+    low, high = base.new_tensor(math.log(MIN_TEMPERATURE)), base.new_tensor(math.log(MAX_TEMPERATURE))
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        log_target = _log_softmax(_tilted(base, rewards, middle.exp(), mask), mask)
+        too_cold = masked_mean(_divergence(log_target, base), contexts) > kl_target
+        low, high = torch.where(too_cold, middle, low), torch.where(too_cold, high, middle)
+    return ((low + high) / 2).exp()
+
+
+def mpo_loss(
+    logp: Tensor,
+    rewards: Tensor,
+    *,
+    temperature: float | Tensor = 0.05,
+    log_base: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Cross-entropy of the policy against the target of ``mpo_target``, per context: ``-sum_s w_s logp_s``.
+
+    Gradient: ``-w_s`` on ``logp_s``. Where the candidates are the whole catalog, the gradient on the logit of item i is
+    ``pi_i - w_i``: the loss stops at ``pi = w`` and nowhere else.
+
+    Args:
+        logp: ``[..., S]``, summed over tokens.
+        rewards: ``[..., S]``; no gradient flows into it.
+        temperature: see ``mpo_target``.
+        log_base: see ``mpo_target``; no gradient flows into it.
+        mask: ``[..., S]``.
+
+    Returns:
+        ``[...]``; 0 for a context without any kept candidate.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    check_same_shape(logp=logp, rewards=rewards)
+    weights = mpo_target(rewards, temperature=temperature, log_base=log_base, mask=mask)
+    return -(weights * zero_masked(logp, mask)).sum(-1)
+
+
+def _base(rewards: Tensor, log_base: Tensor | None, mask: Tensor | None) -> Tensor:
+    """Log-weights that are normalized over the kept candidates, in float32 at least."""
+    base = torch.zeros_like(rewards) if log_base is None else log_base
+    return _log_softmax(base.detach().to(torch.promote_types(base.dtype, torch.float32)), mask)
+
+
+def _tilted(base: Tensor, rewards: Tensor, temperature: float | Tensor, mask: Tensor | None) -> Tensor:
+    return base + zero_masked(rewards.detach(), mask).to(base.dtype) / temperature
+
+
+def _log_softmax(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Over the kept entries; -inf elsewhere."""
+    if mask is None:
+        return values.log_softmax(-1)
+    kept = mask.bool()
+    outside = torch.where(kept.any(-1, keepdim=True), -torch.inf, 0.0)  # a row of -inf alone would give nan
+    return torch.where(kept, values, outside).log_softmax(-1).masked_fill(~kept, -torch.inf)
+
+
+def _divergence(log_target: Tensor, base: Tensor) -> Tensor:
+    """KL(target || base) ``[...]`` of log-weights, with ``0 log 0 = 0``."""
+    return torch.where(log_target > -torch.inf, log_target.exp() * (log_target - base), 0.0).sum(-1)
+
+
+@dataclass(frozen=True)
+class MPO(Objective):
+    """Maximum a posteriori policy optimization (arXiv 1806.06920): cross-entropy to ``base_s exp(r_s / temperature)``.
+
+    ``-sum_s w_s logp_s`` over the candidates of a context, ``w`` that target normalized over them, averaged over the
+    contexts that have any. The weights carry no gradient and there is no ratio: nothing is clipped.
+
+    With the reference policy as base the target stays where it is: the optimum of ``E[r] - temperature KL(pi ||
+    pi_ref)``, exactly so where the candidates are the whole catalog (``rollout.candidates: catalog``). With the old
+    policy as base every phase starts from the last one and moves on, towards the best item of every context.
+
+    Attributes:
+        temperature: in units of the reward; not read with ``kl_target``.
+        kl_target: nats that the target may lie from its base, on average over the contexts: every batch gets the
+            temperature that keeps to it (see ``dual_temperature``); none = a fixed temperature. Each micro-batch solves
+            for its own.
+        base: what rewards reweigh: the ``reference`` policy or the ``old`` one.
+        candidates_are_draws: the candidates are draws of the old policy, so that how often an item stands among them
+            carries its weight already (``rollout.candidates: draws``, or logged impressions). False: every candidate
+            stands there once, whatever its probability (``catalog``, ``beam``), and the base weighs it.
+    """
+
+    temperature: float = 0.05
+    kl_target: float | None = None
+    base: Literal["reference", "old"] = "reference"
+    candidates_are_draws: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "kl_target"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise RecpoError(f"MPO.{name} must be above 0, got {value}.")
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """Rewards, and what the weights of the base are computed from: draws of the base itself need nothing."""
+        reweighed = self.base != "old" or not self.candidates_are_draws
+        of_draws = frozenset({"old"}) if self.candidates_are_draws and reweighed else frozenset()
+        return frozenset({"rewards"}) | of_draws | (frozenset({self.base}) if reweighed else frozenset())
+
+    @property
+    def reads_draws(self) -> bool | None:
+        """Which candidates it takes: True = draws of the old policy, False = each once."""
+        return self.candidates_are_draws
+
+    def count(self, inputs: ObjectiveInputs) -> Tensor:
+        """Contexts with any kept candidate."""
+        return inputs.logp.mask.bool().any(-1).any(-1).sum()
+
+    def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
+        """See ``Objective``."""
+        validate_log_probs(inputs.logp, self)
+        tokens = inputs.logp.mask.bool()
+        mask = tokens.any(-1)
+        rewards = required(inputs.rewards, "rewards", self).detach()
+        logp = zero_masked(inputs.logp.policy, tokens).sum(-1)
+        log_base = self._log_base(inputs, tokens)
+        temperature = (
+            torch.full((), self.temperature, dtype=torch.float32, device=logp.device)
+            if self.kl_target is None
+            else dual_temperature(rewards, self.kl_target, log_base=log_base, mask=mask)
+        )
+        scale = self.temperature if self.kl_target is None else temperature
+        losses = mpo_loss(logp, rewards, temperature=scale, log_base=log_base, mask=mask)
+        # one sequence per context: the candidates are summed already
+        loss = aggregate(losses, mask.any(-1), count=inputs.denominator)
+        return LossOutput(
+            loss, self._health(losses.detach(), rewards, scale, log_base, mask) | {"temperature": temperature}
+        )
+
+    def _log_base(self, inputs: ObjectiveInputs, tokens: Tensor) -> Tensor | None:
+        """Log-weights ``[B, S]`` of the candidates; None = all alike. Draws of another policy are reweighed by it."""
+        needed = self.requires - {"rewards"}
+        if not needed:
+            return None
+        base = inputs.logp.reference if self.base == "reference" else inputs.logp.old
+        log_base = zero_masked(required(base, self.base, self).detach(), tokens).sum(-1)
+        if self.candidates_are_draws:
+            log_base = log_base - zero_masked(required(inputs.logp.old, "old", self).detach(), tokens).sum(-1)
+        return log_base
+
+    @torch.no_grad()
+    def _health(
+        self, losses: Tensor, rewards: Tensor, temperature: float | Tensor, log_base: Tensor | None, mask: Tensor
+    ) -> dict[str, Tensor]:
+        contexts, base = mask.any(-1), _base(rewards, log_base, mask)
+        log_target = _log_softmax(_tilted(base, rewards, temperature, mask), mask)
+        weights = log_target.exp()
+        entropy = -torch.where(weights > 0, weights * log_target, 0.0).sum(-1)
+        return {
+            "target_reward": masked_mean((weights * zero_masked(rewards, mask)).sum(-1), contexts),
+            "target_kl": masked_mean(_divergence(log_target, base), contexts),
+            "target_entropy": masked_mean(entropy, contexts),
+            "target_distance": masked_mean(losses - entropy, contexts),
+        }
