@@ -6,7 +6,16 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from recpo.types import FeedbackBatch, Histories, LossOutput, ObjectiveInputs, Recommendations, SamplingOptions, Slates
+from recpo.types import (
+    FeedbackBatch,
+    Histories,
+    LossOutput,
+    ObjectiveInputs,
+    Recommendations,
+    SamplingOptions,
+    Slates,
+    catalog_slates,
+)
 
 
 class Policy(nn.Module, ABC):
@@ -94,6 +103,18 @@ class StatePolicy(Policy):
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """See ``Policy.log_prob``; ``states`` are those of ``encode``, where they are at hand already."""
 
+    def catalog_log_prob(self, batch: FeedbackBatch, states: Tensor | None = None) -> Tensor:
+        """Log-probability of every item after the whole history, ``[B, V, T]`` float32, with gradient.
+
+        Column ``i - 1`` is item ``i``. The slates of ``batch`` are not read. Here it is ``log_prob`` of a slate of all
+        items; a policy that has a shorter way overrides it.
+
+        Args:
+            batch: contexts.
+            states: those of ``encode``, where they are at hand already.
+        """
+        return self.log_prob(batch._replace(slates=catalog_slates(batch.histories, self.num_items)), states=states)
+
     @abstractmethod
     def item_vectors(self, item_ids: Tensor) -> Tensor:
         """What the encoder reads of the items ``[...]``, ``[..., d]``; zero for id 0."""
@@ -127,6 +148,11 @@ class Objective(ABC):
     def reads_log_prob(self) -> bool:
         """False where the loss does not depend on ``logp.policy``: then it is 0 throughout."""
         return True
+
+    @property
+    def reads_catalog(self) -> bool:
+        """True where the slate must be the whole catalog in the order of the ids (``rollout.candidates: catalog``)."""
+        return False
 
     @property
     def zero_advantage_is_inert(self) -> bool:
@@ -185,6 +211,11 @@ class RewardFunction(ABC):
     def learns_from(self) -> frozenset[str]:
         """Which feedback of the log it cannot do without, out of ``{"positives", "labels", "dislikes"}``."""
         return frozenset()
+
+    @property
+    def reads_ranks(self) -> bool:
+        """Candidates of a group must stand in descending probability."""
+        return False
 
     @abstractmethod
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:

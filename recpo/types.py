@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -63,6 +64,17 @@ class Slates(NamedTuple):
     is_random: Tensor | None = None
     ends_session: Tensor | None = None
     chosen: Tensor | None = None
+
+
+def catalog_slates(histories: Histories, num_items: int) -> Slates:
+    """Slates ``[B, V]`` of the items 1..V in the order of their ids, scored after the whole history.
+
+    The columns are views of one row or one column: they take no memory.
+    """
+    shape = (len(histories.lengths), num_items)
+    items = torch.arange(1, num_items + 1, device=histories.lengths.device)
+    kept = torch.ones((), dtype=torch.bool, device=items.device)
+    return Slates(items.expand(shape), histories.lengths[:, None].expand(shape), kept.expand(shape))
 
 
 class FeedbackBatch(NamedTuple):

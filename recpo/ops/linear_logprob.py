@@ -77,6 +77,17 @@ def linear_entropy(states: Tensor, table: Tensor, *, temperature: float = 1.0, p
         return _LinearEntropy.apply(as_float(states, temperature), as_float(table), padding_rows)
 
 
+def linear_log_softmax(states: Tensor, table: Tensor, *, temperature: float = 1.0, padding_rows: int = 1) -> Tensor:
+    """``log softmax(states tableᵀ / temperature)`` of every item, ``[N, V]``, which is held for the backward pass.
+
+    Arguments as in ``linear_logprob``; float32 (float64 for float64 states), under autocast too.
+    """
+    _check(states, table, padding_rows)
+    with torch.autocast(states.device.type, enabled=False):
+        scores = as_float(states, temperature) @ as_float(table)[padding_rows:].T
+        return scores.log_softmax(-1)
+
+
 def _check(states: Tensor, table: Tensor, padding_rows: int) -> None:
     if states.dim() != 2 or table.dim() != 2 or states.shape[1] != table.shape[1] or len(table) <= padding_rows:
         raise ValueError(

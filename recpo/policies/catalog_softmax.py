@@ -133,6 +133,21 @@ class CatalogSoftmaxPolicy(StatePolicy):
         entropy = entropy if state_index is None else entropy[state_index]
         return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy).view(wanted.shape)
 
+    def catalog_log_prob(self, batch: FeedbackBatch, states: Tensor | None = None) -> Tensor:
+        """See ``StatePolicy.catalog_log_prob``: one product of the states and the whole table."""
+        if not self.has_exact_log_prob:
+            raise RecpoError(
+                "log-probabilities of the whole catalog are exact, and policy.normalizer is sampled: set it to full (a "
+                "policy pre-trained with sampled negatives loads as it is)"
+            )
+        histories = batch.histories
+        if states is None:
+            last = self._last_states(histories)
+        else:
+            rows = torch.arange(len(states), device=states.device)
+            last = self._scored_states(histories, states[rows, histories.lengths]).float() / self.temperature
+        return self._output.catalog_log_prob(last, cosine=self._cosine)[..., None]
+
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``."""
         vectors = self.item_table(readable_ids(histories, self.max_history))

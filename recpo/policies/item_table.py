@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpo.ops.linear_logprob import linear_entropy, linear_logprob
+from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
 from recpo.types import Recommendations, SamplingOptions
 
@@ -141,6 +141,10 @@ class ItemTable(nn.Module):
     def entropy(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
         """See ``recpo.ops.linear_logprob.linear_entropy``."""
         return linear_entropy(states, self._scored_rows(cosine), temperature=temperature)
+
+    def catalog_log_prob(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
+        """See ``recpo.ops.linear_logprob.linear_log_softmax``."""
+        return linear_log_softmax(states, self._scored_rows(cosine), temperature=temperature)
 
     def top_k(self, states: Tensor, k: int, exclude: Tensor | None, *, cosine: bool = False) -> Recommendations:
         """See ``recpo.policies.catalog_search.top_k``; ``states [B, d]`` are divided by the temperature."""

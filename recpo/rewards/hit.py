@@ -92,6 +92,11 @@ class RankAwareReward(RewardFunction):
         """See ``RewardFunction.learns_from``."""
         return frozenset({"positives"})
 
+    @property
+    def reads_ranks(self) -> bool:
+        """See ``RewardFunction.reads_ranks``."""
+        return True
+
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
         hits = is_hit(batch, candidates)

@@ -59,6 +59,11 @@ class WeightedSum(RewardFunction):
         """See ``RewardFunction.learns_from``: what any of the terms cannot do without."""
         return frozenset().union(*(term.learns_from for term in self.rewards))
 
+    @property
+    def reads_ranks(self) -> bool:
+        """See ``RewardFunction.reads_ranks``."""
+        return any(term.reads_ranks for term in self.rewards)
+
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
         terms = torch.stack([reward(batch, candidates).float() for reward in self.rewards])

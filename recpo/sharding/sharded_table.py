@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardDim
 
+from recpo.errors import RecpoError
 from recpo.ops.sharded_logprob import RowShard, sharded_entropy, sharded_logprob, sharded_lookup
 from recpo.policies.item_table import ItemTable, PlacedTable, Rows
 from recpo.sharding import search
@@ -67,6 +68,17 @@ class ShardedTable(PlacedTable):
         """See ``ItemTable.log_prob``."""
         shard = self.row_shard(learns=True, cosine=cosine)
         return sharded_logprob(states, shard, targets, state_index, temperature=temperature)
+
+    def catalog_log_prob(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
+        """Refused: no rank has the whole table.
+
+        Raises:
+            RecpoError: always.
+        """
+        raise RecpoError(
+            "log-probabilities of the whole catalog need a whole item table on every rank, and this one is sharded: "
+            "set rollout.candidates to draws or beam, or leave trainer.strategy out"
+        )
 
     def entropy(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
         """See ``ItemTable.entropy``."""

@@ -38,11 +38,17 @@ def validate_options(policy: Policy, options: LearningOptions, slates: SlateTrai
         RecpoError: names the option that fixes it.
     """
     objective, rollout = options.objective, options.rollout
+    if objective.reads_catalog and (rollout is None or rollout.candidates != "catalog"):
+        raise RecpoError(
+            f"objective {type(objective).__name__} reads the whole catalog: set rollout.candidates to catalog"
+        )
     validate_policy(policy, objective)
     validate_feedback(objective, options.advantage, options.reward)
     validate_old_policy(objective, options.old_policy)
     if rollout is not None:
         validate_rollout(objective, rollout, slates, options.reward, options.old_policy)
+        if rollout.candidates == "catalog":
+            validate_catalog(policy, objective, options.reward)
         slates = SlateTraits(is_preference_list=rollout.preference is not None, resampled=True)
     validate_slates(objective, slates, options.reference, 0.0 if rollout else options.anchor_coef)
     validate_snapshot_reference(objective, options.reference, options.old_policy)
@@ -151,6 +157,28 @@ def validate_rollout(
         raise RecpoError(
             f"rollout.preference makes preference lists, which {type(objective).__name__} does not compare: leave it "
             "out, or take e.g. class_path: SoftmaxDPO"
+        )
+
+
+def validate_catalog(policy: Policy, objective: Objective, reward: RewardFunction | None) -> None:
+    """Raises where the whole catalog cannot be the slate of a context."""
+    if not isinstance(policy, StatePolicy) or policy.num_tokens > 1:
+        raise RecpoError(
+            f"rollout.candidates: catalog scores every item at once, and {type(policy).__name__} has "
+            f"{policy.num_tokens} tokens per item: set candidates to beam or draws, or policy to class_path: "
+            "CatalogSoftmaxPolicy"
+        )
+    if not policy.has_exact_log_prob:
+        raise RecpoError("rollout.candidates: catalog needs exact log-probabilities: set policy.normalizer to full")
+    if "value" in objective.requires:
+        raise RecpoError(
+            f"objective {type(objective).__name__} trains a critic at every candidate, and over the whole catalog the "
+            "expectation is known: set rollout.candidates to draws"
+        )
+    if reward is not None and reward.reads_ranks:
+        raise RecpoError(
+            f"reward {type(reward).__name__} reads the ranks of candidates, and with rollout.candidates: catalog "
+            "they stand in the order of the ids: set candidates to draws or beam"
         )
 
 

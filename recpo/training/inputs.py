@@ -11,6 +11,7 @@ from recpo.contracts import ReturnEstimator, StatePolicy
 from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
 from recpo.training.contradictions import OF_STATES, all_requirements
+from recpo.training.kl_control import catalog_divergence
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions
 from recpo.training.rollout import Rollout, Rollouts, roll_out
@@ -62,7 +63,9 @@ class InputBuilder:
         self._networks, self._options, self._objective = networks, options, options.objective
         self._requires = all_requirements(options.objective, options.advantage)
         self._hard_negatives, self._anchored = hard_negatives, options.anchor_coef != 0
-        self.rollouts = None if options.rollout is None else Rollouts(options.seed)
+        rollout = options.rollout
+        self._catalog = rollout is not None and rollout.candidates == "catalog"
+        self.rollouts = None if rollout is None else Rollouts(options.seed, keep=rollout.epochs > 1)
 
     def __call__(self, batch: FeedbackBatch) -> StepInputs:
         """Slates, rewards, states, values, advantages, log-probabilities: in this order."""
@@ -86,13 +89,16 @@ class InputBuilder:
         )
         inputs = self._from_slates(ObjectiveInputs(log_probs, advantages, returns=returns), batch.slates)
         inputs = inputs._replace(
-            values=values.values, values_old=values.old, entropy=self._entropy(batch, needed, states)
+            values=values.values, values_old=values.old, entropy=self._entropy(batch, needed, states, logp)
         )
         inputs = self._with_item_values(inputs, batch, states)
         of_log = inputs
         if logp_logged is not None:
             of_log = ObjectiveInputs(LogProbs(logp_logged, logged.mask[..., None].expand_as(logp_logged)))
-        return StepInputs(inputs, of_log, self._metrics(batch) | ({} if rollout is None else rollout.metrics))
+        metrics = self._metrics(batch) | ({} if rollout is None else rollout.metrics)
+        if self._catalog:
+            metrics["approx_kl"] = catalog_divergence(inputs.logp) / inputs.logp.mask.any(1).sum().clamp(min=1)
+        return StepInputs(inputs, of_log, metrics)
 
     def _logged(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The logged slates with what training adds to them: hard negatives and rewards."""
@@ -123,7 +129,8 @@ class InputBuilder:
     def _states(self, batch: FeedbackBatch) -> Tensor | None:
         """The policy's states ``[B, H + 1, d]``, where heads read them; without a gradient where they only read."""
         policy = self._networks.policy
-        if not self._requires & OF_STATES:
+        shared = self._catalog and self._anchored  # by the catalog and the logged slate
+        if not (self._requires & OF_STATES or shared):
             return None
         assert isinstance(policy, StatePolicy)
         return policy.encode(batch.histories)
@@ -163,6 +170,10 @@ class InputBuilder:
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the batch's slates, and of the logged ones ``beside`` them."""
         policy, width = self._networks.policy, needed.shape[1]
+        if self._catalog:
+            assert isinstance(policy, StatePolicy)
+            logp = policy.catalog_log_prob(batch, states)
+            return logp, None if beside is None else policy.log_prob(batch._replace(slates=beside), None, states)
         if beside is not None:
             batch = batch._replace(slates=side_by_side(batch.slates, beside))
             needed = torch.cat([needed, beside.mask], 1)
@@ -189,12 +200,20 @@ class InputBuilder:
 
     def _reference_logp(self, batch: FeedbackBatch, needed: Tensor) -> Tensor | None:
         networks = self._networks
+        if self._catalog:
+            return self._catalog_reference(batch)
         if networks.reference_cache is not None:
             return networks.reference_cache.log_prob(batch)
         if "reference" in self._requires and self._options.reference == "snapshot":
             assert networks.old is not None
             return networks.old.log_prob(batch, needed)
         return None if networks.reference is None else networks.reference.log_prob(batch, needed)
+
+    def _catalog_reference(self, batch: FeedbackBatch) -> Tensor | None:
+        networks = self._networks
+        snapshot = "reference" in self._requires and self._options.reference == "snapshot"
+        reference = networks.old if snapshot else networks.reference
+        return None if reference is None else reference.catalog_log_prob(batch)
 
     def _from_slates(self, inputs: ObjectiveInputs, slates: Slates) -> ObjectiveInputs:
         """With what stands on the slates already."""
@@ -206,9 +225,11 @@ class InputBuilder:
             chosen = slates.chosen & slates.mask
         return inputs._replace(rewards=slates.reward, chosen=chosen)
 
-    def _entropy(self, batch: FeedbackBatch, needed: Tensor, states: Tensor | None) -> Tensor | None:
+    def _entropy(self, batch: FeedbackBatch, needed: Tensor, states: Tensor | None, logp: Tensor) -> Tensor | None:
         if "entropy" not in self._requires:
             return None
+        if self._catalog:
+            return -(logp.exp() * logp).sum((1, 2))[:, None].expand_as(needed)
         assert isinstance(self._networks.policy, StatePolicy)
         return self._networks.policy.entropy(batch, needed, states)
 

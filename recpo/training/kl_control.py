@@ -60,10 +60,13 @@ class KLControl:
         target: where to; None = it stays.
         max_kl: largest KL(old || policy) in nats per item, by the k3 estimate over items drawn from the old policy;
             None = any.
+        catalog: slates are the whole catalog: the divergence is exact, and a context counts as one item.
     """
 
-    def __init__(self, objective: Objective, target: KLTarget | None = None, max_kl: float | None = None) -> None:
-        self._objective, self._max_kl = objective, max_kl
+    def __init__(
+        self, objective: Objective, target: KLTarget | None = None, max_kl: float | None = None, catalog: bool = False
+    ) -> None:
+        self._objective, self._max_kl, self._catalog = objective, max_kl, catalog
         self._coefficient: AdaptiveKLCoefficient | None = None
         if target is not None:
             self._coefficient = AdaptiveKLCoefficient(_initial(objective), target.target, target.horizon)
@@ -92,9 +95,11 @@ class KLControl:
         """Adds a micro-batch."""
         if self._coefficient is None and self._max_kl is None:
             return
-        tokens, items = logp.mask.sum(), logp.mask.any(-1).sum()
+        tokens, items = logp.mask.sum(), (logp.mask.any(1) if self._catalog else logp.mask.any(-1)).sum()
         moved = torch.zeros_like(tokens, dtype=torch.float32)
-        if logp.old is not None:
+        if logp.old is not None and self._catalog:
+            moved = catalog_divergence(logp)
+        elif logp.old is not None:
             old, policy = zero_masked(logp.old, logp.mask), zero_masked(logp.policy.detach(), logp.mask)
             moved = kl_estimate(old, policy).sum()
         from_reference = metrics.get("kl_reference", torch.zeros_like(moved)) * tokens
@@ -122,6 +127,17 @@ class KLControl:
         self.stopped = bool(state["stopped"])
         if self._coefficient is not None:
             self._coefficient.load_state_dict(state)
+
+
+@torch.no_grad()
+def catalog_divergence(logp: LogProbs) -> Tensor:
+    """``KL(old || policy)`` in nats, exact over the whole catalog, summed over the contexts; a scalar.
+
+    Args:
+        logp: ``[B, V, 1]`` each, with ``old``.
+    """
+    assert logp.old is not None
+    return zero_masked(logp.old.exp() * (logp.old - logp.policy), logp.mask).sum()
 
 
 def _initial(objective: Objective) -> float:

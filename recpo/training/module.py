@@ -72,8 +72,9 @@ class PreferenceModule(LightningModule):
         self.results: dict[str, float] = {}
         self._inputs = InputBuilder(self.networks, options, slates.hard_negatives)
         self._anchor, self._anchor_coef, self._seed = Likelihood(), options.anchor_coef, options.seed
-        max_kl = None if options.rollout is None else options.rollout.max_kl
-        self._kl = KLControl(options.objective, options.adaptive_kl, max_kl)
+        rollout = options.rollout
+        max_kl, catalog = (None, False) if rollout is None else (rollout.max_kl, rollout.candidates == "catalog")
+        self._kl = KLControl(options.objective, options.adaptive_kl, max_kl, catalog)
         self._step_count: Tensor | None = None
         self._frozen: list[nn.Parameter] = []
         head = None if self.critic is None else self.critic.score

@@ -25,6 +25,7 @@ from recpo.types import SamplingOptions
 OldPolicy = Literal["current", "logged", "snapshot"]
 ReferencePolicy = Literal["frozen", "cached", "snapshot"]
 Preference = Literal["best_vs_rest", "best_vs_worst"]
+CandidateSource = Literal["draws", "beam", "catalog"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -89,10 +90,14 @@ class CollapseLimits:
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How candidates are drawn, and how long the policy learns from them.
+    """Which candidates a context has, and how long the policy learns from them.
 
     Attributes:
-        group_size: G, candidates per context.
+        candidates: ``draws`` from the snapshot; its top ranks (``beam``); or every item 1..V in the order of the ids
+            (``catalog``), for policies of one token per item: nothing is drawn, so the options of drawing stay as they
+            are, and what is kept of a phase is ``batches * batch_size * V`` rewards and log-probabilities (up to 13
+            bytes each; nothing with ``epochs: 1``).
+        group_size: G, candidates per context; ``catalog`` does not read it.
         batches: optimizer steps of one pass over a phase: the number of batches that share a snapshot.
         epochs: passes over a phase, with the same candidates; a phase is ``batches * epochs`` optimizer steps.
         temperature: divides the scores before the softmax (at every token); ``pi_old`` is what is drawn from, so with
@@ -100,7 +105,6 @@ class RolloutOptions:
         top_p: draw only from the smallest set of choices whose probability reaches this share; 1 = from all.
         replacement: false draws different items of a group, by Gumbel top-k: fewer repeats, and a gradient that is no
             longer unbiased.
-        beam: the candidates are the snapshot's top ranks instead of draws.
         logged_share: share of a group that is taken from what the log shows for the context, in place of draws.
         duplicates: ``keep`` repeated draws of an item, as sampling with replacement wants it, or ``drop`` all but the
             first from their group.
@@ -115,13 +119,13 @@ class RolloutOptions:
         collapse: limits at which the run counts as collapsed and stops.
     """
 
+    candidates: CandidateSource = "draws"
     group_size: int = 8
     batches: int = 4
     epochs: int = 2
     temperature: float = 1.0
     top_p: float = 1.0
     replacement: bool = True
-    beam: bool = False
     logged_share: float = 0.0
     duplicates: Literal["keep", "drop"] = "keep"
     resamples: int = 0
@@ -139,8 +143,30 @@ class RolloutOptions:
             )
         if self.max_kl is not None and not self.max_kl > 0:
             raise RecpoError(f"rollout.max_kl must be above 0, got {self.max_kl}; leave it out for no early stop")
-        if self.beam and self.resamples:
-            raise RecpoError("rollout.resamples draws groups anew, but a beam is always the same: set one of them only")
+        if self.candidates == "beam" and self.resamples:
+            raise RecpoError(
+                "rollout.resamples draws groups anew, but a beam is always the same: set rollout.candidates to draws, "
+                "or resamples to 0"
+            )
+        self._validate_catalog()
+
+    def _validate_catalog(self) -> None:
+        """Raises where the whole catalog is to be drawn, mixed or sorted."""
+        drawing = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "replacement": True,
+            "logged_share": 0.0,
+            "duplicates": "keep",
+            "resamples": 0,
+            "preference": None,
+        }
+        changed = [f"rollout.{name}" for name, default in drawing.items() if getattr(self, name) != default]
+        if self.candidates == "catalog" and changed:
+            raise RecpoError(
+                f"rollout.candidates: catalog takes every item in the order of the ids, which leaves nothing to "
+                f"{', '.join(changed)}: leave that out, or set candidates to draws"
+            )
 
     @property
     def phase_steps(self) -> int:
@@ -257,6 +283,11 @@ class TrainOptions(LearningOptions):
         if self.checkpoint_every is not None:
             _validate_at_least("", self, checkpoint_every=1)
         self.trainer.validate()
+        if self.rollout is not None and self.rollout.candidates == "catalog" and self.trainer.shards_tables:
+            raise RecpoError(
+                "rollout.candidates: catalog needs a whole item table on every rank, and trainer.strategy cuts it over "
+                "them: set candidates to draws, or leave trainer.strategy out"
+            )
 
 
 def _validate_at_least(group: str, options: object, **least: int) -> None:

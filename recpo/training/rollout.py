@@ -1,5 +1,7 @@
 """On-policy candidates: a frozen snapshot of the policy draws a group of items for every context, a reward scores them.
 
+In place of draws they may be the snapshot's top ranks, or the whole catalog.
+
 A rollout is a pure function of the snapshot, the contexts and a seed, so nothing of it has to be stored: a run that is
 resumed in the middle of a phase draws the same candidates again. Training goes in phases: the snapshot is refreshed at
 their start, and the batches of a phase are gone through several times with the candidates of the first visit.
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from recpo.advantages import group_normalized_advantage
-from recpo.contracts import Policy, RewardFunction
+from recpo.contracts import Policy, RewardFunction, StatePolicy
 from recpo.evaluation.ranking import is_member
 from recpo.objectives.health import masked_mean
 from recpo.ops.reduce import zero_masked
@@ -29,7 +31,7 @@ from recpo.training.slate_edits import (
     take_rows,
     with_logged,
 )
-from recpo.types import FeedbackBatch, Slates
+from recpo.types import FeedbackBatch, Slates, catalog_slates
 
 
 class Rollout(NamedTuple):
@@ -37,7 +39,8 @@ class Rollout(NamedTuple):
 
     Attributes:
         slates: the candidates and their rewards.
-        logp: ``[B, S, T]`` under exactly the distribution that they were drawn from: ``pi_old``.
+        logp: ``[B, S, T]`` under exactly the distribution that they were drawn from: ``pi_old``; of the whole catalog
+            under the snapshot.
         metrics: of the draws.
         reference: ``[B, S, T]`` under the reference policy, where the objective asks for it.
         values: ``[B, S]`` of the snapshot's critic, where there is one.
@@ -55,10 +58,11 @@ class Rollouts:
 
     Args:
         seed: candidates are a function of it, the phase, the rows of the batch and the snapshot.
+        keep: batches are visited again in their phase.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, keep: bool = True) -> None:
+        self._seed, self._keep = seed, keep
         self._phase: tuple[int, ...] = ()
         self._kept: dict[tuple[int, ...], Rollout] = {}
 
@@ -72,12 +76,15 @@ class Rollouts:
         """The rollout of ``batch``, made by ``make`` with the random numbers that belong to it."""
         rows = (batch.context_ids + 1) * batch.slates.mask.any(-1)  # 0: an empty row, which fills up a rank's last step
         key = tuple(rows.tolist())
-        if key not in self._kept:
-            devices = [rows.device] if rows.is_cuda else []
-            with torch.random.fork_rng(devices):
-                torch.manual_seed(int(np.random.SeedSequence([self._seed, *self._phase, *key]).generate_state(1)[0]))
-                self._kept[key] = make(batch)
-        return self._kept[key]
+        if key in self._kept:
+            return self._kept[key]
+        devices = [rows.device] if rows.is_cuda else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(int(np.random.SeedSequence([self._seed, *self._phase, *key]).generate_state(1)[0]))
+            rollout = make(batch)
+        if self._keep:
+            self._kept[key] = rollout
+        return rollout
 
 
 @torch.no_grad()
@@ -87,9 +94,11 @@ def roll_out(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, rewa
     Args:
         policy: the snapshot, in evaluation mode.
         batch: contexts, and what the log shows for them.
-        options: how candidates are drawn.
+        options: which candidates they have.
         reward: scores them.
     """
+    if options.candidates == "catalog":
+        return _whole_catalog(policy, batch, options, reward)
     drawn = _scored(policy, batch, options, reward)
     metrics = _draw_metrics(drawn, batch, options)
     if options.resamples or options.preference is not None:
@@ -101,6 +110,40 @@ def roll_out(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, rewa
         monitored = options.monitor_reward(batch, drawn.slates)
         metrics["monitor_reward_mean"] = masked_mean(monitored, drawn.slates.mask & ~monitored.isnan())
     return Rollout(drawn.slates, drawn.logp, metrics)
+
+
+def _whole_catalog(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction) -> Rollout:
+    """Every item as a candidate; what of a group of draws is a mean, is the expectation under the snapshot here."""
+    assert isinstance(policy, StatePolicy)
+    contexts = batch.slates.mask.any(-1, keepdim=True)
+    slates = catalog_slates(batch.histories, policy.num_items)
+    nothing, missing = contexts.new_zeros(()), slates.visible.new_full((), torch.nan, dtype=torch.float32)
+    slates = slates._replace(
+        mask=contexts.expand_as(slates.mask),
+        label=missing.expand_as(slates.mask),
+        dislike=nothing.expand_as(slates.mask),
+        positive=nothing.expand_as(slates.mask),
+        grade=missing.expand_as(slates.mask),
+        is_logged=nothing.expand_as(slates.mask),
+        ends_session=contexts.new_ones(()).expand_as(slates.mask),
+    )
+    logp = policy.catalog_log_prob(batch)
+    probability = logp[..., 0].exp() * contexts
+
+    def expected(rewards: Tensor, known: Tensor) -> Tensor:
+        share = zero_masked(probability, known)
+        return (share * zero_masked(rewards, known)).sum() / share.sum().clamp(min=torch.finfo(share.dtype).tiny)
+
+    rewards = reward(batch, slates).detach()
+    known = slates.mask & ~rewards.isnan()
+    metrics = {
+        "reward_mean": expected(rewards, known),
+        "draw_entropy": -(probability * logp[..., 0]).sum() / contexts.sum().clamp(min=1),
+    }
+    if options.monitor_reward is not None:
+        monitored = options.monitor_reward(batch, slates)
+        metrics["monitor_reward_mean"] = expected(monitored, slates.mask & ~monitored.isnan())
+    return Rollout(slates._replace(reward=torch.where(known, rewards, 0.0), mask=known), logp, metrics)
 
 
 def _scored(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction) -> Candidates:
@@ -115,7 +158,7 @@ def _scored(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, rewar
 def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Candidates:
     """Groups in descending probability, as rewards that look at ranks want them."""
     histories, size = batch.histories, options.group_size
-    if options.beam:
+    if options.candidates == "beam":
         item_ids = policy.recommend(histories, min(size, policy.num_items)).item_ids
         logp = item_ids.new_zeros(*item_ids.shape, policy.num_tokens, dtype=torch.float32)
     else:
@@ -134,8 +177,8 @@ def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Can
     )
     slates = with_logged(slates, batch.slates, options.num_logged)
     assert slates.is_logged is not None
-    if options.beam or options.num_logged:
-        unscored = (slates.mask if options.beam else slates.is_logged) & (slates.item_ids > 0)
+    if options.candidates == "beam" or options.num_logged:
+        unscored = (slates.mask if options.candidates == "beam" else slates.is_logged) & (slates.item_ids > 0)
         own = policy.log_prob(batch._replace(slates=slates), unscored)
         logp = torch.where(unscored[..., None], own, logp)
     candidates = most_probable_first(Candidates(slates, logp))
@@ -187,7 +230,7 @@ def _draw_metrics(drawn: Candidates, batch: FeedbackBatch, options: RolloutOptio
     if logged.positive is not None:
         hit = valid & is_member(slates.item_ids, logged.item_ids, logged.mask & logged.positive)
         metrics["hit_group_share"] = masked_mean(hit.any(-1), logged.mask.any(-1))
-    if not options.beam:
+    if options.candidates == "draws":
         # -log p of a draw is an unbiased estimate of the entropy of what it was drawn from
         metrics["draw_entropy"] = masked_mean(-drawn.logp.sum(-1), valid & slates.mask)
     return metrics

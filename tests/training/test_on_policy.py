@@ -143,7 +143,7 @@ def test_clipping_acts_and_clipped_items_have_no_gradient(prepared):
             {**VALUES, "adaptive_kl": KLTarget(1e-3, 100)},
         ),
         (DAPO(), RolloutOptions(batches=3, epochs=2, resamples=2, logged_share=0.25, max_kl=0.02), GROUPS),
-        (SoftmaxDPO(), RolloutOptions(batches=3, epochs=2, beam=True, preference="best_vs_rest"), {}),
+        (SoftmaxDPO(), RolloutOptions(batches=3, epochs=2, candidates="beam", preference="best_vs_rest"), {}),
     ],
     ids=["ppo", "dapo", "iterative"],
 )
@@ -281,7 +281,7 @@ LEARNERS = {
     "dapo": (DAPO(), {"resamples": 2}, GROUPS),
     "reinforce": (Reinforce(off_policy=True), {}, {"advantage": LeaveOneOutAdvantage()}),
     "without_replacement": (GRPO(), {"replacement": False}, GROUPS),
-    "iterative_dpo": (SoftmaxDPO(), {"beam": True, "preference": "best_vs_rest"}, {"reference": "snapshot"}),
+    "iterative_dpo": (SoftmaxDPO(), {"candidates": "beam", "preference": "best_vs_rest"}, {"reference": "snapshot"}),
     "iterative_pairs": (DPO(beta=0.5), {"preference": "best_vs_worst"}, {"reference": "snapshot"}),
 }
 

@@ -51,7 +51,13 @@ def drawn(policy, batch, reward=None, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"replacement": False}, {"beam": True}, {"logged_share": 0.5}, {"beam": True, "logged_share": 0.25}],
+    [
+        {},
+        {"replacement": False},
+        {"candidates": "beam"},
+        {"logged_share": 0.5},
+        {"candidates": "beam", "logged_share": 0.25},
+    ],
     ids=str,
 )
 def test_log_probabilities_of_draws_are_those_that_training_computes(policy, batch, options):
@@ -202,7 +208,7 @@ def test_an_empty_row_gets_no_candidates(policy, batch):
         {"top_p": 1.5},
         {"logged_share": -0.1},
         {"max_kl": 0.0},
-        {"beam": True, "resamples": 1},
+        {"candidates": "beam", "resamples": 1},
     ],
     ids=str,
 )

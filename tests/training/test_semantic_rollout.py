@@ -51,14 +51,16 @@ def new_policy(codes, **options):
 
 
 @pytest.mark.parametrize("normalizer", ["trie", "codebook"])
-@pytest.mark.parametrize("options", [{}, {"replacement": False}, {"beam": True}, {"logged_share": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"replacement": False}, {"candidates": "beam"}, {"logged_share": 0.5}], ids=str
+)
 def test_log_probabilities_of_draws_are_those_that_training_computes(codes, batch, normalizer, options):
     policy = new_policy(codes, normalizer=normalizer).eval()
     torch.manual_seed(1)
     rollout = roll_out(policy, batch, RolloutOptions(**options), Even())
     kept = rollout.slates.mask
     assert rollout.logp.shape == (16, 8, 3)
-    assert kept.float().mean() > (0.99 if normalizer == "trie" or "beam" in options else 0.2)
+    assert kept.float().mean() > (0.99 if normalizer == "trie" or "candidates" in options else 0.2)
     assert 0 < rollout.metrics["valid_share"] <= 1
     again = policy.log_prob(batch._replace(slates=rollout.slates))
     torch.testing.assert_close(rollout.logp[kept], again[kept], rtol=0, atol=1e-5)
