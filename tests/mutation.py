@@ -44,7 +44,7 @@ OWNERS = {
     "recpo/ops/reduce": LOSSES,
     "recpo/ops/surrogate": LOSSES,
     "recpo/ops/sampled_softmax": ["tests/ops/test_sampled_softmax.py", "tests/policies/test_catalog_softmax.py"],
-    "recpo/ops/kernels": ["tests/ops/test_kernels.py", "tests/ops/test_linear_logprob.py", "tests/policies"],
+    "recpo/ops/kernels": ["tests/ops/test_kernels.py", "tests/ops/test_linear_logprob.py"],
     "recpo/ops/linear_logprob": ["tests/ops/test_linear_logprob.py"],
     "recpo/ops/sharded_logprob": ["tests/ops/test_sharded_logprob.py"],
     "recpo/advantages": ["tests/test_advantages.py", "tests/test_vectors.py", "tests/test_objective_references.py"],
@@ -93,6 +93,185 @@ EQUIVALENT: dict[str, str] = {
     "recpo/feedback.py: power = np.log(np.where(known, seconds, 2.0) + 1e-06) / np.log(self.duration_base)": (
         "a stand-in for unknown durations, whose power the next line does not read"
     ),
+    **dict.fromkeys(
+        [
+            "recpo/objectives/gbpo.py: old = logp if logp_old is None else zero_masked(logp_old.detach(), mask)",
+            "recpo/objectives/gbpo.py: old = logp.detach() if logp_old is None else zero_masked(logp_old, mask)",
+            "recpo/objectives/gbpo.py: current = logp",
+            "recpo/objectives/aspo.py: log_ratio = logp - zero_masked(logp_old.detach(), mask)",
+            "recpo/objectives/aspo.py: log_ratio = logp.detach() - zero_masked(logp_old, mask)",
+            "recpo/objectives/reinforce.py: item = logp.sum(-1, keepdim=True)",
+            "recpo/objectives/reinforce.py: "
+            "old = item if logp_old is None else zero_masked(logp_old, mask).sum(-1, keepdim=True)",
+        ],
+        "weighted_score detaches the weight",
+    ),
+    **dict.fromkeys(
+        [
+            "recpo/objectives/gbpo.py: bound = torch.maximum(old, torch.where(advantages <= 0, complement, current))",
+            "recpo/objectives/gbpo.py: return -advantages * weighted_score(weight, logp)",
+            "recpo/objectives/aspo.py: weight = guarded_ratio(torch.where(advantages >= 0, -log_ratio, log_ratio))",
+            "recpo/ops/surrogate.py: "
+            "return torch.where(advantages <= 0, torch.minimum(loss, -dual_clip * advantages), loss)",
+        ],
+        "an advantage of 0, as masked tokens have it, times a finite weight",
+    ),
+    **dict.fromkeys(
+        [
+            "recpo/objectives/gspo.py: log_s = over_tokens(sequence_log_ratio(logp - logp_old.detach(), mask), logp)",
+            "recpo/objectives/listwise_dpo.py: "
+            "rejected = beta * (logp_rejected - zero_masked(logp_ref_rejected.detach(), kept))",
+            "recpo/objectives/listwise_dpo.py: "
+            "rejected = beta * (zero_masked(logp_rejected, kept) - logp_ref_rejected.detach())",
+            "recpo/objectives/listwise_dpo.py: return (chosen.unsqueeze(-1) - rejected, kept)",
+            "recpo/objectives/listwise_dpo.py: "
+            "terms = -gaps if pair_weights is None else pair_weights.detach().log() - gaps",
+            "recpo/objectives/listwise_dpo.py: scaled = scaled * pair_weights.detach()",
+            "recpo/objectives/dpo.py: pairs = dpo_loss(lists.chosen(logp).unsqueeze(-1).expand_as(logp), logp, "
+            "lists.chosen(logp_ref).unsqueeze(-1).expand_as(logp), zero_masked(logp_ref, lists.is_rejected), "
+            "beta=self.beta, label_smoothing=self.label_smoothing, variant=self.variant)",
+            "recpo/objectives/dpo.py: pairs = dpo_loss(lists.chosen(logp).unsqueeze(-1).expand_as(logp), "
+            "zero_masked(logp, lists.is_rejected), lists.chosen(logp_ref).unsqueeze(-1).expand_as(logp), logp_ref, "
+            "beta=self.beta, label_smoothing=self.label_smoothing, variant=self.variant)",
+            "recpo/objectives/ppo.py: returns = required(inputs.returns, 'returns', self)",
+            "recpo/objectives/ppo.py: old = required(inputs.values_old, 'values_old', self)",
+            "recpo/objectives/policy_gradient.py: "
+            "advantages = required(inputs.advantages, 'advantages', self).detach()",
+            "recpo/objectives/policy_gradient.py: reference = required(inputs.logp.reference, 'reference', self)",
+            "recpo/objectives/policy_gradient.py: entropy = required(inputs.entropy, 'entropy', self)",
+            "recpo/objectives/likelihood.py: logp = inputs.logp.policy",
+            "recpo/objectives/q_learning.py: targets = required(inputs.q_targets, 'q_targets', self).detach()",
+            "recpo/objectives/reward_model.py: scores, targets = (zero_masked(scores, mask), targets.to(scores.dtype))",
+            "recpo/advantages/gae.py: rewards, values = (rewards.detach(), zero_masked(values.detach(), kept))",
+            "recpo/advantages/gae.py: values = values.detach()",
+        ],
+        "masked again further on, before anything is summed, and what stands between carries no gradient there",
+    ),
+    **dict.fromkeys(
+        [
+            "recpo/objectives/gspo.py: return over_tokens(sequence_log_ratio(log_ratio, mask), log_ratio)",
+            "recpo/objectives/reinforce.py: return over_tokens(log_ratio.sum(-1), log_ratio)",
+            "recpo/objectives/reward_model.py: probabilities = scores.sigmoid()",
+            "recpo/objectives/health.py: ratio = zero_masked(guarded_ratio(log_ratio), mask).float()",
+            "recpo/objectives/health.py: residual = _variance(returns - values, mask)",
+            "recpo/objectives/health.py: total = _variance(returns, mask)",
+        ],
+        "only metrics read it, and they mask it",
+    ),
+    **dict.fromkeys(
+        [
+            "recpo/objectives/policy_gradient.py: advantages = "
+            "zero_masked(required(inputs.advantages, 'advantages', self), mask.any(-1))",
+            "recpo/objectives/policy_gradient.py: old = None if old is None else zero_masked(old, scored)",
+            "recpo/objectives/preference.py: logp_ref = "
+            "self.item_logp(required(inputs.logp.reference, 'reference', self), inputs.logp.mask)",
+            "recpo/objectives/q_learning.py: "
+            "targets = zero_masked(required(inputs.q_targets, 'q_targets', self), kept)",
+        ],
+        "the pure loss detaches it, and metrics are computed without gradients",
+    ),
+    **dict.fromkeys(
+        [
+            "recpo/objectives/policy_gradient.py: "
+            "metrics |= self._health(surrogate, logp.detach(), old, advantages, scored)",
+            "recpo/objectives/policy_gradient.py: "
+            "metrics |= self._health(surrogate.detach(), logp, old, advantages, scored)",
+            "recpo/objectives/preference.py: return LossOutput(loss, self._health(logp, logp_ref, lists))",
+        ],
+        "metrics are computed without gradients",
+    ),
+    "recpo/objectives/policy_gradient.py: if getattr(self, name, 1.0) < 0:": "1 is not negative either",
+    "recpo/objectives/q_learning.py: best = next_q.gather(-1, next_q_online.argmax(-1, keepdim=True)).squeeze(-1)": (
+        "the place of a maximum has no gradient"
+    ),
+    "recpo/objectives/q_learning.py: "
+    "return torch.where(error.abs() < huber, squared, huber * (error.abs() - 0.5 * huber))": (
+        "at the bound both have the same value and the same slope"
+    ),
+    **dict.fromkeys(
+        [
+            "recpo/objectives/health.py: return "
+            "torch.where(total > 0, 1.0 - residual / torch.where(total >= 0, total, 1.0), 0.0)",
+            "recpo/objectives/health.py: return "
+            "torch.where(total > 0, 1.0 - residual / torch.where(total > 0, total, 2.0), 0.0)",
+        ],
+        "a divisor for the case that the outer condition leaves out",
+    ),
+    **dict.fromkeys(
+        [
+            "recpo/ops/surrogate.py: return "
+            "torch.where(x >= -math.log(2.0), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))",
+            "recpo/ops/surrogate.py: return "
+            "torch.where(x > -2.0, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))",
+            "recpo/ops/surrogate.py: return "
+            "torch.where(x > -math.log(3.0), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))",
+        ],
+        "between log(1/2) and -2 both forms keep their digits",
+    ),
+    "recpo/ops/sampled_softmax.py: ids = torch.searchsorted(cdf, draws, right=False).clamp_(1, len(cdf) - 1)": (
+        "they differ for a draw that equals a cumulative probability, one in 2^53"
+    ),
+    "recpo/ops/sampled_softmax.py: ids = torch.searchsorted(cdf, draws, right=True).clamp_(1, len(cdf) + 1)": (
+        "a draw lies below cdf[V] = 1, so its id is at most V"
+    ),
+    "recpo/ops/linear_logprob.py: sums = sum_over_catalog(states, table, padding_rows, want_expected_row=needs_states, "
+    "keep_bytes=keep_bytes if needs_table else 1)": "no softmax fits into one byte",
+    "recpo/rewards/hit.py: width = batch.histories.item_ids.shape[1] + 2": "any stride above what a position may see",
+    "recpo/rewards/hit.py: discount = 2.0 / torch.log2(rank.double() + 1.0)": "a factor of what is normalized next",
+    **dict.fromkeys(
+        [
+            "recpo/ops/kernels.py: BLOCK_BYTES = {'cpu': 9 << 20}",
+            "recpo/ops/kernels.py: BLOCK_BYTES_ACCELERATOR = 257 << 20",
+            "recpo/ops/kernels.py: BLOCK_BYTES_ACCELERATOR = 256 << 21",
+            "recpo/ops/kernels.py: KEEP_BYTES = 193 << 20",
+            "recpo/ops/kernels.py: KEEP_BYTES = 192 << 21",
+            "recpo/ops/kernels.py: BLOCK_ROWS_OF_TABLE = 8193",
+            "recpo/ops/kernels.py: narrow_inputs = rows.shape[1] <= grad.shape[1]",
+            "recpo/ops/kernels.py: grad_weight = "
+            "_onednn(grad.T, rows.T) if narrow_inputs else _onednn(rows.T, grad.T).T.contiguous()",
+            "recpo/ops/kernels.py: words = "
+            "torch.empty((values.numel() + 8) // 8, dtype=torch.int64).random_(_LEAST_INT64, None)",
+            "recpo/ops/kernels.py: words = "
+            "torch.empty((values.numel() + 7) * 8, dtype=torch.int64).random_(_LEAST_INT64, None)",
+        ],
+        "how much is done at a time or in which order: speed and memory, not the result",
+    ),
+    "recpo/ops/kernels.py: with nullcontext() if left.is_cuda else full_precision():": (
+        "on a CPU, where the tests run, the setting changes nothing"
+    ),
+    **dict.fromkeys(
+        [
+            "recpo/evaluation/ranking.py: _NARROW = 33",
+            "recpo/evaluation/ranking.py: if not sorted_set.shape[1] <= _NARROW:",
+            "recpo/evaluation/ranking.py: if sorted_set.shape[1] < _NARROW:",
+        ],
+        "both ways of looking an item up find the same: which one is quicker",
+    ),
+    **dict.fromkeys(
+        [
+            "recpo/evaluation/ranking.py: "
+            "kept, order = item_ids.long().masked_fill(~mask, _NO_ITEM).sort(dim=1, stable=False)",
+            "recpo/evaluation/ranking.py: ascending, by_item = kept.sort(dim=1, stable=False)",
+        ],
+        "on a CPU PyTorch sorts stably either way; the argument asks for what the next line needs",
+    ),
+    "recpo/evaluation/ranking.py: "
+    "return _defined(torch.stack([first * (first > 1 / k - 1e-07) for k in ks], 1), hits)": "no rank lies on that bound",
+    **dict.fromkeys(
+        [
+            "recpo/evaluation/ranking.py: "
+            "rank = torch.arange(1, hits.hit.shape[1] + 2, device=hits.hit.device, dtype=torch.float32)",
+            "recpo/evaluation/ranking.py: "
+            "return 1 / torch.log2(torch.arange(2, places + 3, device=like.device, dtype=torch.float32))",
+        ],
+        "a weight beyond the last place, which is not read",
+    ),
+    "recpo/evaluation/ranking.py: "
+    "return 2 / torch.log2(torch.arange(2, places + 2, device=like.device, dtype=torch.float32))": (
+        "a factor that both sides of the ratio have"
+    ),
+    "recpo/evaluation/ranking.py: "
+    "return kept.sort(1).values if kept.shape[1] else kept.new_full((len(kept), 2), _NO_ITEM)": "no items twice",
 }
 
 SWAPS: dict[type, type] = {
@@ -118,10 +297,10 @@ def mutants(tree: ast.Module) -> Iterator[tuple[ast.Module, tuple[int, int], boo
     spans = [(node.body[0].lineno, node.body[-1].end_lineno or 0) for node in bodies]
     places = list(_places(tree))
     for number, (node, parent, _, _) in enumerate(places):
-        for choice in range(len(_changes(node))):
+        for choice in range(len(_changes(node, parent))):
             changed = copy.deepcopy(tree)
             again, its_parent, field, index = list(_places(changed))[number]
-            new = _changes(again)[choice]
+            new = _changes(again, its_parent)[choice]
             if index is None:
                 setattr(its_parent, field, new)
             else:
@@ -148,13 +327,15 @@ def _places(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, str, int | None]]
             yield from _places(child)
 
 
-def _changes(node: ast.AST) -> list[ast.AST]:  # noqa: C901  one line per kind
+def _changes(node: ast.AST, parent: ast.AST) -> list[ast.AST]:  # noqa: C901  one line per kind
     """What may stand in the place of a node."""
     new: list[ast.AST] = []
     if type(node) in SWAPS:
         new.append(SWAPS[type(node)]())
     elif isinstance(node, ast.UnaryOp):
-        new.append(node.operand)
+        # the last axis: of [B, S] it is the axis 1 as well, so it becomes the first one
+        is_axis = ast.unparse(node) == "-1" and isinstance(parent, ast.Call | ast.keyword)
+        new.append(ast.Constant(0) if is_axis else node.operand)
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
         new.append(ast.Constant(not node.value))
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):

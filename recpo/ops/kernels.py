@@ -19,7 +19,7 @@ Only ``linear``, ``take_rows`` and ``dropout`` are differentiable by themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -75,10 +75,8 @@ def matmul_transposed(left: Tensor, right: Tensor) -> Tensor:
     """``left rightᵀ``: ``[n, k]`` and ``[m, k]`` give ``[n, m]``; no gradient. Either may be a transposed view."""
     if _suits(left) and left.shape[0] * left.shape[1] * right.shape[0] >= _SMALL:
         return _onednn(left, right)
-    if left.is_cuda:
-        with full_precision():
-            return torch.mm(left, right.T)
-    return torch.mm(left, right.T)
+    with full_precision() if left.is_cuda else nullcontext():
+        return torch.mm(left, right.T)
 
 
 @contextmanager

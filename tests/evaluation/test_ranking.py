@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score
 
 from recpo.evaluation.ranking import (
+    accuracy,
+    accuracy_of_bin,
     graded_hits,
     graded_ndcg,
     hit_rate,
@@ -210,3 +212,29 @@ def test_a_repeated_item_counts_at_its_first_place(shown, targets):
     ]
     assert torch.equal(*graded)
     assert not (graded[0] > 1 + 1e-6).any()
+
+
+def test_targets_are_the_distinct_ones_ascending():
+    hits = hits_of([[1, 2], [1, 2]], [[7, 3, 7], [5]])
+    assert hits.targets.tolist() == [[3, 7, 0], [5, 0, 0]]
+
+
+def test_items_beyond_a_wide_set_that_is_full():
+    assert is_member(torch.tensor([[1, 40, 41, 99]]), torch.arange(1, 41)[None]).tolist() == [
+        [True, True, False, False]
+    ]
+
+
+def test_names_of_the_metrics():
+    positive, disliked = hits_of([[7, 1, 3, 2]], [[3, 7]]), hits_of([[7, 1, 3, 2]], [[1, 9]])
+    found = accuracy(positive, disliked, [1, 2])
+    assert {name.split("@")[0] for name in found} == {
+        *METRICS, "disliked", "disliked_hit_rate", "disliked_MRR", "disliked_rank"
+    }  # fmt: skip
+    assert found["Recall@1"].tolist() == found["Recall@2"].tolist() == [0.5]
+    assert found["Precision@2"].tolist() == [0.5]
+    of_disliked = [found[f"disliked{name}@2"].item() for name in ("", "_hit_rate", "_MRR", "_rank")]
+    assert of_disliked == pytest.approx([0.5, 1.0, 0.5, (2 + 3) / 2])
+    of_bin = accuracy_of_bin(positive, [2])
+    assert of_bin.keys() == {"NDCG@2", "Recall@2", "HitRate@2"}
+    assert of_bin["HitRate@2"].tolist() == [1.0]
