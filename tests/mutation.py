@@ -256,7 +256,7 @@ EQUIVALENT: dict[str, str] = {
         "on a CPU PyTorch sorts stably either way; the argument asks for what the next line needs",
     ),
     "recpo/evaluation/ranking.py: "
-    "return _defined(torch.stack([first * (first > 1 / k - 1e-07) for k in ks], 1), hits)": "no rank lies on that bound",
+    "return _defined(torch.stack([first * (first > 1 / k - 1e-07) for k in ks], 1), hits)": "no 1 / rank is that bound",
     **dict.fromkeys(
         [
             "recpo/evaluation/ranking.py: "

@@ -176,6 +176,27 @@ def test_cutoffs_are_described_in_seconds(engine):
     assert fitted == FeedbackDefinition(FeedbackRule(), 2.0, {3: (1.0, 2.0, 3.0)})
 
 
+def test_defaults_of_labels_and_what_they_need():
+    assert WatchQuantiles() == WatchQuantiles(2.0, 5, "mid")
+    assert WatchTimeGain() == WatchTimeGain(2.0, 5, "mid")
+    assert D2Q() == D2Q(30, 5, "mid")
+    assert WatchRatio() == WatchRatio(1.0)
+    assert NumericColumn() == NumericColumn(0.0, 1.0, None)
+    for label in (WatchQuantiles(base=3.0), WatchTimeGain(base=3.0)):
+        assert label.duration_base == 3.0
+    assert WatchRatio().duration_base == D2Q().duration_base == 2.0
+    assert WatchQuantiles.needs == WatchTimeGain.needs == D2Q.needs == WatchRatio.needs == ("watch_time", "duration")
+    assert BinaryColumn.needs == NumericColumn.needs == ("label",)
+    assert EveryEvent.needs == ()
+
+
+def test_what_a_label_cannot_read(engine):
+    value = ibis.memtable(pa.table({"value": [0.0, 1.0, 0.5, 2.0, -1.0]}))
+    found = engine.table(value.mutate(wrong=BinaryColumn().unreadable(value["value"])))
+    assert found["wrong"].to_pylist() == [False, False, True, True, True]
+    assert NumericColumn().unreadable(value["value"]) is None
+
+
 @pytest.mark.parametrize(
     "make",
     [
