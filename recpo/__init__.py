@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from recpo.errors import RecpoError as RecpoError
     from recpo.evaluation.evaluation import Evaluation as Evaluation
     from recpo.factorization.factors import Factors as Factors
+    from recpo.evaluation.lists import Lists as Lists
     from recpo.feedback import FeedbackDefinition as FeedbackDefinition, FeedbackRule as FeedbackRule
     from recpo.objectives import (
         ASPO as ASPO,
@@ -106,6 +107,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.errors": ("RecpoError",),
     "recpo.evaluation.evaluation": ("Evaluation",),
     "recpo.factorization.factors": ("Factors",),
+    "recpo.evaluation.lists": ("Lists",),
     "recpo.feedback": ("FeedbackDefinition", "FeedbackRule"),
     "recpo.objectives": (
         "ASPO",

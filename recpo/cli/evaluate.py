@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -15,6 +15,7 @@ from recpo.evaluation.catalog_ranking import Gain
 from recpo.evaluation.contenders import Baseline, BaselineOptions
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.item_facts import ItemFeatures
+from recpo.evaluation.lists import Lists
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.reading import Document, best_first
 from recpo.rewards import LoggedReward
@@ -23,6 +24,7 @@ from recpo.workflows.evaluate import evaluate as evaluate_contenders
 _HEADINGS = ("NDCG", "Recall", "HitRate", "MRR", "disliked", "true_reward")
 _COMPARED = ("NDCG", "Recall", "disliked", "true_reward", "true_dislike")
 _MOST_FOR_ALL_PAIRS = 4
+_T = TypeVar("_T")
 
 
 def evaluate(
@@ -30,6 +32,7 @@ def evaluate(
     out: Path,
     run: list[Path] | Path = [],  # noqa: B006  jsonargparse prints it
     bundle: list[Path] | Path = [],  # noqa: B006
+    lists: list[str] | str = [],  # noqa: B006
     baselines: list[Baseline] = ["popularity", "recency", "cooccurrence", "random"],  # noqa: B006
     split: Literal["valid", "test"] = "test",
     ks: list[int] = [10, 50],  # noqa: B006
@@ -60,6 +63,9 @@ def evaluate(
         run: run directory written by ``recpo train``, or a list of them, ``[runs/a, runs/b]``, on the same items.
         bundle: bundle directory written by ``recpo export``, or a list of them; a bundle ranks, and gives no
             probabilities of logged items.
+        lists: recommendations of any other system, ``NAME=FILE`` or a list of them: a Parquet file, a directory of
+            such files, or a CSV file, with the columns user_id, item_id and rank (1 = best) or score (higher = better),
+            in the ids of the log.
         baselines: popularity (training events), positives (training positives), recency (training events, newer ones
             counting more), cooccurrence (items near the user's last ones), random. The logging policy is added where
             its value is known.
@@ -84,7 +90,7 @@ def evaluate(
     """
     found = evaluate_contenders(
         prepared,
-        [*baselines, *_listed(run), *_listed(bundle)],
+        [*baselines, *_listed(run), *_listed(bundle), *map(Lists.parse, _listed(lists))],
         out=out,
         split=split,
         ks=ks,
@@ -107,8 +113,8 @@ def evaluate(
     print_evaluation(found)
 
 
-def _listed(paths: list[Path] | Path) -> list[Path]:
-    return [paths] if isinstance(paths, Path) else paths
+def _listed(given: list[_T] | _T) -> list[_T]:
+    return given if isinstance(given, list) else [given]
 
 
 def print_evaluation(evaluation: Evaluation) -> None:

@@ -142,11 +142,12 @@ def evaluate_ranking(
     for batch in batches:
         with torch.inference_mode():
             exclude = batch.exclude if exclude_past else None
-            lists = recommender.recommend(batch.feedback.histories, min(max(ks), num_items), exclude)
+            lists = recommender.lists(batch, min(max(ks), num_items), exclude)
             logp = recommender.log_prob(batch.feedback).sum(-1) if recommender.log_prob else None
+            scores = recommender.score(batch.feedback) if recommender.score else None
             validate_answer(recommender, lists, exclude, logp, batch.feedback.slates.mask)
             targets = collected.rankable(held_out_targets(batch), exclude)
-            collected.add(Observed(batch, lists, targets, logp))
+            collected.add(Observed(batch, lists, targets, logp, scores))
     return collected.result()
 
 
@@ -248,7 +249,8 @@ class _Collected:
         self._counts["users_with_positives"] += int((positive.num_targets > 0).sum())
         self._counts["users_with_dislikes"] += int((disliked.num_targets > 0).sum())
         metrics = accuracy(positive, disliked, self._ks) | graded_accuracy(observed, self._ks, self._gain)
-        metrics |= {} if observed.logp is None else exposure_auc(observed.logp, targets)
+        scores = observed.scores if observed.logp is None else observed.logp
+        metrics |= {} if scores is None else exposure_auc(scores, targets)
         for measure in self._measures:
             more = measure.update(observed)
             if again := metrics.keys() & more.keys():

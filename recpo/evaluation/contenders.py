@@ -34,11 +34,13 @@ class Loaded(NamedTuple):
         recommender: what is evaluated.
         max_history: how many events of a history it reads.
         policy: whose items can be drawn; None = there are only lists.
+        counts: after the pass, what else is to be counted beside users and events.
     """
 
     recommender: Recommender
     max_history: int
     policy: Policy | None = None
+    counts: Callable[[], Mapping[str, int]] = dict
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Contender:
 
     Attributes:
         name: unique among the contenders.
-        kind: trained run, bundle or baseline.
+        kind: what it is.
         load: brings it into memory.
         facts: where it comes from, for the document.
         curves: of its training.

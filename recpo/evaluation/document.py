@@ -14,14 +14,15 @@ from recpo.data.label_summary import label_summary
 from recpo.data.prepared import Period, Prepared
 from recpo.data.schema import PERIODS
 from recpo.evaluation.catalog_ranking import RankingResult
+from recpo.evaluation.cautions import cautions
 from recpo.evaluation.estimates import LEVEL, Z95, Estimate, bootstrap_interval, holm, p_value
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
-from recpo.evaluation.reading import Document, cautions
+from recpo.evaluation.reading import Document
 from recpo.evaluation.true_rewards import TrueRewards
 
 SCHEMA_VERSION = 3
 
-Kind = Literal["run", "bundle", "baseline"]
+Kind = Literal["run", "bundle", "lists", "baseline"]
 
 _OF_A_PERIOD = {"events": "targets", "users": "users"}
 
@@ -31,7 +32,7 @@ class ContenderResult(NamedTuple):
 
     Attributes:
         name: unique among the contenders.
-        kind: a trained run, an exported bundle or a baseline.
+        kind: a trained run, an exported bundle, the lists of another system, or a baseline.
         result: its metrics.
         off_policy: its off-policy estimates, JSON objects that go into the document as they are.
     """

@@ -22,12 +22,30 @@ class Recommender:
             metrics of scores are not wanted: a policy scores slates in a second forward pass.
         name: in messages about its answers.
         scores_are_logp: the scores of its lists are log-probabilities, so at most 0.
+        recommend_to_users: ``(users [B], k, exclude) -> Recommendations``, in the place of ``recommend`` where lists
+            depend on who the user is and not on a history: given lists, an oracle.
+        score: ``batch -> [B, S]`` of the held-out slates by one that gives no probabilities: any numbers, higher =
+            better. For the metrics of scores only; None = it cannot.
     """
 
-    recommend: Callable[[Histories, int, Tensor | None], Recommendations]
+    recommend: Callable[[Histories, int, Tensor | None], Recommendations] | None = None
     log_prob: Callable[[FeedbackBatch], Tensor] | None = None
     name: str = "the recommender"
     scores_are_logp: bool = False
+    recommend_to_users: Callable[[Tensor, int, Tensor | None], Recommendations] | None = None
+    score: Callable[[FeedbackBatch], Tensor] | None = None
+
+    def lists(self, batch: EvaluationBatch, k: int, exclude: Tensor | None) -> Recommendations:
+        """The lists of a batch of held-out users.
+
+        Raises:
+            ValueError: it can answer neither for histories nor for users.
+        """
+        if self.recommend_to_users is not None:
+            return self.recommend_to_users(batch.user_ids, k, exclude)
+        if self.recommend is None:
+            raise ValueError(f"{self.name} has neither recommend nor recommend_to_users")
+        return self.recommend(batch.feedback.histories, k, exclude)
 
 
 class Observed(NamedTuple):
@@ -38,13 +56,15 @@ class Observed(NamedTuple):
         lists: ``[B, K]``, K the longest list asked for (at most the catalog).
         targets: the held-out sets; without seen items where those are excluded from the lists.
         logp: ``[B, S]`` log-probability of every held-out slate item (its tokens summed), None where the recommender
-            does not score.
+            gives none.
+        scores: ``[B, S]`` scores of the held-out slate items by one that gives no log-probabilities.
     """
 
     batch: EvaluationBatch
     lists: Recommendations
     targets: Targets
     logp: Tensor | None
+    scores: Tensor | None = None
 
 
 class Measure(Protocol):

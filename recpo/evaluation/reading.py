@@ -1,4 +1,4 @@
-"""What the numbers of an evaluation say, and what makes them weaker than they look, in sentences written from them."""
+"""What the numbers of an evaluation say, in sentences written from them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ _LOWER_IS_BETTER = {"disliked", "disliked_hit_rate", "disliked_MRR", "true_disli
 _TOLD = ("NDCG", "disliked", "true_reward")
 _NAMED_AT_MOST = 5
 _ESTIMATOR = "SNIPS"
-_FEW_USERS = 100
-_TOO_FEW_FOR_INTERVALS = 30
-_MANY_REMOVED = 0.25
 
 
 def lower_is_better(metric: str) -> bool:
@@ -95,18 +92,18 @@ def _signed(value: Document) -> str:
 def _against_baselines(document: Document, metric: str) -> list[str]:
     ranked = best_first(document, metric)
     baselines = [contender for contender in ranked if contender["kind"] == "baseline"]
-    trained = [contender for contender in ranked if contender["kind"] != "baseline"]
-    if not baselines or not trained:
+    others = [contender for contender in ranked if contender["kind"] != "baseline"]
+    if not baselines or not others:
         return []
     strongest = baselines[0]["name"]
-    differences = {c["name"]: paired(document, c["name"], strongest, metric) for c in trained}
+    differences = {c["name"]: paired(document, c["name"], strongest, metric) for c in others}
     better = [name for name, d in differences.items() if d is not None and d["survives_holm"] and d["mean"] > 0]
     if not better:
-        verdict = "no trained contender is better"
-    elif len(better) == len(trained):
-        verdict = "every trained contender is better" if len(trained) > 1 else f"{better[0]} is better"
+        verdict = "no other contender is better"
+    elif len(better) == len(others):
+        verdict = "every other contender is better" if len(others) > 1 else f"{better[0]} is better"
     else:
-        verdict = f"{len(better)} of {len(trained)} trained contenders are better: {_listed(better)}"
+        verdict = f"{len(better)} of {len(others)} other contenders are better: {_listed(better)}"
     return [f"The strongest baseline on {metric} is {strongest}; {verdict}, after the correction."]
 
 
@@ -155,107 +152,3 @@ def _listed(names: Sequence[str]) -> str:
     if len(names) > _NAMED_AT_MOST:
         shown.append(f"{len(names) - _NAMED_AT_MOST} more")
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
-
-
-def cautions(document: Document) -> list[str]:
-    """Warnings about the held-out users, the runs and the comparison, the gravest first.
-
-    Args:
-        document: as written to ``metrics.json``, with ``setting``, ``provenance``, ``contenders`` and ``differences``.
-    """
-    ranked = [contender for contender in document["contenders"] if contender["counts"]]
-    counts = ranked[0]["counts"] if ranked else {}
-    return [
-        *_selected_on_this_period(document),
-        *_few_users(counts),
-        *_removed(counts),
-        *_unsupported_values(document),
-        *_unlike(document),
-        *_exported(document),
-        *_identical(document),
-    ]
-
-
-def _selected_on_this_period(document: Document) -> list[str]:
-    setting, runs = document["setting"], document["provenance"]["runs"]
-    if setting["split"] != "valid" or setting["checkpoint"] != "best" or not runs:
-        return []
-    return [
-        "The runs' best checkpoints were chosen by their NDCG on this very period (valid): their numbers are "
-        "optimistic, and more so the longer a run was validated. Compare them on the test period."
-    ]
-
-
-def _few_users(counts: dict[str, int]) -> list[str]:
-    said = []
-    for key, kind, metrics in (
-        ("users_with_positives", "positives", "accuracy metrics"),
-        ("users_with_dislikes", "disliked items", "disliked@k and its like"),
-    ):
-        users = counts.get(key, 0)
-        if users == 0:
-            said.append(f"No user has {kind} in the period: {metrics} have no value.")
-        elif users < _TOO_FEW_FOR_INTERVALS:
-            said.append(f"Only {users} users have {kind}: too few for the intervals of {metrics} to be trusted.")
-        elif users < _FEW_USERS:
-            said.append(f"Only {users} users have {kind}: {metrics} can tell large differences only.")
-    return said
-
-
-def _removed(counts: dict[str, int]) -> list[str]:
-    events, removed = counts.get("positive_events", 0), counts.get("positive_events_excluded", 0)
-    if not events or removed / events <= _MANY_REMOVED:
-        return []
-    return [
-        f"{removed / events:.0%} of the positive events are of items of the user's past and were removed: "
-        "what users come back to is not measured. exclude_past false keeps it."
-    ]
-
-
-def _unsupported_values(document: Document) -> list[str]:
-    entries = [
-        (contender["name"], entry["target"], warning)
-        for contender in document["contenders"]
-        for entry in contender["off_policy"]
-        if entry["estimator"] == "SNIPS"
-        for warning in entry["warnings"]
-        if warning.startswith(("means nothing", "refused"))
-    ]
-    if not entries:
-        return []
-    listed = "; ".join(dict.fromkeys(f"{name} ({target})" for name, target, _ in entries))
-    return [f"Off-policy values that mean nothing, because the log hardly speaks of these policies: {listed}."]
-
-
-def _unlike(document: Document) -> list[str]:
-    lengths = {name: run["max_history"] for name, run in document["provenance"]["runs"].items()}
-    if len(set(lengths.values())) < 2:
-        return []
-    listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
-    return [f"The runs read histories of different lengths ({listed} events): they do not know equally much."]
-
-
-def _exported(document: Document) -> list[str]:
-    """A run and its bundle are one policy, whatever their numbers say."""
-    kinds = {contender["name"]: contender["kind"] for contender in document["contenders"]}
-    said = []
-    for pair in document.get("same_weights", []):
-        run, bundle = sorted(pair, key=lambda name: kinds[name] == "bundle")
-        what = f"{bundle} is {run}, exported" if kinds[bundle] == "bundle" else f"{run} and {bundle} have equal weights"
-        said.append(f"{what}: they are one policy, are not compared, and whatever differs between them is rounding.")
-    return said
-
-
-def _identical(document: Document) -> list[str]:
-    trained = {c["name"] for c in document["contenders"] if c["kind"] != "baseline"}
-    same = [
-        f"{difference['contender']} and {difference['against']}"
-        for difference in document["differences"]
-        if {difference["contender"], difference["against"]} <= trained and _all_zero(difference["metrics"])
-    ]
-    return [f"{pair} have exactly the same metrics for every user: are they the same policy?" for pair in same]
-
-
-def _all_zero(metrics: Document) -> bool:
-    defined = [value for value in metrics.values() if value["mean"] is not None and value["half_width"] is not None]
-    return bool(defined) and all(value["mean"] == 0 and value["half_width"] == 0 for value in defined)

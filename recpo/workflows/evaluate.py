@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from torch import Tensor
 from tqdm import tqdm
 
 from recpo import __version__
-from recpo.artifacts import kind_of, output_directory
+from recpo.artifacts import output_directory
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy
 from recpo.evaluation.catalog_ranking import Gain, evaluate_ranking, validate_ks
-from recpo.evaluation.contenders import BASELINES, BaselineOptions, Contender, Loaded, baseline, validate_names
+from recpo.evaluation.contenders import BaselineOptions, Contender
 from recpo.evaluation.document import ContenderResult, evaluation_document, logging_policy
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.item_facts import ItemFacts, ItemFeatures, item_facts
-from recpo.evaluation.measures import Measure, Recommender
+from recpo.evaluation.lists import Lists
+from recpo.evaluation.measures import Measure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
 from recpo.evaluation.off_policy.setting import OffPolicySetting, off_policy_setting
@@ -34,12 +33,9 @@ from recpo.evaluation.reading import Document
 from recpo.evaluation.segments import history_length, item_segments
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.rewards import LoggedReward
-from recpo.serving.bundle import Bundle
-from recpo.serving.histories import EncodedHistories
-from recpo.training.curves import training_curves
 from recpo.training.learned_reward import Checkpoint
-from recpo.training.run import CHECKPOINTS, FINISHED, RESOLVED, Run
-from recpo.types import EvaluationBatch, Histories, Recommendations
+from recpo.types import EvaluationBatch
+from recpo.workflows.contenders import Named, contenders_of, directory_of
 from recpo.workflows.devices import compute_device
 
 HeldOut = Literal["valid", "test"]
@@ -53,7 +49,7 @@ _NO_PROPENSITIES = (
 
 def evaluate(
     prepared: Prepared | Path | str,
-    contenders: Sequence[Run | Bundle | Path | str],
+    contenders: Sequence[Named],
     *,
     out: Path | str | None = None,
     split: HeldOut = "test",
@@ -82,9 +78,9 @@ def evaluate(
 
     Args:
         prepared: prepared data, or its directory.
-        contenders: who is compared: runs and bundles on the same items, their directories, and names of baselines
-            (popularity, positives, recency, cooccurrence, random). The logging policy is added where its value is
-            known.
+        contenders: who is compared: runs and bundles on the same items, their directories, ``Lists`` of other systems,
+            and names of baselines (popularity, positives, recency, cooccurrence, random). The logging policy is added
+            where its value is known.
         out: directory to make; None = the evaluation is in memory only.
         split: held-out period.
         ks: list lengths; the tables show the first.
@@ -109,7 +105,7 @@ def evaluate(
     Raises:
         RecpoError: a contender that is none, is unfinished, or knows other items; options out of range; ``out`` exists.
     """
-    contenders = [contenders] if isinstance(contenders, str | Path | Run | Bundle) else contenders
+    contenders = [contenders] if isinstance(contenders, Named) else contenders
     validate_ks(ks)
     if batch_size < 1 or bootstrap_resamples < 0:
         raise RecpoError(
@@ -120,12 +116,13 @@ def evaluate(
     with ExitStack() as stack:
         target = None
         if out is not None:
-            inputs = [data.root, *map(_path, contenders), truth, item_features and item_features.file]
+            given = [one.path if isinstance(one, Lists) else directory_of(one) for one in contenders]
+            inputs = [data.root, *given, truth, item_features and item_features.file]
             target = stack.enter_context(
                 output_directory(out, kind="evaluation", overwrite=overwrite, inputs=[one for one in inputs if one])
             )
         where = compute_device(device)
-        compared = _contenders(contenders, data, baseline_options, max(ks), checkpoint, where, trust)
+        compared = contenders_of(contenders, data, baseline_options, ks, checkpoint, where, trust)
         shared = _Pass(
             data=data,
             split=split,
@@ -170,130 +167,6 @@ def evaluate(
     return evaluation if out is None else replace(evaluation, path=Path(out))
 
 
-def _contenders(
-    named: Sequence[Run | Bundle | Path | str],
-    data: Prepared,
-    options: BaselineOptions,
-    longest: int,
-    checkpoint: Checkpoint,
-    device: torch.device,
-    trust: Sequence[str],
-) -> list[Contender]:
-    """Everybody, checked before the first one is loaded."""
-    names = _names([path for one in named if (path := _path(one)) is not None])
-    found: list[Contender] = []
-    for one in named:
-        if isinstance(one, Run):
-            found.append(_run(names[one.root], one, data, checkpoint, device))
-        elif isinstance(one, Bundle):
-            found.append(_bundle(names[one.root], one, str(one.root), data, longest))
-        elif isinstance(one, str) and one in BASELINES:
-            found.append(baseline(one, data, options))
-        else:
-            found.append(_from_directory(Path(one), names[Path(one)], data, longest, checkpoint, device, trust))
-    validate_names(found)
-    if not found:
-        raise RecpoError("nothing to evaluate: name at least one run, one bundle or one of the baselines")
-    return found
-
-
-def _path(contender: Run | Bundle | Path | str) -> Path | None:
-    """The directory of a contender; None = it is a baseline."""
-    if isinstance(contender, Run | Bundle):
-        return contender.root
-    return None if contender in BASELINES else Path(contender)
-
-
-def _names(paths: Sequence[Path]) -> dict[Path, str]:
-    """The directories' own names where they differ, whole paths otherwise."""
-    if again := [str(path) for path in paths if paths.count(path) > 1]:
-        raise RecpoError(f"the same directory is named twice: {again[0]}")
-    names = [path.resolve().name for path in paths]
-    return dict(zip(paths, names if len(set(names)) == len(names) else map(str, paths), strict=True))
-
-
-def _from_directory(
-    path: Path,
-    name: str,
-    data: Prepared,
-    longest: int,
-    checkpoint: Checkpoint,
-    device: torch.device,
-    trust: Sequence[str],
-) -> Contender:
-    kind = kind_of(path)
-    if kind in ("run", None) and ((path / FINISHED).is_file() or (path / RESOLVED).is_file()):
-        return _run(name, Run.open(path, trust), data, checkpoint, device)
-    if kind == "bundle":
-        return _bundle(name, Bundle.load(path), str(path), data, longest)
-    raise RecpoError(
-        f"{path} is no run and no bundle, and the baselines are called {', '.join(BASELINES)}: name what `recpo train` "
-        "or `recpo export` wrote, or a baseline"
-    )
-
-
-def _run(name: str, run: Run, data: Prepared, checkpoint: Checkpoint, device: torch.device) -> Contender:
-    run.validate_items(data)
-    run.checkpoint(checkpoint)
-    facts = {
-        "kind": "run",
-        "path": str(run.root),
-        "checkpoint": checkpoint,
-        "weights_sha256": run.facts["files"].get(f"{CHECKPOINTS}/{checkpoint}.ckpt", ""),
-        "configuration": (run.root / RESOLVED).read_text(encoding="utf-8"),
-    }
-    return Contender(name, "run", partial(_load_run, name, run, checkpoint, device), facts, training_curves(run.root))
-
-
-def _load_run(name: str, run: Run, checkpoint: Checkpoint, device: torch.device) -> Loaded:
-    policy = run.policy(checkpoint).to(device)
-    log_prob = policy.log_prob if policy.has_exact_log_prob else None
-    return Loaded(Recommender(policy.recommend, log_prob, name, scores_are_logp=True), policy.max_history, policy)
-
-
-def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int) -> Contender:
-    """A bundle, run by ONNX Runtime on the CPU: it ranks, and gives no log-probabilities of given items."""
-    expected = data.item_ids().to_external(np.arange(1, data.num_items + 1))
-    ids = np.arange(1, len(bundle.items) + 1)
-    if len(bundle.items) != data.num_items or not bundle.items.to_external(ids).equals(expected):
-        raise RecpoError(f"{where} holds other items than {data.root}: name the bundle's own prepared data")
-    if bundle.k < min(longest, data.num_items):
-        raise RecpoError(
-            f"{where} serves lists of up to {bundle.k}, and ks asks for {longest}: name smaller ks, or export the "
-            f"bundle again with k {longest}"
-        )
-    origin = dict(bundle.manifest.origin)
-    facts = {"kind": "bundle", "path": where, "k": bundle.k, "origin": str(origin)}
-    facts["weights_sha256"] = origin.get("weights") or ""
-    return Contender(name, "bundle", partial(_load_bundle, name, bundle), facts)
-
-
-def _load_bundle(name: str, bundle: Bundle) -> Loaded:
-    length = bundle.manifest.max_history
-
-    def recommend(histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
-        if exclude is None:
-            raise RecpoError(
-                f"{name}: a bundle never shows what is in the history; evaluate its run with exclude_past false"
-            )
-        ids, feedback, times = (
-            torch.nn.functional.pad(values, (0, length - values.shape[1])).cpu().numpy()
-            for values in (histories.item_ids, *(_or_zeros(v, histories) for v in histories[2:]))
-        )
-        excluded = torch.nn.functional.pad(exclude, (0, int(exclude.shape[1] == 0))).cpu().numpy()
-        top_items, scores = bundle.runtime.recommend(EncodedHistories(ids, feedback, excluded, times), k)
-        device = histories.item_ids.device
-        return Recommendations(
-            torch.from_numpy(top_items.copy()).to(device), torch.from_numpy(scores.copy()).to(device)
-        )
-
-    return Loaded(Recommender(recommend, name=name, scores_are_logp=True), length)
-
-
-def _or_zeros(values: Tensor | None, histories: Histories) -> Tensor:
-    return torch.zeros_like(histories.item_ids) if values is None else values
-
-
 def _off_policy(
     data: Prepared, split: HeldOut, options: OffPolicyOptions | None, reward: LoggedReward, ks: Sequence[int]
 ) -> OffPolicySetting | None:
@@ -312,6 +185,7 @@ def _named_contenders(contenders: Sequence[Contender]) -> dict[str, list[str]]:
     return {
         "run": [str(one.facts["path"]) for one in contenders if one.kind == "run"],
         "bundle": [str(one.facts["path"]) for one in contenders if one.kind == "bundle"],
+        "lists": [f"{one.name}={one.facts['path']}" for one in contenders if one.kind == "lists"],
         "baselines": [one.name for one in contenders if one.kind == "baseline"],
     }
 
@@ -353,7 +227,7 @@ class _Pass:
 
     def evaluate(self, contender: Contender) -> _Evaluated:
         """One pass over the held-out users; the contender is loaded for it and then forgotten."""
-        recommender, max_history, policy = contender.load()
+        recommender, max_history, policy, counts = contender.load()
         value = None if self.off_policy is None else self.off_policy.measure(policy)
         measures: list[Measure] = [BeyondAccuracy(self.facts, self.ks)]
         measures += [measure for measure in (self.truth, value) if measure is not None]
@@ -368,6 +242,7 @@ class _Pass:
             user_segments=[history_length()] if self.segments else [],
             item_segments=item_segments(self.facts) if self.segments else [],
         )
+        result = replace(result, counts={**result.counts, **counts()})
         estimated = None if value is None else value.result()
         off_policy = (
             [] if estimated is None else [e.as_json() for e in estimated.estimates if e.target != LOGGING_POLICY]
@@ -408,7 +283,10 @@ class _Pass:
             values,
             data=self.data,
             runs={
-                contender.name: {**contender.facts, "max_history": one.max_history}
+                contender.name: {
+                    **contender.facts,
+                    **({} if contender.kind == "lists" else {"max_history": one.max_history}),
+                }
                 for contender, one in zip(contenders, evaluated, strict=True)
                 if contender.facts
             },

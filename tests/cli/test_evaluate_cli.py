@@ -13,9 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 
+import recpo
+from recpo import Lists, Prepared, Run
 from recpo.cli.main import main
+from recpo.data.datamodule import evaluation_batches
 
 SECTIONS = (
     "warnings",
@@ -59,13 +63,37 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
+def lists_of(road, run, k):
+    """What a run recommends to the held-out users, as another system would write it."""
+    data, policy = Prepared.open(road / "prepared"), Run.open(road / run).policy("best")
+    users = data.table("users.parquet", ["user_id"]).column(0).to_numpy()
+    rows = []
+    for batch in evaluation_batches(data.root, "test", policy.max_history, 512):
+        with torch.inference_mode():
+            listed = policy.recommend(batch.feedback.histories, k, batch.exclude).item_ids
+        items = data.item_ids().to_external(listed.numpy()).to_numpy()
+        rank = np.tile(np.arange(1, k + 1), len(listed))
+        rows.append(pa.table({"user_id": np.repeat(users[batch.user_ids.numpy()], k), "item_id": items, "rank": rank}))
+    return pa.concat_tables(rows)
+
+
 @pytest.fixture(scope="module")
 def evaluated(road, tmp_path_factory):
     """Everybody at once, in a process of its own: the directory and what was printed."""
     out = tmp_path_factory.mktemp("evaluated") / "evaluation"
+    pq.write_table(lists_of(road, "run-0", 10).slice(10), out.parent / "other.parquet")
     runs = json.dumps([str(road / "run-0"), str(road / "run-1")])
     options = ["--prepared", str(road / "prepared"), "--run", runs, "--bundle", str(road / "bundle")]
-    options += ["--ks", "[5, 10]", "--truth", str(road / "log"), "--out", str(out)]
+    options += [
+        "--lists",
+        f"other={out.parent / 'other.parquet'}",
+        "--ks",
+        "[5, 10]",
+        "--truth",
+        str(road / "log"),
+        "--out",
+        str(out),
+    ]
     options += ["--baselines", '["popularity","positives","recency","cooccurrence","random"]']
     features = str(road / "log" / "truth" / "items.parquet")
     options += ["--item_features.file", features, "--item_features.tags", "topic", "--item_features.vectors", "latent"]
@@ -94,9 +122,9 @@ def test_the_document_has_the_keys_of_schema_3(evaluated):
     assert document.keys() == expected | {"schema_version", "same_weights"}
     names = [contender["name"] for contender in document["contenders"]]
     baselines = ["popularity", "positives", "recency", "cooccurrence", "random"]
-    assert names == [*baselines, "run-0", "run-1", "bundle", "logging policy"]
+    assert names == [*baselines, "run-0", "run-1", "bundle", "other", "logging policy"]
     kinds = [contender["kind"] for contender in document["contenders"]]
-    assert kinds == ["baseline"] * 5 + ["run"] * 2 + ["bundle", "baseline"]
+    assert kinds == ["baseline"] * 5 + ["run"] * 2 + ["bundle", "lists", "baseline"]
     keys = {"name", "kind", "counts", "metrics", "totals", "segments", "off_policy"}
     for contender in document["contenders"]:
         assert contender.keys() == keys
@@ -110,7 +138,7 @@ def test_the_document_has_the_keys_of_schema_3(evaluated):
     assert document["contenders"][5]["segments"].keys() == set(document["setting"]["segments"])
     assert document["training"].keys() == {"run-0", "run-1"}
     assert document["training"]["run-0"]["val/NDCG@10"]
-    assert document["provenance"]["runs"].keys() == {"run-0", "run-1", "bundle"}
+    assert document["provenance"]["runs"].keys() == {"run-0", "run-1", "bundle", "other"}
     assert document["provenance"]["runs"]["run-0"]["max_history"] == 20
 
 
@@ -129,16 +157,32 @@ def test_a_bundle_ranks_as_its_run_does(evaluated):
     for name, value in contenders["bundle"]["metrics"].items():
         assert value["mean"] == pytest.approx(contenders["run-0"]["metrics"][name]["mean"], rel=1e-5)
     assert any("bundle is run-0, exported" in warning for warning in document["warnings"])
-    assert not any("same policy?" in warning for warning in document["warnings"])
+    assert not any("bundle and run-0" in warning for warning in document["warnings"])
     pairs = [{difference["contender"], difference["against"]} for difference in document["differences"]]
     assert {"run-0", "bundle"} not in pairs
     assert {"run-1", "bundle"} in pairs
     assert "AUC_other" not in contenders["bundle"]["metrics"]
 
 
+def test_given_lists_are_judged_as_the_run_that_made_them(evaluated, road):
+    """One user's list is left out, so that it is counted, printed and missing from the means over filled places."""
+    out, printed = evaluated
+    contenders = {contender["name"]: contender for contender in document_in(out)["contenders"]}
+    other, run = contenders["other"], contenders["run-0"]
+    assert other["counts"]["users_without_list"] == 1
+    assert "warning: other: 1 of " in printed
+    assert other["metrics"]["true_reward@10"]["n"] == run["metrics"]["true_reward@10"]["n"] - 1
+    whole = Lists("other", lists_of(road, "run-0", 10))
+    document = recpo.evaluate(road / "prepared", [road / "run-0", whole], ks=[5, 10], truth=road / "log").document
+    run, other = document["contenders"][:2]
+    metrics = {name: value for name, value in run["metrics"].items() if not name.startswith("AUC")}
+    assert (other["metrics"], other["totals"]) == (metrics, run["totals"])
+    assert other["off_policy"] == [entry for entry in run["off_policy"] if entry["target"] != "policy"]
+
+
 def test_every_pair_is_compared_and_corrected(evaluated):
     differences = document_in(evaluated[0])["differences"]
-    assert len(differences) == 9 * 8 / 2 - 1, "a run and its bundle are one policy"
+    assert len(differences) == 10 * 9 / 2 - 1, "a run and its bundle are one policy"
     between_runs = next(d for d in differences if (d["contender"], d["against"]) == ("run-1", "run-0"))
     for value in between_runs["metrics"].values():
         assert value.keys() == ESTIMATE | {"differing", "p_value", "p_holm", "survives_holm"}
@@ -180,7 +224,7 @@ def test_the_resolved_options_repeat_the_result_and_nothing_is_overwritten_unask
     assert main(again) == 1
     assert "exists already" in capsys.readouterr().err
     assert main([*again, "--overwrite", "true", "--baselines", "[random]", "--off_policy", "null"]) == 0
-    assert [c["off_policy"] for c in document_in(tmp_path / "again")["contenders"]] == [[]] * 5
+    assert [c["off_policy"] for c in document_in(tmp_path / "again")["contenders"]] == [[]] * 6
 
 
 def run_on(road, out, *options):
@@ -210,7 +254,7 @@ def test_gains_and_bootstrap_intervals_are_options(road, tmp_path):
 
 def test_the_validation_period_is_called_optimistic(road, tmp_path, capsys):
     assert run_on(road, tmp_path / "e", "--split", "valid", "--run", str(road / "run-0"), "--baselines", "[]") == 0
-    assert "chosen by their NDCG on this very period" in capsys.readouterr().out
+    assert "chosen by a metric of this very period" in capsys.readouterr().out
 
 
 def test_lists_longer_than_the_catalog_are_the_whole_catalog(road, tmp_path):
@@ -231,6 +275,8 @@ def test_lists_longer_than_the_catalog_are_the_whole_catalog(road, tmp_path):
         (["--run", '["nowhere"]'], "nowhere is no run and no bundle"),
         (["--bundle", '["nowhere"]'], "nowhere is no run and no bundle"),
         (["--truth", "nowhere"], "nowhere"),
+        (["--lists", "als"], "lists are given as NAME=FILE"),
+        (["--lists", "als=nowhere.parquet"], "nowhere.parquet: expected lists in a Parquet file"),
         (["--baselines", '["random","random"]'], "two contenders are called random"),
         (["--baseline_options.recency_half_life", "0"], "positive number of days"),
         (["--item_features.file", "nowhere.parquet"], "name the column of the tags"),

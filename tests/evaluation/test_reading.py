@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 
+from recpo.evaluation.cautions import cautions
 from recpo.evaluation.document import with_holm
-from recpo.evaluation.reading import best_first, cautions, paired, reading
+from recpo.evaluation.reading import best_first, paired, reading
 
 
 def estimate(mean, half_width=0.01):
@@ -86,8 +87,8 @@ def test_metrics_without_a_value_say_so():
 def test_runs_are_held_against_the_strongest_baseline():
     kinds = ["baseline", "baseline", "run", "run"]
     sentence = reading(document_of([0.10, 0.20, 0.15, 0.40], kinds=kinds))[-1]
-    assert sentence.startswith("The strongest baseline on NDCG@10 is b; 1 of 2 trained contenders are better: d")
-    assert "no trained contender is better" in reading(document_of([0.1, 0.3, 0.2], kinds=kinds[:3]))[-1]
+    assert sentence.startswith("The strongest baseline on NDCG@10 is b; 1 of 2 other contenders are better: d")
+    assert "no other contender is better" in reading(document_of([0.1, 0.3, 0.2], kinds=kinds[:3]))[-1]
 
 
 def test_only_estimates_without_warnings_are_believed():

@@ -9,6 +9,13 @@ from recpo.evaluation.html_report.blocks import Block, Details, Figures, Lines, 
 from recpo.evaluation.html_report.off_policy_section import value_blocks
 from recpo.evaluation.reading import Document, reading
 
+_KINDS = {
+    "run": ("trained run", "trained runs"),
+    "bundle": ("bundle", "bundles"),
+    "lists": ("system given by its lists", "systems given by their lists"),
+    "baseline": ("baseline", "baselines"),
+}
+
 
 def html_report(document: Document) -> str:
     """The whole page. Everything in it comes from ``document``; nothing is loaded from elsewhere.
@@ -63,9 +70,8 @@ def _summary(document: Document) -> list[Block]:
     setting = document["setting"]
     ranked = [contender for _, contender in tables.ranked(document)]
     counts = ranked[0]["counts"]
-    kinds = {"run": "trained run", "bundle": "bundle", "baseline": "baseline"}
-    numbers = {name: sum(contender["kind"] == kind for contender in ranked) for kind, name in kinds.items()}
-    listed = ", ".join(f"{number} {name}{'s' * (number > 1)}" for name, number in numbers.items() if number)
+    numbers = {kind: sum(contender["kind"] == kind for contender in ranked) for kind in _KINDS}
+    listed = ", ".join(f"{number} {_KINDS[kind][number > 1]}" for kind, number in numbers.items() if number)
     what = (
         f"{listed}, on the {setting['split']} period: every one of {setting['num_items']:,} items was ranked for "
         f"each of {counts['users']:,} users. {counts['users_with_positives']:,} of them have positives and "

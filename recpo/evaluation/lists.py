@@ -1,0 +1,266 @@
+"""Recommendations of any other system as a contender: rows of users and items in, one list per held-out user out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.dataset as ds
+import torch
+from torch import Tensor
+
+from recpo.artifacts import sha256
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.evaluation.baselines import first_allowed
+from recpo.evaluation.contenders import Contender, Loaded
+from recpo.evaluation.measures import Recommender
+from recpo.evaluation.ranking import is_member
+from recpo.frames import FrameOrPath, first_values, id_column, number_column, require_columns, to_arrow
+from recpo.types import Recommendations
+
+USER_ID, ITEM_ID, RANK, SCORE = "user_id", "item_id", "rank", "score"
+
+_CSV: Final = (".csv", ".csv.gz")
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Recommendations of another system, to be evaluated as a contender.
+
+    One row per user and recommended item, with the external ids of the log: ``user_id``, ``item_id``, and ``rank`` (1 =
+    best) or ``score`` (higher = better). Where there are both, ``rank`` orders the list. Other columns are ignored. Of
+    equal ranks or scores the item with the smaller index comes first, as in every other list.
+
+    Attributes:
+        name: of the contender.
+        source: any frame (pandas, polars, pyarrow, or a dictionary of columns), a Parquet file, a directory of such
+            files, or a CSV file (``.csv``, ``.csv.gz``) whose first line names the columns.
+    """
+
+    name: str
+    source: FrameOrPath
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise RecpoError("lists need a name: NAME=file.parquet, or Lists('name', frame) in Python")
+
+    @classmethod
+    def parse(cls, text: str) -> Lists:
+        """``NAME=file.parquet``.
+
+        Raises:
+            RecpoError: there is no name, or no file.
+        """
+        name, _, file = text.partition("=")
+        if not name or not file:
+            raise RecpoError(f"lists are given as NAME=FILE, such as als=als.parquet; got {text!r}")
+        return cls(name, file)
+
+    @property
+    def path(self) -> str | None:
+        """Where they are read; None = they are a frame in memory."""
+        return fspath(self.source) if isinstance(self.source, str | PathLike) else None
+
+
+class ListedItems(NamedTuple):
+    """The lists of all known users, best first, in one table that is cut by offsets.
+
+    Attributes:
+        users: ``[N]`` int64 user indices, ascending.
+        offsets: ``[N + 1]`` int64; the list of the n-th user is ``items[offsets[n] : offsets[n + 1]]``.
+        items: ``[R]`` int32, 1..V, no item twice in a list.
+        counts: rows, and what became of those that are not among ``items``.
+    """
+
+    users: np.ndarray
+    offsets: np.ndarray
+    items: np.ndarray
+    counts: Mapping[str, int]
+
+
+def lists_contender(given: Lists, data: Prepared, ks: Sequence[int]) -> Contender:
+    """The contender whose lists are ``given``: they are read now, once.
+
+    Raises:
+        RecpoError: see ``read_lists``.
+    """
+    listed = read_lists(given, data)
+    facts: dict[str, Any] = {"kind": "lists", "path": given.path or "a frame in memory"}
+    if given.path is not None and Path(given.path).is_file():
+        facts["sha256"] = sha256(Path(given.path))
+    return Contender(given.name, "lists", partial(_load, given.name, listed, tuple(ks), data.num_items), facts)
+
+
+def read_lists(given: Lists, data: Prepared) -> ListedItems:
+    """Reads, checks and orders the rows.
+
+    ``counts`` of the result: ``list_rows``; ``list_rows_of_unknown_users`` and ``list_unknown_users``, rows and users
+    that the prepared data do not know; ``list_rows_of_unknown_items`` and ``list_unknown_items``, of the other rows;
+    ``list_rows_repeated``, an item that a list repeats (its best place stays); ``list_rows_against_scores``, where
+    there are both ranks and scores, rows whose score is above that of the row one rank better.
+
+    Raises:
+        RecpoError: the source cannot be read, a column is missing or of another type, an id, rank or score is missing,
+            or no row names both a user and an item of ``data``.
+    """
+    name = given.path or f"lists {given.name}"
+    users_known = data.table("users.parquet", [USER_ID]).column(0)
+    items_known = data.item_ids().to_external(np.arange(1, data.num_items + 1))
+    table = _table(given, {USER_ID: users_known.type, ITEM_ID: items_known.type})
+    users, items = (id_column(table, column, name) for column in (USER_ID, ITEM_ID))
+    order, score = _order(table, name)
+    user, item = _places(users, users_known, USER_ID, name), _places(items, items_known, ITEM_ID, name) + 1
+    counts = _unknown(users, items, user, item)
+    known = (user >= 0) & (item > 0)
+    if not known.any():
+        raise RecpoError(
+            f"{name}: none of its {len(table):,} rows names a user and an item of {data.root}; its users are "
+            f"{first_values(users[:4].to_pylist())}, those of the data {first_values(users_known[:4].to_pylist())}; "
+            f"its items are {first_values(items[:4].to_pylist())}, those of the data "
+            f"{first_values(items_known[:4].to_pylist())}: give the external ids of the same log"
+        )
+    score = None if score is None else score[known]
+    return _listed(user[known], item[known], order[known], score, counts)
+
+
+def _listed(
+    user: np.ndarray, item: np.ndarray, order: np.ndarray, score: np.ndarray | None, counts: Mapping[str, int]
+) -> ListedItems:
+    best_first = np.lexsort((item, order, user))
+    user, item = user[best_first], item[best_first]
+    against = 0
+    if score is not None:
+        rises = score[best_first][1:] > score[best_first][:-1]
+        against = int((rises & (user[1:] == user[:-1])).sum())
+    together = np.lexsort((item, user))  # stable: of equal items the best place comes first
+    again = (user[together][1:] == user[together][:-1]) & (item[together][1:] == item[together][:-1])
+    repeated = np.zeros(len(user), bool)
+    repeated[together[1:][again]] = True
+    user, item = user[~repeated], item[~repeated]
+    owners, starts = np.unique(user, return_index=True)
+    counts = {**counts, "list_rows_repeated": int(repeated.sum()), "list_rows_against_scores": against}
+    return ListedItems(owners.astype(np.int64), np.append(starts, len(user)), item.astype(np.int32), counts)
+
+
+def _unknown(users: pa.Array, items: pa.Array, user: np.ndarray, item: np.ndarray) -> dict[str, int]:
+    strange_users, strange_items = user < 0, (user >= 0) & (item == 0)
+    return {
+        "list_rows": len(user),
+        "list_rows_of_unknown_users": int(strange_users.sum()),
+        "list_unknown_users": len(users.filter(pa.array(strange_users)).unique()),
+        "list_rows_of_unknown_items": int(strange_items.sum()),
+        "list_unknown_items": len(items.filter(pa.array(strange_items)).unique()),
+    }
+
+
+def _table(given: Lists, ids: Mapping[str, pa.DataType]) -> pa.Table:
+    """The columns that are used, of whatever the source is."""
+    if given.path is None:
+        return to_arrow(given.source, f"lists {given.name}")  # type: ignore[arg-type]  # no path
+    try:
+        if given.path.endswith(_CSV):
+            return _csv_table(given.path, ids)
+        found = ds.dataset(given.path, format="parquet")
+        return to_arrow(found.to_table(columns=_used(found.schema, given.path)), given.path)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise RecpoError(
+            f"{given.path}: expected lists in a Parquet file, a directory of them, or a CSV file ({reason})"
+        ) from error
+
+
+def _csv_table(path: str, ids: Mapping[str, pa.DataType]) -> pa.Table:
+    """Ids in the type that the log has them in, so that 007 stays what it is; ranks and scores are numbers."""
+    with pyarrow.csv.open_csv(path) as reader:
+        columns = _used(reader.schema, path)
+    types = {**ids, RANK: pa.float64(), SCORE: pa.float64()}
+    options = pyarrow.csv.ConvertOptions(column_types=types, include_columns=columns)
+    return pyarrow.csv.read_csv(path, convert_options=options)
+
+
+def _used(schema: pa.Schema, name: str) -> list[str]:
+    require_columns(schema, [USER_ID, ITEM_ID], name)
+    return [USER_ID, ITEM_ID, *(column for column in (RANK, SCORE) if column in schema.names)]
+
+
+def _order(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """What lists are ordered by, ascending: the rank, or minus the score; and the scores beside ranks, to compare."""
+    rank, score = number_column(table, RANK, name), number_column(table, SCORE, name)
+    if rank is None and score is None:
+        raise RecpoError(f"{name}: there is neither a column 'rank' (1 = best) nor a column 'score' (higher = better)")
+    column, values = (SCORE, score) if rank is None else (RANK, rank)
+    assert values is not None
+    if missing := int(np.isnan(values).sum()):
+        raise RecpoError(
+            f"{name}: column {column!r} is missing (null or nan) in {missing:,} of {len(values):,} rows, the first is "
+            f"row {int(np.isnan(values).argmax())}: drop these rows"
+        )
+    return (-values, None) if rank is None else (values, score)
+
+
+def _places(values: pa.Array, known: pa.ChunkedArray, column: str, name: str) -> np.ndarray:
+    """Places of external ids among the ``known`` ones, int64, -1 = unknown."""
+    if not len(values):
+        return np.zeros(0, np.int64)
+    if pa.types.is_integer(values.type) != pa.types.is_integer(known.type):
+        raise RecpoError(
+            f"{name}: column {column!r} is {values.type}, in the prepared data it is {known.type}: cast it"
+        )
+    common = pa.int64() if pa.types.is_integer(known.type) else pa.large_string()
+    try:
+        found = pc.index_in(values.cast(common), value_set=known.cast(common))
+    except pa.ArrowInvalid as error:
+        raise RecpoError(f"{name}: column {column!r}: {' '.join(str(error).split())}") from error
+    return np.asarray(found.fill_null(-1).to_numpy(zero_copy_only=False), np.int64)
+
+
+def _load(name: str, listed: ListedItems, ks: tuple[int, ...], num_items: int) -> Loaded:
+    answers = _Answers(listed, ks, num_items)
+    return Loaded(Recommender(recommend_to_users=answers.recommend, name=name), 1, counts=answers.counts)
+
+
+class _Answers:
+    """Answers one pass from the table, and counts what was missing."""
+
+    def __init__(self, listed: ListedItems, ks: tuple[int, ...], num_items: int) -> None:
+        self._listed, self._ks, self._num_items = listed, ks, num_items
+        self._without = self._excluded = 0
+        self._short = dict.fromkeys(ks, 0)
+
+    def counts(self) -> dict[str, int]:
+        """Counts of the rows, and of the held-out users who were asked for so far."""
+        short = {f"users_with_short_list@{k}": number for k, number in self._short.items()}
+        found = {"users_without_list": self._without, "list_items_excluded": self._excluded, **short}
+        return {**self._listed.counts, **found}
+
+    def recommend(self, users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+        """Lists ``[B, k]`` of ``users [B]``, 0 where they end; scores are minus the places."""
+        listed = self._rows(users.cpu().numpy()).to(users.device)
+        items = first_allowed(listed, k, exclude)
+        length = (items > 0).sum(1)
+        has_list = (listed > 0).any(1)
+        self._without += int((~has_list).sum())
+        self._excluded += 0 if exclude is None else int(is_member(listed, exclude).sum())
+        for wanted in self._ks:
+            self._short[wanted] += int((has_list & (length < min(wanted, self._num_items))).sum())
+        places = torch.arange(1, k + 1, device=items.device).float()
+        return Recommendations(items, (-places).expand_as(items).masked_fill(items == 0, -torch.inf))
+
+    def _rows(self, users: np.ndarray) -> Tensor:
+        """The whole lists ``[B, L]`` int64, 0 pads."""
+        owners, offsets, items, _ = self._listed
+        place = np.searchsorted(owners, users).clip(max=len(owners) - 1)
+        begin = offsets[place]
+        length = np.where(owners[place] == users, offsets[place + 1] - begin, 0)
+        column = np.arange(max(1, int(length.max(initial=0))))
+        row = np.minimum(begin[:, None] + column, len(items) - 1)
+        return torch.from_numpy(np.where(column < length[:, None], items[row], 0).astype(np.int64))

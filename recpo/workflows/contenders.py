@@ -1,0 +1,158 @@
+"""Whom ``evaluate`` compares: runs, bundles, factors, lists and baselines, each checked before the first is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recpo.artifacts import kind_of
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.evaluation.contenders import BASELINES, BaselineOptions, Contender, Loaded, baseline, validate_names
+from recpo.evaluation.lists import Lists, lists_contender
+from recpo.evaluation.measures import Recommender
+from recpo.serving.bundle import Bundle
+from recpo.serving.histories import EncodedHistories
+from recpo.training.curves import training_curves
+from recpo.training.learned_reward import Checkpoint
+from recpo.training.run import CHECKPOINTS, FINISHED, RESOLVED, Run
+from recpo.types import Histories, Recommendations
+
+#: How a contender is named: an object, its directory, or the name of a baseline.
+Named = Run | Bundle | Lists | Path | str
+
+
+def contenders_of(
+    named: Sequence[Named],
+    data: Prepared,
+    options: BaselineOptions,
+    ks: Sequence[int],
+    checkpoint: Checkpoint,
+    device: torch.device,
+    trust: Sequence[str],
+) -> list[Contender]:
+    """Everybody, checked before the first one is loaded.
+
+    Raises:
+        RecpoError: one that is none, is unfinished or knows other items; two of one name; lists that cannot be read.
+    """
+    names = _names([path for one in named if (path := directory_of(one)) is not None])
+    longest = max(ks)
+    found: list[Contender] = []
+    for one in named:
+        if isinstance(one, Lists):
+            found.append(lists_contender(one, data, ks))
+        elif isinstance(one, Run):
+            found.append(_run(names[one.root], one, data, checkpoint, device))
+        elif isinstance(one, Bundle):
+            found.append(_bundle(names[one.root], one, str(one.root), data, longest))
+        elif isinstance(one, str) and one in BASELINES:
+            found.append(baseline(one, data, options))
+        else:
+            found.append(_from_directory(Path(one), names[Path(one)], data, longest, checkpoint, device, trust))
+    validate_names(found)
+    if not found:
+        raise RecpoError("nothing to evaluate: name at least one run, one bundle or one of the baselines")
+    return found
+
+
+def directory_of(contender: Named) -> Path | None:
+    """The directory of a contender; None = it is a baseline, or lists."""
+    if isinstance(contender, Run | Bundle):
+        return contender.root
+    return None if isinstance(contender, Lists) or contender in BASELINES else Path(contender)
+
+
+def _names(paths: Sequence[Path]) -> dict[Path, str]:
+    """The directories' own names where they differ, whole paths otherwise."""
+    if again := [str(path) for path in paths if paths.count(path) > 1]:
+        raise RecpoError(f"the same directory is named twice: {again[0]}")
+    names = [path.resolve().name for path in paths]
+    return dict(zip(paths, names if len(set(names)) == len(names) else map(str, paths), strict=True))
+
+
+def _from_directory(
+    path: Path,
+    name: str,
+    data: Prepared,
+    longest: int,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    trust: Sequence[str],
+) -> Contender:
+    kind = kind_of(path)
+    if kind in ("run", None) and ((path / FINISHED).is_file() or (path / RESOLVED).is_file()):
+        return _run(name, Run.open(path, trust), data, checkpoint, device)
+    if kind == "bundle":
+        return _bundle(name, Bundle.load(path), str(path), data, longest)
+    raise RecpoError(
+        f"{path} is no run and no bundle, and the baselines are called {', '.join(BASELINES)}: name what `recpo train` "
+        "or `recpo export` wrote, or a baseline"
+    )
+
+
+def _run(name: str, run: Run, data: Prepared, checkpoint: Checkpoint, device: torch.device) -> Contender:
+    run.validate_items(data)
+    run.checkpoint(checkpoint)
+    facts = {
+        "kind": "run",
+        "path": str(run.root),
+        "checkpoint": checkpoint,
+        "weights_sha256": run.facts["files"].get(f"{CHECKPOINTS}/{checkpoint}.ckpt", ""),
+        "configuration": (run.root / RESOLVED).read_text(encoding="utf-8"),
+    }
+    return Contender(name, "run", partial(_load_run, name, run, checkpoint, device), facts, training_curves(run.root))
+
+
+def _load_run(name: str, run: Run, checkpoint: Checkpoint, device: torch.device) -> Loaded:
+    policy = run.policy(checkpoint).to(device)
+    log_prob = policy.log_prob if policy.has_exact_log_prob else None
+    return Loaded(Recommender(policy.recommend, log_prob, name, scores_are_logp=True), policy.max_history, policy)
+
+
+def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int) -> Contender:
+    """A bundle, run by ONNX Runtime on the CPU: it ranks, and gives no log-probabilities of given items."""
+    expected = data.item_ids().to_external(np.arange(1, data.num_items + 1))
+    ids = np.arange(1, len(bundle.items) + 1)
+    if len(bundle.items) != data.num_items or not bundle.items.to_external(ids).equals(expected):
+        raise RecpoError(f"{where} holds other items than {data.root}: name the bundle's own prepared data")
+    if bundle.k < min(longest, data.num_items):
+        raise RecpoError(
+            f"{where} serves lists of up to {bundle.k}, and ks asks for {longest}: name smaller ks, or export the "
+            f"bundle again with k {longest}"
+        )
+    origin = dict(bundle.manifest.origin)
+    facts = {"kind": "bundle", "path": where, "k": bundle.k, "origin": str(origin)}
+    facts["weights_sha256"] = origin.get("weights") or ""
+    return Contender(name, "bundle", partial(_load_bundle, name, bundle), facts)
+
+
+def _load_bundle(name: str, bundle: Bundle) -> Loaded:
+    length = bundle.manifest.max_history
+
+    def recommend(histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
+        if exclude is None:
+            raise RecpoError(
+                f"{name}: a bundle never shows what is in the history; evaluate its run with exclude_past false"
+            )
+        ids, feedback, times = (
+            torch.nn.functional.pad(values, (0, length - values.shape[1])).cpu().numpy()
+            for values in (histories.item_ids, *(_or_zeros(v, histories) for v in histories[2:]))
+        )
+        excluded = torch.nn.functional.pad(exclude, (0, int(exclude.shape[1] == 0))).cpu().numpy()
+        top_items, scores = bundle.runtime.recommend(EncodedHistories(ids, feedback, excluded, times), k)
+        device = histories.item_ids.device
+        return Recommendations(
+            torch.from_numpy(top_items.copy()).to(device), torch.from_numpy(scores.copy()).to(device)
+        )
+
+    return Loaded(Recommender(recommend, name=name, scores_are_logp=True), length)
+
+
+def _or_zeros(values: Tensor | None, histories: Histories) -> Tensor:
+    return torch.zeros_like(histories.item_ids) if values is None else values
