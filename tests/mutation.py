@@ -272,6 +272,10 @@ EQUIVALENT: dict[str, str] = {
     ),
     "recpo/evaluation/ranking.py: "
     "return kept.sort(1).values if kept.shape[1] else kept.new_full((len(kept), 2), _NO_ITEM)": "no items twice",
+    "recpo/data/shaping.py: return _with_label(events, events, ibis.ifelse(ratio >= 1.0, 1.0, ratio))": "1 either way",
+    "recpo/data/shaping.py: _WTG_RESOLUTION: Final = 1000001.0": (
+        "which gains count as equal is a matter of the seventh digit either way"
+    ),
 }
 
 SWAPS: dict[type, type] = {

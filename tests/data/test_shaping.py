@@ -101,6 +101,24 @@ def test_watch_time_gain_equals_the_formula(engine, events, min_history, ties):
 
 
 @pytest.mark.parametrize("label", [WatchQuantiles(), D2Q(), WatchTimeGain()])
+def test_watch_times_a_millisecond_apart_are_not_equal(engine, label):
+    columns = [0] * 5, [1000, 1001, 1002, 1003, 1004], [30_000] * 5, [0] * 5
+    np.testing.assert_allclose(labeled(engine, label, *columns), [0.1, 0.3, 0.5, 0.7, 0.9])
+    thin = [column[:4] for column in columns]  # one fewer than the least number of them
+    assert np.isnan(labeled(engine, label, *thin)).all()
+
+
+def test_a_user_with_too_few_watch_times_has_the_place_among_all(engine):
+    own, all_seven = [0.1, 0.3, 0.5, 0.7, 0.9], [1 / 14, 3 / 14]
+    users, watch = [0] * 5 + [1] * 2, [11_000, 12_000, 13_000, 14_000, 15_000, 1000, 2000]
+    found = labeled(engine, WatchQuantiles(min_history=5), users, watch, [30_000] * 7, [0] * 7)
+    np.testing.assert_allclose(found, own + all_seven)
+    thinner = [column[2:] for column in (users, watch, [30_000] * 7, [0] * 7)]  # five of two users
+    found = labeled(engine, WatchQuantiles(min_history=5), *thinner)
+    np.testing.assert_allclose(found, [0.5, 0.7, 0.9, 0.1, 0.3])
+
+
+@pytest.mark.parametrize("label", [WatchQuantiles(), D2Q(), WatchTimeGain()])
 def test_a_skip_after_zero_seconds_is_never_positive(engine, label):
     watch = [0] * 80 + list(range(1000, 21_000, 1000))  # 80 % of the watch times are zero seconds
     columns = [0] * 100, watch, [30_000] * 100, [0] * 100
