@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     )
     from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy as CatalogSoftmaxPolicy
     from recpo.policies.semantic_id import SemanticIdPolicy as SemanticIdPolicy
+    from recpo.policies.tilted import RerankedPolicy as RerankedPolicy, TiltedPolicy as TiltedPolicy
     from recpo.rewards import (
         EnsembleReward as EnsembleReward,
         FactorReward as FactorReward,
@@ -131,6 +132,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
     "recpo.policies.catalog_softmax": ("CatalogSoftmaxPolicy",),
     "recpo.policies.semantic_id": ("SemanticIdPolicy",),
+    "recpo.policies.tilted": ("RerankedPolicy", "TiltedPolicy"),
     "recpo.rewards": (
         "EnsembleReward",
         "FactorReward",

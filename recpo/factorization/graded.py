@@ -91,19 +91,11 @@ def chunks(data: Prepared, finished: Callable[[int], object] = lambda _: None) -
         user, item, level = data.columns("train", shard, ["user_index", "item_index", "feedback"]).values()
         grade = grades[level]
         known = ~np.isnan(grade)
-        yield from chunks_of(user[known], item[known] - 1, grade[known], data.num_items)
+        yield from _chunks_of(user[known], item[known] - 1, grade[known], data.num_items)
         finished(len(user))
 
 
-def chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items: int) -> Iterator[Chunk]:
-    """Events of whole users, at most ``CHUNK_EVENTS`` of them where they are of several users.
-
-    Args:
-        user: ``[N]``, the events of a user beside each other.
-        item: ``[N]``, 0 .. V - 1.
-        grade: ``[N]``.
-        num_items: V.
-    """
+def _chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items: int) -> Iterator[Chunk]:
     starts = np.append(np.flatnonzero(run_change(user)), len(user)) if len(user) else np.zeros(1, np.int64)
     begin = 0
     while begin < len(starts) - 1:

@@ -41,7 +41,7 @@ def _top_k_of_one_block(states: Tensor, table: Tensor, k: int, exclude: Tensor |
     if exclude is not None:
         scores = scores.scatter(1, exclude, -torch.inf)
     best, ids = scores.topk(k, 1)
-    ids = _ties_to_smaller_id(best, ids, scores.shape[1])
+    ids = ties_to_smaller_id(best, ids, scores.shape[1])
     return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])
 
 
@@ -78,14 +78,14 @@ def _block_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     best, ids = scores.topk(k + 1, 1)
     tied = ((best[:, k - 1] == best[:, k]) & (best[:, k] > -torch.inf)).nonzero().squeeze(1)
     best, ids = best[:, :k], ids[:, :k]
-    ids = _ties_to_smaller_id(best, ids, scores.shape[1])
+    ids = ties_to_smaller_id(best, ids, scores.shape[1])
     if len(tied):
         order = scores[tied].sort(dim=1, descending=True, stable=True).indices[:, :k]
         ids[tied] = order
     return best, ids
 
 
-def _ties_to_smaller_id(best: Tensor, ids: Tensor, num_rows: int) -> Tensor:
+def ties_to_smaller_id(best: Tensor, ids: Tensor, num_rows: int) -> Tensor:
     """The ids of a list that is sorted by score, with the ids inside every run of equal scores in ascending order."""
     new_run = F.pad(best[:, 1:] != best[:, :-1], (1, 0))
     # one integer sort, because the interchange format has no stable one

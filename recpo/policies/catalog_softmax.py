@@ -116,7 +116,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
             logp = self._sampled_log_prob(batch.histories, slates, positions, targets)
         else:
             states = self._scored_states(batch.histories, states)
-            rows, state_index = _shared_states(slates, positions, states.shape[1])
+            rows, state_index = shared_states(slates, positions, states.shape[1])
             logp = self._output.log_prob(
                 take_rows(states, rows), targets, state_index, temperature=self.temperature, cosine=self._cosine
             )
@@ -128,7 +128,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         wanted = slates.mask if needed is None else slates.mask & needed
         positions = wanted.reshape(-1).nonzero().squeeze(1)
         states = self._scored_states(batch.histories, states)
-        rows, state_index = _shared_states(slates, positions, states.shape[1])
+        rows, state_index = shared_states(slates, positions, states.shape[1])
         entropy = self._output.entropy(take_rows(states, rows), temperature=self.temperature, cosine=self._cosine)
         entropy = entropy if state_index is None else entropy[state_index]
         return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy).view(wanted.shape)
@@ -142,10 +142,10 @@ class CatalogSoftmaxPolicy(StatePolicy):
             )
         histories = batch.histories
         if states is None:
-            last = self._last_states(histories)
+            last = self.last_states(histories)
         else:
             rows = torch.arange(len(states), device=states.device)
-            last = self._scored_states(histories, states[rows, histories.lengths]).float() / self.temperature
+            last = self.scaled(states[rows, histories.lengths])
         return self._output.catalog_log_prob(last, cosine=self._cosine)[..., None]
 
     def encode(self, histories: Histories) -> Tensor:
@@ -162,7 +162,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         """See ``Policy.recommend``; the catalog is scored in blocks where ``B x V`` is large."""
         if not 1 <= k <= self.num_items:
             raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
-        return self._output.top_k(self._last_states(histories), k, exclude, cosine=self._cosine)
+        return self._output.top_k(self.last_states(histories), k, exclude, cosine=self._cosine)
 
     @torch.no_grad()
     def sample(
@@ -172,7 +172,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``."""
-        ids, logp = self._output.draw(self._last_states(histories), group_size, options, cosine=self._cosine)
+        ids, logp = self._output.draw(self.last_states(histories), group_size, options, cosine=self._cosine)
         return ids, logp[..., None]
 
     def _scored_states(self, histories: Histories, states: Tensor | None = None) -> Tensor:
@@ -180,12 +180,20 @@ class CatalogSoftmaxPolicy(StatePolicy):
         states = self.encode(histories) if states is None else states
         return F.normalize(states, dim=-1) if self._cosine else states
 
-    def _last_states(self, histories: Histories) -> Tensor:
-        """States ``[B, d]`` after the whole history, divided by the temperature."""
+    def last_states(self, histories: Histories) -> Tensor:
+        """States ``[B, d]`` after the whole history, as ``scaled`` makes them."""
         vectors = self.item_table(readable_ids(histories, self.max_history))
-        states = self.encoder.last(vectors, histories.feedback, histories.timestamps, histories.lengths)
+        return self.scaled(self.encoder.last(vectors, histories.feedback, histories.timestamps, histories.lengths))
+
+    def scaled(self, states: Tensor) -> Tensor:
+        """States of ``encode`` as the softmax multiplies them with ``output_vectors``: divided by the temperature."""
         states = F.normalize(states, dim=-1) if self._cosine else states
         return states.float() / self.temperature
+
+    def output_vectors(self) -> Tensor:
+        """What states are multiplied with, ``[V + 1, d]``; row 0 is no item."""
+        weight = self._output.weight
+        return F.normalize(weight, dim=-1) if self._cosine else weight
 
     @property
     def _output(self) -> ItemTable:
@@ -215,7 +223,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         encoded = self.encoder(history_vectors, histories.feedback, histories.timestamps, histories.lengths)
         states = self._scored_states(histories, encoded)
         output = F.normalize(output, dim=-1) if self._cosine else output
-        rows, state_index = _shared_states(slates, positions, states.shape[1])
+        rows, state_index = shared_states(slates, positions, states.shape[1])
         scored = take_rows(states, rows) / self.temperature
         scores = (scored @ output[len(targets) :].T).float()
         if state_index is not None:
@@ -224,7 +232,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         return sampled_logprob(target_scores, scores, targets, negatives, log_expected_count)
 
 
-def _shared_states(slates: Slates, positions: Tensor, num_states: int) -> tuple[Tensor, Tensor | None]:
+def shared_states(slates: Slates, positions: Tensor, num_states: int) -> tuple[Tensor, Tensor | None]:
     """Which of the ``B x num_states`` states the positions need, and the place of each position's state among them.
 
     Neighbors with the same state are grouped, which is all there is in impressions, lists and sequences; the second

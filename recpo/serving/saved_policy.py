@@ -1,13 +1,15 @@
 """A policy of recpo's own in a bundle: constructor options in the manifest, weights in safetensors, codes in Parquet.
 
-The torch engine is built from these. Nothing here can name code: the class comes out of ``_own_classes``, options are
-numbers, booleans and words that its signature allows, and safetensors holds tensors only.
+The torch engine is built from these. Nothing here can name code: the class comes out of ``_OWN``, options are numbers,
+booleans and words that its signature allows, the policy below a tilted one is described in the same way, and
+safetensors holds tensors only.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -20,13 +22,17 @@ from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
+from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.semantic_codes import SemanticCodes
 from recpo.serving.manifest import CODES, WEIGHTS, BundleManifest
 
 _OWN: dict[str, type[Policy]] = {
-    f"{own.__module__}.{own.__qualname__}": own for own in (CatalogSoftmaxPolicy, SemanticIdPolicy)
+    f"{own.__module__}.{own.__qualname__}": own
+    for own in (CatalogSoftmaxPolicy, SemanticIdPolicy, TiltedPolicy, RerankedPolicy)
 }
 _GIVEN = ("num_items", "codes")  # constructor arguments that are no options of a bundle: it has them itself
+_BASE = "base"  # the option that is a policy itself
+_TILTED = (TiltedPolicy, RerankedPolicy)
 
 
 def describe_policy(policy: Policy, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -34,10 +40,12 @@ def describe_policy(policy: Policy, options: Mapping[str, Any] | None) -> dict[s
 
     Args:
         policy: the policy.
-        options: what it was built with, where that is known; left out ones have the class's defaults.
+        options: what it was built with, where that is known; left out ones have the class's defaults. The base of a
+            tilted policy stands there with its ``class_path`` and ``init_args``.
 
     Returns:
-        ``class`` and ``options``; these are None for classes that are not recpo's own and where they are unknown.
+        ``class`` and ``options``; these are None for classes that are not recpo's own and where they are unknown. The
+        option ``base`` is such an entry itself.
 
     Raises:
         RecpoError: an option that the class does not have, or of a wrong type.
@@ -46,12 +54,19 @@ def describe_policy(policy: Policy, options: Mapping[str, Any] | None) -> dict[s
     if name not in _OWN or options is None:
         return {"class": name, "options": None}
     kept = {key: value for key, value in options.items() if key not in _GIVEN}
+    if isinstance(policy, _TILTED):
+        base = kept.get(_BASE)
+        arguments = base.get("init_args", {}) if isinstance(base, Mapping) else None
+        kept[_BASE] = describe_policy(policy.base, arguments)
+        if kept[_BASE]["options"] is None:
+            return {"class": name, "options": None}
     return {"class": name, "options": _defaults(_OWN[name]) | _validated(name, kept)}
 
 
 def save_policy(policy: Policy, items: IdMap, root: Path) -> None:
     """Writes the weights of ``policy``, and its codes where it has any, into the directory of a bundle."""
     save_file({name: value.detach().contiguous() for name, value in policy.state_dict().items()}, root / WEIGHTS)
+    policy = policy.base if isinstance(policy, _TILTED) else policy
     if isinstance(policy, SemanticIdPolicy):
         ids = torch.arange(1, policy.num_items + 1, device=policy.trie.device)
         codes = SemanticCodes(
@@ -73,11 +88,9 @@ def load_policy(root: Path, manifest: BundleManifest) -> Policy:
             f"{root} has the ONNX program only: its policy, {name}, is none of recpo's own or was exported without its "
             "options; load it with engine=onnx"
         )
-    own, arguments = _OWN[name], _validated(name, options)
-    if own is SemanticIdPolicy:
-        arguments["codes"] = root / CODES
+    factory = _factory(name, options, root)
     try:
-        policy = own(manifest.num_items, **arguments)
+        policy = factory(manifest.num_items)
         weights = load_file(root / WEIGHTS)
         policy.load_state_dict(weights)
     except (SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError, OSError) as error:
@@ -87,19 +100,41 @@ def load_policy(root: Path, manifest: BundleManifest) -> Policy:
     return policy.eval()
 
 
+def _factory(name: str, options: Mapping[str, Any], root: Path) -> Callable[[int], Policy]:
+    """What makes the policy of an entry from the number of items."""
+    own, arguments = _OWN[name], _validated(name, options)
+    if own is SemanticIdPolicy:
+        arguments["codes"] = root / CODES
+    if _BASE in arguments:
+        base = arguments[_BASE]
+        arguments[_BASE] = _factory(base["class"], base["options"], root)
+    return partial(own, **arguments)
+
+
 def _defaults(own: type[Policy]) -> dict[str, Any]:
     parameters = inspect.signature(own).parameters.values()
-    return {p.name: p.default for p in parameters if p.name not in _GIVEN}
+    return {p.name: p.default for p in parameters if p.name not in _GIVEN and p.default is not p.empty}
 
 
 def _validated(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options, each of the type that the constructor of ``name`` declares."""
     hints = {key: kind for key, kind in get_type_hints(_OWN[name].__init__).items() if key not in (*_GIVEN, "return")}
     for key, value in options.items():
-        if key not in hints or not _is_of(value, hints[key]):
+        if key == _BASE and key in hints:
+            _validate_base(name, value)
+        elif key not in hints or not _is_of(value, hints[key]):
             expected = getattr(hints.get(key), "__name__", hints.get(key, "one of " + ", ".join(hints)))
             raise RecpoError(f"{name}: option {key} is {value!r}, expected {expected}")
     return dict(options)
+
+
+def _validate_base(name: str, entry: object) -> None:
+    """Raises where ``entry`` is no policy of recpo's own that can be tilted."""
+    untilted = [known for known, own in _OWN.items() if not issubclass(own, _TILTED)]
+    known = isinstance(entry, Mapping) and entry.keys() == {"class", "options"} and entry["class"] in untilted
+    if not known or not isinstance(entry["options"], Mapping):  # type: ignore[index]  # it is a mapping then
+        raise RecpoError(f"{name}: option {_BASE} is {entry!r}, expected class and options of {' or '.join(untilted)}")
+    _validated(entry["class"], entry["options"])  # type: ignore[index]
 
 
 def _is_of(value: object, kind: Any) -> bool:

@@ -137,9 +137,12 @@ class Run:
     def configuration(self) -> dict[str, Any]:
         """Every option of the run, as ``resolved.yaml`` says it; item codes are those in the run."""
         content: dict[str, Any] = read_configuration(self.root / RESOLVED)
-        arguments = content.get("policy", {}).get("init_args", {})
-        if (self.root / CODES).is_dir() and "codes" in arguments:
-            arguments["codes"] = str(self.root / CODES)
+        policy = content.get("policy", {})
+        if (self.root / CODES).is_dir():
+            # of a tilted policy the codes are its base's
+            for part in (policy, policy.get("init_args", {}).get("base", {})):
+                if "codes" in part.get("init_args", {}):
+                    part["init_args"]["codes"] = str(self.root / CODES)
         return content
 
     @property

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +43,12 @@ def make_policy(kind, root=None):
 
 def item_ids():
     return IdMap(pa.array([f"item-{number}" for number in range(NUM_ITEMS, 0, -1)]))
+
+
+@pytest.fixture(scope="session")
+def parts():
+    """What an export takes, for policies that a test makes itself."""
+    return SimpleNamespace(policy=make_policy, items=item_ids(), feedback=FEEDBACK)
 
 
 @pytest.fixture(scope="session")

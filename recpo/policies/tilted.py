@@ -1,0 +1,418 @@
+"""A trained policy and a factor model of grades as one policy: ``pi(i | h) ∝ base(i | h) exp(g(h, i) / beta)``.
+
+It is the optimum of ``E_pi[g] - beta KL(pi || base)`` over all policies, with ``g(h, i)`` the grade that the factor
+model expects. Users are folded in from the history at hand, so new users need nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from recpo.contracts import Policy, StatePolicy
+from recpo.errors import RecpoError
+from recpo.feedback import GRADES
+from recpo.ops.elimination import solve_positive_definite
+from recpo.ops.kernels import take_rows
+from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
+from recpo.policies import catalog_search, sampling
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy, shared_states
+from recpo.policies.encoder import readable_ids
+from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
+
+# Histories that are encoded or folded in at once, where every prefix of a history is one.
+_AT_ONCE = 1 << 10
+
+
+class GradeFactors(nn.Module):
+    """``grade(h, i) = mean + p(h) · q_i + b(h) + b_i``: the grade (``recpo.feedback.GRADES``) to expect of an item.
+
+    ``(p, b)`` of a history is the ridge regression of its graded events on the factors of their items.
+
+    Args:
+        num_items: V.
+        rank: r.
+        mean: mean grade.
+        ridge: weight of ``|(p, b)|^2``; above 0.
+
+    Attributes:
+        item_factors: ``[V + 1, r]``, ``q``; row 0 is no item and zero.
+        item_bias: ``[V + 1]``.
+    """
+
+    item_factors: Tensor
+    item_bias: Tensor
+    _grades: Tensor
+
+    def __init__(self, num_items: int, *, rank: int, mean: float, ridge: float) -> None:
+        if rank < 1 or not 0 < ridge < float("inf"):
+            raise RecpoError(f"rank must be at least 1 and ridge a number above 0, got {rank} and {ridge}")
+        super().__init__()
+        self.mean, self.ridge = mean, ridge
+        self.register_buffer("item_factors", torch.zeros(num_items + 1, rank))
+        self.register_buffer("item_bias", torch.zeros(num_items + 1))
+        # of an unknown level any number would do: the event counts nothing
+        self.register_buffer("_grades", torch.tensor([0.0, *GRADES[1:]], dtype=torch.float64), persistent=False)
+
+    def assign(self, item_factors: Tensor, item_bias: Tensor) -> None:
+        """Takes over the factors ``[V, r]`` and biases ``[V]`` of the items 1..V.
+
+        Raises:
+            RecpoError: other sizes than these.
+        """
+        expected = (len(self.item_bias) - 1, self.item_factors.shape[1])
+        if item_factors.shape != expected or item_bias.shape != expected[:1]:
+            raise RecpoError(
+                f"item_factors and item_bias have the shapes {tuple(item_factors.shape)} and {tuple(item_bias.shape)}, "
+                f"expected {expected} and {expected[:1]}: take factors of the same items"
+            )
+        self.item_factors[1:], self.item_bias[1:] = item_factors, item_bias
+
+    def fold_in(self, histories: Histories) -> Tensor:
+        """``(p, b)`` of every history, ``[B, r + 1]`` float32; zero where no event has a grade.
+
+        ``argmin sum_h (g_h - mean - b_i(h) - p · q_i(h) - b)^2 + ridge |(p, b)|^2``, in float64. Nothing is read behind
+        ``lengths``.
+        """
+        item_ids, feedback = histories.item_ids, histories.feedback
+        if feedback is None:
+            return self.item_factors.new_zeros(item_ids.shape[0], self.item_factors.shape[1] + 1)
+        place = torch.arange(item_ids.shape[1], device=item_ids.device)
+        known = (place < histories.lengths[:, None]) & (feedback > 0) & (item_ids > 0)
+        rows = F.pad(self.item_factors[item_ids].double(), (0, 1), value=1.0) * known[..., None]
+        targets = (self._grades[feedback] - self.mean - self.item_bias[item_ids]) * known
+        ridge = self.ridge * torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device)
+        transposed = rows.transpose(1, 2)
+        right = (transposed @ targets[..., None]).squeeze(-1)
+        return solve_positive_definite(transposed @ rows + ridge, right).float()
+
+    def relative_grades(self, users: Tensor, item_ids: Tensor) -> Tensor:
+        """``p · q_i + b_i`` of the items ``[B, C]`` for ``users [B, r + 1]``: the grade but for a constant per user."""
+        products = (self.item_factors[item_ids] @ users[:, :-1, None]).squeeze(-1)
+        return products + self.item_bias[item_ids]
+
+
+class TiltedPolicy(StatePolicy):
+    """``pi(i | h) ∝ base(i | h) exp(grade(h, i) / beta)`` of a softmax over the catalog, exact, and one itself.
+
+    With the state ``[state / temperature; p / beta; 1 / beta]`` and the item vector ``[vector; q; b]`` its logit is one
+    dot product; what all items of a context share (``mean + b(h)``) cancels. Towards ``beta = inf`` it is the base,
+    towards 0 the ranking of the factor model.
+
+    Args:
+        num_items: catalog size V.
+        base: makes the policy to tilt.
+        rank: of the factor model.
+        mean: its mean grade.
+        ridge: its ridge.
+        beta: grade that is worth one nat of log-probability; above 0.
+        max_history: most recent events to fold in; where the base reads more, so many. The base reads its own number.
+    """
+
+    def __init__(
+        self,
+        num_items: int,
+        *,
+        base: Callable[[int], CatalogSoftmaxPolicy],
+        rank: int,
+        mean: float,
+        ridge: float,
+        beta: float,
+        max_history: int,
+    ) -> None:
+        validate_beta(beta)
+        super().__init__()
+        self.base, self.beta = base(num_items), beta
+        if not isinstance(self.base, CatalogSoftmaxPolicy):
+            raise RecpoError(
+                f"base makes a {type(self.base).__name__}; TiltedPolicy tilts a CatalogSoftmaxPolicy, every other "
+                "policy takes RerankedPolicy"
+            )
+        self.factors = GradeFactors(num_items, rank=rank, mean=mean, ridge=ridge)
+        self.num_items, self.dim = num_items, self.base.dim + rank + 1
+        self.max_history = max(self.base.max_history, max_history)
+        self.reads_timestamps = self.base.reads_timestamps
+
+    def set_item_counts(self, counts: Tensor) -> None:
+        """See ``Policy.set_item_counts``."""
+        self.base.set_item_counts(counts)
+
+    def encode(self, histories: Histories) -> Tensor:
+        """See ``StatePolicy.encode``; every prefix that is longer than what the base reads is encoded on its own."""
+        batch, states = len(histories.lengths), histories.item_ids.shape[1] + 1
+        return self._states_at(histories, torch.arange(batch * states, device=histories.lengths.device)).view(
+            batch, states, self.dim
+        )
+
+    def item_vectors(self, item_ids: Tensor) -> Tensor:
+        """See ``StatePolicy.item_vectors``."""
+        factors, bias = self.factors.item_factors[item_ids], self.factors.item_bias[item_ids]
+        return torch.cat([self.base.item_vectors(item_ids), factors, bias[..., None]], -1)
+
+    def output_vectors(self) -> Tensor:
+        """What states are multiplied with, ``[V + 1, d]``; row 0 is no item."""
+        return torch.cat([self.base.output_vectors(), self.factors.item_factors, self.factors.item_bias[:, None]], 1)
+
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """See ``StatePolicy.log_prob``."""
+        wanted, positions, scored, state_index = self._scored(batch, needed, states)
+        targets = batch.slates.item_ids.reshape(-1)[positions]
+        logp = linear_logprob(scored, self.output_vectors(), targets, state_index)
+        return logp.new_zeros(wanted.numel()).index_copy(0, positions, logp).view(*wanted.shape, 1)
+
+    def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """See ``StatePolicy.entropy``."""
+        wanted, positions, scored, state_index = self._scored(batch, needed, states)
+        entropy = linear_entropy(scored, self.output_vectors())
+        entropy = entropy if state_index is None else entropy[state_index]
+        return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy).view(wanted.shape)
+
+    def catalog_log_prob(self, batch: FeedbackBatch, states: Tensor | None = None) -> Tensor:
+        """See ``StatePolicy.catalog_log_prob``."""
+        histories = batch.histories
+        if states is None:
+            last = self._last_states(histories)
+        else:
+            last = states[torch.arange(len(states), device=states.device), histories.lengths]
+        return linear_log_softmax(last, self.output_vectors())[..., None]
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """See ``Policy.recommend``; the catalog is scored in blocks where ``B x V`` is large."""
+        if not 1 <= k <= self.num_items:
+            raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
+        return catalog_search.top_k(self._last_states(histories), self.output_vectors(), k, exclude)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        histories: Histories,
+        group_size: int,
+        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Policy.sample``."""
+        ids, logp = sampling.draw(self._last_states(histories), self.output_vectors(), group_size, options)
+        return ids, logp[..., None]
+
+    @torch.no_grad()
+    def kl_from_base(self, histories: Histories) -> Tensor:
+        """``KL(pi || base)`` in nats after the whole history, exact over the catalog: ``[B]``."""
+        states, table, own = self._last_states(histories), self.output_vectors()[1:], self.base.dim
+        parts = []
+        for part in states.split(sampling.contexts_at_once(len(table))):
+            logp = (part @ table.T).log_softmax(1)
+            base = (part[:, :own] @ table[:, :own].T).log_softmax(1)
+            parts.append((logp.exp() * (logp - base)).sum(1))
+        return torch.cat(parts)
+
+    def _scored(
+        self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Which positions are needed, their flat indices, the states that they share, and whose state is whose."""
+        slates = batch.slates
+        wanted = slates.mask if needed is None else slates.mask & needed
+        positions = wanted.reshape(-1).nonzero().squeeze(1)
+        num_states = batch.histories.item_ids.shape[1] + 1
+        rows, state_index = shared_states(slates, positions, num_states)
+        scored = self._states_at(batch.histories, rows) if states is None else take_rows(states, rows)
+        return wanted, positions, scored, state_index
+
+    def _last_states(self, histories: Histories) -> Tensor:
+        """States ``[B, d]`` after the whole history."""
+        readable_ids(histories, self.max_history)
+        states = self.base.last_states(most_recent(histories, self.base.max_history))
+        return self._joined(states, self.factors.fold_in(histories))
+
+    def _states_at(self, histories: Histories, rows: Tensor) -> Tensor:
+        """The states ``[N, d]`` of the prefixes ``rows``: ``context * (H + 1) + visible``."""
+        width = readable_ids(histories, self.max_history).shape[1]
+        context, visible = rows // (width + 1), rows % (width + 1)
+        reads = min(self.base.max_history, width)
+        # one causal pass has every state up to what the base reads at once
+        encoded = self.base.scaled(self.base.encode(first_events(histories, reads)))
+        states = take_rows(encoded, context * (reads + 1) + visible.clamp_max(reads))
+        longer = (visible > reads).nonzero().squeeze(1)
+        if len(longer):
+            parts = prefixes(histories, context[longer], visible[longer])
+            last = torch.cat([self.base.last_states(most_recent(part, reads)) for part in parts])
+            states = states.index_copy(0, longer, last)
+        users = [self.factors.fold_in(part) for part in prefixes(histories, context, visible)]
+        return self._joined(states, torch.cat(users))
+
+    def _joined(self, states: Tensor, users: Tensor) -> Tensor:
+        tilt = torch.cat([users[:, :-1], torch.ones_like(users[:, :1])], 1)
+        return torch.cat([states, tilt / self.beta], 1)
+
+
+class RerankedPolicy(Policy):
+    """``base(i | h) exp(grade(h, i) / beta)``, normalized over the best items of the base's own search.
+
+    For policies that cannot score the whole catalog, such as those of semantic ids: their beam finds the candidates,
+    base and factor model together rank them. Lists and draws are exact for the distribution over these candidates; the
+    log-probability of a given item is an estimate, as what is no candidate has no part in the normalizer.
+
+    Args:
+        num_items: catalog size V.
+        base: makes the policy to tilt.
+        rank: of the factor model.
+        mean: its mean grade.
+        ridge: its ridge.
+        beta: grade that is worth one nat of log-probability; above 0.
+        max_history: most recent events to fold in; where the base reads more, so many. The base reads its own number.
+        candidates: how many items of the base are ranked again; ``k`` where that is more.
+    """
+
+    has_exact_log_prob = False
+
+    def __init__(
+        self,
+        num_items: int,
+        *,
+        base: Callable[[int], Policy],
+        rank: int,
+        mean: float,
+        ridge: float,
+        beta: float,
+        max_history: int,
+        candidates: int = 200,
+    ) -> None:
+        validate_beta(beta)
+        if candidates < 1:
+            raise RecpoError(f"candidates must be at least 1, got {candidates}")
+        super().__init__()
+        self.base, self.beta, self.candidates = base(num_items), beta, candidates
+        self.factors = GradeFactors(num_items, rank=rank, mean=mean, ridge=ridge)
+        self.num_items, self.num_tokens = num_items, self.base.num_tokens
+        self.max_history = max(self.base.max_history, max_history)
+        self.reads_timestamps, self.catalog_checksum = self.base.reads_timestamps, self.base.catalog_checksum
+
+    def tokens(self, item_ids: Tensor) -> Tensor:
+        """See ``Policy.tokens``."""
+        return self.base.tokens(item_ids)
+
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
+        """See ``Policy.log_prob``: an estimate, normalized over the candidates and the item itself.
+
+        Where T > 1 the last token has all that the tilt adds.
+        """
+        slates, width = batch.slates, batch.histories.item_ids.shape[1] + 1
+        wanted = slates.mask if needed is None else slates.mask & needed
+        positions = wanted.reshape(-1).nonzero().squeeze(1)
+        rows, state_index = shared_states(slates, positions, width)
+        state = torch.arange(len(rows), device=rows.device) if state_index is None else state_index
+        found = [self._ranked(part) for part in prefixes(batch.histories, rows // width, rows % width)]
+        ranked = _Ranked(*(torch.cat(column) for column in zip(*found, strict=True)))
+        parts = [
+            self._log_prob_of(slates.item_ids.reshape(-1)[some], of_state, ranked, batch.histories, rows[of_state])
+            for some, of_state in zip(positions.split(_AT_ONCE), state.split(_AT_ONCE), strict=True)
+        ]
+        logp = torch.cat(parts)
+        return logp.new_zeros(wanted.numel(), self.num_tokens).index_copy(0, positions, logp).view(*wanted.shape, -1)
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """See ``Policy.recommend``; scores are log-probabilities among the candidates that are not excluded."""
+        if not 1 <= k <= self.num_items:
+            raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
+        ranked = self._ranked(histories, max(self.candidates, k), exclude)
+        # in the order of their ids, so that equal scores stay in it
+        ids, order = ranked.item_ids.sort(1)
+        best, place = ranked.scores.gather(1, order).topk(k, 1)
+        ids = catalog_search.ties_to_smaller_id(best, ids.gather(1, place), self.num_items + 1)
+        return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - ranked.lse[:, None])
+
+    @torch.no_grad()
+    def sample(
+        self,
+        histories: Histories,
+        group_size: int,
+        options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Policy.sample``; the temperature divides the scores of the candidates."""
+        sampling.validate_sampling(group_size, options)
+        ranked = self._ranked(histories)
+        places, logp = sampling.draw_from_scores(ranked.scores / options.temperature, group_size, options)
+        ids = F.pad(ranked.item_ids, (1, 0)).gather(1, places)
+        return ids, F.pad(logp[..., None], (self.num_tokens - 1, 0))
+
+    @torch.no_grad()
+    def kl_from_base(self, histories: Histories) -> Tensor:
+        """``KL(pi || base)`` in nats after the whole history, both among the candidates: ``[B]``."""
+        ranked = self._ranked(histories)
+        logp, base = ranked.scores - ranked.lse[:, None], ranked.base.log_softmax(1)
+        return torch.where(ranked.item_ids > 0, logp.exp() * (logp - base), 0.0).sum(1)
+
+    def _ranked(self, histories: Histories, size: int | None = None, exclude: Tensor | None = None) -> _Ranked:
+        size = min(self.num_items, self.candidates if size is None else size)
+        listed = self.base.recommend(most_recent(histories, self.base.max_history), size, exclude)
+        users = self.factors.fold_in(histories)
+        scores = listed.scores + self.factors.relative_grades(users, listed.item_ids) / self.beta
+        # finite also where no item is left
+        lse = scores.logsumexp(1).clamp_min(torch.finfo(scores.dtype).min)
+        return _Ranked(users, listed.item_ids, listed.scores, scores, lse)
+
+    def _log_prob_of(self, items: Tensor, state: Tensor, ranked: _Ranked, histories: Histories, rows: Tensor) -> Tensor:
+        """Log-probabilities ``[N, T]`` of items ``[N]``, each after a prefix of its own."""
+        width = histories.item_ids.shape[1] + 1
+        (prefix,) = prefixes(histories, rows // width, rows % width)
+        recent, one = most_recent(prefix, self.base.max_history), items[:, None]
+        slates = Slates(one, recent.lengths[:, None], torch.ones_like(one, dtype=torch.bool))
+        tokens = self.base.log_prob(FeedbackBatch(recent, slates, torch.arange(len(items), device=items.device)))[:, 0]
+        grade = self.factors.relative_grades(ranked.users[state], one)[:, 0] / self.beta
+        own, lse = tokens.sum(1) + grade, ranked.lse[state]
+        lse = torch.where((ranked.item_ids[state] == one).any(1), lse, torch.logaddexp(lse, own))
+        return torch.cat([tokens[:, :-1], (tokens[:, -1] + grade - lse)[:, None]], 1)
+
+
+class _Ranked(NamedTuple):
+    """Candidates of N histories.
+
+    Attributes:
+        users: ``[N, r + 1]`` folded in.
+        item_ids: ``[N, C]``, 0 where the base lists fewer.
+        base: ``[N, C]`` the base's log-probabilities, -inf there.
+        scores: ``[N, C]`` with the grade over beta added.
+        lse: ``[N]`` log-sum-exp of the scores.
+    """
+
+    users: Tensor
+    item_ids: Tensor
+    base: Tensor
+    scores: Tensor
+    lse: Tensor
+
+
+def validate_beta(beta: float) -> None:
+    """Raises ``RecpoError`` where ``beta`` is no number above 0."""
+    if not 0 < beta < float("inf"):
+        raise RecpoError(f"beta is {beta}, expected a number above 0: small follows the factor model, large the policy")
+
+
+def most_recent(histories: Histories, size: int) -> Histories:
+    """The last ``size`` events of every history."""
+    width = histories.item_ids.shape[1]
+    if width <= size:
+        return histories
+    place, lengths = torch.arange(size, device=histories.lengths.device), histories.lengths.clamp_max(size)
+    index, kept = (histories.lengths - lengths)[:, None] + place, place < lengths[:, None]
+    item_ids, feedback, timestamps = (
+        None if values is None else values.gather(1, index.clamp_max(width - 1)) * kept
+        for values in (histories.item_ids, histories.feedback, histories.timestamps)
+    )
+    assert item_ids is not None
+    return Histories(item_ids, lengths, feedback, timestamps)
+
+
+def first_events(histories: Histories, size: int) -> Histories:
+    """The first ``size`` events of every history."""
+    item_ids, lengths, *rest = histories
+    return Histories(item_ids[:, :size], lengths.clamp_max(size), *(v if v is None else v[:, :size] for v in rest))
+
+
+def prefixes(histories: Histories, context: Tensor, visible: Tensor) -> Iterator[Histories]:
+    """The first ``visible [N]`` events of the histories ``context [N]``, some at a time; what follows is not read."""
+    for rows, lengths in zip(context.split(_AT_ONCE), visible.split(_AT_ONCE), strict=True):
+        item_ids, _, *rest = histories
+        yield Histories(item_ids[rows], lengths, *(values if values is None else values[rows] for values in rest))

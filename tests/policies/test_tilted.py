@@ -1,0 +1,309 @@
+"""Tilted policies: the reward moves every logit by grade / beta, and nothing else does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from recpo.errors import RecpoError
+from recpo.factorization.factors import Factors
+from recpo.feedback import GRADES
+from recpo.ops.elimination import solve_positive_definite
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.semantic_id import SemanticIdPolicy
+from recpo.policies.tilted import GradeFactors, RerankedPolicy, TiltedPolicy, first_events, most_recent
+from recpo.semantic_codes import SemanticCodes
+from recpo.types import FeedbackBatch, Histories, SamplingOptions, Slates
+
+V, READS, H, RANK, MEAN, RIDGE, BETA = 40, 5, 9, 3, 0.4, 1.5, 0.2
+OPTIONS: dict[str, Any] = {"rank": RANK, "mean": MEAN, "ridge": RIDGE, "max_history": H}
+
+
+def base(**options: Any) -> CatalogSoftmaxPolicy:
+    torch.manual_seed(0)
+    made = CatalogSoftmaxPolicy(V, **{"dim": 16, "max_history": READS, **options})
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        for table in (made.item_table, made.output_table):
+            if table is not None:
+                table.weight[0] = 0
+    return made.eval()
+
+
+def semantic_base(root: Any, **options: Any) -> SemanticIdPolicy:
+    tuples = np.random.default_rng(0).permutation(4 * 5 * 3)[:V]
+    codes = SemanticCodes(np.stack(np.unravel_index(tuples, (4, 5, 3)), 1), (4, 5, 3), "checksum")
+    codes.save(root, pa.array(range(V)), {})
+    torch.manual_seed(1)
+    made = SemanticIdPolicy(V, codes=root, dim=16, max_history=READS, beam_width=V, **options)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return made.eval()
+
+
+def with_factors(policy: Any) -> Any:
+    generator = torch.Generator().manual_seed(5)
+    policy.factors.assign(torch.randn(V, RANK, generator=generator) * 0.4, torch.randn(V, generator=generator) * 0.1)
+    return policy.eval()
+
+
+def tilted(beta: float = BETA, **options: Any) -> TiltedPolicy:
+    made: TiltedPolicy = with_factors(TiltedPolicy(V, base=lambda _: base(**options), beta=beta, **OPTIONS))
+    return made
+
+
+def histories(lengths: list[int], seed: int = 0, padding: int = 0, width: int = H) -> Histories:
+    generator = torch.Generator().manual_seed(seed)
+    size = (len(lengths), width)
+    valid = torch.arange(width) < torch.tensor(lengths)[:, None]
+    ids = torch.where(valid, torch.randint(1, V + 1, size, generator=generator), padding)
+    feedback = torch.where(valid, torch.randint(0, 6, size, generator=generator), padding and 5)
+    times = torch.randint(0, 10**9, size, generator=generator).cumsum(1)
+    return Histories(ids, torch.tensor(lengths), feedback, torch.where(valid, times, padding * 10**12))
+
+
+def whole_catalog(known: Histories, visible: Tensor | None = None) -> FeedbackBatch:
+    rows = len(known.lengths)
+    seen = known.lengths if visible is None else visible
+    items = torch.arange(1, V + 1).expand(rows, V)
+    slates = Slates(items, seen[:, None].expand(rows, V), torch.ones_like(items, dtype=torch.bool))
+    return FeedbackBatch(known, slates, torch.arange(rows))
+
+
+def expected_users(factors: GradeFactors, known: Histories) -> np.ndarray:
+    """Ridge regression event by event, in NumPy."""
+    users = []
+    q, b = factors.item_factors.double().numpy(), factors.item_bias.double().numpy()
+    assert known.feedback is not None
+    for items, length, levels in zip(known.item_ids, known.lengths, known.feedback, strict=True):
+        matrix, right = RIDGE * np.eye(RANK + 1), np.zeros(RANK + 1)
+        for item, level in zip(items[:length].tolist(), levels[:length].tolist(), strict=True):
+            if level == 0:
+                continue
+            row = np.append(q[item], 1.0)
+            matrix += np.outer(row, row)
+            right += row * (GRADES[level] - MEAN - b[item])
+        users.append(np.linalg.solve(matrix, right))
+    return np.stack(users)
+
+
+def expected_grades(factors: GradeFactors, users: np.ndarray) -> np.ndarray:
+    q, b = factors.item_factors[1:].double().numpy(), factors.item_bias[1:].double().numpy()
+    return MEAN + users[:, :-1] @ q.T + users[:, -1:] + b
+
+
+@given(st.integers(1, 33), st.integers(0, 60), st.floats(0.05, 10), st.integers(0, 10**6))
+def test_elimination_solves_what_linalg_solves(size: int, rows: int, ridge: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    factors = torch.randn(3, rows, size, generator=generator)
+    matrix = factors.mT @ factors + ridge * torch.eye(size)
+    right = torch.randn(3, size, generator=generator)
+    exact = torch.linalg.solve(matrix.double(), right.double())
+    torch.testing.assert_close(solve_positive_definite(matrix.double(), right.double()), exact, rtol=1e-8, atol=1e-10)
+    close = 1e-5 * float(torch.linalg.cond(matrix.double()).max())
+    assert (solve_positive_definite(matrix, right) - exact).norm() <= close * exact.norm() + 1e-6
+
+
+def test_users_are_the_ridge_regression_of_their_graded_events() -> None:
+    factors, known = tilted().factors, histories([H, 4, 1, 0])
+    users = factors.fold_in(known)
+    np.testing.assert_allclose(users.numpy(), expected_users(factors, known), rtol=1e-5, atol=1e-6)
+    assert users[3].eq(0).all()
+    unknown = known._replace(feedback=torch.zeros_like(known.item_ids))
+    assert factors.fold_in(unknown).eq(0).all()
+    assert factors.fold_in(known._replace(feedback=None)).eq(0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"blocks": "hstu"}, {"similarity": "cosine", "temperature": 0.1},
+                                     {"tie_weights": False}, {"max_history": H + 3}])  # fmt: skip
+def test_the_log_ratio_to_the_base_is_the_grade_over_beta_but_for_a_constant(options: dict[str, Any]) -> None:
+    policy, known = tilted(**options), histories([H, 6, 2, 0])
+    logp = policy.log_prob(whole_catalog(known))[..., 0]
+    torch.testing.assert_close(logp.exp().sum(1), torch.ones(4))
+    reference = policy.base.log_prob(whole_catalog(most_recent(known, policy.base.max_history)))[..., 0]
+    grades = expected_grades(policy.factors, expected_users(policy.factors, known))
+    rest = (logp - reference).detach().double().numpy() - grades / BETA
+    np.testing.assert_allclose(rest - rest.mean(1, keepdims=True), 0, atol=2e-5)
+
+
+@pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
+def test_every_prefix_is_scored_as_a_history_of_its_own(blocks: str) -> None:
+    policy, known = tilted(blocks=blocks), histories([H, 7, 3], padding=9)
+    visible = torch.arange(H + 1).minimum(known.lengths[:, None])
+    items = torch.randint(1, V + 1, visible.shape, generator=torch.Generator().manual_seed(3))
+    slates = Slates(items, visible, torch.ones_like(items, dtype=torch.bool))
+    logp = policy.log_prob(FeedbackBatch(known, slates, torch.arange(3)))[..., 0]
+    states = policy.encode(known)
+    again = policy.log_prob(FeedbackBatch(known, slates, torch.arange(3)), states=states)[..., 0]
+    torch.testing.assert_close(again, logp)
+    entropy = policy.entropy(FeedbackBatch(known, slates, torch.arange(3)))
+    for seen in range(H + 1):
+        prefix = first_events(known, seen)
+        alone = policy.log_prob(whole_catalog(prefix))[..., 0]
+        torch.testing.assert_close(
+            alone.gather(1, items[:, seen : seen + 1] - 1)[:, 0], logp[:, seen], rtol=0, atol=2e-5
+        )
+        torch.testing.assert_close(-(alone.exp() * alone).sum(1), entropy[:, seen], rtol=0, atol=2e-5)
+
+
+def test_log_probabilities_of_the_whole_catalog_are_those_of_its_items() -> None:
+    policy, known = tilted(), histories([H, 6, 2, 0])
+    logp = policy.log_prob(whole_catalog(known))
+    torch.testing.assert_close(policy.catalog_log_prob(whole_catalog(known)), logp)
+    torch.testing.assert_close(policy.catalog_log_prob(whole_catalog(known), policy.encode(known)), logp)
+
+
+def test_lists_draws_and_divergence_are_those_of_the_log_probabilities() -> None:
+    policy, known = tilted(), histories([H, 6, 2, 0])
+    logp = policy.log_prob(whole_catalog(known))[..., 0]
+    exclude = torch.tensor([[1, 2], [3, 0], [0, 0], [7, 7]])
+    kept = torch.nn.functional.pad(logp, (1, 0)).scatter(1, exclude, -torch.inf)[:, 1:]
+    lists = policy.recommend(known, 6, exclude)
+    best = kept.topk(6, 1)
+    assert torch.equal(lists.item_ids, best.indices + 1)
+    torch.testing.assert_close(lists.scores, best.values, rtol=0, atol=1e-5)
+    torch.manual_seed(0)
+    ids, drawn = policy.sample(known, 4000)
+    torch.testing.assert_close(drawn[..., 0], logp.gather(1, ids - 1), rtol=0, atol=1e-5)
+    share = torch.stack([row.bincount(minlength=V + 1)[1:] for row in ids]) / ids.shape[1]
+    torch.testing.assert_close(share, logp.exp(), rtol=0, atol=0.03)
+    base_logp = policy.base.log_prob(whole_catalog(most_recent(known, READS)))[..., 0]
+    expected = (logp.exp() * (logp - base_logp)).sum(1)
+    torch.testing.assert_close(policy.kl_from_base(known), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RecpoError, match="k must be between 1"):
+        policy.recommend(known, V + 1)
+    with pytest.raises(RecpoError, match="the policy reads 9"):
+        policy.recommend(histories([H + 1], width=H + 1), 3)
+
+
+def test_beta_goes_from_the_factor_model_to_the_base() -> None:
+    known = histories([H, 6, 2])
+    far, near = tilted(1e6), tilted(1e-3)
+    recent = most_recent(known, READS)
+    torch.testing.assert_close(far.recommend(known, V).scores, far.base.recommend(recent, V).scores, rtol=0, atol=1e-4)
+    grades = expected_grades(near.factors, expected_users(near.factors, known))
+    # one nat of the base is worth a thousandth of a grade
+    listed = near.recommend(known, 10).item_ids.numpy() - 1
+    np.testing.assert_allclose(np.take_along_axis(grades, listed, 1), -np.sort(-grades, 1)[:, :10], atol=0.02)
+
+
+def test_the_factors_are_folded_in_and_ranked_as_by_themselves() -> None:
+    policy, known = tilted(1e-3), histories([H, 6, 2, 0])
+    alone = Factors(
+        mean=MEAN,
+        item_factors=policy.factors.item_factors[1:],
+        item_bias=policy.factors.item_bias[1:],
+        ridge=RIDGE,
+        user_factors=None,
+        item_covariance=None,
+        noise=0.1,
+        catalog_checksum="",
+        max_history=H,
+    )
+    torch.testing.assert_close(policy.factors.fold_in(known), alone.fold_in(known), rtol=0, atol=1e-6)
+    without_base = with_factors(TiltedPolicy(V, base=lambda _: flat(), beta=1e-2, **OPTIONS))
+    assert torch.equal(without_base.recommend(known, 8).item_ids, alone.recommend(known, 8).item_ids)
+
+
+def flat() -> CatalogSoftmaxPolicy:
+    """All items are as probable."""
+    made = base(tie_weights=False)
+    assert made.output_table is not None
+    made.output_table.weight.data.zero_()
+    return made
+
+
+def test_gradients_reach_the_base_and_not_the_factors() -> None:
+    policy = tilted().train()
+    policy.log_prob(whole_catalog(histories([H, 2]))).sum().backward()
+    assert policy.base.item_table.weight.grad is not None
+    assert {name for name, _ in policy.named_parameters()} == {f"base.{n}" for n, _ in policy.base.named_parameters()}
+    assert {"factors.item_factors", "factors.item_bias"} <= policy.state_dict().keys()
+
+
+def test_the_most_recent_events_are_kept() -> None:
+    known = histories([H, 6, 2, 0], padding=0)
+    recent = most_recent(known, READS)
+    for row, length in enumerate(known.lengths.tolist()):
+        begin, end = max(0, length - READS), length
+        for now, before in zip((recent.item_ids, recent.feedback, recent.timestamps), (known[0], known[2], known[3]),
+                               strict=True):  # fmt: skip
+            assert now is not None
+            assert before is not None
+            assert now[row, : end - begin].tolist() == before[row, begin:end].tolist()
+            assert now[row, end - begin :].eq(0).all()
+    assert recent.lengths.tolist() == [5, 5, 2, 0]
+
+
+@pytest.fixture(scope="module")
+def reranked(tmp_path_factory: pytest.TempPathFactory) -> RerankedPolicy:
+    """All items are candidates, so that it is exact."""
+    root = tmp_path_factory.mktemp("codes")
+    made = RerankedPolicy(V, base=lambda _: semantic_base(root), beta=BETA, candidates=V, **OPTIONS)
+    policy: RerankedPolicy = with_factors(made)
+    return policy
+
+
+def test_a_reranked_beam_of_all_items_is_the_tilted_policy(reranked: RerankedPolicy) -> None:
+    known = histories([H, 6, 2, 0])
+    logp = reranked.log_prob(whole_catalog(known)).sum(-1)
+    torch.testing.assert_close(logp.exp().sum(1), torch.ones(4))
+    reference = reranked.base.log_prob(whole_catalog(most_recent(known, READS))).sum(-1)
+    grades = expected_grades(reranked.factors, expected_users(reranked.factors, known))
+    rest = (logp - reference).detach().double().numpy() - grades / BETA
+    np.testing.assert_allclose(rest - rest.mean(1, keepdims=True), 0, atol=5e-5)
+    lists = reranked.recommend(known, 7)
+    assert torch.equal(lists.item_ids, logp.topk(7, 1).indices + 1)
+    torch.testing.assert_close(lists.scores, logp.topk(7, 1).values, rtol=0, atol=2e-5)
+    expected = (logp.exp() * (logp - reference)).sum(1)
+    torch.testing.assert_close(reranked.kl_from_base(known), expected, rtol=1e-3, atol=1e-4)
+    torch.manual_seed(0)
+    ids, drawn = reranked.sample(known, 500, SamplingOptions())
+    assert drawn.shape == (4, 500, 3)
+    torch.testing.assert_close(drawn.sum(-1), logp.gather(1, ids - 1), rtol=0, atol=2e-5)
+
+
+def test_few_candidates_bound_what_a_reranked_policy_lists(reranked: RerankedPolicy) -> None:
+    known, before = histories([H, 6, 2]), reranked.candidates
+    try:
+        reranked.candidates = 4
+        lists = reranked.recommend(known, 3)
+        beam = reranked.base.recommend(most_recent(known, READS), 4)
+        assert all(
+            set(row.tolist()) <= set(found.tolist()) for row, found in zip(lists.item_ids, beam.item_ids, strict=True)
+        )
+        assert (lists.scores.exp().sum(1) <= 1 + 1e-5).all()
+        logp = reranked.log_prob(whole_catalog(known)).sum(-1)
+        assert (logp <= 1e-6).all()
+        torch.testing.assert_close(logp.gather(1, lists.item_ids - 1), lists.scores, rtol=0, atol=2e-5)
+        few = reranked.recommend(known, 3, torch.arange(1, V + 1)[None, 1:].expand(3, -1))
+        assert few.item_ids.tolist() == [[1, 0, 0]] * 3
+        none = reranked.recommend(known, 3, torch.arange(1, V + 1)[None].expand(3, -1))
+        assert none.item_ids.eq(0).all()
+        assert none.scores.eq(-torch.inf).all()
+    finally:
+        reranked.candidates = before
+
+
+def test_impossible_options_are_refused() -> None:
+    for beta in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(RecpoError, match="beta is"):
+            tilted(beta)
+    for wrong in ({"ridge": 0.0}, {"rank": 0}):
+        with pytest.raises(RecpoError, match="rank must be at least 1 and ridge a number above 0"):
+            TiltedPolicy(V, base=lambda _: base(), beta=1.0, **OPTIONS | wrong)
+    with pytest.raises(RecpoError, match="takes RerankedPolicy"):
+        TiltedPolicy(V, base=lambda _: tilted(), beta=1.0, **OPTIONS)
+    with pytest.raises(RecpoError, match="candidates must be"):
+        RerankedPolicy(V, base=lambda _: base(), beta=1.0, candidates=0, **OPTIONS)
+    with pytest.raises(RecpoError, match="take factors of the same items"):
+        tilted().factors.assign(torch.zeros(V + 1, RANK), torch.zeros(V + 1))
