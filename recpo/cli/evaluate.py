@@ -32,8 +32,9 @@ def evaluate(
     out: Path,
     run: list[Path] | Path = [],  # noqa: B006  jsonargparse prints it
     bundle: list[Path] | Path = [],  # noqa: B006
+    factors: list[Path] | Path = [],  # noqa: B006
     lists: list[str] | str = [],  # noqa: B006
-    baselines: list[Baseline] = ["popularity", "recency", "cooccurrence", "random"],  # noqa: B006
+    baselines: list[Baseline] = ["popularity", "recency", "cooccurrence", "factorization", "random"],  # noqa: B006
     split: Literal["valid", "test"] = "test",
     ks: list[int] = [10, 50],  # noqa: B006
     exclude_past: bool = True,
@@ -44,6 +45,7 @@ def evaluate(
     off_policy: OffPolicyOptions | None = OffPolicyOptions(),  # noqa: B008  frozen
     reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
     baseline_options: BaselineOptions = BaselineOptions(),  # noqa: B008  frozen
+    baseline_cache: Path | None = None,
     truth: Path | None = None,
     checkpoint: Literal["best", "last"] = "best",
     batch_size: int = 512,
@@ -63,12 +65,13 @@ def evaluate(
         run: run directory written by ``recpo train``, or a list of them, ``[runs/a, runs/b]``, on the same items.
         bundle: bundle directory written by ``recpo export``, or a list of them; a bundle ranks, and gives no
             probabilities of logged items.
+        factors: directory written by ``recpo factorize``, or a list of them.
         lists: recommendations of any other system, ``NAME=FILE`` or a list of them: a Parquet file, a directory of
             such files, or a CSV file, with the columns user_id, item_id and rank (1 = best) or score (higher = better),
             in the ids of the log.
         baselines: popularity (training events), positives (training positives), recency (training events, newer ones
-            counting more), cooccurrence (items near the user's last ones), random. The logging policy is added where
-            its value is known.
+            counting more), cooccurrence (items near the user's last ones), factorization (matrix factorization of
+            graded feedback, fitted here), random. The logging policy is added where its value is known.
         split: held-out period.
         ks: list lengths; the tables show the first.
         exclude_past: leave the items of a user's past out of the lists, and such held-out events out of the targets.
@@ -80,6 +83,8 @@ def evaluate(
             where the period has none.
         reward: of logged items, for the off-policy value.
         baseline_options: of the baselines.
+        baseline_cache: directory of fitted baselines, which other evaluations of the same data may share; null = in
+            ``out``, where an evaluation that replaces this one finds them. They are fitted once per data and options.
         truth: directory that ``recpo simulate`` wrote: adds the true expected reward and the true probability of a
             dislike, means over the first k places, on the first day of the period.
         checkpoint: which checkpoint of the runs.
@@ -90,7 +95,7 @@ def evaluate(
     """
     found = evaluate_contenders(
         prepared,
-        [*baselines, *_listed(run), *_listed(bundle), *map(Lists.parse, _listed(lists))],
+        [*baselines, *_listed(run), *_listed(bundle), *_listed(factors), *map(Lists.parse, _listed(lists))],
         out=out,
         split=split,
         ks=ks,
@@ -102,6 +107,7 @@ def evaluate(
         off_policy=off_policy,
         reward=reward,
         baseline_options=baseline_options,
+        baseline_cache=baseline_cache,
         truth=truth,
         checkpoint=checkpoint,
         batch_size=batch_size,

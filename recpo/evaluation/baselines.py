@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from recpo.evaluation.ranking import is_member
-from recpo.types import Histories, Recommendations
+from recpo.types import FeedbackBatch, Histories, Recommendations
 
 
 class Popularity:
@@ -29,6 +29,11 @@ class Popularity:
         item_ids = first_allowed(candidates, k, exclude)
         scores = self._logp.to(device)[(item_ids - 1).clamp_min(0)]
         return Recommendations(item_ids, scores.masked_fill(item_ids == 0, -torch.inf))
+
+    def score(self, batch: FeedbackBatch) -> Tensor:
+        """Scores ``[B, S]`` of the slates, the same for everybody."""
+        item_ids = batch.slates.item_ids
+        return self._logp.to(item_ids.device)[(item_ids - 1).clamp_min(0)]
 
 
 class UniformlyRandom:

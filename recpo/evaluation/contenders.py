@@ -16,10 +16,14 @@ from recpo.errors import RecpoError
 from recpo.evaluation.baselines import Popularity, UniformlyRandom, decayed_counts
 from recpo.evaluation.cooccurrence import CooccurrenceBaseline, CooccurrenceOptions, EventChunk, neighbors_of
 from recpo.evaluation.document import Kind
+from recpo.evaluation.fitted import BaselineCache, Recipe, factors_recommender
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
+from recpo.factorization.factors import Factors
+from recpo.factorization.graded import FactorOptions
+from recpo.factorization.selection import fit_factors
 
-Baseline = Literal["popularity", "positives", "recency", "cooccurrence", "random"]
+Baseline = Literal["popularity", "positives", "recency", "cooccurrence", "factorization", "random"]
 
 #: Names of all baselines.
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
@@ -69,18 +73,36 @@ class BaselineOptions:
     Attributes:
         recency_half_life: days after which a training event counts half; null = a tenth of the training period.
         cooccurrence: of the item co-occurrence.
+        factorization: of the matrix factorization of grades.
     """
 
     recency_half_life: float | None = None
     cooccurrence: CooccurrenceOptions = field(default_factory=CooccurrenceOptions)
+    factorization: FactorOptions = field(default_factory=lambda: FactorOptions(uncertainty=False))
 
     def __post_init__(self) -> None:
         if self.recency_half_life is not None and not self.recency_half_life > 0:
             raise RecpoError(f"recency_half_life is {self.recency_half_life}; it is a positive number of days")
 
 
-def baseline(name: Baseline, data: Prepared, options: BaselineOptions) -> Contender:
-    """A baseline, counted from the training shards when it is loaded."""
+def baseline(
+    name: Baseline,
+    data: Prepared,
+    options: BaselineOptions,
+    cache: BaselineCache = BaselineCache(),  # noqa: B008  frozen
+    progress: bool = False,
+) -> Contender:
+    """A baseline, counted from the training shards, or fitted on them, when it is loaded.
+
+    Args:
+        name: which one.
+        data: prepared data.
+        options: of all baselines.
+        cache: where fitted ones are kept.
+        progress: show a progress bar on a terminal.
+    """
+    if name == "factorization":
+        return Contender(name, "baseline", partial(_load_factorization, data, options.factorization, cache, progress))
     return Contender(name, "baseline", partial(_load_baseline, name, data, options))
 
 
@@ -103,7 +125,15 @@ def _load_baseline(name: Baseline, data: Prepared, options: BaselineOptions) -> 
         counts = torch.from_numpy(recent_counts(data, options.recency_half_life))
     else:
         counts = torch.from_numpy(data.item_counts("train_count" if name == "popularity" else "train_positives"))
-    return Loaded(Recommender(Popularity(counts).recommend, name=name), 1)
+    popularity = Popularity(counts)
+    return Loaded(Recommender(popularity.recommend, name=name, score=popularity.score), 1)
+
+
+def _load_factorization(data: Prepared, options: FactorOptions, cache: BaselineCache, progress: bool) -> Loaded:
+    recipe = Recipe(lambda data, progress: fit_factors(data, options, progress=progress), Factors.open)
+    factors = cache.model("factorization", data, options, recipe, progress)
+    assert isinstance(factors, Factors)
+    return Loaded(factors_recommender(factors, "factorization"), factors.max_history)
 
 
 def _training_events(data: Prepared) -> Iterator[EventChunk]:

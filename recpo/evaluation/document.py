@@ -22,7 +22,7 @@ from recpo.evaluation.true_rewards import TrueRewards
 
 SCHEMA_VERSION = 3
 
-Kind = Literal["run", "bundle", "lists", "baseline"]
+Kind = Literal["run", "bundle", "factors", "lists", "baseline"]
 
 _OF_A_PERIOD = {"events": "targets", "users": "users"}
 
@@ -32,7 +32,7 @@ class ContenderResult(NamedTuple):
 
     Attributes:
         name: unique among the contenders.
-        kind: a trained run, an exported bundle, the lists of another system, or a baseline.
+        kind: a trained run, an exported bundle, a factor model, the lists of another system, or a baseline.
         result: its metrics.
         off_policy: its off-policy estimates, JSON objects that go into the document as they are.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +13,11 @@ from torch import Tensor
 from recpo.artifacts import kind_of
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
-from recpo.evaluation.contenders import BASELINES, BaselineOptions, Contender, Loaded, baseline, validate_names
+from recpo.evaluation.contenders import BASELINES, Baseline, Contender, Loaded, validate_names
+from recpo.evaluation.fitted import factors_recommender
 from recpo.evaluation.lists import Lists, lists_contender
 from recpo.evaluation.measures import Recommender
+from recpo.factorization.factors import Factors
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import EncodedHistories
 from recpo.training.curves import training_curves
@@ -24,17 +26,17 @@ from recpo.training.run import CHECKPOINTS, FINISHED, RESOLVED, Run
 from recpo.types import Histories, Recommendations
 
 #: How a contender is named: an object, its directory, or the name of a baseline.
-Named = Run | Bundle | Lists | Path | str
+Named = Run | Bundle | Factors | Lists | Path | str
 
 
 def contenders_of(
     named: Sequence[Named],
     data: Prepared,
-    options: BaselineOptions,
     ks: Sequence[int],
     checkpoint: Checkpoint,
     device: torch.device,
     trust: Sequence[str],
+    make_baseline: Callable[[Baseline], Contender],
 ) -> list[Contender]:
     """Everybody, checked before the first one is loaded.
 
@@ -49,10 +51,12 @@ def contenders_of(
             found.append(lists_contender(one, data, ks))
         elif isinstance(one, Run):
             found.append(_run(names[one.root], one, data, checkpoint, device))
+        elif isinstance(one, Factors):
+            found.append(_factors("factors", one, "a model in memory", data))
         elif isinstance(one, Bundle):
             found.append(_bundle(names[one.root], one, str(one.root), data, longest))
         elif isinstance(one, str) and one in BASELINES:
-            found.append(baseline(one, data, options))
+            found.append(make_baseline(one))
         else:
             found.append(_from_directory(Path(one), names[Path(one)], data, longest, checkpoint, device, trust))
     validate_names(found)
@@ -62,10 +66,10 @@ def contenders_of(
 
 
 def directory_of(contender: Named) -> Path | None:
-    """The directory of a contender; None = it is a baseline, or lists."""
+    """The directory of a contender; None = it has none: a baseline, lists, or a model in memory."""
     if isinstance(contender, Run | Bundle):
         return contender.root
-    return None if isinstance(contender, Lists) or contender in BASELINES else Path(contender)
+    return None if isinstance(contender, Lists | Factors) or contender in BASELINES else Path(contender)
 
 
 def _names(paths: Sequence[Path]) -> dict[Path, str]:
@@ -90,9 +94,11 @@ def _from_directory(
         return _run(name, Run.open(path, trust), data, checkpoint, device)
     if kind == "bundle":
         return _bundle(name, Bundle.load(path), str(path), data, longest)
+    if kind == "factors":
+        return _factors(name, Factors.open(path), str(path), data)
     raise RecpoError(
-        f"{path} is no run and no bundle, and the baselines are called {', '.join(BASELINES)}: name what `recpo train` "
-        "or `recpo export` wrote, or a baseline"
+        f"{path} is no run and no bundle, and the baselines are called {', '.join(BASELINES)}: name what `recpo "
+        "train`, `recpo export` or `recpo factorize` wrote, or a baseline"
     )
 
 
@@ -113,6 +119,12 @@ def _load_run(name: str, run: Run, checkpoint: Checkpoint, device: torch.device)
     policy = run.policy(checkpoint).to(device)
     log_prob = policy.log_prob if policy.has_exact_log_prob else None
     return Loaded(Recommender(policy.recommend, log_prob, name, scores_are_logp=True), policy.max_history, policy)
+
+
+def _factors(name: str, factors: Factors, where: str, data: Prepared) -> Contender:
+    factors.validate_items(data.catalog_checksum, data.root)
+    facts = {"kind": "factors", "path": where, "facts": str(dict(factors.facts))}
+    return Contender(name, "factors", lambda: Loaded(factors_recommender(factors, name), factors.max_history), facts)
 
 
 def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int) -> Contender:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,9 +21,10 @@ from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy
 from recpo.evaluation.catalog_ranking import Gain, evaluate_ranking, validate_ks
-from recpo.evaluation.contenders import BaselineOptions, Contender
+from recpo.evaluation.contenders import BaselineOptions, Contender, baseline
 from recpo.evaluation.document import ContenderResult, evaluation_document, logging_policy
 from recpo.evaluation.evaluation import Evaluation
+from recpo.evaluation.fitted import BASELINES_DIRECTORY, BaselineCache
 from recpo.evaluation.item_facts import ItemFacts, ItemFeatures, item_facts
 from recpo.evaluation.lists import Lists
 from recpo.evaluation.measures import Measure
@@ -62,6 +64,7 @@ def evaluate(
     off_policy: OffPolicyOptions | None = OffPolicyOptions(),  # noqa: B008  frozen
     reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
     baseline_options: BaselineOptions = BaselineOptions(),  # noqa: B008  frozen
+    baseline_cache: Path | str | None = None,
     truth: Path | str | None = None,
     checkpoint: Checkpoint = "best",
     batch_size: int = 512,
@@ -78,9 +81,9 @@ def evaluate(
 
     Args:
         prepared: prepared data, or its directory.
-        contenders: who is compared: runs and bundles on the same items, their directories, ``Lists`` of other systems,
-            and names of baselines (popularity, positives, recency, cooccurrence, random). The logging policy is added
-            where its value is known.
+        contenders: who is compared: runs, bundles and factors on the same items, their directories, ``Lists`` of other
+            systems, and names of baselines (popularity, positives, recency, cooccurrence, factorization, random). The
+            logging policy is added where its value is known.
         out: directory to make; None = the evaluation is in memory only.
         split: held-out period.
         ks: list lengths; the tables show the first.
@@ -93,6 +96,8 @@ def evaluate(
             where the period has none.
         reward: of logged items, for the off-policy value.
         baseline_options: of the baselines.
+        baseline_cache: directory of fitted baselines, which other evaluations of the same data may share; None = in
+            ``out``, where an evaluation that replaces this one finds them. They are fitted once per data and options.
         truth: directory that ``recpo simulate`` wrote: adds the true expected reward and the true probability of a
             dislike, means over the first k places, on the first day of the period.
         checkpoint: which checkpoint of the runs.
@@ -117,12 +122,14 @@ def evaluate(
         target = None
         if out is not None:
             given = [one.path if isinstance(one, Lists) else directory_of(one) for one in contenders]
-            inputs = [data.root, *given, truth, item_features and item_features.file]
+            inputs = [data.root, *given, truth, item_features and item_features.file, baseline_cache]
             target = stack.enter_context(
                 output_directory(out, kind="evaluation", overwrite=overwrite, inputs=[one for one in inputs if one])
             )
         where = compute_device(device)
-        compared = contenders_of(contenders, data, baseline_options, ks, checkpoint, where, trust)
+        cache = _cache(baseline_cache, out, target)
+        counted = partial(baseline, data=data, options=baseline_options, cache=cache, progress=progress)
+        compared = contenders_of(contenders, data, ks, checkpoint, where, trust, counted)
         shared = _Pass(
             data=data,
             split=split,
@@ -154,6 +161,7 @@ def evaluate(
             "off_policy": off_policy,
             "reward": reward,
             "baseline_options": baseline_options,
+            "baseline_cache": baseline_cache,
             "truth": truth,
             "checkpoint": checkpoint,
             "batch_size": batch_size,
@@ -165,6 +173,15 @@ def evaluate(
         if target is not None:
             evaluation.write_files(target)
     return evaluation if out is None else replace(evaluation, path=Path(out))
+
+
+def _cache(given: Path | str | None, out: Path | str | None, target: Path | None) -> BaselineCache:
+    """Without a directory of its own: read from the evaluation that is replaced, kept in the one that is made."""
+    if given is not None:
+        return BaselineCache(Path(given), Path(given))
+    if out is None or target is None:
+        return BaselineCache()
+    return BaselineCache(Path(out) / BASELINES_DIRECTORY, target / BASELINES_DIRECTORY)
 
 
 def _off_policy(
@@ -185,6 +202,7 @@ def _named_contenders(contenders: Sequence[Contender]) -> dict[str, list[str]]:
     return {
         "run": [str(one.facts["path"]) for one in contenders if one.kind == "run"],
         "bundle": [str(one.facts["path"]) for one in contenders if one.kind == "bundle"],
+        "factors": [str(one.facts["path"]) for one in contenders if one.kind == "factors"],
         "lists": [f"{one.name}={one.facts['path']}" for one in contenders if one.kind == "lists"],
         "baselines": [one.name for one in contenders if one.kind == "baseline"],
     }

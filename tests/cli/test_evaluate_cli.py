@@ -94,7 +94,8 @@ def evaluated(road, tmp_path_factory):
         "--out",
         str(out),
     ]
-    options += ["--baselines", '["popularity","positives","recency","cooccurrence","random"]']
+    options += ["--baselines", '["popularity","positives","recency","cooccurrence","factorization","random"]']
+    options += ["--baseline_options.factorization.ranks", "[2]", "--baseline_options.factorization.ridges", "[4.0]"]
     features = str(road / "log" / "truth" / "items.parquet")
     options += ["--item_features.file", features, "--item_features.tags", "topic", "--item_features.vectors", "latent"]
     command = [sys.executable, "-m", "recpo.cli.main", "evaluate", *options]
@@ -109,7 +110,8 @@ def document_in(out):
 
 def test_the_directory_holds_the_document_the_report_and_the_options(evaluated):
     out, printed = evaluated
-    assert {file.name for file in out.iterdir()} == {"metrics.json", "recpo.json", "report.html", "resolved.yaml"}
+    files = {"metrics.json", "recpo.json", "report.html", "resolved.yaml"}
+    assert {file.name for file in out.iterdir()} == files | {"baselines"}
     assert yaml.safe_load((out / "resolved.yaml").read_text())["ks"] == [5, 10]
     for expected in ("NDCG", "popularity", "run-1", "past: excluded", "paired differences", "warning:"):
         assert expected in printed
@@ -121,21 +123,21 @@ def test_the_document_has_the_keys_of_schema_3(evaluated):
     expected = {"setting", "conventions", "warnings", "contenders", "differences", "labels", "training", "provenance"}
     assert document.keys() == expected | {"schema_version", "same_weights"}
     names = [contender["name"] for contender in document["contenders"]]
-    baselines = ["popularity", "positives", "recency", "cooccurrence", "random"]
+    baselines = ["popularity", "positives", "recency", "cooccurrence", "factorization", "random"]
     assert names == [*baselines, "run-0", "run-1", "bundle", "other", "logging policy"]
     kinds = [contender["kind"] for contender in document["contenders"]]
-    assert kinds == ["baseline"] * 5 + ["run"] * 2 + ["bundle", "lists", "baseline"]
+    assert kinds == ["baseline"] * 6 + ["run"] * 2 + ["bundle", "lists", "baseline"]
     keys = {"name", "kind", "counts", "metrics", "totals", "segments", "off_policy"}
     for contender in document["contenders"]:
         assert contender.keys() == keys
         assert all(value.keys() == ESTIMATE for value in contender["metrics"].values())
         for entry in contender["off_policy"]:
             assert entry.keys() >= {"target", "estimator", "value", "intervals", "effective_sample_size", "warnings"}
-    metrics = document["contenders"][5]["metrics"]
+    metrics = document["contenders"][6]["metrics"]
     wanted = {"NDCG@5", "Recall@10", "disliked@10", "true_reward@10", "true_dislike@5", "AUC_other", "diversity@5"}
     assert wanted | {"tag_diversity@10", "miscalibration@10"} <= metrics.keys()
     assert all(-2 <= metrics[f"true_reward@{k}"]["mean"] <= 1 for k in (5, 10))
-    assert document["contenders"][5]["segments"].keys() == set(document["setting"]["segments"])
+    assert document["contenders"][6]["segments"].keys() == set(document["setting"]["segments"])
     assert document["training"].keys() == {"run-0", "run-1"}
     assert document["training"]["run-0"]["val/NDCG@10"]
     assert document["provenance"]["runs"].keys() == {"run-0", "run-1", "bundle", "other"}
@@ -182,7 +184,7 @@ def test_given_lists_are_judged_as_the_run_that_made_them(evaluated, road):
 
 def test_every_pair_is_compared_and_corrected(evaluated):
     differences = document_in(evaluated[0])["differences"]
-    assert len(differences) == 10 * 9 / 2 - 1, "a run and its bundle are one policy"
+    assert len(differences) == 11 * 10 / 2 - 1, "a run and its bundle are one policy"
     between_runs = next(d for d in differences if (d["contender"], d["against"]) == ("run-1", "run-0"))
     for value in between_runs["metrics"].values():
         assert value.keys() == ESTIMATE | {"differing", "p_value", "p_holm", "survives_holm"}

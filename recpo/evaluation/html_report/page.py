@@ -12,6 +12,7 @@ from recpo.evaluation.reading import Document, reading
 _KINDS = {
     "run": ("trained run", "trained runs"),
     "bundle": ("bundle", "bundles"),
+    "factors": ("factor model", "factor models"),
     "lists": ("system given by its lists", "systems given by their lists"),
     "baseline": ("baseline", "baselines"),
 }

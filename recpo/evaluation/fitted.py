@@ -1,0 +1,135 @@
+"""Baselines that are fitted: once per data and options, and kept with the evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+from torch import Tensor
+
+from recpo.artifacts import sha256
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.evaluation.measures import Recommender
+from recpo.factorization.factors import Factors
+from recpo.types import FeedbackBatch, Histories, Recommendations
+
+#: Directory of fitted baselines within that of an evaluation.
+BASELINES_DIRECTORY: Final = "baselines"
+_VERSION: Final = 1  # of the way in which they are fitted: a new one fits again
+
+
+class Model(Protocol):
+    """What is fitted: it recommends for any history, of which it reads the last ``max_history`` events."""
+
+    @property
+    def max_history(self) -> int:
+        """Events that it reads."""
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """As ``Policy.recommend``."""
+
+    def save(self, path: Path) -> None:
+        """Writes it."""
+
+
+class Recipe(NamedTuple):
+    """How a model is made and read.
+
+    Attributes:
+        fit: makes it from prepared data.
+        open: reads what its ``save`` wrote.
+        suffix: of the file; empty = it is a directory.
+    """
+
+    fit: Callable[[Prepared, bool], Model]
+    open: Callable[[Path], Model]
+    suffix: str = ""
+
+
+@dataclass(frozen=True)
+class BaselineCache:
+    """Where fitted baselines are looked for, and where they are kept.
+
+    Attributes:
+        reads: directory that may hold some; None = there is none.
+        writes: directory that gets those that are used; None = they are not kept.
+    """
+
+    reads: Path | None = None
+    writes: Path | None = None
+
+    def model(self, name: str, data: Prepared, options: Any, recipe: Recipe, progress: bool = False) -> Model:
+        """The model that was fitted on the same data with the same options, or else a new one.
+
+        Args:
+            name: of the baseline.
+            data: prepared data; its manifest, which has the checksums of all files, identifies it.
+            options: a dataclass, of which every value counts.
+            recipe: how it is made.
+            progress: show a progress bar on a terminal.
+
+        Raises:
+            RecpoError: what is kept is damaged.
+        """
+        file = f"{name}-{_key(name, data, options)}{recipe.suffix}"
+        kept = None if self.reads is None else self.reads / file
+        model = recipe.fit(data, progress) if kept is None or not kept.exists() else _opened(kept, recipe)
+        if self.writes is not None and not (self.writes / file).exists():
+            self.writes.mkdir(parents=True, exist_ok=True)
+            model.save(self.writes / file)
+        return model
+
+
+def _key(name: str, data: Prepared, options: Any) -> str:
+    content = {"version": _VERSION, "baseline": name, "options": asdict(options), "prepared": data.manifest}
+    return sha256(json.dumps(content, sort_keys=True, default=str).encode())[:16]
+
+
+def _opened(path: Path, recipe: Recipe) -> Model:
+    try:
+        return recipe.open(path)
+    except RecpoError as error:
+        raise RecpoError(
+            f"the baseline that was kept in {path} cannot be read: remove it to fit it again ({error})"
+        ) from error
+
+
+def recommender_of(model: Model, name: str, score: Callable[[FeedbackBatch], Tensor] | None = None) -> Recommender:
+    """Runs a model on the CPU, wherever the histories are.
+
+    Args:
+        model: the model.
+        name: of the contender.
+        score: of held-out slates on the CPU, see ``Recommender.score``.
+    """
+
+    def recommend(histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
+        device = histories.item_ids.device
+        found = model.recommend(_on_cpu(histories), k, None if exclude is None else exclude.cpu())
+        return Recommendations(*(part.to(device) for part in found))
+
+    def scored(batch: FeedbackBatch) -> Tensor:
+        assert score is not None
+        device = batch.slates.item_ids.device
+        slates = batch.slates._replace(item_ids=batch.slates.item_ids.cpu())
+        return score(batch._replace(histories=_on_cpu(batch.histories), slates=slates)).to(device)
+
+    return Recommender(recommend, name=name, score=None if score is None else scored)
+
+
+def _on_cpu(histories: Histories) -> Histories:
+    feedback, timestamps = (None if part is None else part.cpu() for part in histories[2:])
+    return Histories(histories.item_ids.cpu(), histories.lengths.cpu(), feedback, timestamps)
+
+
+def factors_recommender(factors: Factors, name: str) -> Recommender:
+    """The items of the highest predicted grade for users who are folded in from their history."""
+
+    def score(batch: FeedbackBatch) -> Tensor:
+        return factors.grades(factors.fold_in(batch.histories), batch.slates.item_ids)
+
+    return recommender_of(factors, name, score)

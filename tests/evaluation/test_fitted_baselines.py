@@ -1,0 +1,118 @@
+"""Baselines that are fitted: what they recommend and score, and that they are fitted once."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+import recpo
+from recpo import RecpoError
+from recpo.data.datamodule import evaluation_batches
+from recpo.data.prepared import Prepared
+from recpo.evaluation import contenders
+from recpo.evaluation.contenders import BaselineOptions
+from recpo.evaluation.exposures import exposure_auc
+from recpo.evaluation.targets import held_out_targets
+from recpo.factorization.graded import FactorOptions
+from recpo.factorization.selection import fit_factors
+
+SMALL = BaselineOptions(factorization=FactorOptions(ranks=(2,), ridges=(2.0,), sweeps=2, uncertainty=False))
+QUICK = {"ks": [5], "off_policy": None, "segments": False, "baseline_options": SMALL}
+
+
+@pytest.fixture(scope="module")
+def data(prepared):
+    return Prepared.open(prepared)
+
+
+@pytest.fixture
+def fits(monkeypatch):
+    """The number of fits so far."""
+    found = []
+
+    def counting(*arguments, **options):
+        found.append(1)
+        return fit_factors(*arguments, **options)
+
+    monkeypatch.setattr(contenders, "fit_factors", counting)
+    return found
+
+
+def metrics_of(evaluation):
+    return evaluation.document["contenders"][0]["metrics"]
+
+
+def test_the_baseline_is_the_model_that_factorize_fits(data, tmp_path):
+    baseline = recpo.evaluate(data, ["factorization"], **QUICK)
+    assert baseline.document["contenders"][0]["kind"] == "baseline"
+    options = {"ranks": [2], "ridges": [2.0], "sweeps": 2, "uncertainty": False}
+    model = recpo.factorize(data, tmp_path / "mine", **options)
+    directory = recpo.evaluate(data, [tmp_path / "mine"], **QUICK)
+    assert [(c["name"], c["kind"]) for c in directory.document["contenders"]] == [("mine", "factors")]
+    assert directory.options["factors"] == [str(tmp_path / "mine")]
+    assert directory.document["provenance"]["runs"]["mine"]["max_history"] == model.max_history
+    memory = recpo.evaluate(data, [model], **QUICK)
+    assert metrics_of(baseline) == metrics_of(directory) == metrics_of(memory)
+
+
+def test_it_scores_what_was_shown_by_the_predicted_grade(data):
+    model = fit_factors(data, SMALL.factorization)
+    sums = []
+    for batch in evaluation_batches(data.root, "test", model.max_history, 512):
+        grades = model.scores(model.fold_in(batch.feedback.histories))
+        scores = grades.gather(1, (batch.feedback.slates.item_ids - 1).clamp_min(0))
+        sums.append(exposure_auc(scores, held_out_targets(batch).without(batch.exclude))["AUC_other"])
+    expected = torch.cat(sums).nanmean().item()
+    assert metrics_of(recpo.evaluate(data, ["factorization"], **QUICK))["AUC_other"]["mean"] == pytest.approx(expected)
+
+
+def test_it_is_fitted_once_for_the_same_data_and_options(data, tmp_path, fits, prepared):
+    out = tmp_path / "evaluation"
+    first = recpo.evaluate(data, ["factorization"], out=out, **QUICK)
+    kept = next((out / "baselines").iterdir())
+    content = {file.name: file.read_bytes() for file in kept.iterdir()}
+    again = recpo.evaluate(data, ["random", "factorization"], out=out, overwrite=True, **QUICK)
+    assert len(fits) == 1
+    assert metrics_of(first) == again.document["contenders"][1]["metrics"]
+    assert content == {file.name: file.read_bytes() for file in next((out / "baselines").iterdir()).iterdir()}
+    other = SMALL.factorization.__class__(ranks=(3,), ridges=(2.0,), sweeps=2, uncertainty=False)
+    changed = QUICK | {"baseline_options": BaselineOptions(factorization=other)}
+    recpo.evaluate(data, ["factorization"], out=out, overwrite=True, **changed)
+    assert len(fits) == 2
+    recpo.evaluate(data, ["random"], out=out, overwrite=True, **QUICK)
+    assert not (out / "baselines").exists()
+
+
+def test_evaluations_may_share_a_directory_of_baselines(data, tmp_path, fits):
+    cache = tmp_path / "cache"
+    for name in "ab":
+        found = recpo.evaluate(data, ["factorization"], out=tmp_path / name, baseline_cache=cache, **QUICK)
+        assert found.options["baseline_cache"] == str(cache)
+        assert not (tmp_path / name / "baselines").exists()
+    recpo.evaluate(data, ["factorization"], baseline_cache=cache, **QUICK)
+    assert len(fits) == 1
+    with pytest.raises(RecpoError, match=r"holds .*cache, which is read"):
+        recpo.evaluate(data, ["random"], out=tmp_path / "a", baseline_cache=tmp_path / "a" / "cache", overwrite=True)
+
+
+def test_a_damaged_model_is_refused_and_nothing_is_lost(data, tmp_path, fits):
+    out = tmp_path / "evaluation"
+    recpo.evaluate(data, ["factorization"], out=out, **QUICK)
+    kept = next((out / "baselines").iterdir())
+    file = kept / "factors.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(RecpoError, match=r"kept in .*factorization-.* cannot be read: remove it to fit it again"):
+        recpo.evaluate(data, ["factorization"], out=out, overwrite=True, **QUICK)
+    assert (out / "metrics.json").is_file()
+    shutil.rmtree(kept)
+    recpo.evaluate(data, ["factorization"], out=out, overwrite=True, **QUICK)
+    assert len(fits) == 2
+
+
+def test_factors_of_other_items_are_refused(data, tmp_path):
+    model = fit_factors(data, SMALL.factorization)
+    stranger = model.__class__(**{**vars(model), "catalog_checksum": "0"})
+    with pytest.raises(RecpoError, match="fitted on other items"):
+        recpo.evaluate(data, [stranger], **QUICK)
