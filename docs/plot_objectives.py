@@ -24,11 +24,13 @@ from torch import Tensor
 from recpo.artifacts import output_file
 from recpo.contracts import Objective
 from recpo.objectives import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, PPO, DrGRPO, Likelihood, Reinforce
-from recpo.objectives.dpo import Variant, dpo_loss
+from recpo.objectives.dpo import PairVariant, dpo_loss
+from recpo.objectives.kto import kto_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import mpo_loss
 from recpo.objectives.q_learning import q_loss
 from recpo.objectives.reward_model import pairwise_reward_loss, pointwise_reward_loss
+from recpo.objectives.weighted_likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.types import LogProbs, ObjectiveInputs
 
 BLUE, ORANGE, GRAY, GREEN = "#3b6fb6", "#d9662b", "#8a8f98", "#3f8f5f"
@@ -131,6 +133,30 @@ def likelihood(axes: Axes) -> None:
     framed(axes, "probability  $\\pi$", legend="center left")
 
 
+def weighted_likelihood(axes: Axes) -> None:
+    """Against the advantage, by the temperature."""
+    advantages = torch.linspace(-1, 1, 161, dtype=torch.float64)
+    logp = torch.full((len(advantages), 1), -3.0, dtype=torch.float64, requires_grad=True)
+    for temperature, style in ((0.25, UP), (0.5, DOWN), (1.0, FOURTH)):
+        weights = likelihood_weights(advantages, temperature=temperature)
+        (curve,) = push(weighted_likelihood_loss(logp, weights), logp)
+        axes.plot(advantages, curve.squeeze(-1), label=f"temperature {temperature}", **style)
+    axes.set(yscale="log", yticks=[0.02, 0.1, 1.0, 10.0])
+    axes.minorticks_off()
+    framed(axes, "advantage A", legend="upper left")
+
+
+def kto(axes: Axes) -> None:
+    """Both labels against the log-ratio."""
+    h = torch.linspace(-8, 8, 200, dtype=torch.float64, requires_grad=True)
+    zero, one = torch.zeros_like(h), torch.ones_like(h)
+    for point, names in ((0.0, ("desirable", "undesirable")), (2.0, ("both, z = 2", None))):
+        for sign, label, style in zip((one, -one), names, (UP, DOWN) if not point else (OTHER, OTHER), strict=True):
+            (curve,) = push(kto_loss(h, zero, sign, torch.tensor(point), beta=1.0), h)
+            axes.plot(h.detach(), curve, label=label, **style)
+    framed(axes, "log-ratio  h   (β = 1, z = 0)", legend="lower right")
+
+
 def gbpo(axes: Axes) -> None:
     """Against the probability, with and without an old policy."""
     p = probabilities(0.99)
@@ -147,12 +173,14 @@ def dpo(axes: Axes) -> None:
     """The push on the chosen item against the implicit margin, of all variants."""
     h = torch.linspace(-6, 6, 300, dtype=torch.float64, requires_grad=True)
     zero = torch.zeros_like(h)
-    variants: tuple[tuple[Variant, float, dict[str, Any]], ...]
+    variants: tuple[tuple[PairVariant, float, dict[str, Any]], ...]
     variants = (("sigmoid", 0.0, UP), ("robust", 0.2, DOWN), ("hinge", 0.0, FOURTH), ("ipo", 0.0, OTHER))
     for variant, smoothing, style in variants:
         loss = dpo_loss(h, zero, zero, zero, beta=1.0, variant=variant, label_smoothing=smoothing)
         label = f"{variant}, {smoothing}" if smoothing else variant
         axes.plot(h.detach(), push(loss, h)[0], label=label, **style)
+    (later,) = push(dpo_loss(h, zero, zero, zero, beta=1.0, margin=2.0), h)
+    axes.plot(h.detach(), later, label="sigmoid, margin 2", color=BLUE, linewidth=0.8)
     axes.axvline(0.0, color=GRAY, linewidth=0.6, zorder=0)
     axes.set_ylim(-1.5, 2.6)
     framed(axes, "implicit margin  h   (β = 1)", "push on the chosen $\\log\\,\\pi$", legend="upper right")
@@ -293,7 +321,23 @@ def pointwise_reward(axes: Axes) -> None:
 
 
 PICTURES = (
-    *(likelihood, gbpo, dpo, softmax_dpo, margin_listwise_dpo, ppo, grpo, dr_grpo, dapo, gspo, aspo, ecpo, cispo),
+    *(
+        likelihood,
+        weighted_likelihood,
+        kto,
+        gbpo,
+        dpo,
+        softmax_dpo,
+        margin_listwise_dpo,
+        ppo,
+        grpo,
+        dr_grpo,
+        dapo,
+        gspo,
+        aspo,
+        ecpo,
+        cispo,
+    ),
     *(reinforce, mpo, q_learning, pairwise_reward, pointwise_reward),
 )
 """In the order of docs/objectives.md; a file is called as its function."""

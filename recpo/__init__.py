@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from recpo.advantages import (
         GAEAdvantage as GAEAdvantage,
+        GradedAdvantage as GradedAdvantage,
         GroupNormalizedAdvantage as GroupNormalizedAdvantage,
         LeaveOneOutAdvantage as LeaveOneOutAdvantage,
         TernaryAdvantage as TernaryAdvantage,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         GBPO as GBPO,
         GRPO as GRPO,
         GSPO as GSPO,
+        KTO as KTO,
         MPO as MPO,
         PPO as PPO,
         DrGRPO as DrGRPO,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
         QLearning as QLearning,
         Reinforce as Reinforce,
         SoftmaxDPO as SoftmaxDPO,
+        WeightedLikelihood as WeightedLikelihood,
     )
     from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy as CatalogSoftmaxPolicy
     from recpo.policies.semantic_id import SemanticIdPolicy as SemanticIdPolicy
@@ -90,7 +93,13 @@ __version__ = "0.1.0"
 
 #: Module -> the names that it gives to ``recpo``; the imports above say the same to type checkers and editors.
 _EXPORTS: dict[str, tuple[str, ...]] = {
-    "recpo.advantages": ("GAEAdvantage", "GroupNormalizedAdvantage", "LeaveOneOutAdvantage", "TernaryAdvantage"),
+    "recpo.advantages": (
+        "GAEAdvantage",
+        "GradedAdvantage",
+        "GroupNormalizedAdvantage",
+        "LeaveOneOutAdvantage",
+        "TernaryAdvantage",
+    ),
     "recpo.data.preference_lists": ("PreferenceListLayout",),
     "recpo.data.prepared": ("Prepared",),
     "recpo.data.schema": ("Columns",),
@@ -119,6 +128,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "GBPO",
         "GRPO",
         "GSPO",
+        "KTO",
         "MPO",
         "PPO",
         "DrGRPO",
@@ -129,6 +139,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "QLearning",
         "Reinforce",
         "SoftmaxDPO",
+        "WeightedLikelihood",
     ),
     "recpo.policies.catalog_softmax": ("CatalogSoftmaxPolicy",),
     "recpo.policies.semantic_id": ("SemanticIdPolicy",),

@@ -135,7 +135,7 @@ class Objective(ABC):
         """What the module must compute beyond ``logp.policy``.
 
         Out of ``{"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score",
-        "labels"}``; it may depend on the fields (no reference policy is scored for a KL penalty of 0).
+        "labels", "grades"}``; it may depend on the fields (no reference policy is scored for a KL penalty of 0).
         """
         return frozenset()
 

@@ -166,6 +166,7 @@ class ObjectiveInputs(NamedTuple):
         scores: ``[B, S, K]`` reward-model scores, ``Objective.num_scores`` per item, with gradient ("score").
         label: ``[B, S]`` preference label, nan = missing ("labels").
         dislike: ``[B, S]`` bool ("labels").
+        grades: ``[B, S]`` grades of the feedback in [0, 1], nan = unknown ("grades").
         denominator: scalar, the denominator of the whole optimizer step (all micro-batches and ranks) where this batch
             is only a part of it; None = this batch is the whole step.
     """
@@ -183,6 +184,7 @@ class ObjectiveInputs(NamedTuple):
     scores: Tensor | None = None
     label: Tensor | None = None
     dislike: Tensor | None = None
+    grades: Tensor | None = None
     denominator: Tensor | None = None
 
 

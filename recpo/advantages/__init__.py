@@ -6,6 +6,7 @@ gradient.
 """
 
 from recpo.advantages.gae import GAEAdvantage, generalized_advantage_estimate
+from recpo.advantages.graded import GradedAdvantage, graded_advantage
 from recpo.advantages.group import (
     GroupNormalizedAdvantage,
     LeaveOneOutAdvantage,
@@ -16,10 +17,12 @@ from recpo.advantages.ternary import TernaryAdvantage, share_threshold, ternary_
 
 __all__ = [
     "GAEAdvantage",
+    "GradedAdvantage",
     "GroupNormalizedAdvantage",
     "LeaveOneOutAdvantage",
     "TernaryAdvantage",
     "generalized_advantage_estimate",
+    "graded_advantage",
     "group_normalized_advantage",
     "leave_one_out_advantage",
     "share_threshold",

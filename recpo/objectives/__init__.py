@@ -7,6 +7,7 @@ from recpo.objectives.ecpo import ECPO
 from recpo.objectives.gbpo import GBPO
 from recpo.objectives.grpo import DAPO, GRPO, DrGRPO
 from recpo.objectives.gspo import GSPO
+from recpo.objectives.kto import KTO
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.listwise_dpo import MarginListwiseDPO, SoftmaxDPO
 from recpo.objectives.mpo import MPO
@@ -14,6 +15,7 @@ from recpo.objectives.ppo import PPO
 from recpo.objectives.q_learning import QLearning
 from recpo.objectives.reinforce import Reinforce
 from recpo.objectives.reward_model import PairwiseReward, PointwiseReward
+from recpo.objectives.weighted_likelihood import WeightedLikelihood
 
 __all__ = [
     "ASPO",
@@ -24,6 +26,7 @@ __all__ = [
     "GBPO",
     "GRPO",
     "GSPO",
+    "KTO",
     "MPO",
     "PPO",
     "DrGRPO",
@@ -34,4 +37,5 @@ __all__ = [
     "QLearning",
     "Reinforce",
     "SoftmaxDPO",
+    "WeightedLikelihood",
 ]

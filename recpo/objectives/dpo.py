@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from recpo.errors import RecpoError
-from recpo.objectives.preference import PreferenceLists, PreferenceObjective
+from recpo.objectives.preference import PreferenceLists, PreferenceObjective, grade_gaps
 from recpo.ops.reduce import check_same_shape, zero_masked
 from recpo.types import ObjectiveInputs
 
-Variant = Literal["sigmoid", "robust", "ipo", "hinge"]
+PairVariant = Literal["sigmoid", "robust", "ipo", "hinge"]
+"""Losses of one pair against a reference policy; see ``dpo_loss``."""
+
+Variant = Literal["sigmoid", "robust", "ipo", "hinge", "simpo", "dmpo"]
+"""Those, and what departs from them: no reference (``simpo_loss``), the mean of the rejected items (``dmpo_loss``)."""
 
 
 def dpo_loss(
@@ -24,9 +29,12 @@ def dpo_loss(
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
-    variant: Variant = "sigmoid",
+    variant: PairVariant = "sigmoid",
+    margin: float | Tensor = 0.0,
 ) -> Tensor:
-    """Preference loss of pairs; with ``h = (logp_c - logp_ref_c) - (logp_r - logp_ref_r)`` and ``ls`` the smoothing.
+    """Preference loss of pairs, by their lead ``h = (logp_c - logp_ref_c) - (logp_r - logp_ref_r) - margin / beta``.
+
+    With ``ls`` the smoothing:
 
     - ``sigmoid`` (arXiv 2305.18290): ``-(1 - ls) logsigmoid(beta h) - ls logsigmoid(-beta h)``
     - ``robust`` (rDPO, arXiv 2403.00409): ``[-(1 - ls) logsigmoid(beta h) + ls logsigmoid(-beta h)] / (1 - 2 ls)``
@@ -44,6 +52,9 @@ def dpo_loss(
         beta: temperature; inside the sigmoid.
         label_smoothing: assumed share of wrongly labeled pairs, in [0, 0.5); read by ``sigmoid`` and ``robust``.
         variant: see above.
+        margin: lead in implicit reward, ``beta`` times the log-ratio, that the chosen item is to have (DPO with an
+            offset, arXiv 2402.10571; by the gap of the labels, RecPO, arXiv 2506.02261); same shape, or one for all. No
+            gradient flows into it.
 
     Returns:
         Same shape.
@@ -60,6 +71,7 @@ def dpo_loss(
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
     h = (logp_chosen - logp_ref_chosen.detach()) - (logp_rejected - logp_ref_rejected.detach())
+    h = h - (margin.detach() if isinstance(margin, Tensor) else margin) / beta
     if variant == "sigmoid":
         return -(1.0 - label_smoothing) * logsigmoid(beta * h) - label_smoothing * logsigmoid(-beta * h)
     if variant == "robust":
@@ -69,45 +81,147 @@ def dpo_loss(
         return (h - 0.5 / beta).square()
     if variant == "hinge":
         return (1.0 - beta * h).clamp(min=0.0)
-    raise ValueError(f"unknown variant {variant!r}; expected one of {', '.join(get_args(Variant))}")
+    raise ValueError(f"unknown variant {variant!r}; expected one of {', '.join(get_args(PairVariant))}")
+
+
+def simpo_loss(
+    logp_chosen: Tensor,
+    logp_rejected: Tensor,
+    *,
+    beta: float = 2.0,
+    margin: float | Tensor = 1.0,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """SimPO (arXiv 2405.14734): no reference policy, log-probabilities per token, a target margin; of pairs.
+
+    ``-(1 - ls) logsigmoid(x) - ls logsigmoid(-x)`` with ``x = beta (logp_c - logp_r) - margin``. Gradient on
+    ``logp_c``: ``-beta sigmoid(-x)`` without smoothing. Nothing holds the policy near where it started.
+
+    Args:
+        logp_chosen: ``[B]`` (any shape), the mean over tokens.
+        logp_rejected: same shape, the mean over tokens.
+        beta: temperature.
+        margin: lead in ``beta logp`` that the chosen item is to have; same shape, or one for all.
+        label_smoothing: assumed share of wrongly labeled pairs, in [0, 0.5).
+
+    Returns:
+        Same shape.
+
+    Raises:
+        ValueError: ``label_smoothing`` out of range, or shapes that differ.
+    """
+    zero = torch.zeros_like(logp_chosen), torch.zeros_like(logp_rejected)
+    return dpo_loss(logp_chosen, logp_rejected, *zero, beta=beta, margin=margin, label_smoothing=label_smoothing)
+
+
+def dmpo_loss(
+    logp_chosen: Tensor,
+    logp_rejected: Tensor,
+    logp_ref_chosen: Tensor,
+    logp_ref_rejected: Tensor,
+    *,
+    beta: float = 1.0,
+    label_smoothing: float = 0.0,
+    margin: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """DMPO (Bai et al., CIKM 2024): the chosen item against the mean of the rejected ones, per list.
+
+    ``-logsigmoid(r_c - mean_l r_l - mean_l margin_l)`` with ``r = beta (logp - logp_ref)``. All L rejected items of a
+    list get the same push, 1 / L of the chosen one's; in softmax-DPO the hardest gets most.
+
+    Args:
+        logp_chosen: ``[B]``, summed over tokens.
+        logp_rejected: ``[B, L]``, summed over tokens.
+        logp_ref_chosen: ``[B]``; no gradient flows into it.
+        logp_ref_rejected: ``[B, L]``; no gradient flows into it.
+        beta: temperature.
+        label_smoothing: see ``dpo_loss``.
+        margin: ``[B, L]``, see ``dpo_loss``; None = 0.
+        mask: ``[B, L]``, True keeps.
+
+    Returns:
+        ``[B]``; 0 for a list without any rejected item.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    check_same_shape(logp_rejected=logp_rejected, logp_ref_rejected=logp_ref_rejected, margin=margin, mask=mask)
+    kept = torch.ones_like(logp_rejected, dtype=torch.bool) if mask is None else mask.bool()
+    size = kept.sum(-1).clamp(min=1)
+    rejected, ref_rejected = (zero_masked(x, kept).sum(-1) / size for x in (logp_rejected, logp_ref_rejected))
+    loss = dpo_loss(
+        logp_chosen,
+        rejected,
+        logp_ref_chosen,
+        ref_rejected,
+        beta=beta,
+        label_smoothing=label_smoothing,
+        margin=0.0 if margin is None else zero_masked(margin, kept).sum(-1) / size,
+    )
+    return zero_masked(loss, kept.any(-1))
 
 
 @dataclass(frozen=True)
 class DPO(PreferenceObjective):
-    """Direct preference optimization (arXiv 2305.18290) and its robust, IPO and hinge variants.
+    """Direct preference optimization (arXiv 2305.18290) and the robust, IPO, hinge, SimPO and DMPO variants.
 
     The chosen item is paired with every rejected item of its list; the list's loss is the mean over its pairs, and 0
-    without any. See ``dpo_loss`` for the formulas.
+    without any. See ``dpo_loss`` for the formulas, ``simpo_loss`` for the variant without a reference policy, and
+    ``dmpo_loss`` for the one that compares the chosen item with the mean of the rejected ones instead of with each.
 
     Attributes:
-        variant: ``sigmoid``, ``robust``, ``ipo`` or ``hinge``.
-        label_smoothing: assumed share of wrongly labeled pairs, in [0, 0.5).
-        length_normalized: divide an item's log-probability by its number of tokens (the IPO of TRL).
+        variant: ``sigmoid``, ``robust``, ``ipo``, ``hinge``, ``simpo`` or ``dmpo``.
+        label_smoothing: assumed share of wrongly labeled pairs, in [0, 0.5); ``ipo`` and ``hinge`` do not read it.
+        length_normalized: divide an item's log-probability by its number of tokens (the IPO of TRL); ``simpo`` always
+            does.
+        margin: lead in implicit reward that the chosen item is to have over a rejected one; the gamma of SimPO.
+        grade_gap_coef: adds to the margin so many times the gap of the grades of the two items (RecPO, arXiv
+            2506.02261); 0 where either grade is unknown, and where the rejected item has the higher one.
     """
 
     variant: Variant = "sigmoid"
     label_smoothing: float = 0.0
     length_normalized: bool = False
+    margin: float = 0.0
+    grade_gap_coef: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 <= self.label_smoothing < 0.5:
             raise RecpoError(f"DPO.label_smoothing must lie in [0, 0.5), got {self.label_smoothing}.")
+        for name in ("margin", "grade_gap_coef"):
+            if not getattr(self, name) >= 0.0:
+                raise RecpoError(f"DPO.{name} must not be negative, got {getattr(self, name)}.")
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``Objective.requires``."""
+        requires = super().requires | ({"grades"} if self.grade_gap_coef else frozenset())
+        return requires - ({"reference"} if self.variant == "simpo" else frozenset())
 
     def item_logp(self, logp: Tensor, mask: Tensor) -> Tensor:
-        """Sum, or mean with ``length_normalized``, over the kept tokens."""
+        """Sum, or mean with ``length_normalized`` and in SimPO, over the kept tokens."""
         total = super().item_logp(logp, mask)
-        return total / mask.bool().sum(-1).clamp(min=1) if self.length_normalized else total
+        is_mean = self.length_normalized or self.variant == "simpo"
+        return total / mask.bool().sum(-1).clamp(min=1) if is_mean else total
 
     def list_loss(self, logp: Tensor, logp_ref: Tensor, lists: PreferenceLists, inputs: ObjectiveInputs) -> Tensor:
-        """The mean of ``dpo_loss`` over the pairs of a list."""
+        """The mean of ``dpo_loss`` over the pairs of a list, or ``dmpo_loss``."""
+        margin = torch.full_like(logp, self.margin)
+        if self.grade_gap_coef:
+            margin = margin + self.grade_gap_coef * grade_gaps(lists, inputs, self)
+        chosen, ref_chosen = lists.chosen(logp), lists.chosen(logp_ref)
+        options = {"beta": self.beta, "label_smoothing": self.label_smoothing}
+        if self.variant == "dmpo":
+            return dmpo_loss(chosen, logp, ref_chosen, logp_ref, margin=margin, mask=lists.is_rejected, **options)
         pairs = dpo_loss(
-            lists.chosen(logp).unsqueeze(-1).expand_as(logp),
+            chosen.unsqueeze(-1).expand_as(logp),
             zero_masked(logp, lists.is_rejected),
-            lists.chosen(logp_ref).unsqueeze(-1).expand_as(logp),
+            ref_chosen.unsqueeze(-1).expand_as(logp),
             zero_masked(logp_ref, lists.is_rejected),
-            beta=self.beta,
-            label_smoothing=self.label_smoothing,
-            variant=self.variant,
+            margin=margin,
+            variant="sigmoid" if self.variant == "simpo" else self.variant,
+            **options,
         )
         return lists.pair_mean(pairs)

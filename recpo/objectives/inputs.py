@@ -24,6 +24,7 @@ SOURCES = {
     "scores": "a score head",
     "label": "labels in the batch",
     "dislike": "labels in the batch",
+    "grades": "the graded feedback of the log",
 }
 """Where each input comes from, for the error message."""
 

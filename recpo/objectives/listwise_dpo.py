@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from recpo.errors import RecpoError
 from recpo.objectives.inputs import required
-from recpo.objectives.preference import PreferenceLists, PreferenceObjective
+from recpo.objectives.preference import PreferenceLists, PreferenceObjective, grade_gaps
 from recpo.ops.reduce import check_same_shape, zero_masked
 from recpo.types import ObjectiveInputs
 
@@ -41,11 +42,12 @@ def softmax_dpo_loss(
     beta: float = 1.0,
     mask: Tensor | None = None,
     pair_weights: Tensor | None = None,
+    margins: Tensor | None = None,
 ) -> Tensor:
     """Softmax-DPO (S-DPO, arXiv 2406.09215): cross-entropy of the chosen among chosen and rejected, per list.
 
-    ``-log sigmoid(-logsumexp_l(r_l - r_chosen))`` with ``r = beta (logp - logp_ref)``; one rejected item: DPO. The
-    gradient on ``r_l`` is the softmax of the rewards: the hardest rejected items are pushed down most.
+    ``-log sigmoid(-logsumexp_l(r_l - r_chosen + margin_l))`` with ``r = beta (logp - logp_ref)``; one rejected item:
+    DPO. The gradient on ``r_l`` is the softmax of the rewards: the hardest rejected items are pushed down most.
 
     Args:
         logp_chosen: ``[B]``, summed over tokens.
@@ -55,6 +57,7 @@ def softmax_dpo_loss(
         beta: temperature.
         mask: ``[B, L]``, True keeps.
         pair_weights: ``[B, L]``, not negative; multiply the term of a rejected item inside the sum (0 removes it).
+        margins: ``[B, L]``, lead in reward that the chosen item is to have; None = 0. No gradient flows into it.
 
     Returns:
         ``[B]``; 0 for a list without any rejected item.
@@ -64,6 +67,9 @@ def softmax_dpo_loss(
     """
     gaps, kept = _reward_gaps(logp_chosen, logp_rejected, logp_ref_chosen, logp_ref_rejected, beta, mask, pair_weights)
     terms = -gaps if pair_weights is None else zero_masked(pair_weights.detach(), kept).log() - gaps
+    if margins is not None:
+        check_same_shape(logp_rejected=logp_rejected, margins=margins)
+        terms = terms + zero_masked(margins.detach(), kept)
     terms = terms.masked_fill(~kept, -torch.inf)
     # softplus(logsumexp(terms)), as one logsumexp over the terms and a 0 that stands for the chosen item: with it, an
     # empty list has a finite value and gradient.
@@ -128,15 +134,24 @@ class SoftmaxDPO(PreferenceObjective):
     Attributes:
         gap_weighted: weigh each rejected item by how much lower its reward is than the chosen one's (never below 0);
             needs rewards.
+        grade_gap_coef: the chosen item is to lead every rejected one by so many times the gap of their grades (RecPO,
+            arXiv 2506.02261); 0 where either grade is unknown, and where the rejected item has the higher one.
     """
 
     beta: float = 1.0
     gap_weighted: bool = False
+    grade_gap_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.grade_gap_coef >= 0.0:
+            raise RecpoError(f"SoftmaxDPO.grade_gap_coef must not be negative, got {self.grade_gap_coef}.")
 
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return super().requires | ({"rewards"} if self.gap_weighted else frozenset())
+        optional = {"rewards": self.gap_weighted, "grades": self.grade_gap_coef}
+        return super().requires | {name for name, weight in optional.items() if weight}
 
     def list_loss(self, logp: Tensor, logp_ref: Tensor, lists: PreferenceLists, inputs: ObjectiveInputs) -> Tensor:
         """See ``softmax_dpo_loss``."""
@@ -148,6 +163,7 @@ class SoftmaxDPO(PreferenceObjective):
             beta=self.beta,
             mask=lists.is_rejected,
             pair_weights=_gap_weights(lists, inputs, self) if self.gap_weighted else None,
+            margins=self.grade_gap_coef * grade_gaps(lists, inputs, self) if self.grade_gap_coef else None,
         )
 
 

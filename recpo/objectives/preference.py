@@ -50,6 +50,17 @@ def preference_lists(inputs: ObjectiveInputs, objective: object) -> PreferenceLi
     return PreferenceLists(rows, is_chosen & rows.unsqueeze(-1), kept & ~is_chosen & rows.unsqueeze(-1))
 
 
+def grade_gaps(lists: PreferenceLists, inputs: ObjectiveInputs, objective: object) -> Tensor:
+    """By how much the chosen item is graded above each other one, ``[B, L]``.
+
+    0 where the other one has the higher grade, and where either grade is unknown (items that were never shown).
+    """
+    grades = required(inputs.grades, "grades", objective).detach()
+    return zero_masked(
+        (lists.chosen(grades).unsqueeze(-1) - grades).nan_to_num(nan=0.0).clamp(min=0.0), lists.is_rejected
+    )
+
+
 @dataclass(frozen=True)
 class PreferenceObjective(Objective):
     """One chosen item against the rejected items of its list: ``mean over lists (list loss - nll_coef * logp_chosen)``.
@@ -87,7 +98,9 @@ class PreferenceObjective(Objective):
         validate_log_probs(inputs.logp, self)
         lists = preference_lists(inputs, self)
         logp = self.item_logp(inputs.logp.policy, inputs.logp.mask)
-        logp_ref = self.item_logp(required(inputs.logp.reference, "reference", self).detach(), inputs.logp.mask)
+        logp_ref = torch.zeros_like(logp)
+        if "reference" in self.requires:
+            logp_ref = self.item_logp(required(inputs.logp.reference, "reference", self).detach(), inputs.logp.mask)
         total = self.list_loss(logp, logp_ref, lists, inputs)
         if self.nll_coef:
             total = total - self.nll_coef * lists.chosen(logp)

@@ -8,11 +8,12 @@ from recpo.contracts import AdvantageEstimator, Objective, Policy, ReturnEstimat
 from recpo.errors import RecpoError
 from recpo.feedback import FEEDBACK_KINDS
 from recpo.objectives.likelihood import Likelihood
+from recpo.objectives.weighted_likelihood import WeightedLikelihood
 from recpo.training.options import LearningOptions, RolloutOptions
 from recpo.types import SlateTraits
 
 KNOWN = frozenset(
-    {"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score", "labels"}
+    {"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score", "labels", "grades"}
 )
 OF_STATES = frozenset({"value", "entropy", "q_value", "score"})
 """Requirements that are computed from the states of the policy."""
@@ -103,6 +104,11 @@ def validate_old_policy(objective: Objective, old_policy: str) -> None:
     policy) computes. An objective whose point is the ratio must be told which policy is old.
     """
     name = type(objective).__name__
+    if isinstance(objective, WeightedLikelihood) and objective.ips_power and old_policy != "logged":
+        raise RecpoError(
+            f"objective {name} with ips_power above 0 divides by the propensities of the log, and old_policy is "
+            f"{old_policy}: set it to logged, or objective.init_args.ips_power to 0"
+        )
     if "old" in objective.requires and old_policy == "current":
         raise RecpoError(
             f"objective {name} weighs or clips by the ratio to an old policy, and against the current one every ratio "
@@ -148,7 +154,7 @@ def validate_rollout(
         raise RecpoError("rollout scores candidates: set reward, e.g. class_path: LearnedReward")
     if old_policy != "snapshot":
         raise RecpoError(f"rollout draws candidates from a snapshot: set old_policy to snapshot, not {old_policy}")
-    if objective.requires & {"q_value", "score", "labels"}:
+    if objective.requires & {"q_value", "score", "labels", "grades"}:
         raise RecpoError(
             f"objective {type(objective).__name__} learns from what the log shows, not from candidates: leave rollout "
             "out"
@@ -218,7 +224,7 @@ def feedback_warnings(
         RecpoError: nothing can be learned: no train event is positive, or none is labeled.
     """
     askers = {type(part).__name__: part.learns_from for part in (advantage, reward) if part is not None}
-    if "labels" in objective.requires:
+    if objective.requires & {"labels", "grades"}:
         askers[type(objective).__name__] = frozenset({"labels", "dislikes"})
     found = ", ".join(f"{counts[kind]:,} {kind}" for kind in FEEDBACK_KINDS)
     warnings = []

@@ -219,6 +219,8 @@ class InputBuilder:
         """With what stands on the slates already."""
         if "labels" in self._requires:
             inputs = inputs._replace(label=slates.label, dislike=slates.dislike)
+        if "grades" in self._requires:
+            inputs = inputs._replace(grades=slates.grade)
         chosen = None
         if "chosen" in self._requires:
             assert slates.chosen is not None

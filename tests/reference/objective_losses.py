@@ -99,6 +99,37 @@ def margin_listwise(chosen, rejected, ref_chosen, ref_rejected, beta, margin, ga
     return math.log1p(math.exp(-inner)) + anchor
 
 
+def simpo(chosen, rejected, beta, margin):
+    """One pair, of mean log-probabilities."""
+    return math.log1p(math.exp(-(beta * (chosen - rejected) - margin)))
+
+
+def dmpo(chosen, rejected, ref_chosen, ref_rejected, beta, margins):
+    """One list: the chosen item against the mean of the others."""
+    if not len(rejected):
+        return 0.0
+    others = sum(beta * (p - r) + m for p, r, m in zip(rejected, ref_rejected, margins, strict=True)) / len(rejected)
+    return math.log1p(math.exp(-(beta * (chosen - ref_chosen) - others)))
+
+
+def kto(logp, ref, sign, point, beta, good, bad):
+    """(loss, slope) of one item."""
+    weight = {1: good, -1: bad, 0: 0.0}[sign]
+    value = 1 / (1 + math.exp(-sign * beta * (logp - ref - point)))
+    return weight * (1 - value), -sign * weight * beta * value * (1 - value)
+
+
+def likelihood_weight(advantage, propensity, temperature, cap, power, ips_cap):
+    """What the likelihood of one item counts."""
+    return min(math.exp(advantage / temperature), cap) * min(propensity**-power, ips_cap)
+
+
+def graded(grades, mask, baseline):
+    known = [g for g, keep in zip(grades, mask, strict=True) if keep and not math.isnan(g)]
+    level = baseline if baseline is not None else sum(known) / max(len(known), 1)
+    return [g - level if keep and not math.isnan(g) else 0.0 for g, keep in zip(grades, mask, strict=True)]
+
+
 def mpo(logps, rewards, temperature, bases=None):
     """(value, weights) of one context, the weights by plain sums."""
     bases = [0.0] * len(rewards) if bases is None else bases

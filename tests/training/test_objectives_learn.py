@@ -13,7 +13,13 @@ from lightning import Trainer
 from torch.optim import Adam
 
 import recpo.objectives
-from recpo.advantages import GAEAdvantage, GroupNormalizedAdvantage, LeaveOneOutAdvantage, TernaryAdvantage
+from recpo.advantages import (
+    GAEAdvantage,
+    GradedAdvantage,
+    GroupNormalizedAdvantage,
+    LeaveOneOutAdvantage,
+    TernaryAdvantage,
+)
 from recpo.cli.simulate import simulate
 from recpo.data.datamodule import FeedbackDataModule, evaluation_batches
 from recpo.data.preference_lists import PreferenceListLayout
@@ -29,6 +35,7 @@ from recpo.objectives import (
     GBPO,
     GRPO,
     GSPO,
+    KTO,
     MPO,
     PPO,
     DrGRPO,
@@ -39,6 +46,7 @@ from recpo.objectives import (
     QLearning,
     Reinforce,
     SoftmaxDPO,
+    WeightedLikelihood,
 )
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.critic import ItemScore
@@ -154,7 +162,18 @@ LEARNERS = {
     "gbpo_logged": (GBPO(), SEQUENCES, {**TERNARY, "old_policy": "logged"}),
     "dpo": (DPO(beta=0.5), lists(dislikes=1, skipped=2), {}),
     "dpo_ipo": (DPO(variant="ipo"), lists(dislikes=1, skipped=2), {}),
+    "simpo": (DPO(variant="simpo", beta=2.0, margin=1.0), lists(dislikes=1, skipped=2), {"rate": 5e-4}),
+    "dmpo": (DPO(variant="dmpo", beta=0.5), lists(dislikes=1, skipped=2), {}),
+    "dpo_grades": (DPO(beta=0.5, grade_gap_coef=0.5), lists(dislikes=1, skipped=2), {}),
     "softmax_dpo": (SoftmaxDPO(), MIXED, {}),
+    "softmax_dpo_grades": (SoftmaxDPO(grade_gap_coef=0.5), lists(skipped=4), {}),
+    "kto": (KTO(beta=0.5), SEQUENCES, {"advantage": GradedAdvantage(baseline=0.5)}),
+    "weighted_likelihood": (WeightedLikelihood(), SEQUENCES, {"advantage": GradedAdvantage()}),
+    "weighted_likelihood_ips": (
+        WeightedLikelihood(ips_power=0.5),
+        SEQUENCES,
+        {"advantage": GradedAdvantage(), "old_policy": "logged"},
+    ),
     "softmax_dpo_hard": (SoftmaxDPO(), lists(skipped=2, in_batch=2, hard=4), {}),
     "softmax_dpo_gaps": (SoftmaxDPO(gap_weighted=True), MIXED, {"reward": LoggedReward(unknown=0.0)}),
     "margin_listwise_dpo": (MarginListwiseDPO(), MIXED, {}),

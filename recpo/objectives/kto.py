@@ -1,0 +1,140 @@
+"""KTO (arXiv 2402.01306): preference from unary labels, each item desirable or undesirable by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from recpo.contracts import Objective
+from recpo.errors import RecpoError
+from recpo.objectives.health import advantage_shares, masked_mean
+from recpo.objectives.inputs import required, validate_log_probs
+from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
+from recpo.types import LossOutput, ObjectiveInputs
+
+
+def kto_loss(
+    logp: Tensor,
+    logp_ref: Tensor,
+    signs: Tensor,
+    reference_point: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """One minus the value of an item, which saturates on both sides of a reference point, per item.
+
+    With ``h = logp - logp_ref`` and ``z`` the reference point: ``desirable_weight (1 - s)``, ``s = sigmoid(beta (h -
+    z))``, where the sign is positive, and ``undesirable_weight (1 - s)``, ``s = sigmoid(beta (z - h))``, where it is
+    negative. Gradient on ``logp``: ``-`` or ``+ weight beta s (1 - s)``: most at ``h = z``, next to nothing far from it
+    on either side, so that an item that cannot be moved is given up.
+
+    Args:
+        logp: ``[..., S]``, summed over tokens.
+        logp_ref: ``[..., S]``; no gradient flows into it.
+        signs: ``[..., S]``: above 0 desirable, below 0 undesirable, 0 not labeled.
+        reference_point: broadcasts to ``[..., S]``, not negative; no gradient flows into it.
+        beta: temperature.
+        desirable_weight: of the desirable items.
+        undesirable_weight: of the undesirable items.
+        mask: ``[..., S]``, True keeps.
+
+    Returns:
+        ``[..., S]``; 0 where masked or not labeled.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    check_same_shape(logp=logp, logp_ref=logp_ref, signs=signs, mask=mask)
+    signs = zero_masked(signs.detach(), mask).sign()
+    labeled = signs != 0
+    lead = zero_masked(logp, labeled) - zero_masked(logp_ref.detach(), labeled) - reference_point.detach()
+    weight = torch.where(signs > 0, lead.new_tensor(desirable_weight), lead.new_tensor(undesirable_weight))
+    return zero_masked(weight * torch.sigmoid(-beta * signs * lead), labeled)
+
+
+@dataclass(frozen=True)
+class KTO(Objective):
+    """Kahneman-Tversky optimization (arXiv 2402.01306): no pairs, only what is good and what is bad by itself.
+
+    Items with a positive advantage are desirable, with a negative one undesirable; only the sign is read, and items
+    with none leave both the loss and its denominator. So any layout and any advantage serves: dislikes alone as
+    undesirable (``TernaryAdvantage``) or everything under a grade (``GradedAdvantage``).
+
+    Attributes:
+        beta: temperature of the implicit rewards ``beta (logp - logp_ref)``.
+        desirable_weight: of the desirable items; the paper keeps ``desirable_weight * number of desirable`` within 1 to
+            4/3 of the same product of the undesirable ones.
+        undesirable_weight: of the undesirable items.
+        reference_point: where the value of an item turns: an estimate of KL(pi || pi_ref), the mean of ``logp -
+            logp_ref`` over the labeled items of the ``slate`` or of the micro-``batch``, 0 at least.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    reference_point: Literal["slate", "batch"] = "slate"
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise RecpoError(f"KTO.beta must be above 0, got {self.beta}.")
+        for name in ("desirable_weight", "undesirable_weight"):
+            if not getattr(self, name) >= 0:
+                raise RecpoError(f"KTO.{name} must not be negative, got {getattr(self, name)}.")
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """See ``Objective.requires``."""
+        return frozenset({"advantages", "reference"})
+
+    @property
+    def zero_advantage_is_inert(self) -> bool:
+        """See ``Objective.zero_advantage_is_inert``."""
+        return True
+
+    def _signs(self, inputs: ObjectiveInputs) -> Tensor:
+        """``[B, S]`` of -1, 0 and 1; 0 where masked."""
+        advantages = required(inputs.advantages, "advantages", self).detach()
+        return zero_masked(advantages, inputs.logp.mask.bool().any(-1)).sign()
+
+    def count(self, inputs: ObjectiveInputs) -> Tensor:
+        """Labeled items."""
+        return (self._signs(inputs) != 0).sum()
+
+    def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
+        """See ``Objective``."""
+        signs = self._signs(inputs)
+        labeled = signs != 0
+        scored = inputs.logp.mask.bool() & labeled.unsqueeze(-1)
+        reference = required(inputs.logp.reference, "reference", self).detach()
+        validate_log_probs(inputs.logp._replace(mask=scored), self)
+        logp, logp_ref = (zero_masked(x, scored).sum(-1) for x in (inputs.logp.policy, reference))
+        point = self._reference_point((logp - logp_ref).detach(), labeled)
+        losses = kto_loss(
+            logp,
+            logp_ref,
+            signs,
+            point,
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+        loss = aggregate(losses, labeled, count=inputs.denominator)
+        rewards = self.beta * (logp - logp_ref).detach()
+        metrics = {
+            "reward_desirable": masked_mean(rewards, signs > 0),
+            "reward_undesirable": masked_mean(rewards, signs < 0),
+            "reference_point": masked_mean(point.expand_as(logp), labeled),
+        }
+        return LossOutput(loss, metrics | advantage_shares(signs, inputs.logp.mask.bool().any(-1)))
+
+    def _reference_point(self, log_ratio: Tensor, labeled: Tensor) -> Tensor:
+        """``[B, 1]`` or ``[1, 1]``."""
+        over = (0, 1) if self.reference_point == "batch" else (1,)
+        total = zero_masked(log_ratio, labeled).sum(over, keepdim=True)
+        return (total / labeled.sum(over, keepdim=True).clamp(min=1)).clamp(min=0.0)
