@@ -108,6 +108,13 @@ def test_watch_times_a_millisecond_apart_are_not_equal(engine, label):
     assert np.isnan(labeled(engine, label, *thin)).all()
 
 
+def test_duration_groups_have_equally_many_train_events(engine):
+    duration = [10_000] * 3 + [20_000] * 3 + [30_000] * 3 + [40_000] * 3
+    watch = list(range(1000, 13_000, 1000))
+    found = labeled(engine, D2Q(groups=2), [0] * 12, watch, duration, [0] * 12)
+    np.testing.assert_allclose(found, [(2 * rank - 1) / 12 for rank in range(1, 7)] * 2)
+
+
 def test_a_user_with_too_few_watch_times_has_the_place_among_all(engine):
     own, all_seven = [0.1, 0.3, 0.5, 0.7, 0.9], [1 / 14, 3 / 14]
     users, watch = [0] * 5 + [1] * 2, [11_000, 12_000, 13_000, 14_000, 15_000, 1000, 2000]

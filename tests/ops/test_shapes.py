@@ -19,6 +19,7 @@ from recpo.objectives.ecpo import ecpo_loss
 from recpo.objectives.gbpo import gbpo_loss
 from recpo.objectives.gspo import gspo_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
+from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
 from recpo.objectives.ppo import entropy, ppo_loss, value_loss
 from recpo.objectives.q_learning import bellman_target, q_loss
 from recpo.objectives.reinforce import reinforce_loss
@@ -45,6 +46,9 @@ SHAPES = {
         **{"logp_chosen": (B,), "logp_rejected": (B, S), "logp_ref_chosen": (B,), "logp_ref_rejected": (B, S)},
         **{"mask": (B, S), "pair_weights": (B, S)},
     },
+    mpo_target: dict.fromkeys(("rewards", "log_base", "mask"), ITEMS),
+    dual_temperature: dict.fromkeys(("rewards", "log_base", "mask"), ITEMS),
+    mpo_loss: dict.fromkeys(("logp", "rewards", "log_base", "mask"), ITEMS),
     value_loss: {"values": ITEMS, "values_old": ITEMS, "returns": ITEMS},
     entropy: {"logits": ITEMS, "mask": ITEMS},
     bellman_target: {"rewards": ITEMS, "next_q": (B, S, 7), "dones": ITEMS, "next_q_online": (B, S, 7)},
@@ -64,8 +68,10 @@ SHAPES = {
 }
 #: of one tensor; or, zero_masked, with a mask that may be broadcast to it
 OF_ONE_SHAPE = {reduce.denominator, surrogate.guarded_ratio, surrogate.log1mexp, reduce.zero_masked}
+#: one number of all contexts together
+OF_ALL_CONTEXTS = {reduce.aggregate, dual_temperature}
 MAY_HAVE_ONE_AXIS_MORE = {(reduce.over_tokens, "logp"), (surrogate.clipped_surrogate, "log_ratio")}
-OTHERS = {"kl_coef": 0.1, "clip_low": 0.2, "clip_high": 0.2}
+OTHERS = {"kl_coef": 0.1, "temperature": 0.5, "kl_target": 0.1, "clip_low": 0.2, "clip_high": 0.2}
 ARGUMENTS = [(function, name) for function, shapes in SHAPES.items() for name in shapes]
 
 
@@ -136,7 +142,7 @@ def test_a_mask_may_be_of_numbers(function):
         torch.testing.assert_close(function(**(named | {name: value})), function(**named), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("function", SHAPES.keys() - {reduce.aggregate})
+@pytest.mark.parametrize("function", [f for f in SHAPES if f not in OF_ALL_CONTEXTS])
 def test_leading_axes_are_taken_one_by_one(function):
     one, other = arguments(function), arguments(function)
     both = {
