@@ -30,6 +30,10 @@ class CatalogSoftmaxPolicy(StatePolicy):
         max_history: H, the most recent events that are read.
         dropout: probability in the encoder.
         feedback_levels: levels of ``Histories.feedback`` that the encoder reads, 0 (unknown) included; 0 = none.
+        attention_length: of a longer history, the blocks read only the last so many events; None = all. Slates are then
+            scored after the whole history only (data.layout ImpressionLayout, or a history_length up to this).
+        profile: add to every state a profile of all events (``recpo.policies.encoder.Profile``): long-term taste, at
+            a cost that is linear in the history.
         similarity: "dot", or "cosine": states and vectors have length 1, so popularity cannot hide in a
             vector's length; it wants a temperature of about 0.05.
         temperature: divides the scores.
@@ -57,6 +61,8 @@ class CatalogSoftmaxPolicy(StatePolicy):
         max_history: int = 50,
         dropout: float = 0.2,
         feedback_levels: int = 6,
+        attention_length: int | None = None,
+        profile: bool = False,
         similarity: Literal["dot", "cosine"] = "dot",
         temperature: float = 1.0,
         tie_weights: bool = True,
@@ -87,6 +93,8 @@ class CatalogSoftmaxPolicy(StatePolicy):
             max_history=max_history,
             dropout=dropout,
             feedback_levels=feedback_levels,
+            attention_length=attention_length,
+            profile=profile,
         )
         self.reads_timestamps = self.encoder.reads_time
         # a buffer, so that a checkpoint brings its proposal along; zero until the counts are set
@@ -110,6 +118,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         """
         slates = batch.slates
         wanted = slates.mask if needed is None else slates.mask & needed
+        self._check_visible(batch.histories, slates, wanted)
         positions = wanted.reshape(-1).nonzero().squeeze(1)
         targets = slates.item_ids.reshape(-1)[positions]
         if self.normalizer == "sampled" and self.training and states is None:
@@ -126,6 +135,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         """See ``StatePolicy.entropy``."""
         slates = batch.slates
         wanted = slates.mask if needed is None else slates.mask & needed
+        self._check_visible(batch.histories, slates, wanted)
         positions = wanted.reshape(-1).nonzero().squeeze(1)
         states = self._scored_states(batch.histories, states)
         rows, state_index = shared_states(slates, positions, states.shape[1])
@@ -174,6 +184,18 @@ class CatalogSoftmaxPolicy(StatePolicy):
         """See ``Policy.sample``."""
         ids, logp = self._output.draw(self.last_states(histories), group_size, options, cosine=self._cosine)
         return ids, logp[..., None]
+
+    def _check_visible(self, histories: Histories, slates: Slates, wanted: Tensor) -> None:
+        """Raises where a state is asked for that the encoder does not compute."""
+        readable = self.encoder.attention_length
+        if histories.item_ids.shape[1] <= readable:
+            return
+        if (wanted & (slates.visible != histories.lengths[:, None])).any():
+            raise RecpoError(
+                f"histories of {histories.item_ids.shape[1]} events exceed policy.attention_length ({readable}), "
+                "so items are scored after the whole history only: set data.layout to class_path: ImpressionLayout, or "
+                f"its history_length to at most {readable}"
+            )
 
     def _scored_states(self, histories: Histories, states: Tensor | None = None) -> Tensor:
         """The states as the softmax takes them, from those of ``encode`` where they are at hand."""

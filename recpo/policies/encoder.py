@@ -5,11 +5,55 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.errors import RecpoError
-from recpo.policies.layers import ByteDropout, HSTUBlock, Packing, SASRecBlock, time_gap_buckets
+from recpo.policies.layers import ByteDropout, HSTUBlock, Linear, Packing, SASRecBlock, time_gap_buckets
 from recpo.types import Histories
+
+
+class Profile(nn.Module):
+    """Long-term taste: the mean over all events of item vectors weighed by their feedback, through a small network.
+
+    ``MLP(sum_{j < v} gain[feedback_j] * item_j / (v + 5))``, with products by coordinate. Attention sums an item and
+    its feedback, so it takes layers to weigh one by the other; here they are multiplied, and the cost is linear in the
+    history. The last layer starts at zero: an untrained profile adds nothing.
+
+    Args:
+        dim: d.
+        feedback_levels: number of feedback levels; 0 = all events weigh alike.
+    """
+
+    #: events of prior weight, which keep the profile of a short history small
+    prior_events = 5.0
+
+    def __init__(self, dim: int, feedback_levels: int) -> None:
+        super().__init__()
+        self.gain = nn.Embedding(max(1, feedback_levels), dim)
+        nn.init.normal_(self.gain.weight, std=0.3)
+        self.expand, self.contract = Linear(dim, dim), Linear(dim, dim)
+        nn.init.zeros_(self.contract.weight)
+        nn.init.zeros_(self.contract.bias)
+
+    def forward(self, items: Tensor, feedback: Tensor | None) -> Tensor:
+        """Profiles ``[B, H + 1, d]`` after every number of events, of scaled item vectors ``[B, H, d]``."""
+        total = F.pad(self._weighed(items, feedback).cumsum(1), (0, 0, 1, 0))
+        counts = torch.arange(items.shape[1] + 1, device=items.device)[:, None]
+        return self._transformed(total, counts)
+
+    def last(self, items: Tensor, feedback: Tensor | None, lengths: Tensor) -> Tensor:
+        """The profile of the whole history, ``[B, d]``: row ``lengths`` of ``forward``; padding has zero vectors."""
+        return self._transformed(self._weighed(items, feedback).sum(1), lengths[:, None])
+
+    def _weighed(self, items: Tensor, feedback: Tensor | None) -> Tensor:
+        if feedback is None or self.gain.num_embeddings == 1:
+            return items * self.gain.weight[0]
+        return items * self.gain(feedback)
+
+    def _transformed(self, total: Tensor, counts: Tensor) -> Tensor:
+        transformed: Tensor = self.contract(F.gelu(self.expand(total / (counts + self.prior_events))))
+        return transformed
 
 
 class HistoryEncoder(nn.Module):
@@ -17,6 +61,9 @@ class HistoryEncoder(nn.Module):
 
     State ``v`` is what is known after the first ``v`` events: state 0 is a learned start state, state v > 0 the output
     at event v - 1. It depends on no later event and, histories being padded on the right, on no padding.
+
+    The blocks may read only the last ``attention_length`` events of a longer history, and a profile all of them: then
+    the cost of a long history is that of a short one, and only the state after all of it is computed.
 
     Args:
         dim: d.
@@ -26,6 +73,8 @@ class HistoryEncoder(nn.Module):
         max_history: the most events of a history.
         dropout: probability, on the summed inputs and in the blocks.
         feedback_levels: number of feedback levels, 0 (unknown) included; 0 = feedback is not an input.
+        attention_length: the most events that the blocks read; None = ``max_history``.
+        profile: add a ``Profile`` of all events to every state.
     """
 
     def __init__(
@@ -38,14 +87,21 @@ class HistoryEncoder(nn.Module):
         max_history: int,
         dropout: float,
         feedback_levels: int,
+        attention_length: int | None = None,
+        profile: bool = False,
     ) -> None:
         super().__init__()
         if dim % heads:
             raise RecpoError(f"dim must be divisible by heads, got {dim} and {heads}")
+        if attention_length is not None and not 1 <= attention_length <= max_history:
+            raise RecpoError(
+                f"attention_length must lie between 1 and max_history ({max_history}), got {attention_length}"
+            )
+        self.attention_length = max_history if attention_length is None else attention_length
         self.reads_time = blocks == "hstu"
         # item vectors start as short as positions are and have to outweigh them: twice the progress per step (measured)
         self.item_scale = dim**0.5
-        self.position = nn.Parameter(torch.empty(max_history, dim))
+        self.position = nn.Parameter(torch.empty(self.attention_length, dim))
         self.start = nn.Parameter(torch.empty(dim))
         nn.init.normal_(self.position, std=0.02)
         nn.init.normal_(self.start, std=0.02)
@@ -56,10 +112,11 @@ class HistoryEncoder(nn.Module):
         self.blocks = nn.ModuleList(
             SASRecBlock(dim, heads, dropout=dropout)
             if blocks == "sasrec"
-            else HSTUBlock(dim, heads, max_history=max_history, dropout=dropout)
+            else HSTUBlock(dim, heads, max_history=self.attention_length, dropout=dropout)
             for _ in range(layers)
         )
         self.norm = nn.LayerNorm(dim)
+        self.profile = Profile(dim, feedback_levels) if profile else None
 
     def forward(
         self,
@@ -75,16 +132,55 @@ class HistoryEncoder(nn.Module):
             feedback: ``[B, H]`` feedback levels; None = unknown.
             timestamps: ``[B, H]`` milliseconds; HSTU blocks read them, None = no time bias.
             lengths: ``[B]`` numbers of events; SASRec blocks then skip the padding, HSTU blocks do not.
+
+        Raises:
+            RecpoError: H exceeds ``attention_length`` and ``lengths`` are missing. With them, only the row ``lengths``
+                of a longer history is computed, and the others are nan.
         """
+        if items.shape[1] > self.attention_length:
+            return self._last_only(items, feedback, timestamps, lengths)
         packing = self._packing(items, lengths)
         states, gaps = self._embedded(items, feedback, timestamps, packing)
         for block in self.blocks:
             states = block(states, gaps, packing)
         states = states if packing is None else packing.unpack(states)
-        return self.norm(torch.cat([self.start.expand(items.shape[0], 1, -1), states], 1))
+        states = self.norm(torch.cat([self.start.expand(items.shape[0], 1, -1), states], 1))
+        return states if self.profile is None else states + self.profile(items * self.item_scale, feedback)
 
     def last(self, items: Tensor, feedback: Tensor | None, timestamps: Tensor | None, lengths: Tensor) -> Tensor:
         """The state after the whole history, ``[B, d]``: row ``lengths`` of ``forward``, at less cost."""
+        recent = self._recent(items, feedback, timestamps, lengths)
+        state = self._last_attended(*recent)
+        return state if self.profile is None else state + self.profile.last(items * self.item_scale, feedback, lengths)
+
+    def _last_only(
+        self, items: Tensor, feedback: Tensor | None, timestamps: Tensor | None, lengths: Tensor | None
+    ) -> Tensor:
+        if lengths is None:
+            raise RecpoError(
+                f"the blocks read {self.attention_length} events, and of histories of {items.shape[1]} only the last "
+                "state is computed: that takes their lengths"
+            )
+        states = items.new_full((items.shape[0], items.shape[1] + 1, items.shape[2]), torch.nan)
+        last = self.last(items, feedback, timestamps, lengths)
+        return states.scatter(1, lengths[:, None, None].expand(-1, 1, items.shape[2]), last[:, None])
+
+    def _recent(
+        self, items: Tensor, feedback: Tensor | None, timestamps: Tensor | None, lengths: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """The last ``attention_length`` events of every history, padded on the right, and how many they are."""
+        kept = self.attention_length
+        if items.shape[1] <= kept:
+            return items, feedback, timestamps, lengths
+        place = (lengths - kept).clamp_min(0)[:, None] + torch.arange(kept, device=items.device)
+        near = items.gather(1, place[..., None].expand(-1, -1, items.shape[2]))
+        levels, times = (None if column is None else column.gather(1, place) for column in (feedback, timestamps))
+        return near, levels, times, lengths.clamp_max(kept)
+
+    def _last_attended(
+        self, items: Tensor, feedback: Tensor | None, timestamps: Tensor | None, lengths: Tensor
+    ) -> Tensor:
+        """The blocks' state after the whole of a history that they can read, ``[B, d]``."""
         packing = self._packing(items, lengths)
         states, gaps = self._embedded(items, feedback, timestamps, packing)
         for block in self.blocks[:-1]:

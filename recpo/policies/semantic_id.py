@@ -49,6 +49,7 @@ def semantic_network(
     feedback_levels: int,
     item_vectors: bool,
     sparse: bool = False,
+    profile: bool = False,
 ) -> SemanticNetwork:
     """Makes those parts; it takes no codes, so what they weigh can be counted on the meta device before there are any.
 
@@ -65,6 +66,7 @@ def semantic_network(
             max_history=max_history,
             dropout=dropout,
             feedback_levels=feedback_levels,
+            profile=profile,
         ),
         LazyDecoder(
             dim,
@@ -105,6 +107,7 @@ class SemanticIdPolicy(StatePolicy):
         normalizer: "trie": every softmax runs over the codes that lead to an item, so the probabilities of the items
             sum to 1; "codebook": over all codes, and what is missing from 1 is the probability of no item.
         beam_width: beams of ``recommend``; it takes ``k`` where that is more.
+        profile: add to every state a profile of all events (``recpo.policies.encoder.Profile``): long-term taste.
     """
 
     codes_checksum: Tensor
@@ -129,6 +132,7 @@ class SemanticIdPolicy(StatePolicy):
         sparse: bool = False,
         normalizer: Literal["trie", "codebook"] = "trie",
         beam_width: int = 50,
+        profile: bool = False,
     ) -> None:
         super().__init__()
         table = SemanticCodes.load(codes)
@@ -162,6 +166,7 @@ class SemanticIdPolicy(StatePolicy):
             feedback_levels=feedback_levels,
             item_vectors=item_vectors,
             sparse=sparse,
+            profile=profile,
         )
         self.item_table, self.code_table, self.encoder, self.decoder = network
         self.reads_timestamps = self.encoder.reads_time

@@ -1,0 +1,135 @@
+"""The history encoder: profiles of all events, and blocks that read the recent ones only."""
+
+import pytest
+import torch
+from torch.nn.functional import gelu
+
+from recpo.errors import RecpoError
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.encoder import HistoryEncoder, Profile
+from recpo.types import FeedbackBatch, Histories, Slates
+
+DIM, LENGTH = 8, 7
+
+
+def encoder_of(blocks="sasrec", **options):
+    torch.manual_seed(0)
+    options = {"max_history": LENGTH, "feedback_levels": 6, **options}
+    encoder = HistoryEncoder(DIM, blocks=blocks, layers=2, heads=2, dropout=0.0, **options).double()
+    if encoder.profile is not None:
+        torch.nn.init.normal_(encoder.profile.contract.weight)
+    return encoder
+
+
+def histories(lengths, length=LENGTH):
+    """Item vectors ``[B, H, d]`` (zero where padded), feedback levels, times and lengths."""
+    lengths = torch.tensor(lengths)
+    real = torch.arange(length) < lengths[:, None]
+    generator = torch.Generator().manual_seed(1)
+    items = torch.randn(len(lengths), length, DIM, generator=generator, dtype=torch.float64) * real[..., None]
+    levels = torch.randint(0, 6, real.shape, generator=generator) * real
+    times = torch.randint(1, 10**6, real.shape, generator=generator).cumsum(1) * real
+    return items, levels, times, lengths
+
+
+def test_a_profile_is_the_network_over_the_weighed_mean_by_hand():
+    torch.manual_seed(0)
+    profile = Profile(DIM, 6).double()
+    torch.nn.init.normal_(profile.contract.weight)
+    items, levels, _, lengths = histories([3, 0])
+    total = sum(profile.gain.weight[levels[0, j]] * items[0, j] for j in range(3)) / (3 + 5)
+    hidden = gelu(profile.expand.weight @ total + profile.expand.bias)
+    expected = profile.contract.weight @ hidden + profile.contract.bias
+    torch.testing.assert_close(profile.last(items, levels, lengths)[0], expected)
+    torch.testing.assert_close(profile(items, levels)[0, 3], expected)
+    nothing = profile.contract.weight @ gelu(profile.expand.bias) + profile.contract.bias
+    torch.testing.assert_close(profile.last(items, levels, lengths)[1], nothing)
+
+
+def test_an_untrained_profile_adds_nothing_and_learns_at_once():
+    torch.manual_seed(0)
+    profile = Profile(DIM, 6).double()
+    items, levels, _, lengths = histories([3, 5])
+    output = profile.last(items, levels, lengths)
+    assert (output == 0).all()
+    output.sum().backward()
+    assert profile.contract.weight.grad.abs().sum() > 0
+
+
+def test_without_feedback_all_events_of_a_profile_weigh_alike():
+    items, _, _, lengths = histories([3, 5])
+    for levels in (0, 6):
+        profile = Profile(DIM, levels).double()
+        torch.nn.init.normal_(profile.contract.weight)
+        plain = profile.last(items * profile.gain.weight[0], None, lengths) if levels else None
+        unknown = profile.last(items, None, lengths)
+        both = profile.last(items, torch.zeros(items.shape[:2], dtype=torch.int64), lengths)
+        torch.testing.assert_close(unknown, both)
+        assert plain is None or not torch.equal(plain, unknown)
+
+
+@pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
+@pytest.mark.parametrize("profile", [False, True])
+def test_the_last_state_is_a_row_of_all_states_and_no_later_event_changes_an_earlier_one(blocks, profile):
+    encoder = encoder_of(blocks, profile=profile)
+    items, levels, times, lengths = histories([0, 1, 4, 7])
+    states = encoder(items, levels, times, lengths)
+    rows = torch.arange(4)
+    torch.testing.assert_close(states[rows, lengths], encoder.last(items, levels, times, lengths))
+    shorter = encoder(items[:, :4] * (torch.arange(4) < 4)[:, None], levels[:, :4], times[:, :4], lengths.clamp_max(4))
+    torch.testing.assert_close(states[3, :5], shorter[3])
+
+
+@pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
+def test_blocks_read_the_last_events_as_if_there_were_no_others(blocks):
+    short, long = encoder_of(blocks, max_history=3), encoder_of(blocks, attention_length=3)
+    long.load_state_dict(short.state_dict())
+    items, levels, times, lengths = histories([0, 2, 3, 5, 7])
+    states = long(items, levels, times, lengths)
+    begin = (lengths - 3).clamp_min(0)
+    place = (begin[:, None] + torch.arange(3)).clamp_max(LENGTH - 1)
+    rows = torch.arange(5)[:, None]
+    expected = short.last(items[rows, place], levels[rows, place], times[rows, place], lengths.clamp_max(3))
+    torch.testing.assert_close(states[rows.squeeze(1), lengths], expected)
+    torch.testing.assert_close(long.last(items, levels, times, lengths), expected)
+    assert states[4, :7].isnan().all(), "no state but the last one is known"
+    torch.testing.assert_close(long(items[:, :3], levels[:, :3], times[:, :3], lengths.clamp_max(3)),
+                               short(items[:, :3], levels[:, :3], times[:, :3], lengths.clamp_max(3)))  # fmt: skip
+
+
+def test_a_profile_reads_what_the_blocks_do_not():
+    encoder = encoder_of(attention_length=3, profile=True)
+    items, levels, times, lengths = histories([7])
+    before = encoder.last(items, levels, times, lengths)
+    levels[0, 0] = 1 + levels[0, 0] % 5
+    assert not torch.allclose(before, encoder.last(items, levels, times, lengths))
+    blind = encoder_of(attention_length=3)
+    seen = blind.last(items, levels, times, lengths)
+    levels[0, 0] = 1 + levels[0, 0] % 5
+    assert torch.equal(seen, blind.last(items, levels, times, lengths)), "without a profile it is not read at all"
+
+
+@pytest.mark.parametrize("length", [0, 8])
+def test_an_attention_length_that_no_history_has_is_an_error(length):
+    with pytest.raises(RecpoError, match="attention_length must lie between 1 and max_history"):
+        encoder_of(attention_length=length)
+
+
+def test_without_lengths_a_long_history_is_an_error():
+    items, levels, times, _ = histories([7])
+    with pytest.raises(RecpoError, match="only the last state"):
+        encoder_of(attention_length=3)(items, levels, times)
+
+
+def test_a_policy_of_recent_events_scores_after_the_whole_history_only():
+    torch.manual_seed(0)
+    policy = CatalogSoftmaxPolicy(9, dim=8, heads=2, max_history=6, attention_length=2, profile=True).eval()
+    ids, mask = torch.tensor([[1, 2, 3, 4], [5, 0, 0, 0]]), torch.ones(2, 3, dtype=torch.bool)
+    lengths, targets = torch.tensor([4, 1]), torch.tensor([[7, 8, 9], [1, 2, 3]])
+    known = Histories(ids, lengths, (ids > 0) * 3, ids * 1000)
+    slates = Slates(targets, lengths[:, None].expand(2, 3), mask)
+    logp = policy.log_prob(FeedbackBatch(known, slates, lengths))
+    best = policy.recommend(known, 9)
+    torch.testing.assert_close(logp[0, 0, 0], best.scores[0][best.item_ids[0] == 7][0], atol=1e-5, rtol=0)
+    with pytest.raises(RecpoError, match="ImpressionLayout"):
+        policy.log_prob(FeedbackBatch(known, slates._replace(visible=slates.visible - 1), lengths))
