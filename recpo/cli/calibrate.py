@@ -1,48 +1,68 @@
-"""``recpo calibrate``: makes a reward model's scores probabilities, and says on later data how good they are."""
+"""``recpo calibrate``: makes reward models mean what they say, and says on later data which of them is best."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from recpo.cli.output import console
+from recpo.contracts import RewardFunction
 from recpo.evaluation.calibration import CalibrationReport
-from recpo.training.learned_reward import Checkpoint
-from recpo.workflows.calibrate import calibrate as calibrate_run
+from recpo.rewards import LoggedReward
+from recpo.training.learned_reward import CALIBRATION, Checkpoint
+from recpo.workflows.calibrate import calibrate as calibrate_rewards
 
 
 def calibrate(
-    run: Path,
     prepared: str | Path,
+    run: list[Path] | Path = [],  # noqa: B006  jsonargparse prints it
+    factors: list[Path] | Path = [],  # noqa: B006
+    reward: list[RewardFunction] = [],  # noqa: B006
+    k: int = 10,
+    truth: Path | None = None,
+    logged_reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
+    out: Path | None = None,
     checkpoint: Checkpoint = "best",
     batch_size: int = 512,
     resamples: int = 200,
     seed: int = 0,
     device: str = "auto",
-    trust: list[str] = [],  # noqa: B006  jsonargparse prints it
+    trust: list[str] = [],  # noqa: B006
 ) -> None:
-    """Calibrates a pointwise reward model on the validation period and measures it on the test period.
+    """Calibrates reward models on the validation period and compares rewards on the test period.
 
-    Per target, ``probability = sigmoid(scale * score + shift)`` (Platt, 1999) is fitted to the exposures of the
-    validation period. On the exposures of the test period, and on those among them that the log showed at random, it
-    reports the AUC (of all exposures, and the mean over users), the expected calibration error and the log loss before
-    and after, and the base rate, with 95 % intervals over users. Writes calibration.json into the run, which
-    LearnedReward reads.
+    Of every run of a PointwiseReward objective, ``sigmoid(scale * score + shift)`` (Platt, 1999) is fitted to the
+    exposures of the validation period and written into the run (calibration.json), where LearnedReward reads it. Then
+    every reward is measured on the exposures of the test period, and on those that the log showed at random: error and
+    rank correlation of the grade, AUC of dislikes; and by its greedy lists: their value as the log estimates it (SNIPS
+    with logged propensities) and, where the log was simulated, their true value.
 
     Args:
-        run: run directory of a PointwiseReward objective, written by ``recpo train``.
         prepared: directory written by ``recpo prepare``, of the same items.
-        checkpoint: which checkpoint of the run.
-        batch_size: users scored at once.
-        resamples: of the bootstrap.
+        run: run directory of a PointwiseReward or PairwiseReward objective, or a list of them, ``[runs/a, runs/b]``.
+        factors: directory written by ``recpo factorize``, or a list of them; users are folded in from their history.
+        reward: other rewards, ``[{class_path: EnsembleReward, init_args: {...}}]``.
+        k: length of the greedy lists.
+        truth: directory that ``recpo simulate`` wrote: adds the true value of the lists on the first day of the period.
+        logged_reward: of logged items, for the value that is estimated from the log.
+        out: JSON file for the comparison, with every interval; null = none.
+        checkpoint: which checkpoint of the runs.
+        batch_size: users scored at once; fewer where whole catalogs would not fit.
+        resamples: of the bootstrap over users.
         seed: of the bootstrap.
-        device: where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
-        trust: packages beside recpo whose classes the configuration of the run may name.
+        device: where models run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
+        trust: packages beside recpo whose classes the configurations of the runs may name.
     """
-    report = calibrate_run(
-        run,
+    directories = [path for paths in (run, factors) for path in ([paths] if isinstance(paths, Path) else paths)]
+    report = calibrate_rewards(
         prepared,
+        [*directories, *reward],
+        k=k,
+        truth=truth,
+        logged_reward=logged_reward,
+        out=out,
         checkpoint=checkpoint,
         batch_size=batch_size,
         resamples=resamples,
@@ -54,23 +74,57 @@ def calibrate(
 
 
 def print_report(report: CalibrationReport) -> None:
-    """The table of the test period; a path is never read as markup."""
-    table = Table(title="test period", title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for column in ("target", "shown"):
+    """The tables of the test period; a path is never read as markup."""
+    terminal, content = console(), report.content
+    terminal.print(_errors(content))
+    terminal.print(_values(content))
+    for note in content["notes"]:
+        terminal.print(f"note: {note}", soft_wrap=True)
+    for name, fitted in report.calibrations.items():
+        error = fitted["targets"]["dislike"]["test"]["all"]
+        before, after = (_shown(error[f"calibration_error{end}"]) for end in ("_uncalibrated", ""))
+        terminal.print(
+            f"{name}: {CALIBRATION} written; calibration error of dislikes {before} before, {after} after",
+            soft_wrap=True,
+        )
+    if report.path is not None:
+        terminal.print(f"{report.path}: every number with its 95 % interval", soft_wrap=True)
+
+
+def _errors(content: dict[str, Any]) -> Table:
+    table = _table("test period", ("reward", "shown"), ("number", "RMSE", "rank corr.", "per user", "dislike AUC"))
+    for name, entry in content["rewards"].items():
+        for group, found in entry["test"].items():
+            metrics = ("rmse", "rank_correlation", "rank_correlation_per_user", "dislike_auc")
+            table.add_row(name, group, f"{found['exposures']:,}", *(_shown(found.get(metric)) for metric in metrics))
+    return table
+
+
+def _values(content: dict[str, Any]) -> Table:
+    title = f"greedy lists of {content['k']}, mean reward per place"
+    table = _table(title, ("reward",), ("from the log (SNIPS)", "95 %", "true", "true dislikes"))
+    rows = {**{name: entry["lists"] for name, entry in content["rewards"].items()}}
+    for name, found in {**rows, "logging policy": content["logging_policy"]}.items():
+        estimated = found.get("off_policy")
+        interval = "-" if estimated is None else "-".join(_number(estimated[end]) for end in ("low", "high"))
+        table.add_row(
+            name, _shown(estimated), interval, _shown(found.get("true_reward")), _shown(found.get("true_dislike"), 4)
+        )
+    return table
+
+
+def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for column in left:
         table.add_column(column, no_wrap=True)
-    for column in ("number", "rate", "AUC", "95 %", "per user", "ECE before", "after"):
+    for column in right:
         table.add_column(column, justify="right", no_wrap=True)
-    for name, target in report.content["targets"].items():
-        for group, found in target["test"].items():
-            value = {key: _shown(number["value"]) for key, number in found.items() if isinstance(number, dict)}
-            interval = "-".join(_shown(found["auc"][end]) for end in ("low", "high"))
-            ranks = value["auc"], interval, value["auc_per_user"]
-            errors = value["calibration_error_uncalibrated"], value["calibration_error"]
-            table.add_row(name, group, f"{found['exposures']:,}", value["base_rate"], *ranks, *errors)
-    terminal = console()
-    terminal.print(table)
-    terminal.print(f"ECE: expected calibration error; every number with its interval: {report.path}", soft_wrap=True)
+    return table
 
 
-def _shown(number: float | None) -> str:
-    return "-" if number is None else f"{number:.3f}"
+def _shown(metric: dict[str, float | None] | None, digits: int = 3) -> str:
+    return _number(None if metric is None else metric["value"], digits)
+
+
+def _number(number: float | None, digits: int = 3) -> str:
+    return "-" if number is None else f"{number:.{digits}f}"

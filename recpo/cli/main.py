@@ -31,7 +31,7 @@ VERBS = {
     "tokenize": "give every item a tuple of codes, for policies that generate items code by code",
     "factorize": "fit a matrix factorization of graded feedback, as a reward and as a baseline",
     "train": "train or align a policy on prepared data",
-    "calibrate": "turn the scores of a reward model into probabilities and judge them on later data",
+    "calibrate": "calibrate reward models and compare rewards on later data",
     "evaluate": "rank the full catalog for held-out users and report metrics",
     "export": "write a trained policy as a bundle for serving",
     "recommend": "run a bundle over a Parquet file of histories",

@@ -1,12 +1,13 @@
-"""Predicted probabilities against what happened: how well they rank, and whether they mean what they say.
+"""Predictions against what happened: how well they rank, and whether they mean what they say.
 
 NumPy arrays over the events of a period: ``probability [N]`` (or any score, where only the order counts), ``happened
-[N]`` bool, and optional ``weight [N]``, how often an event counts.
+[N]`` bool, and optional ``weight [N]``, how often an event counts; of rewards and grades ``predicted [N]`` and
+``grade [N]`` in [0, 1].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import rankdata
 
 from recpo.errors import RecpoError
 from recpo.evaluation.estimates import estimate
@@ -40,13 +42,18 @@ class Platt(NamedTuple):
         return np.exp(-np.logaddexp(0.0, -(self.scale * score + self.shift)))
 
 
-def fit_platt(score: FloatArray, happened: BoolArray) -> Platt:
+def fit_platt(score: FloatArray, target: FloatArray | BoolArray) -> Platt:
     """Platt's scaling (1999): the logistic regression of what happened on the score, by Newton's method.
 
     Two numbers, so that a short validation period is enough, and strictly increasing (for a positive scale), so that no
     two candidates become equal; isotonic regression would merge them. The targets are Platt's, ``(P + 1) / (P + 2)``
     for the P events and ``1 / (N + 2)`` for the N others: the minimum exists even where the score separates them
-    perfectly or one kind is missing. Convex; a step is halved until it descends (Lin, Lin and Weng, 2007).
+    perfectly or one kind is missing. A target between 0 and 1, such as a grade, counts for both kinds, by its share.
+    Convex; a step is halved until it descends (Lin, Lin and Weng, 2007).
+
+    Args:
+        score: ``[N]``.
+        target: ``[N]`` in [0, 1]: whether it happened, or a soft label.
 
     Raises:
         RecpoError: there is no event, or a score is not finite.
@@ -54,8 +61,9 @@ def fit_platt(score: FloatArray, happened: BoolArray) -> Platt:
     score = np.asarray(score, np.float64)
     if not len(score) or not np.isfinite(score).all():
         raise RecpoError(f"a calibration needs finite scores of at least one event, got {len(score)}")
-    positives = int(happened.sum())
-    target = np.where(happened, (positives + 1) / (positives + 2), 1 / (len(score) - positives + 2))
+    target = np.asarray(target, np.float64)
+    positives = float(target.sum())
+    target = target * (positives + 1) / (positives + 2) + (1 - target) / (len(score) - positives + 2)
     center, spread = score.mean(), score.std() or 1.0
     design = np.stack([(score - center) / spread, np.ones_like(score)])
 
@@ -181,19 +189,92 @@ def _interval(value: float, drawn: list[float]) -> BootstrapEstimate:
     return BootstrapEstimate(value, float(low), float(high))
 
 
+def assess_grades(
+    predicted: FloatArray, grade: FloatArray, user: IntArray, *, resamples: int = 200, seed: int = 0
+) -> dict[str, BootstrapEstimate]:
+    """How well grades are predicted: ``rmse``, ``rank_correlation`` and ``rank_correlation_per_user``.
+
+    ``rmse`` is the root of the mean squared error, in units of the grade; ``rank_correlation`` that of Spearman (ties
+    at their mean rank) over all events; the last one its mean over the users for whom it is defined. The first two have
+    percentile bootstrap intervals over users (in which an event keeps its rank), the last a normal one.
+
+    Args:
+        predicted: ``[N]``.
+        grade: ``[N]``, what happened.
+        user: ``[N]``.
+        resamples: of the bootstrap.
+        seed: of the bootstrap.
+
+    Raises:
+        RecpoError: there is no event.
+    """
+    if not len(predicted):
+        raise RecpoError("no event to measure: the period is empty, or its events have no grade")
+    one, two = rankdata(predicted), rankdata(grade)
+    one, two = (ranks - ranks.mean() for ranks in (one, two))
+    terms = np.stack([np.ones_like(one), (predicted - grade) ** 2, one, two, one * one, two * two, one * two])
+    rows = np.unique(user, return_inverse=True)[1]
+    sums = np.stack([np.bincount(rows, term) for term in terms], axis=1)
+    users, generator = len(sums), np.random.default_rng(seed)
+    drawn = generator.multinomial(users, np.full(users, 1 / users), size=resamples).astype(np.float64) @ sums
+
+    def error(totals: FloatArray) -> FloatArray:
+        return np.sqrt(totals[..., 1] / totals[..., 0])
+
+    within = [
+        _correlation(_moments(rankdata(predicted[events]), rankdata(grade[events])))
+        for events in np.split(np.argsort(rows, kind="stable"), np.cumsum(np.bincount(rows))[:-1])
+    ]
+    mean, half_width, _ = estimate(torch.tensor(np.array(within), dtype=torch.float64))
+    everybody = sums.sum(0)
+    return {
+        "rmse": _interval(float(error(everybody)), error(drawn).tolist()),
+        "rank_correlation": _interval(float(_correlation(everybody)), _correlation(drawn).tolist()),
+        "rank_correlation_per_user": BootstrapEstimate(mean, mean - half_width, mean + half_width),
+    }
+
+
+def _moments(one: FloatArray, two: FloatArray) -> FloatArray:
+    one, two = one - one.mean(), two - two.mean()
+    return np.array([len(one), 0.0, 0.0, 0.0, one @ one, two @ two, one @ two])
+
+
+def _correlation(moments: FloatArray) -> FloatArray:
+    """Of ``[..., 7]``: number, squared error, sums of both, of both squared and of the product; nan without variance.
+
+    A variance below the rounding of its sum is none.
+    """
+    number, _, one, two, squares_one, squares_two, products = np.moveaxis(moments, -1, 0)
+    variances = (squares_one - one * one / number, squares_two - two * two / number)
+    known = (variances[0] > 1e-9 * number) & (variances[1] > 1e-9 * number)
+    scale = np.sqrt(np.where(known, variances[0] * variances[1], 1.0))
+    return np.where(known, (products - one * two / number) / scale, np.nan)
+
+
+def fit_line(predicted: FloatArray, grade: FloatArray) -> tuple[float, float]:
+    """Scale and shift of the least squares ``grade = scale * predicted + shift``; a constant has the scale 0.
+
+    Rewards have units of their own; after this map the errors of all of them can be compared.
+    """
+    centered = predicted - predicted.mean()
+    variance = float(centered @ centered)
+    scale = float(centered @ (grade - grade.mean()) / variance) if variance > 0 else 0.0
+    return scale, float(grade.mean() - scale * predicted.mean())
+
+
 class Exposures(NamedTuple):
     """Held-out exposures that a reward model scored.
 
     Attributes:
         score: ``[N, K]``, one column per target.
-        happened: ``[N, K]`` bool, the target was reached.
-        known: ``[N, K]`` bool, the log says whether it was.
+        target: ``[N, K]`` float64 in [0, 1], what happened; 0 or 1 of a target that is an event.
+        known: ``[N, K]`` bool, the log says what happened.
         user: ``[N]`` int64.
         is_random: ``[N]`` bool, shown at random.
     """
 
     score: FloatArray
-    happened: BoolArray
+    target: FloatArray
     known: BoolArray
     user: IntArray
     is_random: BoolArray
@@ -205,7 +286,7 @@ class Exposures(NamedTuple):
 
 
 def assess_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, seed: int) -> dict[str, Any]:
-    """How well target k is ranked and how true its probabilities are, before and after calibration, as JSON has it.
+    """How well the event k is ranked and how true its probabilities are, before and after calibration, as JSON has it.
 
     Args:
         test: exposures of a period that nothing was fitted to.
@@ -215,62 +296,78 @@ def assess_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, see
         seed: of the bootstrap.
     """
     test = test.only(test.known[:, k])
-    score, happened = test.score[:, k], test.happened[:, k]
+    score, happened = test.score[:, k], test.target[:, k] > 0.5
     before = assess(Platt(1.0, 0.0).probability(score), happened, test.user, resamples=resamples, seed=seed)
     after = assess(fitted.probability(score), happened, test.user, resamples=resamples, seed=seed)
     intervals = {
         **{name: after[name] for name in ("base_rate", "auc", "log_loss", "calibration_error")},
-        "auc_per_user": _auc_per_user(test, k),
+        "auc_per_user": _auc_per_user(score, happened, test.user),
         "log_loss_uncalibrated": before["log_loss"],
         "calibration_error_uncalibrated": before["calibration_error"],
     }
     counts = {"exposures": len(score), "happened": int(happened.sum()), "users": len(np.unique(test.user))}
-    return {**counts, **{name: _numbers(interval) for name, interval in intervals.items()}}
+    return {**counts, **numbers(intervals)}
 
 
-def _numbers(interval: BootstrapEstimate) -> dict[str, float | None]:
-    """JSON knows no nan: null where too few events tell."""
-    return {name: None if np.isnan(number) else number for name, number in interval._asdict().items()}
+def assess_grade_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, seed: int) -> dict[str, Any]:
+    """As ``assess_target`` of the target k that is a grade: error and rank correlation of its calibrated prediction."""
+    test = test.only(test.known[:, k])
+    score, grade = test.score[:, k], test.target[:, k]
+    before = assess_grades(Platt(1.0, 0.0).probability(score), grade, test.user, resamples=resamples, seed=seed)
+    after = assess_grades(fitted.probability(score), grade, test.user, resamples=resamples, seed=seed)
+    counts = {"exposures": len(score), "users": len(np.unique(test.user))}
+    return {**counts, **numbers({**after, "rmse_uncalibrated": before["rmse"]})}
 
 
-def _auc_per_user(test: Exposures, k: int) -> BootstrapEstimate:
+def numbers(intervals: Mapping[str, BootstrapEstimate]) -> dict[str, dict[str, float | None]]:
+    """As JSON has them: null where too few events tell."""
+    return {
+        name: {end: None if np.isnan(number) else float(number) for end, number in interval._asdict().items()}
+        for name, interval in intervals.items()
+    }
+
+
+def _auc_per_user(scores: FloatArray, happened: BoolArray, user: IntArray) -> BootstrapEstimate:
     """Mean over the users with events of both kinds."""
-    order = np.argsort(test.user, kind="stable")
-    counts = np.unique(test.user, return_counts=True)[1]
+    order = np.argsort(user, kind="stable")
+    counts = np.unique(user, return_counts=True)[1]
     row = np.repeat(np.arange(len(counts)), counts)
     place = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
     score = torch.zeros(len(counts), int(counts.max(initial=1)), dtype=torch.float64)
     positive, negative = torch.zeros_like(score, dtype=torch.bool), torch.zeros_like(score, dtype=torch.bool)
-    score[row, place] = torch.from_numpy(test.score[order, k])
-    positive[row, place] = torch.from_numpy(test.happened[order, k])
-    negative[row, place] = torch.from_numpy(~test.happened[order, k])
+    score[row, place] = torch.from_numpy(scores[order])
+    positive[row, place] = torch.from_numpy(happened[order])
+    negative[row, place] = torch.from_numpy(~happened[order])
     mean, half_width, _ = estimate(auc(score, positive, negative))
     return BootstrapEstimate(mean, mean - half_width, mean + half_width)
 
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What ``calibrate`` fitted, and what it is worth on later data.
+    """How good several rewards are, on data that came after everything they learned from.
 
     Attributes:
-        content: what ``calibration.json`` holds: ``{checkpoint, checkpoint_sha256, exposures, targets: {target:
-            {calibration: {scale, shift}, test: {all | random: {exposures, happened, users, auc: {value, low, high},
-            ...}}}}}``.
-        path: that file, in the run's directory.
+        content: ``{exposures: {valid, test, test_random}, k, notes, constant: {test: ...}, logging_policy: {...},
+            rewards: {name: {kind, scale, shift, test: {all | random: {exposures, users, rmse: {value, low, high},
+            rank_correlation, rank_correlation_per_user, dislike_auc}}, lists: {off_policy, true_reward,
+            true_dislike}}}}``.
+        calibrations: of every run among them what its ``calibration.json`` holds, by name.
+        path: JSON file with ``content``; None = it was not written.
     """
 
     content: dict[str, Any]
-    path: Path
+    calibrations: dict[str, dict[str, Any]]
+    path: Path | None = None
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row per target, group of exposures and number: ``target shown metric value low high exposures``."""
+        """A row per reward, group of exposures (``lists`` = its greedy lists) and number: ``value low high``."""
         import pandas as pd
 
         rows = [
-            (target, group, name, number["value"], number["low"], number["high"], found["exposures"])
-            for target, entry in self.content["targets"].items()
-            for group, found in entry["test"].items()
-            for name, number in found.items()
+            (name, group, metric, number["value"], number["low"], number["high"])
+            for name, entry in self.content["rewards"].items()
+            for group, found in (*entry["test"].items(), ("lists", entry["lists"]))
+            for metric, number in found.items()
             if isinstance(number, dict)
         ]
-        return pd.DataFrame(rows, columns=["target", "shown", "metric", "value", "low", "high", "exposures"])
+        return pd.DataFrame(rows, columns=["reward", "shown", "metric", "value", "low", "high"])

@@ -1,4 +1,4 @@
-"""Reward models: a score head that learns which item is better (pairwise) or what a user does with it (pointwise)."""
+"""Reward models: a score head that learns which item is better (pairwise) or how good each is (pointwise)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recpo.objectives.preference import preference_lists
 from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
 from recpo.types import LossOutput, ObjectiveInputs
 
-TARGETS = ("long_watch", "like", "dislike")
+TARGETS = ("grade", "dislike")
 """What the scores of a pointwise reward model are about, in their order."""
 
 
@@ -89,13 +89,15 @@ class PairwiseReward(Objective):
 def pointwise_reward_loss(
     scores: Tensor, targets: Tensor, mask: Tensor, positive_weight: Tensor | None = None
 ) -> Tensor:
-    """``-w_k y log sigmoid(score) - (1 - y) log(1 - sigmoid(score))`` per target: binary cross-entropy.
+    """``-w_k y log sigmoid(score) - (1 - y) log(1 - sigmoid(score))`` per target: cross-entropy, soft targets allowed.
 
-    Gradient on a score: ``sigmoid(score) - y`` at weight 1, in general ``(w y + 1 - y) sigmoid(score) - w y``.
+    Its minimum over scores is where ``sigmoid(score)`` is the mean of the targets (at weight 1): a regression of the
+    mean whose predictions stay in (0, 1). Gradient on a score: ``sigmoid(score) - y`` at weight 1, in general
+    ``(w y + 1 - y) sigmoid(score) - w y``.
 
     Args:
         scores: ``[..., K]``.
-        targets: ``[..., K]``, 0 or 1; anything where masked.
+        targets: ``[..., K]``, in [0, 1]; anything where masked.
         mask: ``[..., K]``, True keeps.
         positive_weight: ``[K]``, weight ``w_k`` of the positives of a target; None = 1. With another weight the
             probabilities are off by the odds ``w_k``, which a calibration takes back.
@@ -118,35 +120,28 @@ def pointwise_reward_loss(
 
 @dataclass(frozen=True)
 class PointwiseReward(Objective):
-    """Pointwise reward model: binary cross-entropy of three scores per item, for the targets of ``TARGETS``.
+    """Pointwise reward model: cross-entropy of two scores per item, for the targets of ``TARGETS``.
 
-    A logged item was watched for long from ``long_watch`` on, liked from ``like`` on (both watch quantiles, or whatever
-    label the data was prepared with), and disliked where the log says so. The loss is the mean over the known targets
-    of the kept positions. It trains the score head and, through it, the encoder; log-probabilities are not read.
+    ``sigmoid`` of the first score is the expected grade of the event (``recpo.feedback.GRADES``), a number in [0, 1]
+    that enters the cross-entropy as a soft label; that of the second is the probability of a dislike, which the log
+    says of every event. A disliked event has the grade 0. The loss is the mean over the known targets of the kept
+    positions. It trains the score head and, through it, the encoder; log-probabilities are not read.
 
     Attributes:
-        long_watch: least label of an item that was watched for long.
-        like: least label of an item that was liked.
-        positive_weights: weight of the positives of each target.
+        positive_weight: weight of a dislike against an event without one, above 0; with another weight than 1 the
+            probabilities are true only after ``recpo calibrate``.
     """
 
-    long_watch: float = 0.5
-    like: float = 0.9
-    positive_weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    positive_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if not all(0.0 < weight < float("inf") for weight in self.positive_weights):
-            raise RecpoError(f"PointwiseReward: positive_weights must be above 0, got {list(self.positive_weights)}")
-        if not 0.0 < self.long_watch <= self.like <= 1.0:
-            raise RecpoError(
-                "PointwiseReward: a label lies in [0, 1], so it takes 0 < long_watch <= like <= 1, got long_watch "
-                f"{self.long_watch} and like {self.like}"
-            )
+        if not 0.0 < self.positive_weight < float("inf"):
+            raise RecpoError(f"PointwiseReward: positive_weight must be above 0, got {self.positive_weight}")
 
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return frozenset({"score", "labels"})
+        return frozenset({"score", "labels", "grades"})
 
     @property
     def num_scores(self) -> int:
@@ -158,37 +153,40 @@ class PointwiseReward(Objective):
         """False: only scores are trained."""
         return False
 
-    def targets(self, label: Tensor, dislike: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets ``[..., K]`` of labels ``[...]`` and which of them are known, each bool.
+    def targets(self, grade: Tensor, dislike: Tensor) -> tuple[Tensor, Tensor]:
+        """The targets ``[..., K]`` of events ``[...]``, and which of them are known, bool.
 
-        Whether an item was watched for long or liked is not known where its label is missing (nan).
+        The target of an unknown grade (nan) is 0.
         """
-        labeled = ~label.isnan()
-        disliked = dislike.bool()
-        targets = torch.stack([label >= self.long_watch, label >= self.like, disliked], -1)
-        return targets, torch.stack([labeled, labeled, torch.ones_like(labeled)], -1)
+        graded = ~grade.isnan()
+        targets = torch.stack([torch.where(graded, grade, 0.0), dislike.bool().to(grade.dtype)], -1)
+        return targets, torch.stack([graded, torch.ones_like(graded)], -1)
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
         """Known targets of the kept positions."""
         return self._targets(inputs)[1].sum()
 
+    def losses(self, scores: Tensor, targets: Tensor, known: Tensor) -> Tensor:
+        """``pointwise_reward_loss`` with the weight of dislikes, ``[..., K]``."""
+        weight = torch.tensor([1.0, self.positive_weight], dtype=scores.dtype, device=scores.device)
+        return pointwise_reward_loss(scores, targets, known, weight)
+
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""
         targets, mask = self._targets(inputs)
         scores = required(inputs.scores, "scores", self)
-        weight = torch.tensor(self.positive_weights, dtype=scores.dtype, device=scores.device)
-        losses = pointwise_reward_loss(scores, targets, mask, weight)
+        losses = self.losses(scores, targets, mask)
         with torch.no_grad():
-            probabilities = zero_masked(scores, mask).sigmoid()
+            predicted = zero_masked(scores, mask).sigmoid()
             metrics = {}
             for k, name in enumerate(TARGETS):
                 known = mask[..., k]
                 metrics[f"{name}_loss"] = masked_mean(losses[..., k], known)
-                metrics[f"{name}_rate"] = masked_mean(targets[..., k], known)
-                metrics[f"{name}_predicted"] = masked_mean(probabilities[..., k], known)
+                metrics[f"{name}_mean"] = masked_mean(targets[..., k], known)
+                metrics[f"{name}_predicted"] = masked_mean(predicted[..., k], known)
         return LossOutput(aggregate(losses, mask, count=inputs.denominator), metrics)
 
     def _targets(self, inputs: ObjectiveInputs) -> tuple[Tensor, Tensor]:
-        quantile = required(inputs.label, "label", self)
-        targets, known = self.targets(quantile, required(inputs.dislike, "dislike", self))
+        grade = required(inputs.grades, "grades", self).detach()
+        targets, known = self.targets(grade, required(inputs.dislike, "dislike", self))
         return targets, known & inputs.logp.mask.bool().any(-1, keepdim=True)

@@ -41,13 +41,36 @@ class RewardModel(nn.Module):
         self.requires_grad_(False).eval()
 
     def forward(self, histories: Histories, slates: Slates) -> Tensor:
-        """Scores ``[B, S, K]`` in float32, whatever the precision of the training around it; 0 at masked positions."""
+        """Scores ``[B, S, K]`` in float32, whatever the precision of the training around it; 0 at masked positions.
+
+        Of a history that is longer than the policy reads, the most recent events are taken; every position must then be
+        scored after the whole history.
+        """
+        histories, slates = self._readable(histories, slates)
         with torch.autocast(slates.item_ids.device.type, enabled=False):
             return item_scores(self.policy, self.head, histories, slates)
 
+    def _readable(self, histories: Histories, slates: Slates) -> tuple[Histories, Slates]:
+        most, lengths = self.policy.max_history, histories.lengths[:, None]
+        dropped = (lengths - most).clamp_min(0)
+        if histories.item_ids.shape[1] <= most:
+            return histories, slates
+        if bool((slates.mask & (dropped > 0) & (slates.visible < lengths)).any()):
+            raise RecpoError(
+                f"the reward model reads {most} events and is asked about positions in the middle of longer histories: "
+                f"set data.layout.init_args.history_length to {most}, or train it with a larger max_history"
+            )
+        place = dropped + torch.arange(most, device=lengths.device)
+        place = place.clamp_max(histories.item_ids.shape[1] - 1)
+        kept = [None if column is None else column.gather(1, place) for column in (histories.item_ids, *histories[2:])]
+        item_ids = kept[0]
+        assert item_ids is not None
+        recent = Histories(item_ids, histories.lengths.clamp_max(most), *kept[1:])
+        return recent, slates._replace(visible=(slates.visible - dropped).clamp_min(0))
+
 
 class Calibration(NamedTuple):
-    """``probability_k = sigmoid(scale_k score_k + shift_k)`` (Platt, 1999), per target."""
+    """``expected grade or probability = sigmoid(scale_k score_k + shift_k)`` (Platt, 1999), per target."""
 
     scale: tuple[float, ...]
     shift: tuple[float, ...]
@@ -105,6 +128,9 @@ def load_calibration(run: Path, checkpoint: Checkpoint = "best") -> Calibration:
     content = json.loads(file.read_text(encoding="utf-8"))
     if content["checkpoint_sha256"] != checkpoint_sha256(run, checkpoint):
         raise RecpoError(f"{file} belongs to other weights than {checkpoint_path(run, checkpoint)}; {fix}")
+    if set(content["targets"]) != set(TARGETS):
+        found, expected = ", ".join(content["targets"]), ", ".join(TARGETS)
+        raise RecpoError(f"{file} is of a reward model of other targets ({found}), expected {expected}; train it again")
     fitted = [content["targets"][name]["calibration"] for name in TARGETS]
     return Calibration(tuple(f["scale"] for f in fitted), tuple(f["shift"] for f in fitted))
 
@@ -113,23 +139,22 @@ def load_calibration(run: Path, checkpoint: Checkpoint = "best") -> Calibration:
 class LearnedReward(RewardFunction):
     """What a trained reward model expects of a candidate, logged or generated; it is never trained here.
 
-    Of a run of ``PointwiseReward``: ``long_watch P(long watch) + like P(like) - dislike_cost P(dislike)`` with the
-    probabilities that ``recpo calibrate`` fitted. Of a run of ``PairwiseReward``: its score, whose zero and unit mean
+    Of a run of ``PointwiseReward``: ``grade_weight E[grade] - dislike_cost P(dislike)``, as ``recpo calibrate`` fitted
+    the two. Of a run of ``PairwiseReward``: its score, whose zero and unit mean
     nothing; only differences within a context do. A candidate that is no item (id 0) has no reward (nan).
 
     Attributes:
         run: run directory of the reward model, of the same items.
-        long_watch: weight of the probability that the item is watched for long.
-        like: weight of the probability that it is liked.
-        dislike_cost: what a certain dislike takes away.
-        calibrated: false takes the model's own probabilities, so that no ``recpo calibrate`` is needed.
+        grade_weight: weight of the expected grade, in [0, 1] (``recpo.feedback.GRADES``).
+        dislike_cost: what a certain dislike takes away, beside the grade of 0 that it has; 1 is the whole range of
+            grades.
+        calibrated: false takes the model's own numbers, so that no ``recpo calibrate`` is needed.
         checkpoint: which one of the run.
         trust: packages whose classes that run's configuration may name, besides those of recpo.
     """
 
     run: Path
-    long_watch: float = 1.0
-    like: float = 0.0
+    grade_weight: float = 1.0
     dislike_cost: float = 1.0
     calibrated: bool = True
     checkpoint: Checkpoint = "best"
@@ -162,14 +187,23 @@ class LearnedReward(RewardFunction):
         targets = len(TARGETS)
         return Calibration((1.0,) * targets, (0.0,) * targets)
 
+    @property
+    def predicts_dislikes(self) -> bool:
+        """Its model has a head for dislikes: it is one of ``PointwiseReward``."""
+        return isinstance(self.model.objective, PointwiseReward)
+
+    def predictions(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
+        """Expected grade and probability of a dislike ``[B, S, 2]`` (``TARGETS``); a pairwise score ``[B, S, 1]``."""
+        model = self.model.to(candidates.item_ids.device)
+        is_item = candidates.mask & (candidates.item_ids > 0)
+        scores: Tensor = model(batch.histories, candidates._replace(mask=is_item))
+        return self._calibration.probabilities(scores) if self.predicts_dislikes else scores
+
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
-        is_item = candidates.mask & (candidates.item_ids > 0)
-        model = self.model.to(candidates.item_ids.device)
-        scores = model(batch.histories, candidates._replace(mask=is_item))
-        if isinstance(model.objective, PointwiseReward):
-            weights = torch.tensor([self.long_watch, self.like, -self.dislike_cost], device=scores.device)
-            reward = (self._calibration.probabilities(scores) * weights).sum(-1)
+        predicted = self.predictions(batch, candidates)
+        if self.predicts_dislikes:
+            reward = self.grade_weight * predicted[..., 0] - self.dislike_cost * predicted[..., 1]
         else:
-            reward = scores[..., 0]
-        return reward.masked_fill(~is_item, torch.nan)
+            reward = predicted[..., 0]
+        return reward.masked_fill(~candidates.mask | (candidates.item_ids == 0), torch.nan)

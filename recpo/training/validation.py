@@ -12,7 +12,7 @@ from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.item_facts import POPULARITY_BINS, popularity_bins
 from recpo.evaluation.ranking import hit_rate, ndcg, precision, ranked_hits, recall
 from recpo.evaluation.targets import held_out_targets
-from recpo.objectives.reward_model import PointwiseReward, pointwise_reward_loss
+from recpo.objectives.reward_model import PointwiseReward
 from recpo.policies.critic import ItemScore
 from recpo.training.networks import item_scores
 from recpo.types import EvaluationBatch
@@ -107,11 +107,11 @@ class ScoreMetrics:
         scores = item_scores(policy, self._head, batch.feedback.histories, slates)
         sums = []
         if self._pointwise is not None:
-            assert slates.label is not None
+            assert slates.grade is not None
             assert slates.dislike is not None
-            targets, known = self._pointwise.targets(slates.label, slates.dislike)
+            targets, known = self._pointwise.targets(slates.grade, slates.dislike)
             known = known & slates.mask[..., None]
-            sums.append((-pointwise_reward_loss(scores, targets, known).double().sum(), known.sum().double()))
+            sums.append((-self._pointwise.losses(scores, targets, known).double().sum(), known.sum().double()))
         per_user = exposure_auc(scores[..., 0], held_out_targets(batch))["AUC_other"]
         sums.append((per_user.double().nansum(), per_user.isfinite().sum().double()))
         self._sums += torch.stack([torch.stack(pair) for pair in sums]).cpu()

@@ -1,30 +1,76 @@
-"""The verb ``calibrate``: makes a reward model's scores probabilities, and says on later data how good they are."""
+"""The verb ``calibrate``: makes reward models mean what they say, and says on later data which of them is best."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from torch import Tensor
 
-from recpo.artifacts import write_json
+from recpo.artifacts import kind_of, write_json
+from recpo.contracts import RewardFunction
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Period, Prepared
 from recpo.errors import RecpoError
-from recpo.evaluation.calibration import CalibrationReport, Exposures, Platt, assess_target, fit_platt
+from recpo.evaluation.calibration import (
+    BoolArray,
+    BootstrapEstimate,
+    CalibrationReport,
+    Exposures,
+    FloatArray,
+    IntArray,
+    assess,
+    assess_grade_target,
+    assess_grades,
+    assess_target,
+    fit_line,
+    fit_platt,
+    numbers,
+)
+from recpo.evaluation.estimates import estimate
+from recpo.evaluation.measures import Observed
+from recpo.evaluation.off_policy.measure import OffPolicyMeasure
+from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.off_policy.propensities import LoggedPropensities
+from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyEstimate
+from recpo.evaluation.targets import held_out_targets
+from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
-from recpo.training.learned_reward import CALIBRATION, Checkpoint, RewardModel, checkpoint_sha256, load_reward_model
+from recpo.rewards import FactorReward, LoggedReward
+from recpo.training.learned_reward import (
+    CALIBRATION,
+    Checkpoint,
+    LearnedReward,
+    RewardModel,
+    checkpoint_sha256,
+    load_reward_model,
+)
 from recpo.training.run import Run
+from recpo.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
 from recpo.workflows.devices import compute_device
+
+Source = RewardFunction | Run | Path | str
+
+_MOST_CANDIDATES = 1 << 22  # users times items of one batch of whole catalogs
+_DISLIKE = TARGETS.index("dislike")
+_NO_PROPENSITIES = (
+    "the log of the test period has no propensities, so the value of the greedy lists is not estimated from the log"
+)
 
 
 def calibrate(
-    run: Run | Path | str,
     prepared: Prepared | Path | str,
+    rewards: Source | Sequence[Source] | Mapping[str, Source],
     *,
+    k: int = 10,
+    truth: Path | str | None = None,
+    logged_reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
+    out: Path | str | None = None,
     checkpoint: Checkpoint = "best",
     batch_size: int = 512,
     resamples: int = 200,
@@ -32,82 +78,352 @@ def calibrate(
     device: str = "auto",
     trust: Sequence[str] = (),
 ) -> CalibrationReport:
-    """Calibrates a pointwise reward model on the validation period and measures it on the test period.
+    """Calibrates reward models on the validation period and compares rewards on the test period.
 
-    Per target, ``probability = sigmoid(scale * score + shift)`` (Platt, 1999) is fitted to the exposures of the
-    validation period. On the exposures of the test period, and on those among them that the log showed at random, it
-    reports the AUC (of all exposures, and the mean over users), the expected calibration error and the log loss before
-    and after, and the base rate, with 95 % intervals over users. Writes calibration.json into the run, which
-    LearnedReward reads.
+    Of every run of the ``PointwiseReward`` objective, ``sigmoid(scale * score + shift)`` (Platt, 1999) is fitted to the
+    exposures of the validation period, for the grade and for dislikes, and written into the run (calibration.json),
+    where ``LearnedReward`` reads it. Then every reward is measured on the exposures of the test period, scored from
+    what was known when the period began, and on those among them that the log showed at random: root mean squared
+    error of the grade (after a line that is fitted on the validation period, so that units do not matter), Spearman's
+    rank correlation with the grade over all of them and within users, and the AUC of dislikes where the reward has a
+    head for them. Last, the value of its greedy lists: the k items that it likes best for each user, without those of
+    the user's past, estimated from the log (SNIPS with logged propensities) and, where the log was simulated, true.
+
+    ::
+
+        report = recpo.calibrate(data, {"encoder": "runs/reward_model", "factors": "factors"}, truth="world")
+        report.to_pandas()
 
     Args:
-        run: a run of the PointwiseReward objective, or its directory.
-        prepared: prepared data of the same items, or its directory.
-        checkpoint: which checkpoint of the run.
-        batch_size: users scored at once.
-        resamples: of the bootstrap.
+        prepared: prepared data, or its directory.
+        rewards: what is compared: runs of reward models, directories of ``recpo factorize`` (users folded in from their
+            history), or reward functions; one, several, or several by name.
+        k: length of the greedy lists.
+        truth: directory that ``recpo simulate`` wrote: adds the true value of the lists on the first day of the period.
+        logged_reward: of logged items, for the value that is estimated from the log.
+        out: JSON file for the comparison; None = none.
+        checkpoint: which checkpoint of the runs.
+        batch_size: users scored at once; fewer where whole catalogs would not fit.
+        resamples: of the bootstrap over users.
         seed: of the bootstrap.
-        device: where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
-        trust: packages beside recpo whose classes the configuration of the run may name.
+        device: where models run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
+        trust: packages beside recpo whose classes the configurations of the runs may name.
 
     Raises:
-        RecpoError: the run is none of a pointwise reward model or knows other items, a period has no labeled exposure,
-            or an option is out of range.
+        RecpoError: a reward is none or knows other items, a period has no graded exposure, or an option is out of
+            range.
     """
-    if batch_size < 1 or resamples < 1:
-        raise RecpoError(f"batch_size is {batch_size} and resamples is {resamples}, expected at least 1 each")
+    if min(batch_size, resamples, k) < 1:
+        raise RecpoError(f"batch_size is {batch_size}, resamples is {resamples} and k is {k}, expected at least 1 each")
     data = prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)
-    run = Run.open(run, trust)
-    run.validate_items(data)
-    model = load_reward_model(run, checkpoint)
-    if not isinstance(model.objective, PointwiseReward):
+    where = compute_device(device)
+    named = _named(rewards)
+    opened = {name: _opened(source, data, checkpoint, trust) for name, source in named.items()}
+    setting = _Setting(
+        data,
+        where,
+        batch_size,
+        resamples,
+        seed,
+        min(k, data.num_items),
+        None if truth is None else true_rewards(Path(truth), data, "test", [min(k, data.num_items)]),
+        logged_reward if _has_propensities(data) else None,
+    )
+    calibrations = {name: _calibrate_run(one, setting, checkpoint) for name, one in opened.items() if _is_fitted(one)}
+    functions = {name: _function(one, checkpoint, trust) for name, one in opened.items()}
+    content = setting.compare(functions)
+    if out is not None:
+        write_json(Path(out), content)
+    return CalibrationReport(content, calibrations, None if out is None else Path(out))
+
+
+def _named(rewards: Source | Sequence[Source] | Mapping[str, Source]) -> dict[str, Source]:
+    """Directories by their own names where these differ, reward functions by their class."""
+    if isinstance(rewards, Mapping):
+        named = dict(rewards)
+    else:
+        single = isinstance(rewards, RewardFunction | Run | Path | str)
+        sources: list[Source] = [rewards] if single else list(rewards)  # type: ignore[list-item, arg-type]
+        named = {}
+        for source in sources:
+            whole = str(source.root if isinstance(source, Run) else source)
+            name = type(source).__name__ if isinstance(source, RewardFunction) else Path(whole).resolve().name
+            if name in named and not isinstance(source, RewardFunction):
+                name = whole
+            count = sum(other.split(" ")[0] == name for other in named)
+            if name in named and not isinstance(source, RewardFunction):
+                raise RecpoError(f"the same directory is named twice: {whole}")
+            named[name if name not in named else f"{name} {count + 1}"] = source
+    if not named:
         raise RecpoError(
-            f"{run.root} is a pairwise reward model: its scores only compare items of one context, there is nothing to "
-            "calibrate; LearnedReward takes it as it is"
+            "nothing to calibrate: name at least one run of a reward model, one directory of factors, or one reward"
         )
-    model.to(compute_device(device))
-    valid, test = (_exposures(model, model.objective, data, split, batch_size) for split in ("valid", "test"))
+    return named
+
+
+def _opened(source: Source, data: Prepared, checkpoint: Checkpoint, trust: Sequence[str]) -> RewardFunction | Run:
+    """A run or a reward function of the same items, checked before the first one is used."""
+    if isinstance(source, str | Path):
+        is_factors = kind_of(Path(source)) == "factors"
+        source = FactorReward(Path(source), users="folded") if is_factors else Run.open(source, trust)
+    if isinstance(source, Run):
+        source.validate_items(data)
+        LearnedReward(source.root, calibrated=False, checkpoint=checkpoint, trust=tuple(trust))  # raises if it is none
+    elif source.catalog_checksum not in (None, data.catalog_checksum):
+        raise RecpoError(
+            f"{type(source).__name__} was made for other items than those of {data.root}: name the data that it was "
+            "made of"
+        )
+    return source
+
+
+def _is_fitted(opened: RewardFunction | Run) -> bool:
+    return isinstance(opened, Run) and isinstance(opened.option("objective", object), PointwiseReward)
+
+
+def _function(opened: RewardFunction | Run, checkpoint: Checkpoint, trust: Sequence[str]) -> RewardFunction:
+    if isinstance(opened, Run):
+        return LearnedReward(opened.root, checkpoint=checkpoint, trust=tuple(trust))
+    return opened
+
+
+def _calibrate_run(run: RewardFunction | Run, setting: _Setting, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Fits the calibration of a run of ``PointwiseReward`` and writes it into the run."""
+    assert isinstance(run, Run)
+    model = load_reward_model(run, checkpoint).to(setting.device)
+    valid, test = (_exposures(model, setting, split) for split in ("valid", "test"))
     targets = {}
-    for k, name in enumerate(TARGETS):
-        fitted = _fit(valid, k, name)
-        report = {
-            group: assess_target(test.only(shown), k, fitted, resamples=resamples, seed=seed)
-            for group, shown in (("all", np.ones(len(test.user), bool)), ("random", test.is_random))
-            if (test.known[:, k] & shown).any()
+    for column, name in enumerate(TARGETS):
+        known = valid.known[:, column]
+        if not known.any():
+            raise RecpoError(f"target {name}: no exposure of the validation period is graded, so nothing can be fitted")
+        fitted = fit_platt(valid.score[known, column], valid.target[known, column])
+        report = assess_target if column == _DISLIKE else assess_grade_target
+        targets[name] = {
+            "calibration": fitted._asdict(),
+            "test": {
+                group: report(test.only(shown), column, fitted, resamples=setting.resamples, seed=setting.seed)
+                for group, shown in _groups(test.is_random)
+                if (test.known[:, column] & shown).any()
+            },
         }
-        targets[name] = {"calibration": fitted._asdict(), "test": report}
-    content: dict[str, Any] = {
+    content = {
         "checkpoint": checkpoint,
         "checkpoint_sha256": checkpoint_sha256(run.root, checkpoint),
         "exposures": {"valid": len(valid.user), "test": len(test.user), "test_random": int(test.is_random.sum())},
         "targets": targets,
     }
     write_json(run.root / CALIBRATION, content)
-    return CalibrationReport(content, run.root / CALIBRATION)
+    return content
 
 
-def _exposures(
-    model: RewardModel, objective: PointwiseReward, data: Prepared, split: Period, batch_size: int
-) -> Exposures:
+def _exposures(model: RewardModel, setting: _Setting, split: Period) -> Exposures:
     """Every exposure of a period, scored from what was known when the period began."""
-    device = model.head.bias.device
-    parts: list[list[Any]] = []
-    for batch in evaluation_batches(data.root, split, model.policy.max_history, batch_size):
-        feedback, users = move_data_to_device((batch.feedback, batch.user_ids), device)
-        slates, mask = feedback.slates, feedback.slates.mask
-        scores = model(feedback.histories, slates)
-        happened, known = objective.targets(slates.label, slates.dislike)
-        user = users[:, None].expand_as(mask)
-        is_random = torch.zeros_like(mask) if slates.is_random is None else slates.is_random
-        columns = (scores.double(), happened, known, user, is_random)
-        parts.append([column[mask].cpu().numpy() for column in columns])
-    if not parts:
-        raise RecpoError(f"{data.root}: nobody has an event in the {split} period, so there is nothing to calibrate by")
-    return Exposures(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    objective = model.objective
+    assert isinstance(objective, PointwiseReward)
+
+    def columns(feedback: FeedbackBatch) -> list[Tensor]:
+        slates = feedback.slates
+        assert slates.grade is not None
+        assert slates.dislike is not None
+        targets, known = objective.targets(slates.grade, slates.dislike)
+        return [model(feedback.histories, slates).double(), targets.double(), known]
+
+    return Exposures(*setting.collect(split, columns))
 
 
-def _fit(valid: Exposures, k: int, name: str) -> Platt:
-    known = valid.known[:, k]
-    if not known.any():
-        raise RecpoError(f"target {name}: no exposure of the validation period has a label, so nothing can be fitted")
-    return fit_platt(valid.score[known, k], valid.happened[known, k])
+def _groups(is_random: BoolArray) -> tuple[tuple[str, BoolArray], ...]:
+    return ("all", np.ones(len(is_random), bool)), ("random", is_random)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A reward's predictions of graded exposures, ``[N]`` each; ``dislike_score`` where it has a head for dislikes."""
+
+    reward: FloatArray
+    grade: FloatArray
+    user: IntArray
+    is_random: BoolArray
+    dislike: BoolArray
+    dislike_score: FloatArray
+
+    def only(self, which: BoolArray) -> _Scored:
+        return _Scored(*(column[which] for column in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What all rewards are measured on.
+
+    Attributes:
+        data: the log.
+        device: where rewards are computed.
+        batch_size: users.
+        resamples: of the bootstrap.
+        seed: of the bootstrap.
+        k: length of the lists.
+        truth: of a simulated log.
+        logged_reward: for the value from the log; None = it has no propensities.
+    """
+
+    data: Prepared
+    device: torch.device
+    batch_size: int
+    resamples: int
+    seed: int
+    k: int
+    truth: TrueRewards | None
+    logged_reward: LoggedReward | None
+
+    def batches(self, split: Period, batch_size: int) -> Iterator[EvaluationBatch]:
+        """Held-out users with the longest history that the data hold: models take from it what they read."""
+        length = int(self.data.manifest["max_context"])
+        for batch in evaluation_batches(self.data.root, split, length, batch_size):
+            yield move_data_to_device(batch, self.device)
+
+    def collect(self, split: Period, columns: Callable[[FeedbackBatch], list[Tensor]]) -> list[Any]:
+        """``columns [B, S, ...]`` of a period's exposures, then their users and which were random, as arrays."""
+        parts: list[list[Any]] = []
+        for batch in self.batches(split, self.batch_size):
+            slates = batch.feedback.slates
+            user = batch.user_ids[:, None].expand_as(slates.mask)
+            is_random = torch.zeros_like(slates.mask) if slates.is_random is None else slates.is_random
+            every = [*columns(batch.feedback), user, is_random]
+            parts.append([column[slates.mask].cpu().numpy() for column in every])
+        if not parts:
+            raise RecpoError(
+                f"{self.data.root}: nobody has an event in the {split} period, so there is nothing to calibrate by"
+            )
+        return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+    def compare(self, rewards: Mapping[str, RewardFunction]) -> dict[str, Any]:
+        """The content of a ``CalibrationReport``."""
+        found, counts = {}, {}
+        logging: dict[str, Any] = {}
+        for name, reward in rewards.items():
+            valid, test = (self.scored(name, reward, split) for split in ("valid", "test"))
+            scale, shift = fit_line(valid.reward, valid.grade)
+            lists, logging = self.lists(reward)
+            found[name] = {
+                "kind": type(reward).__name__,
+                "scale": scale,
+                "shift": shift,
+                "test": {
+                    group: self.errors(test.only(shown), scale, shift)
+                    for group, shown in _groups(test.is_random)
+                    if shown.any()
+                },
+                "lists": lists,
+            }
+            random = int(test.is_random.sum())
+            counts[name] = {"valid": len(valid.user), "test": len(test.user), "test_random": random}
+        return {
+            "k": self.k,
+            "exposures": counts,
+            "logging_policy": logging,
+            "rewards": found,
+            "notes": [] if self.logged_reward is not None else [_NO_PROPENSITIES],
+        }
+
+    def scored(self, name: str, reward: RewardFunction, split: Period) -> _Scored:
+        """The exposures whose grade is known and for which the reward is defined."""
+        has_head = isinstance(reward, LearnedReward) and reward.predicts_dislikes
+
+        def columns(feedback: FeedbackBatch) -> list[Tensor]:
+            slates = feedback.slates
+            assert slates.grade is not None
+            assert slates.dislike is not None
+            value = reward(feedback, slates).double()
+            score = torch.full_like(value, torch.nan)
+            if has_head:
+                assert isinstance(reward, LearnedReward)
+                score = reward.predictions(feedback, slates)[..., _DISLIKE].double()
+            return [value, slates.grade.double(), slates.dislike, score]
+
+        value, grade, dislike, score, user, is_random = self.collect(split, columns)
+        scored = _Scored(value, grade, user, is_random, dislike, score)
+        known = np.isfinite(value) & np.isfinite(grade)
+        if not known.any():
+            raise RecpoError(
+                f"{name}: no exposure of the {split} period has both a grade and a reward, so there is nothing to "
+                "compare; grades come from watch times, labels and dislikes (recpo prepare)"
+            )
+        return scored.only(known)
+
+    def errors(self, test: _Scored, scale: float, shift: float) -> dict[str, Any]:
+        """Error and rank correlations of one group of exposures."""
+        predicted = scale * test.reward + shift
+        intervals = assess_grades(predicted, test.grade, test.user, resamples=self.resamples, seed=self.seed)
+        if not np.isnan(test.dislike_score).any():
+            ranked = assess(test.dislike_score, test.dislike, test.user, resamples=self.resamples, seed=self.seed)
+            intervals["dislike_auc"] = ranked["auc"]
+        return {"exposures": len(test.user), "users": len(np.unique(test.user)), **numbers(intervals)}
+
+    def lists(self, reward: RewardFunction) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Value of the reward's greedy lists, and that of the policy that made the log, of the same users."""
+        measure = self._off_policy()
+        true: dict[str, list[Tensor]] = {}
+        for batch in self.batches("test", max(1, min(self.batch_size, _MOST_CANDIDATES // self.data.num_items))):
+            best = greedy_lists(reward, batch, self.data.num_items, self.k)
+            if measure is not None:
+                measure.update(Observed(batch, best, held_out_targets(batch), None))
+            if self.truth is not None:
+                metrics = self.truth.of_lists(batch.user_ids, best.item_ids)
+                metrics["logging"] = self.truth.of_logging_policy(batch.user_ids.cpu())[f"true_reward@{self.k}"]
+                for name, values in metrics.items():
+                    true.setdefault(name, []).append(values)
+        ours, logging = {}, {}
+        if measure is not None:
+            result = measure.result()
+            ours["off_policy"] = _interval_of(result.estimate(f"top_{self.k}", "SNIPS"))
+            logging["off_policy"] = _interval_of(result.estimate(LOGGING_POLICY, "mean"))
+        means = {name: _mean(torch.cat(values)) for name, values in true.items()}
+        if means:
+            ours["true_reward"], ours["true_dislike"] = (means[f"true_{n}@{self.k}"] for n in ("reward", "dislike"))
+            logging["true_reward"] = means["logging"]
+        return dict(numbers(ours)), dict(numbers(logging))
+
+    def _off_policy(self) -> OffPolicyMeasure | None:
+        if self.logged_reward is None:
+            return None
+        return OffPolicyMeasure(
+            OffPolicyOptions(resamples=self.resamples, seed=self.seed),
+            reward=self.logged_reward,
+            propensities=LoggedPropensities(),
+            num_items=self.data.num_items,
+            ks=[self.k],
+        )
+
+
+def greedy_lists(reward: RewardFunction, batch: EvaluationBatch, num_items: int, k: int) -> Recommendations:
+    """The k items of the catalog that the reward likes best, without those of the user's past; ties to the smaller id.
+
+    Scores are rewards; where fewer than k items are left or known, the id is 0 and the score -inf.
+    """
+    histories = batch.feedback.histories
+    users = len(histories.lengths)
+    items = torch.arange(1, num_items + 1, device=histories.lengths.device).expand(users, -1).contiguous()
+    visible = histories.lengths[:, None].expand_as(items).contiguous()
+    catalog = Slates(items, visible, torch.ones_like(items, dtype=torch.bool))
+    rewards = reward(batch.feedback._replace(slates=catalog), catalog).double()
+    rewards = rewards.masked_fill(rewards.isnan(), -torch.inf)
+    padded = torch.nn.functional.pad(rewards, (1, 0))  # column 0 takes the padding of the past
+    rewards = padded.scatter(1, batch.exclude, -torch.inf)[:, 1:]
+    best, place = rewards.sort(dim=1, descending=True, stable=True)
+    best, place = best[:, :k], place[:, :k]
+    return Recommendations((place + 1).masked_fill(best == -torch.inf, 0), best)
+
+
+def _interval_of(found: OffPolicyEstimate) -> BootstrapEstimate:
+    interval = found.intervals["normal"]
+    return BootstrapEstimate(found.value, interval.low, interval.high)
+
+
+def _mean(values: Tensor) -> BootstrapEstimate:
+    mean, half_width, _ = estimate(values.double())
+    return BootstrapEstimate(mean, mean - half_width, mean + half_width)
+
+
+def _has_propensities(data: Prepared) -> bool:
+    shards = (data.columns("test", shard, ["propensity", "is_target"]) for shard in range(data.num_shards("test")))
+    return any(bool((~np.isnan(shard["propensity"]) & shard["is_target"]).any()) for shard in shards)

@@ -37,10 +37,10 @@ def test_train_calibrate_use(prepared, tmp_path):
     said = train("grpo.yaml", "aligned", *use, status=1)
     assert f"recpo calibrate --run {tmp_path / 'reward'}" in said
     said = recpo("calibrate", f"--run={tmp_path / 'reward'}", f"--prepared={prepared}", "--resamples=20")
-    assert "long_watch" in said
-    assert "calibration.json" in said
+    assert "rank corr." in said
+    assert "calibration.json written" in said
     report = json.loads((tmp_path / "reward" / "calibration.json").read_text())
-    assert set(report["targets"]) == {"long_watch", "like", "dislike"}
+    assert set(report["targets"]) == {"grade", "dislike"}
     train("grpo.yaml", "aligned", *use, "--overwrite=true")
     again = json.loads((tmp_path / "reward" / "calibration.json").read_text())
     recpo("calibrate", f"--run={tmp_path / 'reward'}", f"--prepared={prepared}", "--resamples=20")

@@ -3,13 +3,23 @@
 import numpy as np
 import pytest
 from scipy.optimize import minimize
+from scipy.stats import spearmanr
 from sklearn.calibration import calibration_curve
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss as sklearn_log_loss
 from sklearn.metrics import roc_auc_score
 
 from recpo.errors import RecpoError
-from recpo.evaluation.calibration import Platt, assess, calibration_error, fit_platt, log_loss, roc_auc
+from recpo.evaluation.calibration import (
+    Platt,
+    assess,
+    assess_grades,
+    calibration_error,
+    fit_line,
+    fit_platt,
+    log_loss,
+    roc_auc,
+)
 
 
 def drawn(n=4000, scale=0.6, shift=-1.0, seed=0, ties=False):
@@ -113,3 +123,53 @@ def test_intervals_hold_the_truth_and_know_that_a_users_events_are_alike():
     assert report == assess(taste, happened, user, resamples=300)
     with pytest.raises(RecpoError, match="no event"):
         assess(taste[:0], happened[:0], user[:0])
+
+
+def graded(n=3000, seed=0):
+    rng = np.random.default_rng(seed)
+    user = rng.integers(0, 60, n)
+    predicted = np.clip(0.5 + 0.2 * rng.normal(size=n), 0, 1).round(2)
+    grade = np.array([0.0, 0.125, 0.375, 0.625, 0.875])[
+        np.digitize(predicted + 0.3 * rng.normal(size=n), [0, 0.3, 0.5, 0.7])
+    ]
+    return predicted, grade, user
+
+
+def test_platt_of_grades_is_the_logistic_regression_of_fractional_events():
+    predicted, grade, _ = graded()
+    fitted = fit_platt(4 * predicted, grade)
+    score = np.concatenate([predicted, predicted])[:, None] * 4
+    kind = np.repeat([1, 0], len(grade))
+    theirs = LogisticRegression(C=np.inf, tol=1e-10).fit(score, kind, np.concatenate([grade, 1 - grade]))
+    assert fitted.scale == pytest.approx(theirs.coef_[0, 0], abs=2e-3)
+    assert fitted.shift == pytest.approx(theirs.intercept_[0], abs=4e-3)
+    assert fitted.probability(4 * predicted).mean() == pytest.approx(grade.mean(), abs=1e-3)
+
+
+def test_errors_of_grades_are_those_of_scipy():
+    predicted, grade, user = graded()
+    report = assess_grades(predicted, grade, user, resamples=100)
+    assert report["rmse"].value == pytest.approx(np.sqrt(np.mean((predicted - grade) ** 2)))
+    assert report["rank_correlation"].value == pytest.approx(spearmanr(predicted, grade).statistic)
+    within = [spearmanr(predicted[user == one], grade[user == one]).statistic for one in np.unique(user)]
+    assert report["rank_correlation_per_user"].value == pytest.approx(np.mean(within))
+    for interval in report.values():
+        assert interval.low < interval.value < interval.high
+
+
+def test_users_without_an_order_have_no_rank_correlation():
+    predicted, grade = np.array([0.1, 0.2, 0.3, 0.4, 0.4]), np.array([0.5, 0.5, 0.125, 0.875, 0.125])
+    report = assess_grades(predicted, grade, np.array([0, 0, 1, 1, 2]))
+    assert report["rank_correlation_per_user"].value == pytest.approx(1.0)  # of user 1 alone
+    assert np.isnan(assess_grades(np.full(5, 0.3), grade, np.arange(5))["rank_correlation"].value)
+    with pytest.raises(RecpoError, match="no grade"):
+        assess_grades(predicted[:0], grade[:0], np.zeros(0, int))
+
+
+def test_a_line_makes_units_comparable():
+    predicted, grade, _ = graded()
+    expected = np.polyfit(predicted, grade, 1)
+    assert fit_line(predicted, grade) == pytest.approx(expected)
+    scale, shift = fit_line(1000 * predicted - 7, grade)
+    np.testing.assert_allclose(scale * (1000 * predicted - 7) + shift, np.polyval(expected, predicted))
+    assert fit_line(np.full(4, 2.0), np.array([0.0, 0.5, 1.0, 0.5])) == (0.0, 0.5)

@@ -35,7 +35,7 @@ SUPPLIES = {
     "labels": ("label", "dislike"),
     "grades": ("grades",),
 }
-SCORES = 3
+SCORES = 2
 WITH_GRADIENT = ("policy", "values", "entropy", "q_values", "scores")
 # finite differences see through a stop-gradient: tests/test_objective_references.py has the closed forms of these
 STOP_GRADIENT = {"GBPO", "ASPO", "ECPO", "CISPO", "Reinforce", "KTO"}
@@ -223,9 +223,10 @@ def test_gradient_has_the_right_sign(objective):
             sign = torch.ones_like(sign)
         torch.testing.assert_close(-policy.sign()[mask], sign[mask])
     elif "labels" in objective.requires:
-        targets, _ = objective.targets(named["label"], named["dislike"])
+        targets, _ = objective.targets(named["grades"], named["dislike"])
         kept = mask.any(-1)
-        torch.testing.assert_close(-gradients["scores"].sign()[kept], torch.where(targets, 1.0, -1.0)[kept].double())
+        above = (targets - named["scores"].sigmoid()).sign()
+        torch.testing.assert_close(-gradients["scores"].sign()[kept], above[kept].double())
     elif "score" in objective.requires:
         scores = gradients["scores"][..., 0]
         assert (scores[named["chosen"]] <= 0).all()

@@ -84,7 +84,7 @@ DEFAULTS = {
     MarginListwiseDPO: {"beta": 0.1, "nll_coef": 0.1, "margin": 0.0, "gap_weight": 1.0, "gap_weighted": False},
     QLearning: {"likelihood_coef": 1.0, "q_coef": 1.0, "huber": None},
     PairwiseReward: {"margin": 0.0},
-    PointwiseReward: {"long_watch": 0.5, "like": 0.9, "positive_weights": (1.0, 1.0, 1.0)},
+    PointwiseReward: {"positive_weight": 1.0},
 }
 
 
@@ -99,13 +99,7 @@ def test_bounds_of_settings():
     assert QLearning(huber=0.5).huber == 0.5
     with pytest.raises(RecpoError, match=r"QLearning\.huber must be above 0, got 0"):
         QLearning(huber=0.0)
-    assert PointwiseReward(long_watch=1.0, like=1.0).num_scores == 3
-    for wrong in ({"long_watch": 0.0}, {"like": 1.1}, {"long_watch": 0.8, "like": 0.7}):
-        with pytest.raises(RecpoError, match="0 < long_watch <= like <= 1"):
-            PointwiseReward(**wrong)
-    for weight in (0.0, math.inf):
-        with pytest.raises(RecpoError, match="positive_weights"):
-            PointwiseReward(positive_weights=(1.0, weight, 1.0))
+    assert PointwiseReward(positive_weight=0.5).num_scores == 2
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
-"""The pointwise reward model: value and gradient in closed form, missing labels, options that make no sense."""
+"""The pointwise reward model: value and gradient in closed form, soft labels, missing grades, bad options."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from recpo.errors import RecpoError
@@ -34,32 +36,48 @@ def test_extreme_scores_stay_finite():
         assert torch.autograd.grad(loss.sum(), scores)[0].abs().max() <= 1
 
 
-def test_a_missing_label_leaves_only_the_dislike():
-    scores = torch.zeros(1, 2, 3, dtype=torch.float64, requires_grad=True)
-    logp = LogProbs(torch.zeros(1, 2, 1), torch.ones(1, 2, 1, dtype=torch.bool))
-    quantile, dislike = torch.tensor([[NAN, 0.6]]), torch.tensor([[True, False]])
-    inputs = ObjectiveInputs(logp, scores=scores, label=quantile, dislike=dislike)
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([0.0, 0.125, 0.375, 0.625, 0.875]), min_size=1, max_size=30))
+def test_the_best_score_of_soft_labels_is_the_log_odds_of_their_mean(grades):
+    grade = torch.tensor(grades, dtype=torch.float64)[:, None]
+    mean = grade.mean().clamp(1e-3, 1 - 1e-3)
+    score = torch.full_like(grade, float(torch.logit(mean))).requires_grad_()
+    loss = pointwise_reward_loss(score, grade, torch.ones_like(grade, dtype=torch.bool))
+    (gradient,) = torch.autograd.grad(loss.mean(), score)
+    assert float(gradient.sum()) == pytest.approx(float(mean - grade.mean()), abs=1e-12)
+    entropy = -grade * torch.log(mean) - (1 - grade) * torch.log(1 - mean)
+    torch.testing.assert_close(loss, entropy)
+
+
+def inputs_of(grade, dislike, scores):
+    logp = LogProbs(torch.zeros(*grade.shape, 1), torch.ones(*grade.shape, 1, dtype=torch.bool))
+    return ObjectiveInputs(logp, scores=scores, grades=grade, dislike=dislike)
+
+
+def test_a_missing_grade_leaves_only_the_dislike():
+    scores = torch.zeros(1, 2, 2, dtype=torch.float64, requires_grad=True)
+    inputs = inputs_of(torch.tensor([[NAN, 0.875]]), torch.tensor([[True, False]]), scores)
     objective = PointwiseReward()
-    assert objective.count(inputs) == 4
+    assert objective.count(inputs) == 3
     output = objective(inputs)
     (gradient,) = torch.autograd.grad(output.loss, scores)
-    expected = torch.tensor([[[0.0, 0.0, -0.5], [-0.5, 0.5, 0.5]]], dtype=torch.float64) / 4
+    expected = torch.tensor([[[0.0, -0.5], [-0.375, 0.5]]], dtype=torch.float64) / 3
     torch.testing.assert_close(gradient, expected)
-    assert output.metrics["long_watch_rate"] == 1.0
-    assert output.metrics["dislike_rate"] == 0.5
+    assert output.metrics["grade_mean"] == 0.875
+    assert output.metrics["dislike_mean"] == 0.5
+    assert output.metrics["grade_predicted"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"long_watch": 0.95}, "long_watch <= like"),
-        ({"long_watch": 0.0}, "0 < long_watch"),
-        ({"like": 1.5}, "like <= 1"),
-        ({"long_watch": NAN}, "long_watch"),
-        ({"positive_weights": (1.0, 0.0, 1.0)}, "above 0"),
-        ({"positive_weights": (1.0, NAN, 1.0)}, "above 0"),
-    ],
-)
-def test_options_without_sense_are_refused(options, said):
-    with pytest.raises(RecpoError, match=said):
-        PointwiseReward(**options)
+def test_the_weight_is_that_of_dislikes_alone():
+    grade, dislike = torch.tensor([[0.0, 0.625, 0.375]]), torch.tensor([[True, False, True]])
+    scores = torch.randn(1, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    plain, heavy = (PointwiseReward(weight)(inputs_of(grade, dislike, scores)) for weight in (1.0, 3.0))
+    torch.testing.assert_close(plain.metrics["grade_loss"], heavy.metrics["grade_loss"])
+    missed = -torch.log(scores[0, [0, 2], 1].sigmoid())
+    torch.testing.assert_close(heavy.loss - plain.loss, 2.0 * missed.sum() / 6)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, NAN, float("inf")])
+def test_weights_without_sense_are_refused(weight):
+    with pytest.raises(RecpoError, match="positive_weight must be above 0"):
+        PointwiseReward(weight)

@@ -172,9 +172,8 @@ def test_metrics_of_a_pairwise_reward_model():
     )
 
 
-def test_targets_of_a_pointwise_reward_model_begin_at_their_thresholds():
-    label = torch.tensor([0.25, 0.5, 0.75, 0.9, math.nan])
-    targets, known = PointwiseReward(long_watch=0.5, like=0.75).targets(label, torch.tensor([0, 2, 0, 0, 1]))
-    assert targets.dtype == torch.bool
-    assert targets.T.int().tolist() == [[0, 1, 1, 1, 0], [0, 0, 1, 1, 0], [0, 1, 0, 0, 1]]
-    assert known.T.int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1] * 5]
+def test_targets_of_a_pointwise_reward_model_are_the_grade_and_the_dislike():
+    grade = torch.tensor([0.0, 0.125, 0.875, math.nan])
+    targets, known = PointwiseReward().targets(grade, torch.tensor([1, 0, 0, 2]))
+    assert targets.T.tolist() == [[0.0, 0.125, 0.875, 0.0], [1.0, 0.0, 0.0, 1.0]]
+    assert known.T.tolist() == [[True, True, True, False], [True] * 4]
