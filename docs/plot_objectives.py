@@ -24,6 +24,7 @@ from torch import Tensor
 from recpo.artifacts import output_file
 from recpo.contracts import Objective
 from recpo.objectives import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, PPO, DrGRPO, Likelihood, Reinforce
+from recpo.objectives.catalog_policy_gradient import catalog_policy_gradient_loss
 from recpo.objectives.dpo import PairVariant, dpo_loss
 from recpo.objectives.kto import kto_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
@@ -285,6 +286,21 @@ def mpo(axes: Axes) -> None:
     framed(axes, "reward of the candidate", "push, in units of the base", legend="upper left")
 
 
+def catalog_policy_gradient(axes: Axes) -> None:
+    """Two outcomes, the good item and all the rest, against the probability of the good one."""
+    p = torch.logspace(-4, -0.001, 200, dtype=torch.float64)
+    logits = torch.stack([p.log(), (1 - p).log()], -1).requires_grad_()
+    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64).expand_as(logits)
+    logp = logits.log_softmax(-1)
+    (exact,) = push(catalog_policy_gradient_loss(logp, rewards), logits)
+    axes.plot(p, exact[:, 0], label="exact policy gradient", **UP)
+    fitted = mpo_loss(logits.log_softmax(-1), rewards, temperature=0.2, log_base=logits.detach())
+    axes.plot(p, push(fitted, logits)[0][:, 0], label="MPO, temperature 0.2, base = policy", **DOWN)
+    axes.set(xscale="log", xticks=[1e-4, 1e-2, 1.0])
+    axes.minorticks_off()
+    framed(axes, "probability of the only good item", "push on its logit", legend="upper left")
+
+
 def q_learning(axes: Axes) -> None:
     """Against the temporal-difference error."""
     error = torch.linspace(-3, 3, 121, dtype=torch.float64, requires_grad=True)
@@ -338,7 +354,7 @@ PICTURES = (
         ecpo,
         cispo,
     ),
-    *(reinforce, mpo, q_learning, pairwise_reward, pointwise_reward),
+    *(reinforce, mpo, catalog_policy_gradient, q_learning, pairwise_reward, pointwise_reward),
 )
 """In the order of docs/objectives.md; a file is called as its function."""
 

@@ -155,6 +155,15 @@ class Objective(ABC):
         return False
 
     @property
+    def reads_draws(self) -> bool | None:
+        """Which candidates of a rollout it takes.
+
+        True: draws of the old policy, each as often as it was drawn. False: candidates that stand there once, whatever
+        their probability (beam, catalog). None: either.
+        """
+        return None
+
+    @property
     def zero_advantage_is_inert(self) -> bool:
         """Positions with ``advantage == 0`` change nothing but the denominator: the module need not score them."""
         return False

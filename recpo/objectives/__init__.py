@@ -1,6 +1,7 @@
 """The objectives: one file each."""
 
 from recpo.objectives.aspo import ASPO
+from recpo.objectives.catalog_policy_gradient import CatalogPolicyGradient
 from recpo.objectives.cispo import CISPO
 from recpo.objectives.dpo import DPO
 from recpo.objectives.ecpo import ECPO
@@ -29,6 +30,7 @@ __all__ = [
     "KTO",
     "MPO",
     "PPO",
+    "CatalogPolicyGradient",
     "DrGRPO",
     "Likelihood",
     "MarginListwiseDPO",

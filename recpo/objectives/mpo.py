@@ -180,7 +180,7 @@ class MPO(Objective):
 
     @property
     def reads_draws(self) -> bool | None:
-        """Which candidates it takes: True = draws of the old policy, False = each once."""
+        """See ``Objective.reads_draws``."""
         return self.candidates_are_draws
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:

@@ -159,10 +159,30 @@ def validate_rollout(
             f"objective {type(objective).__name__} learns from what the log shows, not from candidates: leave rollout "
             "out"
         )
+    validate_draws(objective, rollout)
     if rollout.preference is not None and "chosen" not in objective.requires:
         raise RecpoError(
             f"rollout.preference makes preference lists, which {type(objective).__name__} does not compare: leave it "
             "out, or take e.g. class_path: SoftmaxDPO"
+        )
+
+
+def validate_draws(objective: Objective, rollout: RolloutOptions) -> None:
+    """Raises where the objective takes draws for candidates that stand there once, or the other way round."""
+    wanted, drawn = objective.reads_draws, rollout.candidates == "draws"
+    if wanted is None:
+        return
+    name = type(objective).__name__
+    if wanted != drawn:
+        raise RecpoError(
+            f"objective {name} takes its candidates {'for draws' if wanted else 'to stand there once each'}, and "
+            f"rollout.candidates is {rollout.candidates}: set objective.init_args.candidates_are_draws to "
+            f"{'true' if drawn else 'false'}, or change rollout.candidates"
+        )
+    if wanted and (not rollout.replacement or rollout.duplicates == "drop" or rollout.num_logged):
+        raise RecpoError(
+            f"objective {name} reads how often an item was drawn: set rollout.replacement to true, duplicates to keep "
+            "and logged_share to 0"
         )
 
 

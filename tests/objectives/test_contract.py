@@ -111,9 +111,21 @@ def tensors(seed=0, shape=(4, 5, 3), dtype=torch.float64):
     }
 
 
+def normalized(logp, mask):
+    """Probabilities of the kept items that sum to 1 in every row; the first kept token of an item carries them."""
+    items = mask.bool().any(-1)
+    total = torch.where(mask.bool(), logp, 0.0).sum(-1)
+    outside = torch.where(items.any(-1, keepdim=True), -torch.inf, 0.0).to(total.dtype)
+    of_items = torch.where(items, total, outside).log_softmax(-1)
+    first = mask.bool() & (mask.bool().cumsum(-1) == 1)
+    return torch.where(first, of_items.unsqueeze(-1), torch.where(mask.bool(), 0.0, logp))
+
+
 def as_inputs(objective, named, denominator=None, requires=None):
     """Only what the objective requires, so that it cannot lean on anything else."""
     requires = objective.requires if requires is None else requires
+    if objective.reads_catalog:
+        named = named | {n: normalized(named[n], named["mask"]) for n in ("policy", "reference")}
     kept = {name for requirement in requires for name in SUPPLIES[requirement]}
     logp = LogProbs(named["policy"], named["mask"], *(named[n] if n in kept else None for n in ("old", "reference")))
     rest = {n: named[n] for n in kept - {"old", "reference"}}
@@ -208,6 +220,15 @@ def test_zero_advantage_gives_zero_gradient_and_need_not_be_scored(objective):
     assert all((g == 0).all() for g in gradients.values())
 
 
+def assert_signs_over_the_catalog(objective, named, gradient):
+    """On the logits: items above the expected reward go up, the others down."""
+    mask, rewards = named["mask"], named["rewards"]
+    pi = torch.where(mask, normalized(named["policy"], mask), 0.0).sum(-1).exp() * mask.any(-1)
+    better = (rewards - (pi * rewards).sum(-1, keepdim=True)).unsqueeze(-1).expand_as(gradient)
+    if not objective.entropy_coef:  # which pulls towards the uniform policy
+        torch.testing.assert_close(-gradient.sign()[mask], better.sign()[mask])
+
+
 @every_objective
 def test_gradient_has_the_right_sign(objective):
     """Descent raises what is good and lowers what is bad, at the old policy (ratio 1)."""
@@ -222,6 +243,8 @@ def test_gradient_has_the_right_sign(objective):
         if type(objective).__name__ == "WeightedLikelihood":  # imitates the bad ones less, and never pushes down
             sign = torch.ones_like(sign)
         torch.testing.assert_close(-policy.sign()[mask], sign[mask])
+    elif objective.reads_catalog:
+        assert_signs_over_the_catalog(objective, named, policy)
     elif "labels" in objective.requires:
         targets, _ = objective.targets(named["grades"], named["dislike"])
         kept = mask.any(-1)

@@ -9,6 +9,7 @@ import torch
 
 from recpo.errors import RecpoError
 from recpo.objectives.aspo import ASPO
+from recpo.objectives.catalog_policy_gradient import CatalogPolicyGradient, catalog_policy_gradient_loss
 from recpo.objectives.cispo import CISPO
 from recpo.objectives.dpo import DPO, dpo_loss
 from recpo.objectives.ecpo import ECPO
@@ -297,3 +298,66 @@ def test_the_temperature_of_mpo_keeps_the_divergence_and_follows_the_scale_of_th
     torch.testing.assert_close(
         mpo_target(even, temperature=dual_temperature(even, 0.4, log_base=base), log_base=base), base.softmax(-1)
     )
+
+
+def test_the_catalog_policy_gradient_in_closed_form():
+    torch.manual_seed(8)
+    logits, reference = torch.randn(2, 3, 6, dtype=torch.float64)
+    logits, rewards = logits.requires_grad_(), torch.rand(3, 6, dtype=torch.float64)
+    objective = CatalogPolicyGradient(kl_coef=0.3, entropy_coef=0.2)
+    assert objective.reads_catalog
+    output = objective(catalog(logits, rewards, reference))
+    (gradient,) = torch.autograd.grad(output.loss, logits)
+    logp, log_ref = logits.detach().log_softmax(-1), reference.log_softmax(-1)
+    pi = logp.exp()
+
+    def centered(values):
+        return pi * (values - (pi * values).sum(-1, keepdim=True))
+
+    want = -centered(rewards) + 0.3 * centered(logp - log_ref) + 0.2 * centered(logp)
+    torch.testing.assert_close(3 * gradient, want)
+    measured = {name: output.metrics[name].item() for name in ("expected_reward", "kl_reference", "entropy")}
+    exact = {
+        "expected_reward": (pi * rewards).sum(-1).mean().item(),
+        "kl_reference": (pi * (logp - log_ref)).sum(-1).mean().item(),
+        "entropy": -(pi * logp).sum(-1).mean().item(),
+    }
+    assert measured == pytest.approx(exact, rel=1e-6)
+    total = -exact["expected_reward"] + 0.3 * exact["kl_reference"] - 0.2 * exact["entropy"]
+    assert output.loss.item() == pytest.approx(total)
+
+
+def test_the_catalog_policy_gradient_is_the_expectation_of_reinforce():
+    torch.manual_seed(9)
+    logits, rewards = torch.randn(6, dtype=torch.float64).requires_grad_(), torch.randn(6, dtype=torch.float64)
+    loss = CatalogPolicyGradient(kl_coef=0.0)(catalog(logits[None], rewards[None])).loss
+    (gradient,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(gradient, exact_gradient(logits, rewards))
+    torch.testing.assert_close(gradient, enumerated_gradient(Reinforce(), logits, rewards))
+
+
+def test_mpo_and_the_catalog_policy_gradient_have_one_optimum():
+    torch.manual_seed(10)
+    reference, rewards = torch.randn(2, 5, dtype=torch.float64), torch.rand(2, 5, dtype=torch.float64)
+    optimum = (reference + rewards / 0.2).log_softmax(-1).requires_grad_()
+    for objective in (MPO(temperature=0.2), CatalogPolicyGradient(kl_coef=0.2)):
+        loss = objective(catalog(optimum, rewards, reference)).loss
+        (gradient,) = torch.autograd.grad(loss, optimum)
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient))
+
+
+def test_a_part_of_the_catalog_is_no_catalog():
+    logits, rewards = torch.zeros(2, 5), torch.rand(2, 5)
+    inputs = catalog(logits, rewards, logits)
+    objective = CatalogPolicyGradient()
+    for missing in (4, 1):
+        part = inputs.logp._replace(mask=torch.arange(5).view(1, 5, 1).expand(2, 5, 1) < missing)
+        with pytest.raises(RecpoError, match=r"miss 1 by up to 0\.\d+: set rollout.candidates to catalog"):
+            objective(inputs._replace(logp=part))
+    empty = inputs.logp._replace(mask=torch.tensor([True, False]).view(2, 1, 1).expand(2, 5, 1))
+    assert objective(inputs._replace(logp=empty)).loss.isfinite()
+    for field in ("kl_coef", "entropy_coef"):
+        with pytest.raises(RecpoError, match=f"CatalogPolicyGradient.{field} must not be negative, got -1"):
+            CatalogPolicyGradient(**{field: -1.0})
+    with pytest.raises(ValueError, match="kl_coef needs logp_ref"):
+        catalog_policy_gradient_loss(logits, rewards, kl_coef=0.1)

@@ -38,6 +38,7 @@ from recpo.objectives import (
     KTO,
     MPO,
     PPO,
+    CatalogPolicyGradient,
     DrGRPO,
     Likelihood,
     MarginListwiseDPO,
@@ -50,9 +51,10 @@ from recpo.objectives import (
 )
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.critic import ItemScore
-from recpo.rewards import LoggedReward
+from recpo.rewards import FactorReward, LoggedReward
 from recpo.training.module import PreferenceModule
-from recpo.training.options import CriticOptions, LearningOptions
+from recpo.training.options import CriticOptions, LearningOptions, RolloutOptions
+from recpo.workflows.factorize import factorize
 from recpo.workflows.prepare import prepare
 
 K, HISTORY = 5, 20
@@ -75,6 +77,7 @@ def small_world(tmp_path_factory):
     out = tmp_path_factory.mktemp("small_world")
     simulate(out / "simulated", users=150, items=60, events=12_000)
     prepare(str(out / "simulated" / "log"), out / "prepared")
+    factorize(str(out / "prepared"), out / "factors", ranks=[4], ridges=[2.0])
     return out
 
 
@@ -206,6 +209,24 @@ def test_the_true_value_rises_by_more_than_its_noise(small_world, pretrained, na
     assert difference.mean() > noise_of(difference)
 
 
+WHOLE_CATALOG = {"rollout": RolloutOptions(candidates="catalog", batches=1, epochs=1), "old_policy": "snapshot"}
+ON_CATALOGS = {
+    "mpo_reference": MPO(temperature=0.05),
+    "mpo_old": MPO(kl_target=0.1, base="old"),
+    "catalog_policy_gradient": CatalogPolicyGradient(kl_coef=0.05),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ON_CATALOGS)
+def test_graded_factors_raise_the_true_value_over_the_whole_catalog(small_world, pretrained, name, seed):
+    policy, before = pretrained(seed)
+    reward = FactorReward(small_world / "factors")
+    fit(small_world, policy, ON_CATALOGS[name], IMPRESSIONS, seed, rate=1e-3, steps=60, reward=reward, **WHOLE_CATALOG)
+    difference = true_value(small_world, of_policy(policy)) - before
+    assert difference.mean() > noise_of(difference)
+
+
 # These do not raise the value of the policy, and should not: the likelihood of every exposure imitates the logging
 # policy, which pre-training has done; Q-learning trains the policy by that same likelihood; the printed margin form has
 # no gradient for a mis-ordered pair, so that without its likelihood term it only widens gaps that are there; a reward
@@ -233,6 +254,7 @@ def test_the_true_value_does_not_rise_where_the_objective_does_not_aim_at_it(sma
 
 def test_every_objective_is_tried():
     tried = {type(objective).__name__ for objective, *_ in (*LEARNERS.values(), *BYSTANDERS.values())}
+    tried |= {type(objective).__name__ for objective in ON_CATALOGS.values()}
     assert tried == set(recpo.objectives.__all__)
 
 
