@@ -276,6 +276,8 @@ EQUIVALENT: dict[str, str] = {
     "recpo/data/shaping.py: _WTG_RESOLUTION: Final = 1000001.0": (
         "which gains count as equal is a matter of the seventh digit either way"
     ),
+    "recpo/data/shaping.py: keyed = keyed.mutate(gain=(gain * _WTG_RESOLUTION).round().cast('int64'), "
+    "everyone=ibis.literal(1, 'int8'))": "a name for the one group of all",
 }
 
 SWAPS: dict[type, type] = {

@@ -115,6 +115,25 @@ def test_duration_groups_have_equally_many_train_events(engine):
     np.testing.assert_allclose(found, [(2 * rank - 1) / 12 for rank in range(1, 7)] * 2)
 
 
+def test_watch_time_gains_are_compared_across_buckets(engine):
+    """In seconds: a mean of 3 and a deviation of 1.41 in the first bucket, of 20 and 7.48 in the second."""
+    short, long = [1000, 2000, 3000, 4000, 5000], [10_000, 16_000, 18_000, 24_000, 32_000]
+    rest = [4000] * 5 + [60_000] * 5, [0] * 10
+
+    def gains(watch, *columns):
+        return labeled(engine, WatchTimeGain(), [0] * len(watch), watch, *columns)
+
+    places = np.array([1, 3, 6, 8, 9, 2, 4, 5, 7, 10])
+    np.testing.assert_allclose(gains(short + long, *rest), (2 * places - 1) / 20)
+    # gains of -0.5 four times and of 2 where the deviation is 0.4 milliseconds
+    np.testing.assert_allclose(
+        gains([1000] * 4 + [1001] + long, *rest), np.array([8] * 4 + [19, 1, 3, 13, 15, 17]) / 20
+    )
+    # without a deviation a later watch time gains its distance in milliseconds, 1: above nine of ten
+    later = gains([1000] * 5 + long + [1001], rest[0] + [4000], rest[1] + [1])
+    assert later[-1] == pytest.approx(0.9)
+
+
 def test_a_user_with_too_few_watch_times_has_the_place_among_all(engine):
     own, all_seven = [0.1, 0.3, 0.5, 0.7, 0.9], [1 / 14, 3 / 14]
     users, watch = [0] * 5 + [1] * 2, [11_000, 12_000, 13_000, 14_000, 15_000, 1000, 2000]
@@ -190,6 +209,8 @@ def test_column_labels(engine):
     np.testing.assert_allclose(labeled(engine, EveryEvent(), *columns), [1, 1, 1, 1])
     line = labeled(engine, NumericColumn(0.5, 4.5), *columns, label=ratings)
     np.testing.assert_allclose(line, [0, 0.625, 0.875, np.nan])
+    steep = labeled(engine, NumericColumn(1.0, 3.5), *columns, label=ratings)
+    np.testing.assert_allclose(steep, [0, 0.8, 1, np.nan])
     step = labeled(engine, NumericColumn(threshold=4), *columns, label=ratings)
     np.testing.assert_allclose(step, [0, 0, 1, np.nan])
     np.testing.assert_allclose(labeled(engine, BinaryColumn(), *columns, label=[0, 1, 1, None]), [0, 1, 1, np.nan])
@@ -231,6 +252,7 @@ def test_what_a_label_cannot_read(engine):
         lambda: WatchRatio(cap=0.0),
         lambda: D2Q(groups=0),
         lambda: NumericColumn(low=5, high=1),
+        lambda: NumericColumn(low=1, high=1),
     ],
 )
 def test_impossible_options_are_refused(make):
