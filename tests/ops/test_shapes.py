@@ -14,16 +14,18 @@ from recpo.errors import RecpoError
 from recpo.objectives import DPO, GBPO, GRPO, Likelihood, QLearning
 from recpo.objectives.aspo import aspo_loss
 from recpo.objectives.cispo import cispo_loss
-from recpo.objectives.dpo import dpo_loss
+from recpo.objectives.dpo import dmpo_loss, dpo_loss, simpo_loss
 from recpo.objectives.ecpo import ecpo_loss
 from recpo.objectives.gbpo import gbpo_loss
 from recpo.objectives.gspo import gspo_loss
+from recpo.objectives.kto import kto_loss
 from recpo.objectives.listwise_dpo import margin_listwise_dpo_loss, softmax_dpo_loss
 from recpo.objectives.mpo import dual_temperature, mpo_loss, mpo_target
 from recpo.objectives.ppo import entropy, ppo_loss, value_loss
 from recpo.objectives.q_learning import bellman_target, q_loss
 from recpo.objectives.reinforce import reinforce_loss
 from recpo.objectives.reward_model import pairwise_reward_loss, pointwise_reward_loss
+from recpo.objectives.weighted_likelihood import likelihood_weights, weighted_likelihood_loss
 from recpo.ops import kl, reduce, surrogate
 from recpo.types import LogProbs, ObjectiveInputs
 
@@ -46,6 +48,14 @@ SHAPES = {
         **{"logp_chosen": (B,), "logp_rejected": (B, S), "logp_ref_chosen": (B,), "logp_ref_rejected": (B, S)},
         **{"mask": (B, S), "pair_weights": (B, S)},
     },
+    simpo_loss: dict.fromkeys(("logp_chosen", "logp_rejected"), (B,)),
+    dmpo_loss: {
+        **{"logp_chosen": (B,), "logp_rejected": (B, S), "logp_ref_chosen": (B,), "logp_ref_rejected": (B, S)},
+        **{"margin": (B, S), "mask": (B, S)},
+    },
+    kto_loss: dict.fromkeys(("logp", "logp_ref", "signs", "mask"), ITEMS),
+    likelihood_weights: dict.fromkeys(("advantages", "logp_behavior", "mask"), ITEMS),
+    weighted_likelihood_loss: {"logp": TOKENS, "weights": ITEMS, "mask": TOKENS},
     mpo_target: dict.fromkeys(("rewards", "log_base", "mask"), ITEMS),
     dual_temperature: dict.fromkeys(("rewards", "log_base", "mask"), ITEMS),
     mpo_loss: dict.fromkeys(("logp", "rewards", "log_base", "mask"), ITEMS),
@@ -71,7 +81,14 @@ OF_ONE_SHAPE = {reduce.denominator, surrogate.guarded_ratio, surrogate.log1mexp,
 #: one number of all contexts together
 OF_ALL_CONTEXTS = {reduce.aggregate, dual_temperature}
 MAY_HAVE_ONE_AXIS_MORE = {(reduce.over_tokens, "logp"), (surrogate.clipped_surrogate, "log_ratio")}
-OTHERS = {"kl_coef": 0.1, "temperature": 0.5, "kl_target": 0.1, "clip_low": 0.2, "clip_high": 0.2}
+OTHERS = {
+    "kl_coef": 0.1,
+    "temperature": 0.5,
+    "kl_target": 0.1,
+    "reference_point": torch.tensor(0.1),
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+}
 ARGUMENTS = [(function, name) for function, shapes in SHAPES.items() for name in shapes]
 
 
@@ -145,13 +162,9 @@ def test_a_mask_may_be_of_numbers(function):
 @pytest.mark.parametrize("function", [f for f in SHAPES if f not in OF_ALL_CONTEXTS])
 def test_leading_axes_are_taken_one_by_one(function):
     one, other = arguments(function), arguments(function)
-    both = {
-        name: torch.stack([value, other[name]])
-        if isinstance(value, torch.Tensor) and name != "positive_weight"
-        else value
-        for name, value in one.items()
-    }
-    other |= {name: one[name] for name in one.keys() & {"positive_weight"}}
+    shared = one.keys() - SHAPES[function].keys() | {"positive_weight"}
+    other |= {name: one[name] for name in one.keys() & shared}
+    both = {name: one[name] if name in shared else torch.stack([one[name], other[name]]) for name in one}
     torch.testing.assert_close(function(**both), torch.stack([function(**one), function(**other)]))
 
 
