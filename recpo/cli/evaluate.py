@@ -14,6 +14,7 @@ from recpo.cli.output import console
 from recpo.evaluation.catalog_ranking import Gain
 from recpo.evaluation.contenders import Baseline, BaselineOptions
 from recpo.evaluation.evaluation import Evaluation
+from recpo.evaluation.headroom import shares_at
 from recpo.evaluation.item_facts import ItemFeatures
 from recpo.evaluation.lists import Lists
 from recpo.evaluation.off_policy.options import OffPolicyOptions
@@ -86,7 +87,8 @@ def evaluate(
         baseline_cache: directory of fitted baselines, which other evaluations of the same data may share; null = in
             ``out``, where an evaluation that replaces this one finds them. They are fitted once per data and options.
         truth: directory that ``recpo simulate`` wrote: adds the true expected reward and the true probability of a
-            dislike, means over the first k places, on the first day of the period.
+            dislike, means over the first k places, on the first day of the period; the oracle, which lists every user's
+            best items; and each contender's share of what the oracle has above the pre-trained policy.
         checkpoint: which checkpoint of the runs.
         batch_size: users scored at once.
         device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
@@ -132,9 +134,9 @@ def print_evaluation(evaluation: Evaluation) -> None:
     terminal.print(metrics_table(document))
     if document["differences"]:
         terminal.print(differences_table(document))
-    value = value_table(document)
-    if value is not None:
-        terminal.print(value)
+    for table in (headroom_table(document), value_table(document)):
+        if table is not None:
+            terminal.print(table)
     removed = counts["positive_events_excluded"]
     past = f"excluded ({removed:,} positive events of them removed)" if setting["exclude_past"] else "kept"
     terminal.print(
@@ -185,6 +187,24 @@ def differences_table(document: Document) -> Table:
     return table
 
 
+def headroom_table(document: Document) -> Table | None:
+    """Shares of the true value between the start and the oracle; None where the truth is not known."""
+    k = document["setting"]["ks"][0]
+    shares = shares_at(document, k)
+    if not shares:
+        return None
+    found, ends = document["headroom"], document["headroom"]["metrics"][f"true_reward@{k}"]
+    start = f"0 % = {found['start']}, {ends['start']:.4f}: {found['start_is']}; 100 % = oracle, {ends['oracle']:.4f}"
+    table = _table(f"share of the headroom in true reward; lists of {k}", start)
+    for name in ("contender", "true\nreward", "share"):
+        table.add_column(name, justify="left" if name == "contender" else "right")
+    rewards = {one["name"]: one["metrics"].get(f"true_reward@{k}") for one in document["contenders"]}
+    for name, value in shares:
+        width = "" if value["half_width"] is None else f" ±{100 * value['half_width']:.1f}"
+        table.add_row(Text(name), _cell(rewards[name]), f"{100 * value['mean']:.1f}{width} %")
+    return table
+
+
 def value_table(document: Document) -> Table | None:
     """Off-policy values of the policies and of their lists of the first k; None where the document has none."""
     k = document["setting"]["ks"][0]
@@ -192,6 +212,7 @@ def value_table(document: Document) -> Table | None:
     rows = {
         contender["name"]: {(entry["target"], entry["estimator"]): entry for entry in contender["off_policy"]}
         for contender in document["contenders"]
+        if contender["kind"] != "oracle"
     }
     columns = [column for column in shown if any(column in row for row in rows.values())]
     if not columns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from recpo.evaluation.disagreement import disagreement
 from recpo.evaluation.reading import Document
 
 _FEW_USERS = 100
@@ -22,6 +23,7 @@ def cautions(document: Document) -> list[str]:
         *_few_users(counts),
         *_removed(counts),
         *(sentence for contender in ranked if contender["kind"] == "lists" for sentence in _lists(contender)),
+        *disagreement(document),
         *_unsupported_values(document),
         *_unlike(document),
         *_exported(document),

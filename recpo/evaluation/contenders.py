@@ -17,8 +17,10 @@ from recpo.evaluation.baselines import Popularity, UniformlyRandom, decayed_coun
 from recpo.evaluation.cooccurrence import CooccurrenceBaseline, CooccurrenceOptions, EventChunk, neighbors_of
 from recpo.evaluation.document import Kind
 from recpo.evaluation.fitted import BaselineCache, Recipe, factors_recommender
+from recpo.evaluation.headroom import ORACLE
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
+from recpo.evaluation.true_rewards import TrueRewards
 from recpo.factorization.factors import Factors
 from recpo.factorization.graded import FactorOptions
 from recpo.factorization.selection import fit_factors
@@ -104,6 +106,11 @@ def baseline(
     if name == "factorization":
         return Contender(name, "baseline", partial(_load_factorization, data, options.factorization, cache, progress))
     return Contender(name, "baseline", partial(_load_baseline, name, data, options))
+
+
+def oracle(truth: TrueRewards) -> Contender:
+    """Who knows what every user likes: an upper end of the scale, no competitor."""
+    return Contender(ORACLE, "oracle", lambda: Loaded(truth.oracle(), 1))
 
 
 def validate_names(contenders: Sequence[Contender]) -> None:

@@ -16,13 +16,14 @@ from recpo.data.schema import PERIODS
 from recpo.evaluation.catalog_ranking import RankingResult
 from recpo.evaluation.cautions import cautions
 from recpo.evaluation.estimates import LEVEL, Z95, Estimate, bootstrap_interval, holm, p_value
+from recpo.evaluation.headroom import ORACLE, headroom
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
 from recpo.evaluation.reading import Document
 from recpo.evaluation.true_rewards import TrueRewards
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
-Kind = Literal["run", "bundle", "factors", "lists", "baseline"]
+Kind = Literal["run", "bundle", "factors", "lists", "baseline", "oracle"]
 
 _OF_A_PERIOD = {"events": "targets", "users": "users"}
 
@@ -32,7 +33,7 @@ class ContenderResult(NamedTuple):
 
     Attributes:
         name: unique among the contenders.
-        kind: a trained run, an exported bundle, a factor model, the lists of another system, or a baseline.
+        kind: a trained run, an exported bundle, a factor model, the lists of another system, a baseline, or the oracle.
         result: its metrics.
         off_policy: its off-policy estimates, JSON objects that go into the document as they are.
     """
@@ -61,7 +62,9 @@ def evaluation_document(
         warnings        those given, after ``cautions``
         differences     also p_value, p_holm and survives_holm per metric, and off_policy: [{target, estimator, value,
                         intervals, standard_error, users, p_value, p_holm, survives_holm}]; left out are pairs that have
-                        nothing in common, and pairs of the same weights
+                        nothing in common, pairs of the same weights, and those with the oracle
+        headroom        shares of the true value between the pre-trained policy and the oracle (``headroom``), null
+                        where the truth is not known
         same_weights    [[name, name]]: a run and its bundle, or a copy of it; any difference is rounding
         labels          {threshold, periods: {period: [{name, events, positive, neutral, negative, unlabeled,
                         histogram}]}}: labels by duration of the item
@@ -87,10 +90,13 @@ def evaluation_document(
     compared = [
         pair
         for pair in document["differences"]
-        if (pair["metrics"] or pair["off_policy"]) and {pair["contender"], pair["against"]} not in map(set, same)
+        if (pair["metrics"] or pair["off_policy"])
+        and {pair["contender"], pair["against"]} not in map(set, same)
+        and ORACLE not in (pair["contender"], pair["against"])
     ]
     document |= {
         "differences": with_holm(compared),
+        "headroom": headroom({one.name: one.result for one in contenders}, runs),
         "same_weights": same,
         "labels": {
             "threshold": data.feedback.rule.positive_threshold,
@@ -114,11 +120,11 @@ def metrics_document(
 
     ::
 
-        schema_version  3
+        schema_version  4
         setting         split, ks, positive_threshold, exclude_past, ... as given
         conventions     {topic: how to read the numbers, in words}
         warnings        [sentence], what a reader must know before the numbers
-        contenders      [{name, kind: "run" | "bundle" | "baseline",
+        contenders      [{name, kind: ``Kind``,
                           counts: {users, users_with_positives, users_with_dislikes, positive_events,
                                    positive_events_excluded, disliked_events, disliked_events_excluded},
                           metrics: {metric: estimate},            per-user metrics, such as NDCG@10, AUC_other

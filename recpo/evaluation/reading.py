@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from recpo.evaluation.headroom import shares_at
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
 
 Document = dict[str, Any]
@@ -29,7 +30,9 @@ def reading(document: Document) -> list[str]:
     k = document["setting"]["ks"][0]
     present = {metric for contender in document["contenders"] for metric in contender["metrics"]}
     sentences = [_on(document, f"{name}@{k}") for name in _TOLD if f"{name}@{k}" in present]
-    return [*sentences, *_against_baselines(document, f"NDCG@{k}"), *_off_policy(document)]
+    told = [name for name in ("NDCG", "true_reward") if f"{name}@{k}" in present]
+    against = [sentence for name in told for sentence in _against_baselines(document, f"{name}@{k}")]
+    return [*sentences, *against, *_headroom(document, k), *_off_policy(document)]
 
 
 def paired(document: Document, contender: str, against: str, metric: str) -> Document | None:
@@ -45,8 +48,9 @@ def paired(document: Document, contender: str, against: str, metric: str) -> Doc
 
 
 def best_first(document: Document, metric: str) -> list[Document]:
-    """The contenders that have a value of ``metric``, the best first."""
-    scored = [c for c in document["contenders"] if c["metrics"].get(metric, {}).get("mean") is not None]
+    """The contenders that have a value of ``metric``, the best first; the oracle does not compete."""
+    competing = [contender for contender in document["contenders"] if contender["kind"] != "oracle"]
+    scored = [c for c in competing if c["metrics"].get(metric, {}).get("mean") is not None]
     sign = 1 if lower_is_better(metric) else -1
     return sorted(scored, key=lambda contender: sign * contender["metrics"][metric]["mean"])
 
@@ -105,6 +109,20 @@ def _against_baselines(document: Document, metric: str) -> list[str]:
     else:
         verdict = f"{len(better)} of {len(others)} other contenders are better: {_listed(better)}"
     return [f"The strongest baseline on {metric} is {strongest}; {verdict}, after the correction."]
+
+
+def _headroom(document: Document, k: int) -> list[str]:
+    """Who captures most of what the oracle has above the start."""
+    shares = [(name, value) for name, value in shares_at(document, k) if name != LOGGING_POLICY]
+    if not shares:
+        return []
+    (name, share), start = shares[0], document["headroom"]["start"]
+    ends = document["headroom"]["metrics"][f"true_reward@{k}"]
+    width = "" if share["half_width"] is None else f" ± {100 * share['half_width']:.1f}"
+    return [
+        f"{name} captures most of the headroom, {100 * share['mean']:.1f}{width} % of what the oracle's lists earn "
+        f"({ends['oracle']:.4f}) above those of {start} ({ends['start']:.4f})."
+    ]
 
 
 def _off_policy(document: Document) -> list[str]:

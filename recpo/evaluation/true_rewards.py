@@ -15,9 +15,11 @@ from torch import Tensor
 from recpo.contracts import RewardFunction
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
-from recpo.evaluation.measures import Observed
+from recpo.evaluation.baselines import first_allowed
+from recpo.evaluation.headroom import ORACLE
+from recpo.evaluation.measures import Observed, Recommender
 from recpo.simulation.truth import Truth
-from recpo.types import FeedbackBatch, Slates
+from recpo.types import FeedbackBatch, Recommendations, Slates
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,26 @@ class TrueRewards:
         """The exact expected reward ``[U]`` of the policy that made the log, the same at every k."""
         value = torch.from_numpy(self.truth.logging_value(self.user_ids[users.numpy()], self.day)).float()
         return {f"true_reward@{k}": value for k in self.ks}
+
+    def oracle(self) -> Recommender:
+        """Lists every user's best items by true reward, without what is to be excluded: no list of theirs has more."""
+        truth, num_items = self.truth, len(self.item_ids)
+        order = np.argsort(self.item_ids)
+        ascending = self.item_ids[order]
+
+        def recommend(users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+            strangers = len(truth.item_ids) - num_items  # of the simulation, and in no event of the log
+            depth = min(len(truth.item_ids), k + strangers + (0 if exclude is None else exclude.shape[1]))
+            best = truth.oracle_top_k(self.user_ids[users.cpu().numpy()], depth, self.day)
+            place = np.searchsorted(ascending, best).clip(max=num_items - 1)
+            known = ascending[place] == best
+            candidates = torch.from_numpy(np.where(known, order[place] + 1, 0))
+            candidates = candidates.gather(1, torch.from_numpy(~known).int().argsort(dim=1, stable=True))
+            items = first_allowed(candidates.to(users.device), k, exclude)
+            places = torch.arange(1, k + 1, device=items.device).float()
+            return Recommendations(items, (-places).expand_as(items).masked_fill(items == 0, -torch.inf))
+
+        return Recommender(recommend_to_users=recommend, name=ORACLE)
 
     def of_lists(self, users: Tensor, recommended: Tensor) -> dict[str, Tensor]:
         """The metrics ``[B]`` of the lists ``recommended [B, K]`` of the users ``users [B]``."""

@@ -21,7 +21,7 @@ from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy
 from recpo.evaluation.catalog_ranking import Gain, evaluate_ranking, validate_ks
-from recpo.evaluation.contenders import BaselineOptions, Contender, baseline
+from recpo.evaluation.contenders import BaselineOptions, Contender, baseline, oracle, validate_names
 from recpo.evaluation.document import ContenderResult, evaluation_document, logging_policy
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.fitted import BASELINES_DIRECTORY, BaselineCache
@@ -99,7 +99,8 @@ def evaluate(
         baseline_cache: directory of fitted baselines, which other evaluations of the same data may share; None = in
             ``out``, where an evaluation that replaces this one finds them. They are fitted once per data and options.
         truth: directory that ``recpo simulate`` wrote: adds the true expected reward and the true probability of a
-            dislike, means over the first k places, on the first day of the period.
+            dislike, means over the first k places, on the first day of the period; the oracle, which lists every user's
+            best items; and each contender's share of what the oracle has above the pre-trained policy.
         checkpoint: which checkpoint of the runs.
         batch_size: users scored at once.
         device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
@@ -130,6 +131,10 @@ def evaluate(
         cache = _cache(baseline_cache, out, target)
         counted = partial(baseline, data=data, options=baseline_options, cache=cache, progress=progress)
         compared = contenders_of(contenders, data, ks, checkpoint, where, trust, counted)
+        known = None if truth is None else true_rewards(Path(truth), data, split, ks)
+        if known is not None:
+            compared.append(oracle(known))
+            validate_names(compared)
         shared = _Pass(
             data=data,
             split=split,
@@ -139,7 +144,7 @@ def evaluate(
             bootstrap_resamples=bootstrap_resamples,
             facts=item_facts(data, item_features),
             segments=segments,
-            truth=None if truth is None else true_rewards(Path(truth), data, split, ks),
+            truth=known,
             off_policy=_off_policy(data, split, off_policy, reward, ks),
             batch_size=batch_size,
             device=where,
@@ -246,7 +251,8 @@ class _Pass:
     def evaluate(self, contender: Contender) -> _Evaluated:
         """One pass over the held-out users; the contender is loaded for it and then forgotten."""
         recommender, max_history, policy, counts = contender.load()
-        value = None if self.off_policy is None else self.off_policy.measure(policy)
+        estimated_too = self.off_policy is not None and contender.kind != "oracle"
+        value = self.off_policy.measure(policy) if self.off_policy is not None and estimated_too else None
         measures: list[Measure] = [BeyondAccuracy(self.facts, self.ks)]
         measures += [measure for measure in (self.truth, value) if measure is not None]
         result = evaluate_ranking(

@@ -25,6 +25,7 @@ SECTIONS = (
     "warnings",
     "summary",
     "metrics",
+    "headroom",
     "differences",
     "plots",
     "segments",
@@ -117,16 +118,16 @@ def test_the_directory_holds_the_document_the_report_and_the_options(evaluated):
         assert expected in printed
 
 
-def test_the_document_has_the_keys_of_schema_3(evaluated):
+def test_the_document_has_the_keys_of_schema_4(evaluated):
     document = document_in(evaluated[0])
-    assert document["schema_version"] == 3
+    assert document["schema_version"] == 4
     expected = {"setting", "conventions", "warnings", "contenders", "differences", "labels", "training", "provenance"}
-    assert document.keys() == expected | {"schema_version", "same_weights"}
+    assert document.keys() == expected | {"schema_version", "same_weights", "headroom"}
     names = [contender["name"] for contender in document["contenders"]]
     baselines = ["popularity", "positives", "recency", "cooccurrence", "factorization", "random"]
-    assert names == [*baselines, "run-0", "run-1", "bundle", "other", "logging policy"]
+    assert names == [*baselines, "run-0", "run-1", "bundle", "other", "oracle", "logging policy"]
     kinds = [contender["kind"] for contender in document["contenders"]]
-    assert kinds == ["baseline"] * 6 + ["run"] * 2 + ["bundle", "lists", "baseline"]
+    assert kinds == ["baseline"] * 6 + ["run"] * 2 + ["bundle", "lists", "oracle", "baseline"]
     keys = {"name", "kind", "counts", "metrics", "totals", "segments", "off_policy"}
     for contender in document["contenders"]:
         assert contender.keys() == keys
@@ -197,6 +198,16 @@ def test_every_pair_is_compared_and_corrected(evaluated):
     assert with_logging["off_policy"]
 
 
+def test_the_share_of_the_headroom_is_in_the_document_and_printed(evaluated):
+    """Two pre-trained runs are not one start: it is the logging policy."""
+    document, printed = document_in(evaluated[0]), evaluated[1]
+    shares = document["headroom"]["metrics"]["true_reward@5"]["contenders"]
+    assert document["headroom"]["start"] == "logging policy"
+    assert shares.keys() == {one["name"] for one in document["contenders"]} - {"oracle", "logging policy"}
+    assert all(value.keys() == ESTIMATE for value in shares.values())
+    assert "share of the headroom in true reward" in printed
+
+
 def test_labels_are_counted_of_both_periods(evaluated):
     document, road_counts = document_in(evaluated[0]), {"train", "test"}
     assert document["labels"]["periods"].keys() == road_counts
@@ -226,7 +237,7 @@ def test_the_resolved_options_repeat_the_result_and_nothing_is_overwritten_unask
     assert main(again) == 1
     assert "exists already" in capsys.readouterr().err
     assert main([*again, "--overwrite", "true", "--baselines", "[random]", "--off_policy", "null"]) == 0
-    assert [c["off_policy"] for c in document_in(tmp_path / "again")["contenders"]] == [[]] * 6
+    assert [c["off_policy"] for c in document_in(tmp_path / "again")["contenders"]] == [[]] * 7
 
 
 def run_on(road, out, *options):

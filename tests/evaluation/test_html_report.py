@@ -91,7 +91,10 @@ def document_of(contenders):
 def several(number=3):
     runs = [contender(f"{HOSTILE}{i}", "run", 0.2 + i / 100, [value("policy", "SNIPS", 0.4)]) for i in range(number)]
     logged = contender("logging policy", "baseline", 0.1, [value("logging policy", "mean", 0.3)])
-    return document_of([*runs, {**logged, "counts": {}, "totals": {}, "segments": {}}])
+    ends = {"start": 0.1, "oracle": 0.9, "contenders": {f"{HOSTILE}0": estimate(0.25)}}
+    headroom = {"start": HOSTILE, "start_is": HOSTILE, "metrics": {"true_reward@5": ends}}
+    document = document_of([*runs, {**logged, "counts": {}, "totals": {}, "segments": {}}])
+    return document | {"headroom": headroom}
 
 
 class Text(HTMLParser):

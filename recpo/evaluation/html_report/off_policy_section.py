@@ -93,7 +93,7 @@ def _values(document: Document, target: str) -> Table:
     rows = []
     for place, contender in enumerate(document["contenders"]):
         found = _estimates(contender, target)
-        if not found and contender["kind"] == "baseline":
+        if not found and contender["kind"] in ("baseline", "oracle"):
             continue
         cells = [_value_cell(found.get(estimator)) for estimator in estimators]
         any_entry = next(iter(found.values()), None)

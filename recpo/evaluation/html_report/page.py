@@ -15,6 +15,7 @@ _KINDS = {
     "factors": ("factor model", "factor models"),
     "lists": ("system given by its lists", "systems given by their lists"),
     "baseline": ("baseline", "baselines"),
+    "oracle": ("oracle", "oracles"),
 }
 
 
@@ -49,6 +50,7 @@ def _sections(document: Document) -> list[Section]:
         Section("warnings", "Warnings", _warnings(document)),
         Section("summary", "Summary", _summary(document)),
         Section("metrics", "Metrics", [tables.main_table(document), *tables.all_metrics_tables(document)]),
+        Section("headroom", "Headroom", tables.headroom_tables(document)),
         Section("differences", "Paired differences", _differences(document) if several else []),
         Section("plots", "Plots", _plots(document)),
         Section("segments", "Segments", _segments(document)),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from recpo.evaluation.headroom import shares_at
 from recpo.evaluation.html_report.blocks import Cell, Details, Row, Table
 from recpo.evaluation.reading import Document, best_first, lower_is_better, paired, with_interval
 
@@ -105,11 +106,35 @@ def differences_table(document: Document, pairs: Sequence[tuple[str, str]] | Non
     return Table(caption, ["contender - against", *metrics], rows)
 
 
+def headroom_tables(document: Document) -> list[Table]:
+    """One table per list length of the shares of the true value between the start and the oracle."""
+    found = document.get("headroom") or {}
+    place = {one["name"]: number for number, one in enumerate(document["contenders"])}
+    tables = []
+    for k in document["setting"]["ks"]:
+        rows = [Row(name, [_share_cell(value)], color(place[name])) for name, value in shares_at(document, k)]
+        if rows:
+            ends = found["metrics"][f"true_reward@{k}"]
+            caption = (
+                f"lists of {k}; (true reward - start) / (oracle - start) ± half of the 95 % interval over users; "
+                f"start: {found['start']}, {ends['start']:.4f} ({found['start_is']}); oracle: every user's best items "
+                f"by true reward among those that may be listed, {ends['oracle']:.4f}"
+            )
+            tables.append(Table(caption, ["contender", "share of the headroom"], rows))
+    return tables
+
+
+def _share_cell(value: Mapping[str, Any]) -> Cell:
+    width = "" if value["half_width"] is None else f"±{100 * value['half_width']:.1f}"
+    return Cell(f"{100 * value['mean']:.1f} %".replace("-", "\u2212"), width)
+
+
 def compared_pairs(document: Document) -> list[tuple[str, str]]:
     """All pairs, the better one first, or where there are many the best contender with each of the others."""
     k = document["setting"]["ks"][0]
     names = [contender["name"] for contender in best_first(document, f"NDCG@{k}")]
-    names += [contender["name"] for _, contender in ranked(document) if contender["name"] not in names]
+    others = [contender["name"] for _, contender in ranked(document) if contender["kind"] != "oracle"]
+    names += [name for name in others if name not in names]
     if len(names) <= _MOST_FOR_ALL_PAIRS:
         return list(combinations(names, 2))
     return [(names[0], name) for name in names[1:]]

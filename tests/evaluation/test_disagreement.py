@@ -1,0 +1,84 @@
+"""NDCG and value may rank differently: when that is said, and by which value."""
+
+from __future__ import annotations
+
+import pytest
+
+from recpo.evaluation.disagreement import disagreement
+from recpo.evaluation.document import with_holm
+
+
+def estimate(mean, half_width=0.01):
+    return {"mean": mean, "half_width": half_width, "n": 200}
+
+
+def document_of(ndcg, values=(), *, metric="true_reward@10", half_width=0.01, off_policy=(), flagged=()):
+    """Contenders a, b, ... with these means; ``off_policy`` are SNIPS values of their lists of 10."""
+    names = [chr(ord("a") + index) for index in range(len(ndcg))]
+    metrics = {"NDCG@10": ndcg} | ({metric: values} if values else {})
+    contenders = [
+        {
+            "name": name,
+            "kind": "run",
+            "metrics": {m: estimate(means[i]) for m, means in metrics.items()},
+            "off_policy": [
+                {"target": "top_10", "estimator": "SNIPS", "value": value, "warnings": ["x"] * (name in flagged)}
+                for value in off_policy[i : i + 1]
+            ],
+        }
+        for i, name in enumerate(names)
+    ]
+    differences = [
+        {
+            "contender": names[j],
+            "against": names[i],
+            "metrics": {
+                m: {**estimate(means[j] - means[i], half_width), "differing": 200} for m, means in metrics.items()
+            },
+            "off_policy": [
+                {
+                    "target": "top_10",
+                    "estimator": "SNIPS",
+                    "value": off_policy[j] - off_policy[i],
+                    "standard_error": half_width / 2,
+                    "users": 200,
+                }
+            ]
+            if off_policy
+            else [],
+        }
+        for i in range(len(names))
+        for j in range(i + 1, len(names))
+    ]
+    return {"setting": {"ks": [10]}, "contenders": contenders, "differences": with_holm(differences)}
+
+
+def test_the_best_by_ndcg_that_is_surely_not_the_best_by_value_is_named():
+    (said,) = disagreement(document_of([0.3, 0.2, 0.1], [0.5, 0.6, 0.8]))
+    assert "a has the best NDCG@10, but c has the best true_reward@10 (0.8000 against 0.5000" in said
+    assert "Believe the true_reward@10: it is what users get" in said
+    assert "agreeing with the logging policy" in said
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        document_of([0.3, 0.2], [0.8, 0.5]),
+        document_of([0.3, 0.2], [0.5, 0.505], half_width=0.1),
+        document_of([0.3, 0.2]),
+        document_of([0.3], [0.8]),
+        document_of([0.3, 0.2, 0.1], off_policy=[0.5, 0.6, 0.9], flagged="c", half_width=0.5),
+    ],
+    ids=["agree", "cannot be told apart", "no value", "one contender", "the best value carries a warning"],
+)
+def test_nothing_is_said_without_need(document):
+    assert disagreement(document) == []
+
+
+def test_off_policy_value_is_taken_before_auc_and_the_truth_before_both():
+    (said,) = disagreement(document_of([0.3, 0.2], [0.9, 0.1], metric="AUC_other", off_policy=[0.5, 0.7]))
+    assert "b has the best off-policy value (SNIPS, top_10) (0.7000 against 0.5000" in said
+    (said,) = disagreement(document_of([0.3, 0.2], [0.5, 0.6], metric="AUC_other"))
+    assert "b has the best AUC_other" in said
+    assert "passed over" in said
+    assert disagreement(document_of([0.3, 0.2], [0.9, 0.1], off_policy=[0.5, 0.7])) == []
