@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from recpo.workflows.simulate import simulate as simulate
     from recpo.training.run import Run as Run
     from recpo.workflows.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
+    from recpo.workflows.tilt import Tilt as Tilt, tilt as tilt
     from recpo.workflows.train import train as train
 
 __version__ = "0.1.0"
@@ -167,6 +168,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.workflows.prepare": ("prepare",),
     "recpo.workflows.simulate": ("simulate",),
     "recpo.training.run": ("Run",),
+    "recpo.workflows.tilt": ("Tilt", "tilt"),
     "recpo.workflows.train": ("train",),
     "recpo.workflows.tokenize": ("VectorsFromRun", "tokenize"),
 }

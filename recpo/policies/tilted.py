@@ -142,7 +142,7 @@ class TiltedPolicy(StatePolicy):
         self.base.set_item_counts(counts)
 
     def encode(self, histories: Histories) -> Tensor:
-        """See ``StatePolicy.encode``; every prefix that is longer than what the base reads is encoded on its own."""
+        """See ``StatePolicy.encode``; prefixes longer than what the base attends to are encoded one by one."""
         batch, states = len(histories.lengths), histories.item_ids.shape[1] + 1
         return self._states_at(histories, torch.arange(batch * states, device=histories.lengths.device)).view(
             batch, states, self.dim
@@ -230,14 +230,15 @@ class TiltedPolicy(StatePolicy):
         """The states ``[N, d]`` of the prefixes ``rows``: ``context * (H + 1) + visible``."""
         width = readable_ids(histories, self.max_history).shape[1]
         context, visible = rows // (width + 1), rows % (width + 1)
-        reads = min(self.base.max_history, width)
-        # one causal pass has every state up to what the base reads at once
-        encoded = self.base.scaled(self.base.encode(first_events(histories, reads)))
-        states = take_rows(encoded, context * (reads + 1) + visible.clamp_max(reads))
-        longer = (visible > reads).nonzero().squeeze(1)
+        window = self.base.max_history
+        # one causal pass has every state up to what the blocks attend to
+        attended = min(self.base.encoder.attention_length, width)
+        encoded = self.base.scaled(self.base.encode(first_events(histories, attended)))
+        states = take_rows(encoded, context * (attended + 1) + visible.clamp_max(attended))
+        longer = (visible > attended).nonzero().squeeze(1)
         if len(longer):
             parts = prefixes(histories, context[longer], visible[longer])
-            last = torch.cat([self.base.last_states(most_recent(part, reads)) for part in parts])
+            last = torch.cat([self.base.last_states(most_recent(part, window)) for part in parts])
             states = states.index_copy(0, longer, last)
         users = [self.factors.fold_in(part) for part in prefixes(histories, context, visible)]
         return self._joined(states, torch.cat(users))
@@ -412,7 +413,9 @@ def first_events(histories: Histories, size: int) -> Histories:
 
 
 def prefixes(histories: Histories, context: Tensor, visible: Tensor) -> Iterator[Histories]:
-    """The first ``visible [N]`` events of the histories ``context [N]``, some at a time; what follows is not read."""
+    """The first ``visible [N]`` events of the histories ``context [N]``, some at a time."""
+    place = torch.arange(histories.item_ids.shape[1], device=visible.device)
+    item_ids, _, *rest = histories
     for rows, lengths in zip(context.split(_AT_ONCE), visible.split(_AT_ONCE), strict=True):
-        item_ids, _, *rest = histories
-        yield Histories(item_ids[rows], lengths, *(values if values is None else values[rows] for values in rest))
+        kept = place < lengths[:, None]
+        yield Histories(item_ids[rows] * kept, lengths, *(v if v is None else v[rows] * kept for v in rest))

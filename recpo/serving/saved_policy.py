@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError
@@ -138,6 +139,8 @@ def _validate_base(name: str, entry: object) -> None:
 
 
 def _is_of(value: object, kind: Any) -> bool:
+    if get_origin(kind) in (Union, UnionType):
+        return any(_is_of(value, part) for part in get_args(kind))
     if get_origin(kind) is Literal:
         return any(type(value) is type(known) and value == known for known in get_args(kind))
     return type(value) is kind or (kind is float and type(value) is int)

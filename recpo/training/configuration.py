@@ -88,6 +88,8 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     if given.get("init_from") is not None:
         with suppress(*[RecpoError] * bool(given.get("resume"))):  # a run that goes on needs nothing of it any more
             base = Run.open(given.init_from, trust=given.get("trust") or ()).configuration
+            if "data" not in base:
+                raise RecpoError(f"{given.init_from} was tilted, not trained: start from the run that it was made from")
             start: dict[str, Any] = {"policy": base["policy"]}
             if "layout" not in given.data.get("init_args", given.data):
                 start["data"] = {"layout": base["data"]["init_args"]["layout"]}

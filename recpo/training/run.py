@@ -377,14 +377,14 @@ def write_start(root: Path, resolved: str, data: Prepared, codes: Path | None, o
 
 
 def mark_finished(
-    root: Path, policy: Policy, data: Prepared, results: dict[str, float | None], monitor: str | None = None
+    root: Path, policy: Policy, data: Prepared | Run, results: dict[str, float | None], monitor: str | None = None
 ) -> None:
     """Writes ``run.json``, after which other verbs take the run for a whole one.
 
     Args:
         root: the run directory.
         policy: what was trained.
-        data: what it was trained on.
+        data: what it was trained on, or a run on the same items.
         results: metrics of the last step and the last validation.
         monitor: the metric that chose the best checkpoint.
     """

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from tqdm import tqdm
@@ -30,7 +29,7 @@ from recpo.evaluation.lists import Lists
 from recpo.evaluation.measures import Measure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
-from recpo.evaluation.off_policy.setting import OffPolicySetting, off_policy_setting
+from recpo.evaluation.off_policy.setting import OffPolicySetting, has_propensities, off_policy_setting
 from recpo.evaluation.reading import Document
 from recpo.evaluation.segments import history_length, item_segments
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
@@ -192,14 +191,9 @@ def _cache(given: Path | str | None, out: Path | str | None, target: Path | None
 def _off_policy(
     data: Prepared, split: HeldOut, options: OffPolicyOptions | None, reward: LoggedReward, ks: Sequence[int]
 ) -> OffPolicySetting | None:
-    if options is None or (options.propensity == "logged" and not _has_propensities(data, split)):
+    if options is None or (options.propensity == "logged" and not has_propensities(data, split)):
         return None
     return off_policy_setting(options, data, reward, ks)
-
-
-def _has_propensities(data: Prepared, split: HeldOut) -> bool:
-    shards = (data.columns(split, shard, ["propensity", "is_target"]) for shard in range(data.num_shards(split)))
-    return any(bool((~np.isnan(shard["propensity"]) & shard["is_target"]).any()) for shard in shards)
 
 
 def _named_contenders(contenders: Sequence[Contender]) -> dict[str, list[str]]:

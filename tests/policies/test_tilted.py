@@ -124,7 +124,8 @@ def test_users_are_the_ridge_regression_of_their_graded_events() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"blocks": "hstu"}, {"similarity": "cosine", "temperature": 0.1},
-                                     {"tie_weights": False}, {"max_history": H + 3}])  # fmt: skip
+                                     {"tie_weights": False}, {"max_history": H + 3},
+                                     {"profile": True, "max_history": H, "attention_length": 4}])  # fmt: skip
 def test_the_log_ratio_to_the_base_is_the_grade_over_beta_but_for_a_constant(options: dict[str, Any]) -> None:
     policy, known = tilted(**options), histories([H, 6, 2, 0])
     logp = policy.log_prob(whole_catalog(known))[..., 0]
@@ -135,9 +136,10 @@ def test_the_log_ratio_to_the_base_is_the_grade_over_beta_but_for_a_constant(opt
     np.testing.assert_allclose(rest - rest.mean(1, keepdims=True), 0, atol=2e-5)
 
 
-@pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
-def test_every_prefix_is_scored_as_a_history_of_its_own(blocks: str) -> None:
-    policy, known = tilted(blocks=blocks), histories([H, 7, 3], padding=9)
+@pytest.mark.parametrize("options", [{}, {"blocks": "hstu"}, {"profile": True, "max_history": H, "attention_length": 4},
+                                     {"profile": True}])  # fmt: skip
+def test_every_prefix_is_scored_as_a_history_of_its_own(options: dict[str, Any]) -> None:
+    policy, known = tilted(**options), histories([H, 7, 3], padding=9)
     visible = torch.arange(H + 1).minimum(known.lengths[:, None])
     items = torch.randint(1, V + 1, visible.shape, generator=torch.Generator().manual_seed(3))
     slates = Slates(items, visible, torch.ones_like(items, dtype=torch.bool))

@@ -101,6 +101,13 @@ def test_options_that_the_class_does_not_have_are_refused(tmp_path, options):
         export_bundle(CatalogSoftmaxPolicy(7, dim=4), SEVEN, FEEDBACK, tmp_path / "b", k=3, options=options)
 
 
+@pytest.mark.parametrize("length", [None, 2])
+def test_options_that_may_be_null_are_kept(tmp_path, length):
+    options = {"dim": 4, "max_history": 3, "attention_length": length, "profile": True}
+    export_bundle(CatalogSoftmaxPolicy(7, **options), SEVEN, FEEDBACK, tmp_path / "b", k=3, options=options)
+    assert Bundle.load(tmp_path / "b", engine="torch").manifest.options["attention_length"] == length
+
+
 def test_a_policy_without_its_options_has_the_onnx_engine_only(tmp_path):
     export_bundle(CatalogSoftmaxPolicy(7, dim=4, max_history=3), SEVEN, FEEDBACK, tmp_path / "b", k=3)
     with pytest.raises(RecpoError, match="exported without its options"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 import torch
 
 from recpo.contracts import Policy, RewardFunction
@@ -75,6 +77,12 @@ def off_policy_setting(
     num_users = int(data.manifest["num_users"])
     model = AdditiveRewardModel.fit(training, num_users=num_users, num_items=data.num_items)
     return OffPolicySetting(options, reward, propensities, model, data.num_items, ks)
+
+
+def has_propensities(data: Prepared, split: Literal["valid", "test"]) -> bool:
+    """Whether any held-out event of the period has a logged propensity."""
+    shards = (data.columns(split, shard, ["propensity", "is_target"]) for shard in range(data.num_shards(split)))
+    return any(bool((~np.isnan(shard["propensity"]) & shard["is_target"]).any()) for shard in shards)
 
 
 def rewarded(events: Events, reward: RewardFunction) -> RewardedExposures:

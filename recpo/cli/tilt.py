@@ -1,0 +1,134 @@
+"""``recpo tilt``: a trained policy and factors of grades as one policy, written as a run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+from rich.table import Table
+
+from recpo.cli.output import console
+from recpo.contracts import RewardFunction
+from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.rewards import LoggedReward
+from recpo.training.learned_reward import Checkpoint
+from recpo.workflows.tilt import BETAS, Criterion, Tilt
+from recpo.workflows.tilt import tilt as _tilt
+
+_NAMES = {
+    "top_k": "off-policy value of the lists (SNIPS)",
+    "policy": "off-policy value of the policy (SNIPS)",
+    "auc": "AUC of positives against other exposures",
+    "monitor_reward": "monitor reward of the lists",
+}
+
+
+def tilt(
+    run: Path,
+    factors: Path,
+    out: Path,
+    prepared: str | Path | None = None,
+    beta: float | Literal["auto"] = "auto",
+    betas: list[float] = list(BETAS),  # noqa: B006  jsonargparse prints it
+    criterion: Criterion | None = None,
+    k: int = 10,
+    candidates: int = 200,
+    off_policy: OffPolicyOptions = OffPolicyOptions(),  # noqa: B008  frozen
+    reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
+    monitor_reward: RewardFunction | None = None,
+    checkpoint: Checkpoint = "best",
+    batch_size: int = 512,
+    device: str = "auto",
+    trust: list[str] = [],  # noqa: B006  jsonargparse prints it
+    overwrite: bool = False,
+) -> None:
+    """Tilts a trained policy towards the grades that a factor model expects, and writes it as a run.
+
+    The new run is self-contained: evaluate, export and recommend take it as any other. Its policy is ``pi(i | h) ∝
+    base(i | h) exp(grade(h, i) / beta)``, the optimum of ``E_pi[grade] - beta KL(pi || base)``. Prints what every beta
+    is worth in the validation period, how far it moves the policy, and which one was taken.
+
+    Args:
+        run: run directory written by ``recpo train``.
+        factors: directory written by ``recpo factorize``, of the same items.
+        out: run directory to make.
+        prepared: directory written by ``recpo prepare``, of the same items, on whose validation period beta is chosen;
+            null = beta is given.
+        beta: difference in grade that moves the log-odds of two items by 1; auto = the largest of betas, which is the
+            nearest to the base, whose value is within one standard error of the best.
+        betas: what is tried where beta is auto.
+        criterion: what a beta is worth: top_k (off-policy value of its lists), policy (of items drawn from it), auc
+            (mean per-user AUC of positives against other exposures) or monitor_reward; null = monitor_reward where it
+            is given, else top_k where the log has propensities, else auc.
+        k: list length.
+        candidates: of policies of semantic ids, how many items of the beam are ranked again.
+        off_policy: how values are estimated from the log.
+        reward: of logged items, for the off-policy value.
+        monitor_reward: scores the lists; best a reward that the factors do not know.
+        checkpoint: which checkpoint of the run.
+        batch_size: users scored at once.
+        device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
+        trust: packages beside recpo whose classes the configuration of the run may name.
+        overwrite: replace ``out`` where it is a run.
+    """
+    found = _tilt(
+        run,
+        factors,
+        prepared,
+        out=out,
+        beta=beta,
+        betas=betas,
+        criterion=criterion,
+        k=k,
+        candidates=candidates,
+        off_policy=off_policy,
+        reward=reward,
+        monitor_reward=monitor_reward,
+        checkpoint=checkpoint,
+        batch_size=batch_size,
+        device=device,
+        trust=trust,
+        overwrite=overwrite,
+        progress=True,
+    )
+    print_tilt(found)
+
+
+def print_tilt(found: Tilt) -> None:
+    """The table of betas, and what was taken; a path is never read as markup."""
+    terminal = console()
+    if found.trials:
+        terminal.print(_table(found))
+        base, taken = found.trials[0], next(trial for trial in found.trials if trial.beta == found.beta)
+        if taken.value < base.value:
+            terminal.print(
+                "warning: by this criterion the untilted policy is worth more", style="yellow", soft_wrap=True
+            )
+    terminal.print(f"{found.run.root}: tilted with beta {found.beta:g}", soft_wrap=True)
+
+
+def _table(found: Tilt) -> Table:
+    assert found.criterion is not None
+    table = Table(
+        title=f"validation period, lists of {found.k}; value: {_NAMES[found.criterion]}",
+        caption="± half of the 95 % interval; behind: the best less this one ± its standard error, same users",
+        title_justify="left",
+        caption_justify="left",
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
+    for column in ("beta", "value", "±", "behind", "±", "rows", "policy", "AUC", "NDCG", "coverage", "KL"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for trial in found.trials:
+        name = "base" if trial.beta == math.inf else f"{trial.beta:g}{' *' if trial.beta == found.beta else ''}"
+        numbers = (trial.value, trial.half_width, trial.loss, trial.loss_error)
+        others = (trial.policy, trial.auc, trial.ndcg, trial.coverage)
+        rows = "-" if math.isnan(trial.effective_rows) else f"{trial.effective_rows:,.0f}"
+        kl = "-" if math.isnan(trial.kl) else f"{trial.kl:.2f}"
+        table.add_row(name, *map(_shown, numbers), rows, *map(_shown, others), kl)
+    return table
+
+
+def _shown(number: float) -> str:
+    return "-" if math.isnan(number) else f"{number:.4f}"

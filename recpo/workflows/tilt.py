@@ -1,0 +1,486 @@
+"""The verb ``tilt``: a trained policy and factors of grades as one policy, tilted as far as validation says."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import yaml
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from torch import Tensor
+from tqdm import tqdm
+
+from recpo.artifacts import output_directory, write_json
+from recpo.contracts import Policy, RewardFunction
+from recpo.data.datamodule import evaluation_batches
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.evaluation.catalog_ranking import RankingResult, evaluate_ranking
+from recpo.evaluation.estimates import Z95
+from recpo.evaluation.measures import Measure, Observed, Recommender
+from recpo.evaluation.off_policy.estimators import SNIPS
+from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.off_policy.results import POLICY, OffPolicyResult
+from recpo.evaluation.off_policy.setting import OffPolicySetting, has_propensities, off_policy_setting
+from recpo.factorization.factors import Factors
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.tilted import RerankedPolicy, TiltedPolicy, validate_beta
+from recpo.rewards import LoggedReward
+from recpo.training.learned_reward import Checkpoint
+from recpo.training.run import (
+    CHECKPOINTS,
+    CODES,
+    FEEDBACK,
+    FORMAT_VERSION,
+    ITEMS,
+    ORIGIN,
+    RESOLVED,
+    Run,
+    checkpoint_path,
+    mark_finished,
+    read_configuration,
+    write_text,
+)
+from recpo.types import EvaluationBatch, Slates
+from recpo.workflows.devices import compute_device
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Criterion = Literal["top_k", "policy", "auc", "monitor_reward"]
+
+#: Betas that are tried, in grades per nat: a difference of so much in grade moves the log-odds by 1.
+BETAS = (0.0125, 0.025, 0.035, 0.05, 0.07, 0.1, 0.2, 0.4)
+
+
+@dataclass(frozen=True)
+class TiltTrial:
+    """What a policy is worth in the validation period; nan where it is not known.
+
+    Attributes:
+        beta: of the tilt; inf = the untilted policy.
+        value: by the criterion.
+        half_width: of its 95 % interval over users.
+        loss: what the best tilted policy is worth more, on the same users.
+        loss_error: standard error of that difference.
+        top_k: off-policy value (SNIPS) of an item of the list of k.
+        policy: off-policy value (SNIPS) of an item drawn from the policy.
+        auc: mean over users of ``AUC_other``: their positives against their other exposures.
+        monitor_reward: mean reward of the lists of k.
+        effective_rows: so many exposures of equal weight say as much about ``top_k``.
+        kl: mean of KL(tilted || base) over users, in nats.
+        ndcg: NDCG of the lists of k on logged positives.
+        coverage: share of the catalog that is on any list of k.
+    """
+
+    beta: float
+    value: float
+    half_width: float
+    loss: float
+    loss_error: float
+    top_k: float
+    policy: float
+    auc: float
+    monitor_reward: float
+    effective_rows: float
+    kl: float
+    ndcg: float
+    coverage: float
+
+
+@dataclass(frozen=True)
+class Tilt:
+    """A tilted run and how its beta was chosen.
+
+    Attributes:
+        run: the run.
+        beta: what it was tilted with.
+        criterion: what beta was chosen by; None = it was given, and nothing was measured.
+        k: length of the lists.
+        trials: the untilted policy first, then every beta, descending; empty where nothing was measured.
+    """
+
+    run: Run
+    beta: float
+    criterion: Criterion | None
+    k: int
+    trials: tuple[TiltTrial, ...]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The trials, one per row."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(trial) for trial in self.trials], columns=list(TiltTrial.__annotations__))
+
+
+def tilted(base: Policy, factors: Factors, beta: float, candidates: int = 200) -> TiltedPolicy | RerankedPolicy:
+    """``base(i | h) exp(grade(h, i) / beta)``, normalized: exact where the base is a softmax over the catalog.
+
+    Args:
+        base: the policy to tilt; it is a part of the new one.
+        factors: of the same items.
+        beta: difference in grade that moves the log-odds of two items by 1; above 0.
+        candidates: of any other policy, how many items of its own search are ranked again.
+
+    Raises:
+        RecpoError: beta is no number above 0, or the factors have other items.
+    """
+    arguments = _arguments(base, factors, beta, candidates)
+    policy: TiltedPolicy | RerankedPolicy
+    if isinstance(base, CatalogSoftmaxPolicy):
+        policy = TiltedPolicy(base.num_items, base=lambda _: base, **arguments)
+    else:
+        policy = RerankedPolicy(base.num_items, base=lambda _: base, **arguments)
+    policy.factors.assign(factors.item_factors, factors.item_bias)
+    return policy.eval()
+
+
+def tilt(
+    run: Run | Path | str,
+    factors: Factors | Path | str,
+    prepared: Prepared | Path | str | None = None,
+    *,
+    out: Path | str,
+    beta: float | Literal["auto"] = "auto",
+    betas: Sequence[float] = BETAS,
+    criterion: Criterion | None = None,
+    k: int = 10,
+    candidates: int = 200,
+    off_policy: OffPolicyOptions = OffPolicyOptions(),  # noqa: B008  frozen
+    reward: RewardFunction = LoggedReward(),  # noqa: B008  frozen
+    monitor_reward: RewardFunction | None = None,
+    checkpoint: Checkpoint = "best",
+    batch_size: int = 512,
+    device: str = "auto",
+    trust: Sequence[str] = (),
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Tilt:
+    """Tilts a trained policy towards the grades that a factor model expects, and writes it as a run.
+
+    The new run is self-contained: ``evaluate``, ``export``, ``recommend`` and ``recpo.load`` take it as any other. Its
+    policy is ``pi(i | h) ∝ base(i | h) exp(grade(h, i) / beta)``, the optimum of ``E_pi[grade] - beta KL(pi || base)``.
+
+    Args:
+        run: what is tilted, or its directory.
+        factors: what ``recpo factorize`` wrote for the same items, or its directory.
+        prepared: prepared data of the same items, on whose validation period beta is chosen; None = beta is given.
+        out: run directory to make.
+        beta: difference in grade that moves the log-odds of two items by 1; "auto" = the largest of ``betas``, which is
+            the nearest to the base, whose value is within one standard error of the best (of the difference, on the
+            same users).
+        betas: what is tried where beta is "auto".
+        criterion: what a beta is worth: ``top_k`` (off-policy value of its lists, SNIPS),
+            ``policy`` (of items drawn from it), ``auc`` (mean per-user AUC of positives against other exposures) or
+            ``monitor_reward``. None = monitor_reward where it is given, else top_k where the log has propensities,
+            else auc.
+        k: list length.
+        candidates: of policies of semantic ids, how many items of the beam are ranked again.
+        off_policy: how values are estimated from the log.
+        reward: of logged items, for the off-policy value.
+        monitor_reward: scores the lists; best a reward that the factors do not know.
+        checkpoint: which checkpoint of the run.
+        batch_size: users scored at once.
+        device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
+        trust: packages beside recpo whose classes the configuration of the run may name.
+        overwrite: replace ``out`` where it is a run.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The new run, its beta, and what every beta that was tried is worth.
+
+    Raises:
+        RecpoError: run, factors and data have other items; the run is tilted already; options out of range; nothing
+            says what a beta is worth; ``out`` exists.
+    """
+    betas = tuple(sorted({float(one) for one in betas}, reverse=True)) if beta == "auto" else (float(beta),)
+    _validate(betas, k, batch_size)
+    base = Run.open(run, trust)
+    data = None if prepared is None else prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)
+    opened = factors if isinstance(factors, Factors) else Factors.open(factors)
+    opened.validate_items(base.catalog_checksum, base.root)
+    if data is None and beta == "auto":
+        raise RecpoError("beta is auto, and there is no validation period to choose it by: name prepared data, or beta")
+    inputs = [base.root, None if data is None else data.root, None if isinstance(factors, Factors) else factors]
+    with output_directory(out, kind="run", overwrite=overwrite, inputs=[one for one in inputs if one]) as target:
+        policy = base.policy(checkpoint)
+        if isinstance(policy, TiltedPolicy | RerankedPolicy):
+            raise RecpoError(f"{base.root} is tilted already: name the run that it was made from")
+        chosen, used = betas[0], None
+        trials: tuple[TiltTrial, ...] = ()
+        if data is not None:
+            base.validate_items(data)
+            used = criterion or _default_criterion(data, off_policy, monitor_reward)
+            where = compute_device(device)
+            shared = _Validation(
+                data=data,
+                criterion=used,
+                k=min(k, data.num_items),
+                setting=_setting(data, used, off_policy, reward, k),
+                monitor_reward=monitor_reward,
+                batch_size=batch_size,
+                device=where,
+            )
+            trials = shared.trials(policy.to(where), opened.to(where), candidates, betas, progress)
+            chosen = next(t.beta for t in trials[1:] if not t.loss > t.loss_error)
+        final = tilted(policy.cpu(), opened, chosen, candidates)
+        _write(target, final, base, checkpoint, opened, _Choice(chosen, used, k, trials))
+    return Tilt(Run.open(out, trust), chosen, used, k, trials)
+
+
+def _validate(betas: Sequence[float], k: int, batch_size: int) -> None:
+    if not betas:
+        raise RecpoError("betas is empty: name at least one number above 0, or beta")
+    for one in betas:
+        validate_beta(one)
+    if k < 1 or batch_size < 1:
+        raise RecpoError(f"k is {k} and batch_size is {batch_size}, expected at least 1 each")
+
+
+def _default_criterion(data: Prepared, options: OffPolicyOptions, monitor: RewardFunction | None) -> Criterion:
+    if monitor is not None:
+        return "monitor_reward"
+    return "top_k" if options.propensity != "logged" or has_propensities(data, "valid") else "auc"
+
+
+def _setting(
+    data: Prepared, criterion: Criterion, options: OffPolicyOptions, reward: RewardFunction, k: int
+) -> OffPolicySetting | None:
+    """What off-policy values are estimated with; None where the log has no propensities."""
+    if options.propensity == "logged" and not has_propensities(data, "valid"):
+        if criterion in ("top_k", "policy"):
+            raise RecpoError(
+                f"criterion {criterion} needs propensities, and the validation period of {data.root} has none: take "
+                "auc, name a monitor_reward, or set off_policy.propensity to uniform or estimated"
+            )
+        return None
+    return off_policy_setting(options, data, reward, [min(k, data.num_items)])
+
+
+class _Measured(NamedTuple):
+    """One pass over the validation period."""
+
+    beta: float
+    ranking: RankingResult
+    off_policy: OffPolicyResult | None
+
+
+@dataclass(frozen=True)
+class _Validation:
+    """What all betas share."""
+
+    data: Prepared
+    criterion: Criterion
+    k: int
+    setting: OffPolicySetting | None
+    monitor_reward: RewardFunction | None
+    batch_size: int
+    device: torch.device
+
+    def trials(
+        self, base: Policy, factors: Factors, candidates: int, betas: Sequence[float], progress: bool
+    ) -> tuple[TiltTrial, ...]:
+        """The base and every beta, descending.
+
+        Raises:
+            RecpoError: no user of the validation period says what a beta is worth.
+        """
+        users = sum(shard["users"] for shard in self.data.manifest["shards"]["valid"])
+        with tqdm(total=users * (1 + len(betas)), desc="tilt", unit="user", disable=None if progress else True) as bar:
+            found = [self._measured(math.inf, base, bar)]
+            found += [self._measured(beta, tilted(base, factors, beta, candidates), bar) for beta in betas]
+        values = [self._value(one)[0] for one in found]
+        best = max(range(1, len(found)), key=lambda place: _or_least(values[place]))
+        if math.isnan(values[best]):
+            raise RecpoError(
+                f"the validation period of {self.data.root} does not say what a beta is worth by the criterion "
+                f"{self.criterion}: no user has what it compares; name another criterion, or beta"
+            )
+        return tuple(self._trial(one, found[best]) for one in found)
+
+    def _measured(self, beta: float, policy: Policy, bar: Any) -> _Measured:
+        policy = policy.to(self.device).eval()
+        value = None if self.setting is None else self.setting.measure()
+        measures: list[Measure] = [_Divergence(policy)] if isinstance(policy, TiltedPolicy | RerankedPolicy) else []
+        measures += [_MonitorReward(self.monitor_reward, self.k)] if self.monitor_reward is not None else []
+        measures += [] if value is None else [value]
+        # ranks within a user are all that is read of what is an estimate
+        scores = policy.has_exact_log_prob or self.criterion == "auc"
+        recommender = Recommender(policy.recommend, policy.log_prob if scores else None, f"beta {beta:g}")
+        ranking = evaluate_ranking(
+            recommender,
+            self._batches(policy.max_history, bar),
+            num_items=self.data.num_items,
+            ks=[self.k],
+            measures=measures,
+        )
+        return _Measured(beta, ranking, None if value is None else value.result())
+
+    def _batches(self, max_history: int, bar: Any) -> Iterator[EvaluationBatch]:
+        for batch in evaluation_batches(self.data.root, "valid", max_history, self.batch_size):
+            yield move_data_to_device(batch, self.device)
+            bar.update(len(batch.exclude))
+
+    def _target(self) -> str:
+        return POLICY if self.criterion == "policy" else f"top_{self.k}"
+
+    def _metric(self) -> str:
+        return "AUC_other" if self.criterion == "auc" else "monitor_reward"
+
+    def _value(self, one: _Measured) -> tuple[float, float]:
+        """Value by the criterion and half of its interval."""
+        if self.criterion in ("auc", "monitor_reward"):
+            found = one.ranking.estimate(self._metric())
+            return found.mean, found.half_width
+        assert one.off_policy is not None
+        return _snips(one.off_policy, self._target())
+
+    def _loss(self, one: _Measured, best: _Measured) -> tuple[float, float]:
+        """What ``best`` is worth more, and the standard error of it."""
+        if one is best:
+            return 0.0, 0.0
+        if self.criterion in ("auc", "monitor_reward"):
+            difference = best.ranking.difference(one.ranking, self._metric())
+            return difference.mean, difference.half_width / Z95
+        assert one.off_policy is not None
+        assert best.off_policy is not None
+        for found in best.off_policy.differences(one.off_policy):
+            if (found.target, found.estimator) == (self._target(), SNIPS.name):
+                return found.value, found.standard_error
+        return math.nan, math.nan
+
+    def _trial(self, one: _Measured, best: _Measured) -> TiltTrial:
+        value, half_width = self._value(one)
+        loss, loss_error = self._loss(one, best)
+        means = {name: _mean(one.ranking, name) for name in ("AUC_other", "monitor_reward", "kl", f"NDCG@{self.k}")}
+        of_list = None if one.off_policy is None else one.off_policy.estimate(f"top_{self.k}", SNIPS.name)
+        return TiltTrial(
+            beta=one.beta,
+            value=value,
+            half_width=half_width,
+            loss=loss,
+            loss_error=loss_error,
+            top_k=math.nan if of_list is None else of_list.value,
+            policy=math.nan if one.off_policy is None else _snips(one.off_policy, POLICY)[0],
+            auc=means["AUC_other"],
+            monitor_reward=means["monitor_reward"],
+            effective_rows=math.nan if of_list is None else of_list.effective_sample_size,
+            kl=0.0 if one.beta == math.inf else means["kl"],
+            ndcg=means[f"NDCG@{self.k}"],
+            coverage=one.ranking.totals[f"coverage@{self.k}"],
+        )
+
+
+def _or_least(value: float) -> float:
+    return -math.inf if math.isnan(value) else value
+
+
+def _mean(ranking: RankingResult, metric: str) -> float:
+    return ranking.estimate(metric).mean if metric in ranking.per_user else math.nan
+
+
+def _snips(result: OffPolicyResult, target: str) -> tuple[float, float]:
+    """The estimate and half of its normal interval; nan where the target has none."""
+    for found in result.estimates:
+        if (found.target, found.estimator) == (target, SNIPS.name):
+            ends = found.intervals["normal"]
+            return found.value, (ends.high - ends.low) / 2
+    return math.nan, math.nan
+
+
+@dataclass(frozen=True)
+class _Divergence:
+    """Adds ``kl``, how far a tilted policy is from its base."""
+
+    policy: TiltedPolicy | RerankedPolicy
+
+    def update(self, observed: Observed) -> dict[str, Tensor]:
+        """See ``Measure.update``."""
+        return {"kl": self.policy.kl_from_base(observed.batch.feedback.histories)}
+
+    def totals(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+
+@dataclass(frozen=True)
+class _MonitorReward:
+    """Adds ``monitor_reward``, the mean reward of the first k places; nan where nothing on a list has one."""
+
+    reward: RewardFunction
+    k: int
+
+    def update(self, observed: Observed) -> dict[str, Tensor]:
+        """See ``Measure.update``."""
+        batch, items = observed.batch.feedback, observed.lists.item_ids[:, : self.k]
+        slates = Slates(items, batch.histories.lengths[:, None].expand_as(items), items > 0)
+        return {"monitor_reward": self.reward(batch, slates).float().nanmean(1)}
+
+    def totals(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+
+class _Choice(NamedTuple):
+    """How beta was chosen, for ``origin.json``."""
+
+    beta: float
+    criterion: Criterion | None
+    k: int
+    trials: Sequence[TiltTrial]
+
+
+def _arguments(base: Policy, factors: Factors, beta: float, candidates: int) -> dict[str, Any]:
+    """Constructor arguments of the tilted policy, without its base."""
+    arguments = {"rank": factors.rank, "mean": factors.mean, "ridge": factors.ridge, "beta": beta}
+    arguments |= {"max_history": factors.max_history}
+    return arguments if isinstance(base, CatalogSoftmaxPolicy) else arguments | {"candidates": candidates}
+
+
+def _write(
+    root: Path, policy: TiltedPolicy | RerankedPolicy, base: Run, checkpoint: Checkpoint, factors: Factors, how: _Choice
+) -> None:
+    """Writes the files of a run into ``root``; nothing of the base run or the factors is needed afterwards."""
+    for name in (ITEMS, FEEDBACK):
+        shutil.copy2(base.root / name, root / name)
+    if (base.root / CODES).is_dir():
+        shutil.copytree(base.root / CODES, root / CODES)
+    candidates = policy.candidates if isinstance(policy, RerankedPolicy) else 0
+    below = read_configuration(base.root / RESOLVED)["policy"]
+    arguments = {"base": below, **_arguments(policy.base, factors, how.beta, candidates)}
+    own = f"{type(policy).__module__}.{type(policy).__qualname__}"
+    text = yaml.safe_dump({"policy": {"class_path": own, "init_args": arguments}}, sort_keys=False)
+    write_text(root / RESOLVED, text)
+    origin = {
+        "format_version": FORMAT_VERSION,
+        "contexts_per_step": 0,  # nothing was trained
+        "tilted": {"run": base.root.resolve().name, "checkpoint": checkpoint, "weights": _weights(base, checkpoint)},
+        "factors": factors.facts,
+        "choice": {
+            "beta": how.beta,
+            "criterion": how.criterion,
+            "k": how.k,
+            "trials": [_finite(t) for t in how.trials],
+        },
+    }
+    write_json(root / ORIGIN, origin)
+    (root / CHECKPOINTS).mkdir()
+    weights = {f"policy.{name}": value for name, value in policy.state_dict().items()}
+    torch.save({"state_dict": weights}, checkpoint_path(root))
+    chosen = next((_finite(trial) for trial in how.trials if trial.beta == how.beta), {"beta": how.beta})
+    mark_finished(root, policy, base, {f"tilt/{name}": value for name, value in chosen.items()}, how.criterion)
+
+
+def _weights(run: Run, checkpoint: Checkpoint) -> dict[str, str]:
+    """The checksums of a checkpoint."""
+    inside = f"{CHECKPOINTS}/{checkpoint}.ckpt"
+    return {name: checksum for name, checksum in run.facts["files"].items() if name.startswith(inside)}
+
+
+def _finite(trial: TiltTrial) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in asdict(trial).items()}

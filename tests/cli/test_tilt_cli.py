@@ -1,0 +1,228 @@
+"""The verb ``tilt`` on a small log: what it chooses, and a run that needs neither the base nor the factors."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+
+import recpo
+from recpo.artifacts import write_json
+from recpo.cli.main import main
+from recpo.evaluation.true_rewards import TrueReward
+from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
+from recpo.workflows import tilt as verb
+
+TINY = {"data.batch_size": 16, "trainer.accelerator": "cpu", "trainer.max_epochs": 1, "trainer.limit_train_batches": 4}
+TINY |= {"data.layout": recpo.SequenceLayout(history_length=10)}
+NARROW = {"dim": 8, "heads": 1, "layers": 1, "max_history": 10}
+BETAS = [0.02, 0.1, 1.0]
+
+
+@pytest.fixture(scope="module")
+def road(world, prepared, tmp_path_factory):
+    """``base``, ``factors``, the tilted ``run`` made by the verb, and the ``log``."""
+    out = tmp_path_factory.mktemp("tilt")
+    policy = partial(recpo.CatalogSoftmaxPolicy, **NARROW)
+    recpo.train(prepared, policy=policy, out=out / "base", **TINY)
+    recpo.factorize(prepared, out / "factors", ranks=[2], ridges=[4.0], sweeps=2, max_history=30)
+    command = [sys.executable, "-m", "recpo.cli.main", "tilt", "--run", out / "base", "--factors", out / "factors"]
+    command += [
+        "--prepared",
+        prepared,
+        "--out",
+        out / "run",
+        "--betas",
+        json.dumps(BETAS),
+        "--off_policy.resamples",
+        "20",
+    ]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return SimpleNamespace(root=out, log=pd.read_parquet(world / "log"), printed=done.stdout, prepared=prepared)
+
+
+def test_the_verb_shows_every_beta_and_takes_the_nearest_to_the_base_that_is_as_good(road):
+    origin = json.loads((road.root / "run" / "origin.json").read_text())
+    choice = origin["choice"]
+    assert choice["criterion"] == "top_k"
+    base, *trials = choice["trials"]
+    assert base["beta"] is None
+    assert base["kl"] == 0
+    assert [trial["beta"] for trial in trials] == sorted(BETAS, reverse=True)
+    divergence = [trial["kl"] for trial in trials]
+    assert divergence == sorted(divergence)
+    assert divergence[0] > 0
+    best = max(trials, key=lambda trial: trial["value"])
+    assert best["loss"] == 0
+    for trial in (base, *trials):
+        assert trial["loss"] == pytest.approx(best["value"] - trial["value"], abs=1e-9)
+    fitting = [trial["beta"] for trial in trials if trial["loss"] <= trial["loss_error"]]
+    assert choice["beta"] == max(fitting)
+    assert recpo.load(road.root / "run").results["tilt/beta"] == choice["beta"]
+    assert f"{choice['beta']:g} *" in road.printed
+    assert "tilted with beta" in road.printed
+
+
+def test_the_function_says_the_same_and_prints_nothing(road, tmp_path, capfd):
+    arguments = (road.root / "base", road.root / "factors", road.prepared)
+    found = recpo.tilt(*arguments, out=tmp_path / "run", betas=BETAS, off_policy=verb.OffPolicyOptions(resamples=20))
+    assert capfd.readouterr() == ("", "")
+    frame = found.to_pandas()
+    assert frame["beta"].tolist() == [math.inf, 1.0, 0.1, 0.02]
+    written = json.loads((road.root / "run" / "origin.json").read_text())["choice"]
+    assert (found.beta, found.criterion, found.k) == (written["beta"], "top_k", 10)
+    assert frame["value"].tolist() == [trial["value"] for trial in written["trials"]]
+    for name in ("resolved.yaml", "checkpoints/best.ckpt", "items.parquet", "feedback.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (road.root / "run" / name).read_bytes()
+
+
+def test_a_tilted_run_is_evaluated_beside_its_base(road, tmp_path, capfd):
+    runs = f"[{road.root / 'run'},{road.root / 'base'}]"
+    options = ["--prepared", str(road.prepared), "--run", runs, "--out", str(tmp_path / "evaluation"), "--ks", "[10]"]
+    assert main(["evaluate", *options, "--baselines", "[popularity]"]) == 0
+    frame = recpo.load(tmp_path / "evaluation").to_pandas("off_policy")
+    value = frame[frame["estimator"] == "SNIPS"].set_index(["contender", "target"])["value"]
+    trials = json.loads((road.root / "run" / "origin.json").read_text())["choice"]["trials"]
+    assert value["run", "policy"] > 0
+    assert ("run", "top_10") in value.index
+    on_valid = recpo.evaluate(road.prepared, [road.root / "run"], split="valid", ks=[10]).to_pandas("off_policy")
+    on_valid = on_valid[(on_valid["estimator"] == "SNIPS") & (on_valid["contender"] == "run")].set_index("target")[
+        "value"
+    ]
+    chosen = recpo.load(road.root / "run").results
+    assert on_valid["top_10"] == pytest.approx(chosen["tilt/value"], abs=1e-6)
+    assert on_valid["policy"] == pytest.approx(chosen["tilt/policy"], abs=1e-6)
+    assert len(trials) == 4
+
+
+def test_a_moved_run_needs_neither_its_base_nor_the_factors(road, tmp_path, monkeypatch):
+    expected = recpo.load(road.root / "run").recommend(road.log, k=3)
+    shutil.copytree(road.root / "run", tmp_path / "elsewhere" / "moved")
+    for name in ("base", "factors", "run"):
+        (road.root / name).rename(road.root / f"{name}-gone")
+    monkeypatch.chdir(tmp_path)
+    try:
+        moved = recpo.load("elsewhere/moved")
+        policy = moved.policy()
+        assert isinstance(policy, TiltedPolicy)
+        assert policy.max_history == 30
+        assert policy.base.max_history == 10
+        pd.testing.assert_frame_equal(moved.recommend(road.log, k=3), expected)
+        assert main(["export", "--run", "elsewhere/moved", "--out", "bundle", "--k", "3"]) == 0
+        bundle = recpo.load("bundle")
+        assert bundle.manifest.max_history == 30
+        served = bundle.recommend(road.log, k=3)
+        assert served[["user_id", "rank", "item_id"]].equals(expected[["user_id", "rank", "item_id"]])
+        assert served["score"].to_numpy() == pytest.approx(expected["score"].to_numpy(), abs=1e-4)
+    finally:
+        for name in ("base", "factors", "run"):
+            (road.root / f"{name}-gone").rename(road.root / name)
+
+
+def test_a_changed_checkpoint_and_a_foreign_class_are_refused(road, tmp_path):
+    copy = shutil.copytree(road.root / "run", tmp_path / "copy")
+    weights = copy / "checkpoints" / "best.ckpt"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(recpo.RecpoError, match="not as it was written"):
+        recpo.load(copy).policy()
+    text = (copy / "resolved.yaml").read_text().replace("recpo.CatalogSoftmaxPolicy", "os.path.join")
+    assert "os.path.join" in text
+    (copy / "resolved.yaml").write_text(text)
+    facts = json.loads((copy / "run.json").read_text())
+    facts["files"]["resolved.yaml"] = verb_sha256(copy / "resolved.yaml")
+    write_json(copy / "run.json", facts)
+    with pytest.raises(recpo.RecpoError, match=r"names os\.path\.join"):
+        recpo.load(copy)
+
+
+def verb_sha256(file):
+    from recpo.artifacts import sha256
+
+    return sha256(file)
+
+
+def test_a_given_beta_needs_no_data(road, tmp_path):
+    found = recpo.tilt(road.root / "base", road.root / "factors", out=tmp_path / "run", beta=1e5)
+    assert (found.beta, found.criterion, found.trials) == (1e5, None, ())
+    base = recpo.load(road.root / "base")
+    # the base reads the last 10 of the 30 events
+    pd.testing.assert_frame_equal(
+        found.run.recommend(road.log, k=3)[["user_id", "item_id"]],
+        base.recommend(road.log, k=3)[["user_id", "item_id"]],
+    )
+
+
+def test_the_criterion_is_what_the_log_allows(road, tmp_path, monkeypatch, world):
+    options = {"run": road.root / "base", "factors": road.root / "factors", "prepared": road.prepared}
+    reward = (
+        TrueReward(world / "truth", road.prepared) if (world / "truth").is_dir() else TrueReward(world, road.prepared)
+    )
+    found = recpo.tilt(**options, out=tmp_path / "monitored", betas=BETAS, monitor_reward=reward)
+    assert found.criterion == "monitor_reward"
+    assert all(trial.value == trial.monitor_reward for trial in found.trials)
+    monkeypatch.setattr(verb, "has_propensities", lambda data, split: False)
+    found = recpo.tilt(**options, out=tmp_path / "auc", betas=BETAS)
+    assert found.criterion == "auc"
+    assert all(trial.value == trial.auc and math.isnan(trial.top_k) for trial in found.trials)
+    with pytest.raises(recpo.RecpoError, match="criterion top_k needs propensities"):
+        recpo.tilt(**options, out=tmp_path / "no", criterion="top_k")
+    assert not (tmp_path / "no").exists()
+
+
+def test_what_cannot_be_tilted_is_said_before_anything_is_written(road, tmp_path):
+    base, factors, out = road.root / "base", road.root / "factors", tmp_path / "out"
+    cases = [
+        ({"run": road.root / "run", "beta": 0.1}, "tilted already"),
+        ({"beta": 0.0}, "beta is 0"),
+        ({"beta": -1.0}, "beta is -1"),
+        ({"beta": "auto"}, "no validation period to choose it by"),
+        ({"beta": "auto", "betas": [], "prepared": road.prepared}, "betas is empty"),
+        ({"beta": 0.1, "k": 0}, "k is 0"),
+        ({"beta": 0.1, "factors": base}, "holds no factors"),
+        ({"beta": 0.1, "run": factors}, "is no run directory"),
+        ({"beta": 0.1, "out": base / "inside"}, "lies in"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(recpo.RecpoError, match=message):
+            recpo.tilt(**{"run": base, "factors": factors, "out": out} | changes)
+    assert not out.exists()
+    other = recpo.load(factors)
+    strange = type(other)(**{**vars(other), "catalog_checksum": "other"})
+    with pytest.raises(recpo.RecpoError, match="other items"):
+        recpo.tilt(base, strange, out=out, beta=0.1)
+    assert not out.exists()
+    with pytest.raises(recpo.RecpoError, match="was tilted, not trained"):
+        recpo.train(road.prepared, init_from=road.root / "run", out=out)
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_a_policy_of_semantic_ids_is_reranked(road, tmp_path):
+    codes = recpo.tokenize(road.prepared, tmp_path / "codes", levels=2, codebook_size=8, capacity_slack=None)
+    policy = partial(recpo.SemanticIdPolicy, **NARROW, codes=str(codes.root), beam_width=20)
+    recpo.train(road.prepared, policy=policy, out=tmp_path / "base", **TINY)
+    found = recpo.tilt(
+        tmp_path / "base", road.root / "factors", road.prepared, out=tmp_path / "run", betas=BETAS, candidates=30
+    )
+    assert found.criterion == "top_k"
+    shutil.rmtree(tmp_path / "codes")
+    shutil.rmtree(tmp_path / "base")
+    run = recpo.load(tmp_path / "run")
+    made = run.policy()
+    assert isinstance(made, RerankedPolicy)
+    assert made.candidates == 30
+    expected = run.recommend(road.log, k=3)
+    served = run.export(tmp_path / "bundle", k=3).recommend(road.log, k=3)
+    assert served["score"].to_numpy() == pytest.approx(expected["score"].to_numpy(), abs=1e-4)
+    frame = recpo.evaluate(road.prepared, [run], ks=[10]).to_pandas("off_policy")
+    assert set(frame[frame["contender"] == "run"]["target"]) == {"top_10"}
+    assert torch.isfinite(made.factors.item_factors).all()
