@@ -73,7 +73,7 @@ class HistoryEncoder(nn.Module):
         max_history: the most events of a history.
         dropout: probability, on the summed inputs and in the blocks.
         feedback_levels: number of feedback levels, 0 (unknown) included; 0 = feedback is not an input.
-        attention_length: the most events that the blocks read; None = ``max_history``.
+        attention_length: the most events that the blocks read; None = ``max_history``, which caps it.
         profile: add a ``Profile`` of all events to every state.
     """
 
@@ -93,11 +93,9 @@ class HistoryEncoder(nn.Module):
         super().__init__()
         if dim % heads:
             raise RecpoError(f"dim must be divisible by heads, got {dim} and {heads}")
-        if attention_length is not None and not 1 <= attention_length <= max_history:
-            raise RecpoError(
-                f"attention_length must lie between 1 and max_history ({max_history}), got {attention_length}"
-            )
-        self.attention_length = max_history if attention_length is None else attention_length
+        if attention_length is not None and attention_length < 1:
+            raise RecpoError(f"attention_length must be at least 1, got {attention_length}")
+        self.attention_length = max_history if attention_length is None else min(attention_length, max_history)
         self.reads_time = blocks == "hstu"
         # item vectors start as short as positions are and have to outweigh them: twice the progress per step (measured)
         self.item_scale = dim**0.5
@@ -134,8 +132,8 @@ class HistoryEncoder(nn.Module):
             lengths: ``[B]`` numbers of events; SASRec blocks then skip the padding, HSTU blocks do not.
 
         Raises:
-            RecpoError: H exceeds ``attention_length`` and ``lengths`` are missing. With them, only the row ``lengths``
-                of a longer history is computed, and the others are nan.
+            RecpoError: H exceeds ``attention_length`` and ``lengths`` are missing. With them, only the rows 0 and
+                ``lengths`` of a longer history are computed, and the others are nan.
         """
         if items.shape[1] > self.attention_length:
             return self._last_only(items, feedback, timestamps, lengths)
@@ -161,8 +159,12 @@ class HistoryEncoder(nn.Module):
                 f"the blocks read {self.attention_length} events, and of histories of {items.shape[1]} only the last "
                 "state is computed: that takes their lengths"
             )
-        states = items.new_full((items.shape[0], items.shape[1] + 1, items.shape[2]), torch.nan)
         last = self.last(items, feedback, timestamps, lengths)
+        first = self.norm(self.start)
+        if self.profile is not None:
+            first = first + self.profile.last(items.new_zeros(1, 1, items.shape[2]), None, lengths.new_zeros(1))
+        # state 0 is that of padded positions: with nan there, their gradients would be nan though they are masked
+        states = torch.cat([first.expand(items.shape[0], 1, -1), torch.full_like(items, torch.nan)], 1)
         return states.scatter(1, lengths[:, None, None].expand(-1, 1, items.shape[2]), last[:, None])
 
     def _recent(

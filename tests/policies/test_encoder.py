@@ -92,7 +92,8 @@ def test_blocks_read_the_last_events_as_if_there_were_no_others(blocks):
     expected = short.last(items[rows, place], levels[rows, place], times[rows, place], lengths.clamp_max(3))
     torch.testing.assert_close(states[rows.squeeze(1), lengths], expected)
     torch.testing.assert_close(long.last(items, levels, times, lengths), expected)
-    assert states[4, :7].isnan().all(), "no state but the last one is known"
+    assert states[4, 1:7].isnan().all(), "only the first and the last state are known"
+    torch.testing.assert_close(states[:, 0], short(items[:, :3], levels[:, :3], times[:, :3])[:, 0])
     torch.testing.assert_close(long(items[:, :3], levels[:, :3], times[:, :3], lengths.clamp_max(3)),
                                short(items[:, :3], levels[:, :3], times[:, :3], lengths.clamp_max(3)))  # fmt: skip
 
@@ -109,10 +110,10 @@ def test_a_profile_reads_what_the_blocks_do_not():
     assert torch.equal(seen, blind.last(items, levels, times, lengths)), "without a profile it is not read at all"
 
 
-@pytest.mark.parametrize("length", [0, 8])
-def test_an_attention_length_that_no_history_has_is_an_error(length):
-    with pytest.raises(RecpoError, match="attention_length must lie between 1 and max_history"):
-        encoder_of(attention_length=length)
+def test_an_attention_length_of_nothing_is_an_error_and_max_history_caps_it():
+    with pytest.raises(RecpoError, match="attention_length must be at least 1, got 0"):
+        encoder_of(attention_length=0)
+    assert encoder_of(attention_length=8).attention_length == LENGTH
 
 
 def test_without_lengths_a_long_history_is_an_error():
