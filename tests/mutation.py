@@ -278,6 +278,16 @@ EQUIVALENT: dict[str, str] = {
     ),
     "recpo/data/shaping.py: keyed = keyed.mutate(gain=(gain * _WTG_RESOLUTION).round().cast('int64'), "
     "everyone=ibis.literal(1, 'int8'))": "a name for the one group of all",
+    "recpo/evaluation/off_policy/additive_model.py: "
+    "totals -= [len(reward), reward.sum(), (reward.astype(np.float64) ** 2).sum()]": "only their ratios are read",
+    **dict.fromkeys(
+        [
+            "recpo/evaluation/off_policy/additive_model.py: "
+            "return cls(mean, torch.from_numpy(users), torch.from_numpy(items))",
+            "recpo/evaluation/off_policy/additive_model.py: squares += (residual ** 2).sum()",
+        ],
+        "a float of NumPy for one of Python",
+    ),
 }
 
 SWAPS: dict[type, type] = {

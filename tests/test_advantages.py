@@ -280,6 +280,14 @@ def test_defaults_of_gae_and_what_it_reads():
     torch.testing.assert_close(generalized_advantage_estimate(rewards, values, None, 0.0), given, rtol=0, atol=0)
 
 
+def test_what_stands_at_a_masked_step_is_not_read():
+    rewards, values = torch.tensor([[1.0, math.nan, 2.0]]), torch.tensor([[0.5, math.nan, 0.25]])
+    kept = {"mask": torch.tensor([[True, False, True]]), "gamma": 0.5, "lam": 1.0}
+    advantages, returns = generalized_advantage_estimate(rewards, values, None, 0.0, **kept)
+    assert returns.tolist() == [[2.0, 0.0, 2.0]]
+    assert advantages.tolist() == [[1.5, 0.0, 1.75]]
+
+
 def gae_of_row(rewards, values, ends, kept, gamma, lam):
     """Advantages and returns of the kept steps of one row, by their place, as ``GAEAdvantage`` describes them."""
     session, ended, steps = 0, set(), []

@@ -155,6 +155,21 @@ def test_the_first_effects_of_the_reward_model():
     own = left / (1 + (left**2).mean() / rest) if rest > 0 else np.zeros(6)
     np.testing.assert_allclose(model.user_effect.numpy(), own)
     assert model.mean == pytest.approx(0.5)
+    known = (0.5 + own[5] + expected).tolist()
+    found = model(torch.tensor([5, 6]), torch.tensor([[1, 2, 3]] * 2))  # the second of them is nobody
+    np.testing.assert_allclose(found.numpy(), [known, (0.5 + expected).tolist()])
+    three, default, four = (
+        AdditiveRewardModel.fit(lambda: [chunk], num_users=6, num_items=3, **rounds).item_effect
+        for rounds in ({"rounds": 3}, {}, {"rounds": 4})
+    )
+    assert torch.equal(default, three)
+    assert not torch.equal(default, four)
+
+
+def test_a_reward_model_of_one_user_whose_rewards_are_0():
+    chunk = RewardedExposures(np.zeros(2, int), np.array([1, 2]), np.zeros(2))
+    model = AdditiveRewardModel.fit(lambda: [chunk], num_users=1, num_items=2)
+    assert model(torch.tensor([0, 1]), torch.tensor([[1], [2]])).tolist() == [[0.0], [0.0]]
 
 
 # ---------------------------------------------------------------- results
