@@ -127,12 +127,12 @@ EQUIVALENT: dict[str, str] = {
             "recpo/objectives/listwise_dpo.py: "
             "terms = -gaps if pair_weights is None else pair_weights.detach().log() - gaps",
             "recpo/objectives/listwise_dpo.py: scaled = scaled * pair_weights.detach()",
-            "recpo/objectives/dpo.py: pairs = dpo_loss(lists.chosen(logp).unsqueeze(-1).expand_as(logp), logp, "
-            "lists.chosen(logp_ref).unsqueeze(-1).expand_as(logp), zero_masked(logp_ref, lists.is_rejected), "
-            "beta=self.beta, label_smoothing=self.label_smoothing, variant=self.variant)",
-            "recpo/objectives/dpo.py: pairs = dpo_loss(lists.chosen(logp).unsqueeze(-1).expand_as(logp), "
-            "zero_masked(logp, lists.is_rejected), lists.chosen(logp_ref).unsqueeze(-1).expand_as(logp), logp_ref, "
-            "beta=self.beta, label_smoothing=self.label_smoothing, variant=self.variant)",
+            "recpo/objectives/dpo.py: pairs = dpo_loss(chosen.unsqueeze(-1).expand_as(logp), logp, "
+            "ref_chosen.unsqueeze(-1).expand_as(logp), zero_masked(logp_ref, lists.is_rejected), margin=margin, "
+            "variant='sigmoid' if self.variant == 'simpo' else self.variant, **options)",
+            "recpo/objectives/dpo.py: pairs = dpo_loss(chosen.unsqueeze(-1).expand_as(logp), "
+            "zero_masked(logp, lists.is_rejected), ref_chosen.unsqueeze(-1).expand_as(logp), logp_ref, margin=margin, "
+            "variant='sigmoid' if self.variant == 'simpo' else self.variant, **options)",
             "recpo/objectives/ppo.py: returns = required(inputs.returns, 'returns', self)",
             "recpo/objectives/ppo.py: old = required(inputs.values_old, 'values_old', self)",
             "recpo/objectives/policy_gradient.py: "
@@ -151,7 +151,7 @@ EQUIVALENT: dict[str, str] = {
         [
             "recpo/objectives/gspo.py: return over_tokens(sequence_log_ratio(log_ratio, mask), log_ratio)",
             "recpo/objectives/reinforce.py: return over_tokens(log_ratio.sum(-1), log_ratio)",
-            "recpo/objectives/reward_model.py: probabilities = scores.sigmoid()",
+            "recpo/objectives/reward_model.py: predicted = scores.sigmoid()",
             "recpo/objectives/health.py: ratio = zero_masked(guarded_ratio(log_ratio), mask).float()",
             "recpo/objectives/health.py: residual = _variance(returns - values, mask)",
             "recpo/objectives/health.py: total = _variance(returns, mask)",

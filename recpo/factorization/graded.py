@@ -23,11 +23,11 @@ import torch
 from recpo.data.prepared import Prepared, run_change
 from recpo.errors import RecpoError
 from recpo.factorization.factors import Factors
-from recpo.factorization.normal_equations import Equations, equations, inverses, no_equations, solve
+from recpo.factorization.normal_equations import Equations, Pairs, inverses, no_equations, solve
 from recpo.feedback import GRADES
 
 # events of one chunk of users; a user is never split
-CHUNK_EVENTS: Final = 1 << 15
+CHUNK_EVENTS: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,23 @@ class FactorOptions:
 
 
 class Chunk(NamedTuple):
-    """Graded events of some whole users: who, ``user [N]`` as places in ``users``, which items, and the grades."""
+    """Graded events of some whole users.
+
+    Attributes:
+        users: who.
+        user: ``[N]``, places in ``users``.
+        items: which items occur.
+        item: ``[N]``, places in ``items``.
+        grade: ``[N]``.
+        pairs: the same, for normal equations.
+    """
 
     users: np.ndarray
     user: np.ndarray
     items: np.ndarray
     item: np.ndarray
     grade: np.ndarray
+    pairs: Pairs
 
 
 class Items(NamedTuple):
@@ -91,11 +101,19 @@ def chunks(data: Prepared, finished: Callable[[int], object] = lambda _: None) -
         user, item, level = data.columns("train", shard, ["user_index", "item_index", "feedback"]).values()
         grade = grades[level]
         known = ~np.isnan(grade)
-        yield from _chunks_of(user[known], item[known] - 1, grade[known], data.num_items)
+        yield from chunks_of(user[known], item[known] - 1, grade[known], data.num_items)
         finished(len(user))
 
 
-def _chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items: int) -> Iterator[Chunk]:
+def chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items: int) -> Iterator[Chunk]:
+    """Events of whole users, at most ``CHUNK_EVENTS`` of them where they are of several users.
+
+    Args:
+        user: ``[N]``, the events of a user beside each other.
+        item: ``[N]``, 0 .. V - 1.
+        grade: ``[N]``.
+        num_items: V.
+    """
     starts = np.append(np.flatnonzero(run_change(user)), len(user)) if len(user) else np.zeros(1, np.int64)
     begin = 0
     while begin < len(starts) - 1:
@@ -106,13 +124,10 @@ def _chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items:
         # what an item is called in this chunk: a table as long as the catalog is cheaper than sorting the events
         present = np.zeros(num_items, bool)
         present[item[part]] = True
-        place = np.cumsum(present) - 1
+        items, place = np.flatnonzero(present), (np.cumsum(present, dtype=np.int32) - 1)[item[part]]
+        pairs = Pairs((starts[begin : end + 1] - starts[begin]).astype(np.int32), place, len(items))
         yield Chunk(
-            user[starts[begin:end]],
-            np.repeat(np.arange(end - begin), counts),
-            np.flatnonzero(present),
-            place[item[part]],
-            grade[part],
+            user[starts[begin:end]], np.repeat(np.arange(end - begin), counts), items, place, grade[part], pairs
         )
         begin = end
 
@@ -120,13 +135,13 @@ def _chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items:
 def user_weights(chunk: Chunk, items: Items, mean: float, ridge: float) -> np.ndarray:
     """``[p_u, b_u]`` of the chunk's users given the items, ``[n, r + 1]``."""
     target = chunk.grade - mean - items.bias[chunk.items][chunk.item]
-    return solve(equations(chunk.user, len(chunk.users), items.rows[chunk.items], chunk.item, target), ridge)
+    return solve(chunk.pairs.of_users(items.rows[chunk.items], target), ridge)
 
 
 def add_item_equations(total: Equations, chunk: Chunk, weights: np.ndarray, mean: float) -> None:
     """Adds the events of a chunk to the equations of the items, given ``[p_u, b_u]`` of its users."""
     target = chunk.grade - mean - weights[chunk.user, -1]
-    part = equations(chunk.item, len(chunk.items), _with_one(weights[:, :-1]), chunk.user, target)
+    part = chunk.pairs.of_items(_with_one(weights[:, :-1]), target)
     total.left[chunk.items] += part.left
     total.right[chunk.items] += part.right
 
@@ -197,10 +212,7 @@ def finish(
         predicted = mean + items.bias[chunk.items][chunk.item] + np.einsum("nd,nd->n", weights[chunk.user], rows)
         squared, count = squared + float(np.square(chunk.grade - predicted).sum()), count + len(chunk.grade)
         if left is not None:
-            one = _with_one(weights[:, :-1])
-            left[chunk.items] += equations(
-                chunk.item, len(chunk.items), one, chunk.user, np.zeros(len(chunk.item))
-            ).left
+            left[chunk.items] += chunk.pairs.of_items(_with_one(weights[:, :-1]), chunk.grade).left
     return Factors(
         mean=mean,
         item_factors=torch.from_numpy(items.rows[:, :-1].astype(np.float32)),

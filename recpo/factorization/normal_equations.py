@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
-from scipy.sparse import csr_array
+from scipy.sparse import csc_array, csr_array
 
 # whole matrices are made for so many regressions at a time
 _MATRICES: Final = 1 << 13
@@ -29,21 +29,50 @@ def no_equations(count: int, width: int) -> Equations:
     return Equations(np.zeros((count, width * (width + 1) // 2)), np.zeros((count, width)))
 
 
-def equations(place: np.ndarray, count: int, rows: np.ndarray, row_of: np.ndarray, target: np.ndarray) -> Equations:
-    """Sums over events of ``row rowᵀ`` and ``target row``, of bounded width: no ``d x d`` matrix per event.
+class Pairs(NamedTuple):
+    """Who met what, user by user: the events of user ``n`` are ``starts[n] .. starts[n + 1]``.
 
-    Args:
-        place: ``[N]`` which regression an event belongs to, 0 .. ``count`` - 1.
-        count: number of regressions.
-        rows: ``[m, d]``.
-        row_of: ``[N]`` which row an event has.
-        target: ``[N]``.
+    Attributes:
+        starts: ``[n + 1]``.
+        item: ``[N]``, 0 .. ``num_items`` - 1.
+        num_items: number of items.
     """
-    shape = (count, len(rows))
-    first, second = np.triu_indices(rows.shape[1])
-    events = csr_array((np.ones(len(place)), (place, row_of)), shape=shape)
-    targets = csr_array((target, (place, row_of)), shape=shape)
-    return Equations(events @ (rows[:, first] * rows[:, second]), targets @ rows)
+
+    starts: np.ndarray
+    item: np.ndarray
+    num_items: int
+
+    def of_users(self, items: np.ndarray, target: np.ndarray) -> Equations:
+        """Equations of the users: sums over their events of ``row rowᵀ`` and ``target row``.
+
+        Args:
+            items: ``[num_items, d]`` rows.
+            target: ``[N]``.
+        """
+        shape = (len(self.starts) - 1, self.num_items)
+        ones, targets = (csr_array((values, self.item, self.starts), shape) for values in (_ones(target), target))
+        return Equations(ones @ _products(items), targets @ items)
+
+    def of_items(self, users: np.ndarray, target: np.ndarray) -> Equations:
+        """Equations of the items, from the rows ``[n, d]`` of the users."""
+        shape = (self.num_items, len(self.starts) - 1)
+        ones, targets = (csc_array((values, self.item, self.starts), shape) for values in (_ones(target), target))
+        return Equations(ones @ _products(users), targets @ users)
+
+
+def _ones(target: np.ndarray) -> np.ndarray:
+    return np.ones(len(target))
+
+
+def _products(rows: np.ndarray) -> np.ndarray:
+    """Upper triangles ``[m, d (d + 1) / 2]`` of ``row rowᵀ``, in the order of ``np.triu_indices``."""
+    width = rows.shape[1]
+    products, begin = np.empty((len(rows), width * (width + 1) // 2)), 0
+    for column in range(width):
+        end = begin + width - column
+        np.multiply(rows[:, column, None], rows[:, column:], out=products[:, begin:end])
+        begin = end
+    return products
 
 
 def normal_matrices(left: np.ndarray, width: int, ridge: float) -> np.ndarray:

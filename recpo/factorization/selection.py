@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.factorization.factors import Factors
 from recpo.factorization.graded import FactorOptions, Items, finish, fit_items, mean_grade
+from recpo.factorization.model_file import plain
 from recpo.types import EvaluationBatch
 
 _USERS_PER_BATCH: Final = 256
@@ -75,7 +76,7 @@ def _facts(
         {"rank": rank, "ridge": ridge, "squared_error": error} for (rank, ridge), error in zip(grid, known, strict=True)
     ]
     return {
-        "options": {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(options).items()},
+        "options": plain(options),
         "train_events": count,
         "validation_events": targets,
         "tried": tried,

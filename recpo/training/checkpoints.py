@@ -12,7 +12,7 @@ import os
 from collections import defaultdict
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning import LightningModule, Trainer
@@ -121,15 +121,16 @@ class _WholeCheckpoint(ModelCheckpoint):
 
 
 class BestCheckpoint(_WholeCheckpoint):
-    """Keeps the policy with the largest validation metric, and where nothing was validated the last one.
+    """Keeps the policy with the best validation metric, and where nothing was validated the last one.
 
     Args:
         directory: of the checkpoints.
         monitor: the validation metric.
+        mode: whether its smallest or its largest value is the best.
     """
 
-    def __init__(self, directory: Path, monitor: str) -> None:
-        super().__init__(directory, filename="best", monitor=monitor, mode="max", enable_version_counter=False)
+    def __init__(self, directory: Path, monitor: str, mode: Literal["min", "max"] = "max") -> None:
+        super().__init__(directory, filename="best", monitor=monitor, mode=mode, enable_version_counter=False)
 
 
 class LastCheckpoint(_WholeCheckpoint):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from recpo.training.contradictions import validate_options
 from recpo.training.guards import IN_TERMINAL
 from recpo.training.inputs import InputBuilder
 from recpo.training.kl_control import KLControl
+from recpo.training.monitor import LOWER_IS_BETTER
 from recpo.training.networks import Networks, ReferenceCache
 from recpo.training.optimizers import (
     block_weights,
@@ -79,7 +80,7 @@ class PreferenceModule(LightningModule):
         self._frozen: list[nn.Parameter] = []
         head = None if self.critic is None else self.critic.score
         self._validation = (
-            ValidationMetrics(options.validation_k, policy.num_items, item_counts)
+            ValidationMetrics(options.validation_k, policy.num_items, item_counts, options.validation_reward)
             if head is None
             else ScoreMetrics(options.objective, head)
         )
@@ -88,7 +89,19 @@ class PreferenceModule(LightningModule):
 
     @property
     def monitor(self) -> str:
-        """The validation metric whose largest value marks the best policy, or the best reward model."""
+        """The validation metric that marks the best policy or reward model, as it is logged."""
+        asked = self._options.monitor
+        names = self._validation.names
+        return f"val/{names[0] if asked is None else next(n for n in names if n.partition('@')[0] == asked)}"
+
+    @property
+    def monitor_mode(self) -> Literal["min", "max"]:
+        """Whether its smallest or its largest value is the best."""
+        return "min" if self._options.monitor in LOWER_IS_BETTER else "max"
+
+    @property
+    def ranking_metric(self) -> str:
+        """The first validation metric, NDCG of a policy, whatever the monitor is."""
         return f"val/{self._validation.names[0]}"
 
     def setup(self, stage: str) -> None:
@@ -230,6 +243,12 @@ class PreferenceModule(LightningModule):
         """Logs the means over the users of all ranks."""
         metrics = self._validation.compute(self._sum_over_ranks)
         self.validated = {f"val/{name}": value for name, value in metrics.items()}
+        if self.monitor not in self.validated and not self.trainer.sanity_checking:
+            raise RecpoError(
+                f"{self.monitor}, by which the best checkpoint is chosen, is undefined on the validation users: none "
+                "has what it is computed from. Set monitor to NDCG, raise data.max_validation_users, or prepare the "
+                "log with a longer validation period"
+            )
         self.log_dict(self.validated, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ OldPolicy = Literal["current", "logged", "snapshot"]
 ReferencePolicy = Literal["frozen", "cached", "snapshot"]
 Preference = Literal["best_vs_rest", "best_vs_worst"]
 CandidateSource = Literal["draws", "beam", "catalog"]
+Monitor = Literal["NDCG", "AUC_other", "SNIPS", "pair_loss", "reward", "log_likelihood"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 OptimizerFactory = Callable[[Iterable[Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -229,6 +230,12 @@ class LearningOptions:
         mask_shared_prefix: of semantic ids, leave codes that a rejected item shares with the chosen one out of its side
             of a preference list (RAD-DPO, arXiv 2602.23964).
         validation_k: list length of the validation metrics; a smaller catalog caps the lists, not their name.
+        monitor: validation metric that ``best.ckpt`` and ``patience`` follow. ``NDCG``: of lists against logged
+            positives. ``SNIPS``: mean logged reward under the policy, by propensities. ``AUC_other``: log-probability
+            of a user's positives against the user's other exposures; ``pair_loss``: logistic loss of the same pairs,
+            lower is better. ``reward``: mean of ``validation_reward`` over the lists. ``log_likelihood``: of a reward
+            model. null = by what is learned: see docs/training.md; resolved.yaml has the choice.
+        validation_reward: reward of the lists of held-out users, e.g. a reward model that the policy is not trained on.
         seed: of initialization, dropout and sampling; the order of the data has its own (data.seed).
     """
 
@@ -247,6 +254,8 @@ class LearningOptions:
     anchor_coef: float = 0.0
     mask_shared_prefix: bool = False
     validation_k: int = 10
+    monitor: Monitor | None = None
+    validation_reward: RewardFunction | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -263,6 +272,7 @@ class TrainOptions(LearningOptions):
         data: the batches.
         policy: the policy to train; the catalog size comes from the data.
         trainer: options of lightning.Trainer.
+        patience: stop once the monitor has not improved for so many validations; null = train to the end.
         checkpoint_every: also write last.ckpt every so many optimizer steps, not only after every epoch.
         matmul_precision: of float32 matrix products on CUDA: high uses TF32 (10 bits of mantissa, several times
             faster), highest does not; the log-sum-exp of an exact softmax is float32 in either case.
@@ -273,6 +283,7 @@ class TrainOptions(LearningOptions):
     data: FeedbackDataModule
     policy: PolicyFactory = CatalogSoftmaxPolicy
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
+    patience: int | None = None
     checkpoint_every: int | None = None
     matmul_precision: MatmulPrecision = "high"
     allocator: bool = True
@@ -282,6 +293,8 @@ class TrainOptions(LearningOptions):
         super().__post_init__()
         if self.checkpoint_every is not None:
             _validate_at_least("", self, checkpoint_every=1)
+        if self.patience is not None:
+            _validate_at_least("", self, patience=1)
         self.trainer.validate()
         if self.rollout is not None and self.rollout.candidates == "catalog" and self.trainer.shards_tables:
             raise RecpoError(

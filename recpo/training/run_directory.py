@@ -47,7 +47,10 @@ MAY_CHANGE = (
     *(f"trainer.{name}" for name in ("num_sanity_val_steps", "enable_checkpointing", "default_root_dir")),
 )
 """Options that a resumed run may change; a changed learning rate, say, would be ignored or give another run."""
-_OF_THE_SAME_CONTENT = ("data.prepared", "init_from", "reward.run", "reward.factors")  # directories that may have moved
+_OF_THE_SAME_CONTENT = (  # directories that may have moved
+    *("data.prepared", "init_from", "reward.run", "reward.factors"),
+    *("validation_reward.run", "validation_reward.factors"),
+)
 _OF_THE_SAME_STEP = ("data.batch_size", "trainer.accumulate_grad_batches")  # if the optimizer step stays as large
 _REPLACED = ".replaced"
 

@@ -143,7 +143,7 @@ class TrainerOptions:
     """Every option of ``lightning.Trainer``, by its own name.
 
     Left alone, ``logger`` writes CSV and TensorBoard files into the run directory, and checkpoints keep the best policy
-    (by validation NDCG) and the last state; any logger, callback or strategy is set by its class path. The run
+    (by the monitor) and the last state; any logger, callback or strategy is set by its class path. The run
     directory takes the place of ``default_root_dir``. Where none of ``max_epochs``, ``max_steps`` and ``max_time`` is
     given, ``max_epochs`` is 10 (Lightning would go on for 1,000).
 

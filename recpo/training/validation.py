@@ -7,15 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from recpo.contracts import Objective, Policy, StatePolicy
+from recpo.contracts import Objective, Policy, RewardFunction, StatePolicy
 from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.item_facts import POPULARITY_BINS, popularity_bins
-from recpo.evaluation.ranking import hit_rate, ndcg, precision, ranked_hits, recall
-from recpo.evaluation.targets import held_out_targets
+from recpo.evaluation.ranking import first_places, hit_rate, ndcg, precision, ranked_hits, recall
+from recpo.evaluation.targets import Targets, held_out_targets
 from recpo.objectives.reward_model import PointwiseReward
 from recpo.policies.critic import ItemScore
 from recpo.training.networks import item_scores
-from recpo.types import EvaluationBatch
+from recpo.types import EvaluationBatch, FeedbackBatch, Slates
+
+OF_EXPOSURES = ("AUC_other", "pair_loss", "SNIPS")
+MAX_WEIGHT = 100.0
+"""Bound on the importance weights of SNIPS: what is cut is biased towards what the log showed."""
 
 
 def tail_items(item_counts: Tensor) -> Tensor:
@@ -34,23 +38,33 @@ class ValidationMetrics:
     catalog on at least one list; with ``item_counts``, ``Recall_head@k`` and ``Recall_tail@k`` are the recalls of the
     positives outside and inside the tail of the catalog (``tail_items``).
 
+    Of the held-out exposures, whatever the lists are: ``AUC_other``, ``pair_loss`` and ``SNIPS`` (``exposure_sums``).
+    With ``reward``, ``reward@k`` is its mean over the lists of all users with held-out events. A metric of these four
+    that nothing is known of (no user with both kinds of exposures, no propensity) is left out.
+
     Args:
         k: length of the lists, which a smaller catalog caps; the metrics are called by it.
         num_items: catalog size.
         item_counts: ``[V]`` training events of the items 1..V.
+        reward: of the lists.
     """
 
-    def __init__(self, k: int, num_items: int, item_counts: Tensor | None = None) -> None:
-        self._asked, self._k = k, min(k, num_items)
+    def __init__(
+        self, k: int, num_items: int, item_counts: Tensor | None = None, reward: RewardFunction | None = None
+    ) -> None:
+        self._asked, self._k, self._reward = k, min(k, num_items), reward
         self._tail = None if item_counts is None else tail_items(item_counts)
-        self._means = ["NDCG", "HitRate", "disliked"] + ["Recall_head", "Recall_tail"] * (item_counts is not None)
-        self._sums = torch.zeros(len(self._means), 2, dtype=torch.float64)  # (sum over users, users) of each metric
+        means = ["NDCG", "HitRate", "disliked"] + ["Recall_head", "Recall_tail"] * (item_counts is not None)
+        self._names = [f"{name}@{k}" for name in means]
+        self._optional = list(OF_EXPOSURES) + [f"reward@{k}"] * (reward is not None)
+        size = len(self._names) + len(self._optional)
+        self._sums = torch.zeros(size, 2, dtype=torch.float64)  # (numerator, denominator) of each metric
         self._shown = torch.zeros(num_items + 1, dtype=torch.float64)
 
     @property
     def names(self) -> list[str]:
-        """Names of the metrics, in the order of ``compute``."""
-        return [f"{name}@{self._asked}" for name in [*self._means, "coverage"]]
+        """Names of all metrics."""
+        return [*self._names, *self._optional, f"coverage@{self._asked}"]
 
     @torch.no_grad()
     def update(self, policy: Policy, batch: EvaluationBatch) -> None:
@@ -66,16 +80,75 @@ class ValidationMetrics:
             columns += [recall(ranked_hits(items, targets.item_ids, part), [self._k]) for part in parts]
         per_user = torch.cat(columns, 1).T.cpu().double()
         known = per_user.isfinite()
-        self._sums += torch.stack([per_user.nan_to_num(0.0).sum(1), known.sum(1).double()], 1)
+        sums = [torch.stack([per_user.nan_to_num(0.0).sum(1), known.sum(1).double()], 1)]
+        sums.append(exposure_sums(policy, batch))
+        if self._reward is not None:
+            sums.append(_list_reward(self._reward, batch.feedback, items))
+        self._sums += torch.cat(sums)
         self._shown[items.flatten().cpu()] = 1.0
 
     def compute(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The means over every rank's users, 0 where there is none; starts anew."""
         totals, shown = reduce_sum(self._sums), reduce_sum(self._shown)
         self._sums, self._shown = torch.zeros_like(self._sums), torch.zeros_like(self._shown)
-        means = totals[:, 0] / totals[:, 1].clamp(min=1.0)
-        coverage = (shown[1:] > 0).double().mean()
-        return dict(zip(self.names, [*means.float(), coverage.float()], strict=True))
+        always, denominators = len(self._names), totals[:, 1].clone()
+        denominators[:always].clamp_(min=1.0)
+        means = dict(zip([*self._names, *self._optional], (totals[:, 0] / denominators).float(), strict=True))
+        known = {name: value for name, value in means.items() if value.isfinite()}
+        return known | {f"coverage@{self._asked}": (shown[1:] > 0).double().mean().float()}
+
+
+def exposure_sums(policy: Policy, batch: EvaluationBatch) -> Tensor:
+    """Numerators and denominators ``[3, 2]`` float64, on the CPU, of ``OF_EXPOSURES`` over a batch of users.
+
+    With ``l(i)`` the log-probability of an item at the start of the period, positives P and other or disliked
+    exposures N of a user as in ``held_out_targets``, each item once:
+
+    - ``AUC_other``: the mean over users of ``exposure_auc``, against the others without the disliked.
+    - ``pair_loss``: the mean over users of the mean over ``P x N`` of ``-log sigmoid(l(p) - l(n))``.
+    - ``SNIPS``: ``sum w r / sum w`` over exposures with a propensity ``p0`` and a grade or a dislike, with
+      ``w = min(exp(l) / p0, MAX_WEIGHT)`` and ``r`` the grade minus 1 for a dislike: the mean logged reward of
+      the items that the policy would draw (Swaminathan and Joachims, 2015).
+    """
+    slates, targets = batch.feedback.slates, held_out_targets(batch)
+    rewarded = torch.zeros_like(slates.mask)
+    reward = behavior = slates.mask.float()
+    if slates.grade is not None and slates.logp_behavior is not None:
+        dislike = rewarded if slates.dislike is None else slates.dislike.bool()
+        reward, behavior = slates.grade.nan_to_num(0.0) - dislike.float(), slates.logp_behavior
+        rewarded = slates.mask & behavior.isfinite() & (dislike | ~slates.grade.isnan())
+    needed = targets.positive | targets.other | targets.disliked | rewarded
+    logp = policy.log_prob(batch.feedback, needed).sum(-1)
+    auc = exposure_auc(logp, targets)["AUC_other"].double()
+    loss = exposure_pair_loss(logp, targets)
+    weight = (logp - behavior)[rewarded].double().exp().clamp(max=MAX_WEIGHT)
+    pairs = [(metric.nansum(), metric.isfinite().sum().double()) for metric in (auc, loss)]
+    pairs.append(((weight * reward[rewarded].double()).sum(), weight.sum()))
+    return torch.stack([torch.stack(pair) for pair in pairs]).cpu()
+
+
+def exposure_pair_loss(logp: Tensor, targets: Targets) -> Tensor:
+    """``-log sigmoid(l(p) - l(n))``, the mean over each user's pairs, ``[B]`` float64; nan where a user has no pair.
+
+    Args:
+        logp: ``[B, S]`` scores ``l`` of the slate items.
+        targets: the positives ``p``, and the others and disliked ``n``; an item that occurs several times counts once.
+    """
+    positive = first_places(targets.item_ids, targets.positive)
+    negative = first_places(targets.item_ids, targets.other | targets.disliked)
+    losses = logp.new_full((len(logp),), torch.nan, dtype=torch.float64)
+    for row in (positive.any(1) & negative.any(1)).nonzero().squeeze(1).tolist():
+        own = logp[row].double()
+        losses[row] = torch.nn.functional.softplus(own[negative[row]][None] - own[positive[row]][:, None]).mean()
+    return losses
+
+
+def _list_reward(reward: RewardFunction, batch: FeedbackBatch, items: Tensor) -> Tensor:
+    """Sum over users of the mean known reward of their lists ``[B, k]``, and the number of users, ``[1, 2]``."""
+    kept = (items > 0) & batch.slates.mask.any(1, keepdim=True)
+    rewards = reward(batch, Slates(items * kept, batch.histories.lengths[:, None] * kept, kept)).double()
+    per_user = rewards.masked_fill(~kept, torch.nan).nanmean(1)
+    return torch.stack([per_user.nansum(), per_user.isfinite().sum().double()])[None].cpu()
 
 
 class ScoreMetrics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import yaml
 from jsonargparse import ArgumentError, Namespace
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -29,6 +30,7 @@ from recpo.training.configuration import as_arguments, instantiate, parse_argume
 from recpo.training.contradictions import feedback_warnings
 from recpo.training.guards import CollapseGuard, FiniteGuard
 from recpo.training.module import PreferenceModule
+from recpo.training.monitor import default_monitor, held_out_facts, validate_monitor
 from recpo.training.options import TrainOptions
 from recpo.training.run import CHECKPOINTS, RESOLVED, Run, class_paths, load_weights
 from recpo.training.trainer import Throughput
@@ -106,7 +108,7 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
         callbacks: further ones, which watch.
         trust: packages whose classes the run of ``init_from`` may name.
     """
-    options, out = instantiate(configuration), Path(configuration.out)
+    options, out = with_monitor(configuration), Path(configuration.out)
     if options.allocator:
         tune_allocator()
     base = None if configuration.init_from is None else Path(configuration.init_from)
@@ -138,13 +140,28 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
     return Run.open(out, trust=_named_packages(text))
 
 
+def with_monitor(configuration: Namespace) -> TrainOptions:
+    """The options, with the monitor that fits them where none is given; ``configuration`` then names it too.
+
+    Raises:
+        RecpoError: an option is refused, or the monitor cannot be computed.
+    """
+    options = instantiate(configuration)
+    facts = held_out_facts(options.data.prepared)
+    monitor = default_monitor(options, facts) if options.monitor is None else options.monitor
+    validate_monitor(monitor, options, facts)
+    configuration.monitor = monitor
+    return replace(options, monitor=monitor)
+
+
 def _module(options: TrainOptions, base: Run | None) -> PreferenceModule:
     """The policy with the weights that it starts from, and what trains it."""
     data = options.data
     torch.manual_seed(options.seed)
     with tables_on_meta() if options.trainer.shards_tables else nullcontext():
         model = options.policy(data.prepared.num_items)
-    _validate_items(model, options.reward, data.prepared)
+    for name, reward in (("reward", options.reward), ("validation_reward", options.validation_reward)):
+        _validate_items(model, name, reward, data.prepared)
     counts = data.prepared.feedback_counts["train"]
     for warning in feedback_warnings(options.objective, options.advantage, options.reward, counts):
         warnings.warn(warning, stacklevel=2)
@@ -161,10 +178,10 @@ def _module(options: TrainOptions, base: Run | None) -> PreferenceModule:
     return module
 
 
-def _validate_items(model: Policy, reward: RewardFunction | None, data: Prepared) -> None:
+def _validate_items(model: Policy, name: str, reward: RewardFunction | None, data: Prepared) -> None:
     if reward is not None and reward.catalog_checksum not in (None, data.catalog_checksum):
         raise RecpoError(
-            f"reward: it was made for other items than {data.root} holds (items.parquet differs); use the prepared "
+            f"{name}: it was made for other items than {data.root} holds (items.parquet differs); use the prepared "
             "directory it was made with"
         )
     if model.catalog_checksum not in (None, data.catalog_checksum):
@@ -178,8 +195,10 @@ def _callbacks(options: TrainOptions, module: PreferenceModule, out: Path) -> li
     checkpoints = out / CHECKPOINTS
     callbacks: list[Callback] = [FiniteGuard(), ValidateAtEnd(), Throughput()]
     if options.rollout is not None:
-        callbacks.append(CollapseGuard(options.rollout.collapse, module.monitor))
-    callbacks.append(BestCheckpoint(checkpoints, module.monitor))
+        callbacks.append(CollapseGuard(options.rollout.collapse, module.ranking_metric))
+    if options.patience is not None:
+        callbacks.append(EarlyStopping(module.monitor, mode=module.monitor_mode, patience=options.patience))
+    callbacks.append(BestCheckpoint(checkpoints, module.monitor, module.monitor_mode))
     return [*callbacks, LastCheckpoint(checkpoints, options.checkpoint_every)]
 
 

@@ -5,6 +5,7 @@ import pytest
 from recpo.data.prepared import Prepared
 from recpo.factorization.graded import FactorOptions
 from recpo.factorization.selection import fit_factors
+from recpo.workflows.prepare import prepare
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +16,11 @@ def data(prepared):
 @pytest.fixture(scope="session")
 def factors(data):
     return fit_factors(data, FactorOptions(ranks=(3,), ridges=(2.0,), sweeps=3))
+
+
+@pytest.fixture(scope="session")
+def many(world, tmp_path_factory):
+    """The same log in many small shards."""
+    out = tmp_path_factory.mktemp("many") / "prepared"
+    prepare(str(world / "log"), out=out, rows_per_shard=300)
+    return Prepared.open(out)

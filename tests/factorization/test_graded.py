@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.factorization import graded
 from recpo.factorization.factors import Factors
@@ -15,7 +14,6 @@ from recpo.factorization.graded import FactorOptions, Items, chunks, first_items
 from recpo.factorization.selection import fit_factors, validation_batches, validation_errors
 from recpo.feedback import GRADES
 from recpo.types import Histories
-from recpo.workflows.prepare import prepare
 
 RIDGE = 1.5
 
@@ -80,9 +78,7 @@ def test_the_objective_never_rises(data, events):
     assert values[-1] < 0.99 * values[1]
 
 
-def test_small_chunks_and_many_shards_give_the_same_model(data, factors, world, tmp_path, monkeypatch):
-    prepare(str(world / "log"), out=tmp_path / "shards", rows_per_shard=300)
-    many = Prepared.open(tmp_path / "shards")
+def test_small_chunks_and_many_shards_give_the_same_model(many, factors, monkeypatch):
     assert many.num_shards("train") > 5
     monkeypatch.setattr(graded, "CHUNK_EVENTS", 100)
     assert max(len(chunk.grade) for chunk in chunks(many)) < 400

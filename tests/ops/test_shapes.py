@@ -13,6 +13,7 @@ import recpo.objectives
 from recpo.errors import RecpoError
 from recpo.objectives import DPO, GBPO, GRPO, Likelihood, QLearning
 from recpo.objectives.aspo import aspo_loss
+from recpo.objectives.catalog_policy_gradient import catalog_policy_gradient_loss
 from recpo.objectives.cispo import cispo_loss
 from recpo.objectives.dpo import dmpo_loss, dpo_loss, simpo_loss
 from recpo.objectives.ecpo import ecpo_loss
@@ -54,6 +55,7 @@ SHAPES = {
         **{"margin": (B, S), "mask": (B, S)},
     },
     kto_loss: dict.fromkeys(("logp", "logp_ref", "signs", "mask"), ITEMS),
+    catalog_policy_gradient_loss: dict.fromkeys(("logp", "rewards", "logp_ref", "mask"), ITEMS),
     likelihood_weights: dict.fromkeys(("advantages", "logp_behavior", "mask"), ITEMS),
     weighted_likelihood_loss: {"logp": TOKENS, "weights": ITEMS, "mask": TOKENS},
     mpo_target: dict.fromkeys(("rewards", "log_base", "mask"), ITEMS),

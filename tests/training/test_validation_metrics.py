@@ -1,13 +1,22 @@
-"""Validation while training: head and tail of the catalog, coverage, over ranks."""
+"""Validation while training: head and tail of the catalog, coverage, over ranks; value; which metric selects."""
+
+import math
 
 import pytest
 import torch
 
+import recpo
+from recpo.advantages import TernaryAdvantage
+from recpo.contracts import RewardFunction
 from recpo.data.datamodule import FeedbackDataModule
 from recpo.data.slates import SequenceLayout
+from recpo.errors import RecpoError
 from recpo.evaluation.targets import held_out_targets
+from recpo.objectives import DPO, GBPO, GRPO, Likelihood, PairwiseReward, PointwiseReward
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.training.validation import ValidationMetrics, tail_items
+from recpo.training.monitor import HeldOutFacts, default_monitor, held_out_facts, validate_monitor
+from recpo.training.options import LearningOptions, RolloutOptions
+from recpo.training.validation import MAX_WEIGHT, ValidationMetrics, tail_items
 
 
 def test_the_tail_holds_a_fifth_of_the_events():
@@ -43,3 +52,179 @@ def test_head_tail_and_coverage_equal_a_loop_and_add_up_over_ranks(prepared):
     assert metrics["coverage@10"].item() == pytest.approx(len(shown - {0}) / data.prepared.num_items)
     for name, in_tail in (("Recall_head@10", False), ("Recall_tail@10", True)):
         assert metrics[name].item() == pytest.approx(sum(recalls[in_tail]) / len(recalls[in_tail]), rel=1e-5)
+
+
+@pytest.fixture
+def held_out(prepared):
+    data = FeedbackDataModule(prepared, layout=SequenceLayout(history_length=12), evaluation_batch_size=16)
+    torch.manual_seed(0)
+    policy = CatalogSoftmaxPolicy(data.prepared.num_items, dim=8, layers=1, heads=1, max_history=12).eval()
+    torch.nn.init.normal_(policy.item_table.weight[1:])
+    return policy, list(data.val_dataloader())
+
+
+def exposures_of(policy, batches):
+    """Per user: lists of (item, log-probability, positive, disliked, labeled, propensity, grade)."""
+    for batch in batches:
+        slates = batch.feedback.slates
+        logp = policy.log_prob(batch.feedback)[..., 0]
+        for row in range(len(logp)):
+            yield [
+                {
+                    "item": int(slates.item_ids[row, place]),
+                    "logp": float(logp[row, place]),
+                    "positive": bool(slates.positive[row, place]),
+                    "disliked": bool(slates.dislike[row, place]),
+                    "labeled": not math.isnan(float(slates.label[row, place])),
+                    "propensity": math.exp(float(slates.logp_behavior[row, place])),
+                    "grade": float(slates.grade[row, place]),
+                }
+                for place in range(logp.shape[1])
+                if slates.mask[row, place]
+            ]
+
+
+@torch.no_grad()
+def test_metrics_of_exposures_equal_loops_over_users(held_out):
+    policy, batches = held_out
+    weighed = total = 0.0
+    areas, losses = [], []
+    for events in exposures_of(policy, batches):
+        for event in events:
+            if event["disliked"] or not math.isnan(event["grade"]):
+                weight = min(math.exp(event["logp"]) / event["propensity"], MAX_WEIGHT)
+                reward = -1.0 if event["disliked"] else event["grade"]
+                weighed, total = weighed + weight * reward, total + weight
+        disliked = {e["item"] for e in events if e["disliked"]}
+        liked = {e["item"]: e["logp"] for e in events if e["positive"] and e["item"] not in disliked}
+        other = {e["item"]: e["logp"] for e in events if e["labeled"] and e["item"] not in disliked | liked.keys()}
+        negative = other | {e["item"]: e["logp"] for e in events if e["disliked"]}
+        if liked and other:
+            pairs = [(p > n) + 0.5 * (p == n) for p in liked.values() for n in other.values()]
+            areas.append(sum(pairs) / len(pairs))
+        if liked and negative:
+            pairs = [math.log1p(math.exp(n - p)) for p in liked.values() for n in negative.values()]
+            losses.append(sum(pairs) / len(pairs))
+    metrics = ValidationMetrics(10, policy.num_items)
+    for batch in batches:
+        metrics.update(policy, batch)
+    found = metrics.compute(lambda value: value)
+    assert found["SNIPS"].item() == pytest.approx(weighed / total, rel=1e-4)
+    assert found["AUC_other"].item() == pytest.approx(sum(areas) / len(areas), rel=1e-4)
+    assert found["pair_loss"].item() == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+
+
+@torch.no_grad()
+def test_the_reward_of_lists_is_a_mean_over_users_of_known_rewards(held_out):
+    policy, batches = held_out
+
+    class ById(RewardFunction):
+        def __call__(self, batch, candidates):
+            return candidates.item_ids.float().masked_fill(candidates.item_ids % 5 == 0, torch.nan)
+
+    metrics = ValidationMetrics(10, policy.num_items, reward=ById())
+    means = []
+    for batch in batches:
+        metrics.update(policy, batch)
+        for items in policy.recommend(batch.feedback.histories, 10, batch.exclude).item_ids.tolist():
+            known = [item for item in items if item and item % 5]
+            means += [sum(known) / len(known)] if known else []
+    assert metrics.compute(lambda value: value)["reward@10"].item() == pytest.approx(sum(means) / len(means), rel=1e-5)
+
+
+def test_metrics_of_which_nothing_is_known_are_left_out(held_out):
+    policy, batches = held_out
+    batch = batches[0]
+    slates = batch.feedback.slates
+    blind = slates._replace(positive=torch.zeros_like(slates.mask), logp_behavior=None)
+    metrics = ValidationMetrics(10, policy.num_items)
+    metrics.update(policy, batch._replace(feedback=batch.feedback._replace(slates=blind)))
+    found = metrics.compute(lambda value: value)
+    assert not found.keys() & {"SNIPS", "AUC_other", "pair_loss"}
+    assert {"NDCG@10", "coverage@10"} <= found.keys()
+    assert {"SNIPS", "AUC_other", "pair_loss"} <= set(metrics.names)
+
+
+class Held(RewardFunction):
+    def __call__(self, batch, candidates):
+        return candidates.mask.float()
+
+
+KNOWN, BARE = HeldOutFacts(1.0, 50), HeldOutFacts(0.0, 50)
+LEARNS = {"advantage": TernaryAdvantage()}
+ROLLOUT = {"rollout": RolloutOptions(), "reward": Held(), "old_policy": "snapshot"}
+DEFAULTS = [
+    ({}, KNOWN, "NDCG"),
+    ({"objective": Likelihood(positive_only=True), **LEARNS}, KNOWN, "SNIPS"),
+    ({"objective": GBPO(), **LEARNS}, KNOWN, "SNIPS"),
+    ({"objective": GBPO(), **LEARNS}, BARE, "AUC_other"),
+    ({"objective": GBPO(), **LEARNS}, HeldOutFacts(0.4, 1), "AUC_other"),
+    ({"objective": GBPO(), **LEARNS, "validation_reward": Held()}, KNOWN, "reward"),
+    ({"objective": DPO()}, KNOWN, "AUC_other"),
+    ({"objective": GRPO(), **ROLLOUT}, KNOWN, "SNIPS"),
+    ({"objective": GRPO(), **ROLLOUT, "validation_reward": Held()}, BARE, "reward"),
+    ({"objective": PointwiseReward()}, KNOWN, "log_likelihood"),
+    ({"objective": PairwiseReward()}, KNOWN, "AUC_other"),
+]
+
+
+@pytest.mark.parametrize(("options", "facts", "expected"), DEFAULTS)
+def test_the_default_monitor_fits_what_is_learned(options, facts, expected):
+    learning = LearningOptions(**options)
+    assert default_monitor(learning, facts) == expected
+    validate_monitor(expected, learning, facts)
+
+
+def test_the_default_falls_back_aloud():
+    with pytest.warns(UserWarning, match="chosen by NDCG, which rewards agreeing with the log"):
+        assert default_monitor(LearningOptions(objective=GBPO(), **LEARNS), HeldOutFacts()) == "NDCG"
+
+
+@pytest.mark.parametrize(
+    ("monitor", "options", "facts", "message"),
+    [
+        ("SNIPS", {}, BARE, "no validation event has one: set monitor to AUC_other"),
+        ("AUC_other", {}, HeldOutFacts(1.0, 0), "no user of the validation period has both"),
+        ("pair_loss", {}, HeldOutFacts(1.0, 0), "no user of the validation period has both"),
+        ("reward", {}, KNOWN, "set validation_reward"),
+        ("log_likelihood", {}, KNOWN, "Likelihood trains a policy: leave it out"),
+        ("NDCG", {"objective": PairwiseReward()}, KNOWN, "set monitor to AUC_other, or leave it out"),
+    ],
+)
+def test_a_monitor_that_cannot_be_computed_is_refused(monitor, options, facts, message):
+    with pytest.raises(RecpoError, match=message):
+        validate_monitor(monitor, LearningOptions(**options), facts)
+
+
+def test_facts_of_the_held_out_period_are_counts(prepared):
+    data = FeedbackDataModule(prepared, layout=SequenceLayout(history_length=12))
+    events = known = comparing = 0
+    for batch in data.val_dataloader():
+        slates = batch.feedback.slates
+        events += int(slates.mask.sum())
+        known += int((slates.mask & slates.logp_behavior.isfinite()).sum())
+        liked = slates.positive & slates.mask
+        other = slates.mask & ~liked & (slates.dislike | ~slates.label.isnan())
+        comparing += int((liked.any(1) & other.any(1)).sum())
+    assert held_out_facts(data.prepared) == HeldOutFacts(known / events, comparing)
+
+
+def test_best_checkpoint_and_patience_follow_the_monitor(prepared, tmp_path):
+    run = recpo.train(
+        prepared,
+        out=tmp_path / "run",
+        monitor="pair_loss",
+        patience=1,
+        policy={"class_path": "CatalogSoftmaxPolicy", "init_args": {"dim": 8, "layers": 1, "heads": 1}},
+        optimizer={"class_path": "torch.optim.Adam", "init_args": {"lr": 0.05}},
+        trainer={"max_epochs": 8, "accelerator": "cpu", "logger": False, "limit_train_batches": 2},
+        allocator=False,
+    )
+    assert run.monitor == "val/pair_loss"
+    assert run.configuration["monitor"] == "pair_loss"
+    state = torch.load(run.checkpoint("last"), weights_only=True)["callbacks"]
+    best = next(value for key, value in state.items() if "BestCheckpoint" in key)
+    stopping = next(value for key, value in state.items() if "EarlyStopping" in key)
+    assert best["monitor"] == "val/pair_loss"
+    assert float(best["best_model_score"]) <= run.results["val/pair_loss"]
+    assert float(stopping["best_score"]) == float(best["best_model_score"])

@@ -1,0 +1,246 @@
+"""Implicit ALS and EASE against dense NumPy, their fold-in, their files, and what of a history they read."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from recpo.data.held_out import HeldOutBatches, Rank
+from recpo.errors import RecpoError
+from recpo.factorization import graded, positives
+from recpo.factorization.ease import EASE, EaseOptions, cooccurrences, fit_ease, item_weights
+from recpo.factorization.implicit import ImplicitALS, ImplicitOptions, fit_implicit, positive_chunks, sweep
+from recpo.factorization.positives import best_on_validation, ndcg_at_10, positive_places
+from recpo.types import Histories, Recommendations
+
+
+@pytest.fixture(scope="module")
+def matrix(data):
+    """``[U, V]``: 1 where a user has a positive training event of an item."""
+    ones = np.zeros((data.manifest["num_users"], data.num_items))
+    for shard in range(data.num_shards("train")):
+        events = data.load("train", shard)
+        ones[events.user_index[events.positive], events.item_index[events.positive] - 1] = 1.0
+    return ones
+
+
+@pytest.fixture(scope="module")
+def implicit(data):
+    return fit_implicit(data, ImplicitOptions(ranks=(3,), unobserved=(0.2,), ridges=(0.02,), sweeps=3))
+
+
+@pytest.fixture(scope="module")
+def ease(data):
+    return fit_ease(data, EaseOptions(ridges=(5.0,)))
+
+
+def dense_side(ones, other, unobserved, ridge, nu):
+    """One user after the other, every pair by its own weight."""
+    solved = np.zeros((len(ones), other.shape[1]))
+    for row, of_row in enumerate(ones):
+        weight = of_row + unobserved
+        scaled = ridge * (of_row.sum() + unobserved * len(of_row)) ** nu
+        left = (other * weight[:, None]).T @ other + scaled * np.eye(other.shape[1])
+        solved[row] = np.linalg.solve(left, other.T @ of_row)
+    return solved
+
+
+@pytest.mark.parametrize("nu", [1.0, 0.5, 0.0])
+def test_a_sweep_of_implicit_als_is_the_dense_one(data, matrix, nu):
+    items = np.random.default_rng(0).normal(0.0, 0.1, (data.num_items, 4))
+    users = dense_side(matrix, items, 0.2, 0.05, nu)
+    expected = dense_side(matrix.T, users, 0.2, 0.05, nu)
+    got = sweep(positive_chunks(data), items, 0.2, 0.05, nu, len(matrix))
+    np.testing.assert_allclose(got, expected, atol=1e-9)
+
+
+def test_its_objective_never_rises(data, matrix):
+    def objective(users, items):
+        score = users @ items.T
+        value = (matrix * (1 - score) ** 2).sum() + 0.2 * (score**2).sum()
+        for ones, side in ((matrix, users), (matrix.T, items)):
+            value += 0.05 * ((ones.sum(1) + 0.2 * ones.shape[1]) * (side**2).sum(1)).sum()
+        return value
+
+    items, values = np.random.default_rng(0).normal(0.0, 0.1, (data.num_items, 4)), []
+    for _ in range(4):
+        users = dense_side(matrix, items, 0.2, 0.05, 1.0)
+        values.append(objective(users, items))
+        items = sweep(positive_chunks(data), items, 0.2, 0.05, 1.0, len(matrix))
+        values.append(objective(users, items))
+    assert (np.diff(values) <= 1e-9).all()
+
+
+def test_shards_and_chunks_do_not_matter(many, implicit, ease, monkeypatch):
+    monkeypatch.setattr(graded, "CHUNK_EVENTS", 50)
+    again = fit_implicit(many, ImplicitOptions(ranks=(3,), unobserved=(0.2,), ridges=(0.02,), sweeps=3))
+    torch.testing.assert_close(again.item_factors, implicit.item_factors, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(fit_ease(many, EaseOptions(ridges=(5.0,))).weights, ease.weights)
+
+
+def test_ease_is_the_constrained_ridge_regression(data, matrix, ease):
+    np.testing.assert_array_equal(cooccurrences(data), matrix.T @ matrix)
+    weights = item_weights(matrix.T @ matrix, 5.0)
+    np.testing.assert_array_equal(weights, ease.weights)
+    assert not np.diag(weights).any()
+    # column by column: the regression of an item on all others
+    for item in (0, 7, 59):
+        others = np.arange(60) != item
+        left = matrix[:, others].T @ matrix[:, others] + 5.0 * np.eye(59)
+        expected = np.linalg.solve(left, matrix[:, others].T @ matrix[:, item])
+        np.testing.assert_allclose(weights[others, item], expected, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def histories():
+    items = torch.tensor([[5, 9, 5, 3, 0, 0], [0] * 6, [1, 2, 3, 4, 6, 7]])
+    levels = torch.tensor([[5, 4, 5, 3, 0, 0], [0] * 6, [5, 1, 0, 2, 4, 5]])
+    return Histories(items, torch.tensor([4, 0, 6]), levels)
+
+
+def test_positives_of_a_history_are_the_upper_two_levels_each_item_once(histories):
+    assert positive_places(histories, 10).int().tolist() == [[1, 1, 0, 0, 0, 0], [0] * 6, [1, 0, 0, 0, 1, 1]]
+    assert positive_places(histories, 3).int().tolist() == [[0, 1, 1, 0, 0, 0], [0] * 6, [0, 0, 0, 0, 1, 1]]
+    with pytest.raises(RecpoError, match="these histories have none"):
+        positive_places(histories._replace(feedback=None), 3)
+
+
+def test_a_fold_in_of_implicit_als_is_the_user_step(implicit, histories, monkeypatch):
+    ones = np.zeros((3, 60))
+    ones[0, [4, 8]] = ones[2, [0, 5, 6]] = 1.0
+    expected = dense_side(ones, implicit.item_factors.double().numpy(), 0.2, 0.02, 1.0)
+    np.testing.assert_allclose(implicit.fold_in(histories), expected, atol=1e-6)
+    monkeypatch.setattr("recpo.factorization.implicit._FOLD_IN_BYTES", 1)
+    np.testing.assert_allclose(implicit.fold_in(histories), expected, atol=1e-6)
+
+
+def test_the_scores_of_ease_are_sums_over_the_history(ease, histories):
+    scores = ease.scores(histories)
+    torch.testing.assert_close(scores[0], ease.weights[4] + ease.weights[8])
+    assert not scores[1].any()
+
+
+@pytest.mark.parametrize("name", ["implicit", "ease"])
+def test_they_recommend_the_best_items_but_excluded_ones(name, histories, request):
+    model = request.getfixturevalue(name)
+    exclude = torch.tensor([[5, 9, 3], [1, 0, 0], [0, 0, 0]])
+    lists = model.recommend(histories, 8, exclude)
+    scores = model.scores(histories) if name == "ease" else model.fold_in(histories) @ model.item_factors.T
+    for user in range(3):
+        allowed = [item for item in range(1, 61) if item not in exclude[user].tolist()]
+        best = sorted(allowed, key=lambda item: (-float(scores[user, item - 1]), item))[:8]
+        assert lists.item_ids[user].tolist() == best
+        torch.testing.assert_close(lists.scores[user], scores[user, lists.item_ids[user] - 1])
+    nearly_all = torch.arange(1, 59).expand(3, -1)
+    few = model.recommend(histories, 4, nearly_all)
+    assert (few.item_ids[:, 2:] == 0).all()
+    assert (few.scores[:, 2:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("implicit", ImplicitALS), ("ease", EASE)])
+def test_saved_and_opened_they_are_the_same(name, kind, histories, request, tmp_path):
+    model = request.getfixturevalue(name)
+    model.save(tmp_path / "model")
+    opened = kind.open(tmp_path / "model")
+    assert torch.equal(opened.recommend(histories, 9).item_ids, model.recommend(histories, 9).item_ids)
+    assert opened.facts == model.facts
+    assert (opened.catalog_checksum, opened.max_history) == (model.catalog_checksum, model.max_history)
+    other = EASE if kind is ImplicitALS else ImplicitALS
+    with pytest.raises(RecpoError, match="of this version of recpo"):
+        other.open(tmp_path / "model")
+    content = bytearray((tmp_path / "model").read_bytes())
+    content[-2] ^= 1
+    (tmp_path / "model").write_bytes(content)
+    with pytest.raises(RecpoError, match="not as it was written"):
+        kind.open(tmp_path / "model")
+    for damaged in (b"", b"\xff" * 40, content[:60], b"\x02\0\0\0\0\0\0\0{}"):
+        (tmp_path / "model").write_bytes(damaged)
+        with pytest.raises(RecpoError, match="damaged or no model"):
+            kind.open(tmp_path / "model")
+    with pytest.raises(RecpoError, match="no such file"):
+        kind.open(tmp_path / "absent")
+
+
+def test_ndcg_is_that_of_a_loop():
+    rng = np.random.default_rng(0)
+    lists = np.stack([rng.permutation(np.arange(1, 31))[:10] for _ in range(50)])
+    targets = rng.integers(0, 31, (50, 12)) * rng.integers(0, 2, (50, 12)) * (np.arange(50) > 1)[:, None]
+    expected = []
+    for row, wanted in zip(lists, map(set, targets.tolist()), strict=True):
+        wanted -= {0}
+        gained = sum(1 / np.log2(place + 2) for place, item in enumerate(row) if item in wanted)
+        if wanted:
+            expected.append(gained / sum(1 / np.log2(place + 2) for place in range(min(10, len(wanted)))))
+    got = ndcg_at_10(torch.from_numpy(lists), torch.from_numpy(targets))
+    assert got == (pytest.approx(sum(expected)), len(expected))
+
+
+class Fixed:
+    """Recommends to everybody what the validation period shows them, or nothing of it."""
+
+    def __init__(self, lists):
+        self.max_history, self.lists, self.calls = 20, lists, 0
+
+    def recommend(self, histories, k, exclude=None):
+        self.calls += 1
+        return Recommendations(self.lists[self.calls - 1], torch.zeros(0))
+
+
+def test_the_highest_ndcg_on_new_validation_positives_is_chosen(data):
+    perfect, nothing, users = [], [], 0
+    for batch in HeldOutBatches(data, "valid", 20, 256, Rank()):
+        slates = batch.feedback.slates
+        rows = torch.zeros(len(slates.item_ids), 10, dtype=torch.long)
+        for row in range(len(rows)):
+            past = set(batch.exclude[row].tolist())
+            wanted = sorted(set(slates.item_ids[row, slates.mask[row] & slates.positive[row]].tolist()) - past)
+            users += bool(wanted)
+            rows[row, : len(wanted[:10])] = torch.tensor(wanted[:10], dtype=torch.long)
+        perfect.append(rows)
+        nothing.append(torch.zeros_like(rows))
+    best, tried = best_on_validation(data, [Fixed(nothing), Fixed(perfect), Fixed(nothing)])
+    assert users
+    assert best == 1
+    assert tried == [0.0, pytest.approx(1.0), 0.0]
+
+
+def test_the_options_of_the_best_model_are_taken_first_with_the_first_rank(data):
+    options = ImplicitOptions(ranks=(2, 5), unobserved=(0.1, 0.5), ridges=(0.01, 0.1), sweeps=2)
+    chosen = fit_implicit(data, options)
+    tried = chosen.facts["tried"]
+    first = max(tried[:4], key=lambda one: one["NDCG@10"])
+    assert [one["rank"] for one in tried] == [2, 2, 2, 2, 5]
+    assert (tried[4]["unobserved"], tried[4]["ridge"]) == (first["unobserved"], first["ridge"])
+    best = max((first, tried[4]), key=lambda one: one["NDCG@10"])
+    assert (chosen.item_factors.shape[1], chosen.unobserved, chosen.ridge) == tuple(best.values())[:3]
+    ridges = fit_ease(data, EaseOptions(ridges=(1.0, 30.0))).facts["tried"]
+    assert [one["ridge"] for one in ridges] == [1.0, 30.0]
+
+
+def test_without_validation_positives_there_must_be_no_choice(data, monkeypatch):
+    monkeypatch.setattr(positives, "validation_batches", lambda *_: iter(()))
+    assert fit_ease(data, EaseOptions(ridges=(5.0,))).facts["tried"] == [{"ridge": 5.0, "NDCG@10": None}]
+    with pytest.raises(RecpoError, match="which of 2 ridges is best"):
+        fit_ease(data, EaseOptions(ridges=(5.0, 6.0)))
+
+
+def test_a_catalog_that_is_too_large_is_refused_before_work(data):
+    with pytest.raises(RecpoError, match=r"60 of them, above max_items 59"):
+        fit_ease(data, EaseOptions(max_items=59))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (partial(ImplicitOptions, ranks=()), "ranks is"),
+        (partial(ImplicitOptions, unobserved=(0.0,)), "unobserved is"),
+        (partial(ImplicitOptions, ridges=(-1.0,)), "ridges is"),
+        (partial(ImplicitOptions, sweeps=0), "sweeps is"),
+        (partial(EaseOptions, ridges=()), "ridges is"),
+        (partial(EaseOptions, ridges=(0.0,)), "ridges is"),
+    ],
+)
+def test_options_out_of_range_are_refused(make, said):
+    with pytest.raises(RecpoError, match=said):
+        make()
