@@ -72,7 +72,8 @@ def evaluate(
             in the ids of the log.
         baselines: popularity (training events), positives (training positives), recency (training events, newer ones
             counting more), cooccurrence (items near the user's last ones), factorization (matrix factorization of
-            graded feedback, fitted here), random. The logging policy is added where its value is known.
+            graded feedback), implicit_als (alternating least squares on positives), ease (linear model of items by
+            items, for catalogs up to 10,000 items), random. The logging policy is added where its value is known.
         split: held-out period.
         ks: list lengths; the tables show the first.
         exclude_past: leave the items of a user's past out of the lists, and such held-out events out of the targets.

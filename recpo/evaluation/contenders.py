@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from recpo.contracts import Policy
 from recpo.data.prepared import Prepared
@@ -16,16 +17,21 @@ from recpo.errors import RecpoError
 from recpo.evaluation.baselines import Popularity, UniformlyRandom, decayed_counts
 from recpo.evaluation.cooccurrence import CooccurrenceBaseline, CooccurrenceOptions, EventChunk, neighbors_of
 from recpo.evaluation.document import Kind
-from recpo.evaluation.fitted import BaselineCache, Recipe, factors_recommender
+from recpo.evaluation.fitted import BaselineCache, Recipe, factors_recommender, of_items, recommender_of
 from recpo.evaluation.headroom import ORACLE
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
 from recpo.evaluation.true_rewards import TrueRewards
+from recpo.factorization.ease import EASE, EaseOptions, fit_ease
 from recpo.factorization.factors import Factors
 from recpo.factorization.graded import FactorOptions
+from recpo.factorization.implicit import ImplicitALS, ImplicitOptions, fit_implicit
 from recpo.factorization.selection import fit_factors
+from recpo.types import FeedbackBatch
 
-Baseline = Literal["popularity", "positives", "recency", "cooccurrence", "factorization", "random"]
+Baseline = Literal[
+    "popularity", "positives", "recency", "cooccurrence", "factorization", "implicit_als", "ease", "random"
+]
 
 #: Names of all baselines.
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
@@ -76,11 +82,15 @@ class BaselineOptions:
         recency_half_life: days after which a training event counts half; null = a tenth of the training period.
         cooccurrence: of the item co-occurrence.
         factorization: of the matrix factorization of grades.
+        implicit_als: of alternating least squares on positives.
+        ease: of the linear model of items by items.
     """
 
     recency_half_life: float | None = None
     cooccurrence: CooccurrenceOptions = field(default_factory=CooccurrenceOptions)
     factorization: FactorOptions = field(default_factory=lambda: FactorOptions(uncertainty=False))
+    implicit_als: ImplicitOptions = field(default_factory=ImplicitOptions)
+    ease: EaseOptions = field(default_factory=EaseOptions)
 
     def __post_init__(self) -> None:
         if self.recency_half_life is not None and not self.recency_half_life > 0:
@@ -103,8 +113,8 @@ def baseline(
         cache: where fitted ones are kept.
         progress: show a progress bar on a terminal.
     """
-    if name == "factorization":
-        return Contender(name, "baseline", partial(_load_factorization, data, options.factorization, cache, progress))
+    if name in ("factorization", "implicit_als", "ease"):
+        return Contender(name, "baseline", partial(_load_fitted, name, data, options, cache, progress))
     return Contender(name, "baseline", partial(_load_baseline, name, data, options))
 
 
@@ -136,11 +146,24 @@ def _load_baseline(name: Baseline, data: Prepared, options: BaselineOptions) -> 
     return Loaded(Recommender(popularity.recommend, name=name, score=popularity.score), 1)
 
 
-def _load_factorization(data: Prepared, options: FactorOptions, cache: BaselineCache, progress: bool) -> Loaded:
-    recipe = Recipe(lambda data, progress: fit_factors(data, options, progress=progress), Factors.open)
-    factors = cache.model("factorization", data, options, recipe, progress)
-    assert isinstance(factors, Factors)
-    return Loaded(factors_recommender(factors, "factorization"), factors.max_history)
+def _load_fitted(
+    name: Baseline, data: Prepared, options: BaselineOptions, cache: BaselineCache, progress: bool
+) -> Loaded:
+    if name == "factorization":
+        graded = Recipe(fit_factors, Factors.open, suffix="")
+        factors = cache.model(name, data, options.factorization, graded, progress)
+        return Loaded(factors_recommender(factors, name), factors.max_history)
+    if name == "implicit_als":
+        als = cache.model(name, data, options.implicit_als, Recipe(fit_implicit, ImplicitALS.open), progress)
+
+        def score(batch: FeedbackBatch) -> Tensor:
+            return of_items(als.fold_in(batch.histories) @ als.item_factors.T, batch)
+
+        return Loaded(recommender_of(als, name, score), als.max_history)
+    ease = cache.model(name, data, options.ease, Recipe(fit_ease, EASE.open), progress)
+    return Loaded(
+        recommender_of(ease, name, lambda batch: of_items(ease.scores(batch.histories), batch)), ease.max_history
+    )
 
 
 def _training_events(data: Prepared) -> Iterator[EventChunk]:

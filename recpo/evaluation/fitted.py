@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -36,18 +36,21 @@ class Model(Protocol):
         """Writes it."""
 
 
-class Recipe(NamedTuple):
+M = TypeVar("M", bound=Model)
+
+
+class Recipe(NamedTuple, Generic[M]):
     """How a model is made and read.
 
     Attributes:
-        fit: makes it from prepared data.
+        fit: ``(data, options, progress=...)`` makes it from prepared data.
         open: reads what its ``save`` wrote.
         suffix: of the file; empty = it is a directory.
     """
 
-    fit: Callable[[Prepared, bool], Model]
-    open: Callable[[Path], Model]
-    suffix: str = ""
+    fit: Callable[..., M]
+    open: Callable[[Path], M]
+    suffix: str = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class BaselineCache:
     reads: Path | None = None
     writes: Path | None = None
 
-    def model(self, name: str, data: Prepared, options: Any, recipe: Recipe, progress: bool = False) -> Model:
+    def model(self, name: str, data: Prepared, options: Any, recipe: Recipe[M], progress: bool = False) -> M:
         """The model that was fitted on the same data with the same options, or else a new one.
 
         Args:
@@ -77,7 +80,9 @@ class BaselineCache:
         """
         file = f"{name}-{_key(name, data, options)}{recipe.suffix}"
         kept = None if self.reads is None else self.reads / file
-        model = recipe.fit(data, progress) if kept is None or not kept.exists() else _opened(kept, recipe)
+        model = (
+            recipe.fit(data, options, progress=progress) if kept is None or not kept.exists() else _opened(kept, recipe)
+        )
         if self.writes is not None and not (self.writes / file).exists():
             self.writes.mkdir(parents=True, exist_ok=True)
             model.save(self.writes / file)
@@ -89,7 +94,7 @@ def _key(name: str, data: Prepared, options: Any) -> str:
     return sha256(json.dumps(content, sort_keys=True, default=str).encode())[:16]
 
 
-def _opened(path: Path, recipe: Recipe) -> Model:
+def _opened(path: Path, recipe: Recipe[M]) -> M:
     try:
         return recipe.open(path)
     except RecpoError as error:
@@ -124,6 +129,11 @@ def recommender_of(model: Model, name: str, score: Callable[[FeedbackBatch], Ten
 def _on_cpu(histories: Histories) -> Histories:
     feedback, timestamps = (None if part is None else part.cpu() for part in histories[2:])
     return Histories(histories.item_ids.cpu(), histories.lengths.cpu(), feedback, timestamps)
+
+
+def of_items(scores: Tensor, batch: FeedbackBatch) -> Tensor:
+    """``[B, S]`` of the slates' items, from ``scores [B, V]`` of all items."""
+    return scores.gather(1, (batch.slates.item_ids - 1).clamp_min(0))
 
 
 def factors_recommender(factors: Factors, name: str) -> Recommender:

@@ -81,8 +81,8 @@ def evaluate(
     Args:
         prepared: prepared data, or its directory.
         contenders: who is compared: runs, bundles and factors on the same items, their directories, ``Lists`` of other
-            systems, and names of baselines (popularity, positives, recency, cooccurrence, factorization, random). The
-            logging policy is added where its value is known.
+            systems, and names of baselines (popularity, positives, recency, cooccurrence, factorization, implicit_als,
+            ease, random). The logging policy is added where its value is known.
         out: directory to make; None = the evaluation is in memory only.
         split: held-out period.
         ks: list lengths; the tables show the first.

@@ -288,6 +288,8 @@ def test_lists_longer_than_the_catalog_are_the_whole_catalog(road, tmp_path):
         (["--run", '["nowhere"]'], "nowhere is no run and no bundle"),
         (["--bundle", '["nowhere"]'], "nowhere is no run and no bundle"),
         (["--truth", "nowhere"], "nowhere"),
+        (["--baselines", "[ease]", "--baseline_options.ease.max_items", "5"], "max_items 5"),
+        (["--factors", "nowhere"], "nowhere is no run and no bundle"),
         (["--lists", "als"], "lists are given as NAME=FILE"),
         (["--lists", "als=nowhere.parquet"], "nowhere.parquet: expected lists in a Parquet file"),
         (["--baselines", '["random","random"]'], "two contenders are called random"),

@@ -15,10 +15,16 @@ from recpo.evaluation import contenders
 from recpo.evaluation.contenders import BaselineOptions
 from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.targets import held_out_targets
+from recpo.factorization.ease import EaseOptions, fit_ease
 from recpo.factorization.graded import FactorOptions
+from recpo.factorization.implicit import ImplicitOptions, fit_implicit
 from recpo.factorization.selection import fit_factors
 
-SMALL = BaselineOptions(factorization=FactorOptions(ranks=(2,), ridges=(2.0,), sweeps=2, uncertainty=False))
+SMALL = BaselineOptions(
+    factorization=FactorOptions(ranks=(2,), ridges=(2.0,), sweeps=2, uncertainty=False),
+    implicit_als=ImplicitOptions(ranks=(2,), unobserved=(0.1,), ridges=(0.01,), sweeps=2),
+    ease=EaseOptions(ridges=(100.0,)),
+)
 QUICK = {"ks": [5], "off_policy": None, "segments": False, "baseline_options": SMALL}
 
 
@@ -66,6 +72,30 @@ def test_it_scores_what_was_shown_by_the_predicted_grade(data):
         sums.append(exposure_auc(scores, held_out_targets(batch).without(batch.exclude))["AUC_other"])
     expected = torch.cat(sums).nanmean().item()
     assert metrics_of(recpo.evaluate(data, ["factorization"], **QUICK))["AUC_other"]["mean"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["implicit_als", "ease"])
+def test_als_and_ease_list_and_score_as_their_models_do_and_are_kept(data, tmp_path, name):
+    model = {"implicit_als": fit_implicit, "ease": fit_ease}[name](data, getattr(SMALL, name))
+    hits, sums = [], []
+    for batch in evaluation_batches(data.root, "test", model.max_history, 512):
+        histories, slates = batch.feedback.histories, batch.feedback.slates
+        targets = held_out_targets(batch).without(batch.exclude)
+        lists = model.recommend(histories, 5, batch.exclude).item_ids
+        positives = [set(i[p].tolist()) for i, p in zip(targets.item_ids, targets.positive, strict=True)]
+        hits += [bool(liked & set(row)) for row, liked in zip(lists.tolist(), positives, strict=True) if liked]
+        every = model.scores(histories) if name == "ease" else model.fold_in(histories) @ model.item_factors.T
+        sums.append(exposure_auc(every.gather(1, (slates.item_ids - 1).clamp_min(0)), targets)["AUC_other"])
+    options = QUICK | {"out": tmp_path / "evaluation", "overwrite": True}
+    for _ in range(2):
+        metrics = metrics_of(recpo.evaluate(data, [name], **options))
+        assert metrics["HitRate@5"]["mean"] == pytest.approx(sum(hits) / len(hits))
+        assert metrics["AUC_other"]["mean"] == pytest.approx(torch.cat(sums).nanmean().item())
+    (kept,) = (tmp_path / "evaluation" / "baselines").iterdir()
+    assert kept.name.startswith(f"{name}-")
+    kept.write_bytes(kept.read_bytes()[:-1])
+    with pytest.raises(RecpoError, match="remove it to fit it again"):
+        recpo.evaluate(data, [name], **options)
 
 
 def test_it_is_fitted_once_for_the_same_data_and_options(data, tmp_path, fits, prepared):
