@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from recpo.advantages import (
         GAEAdvantage as GAEAdvantage,
+        GatedAdvantage as GatedAdvantage,
         GradedAdvantage as GradedAdvantage,
         GroupNormalizedAdvantage as GroupNormalizedAdvantage,
         LeaveOneOutAdvantage as LeaveOneOutAdvantage,
+        PrefixGroupAdvantage as PrefixGroupAdvantage,
         TernaryAdvantage as TernaryAdvantage,
     )
     from recpo.data.preference_lists import PreferenceListLayout as PreferenceListLayout
@@ -97,9 +99,11 @@ __version__ = "0.1.0"
 _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.advantages": (
         "GAEAdvantage",
+        "GatedAdvantage",
         "GradedAdvantage",
         "GroupNormalizedAdvantage",
         "LeaveOneOutAdvantage",
+        "PrefixGroupAdvantage",
         "TernaryAdvantage",
     ),
     "recpo.data.preference_lists": ("PreferenceListLayout",),

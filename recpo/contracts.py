@@ -208,6 +208,23 @@ class ReturnEstimator(AdvantageEstimator):
         """The advantages and the value targets, each ``[B, S]``, without gradient."""
 
 
+class TokenAdvantageEstimator(AdvantageEstimator):
+    """An advantage estimator that tells the tokens of an item apart."""
+
+    @abstractmethod
+    def token_advantages(self, batch: FeedbackBatch, tokens: Tensor) -> Tensor:
+        """Returns advantages ``[B, S, T]``, 0 at masked positions, without gradient.
+
+        Args:
+            batch: the slates, with rewards.
+            tokens: ``[B, S, T]`` of the slate items (``Policy.tokens``).
+        """
+
+    def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
+        """The advantages ``[B, S]`` of items that are one token each; ``values`` is not used."""
+        return self.token_advantages(batch, batch.slates.item_ids.unsqueeze(-1)).squeeze(-1)
+
+
 class RewardFunction(ABC):
     """Scores candidates: those of the log, or those that the policy generated; implementations are dataclasses."""
 

@@ -154,7 +154,7 @@ class ObjectiveInputs(NamedTuple):
 
     Attributes:
         logp: the log-probabilities and their mask.
-        advantages: ``[B, S]``; no gradient.
+        advantages: ``[B, S]``, or ``[B, S, T]`` where they differ between the tokens of an item; no gradient.
         rewards: ``[B, S]``; no gradient.
         chosen: ``[B, S]`` bool, the preferred items of a preference list; every other kept position is rejected.
         values: ``[B, S]`` state values, with gradient ("value").

@@ -6,6 +6,7 @@ gradient.
 """
 
 from recpo.advantages.gae import GAEAdvantage, generalized_advantage_estimate
+from recpo.advantages.gate import GatedAdvantage, reward_gate
 from recpo.advantages.graded import GradedAdvantage, graded_advantage
 from recpo.advantages.group import (
     GroupNormalizedAdvantage,
@@ -13,18 +14,23 @@ from recpo.advantages.group import (
     group_normalized_advantage,
     leave_one_out_advantage,
 )
+from recpo.advantages.prefix import PrefixGroupAdvantage, prefix_group_advantage
 from recpo.advantages.ternary import TernaryAdvantage, share_threshold, ternary_advantage
 
 __all__ = [
     "GAEAdvantage",
+    "GatedAdvantage",
     "GradedAdvantage",
     "GroupNormalizedAdvantage",
     "LeaveOneOutAdvantage",
+    "PrefixGroupAdvantage",
     "TernaryAdvantage",
     "generalized_advantage_estimate",
     "graded_advantage",
     "group_normalized_advantage",
     "leave_one_out_advantage",
+    "prefix_group_advantage",
+    "reward_gate",
     "share_threshold",
     "ternary_advantage",
 ]

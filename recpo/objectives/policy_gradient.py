@@ -68,7 +68,7 @@ class PolicyGradientObjective(Objective):
 
     @abstractmethod
     def token_loss(self, logp: Tensor, logp_old: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
-        """The unreduced loss ``[B, S, T]``; ``advantages`` is ``[B, S]``, and ``logp_old`` is as ``old`` returns it."""
+        """The unreduced loss ``[B, S, T]``; ``advantages`` too, and ``logp_old`` is as ``old`` returns it."""
 
     def log_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         """The token log-ratios ``[B, S, T]`` at the level at which this objective clips them."""
@@ -86,9 +86,13 @@ class PolicyGradientObjective(Objective):
         """See ``Objective``."""
         validate_log_probs(inputs.logp, self)
         mask = inputs.logp.mask.bool()
-        advantages = zero_masked(required(inputs.advantages, "advantages", self).detach(), mask.any(-1))
-        # The module need not score inert positions: what stands there is no log-probability.
-        scored = mask & (advantages != 0).unsqueeze(-1) if self.zero_advantage_is_inert else mask
+        given = required(inputs.advantages, "advantages", self).detach()
+        advantages = zero_masked(over_tokens(given, mask), mask)
+        of_items = advantages.sum(-1) if given.dim() == mask.dim() else zero_masked(given, mask.any(-1))
+        # The module need not score inert positions: what stands there is no log-probability. An item is scored as a
+        # whole, since its ratio may be that of all its tokens.
+        acts = (advantages != 0).any(-1, keepdim=True)
+        scored = mask & acts if self.zero_advantage_is_inert else mask
         logp = zero_masked(inputs.logp.policy, scored)
         old = self.old(inputs)
         old = None if old is None else zero_masked(old.detach(), scored)
@@ -96,7 +100,7 @@ class PolicyGradientObjective(Objective):
         total, metrics = self.penalized(surrogate, logp, mask, inputs)
         loss = aggregate(total, mask, self.aggregation, count=inputs.denominator, length=self.length)
         metrics |= {"policy_loss": aggregate(surrogate.detach(), mask, self.aggregation, length=self.length)}
-        metrics |= advantage_shares(advantages, mask.any(-1))
+        metrics |= advantage_shares(of_items, mask.any(-1))
         metrics |= self._health(surrogate.detach(), logp.detach(), old, advantages, scored)
         return LossOutput(loss, metrics)
 

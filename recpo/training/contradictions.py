@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from recpo.contracts import AdvantageEstimator, Objective, Policy, ReturnEstimator, RewardFunction, StatePolicy
+from recpo.contracts import (
+    AdvantageEstimator,
+    Objective,
+    Policy,
+    ReturnEstimator,
+    RewardFunction,
+    StatePolicy,
+    TokenAdvantageEstimator,
+)
 from recpo.errors import RecpoError
 from recpo.feedback import FEEDBACK_KINDS
 from recpo.objectives.likelihood import Likelihood
+from recpo.objectives.policy_gradient import PolicyGradientObjective
 from recpo.objectives.weighted_likelihood import WeightedLikelihood
 from recpo.training.options import LearningOptions, RolloutOptions
 from recpo.types import SlateTraits
@@ -89,6 +98,11 @@ def validate_feedback(
         raise RecpoError(
             f"objective {name} trains a critic, which {type(advantage).__name__} has no targets for: set advantage to "
             "class_path: GAEAdvantage, or objective.init_args.value_coef to 0"
+        )
+    if isinstance(advantage, TokenAdvantageEstimator) and not isinstance(objective, PolicyGradientObjective):
+        raise RecpoError(
+            f"{type(advantage).__name__} tells the tokens of an item apart, and objective {name} weighs items as a "
+            "whole: set objective to class_path: GRPO, or advantage to class_path: GroupNormalizedAdvantage"
         )
     if advantage is not None and "value" in advantage.requires - requires:
         raise RecpoError(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recpo.contracts import ReturnEstimator, StatePolicy
+from recpo.contracts import ReturnEstimator, StatePolicy, TokenAdvantageEstimator
 from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
 from recpo.training.contradictions import OF_STATES, all_requirements
@@ -154,6 +154,8 @@ class InputBuilder:
             return None, None
         if isinstance(estimator, ReturnEstimator) and values is not None:
             return estimator.advantages_and_returns(batch, values)
+        if isinstance(estimator, TokenAdvantageEstimator):
+            return estimator.token_advantages(batch, self._networks.policy.tokens(batch.slates.item_ids)), None
         return estimator(batch, values), None
 
     def _needed(self, batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:
@@ -163,7 +165,8 @@ class InputBuilder:
         if not inert or self._anchored or self.rollouts is not None:
             return mask
         assert advantages is not None
-        return mask & (advantages != 0)
+        acts = advantages != 0
+        return mask & (acts.any(-1) if acts.dim() > mask.dim() else acts)
 
     def _logp(
         self, batch: FeedbackBatch, needed: Tensor, states: Tensor | None, beside: Slates | None

@@ -207,6 +207,35 @@ def leave_one_out(rewards, mask):
     return [r - (sum(kept) - r) / (len(kept) - 1) if k else 0.0 for r, k in zip(rewards, mask, strict=True)]
 
 
+def prefix_group(rewards, codes, mask, min_group, scale, eps):
+    """[candidate][token]: reward less the mean of the candidates that share the tokens before it."""
+    kept = [i for i in range(len(rewards)) if mask[i]]
+    of_group = [rewards[i] for i in kept]
+    spread = np.std(of_group, ddof=1) + eps if scale and len(kept) > 1 else eps if scale else 1.0
+    table = [[0.0] * len(codes[0]) for _ in rewards]
+    if len(set(of_group)) < 2:
+        return table
+    for i in kept:
+        for t in range(len(codes[0])):
+            for depth in range(t, -1, -1):
+                peers = [rewards[j] for j in kept if list(codes[j][:depth]) == list(codes[i][:depth])]
+                if len(peers) >= min_group or depth == 0:
+                    table[i][t] = (rewards[i] - sum(peers) / len(peers)) / spread
+                    break
+    return table
+
+
+def gate(rewards, items, liked, drawn, max_hit_share, min_separation):
+    """Whether a group may learn from its rewards."""
+    good = {item for item, yes in zip(items, liked, strict=True) if yes}
+    draws = [i for i in range(len(items)) if drawn[i]]
+    others = [i for i in draws if items[i] not in good]
+    if not good or not others:
+        return False
+    won = [(rewards[g] > rewards[o]) + 0.5 * (rewards[g] == rewards[o]) for g in np.flatnonzero(liked) for o in others]
+    return 1 - len(others) / len(draws) <= max_hit_share and sum(won) / len(won) >= min_separation
+
+
 def gae(rewards, values, dones, next_value, gamma, lam, mask, truncations, bootstrap):
     """By definition: a discounted sum of temporal differences over the kept steps, up to an end or a cut."""
     steps = [t for t, k in enumerate(mask) if k]

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from recpo.advantages import GroupNormalizedAdvantage
+from recpo.advantages import GatedAdvantage, GroupNormalizedAdvantage, PrefixGroupAdvantage
 from recpo.contracts import RewardFunction
 from recpo.data.datamodule import FeedbackDataModule
 from recpo.data.slates import ImpressionLayout
@@ -66,17 +66,25 @@ def test_log_probabilities_of_draws_are_those_that_training_computes(codes, batc
     torch.testing.assert_close(rollout.logp[kept], again[kept], rtol=0, atol=1e-5)
 
 
-def builder_of(policy, objective, reward, rollout):
-    sources = {"advantage": GroupNormalizedAdvantage(), "reward": reward, "old_policy": "snapshot", "rollout": rollout}
+def builder_of(policy, objective, reward, rollout, advantage=GroupNormalizedAdvantage()):  # noqa: B008  frozen
+    sources = {"advantage": advantage, "reward": reward, "old_policy": "snapshot", "rollout": rollout}
     options = LearningOptions(objective=objective, **sources)
     networks = Networks.of(policy, options)
     return InputBuilder(networks, options), networks
 
 
-@pytest.mark.parametrize("objective", [GRPO(), GSPO()], ids=str)
-def test_the_expected_reward_rises(codes, batch, objective):
+@pytest.mark.parametrize(
+    ("objective", "advantage"),
+    [
+        (GRPO(), GroupNormalizedAdvantage()),
+        (GSPO(), GroupNormalizedAdvantage()),
+        (GRPO(), PrefixGroupAdvantage()),
+    ],
+    ids=["grpo", "gspo", "grpo_by_prefix"],
+)
+def test_the_expected_reward_rises(codes, batch, objective, advantage):
     policy = new_policy(codes)
-    builder, networks = builder_of(policy, objective, Even(), RolloutOptions(group_size=16))
+    builder, networks = builder_of(policy, objective, Even(), RolloutOptions(group_size=16), advantage)
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
     rewards = []
     for phase in range(12):
@@ -104,3 +112,16 @@ def test_a_draw_that_is_no_item_counts_in_its_group_but_is_not_trained(codes, ba
     assert (inputs.advantages[mixed][~trained[mixed]] < 0).all()
     assert (inputs.logp.policy[~trained] == 0).all()
     assert GRPO(kl_coef=0.1)(inputs).loss.isfinite()
+
+
+def test_advantages_of_tokens_and_the_gate_reach_the_objective(codes, batch):
+    shares = RolloutOptions(group_size=8, logged_share=0.25)
+    for advantage, shape in ((PrefixGroupAdvantage(), (16, 8, 3)), (GatedAdvantage(min_separation=0.0), (16, 8))):
+        policy = new_policy(codes)
+        builder, networks = builder_of(policy, GRPO(kl_coef=0.0), Even(), shares, advantage)
+        networks.old.refresh(policy)
+        builder.rollouts.begin(0)
+        built = builder(batch).objective
+        assert built.advantages.shape == shape
+        assert (built.advantages != 0).any()
+        assert GRPO(kl_coef=0.0)(built).loss.isfinite()
