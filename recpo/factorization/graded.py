@@ -7,8 +7,8 @@ event: it stands for a prior that does not grow with the data. A sweep is one pa
 in one shard, so the users of a chunk are solved, added to the equations of their items, and forgotten; in memory are a
 shard and the equations of the items, ``V (r + 1) (r + 4) / 2`` numbers.
 
-Own code, because the `implicit` library (0.7.2, 2023) fits unobserved items as zeros with confidences, knows no graded
-targets without them and no biases, and holds the whole matrix in memory.
+Own code, because the `implicit` library (0.7.2, 2023) gives every unobserved pair the target 0, has no biases, and
+holds the whole matrix in memory.
 """
 
 from __future__ import annotations
