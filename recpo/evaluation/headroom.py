@@ -37,9 +37,10 @@ def headroom(results: Mapping[str, RankingResult], runs: Mapping[str, Mapping[st
     start = trained[0] if len(trained) == 1 else LOGGING_POLICY
     if ORACLE not in results or start not in results:
         return None
-    said = "the run whose objective is the likelihood of every exposure"
-    if len(trained) != 1:
-        said = f"{len(trained) or 'no'} run{'s' * (len(trained) != 1)} of that kind: not one pre-trained policy"
+    said = {
+        0: "no run is pre-trained, by the likelihood of every exposure",
+        1: "the run that is pre-trained, by the likelihood of every exposure",
+    }.get(len(trained), f"{len(trained)} runs are pre-trained, by the likelihood of every exposure, not one")
     metrics = [metric for metric in results[ORACLE].per_user if metric.startswith(_METRIC)]
     return {
         "start": start,
