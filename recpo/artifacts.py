@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+import yaml
+
 from recpo.errors import RecpoError
 
 Kind = Literal["simulation", "prepared", "codes", "run", "checkpoint", "evaluation", "bundle", "demo", "factors"]
@@ -172,6 +174,27 @@ def read_json(file: Path, remedy: str) -> dict[str, Any]:
     except OSError as error:
         raise RecpoError(f"{describe_os_error(error, file)}; {remedy}") from error
     return parse_json(content, file, remedy)
+
+
+def read_yaml(file: Path, remedy: str) -> dict[str, Any]:
+    """Reads a YAML mapping; no object is made of its tags.
+
+    Args:
+        file: the file.
+        remedy: what to do where it is damaged; ends the message.
+
+    Raises:
+        RecpoError: it cannot be read, is no YAML, or is no mapping.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecpoError(f"{describe_os_error(error, file)}; {remedy}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecpoError(f"{file} is damaged: no YAML ({' '.join(str(error).split())}); {remedy}") from error
+    if not isinstance(content, dict):
+        raise RecpoError(f"{file} is damaged: a mapping is expected; {remedy}")
+    return content
 
 
 def parse_json(content: bytes, shown: object, remedy: str) -> dict[str, Any]:

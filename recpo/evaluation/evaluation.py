@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from recpo.artifacts import output_directory, read_json, write_json
+from recpo.artifacts import output_directory, read_json, read_yaml, write_json
 from recpo.errors import RecpoError
 from recpo.evaluation.document import SCHEMA_VERSION
 from recpo.evaluation.html_report.page import html_report
@@ -54,7 +54,7 @@ class Evaluation:
             raise RecpoError(
                 f"{root / METRICS} has the format version {version}, this recpo reads {SCHEMA_VERSION}: evaluate again"
             )
-        return cls(document, _options_in(root / RESOLVED), root)
+        return cls(document, read_yaml(root / RESOLVED, "evaluate again"), root)
 
     @property
     def report(self) -> Path | None:
@@ -130,16 +130,6 @@ class Evaluation:
             for row in table.rows
         )
         return f"<table><caption>{_escaped(table.caption)}</caption><tr>{head}</tr>{body}</table>"
-
-
-def _options_in(file: Path) -> dict[str, Any]:
-    try:
-        options = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecpoError(f"{file} cannot be read ({error}): evaluate again") from error
-    if not isinstance(options, dict):
-        raise RecpoError(f"{file} holds no options: evaluate again")
-    return options
 
 
 def _metric_rows(document: Document) -> tuple[list[str], list[tuple[Any, ...]]]:

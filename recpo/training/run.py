@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,11 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 
-from recpo.artifacts import MARKER, marker, output_file, sha256, write_json
+from recpo.artifacts import MARKER, marker, output_file, read_json, read_yaml, sha256, write_json
 from recpo.contracts import Policy
 from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 2
 RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.json", "checkpoints"
+REMEDY = "copy the whole run again, or train it again"
 ITEMS, FEEDBACK, CODES = "items.parquet", "feedback.json", "codes"
 TRUSTED = ("recpo", "torch.optim", "lightning")
 """Packages whose classes the configuration of a run may name without being allowed to."""
@@ -99,7 +98,7 @@ class Run:
                     f"{root} did not finish: resume it with `recpo train --config {root}/{RESOLVED} --resume true`"
                 )
             raise RecpoError(f"{root} is no run directory: {FINISHED} is missing; make one with `recpo train`")
-        facts = read_json(root / FINISHED)
+        facts = read_json(root / FINISHED, REMEDY)
         if facts.get("format_version") != FORMAT_VERSION:
             raise RecpoError(
                 f"{root}: format_version {facts.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; train it "
@@ -136,7 +135,7 @@ class Run:
     @cached_property
     def configuration(self) -> dict[str, Any]:
         """Every option of the run, as ``resolved.yaml`` says it; item codes are those in the run."""
-        content: dict[str, Any] = read_configuration(self.root / RESOLVED)
+        content: dict[str, Any] = read_yaml(self.root / RESOLVED, REMEDY)
         policy = content.get("policy", {})
         if (self.root / CODES).is_dir():
             # of a tilted policy the codes are its base's
@@ -173,7 +172,7 @@ class Run:
     @cached_property
     def feedback(self) -> FeedbackDefinition:
         """How feedback levels are computed from raw events."""
-        return FeedbackDefinition.from_json(read_json(self.root / FEEDBACK), str(self.root / FEEDBACK))
+        return FeedbackDefinition.from_json(read_json(self.root / FEEDBACK, REMEDY), str(self.root / FEEDBACK))
 
     def validate_items(self, data: Prepared) -> None:
         """Raises ``RecpoError`` where prepared data holds other items than the run was trained on."""
@@ -341,21 +340,6 @@ def differences(before: Any, after: Any, prefix: str = "") -> Iterator[str]:
         yield prefix.rstrip(".").replace("init_args.", "")
 
 
-def read_configuration(file: Path) -> dict[str, Any]:
-    """Reads ``resolved.yaml``.
-
-    Raises:
-        RecpoError: it is missing or damaged.
-    """
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecpoError(f"{file} cannot be read ({' '.join(str(error).split())}); train the run again") from error
-    if not isinstance(content, dict):
-        raise RecpoError(f"{file} is damaged: a mapping is expected; train the run again")
-    return content
-
-
 def write_start(root: Path, resolved: str, data: Prepared, codes: Path | None, origin: dict[str, Any]) -> None:
     """Writes what a run holds before its first step.
 
@@ -415,21 +399,6 @@ def write_text(file: Path, text: str) -> None:
     """Writes a file, whole or not at all."""
     with output_file(file) as partial:
         partial.write_text(text, encoding="utf-8")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object of a run.
-
-    Raises:
-        RecpoError: it cannot be read.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecpoError(f"{file} cannot be read ({error}); copy the whole run again, or train it again") from error
-    if not isinstance(content, dict):
-        raise RecpoError(f"{file} is damaged: a JSON object is expected; copy the whole run again, or train it again")
-    return content
 
 
 def load_weights(module: nn.Module, checkpoint: Path, prefix: str = "policy.") -> None:

@@ -17,7 +17,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
-from recpo.artifacts import kind_of
+from recpo.artifacts import kind_of, read_json, read_yaml
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.factorization.factors import MANIFEST as FACTORS_MANIFEST
@@ -27,13 +27,12 @@ from recpo.training.run import (
     FINISHED,
     FORMAT_VERSION,
     ORIGIN,
+    REMEDY,
     RESOLVED,
     Run,
     checkpoint_path,
     differences,
     mark_finished,
-    read_configuration,
-    read_json,
     write_start,
     write_text,
 )
@@ -68,7 +67,10 @@ def origin(text: str, options: TrainOptions, base: Path | None, world_size: int)
         "contexts_per_step": _batch_size(configuration) * options.trainer.accumulate_grad_batches * world_size,
     }
     if base is not None and (base / FINISHED).is_file():
-        content["init_from"] = {"path": str(base), "files_sha256": _sha256_of(read_json(base / FINISHED)["files"])}
+        content["init_from"] = {
+            "path": str(base),
+            "files_sha256": _sha256_of(read_json(base / FINISHED, REMEDY)["files"]),
+        }
     runs = sorted(set(_reward_runs(configuration)))
     if runs:
         checksums = {path: _checksum_of_reward(path) for path in runs}
@@ -106,7 +108,7 @@ def validate(
             raise RecpoError(f"{out} exists already: pass --resume true to go on, --overwrite true to start anew")
         _validate_no_input(out, text)
         return None
-    if not (out / ORIGIN).is_file() or read_json(out / ORIGIN).get("format_version") != FORMAT_VERSION:
+    if not (out / ORIGIN).is_file() or read_json(out / ORIGIN, REMEDY).get("format_version") != FORMAT_VERSION:
         raise RecpoError(f"{out} was begun by another version of recpo and cannot be resumed: train it again")
     _validate_same(out, text, now)
     if goes_on is not None and goes_on.is_dir() != options.trainer.shards_tables:
@@ -119,11 +121,11 @@ def validate(
 
 
 def _validate_same(out: Path, text: str, now: dict[str, Any]) -> None:
-    then = read_json(out / ORIGIN)
+    then = read_json(out / ORIGIN, REMEDY)
     allowed = [*MAY_CHANGE, *_OF_THE_SAME_CONTENT]
     if then["contexts_per_step"] == now["contexts_per_step"]:
         allowed += _OF_THE_SAME_STEP
-    changed = differences(_plain(read_configuration(out / RESOLVED)), _plain(yaml.safe_load(text)))
+    changed = differences(_plain(read_yaml(out / RESOLVED, REMEDY)), _plain(yaml.safe_load(text)))
     others = [key for key in changed if not any(key == name or key.startswith(name + ".") for name in allowed)]
     if others:
         raise RecpoError(
@@ -269,7 +271,7 @@ def _batch_size(configuration: dict[str, Any]) -> int:
 def _checksum_of_reward(path: str) -> str | None:
     """Of a finished run or of factors; None of anything else."""
     if kind_of(path) == "factors":
-        return str(read_json(Path(path) / FACTORS_MANIFEST)["sha256"])
+        return str(read_json(Path(path) / FACTORS_MANIFEST, "fit the factors again")["sha256"])
     return _sha256_of(Run.open(path).facts["files"]) if (Path(path) / FINISHED).is_file() else None
 
 
