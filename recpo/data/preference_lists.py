@@ -15,7 +15,7 @@ from recpo.types import FeedbackBatch, Slates, SlateTraits
 
 # How often a place is drawn anew when it got an item that the user likes or that the list holds already.
 _ATTEMPTS = 8
-_DISLIKES, _SKIPPED, _UNIFORM, _POPULARITY, _IN_BATCH = range(5)
+_DISLIKES, _SKIPPED, _EXPOSED, _UNIFORM, _POPULARITY, _IN_BATCH = range(6)
 
 # of SplitMix64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -28,8 +28,8 @@ class PreferenceListLayout(Layout):
 
     Which events are positive and which are skipped is settled by the prepared log (``FeedbackRule``). A context is what
     happened before the event's request. The rejected items come from the sources below, a number of each. No list holds
-    an item twice, and no rejected item is one of the user's positives of the training period: a place for which no such
-    item is found in a few draws stays empty.
+    an item twice, and no rejected item is one of the user's positives of the training period, even if it was disliked
+    another time: a place for which no such item is found in a few draws stays empty.
 
     A draw is a function of (seed, epoch, row, place) alone, except that ``in_batch`` depends on what else is in the
     batch.
@@ -38,14 +38,17 @@ class PreferenceListLayout(Layout):
         history_length: H, the events before the request that the policy sees.
         dislikes: items that the user disliked, at any time of the training period.
         skipped: items that the user was shown and skipped.
+        exposed: items that the user was shown, labeled or disliked, and never positive: neutral, skipped and disliked
+            ones alike, in place of ``dislikes`` and ``skipped``. What the user passed over was chosen by the same
+            logging policy as what the user liked, so its preferences cancel.
         uniform: items drawn uniformly from the catalog.
         popularity: items drawn in proportion to ``train_count ** popularity_power``.
         in_batch: chosen items of other rows of the batch.
         hard: the policy's own top ranks, which training appends; the better the policy, the more of them the user would
             have liked.
         popularity_power: 1 = as often as in the log, 0 = uniformly over the items that occur in it.
-        fill: where a user has fewer dislikes or skipped items than asked for, items drawn uniformly take their
-            places, so that all lists are equally long; false = such places stay empty.
+        fill: where a user has fewer dislikes, skipped or exposed items than asked for, items drawn uniformly take
+            their places, so that all lists are equally long; false = such places stay empty.
     """
 
     history_length: int = 50
@@ -57,17 +60,23 @@ class PreferenceListLayout(Layout):
     hard: int = 0
     popularity_power: float = 0.75
     fill: bool = True
+    exposed: int = 0
 
     cuts_by_label: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        counts = {name: getattr(self, name) for name in ("dislikes", "skipped", "uniform", "popularity", "in_batch")}
-        counts["hard"] = self.hard
+        names = ("dislikes", "skipped", "exposed", "uniform", "popularity", "in_batch", "hard")
+        counts = {name: getattr(self, name) for name in names}
         negative = [f"{name}: {count}" for name, count in counts.items() if count < 0]
         if negative or not any(counts.values()):
             raise RecpoError(
                 f"PreferenceListLayout: {negative[0] + ' is negative' if negative else 'every source is 0'}; "
                 f"give at least one of {', '.join(counts)} a number of rejected items"
+            )
+        if self.exposed and (self.dislikes or self.skipped):
+            raise RecpoError(
+                "PreferenceListLayout: exposed holds disliked and skipped items already, and no list holds an item "
+                "twice: set dislikes and skipped to 0"
             )
 
     @property
@@ -105,12 +114,13 @@ class _Pairs(NamedTuple):
 
 
 class _ShardIndex(NamedTuple):
-    """What the users of a shard like, disliked and skipped."""
+    """What the users of a shard like, disliked, skipped, and were shown without ever liking it."""
 
     events: Events
     positives: _Pairs
     dislikes: _Pairs
     skipped: _Pairs
+    exposed: _Pairs
 
 
 class _Drawn(NamedTuple):
@@ -131,7 +141,7 @@ class _PreferenceBatches:
 
     def __init__(self, layout: PreferenceListLayout, catalog: Catalog, seed: int) -> None:
         self._layout, self._stride, self._seed = layout, catalog.num_items + 1, seed
-        counts = [layout.dislikes, layout.skipped, layout.uniform, layout.popularity, layout.in_batch]
+        counts = [layout.dislikes, layout.skipped, layout.exposed, layout.uniform, layout.popularity, layout.in_batch]
         self._source = np.repeat(np.arange(len(counts)), counts)
         self._cdf: np.ndarray | None = None
         if catalog.train_counts is not None:
@@ -176,7 +186,8 @@ class _PreferenceBatches:
         dislikes = self._pairs(events, events.dislike & ~liked)
         disliked = dislikes.holds(self._keys(events.user_index, events.item_index))
         skipped = self._pairs(events, events.skipped & ~liked & ~disliked)
-        return _ShardIndex(events, positives, dislikes, skipped)
+        shown = self._pairs(events, (events.dislike | ~np.isnan(events.label)) & ~liked)
+        return _ShardIndex(events, positives, dislikes, skipped, shown)
 
     def _pairs(self, events: Events, which: np.ndarray) -> _Pairs:
         rows = np.flatnonzero(which)
@@ -191,7 +202,7 @@ class _PreferenceBatches:
     ) -> _Drawn:
         drawn = self._logged(index, user, context_ids, epoch)
         items, place = drawn.items, np.arange(len(self._source))
-        wanted = (self._source > _SKIPPED) | self._layout.fill
+        wanted = (self._source > _EXPOSED) | self._layout.fill
         for attempt in range(_ATTEMPTS):
             empty = (items == 0) & wanted
             if not empty.any():
@@ -204,10 +215,11 @@ class _PreferenceBatches:
         return _Drawn(items, np.where(drawn.items > 0, drawn.events, -1))
 
     def _logged(self, index: _ShardIndex, user: np.ndarray, context_ids: np.ndarray, epoch: int) -> _Drawn:
-        """Dislikes and skipped items: a run of each of the user's, from a random start."""
+        """Dislikes, skipped and exposed items: a run of each of the user's, from a random start."""
         items = np.zeros((len(user), len(self._source)), np.int64)
         event = np.full_like(items, -1)
-        for source, pairs in ((_DISLIKES, index.dislikes), (_SKIPPED, index.skipped)):
+        logged = ((_DISLIKES, index.dislikes), (_SKIPPED, index.skipped), (_EXPOSED, index.exposed))
+        for source, pairs in logged:
             places = np.flatnonzero(self._source == source)
             if not len(places) or not len(pairs.key):
                 continue

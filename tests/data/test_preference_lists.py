@@ -178,11 +178,28 @@ def test_an_empty_window_is_an_empty_slate(events):
     assert (batch.slates.item_ids == 0).all()
 
 
+def test_exposed_items_are_the_own_labeled_or_disliked_ones_that_were_never_positive(events):
+    layout = layout_of(exposed=NUM_ITEMS, fill=False)
+    windows = layout.windows_of(events)
+    slates = layout.batch_maker(Catalog(NUM_ITEMS), 0)(events, windows, np.arange(len(windows.slate_start)), 0).slates
+    assert len(windows.slate_start) > 5
+    known = events.dislike | ~np.isnan(events.label)
+    for row, chosen in enumerate(events.by_request[windows.slate_start]):
+        own = events.user_index == events.user_index[chosen]
+        liked = set(events.item_index[own & events.positive].tolist())
+        rejected = slates.item_ids[row][slates.mask[row] & ~slates.chosen[row]].tolist()
+        assert sorted(rejected) == sorted(set(events.item_index[own & known].tolist()) - liked)
+        assert slates.is_logged[row][slates.mask[row]].all()
+        assert not slates.positive[row][slates.mask[row] & ~slates.chosen[row]].any()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (NONE, "every source is 0"),
         ({"uniform": -1}, "uniform: -1 is negative"),
+        ({**NONE, "exposed": 2, "skipped": 1}, "exposed holds disliked and skipped items already"),
+        ({"exposed": 2}, "set dislikes and skipped to 0"),
     ],
 )
 def test_impossible_lists_are_refused(options, message):
