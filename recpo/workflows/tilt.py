@@ -15,7 +15,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from tqdm import tqdm
 
-from recpo.artifacts import output_directory, write_json
+from recpo.artifacts import output_directory, read_yaml, write_json
 from recpo.contracts import Policy, RewardFunction
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
@@ -39,11 +39,11 @@ from recpo.training.run import (
     FORMAT_VERSION,
     ITEMS,
     ORIGIN,
+    REMEDY,
     RESOLVED,
     Run,
     checkpoint_path,
     mark_finished,
-    read_configuration,
     write_text,
 )
 from recpo.types import EvaluationBatch, Slates
@@ -451,7 +451,7 @@ def _write(
     if (base.root / CODES).is_dir():
         shutil.copytree(base.root / CODES, root / CODES)
     candidates = policy.candidates if isinstance(policy, RerankedPolicy) else 0
-    below = read_configuration(base.root / RESOLVED)["policy"]
+    below = read_yaml(base.root / RESOLVED, REMEDY)["policy"]
     arguments = {"base": below, **_arguments(policy.base, factors, how.beta, candidates)}
     own = f"{type(policy).__module__}.{type(policy).__qualname__}"
     text = yaml.safe_dump({"policy": {"class_path": own, "init_args": arguments}}, sort_keys=False)
