@@ -138,27 +138,33 @@ def calibrate(
 
 
 def _named(rewards: Source | Sequence[Source] | Mapping[str, Source]) -> dict[str, Source]:
-    """Directories by their own names where these differ, reward functions by their class."""
+    """Directories by their own names where these differ, by whole paths otherwise; reward functions by their class."""
     if isinstance(rewards, Mapping):
         named = dict(rewards)
     else:
         single = isinstance(rewards, RewardFunction | Run | Path | str)
         sources: list[Source] = [rewards] if single else list(rewards)  # type: ignore[list-item, arg-type]
+        paths = [_directory(source) for source in sources]
+        if again := [str(path) for path in paths if path is not None and paths.count(path) > 1]:
+            raise RecpoError(f"the same directory is named twice: {again[0]}")
+        names = [type(one).__name__ if path is None else path.name for one, path in zip(sources, paths, strict=True)]
         named = {}
-        for source in sources:
-            whole = str(source.root if isinstance(source, Run) else source)
-            name = type(source).__name__ if isinstance(source, RewardFunction) else Path(whole).resolve().name
-            if name in named and not isinstance(source, RewardFunction):
-                name = whole
-            count = sum(other.split(" ")[0] == name for other in named)
-            if name in named and not isinstance(source, RewardFunction):
-                raise RecpoError(f"the same directory is named twice: {whole}")
-            named[name if name not in named else f"{name} {count + 1}"] = source
+        for number, (source, path, name) in enumerate(zip(sources, paths, names, strict=True)):
+            own = name
+            if names.count(name) > 1:
+                own = f"{name} {names[: number + 1].count(name)}" if path is None else str(path)
+            named[own] = source
     if not named:
         raise RecpoError(
             "nothing to calibrate: name at least one run of a reward model, one directory of factors, or one reward"
         )
     return named
+
+
+def _directory(source: Source) -> Path | None:
+    if isinstance(source, RewardFunction):
+        return None
+    return (source.root if isinstance(source, Run) else Path(source)).resolve()
 
 
 def _opened(source: Source, data: Prepared, checkpoint: Checkpoint, trust: Sequence[str]) -> RewardFunction | Run:
