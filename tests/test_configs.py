@@ -61,7 +61,8 @@ def codes(prepared, tmp_path_factory):
 def options(prepared, codes):
     def of(config, out, semantic=False):
         pairs = {"config": config, "data.prepared": prepared, "out": out, **SMALL}
-        pairs |= {"policy.class_path": "SemanticIdPolicy"} if semantic else {}
+        # the weights of semantic_pretrain.yaml, which has no profile, must fit
+        pairs |= {"policy.class_path": "SemanticIdPolicy", "policy.init_args.profile": "false"} if semantic else {}
         pairs |= {"policy.init_args.codes": codes, **SEMANTIC} if semantic or is_semantic(config) else {}
         return [word for key, value in pairs.items() for word in (f"--{key}", str(value))]
 
