@@ -15,6 +15,7 @@ from rich.table import Table
 from recpo.artifacts import output_directory, write_json
 from recpo.cli.evaluate import evaluate
 from recpo.cli.export import export
+from recpo.cli.factorize import factorize
 from recpo.cli.main import run
 from recpo.cli.output import console
 from recpo.cli.prepare import prepare
@@ -27,18 +28,31 @@ from recpo.evaluation.estimates import Estimate, estimate_over_seeds
 from recpo.evaluation.evaluation import METRICS
 from recpo.simulation.parameters import SimulationParameters
 
-_METRICS = {"NDCG@10": "NDCG@10 on positives", "disliked@10": "disliked@10", "true_reward@10": "true expected reward"}
-_CONFIGS = ("pretrain.yaml", "gbpo.yaml")
+_METRICS = {
+    "NDCG@10": "NDCG@10 on positives",
+    "disliked@10": "disliked@10",
+    "true_reward@10": "true expected reward",
+    "true_dislike@10": "true dislikes",
+}
+_BASELINES = ("popularity", "factorization", "oracle")
+# how a policy is trained, one after the other, and how its rows are called
+_ROAD = {"pretrain": "pre-trained", "gbpo": "GBPO-aligned", "mpo": "value-aligned"}
 # the demo's catalog is small: three levels of this size hold it many times over
 _CODEBOOK_SIZE = 32
 
 
 class _Family(NamedTuple):
-    """One kind of policy on the road: how its rows, and its configurations and runs, begin."""
+    """One kind of policy: how its rows, and its configurations and runs, begin, and which of ``_ROAD`` it goes."""
 
     label: str
     prefix: str
+    road: tuple[str, ...]
     options: tuple[object, ...]
+
+    @property
+    def configurations(self) -> list[str]:
+        """Files that train it."""
+        return [f"{self.prefix}{step}.yaml" for step in self.road]
 
 
 def demo(
@@ -54,8 +68,9 @@ def demo(
 ) -> None:
     """Simulates a log, prepares it, pre-trains and aligns policies, evaluates them, exports one and recommends.
 
-    Ends with a table of popularity, pre-trained and aligned policies in which the true expected reward is known,
-    because the users are simulated.
+    Ends with a table of popularity, a matrix factorization, pre-trained policies, policies aligned from the log (GBPO)
+    and policies aligned for value (MPO with the factorization as its reward). Their true expected reward is known,
+    because the users are simulated; the oracle has the most that any list can have.
 
     Args:
         out: directory for everything that the demo writes.
@@ -65,31 +80,35 @@ def demo(
         users: simulated users.
         items: simulated items.
         events: simulated events.
-        epochs: epochs of pre-training and of alignment, to try the road in a hurry; null = what the YAML files say.
+        epochs: epochs of every training, to try the road in a hurry; null = what the YAML files say.
         overwrite: replace ``out`` where an earlier demo wrote it.
     """
     SimulationParameters(users=users, items=items, events=events)  # raises now what would end the first step
-    _validate_options(seeds, configs, ["", "semantic_"] if policy == "SemanticIdPolicy" else [""])
+    families = [_Family("", "", tuple(_ROAD), ())]
+    if policy == "SemanticIdPolicy":
+        options = ("--policy.init_args.codes", out / "codes")
+        families.append(_Family("semantic ids, ", "semantic_", ("pretrain", "gbpo"), options))
+    _validate_options(seeds, configs, families)
     with output_directory(out, kind="demo", overwrite=overwrite):
         pass  # an earlier demo goes, and nothing else; the steps fill the directory one by one
     started = time.monotonic()
-    log, prepared, codes, bundle = out / "log", out / "prepared", out / "codes", out / "bundle"
+    log, prepared, factors, bundle = out / "log", out / "prepared", out / "factors", out / "bundle"
     _step(simulate, "--out", log, "--users", users, "--items", items, "--events", events)
     _step(prepare, "--log", log / "log", "--out", prepared)
-    families = [_Family("", "", ())]
+    _step(factorize, "--prepared", prepared, "--out", factors)
     if policy == "SemanticIdPolicy":
-        _step(tokenize, "--prepared", prepared, "--out", codes, "--codebook_size", _CODEBOOK_SIZE)
-        families.append(_Family("semantic ids, ", "semantic_", ("--policy.init_args.codes", codes)))
+        _step(tokenize, "--prepared", prepared, "--out", out / "codes", "--codebook_size", _CODEBOOK_SIZE)
     hurry = [] if epochs is None else ["--trainer.max_epochs", epochs]
     runs = []
     for family in families:
         for seed in range(seeds):
             common = ["--data.prepared", prepared, "--seed", seed, "--data.seed", seed, *family.options, *hurry]
-            runs += _train(out, configs, family.prefix, seed, common)
+            runs += _train(out, configs, family, seed, common)
     listed = [str(path) for path in runs]
     evaluation = out / "evaluation"
-    _step(evaluate, "--prepared", prepared, "--run", json.dumps(listed), "--truth", log / "truth", "--out", evaluation)
-    exported = out / f"{families[-1].prefix}gbpo-0"
+    compared = ["--run", json.dumps(listed), "--baselines", json.dumps(["popularity"]), "--factors", factors]
+    _step(evaluate, "--prepared", prepared, *compared, "--truth", log / "truth", "--out", evaluation)
+    exported = out / f"{families[-1].prefix}{families[-1].road[-1]}-0"
     _step(export, "--run", exported, "--out", bundle)
     histories, lists = prepared / "histories.parquet", out / "recommendations.parquet"
     _step(recommend, "--bundle", bundle, "--histories", histories, "--out", lists, "--k", 10, "--show", 3)
@@ -99,20 +118,23 @@ def demo(
     print(f"the whole road took {time.monotonic() - started:.0f} s; everything it wrote is in {out}")
 
 
-def _validate_options(seeds: int, configs: Path, prefixes: list[str]) -> None:
+def _validate_options(seeds: int, configs: Path, families: list[_Family]) -> None:
     if seeds < 2:
         raise RecpoError(f"seeds is {seeds}; the table gives intervals over seeds, which need at least 2")
-    absent = [file for prefix in prefixes for name in _CONFIGS if not (file := configs / f"{prefix}{name}").is_file()]
+    absent = [file for one in families for name in one.configurations if not (file := configs / name).is_file()]
     if absent:
         raise RecpoError(f"{absent[0]} is missing: run the demo where recpo was cloned to, or name its --configs")
 
 
-def _train(out: Path, configs: Path, prefix: str, seed: int, common: list[object]) -> list[Path]:
-    """Pre-trains and aligns one policy; returns the two runs."""
-    pretrained, aligned = out / f"{prefix}pretrain-{seed}", out / f"{prefix}gbpo-{seed}"
-    _step(train, "--config", configs / f"{prefix}pretrain.yaml", *common, "--out", pretrained)
-    _step(train, "--config", configs / f"{prefix}gbpo.yaml", *common, "--init_from", pretrained, "--out", aligned)
-    return [pretrained, aligned]
+def _train(out: Path, configs: Path, family: _Family, seed: int, common: list[object]) -> list[Path]:
+    """Pre-trains a policy and aligns it, every way from the pre-trained one; returns the runs."""
+    pretrained, *aligned = (out / f"{family.prefix}{step}-{seed}" for step in family.road)
+    first, *others = (configs / name for name in family.configurations)
+    _step(train, "--config", first, *common, "--out", pretrained)
+    for config, run_directory in zip(others, aligned, strict=True):
+        reward = ["--reward.init_args.factors", out / "factors"] if config.name == "mpo.yaml" else []
+        _step(train, "--config", config, *common, *reward, "--init_from", pretrained, "--out", run_directory)
+    return [pretrained, *aligned]
 
 
 def _step(verb: Callable[..., None], *options: object) -> None:
@@ -122,21 +144,29 @@ def _step(verb: Callable[..., None], *options: object) -> None:
 
 
 def _summary(document: dict[str, Any], families: list[_Family], seeds: int) -> dict[str, Any]:
-    """Means over seeds with intervals, and the paired difference of aligned and pre-trained policies."""
+    """Means over seeds with intervals, and paired differences over the seeds."""
     metrics = {contender["name"]: contender["metrics"] for contender in document["contenders"]}
+    metrics["factorization"] = metrics["factors"]
 
     def of(kind: str, metric: str) -> list[float]:
         return [metrics[f"{kind}-{seed}"][metric]["mean"] for seed in range(seeds)]
 
+    def of_baseline(name: str, metric: str) -> list[float]:
+        return [metrics[name][metric]["mean"]] * seeds
+
     def over_seeds(values: Callable[[str], list[float]]) -> dict[str, Any]:
         return {name: estimate_over_seeds(values(name))._asdict() for name in _METRICS}
 
-    summary: dict[str, Any] = {"popularity": {name: metrics["popularity"][name] for name in _METRICS}}
-    for label, prefix, _ in families:
-        before, after = partial(of, f"{prefix}pretrain"), partial(of, f"{prefix}gbpo")
-        summary[f"{label}pre-trained"] = over_seeds(before)
-        summary[f"{label}GBPO-aligned"] = over_seeds(after)
-        summary[f"{label}aligned - pre-trained"] = over_seeds(partial(_differences, after, before))
+    summary = {name: {metric: metrics[name][metric] for metric in _METRICS} for name in _BASELINES}
+    for family in families:
+        runs = {step: partial(of, f"{family.prefix}{step}") for step in family.road}
+        for step, values in runs.items():
+            summary[f"{family.label}{_ROAD[step]}"] = over_seeds(values)
+        gain = partial(_differences, runs["gbpo"], runs["pretrain"])
+        summary[f"{family.label}GBPO-aligned - pre-trained"] = over_seeds(gain)
+        last = family.road[-1]
+        gain = partial(_differences, runs[last], partial(of_baseline, "factorization"))
+        summary[f"{family.label}{_ROAD[last]} - factorization"] = over_seeds(gain)
     return summary
 
 
@@ -145,7 +175,7 @@ def _differences(after: Callable[[str], list[float]], before: Callable[[str], li
 
 
 def _table(summary: dict[str, Any], seeds: int) -> Table:
-    caption = f"mean ± half of the 95 % interval, over {seeds} seeds (popularity: over users)"
+    caption = f"mean ± half of the 95 % interval, over {seeds} seeds (popularity, factorization, oracle: over users)"
     table = Table(title="test period", title_justify="left", caption=caption, caption_justify="left")
     table.add_column("policy")
     for heading in _METRICS.values():

@@ -11,16 +11,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-VERBS = ("simulate", "prepare", "train", "evaluate", "export", "recommend")
-ROWS = ["GBPO-aligned", "aligned - pre-trained", "pre-trained"]
+VERBS = ("simulate", "prepare", "factorize", "train", "evaluate", "export", "recommend")
+ROWS = ["pre-trained", "GBPO-aligned", "value-aligned", "GBPO-aligned - pre-trained", "value-aligned - factorization"]
+SEMANTIC = ["pre-trained", "GBPO-aligned", "GBPO-aligned - pre-trained", "GBPO-aligned - factorization"]
+SEMANTIC = [f"semantic ids, {row}" for row in SEMANTIC]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "verbs", "families"),
-    [("CatalogSoftmaxPolicy", VERBS, [""]), ("SemanticIdPolicy", ("tokenize", *VERBS), ["", "semantic ids, "])],
+    ("policy", "verbs", "rows"),
+    [("CatalogSoftmaxPolicy", VERBS, ROWS), ("SemanticIdPolicy", ("tokenize", *VERBS), ROWS + SEMANTIC)],
 )
-def test_the_whole_road_in_a_hurry(policy, verbs, families, tmp_path):
+def test_the_whole_road_in_a_hurry(policy, verbs, rows, tmp_path):
     out = tmp_path / "demo"
     size = ["--users", "150", "--items", "60", "--events", "9000", "--seeds", "2", "--epochs", "2"]
     command = [sys.executable, "-m", "recpo.cli.main", "demo", "--out", str(out), "--policy", policy, *size]
@@ -29,11 +31,12 @@ def test_the_whole_road_in_a_hurry(policy, verbs, families, tmp_path):
     for verb in verbs:
         assert f"$ recpo {verb} " in done.stdout
     summary = json.loads((out / "summary.json").read_text())
-    assert sorted(summary) == sorted(["popularity", *(f"{family}{row}" for family in families for row in ROWS)])
+    assert sorted(summary) == sorted(["popularity", "factorization", "oracle", *rows])
     exported = json.loads((out / "bundle" / "manifest.json").read_text())["policy"]["class"]
     assert exported.endswith(policy)
     for row in summary.values():
-        assert row.keys() == {"NDCG@10", "disliked@10", "true_reward@10"}
+        assert row.keys() == {"NDCG@10", "disliked@10", "true_reward@10", "true_dislike@10"}
+    assert summary["popularity"]["true_reward@10"]["mean"] < summary["oracle"]["true_reward@10"]["mean"]
     lists = pq.read_table(out / "recommendations.parquet")
     assert lists.column_names == ["user_id", "rank", "item_id", "score"]
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
