@@ -58,12 +58,19 @@ def entry_of(data, given, **options):
     return found.document["contenders"][0], found.warnings
 
 
+def of_lists(metrics):
+    """Without those of scores, which lists do not have."""
+    return {name: value for name, value in metrics.items() if not name.startswith("AUC")}
+
+
 def test_lists_of_a_contender_have_exactly_its_numbers(data, popular, reference):
     found, warnings = entry_of(data, Lists("other", popular))
     assert (found["name"], found["kind"]) == ("other", "lists")
-    for part in ("totals", "segments", "off_policy"):
+    for part in ("totals", "off_policy"):
         assert found[part] == reference[part]
-    assert found["metrics"] == {name: v for name, v in reference["metrics"].items() if not name.startswith("AUC")}
+    assert found["metrics"] == of_lists(reference["metrics"])
+    for segment, bins in reference["segments"].items():
+        assert found["segments"][segment] == {name: of_lists(metrics) for name, metrics in bins.items()}
     assert not any(warning.startswith("other") for warning in warnings)
     assert found["counts"]["list_rows"] == len(popular)
     assert reference["counts"].items() <= found["counts"].items()
@@ -81,7 +88,7 @@ def test_the_order_of_rows_repeats_and_unknown_ids_change_nothing(data, popular,
     if scored:
         rows = rows.assign(score=np.exp(-rows["rank"] / 50.0)).drop(columns="rank")
     found, warnings = entry_of(data, Lists("other", rows), off_policy=None, segments=False)
-    assert found["metrics"] == {name: v for name, v in reference["metrics"].items() if not name.startswith("AUC")}
+    assert found["metrics"] == of_lists(reference["metrics"])
     counts = found["counts"]
     assert (counts["list_rows"], counts["list_rows_repeated"]) == (len(rows), repeats)
     assert (counts["list_rows_of_unknown_users"], counts["list_unknown_users"]) == (2, 1)
