@@ -288,6 +288,7 @@ EQUIVALENT: dict[str, str] = {
         ],
         "a float of NumPy for one of Python",
     ),
+    "recpo/objectives/q_learning.py: mask = inputs.logp.mask": "any and zero_masked take numbers as they take bools",
 }
 
 SWAPS: dict[type, type] = {
