@@ -249,7 +249,7 @@ def test_moments_of_ratios_are_exact():
     assert many["ratio_mean"].item() == pytest.approx(1.25, rel=0.02)
     assert many["effective_sample_size"].dtype == torch.float32
     assert many["effective_sample_size"].item() == pytest.approx(1.0, rel=0.02)
-    assert masked_mean(torch.ones(2).bfloat16(), torch.ones(2)).dtype == torch.float32
+    assert masked_mean(torch.ones(2).bfloat16(), torch.ones(2).bool()).dtype == torch.float32
 
 
 def test_gradient_share_of_negatives_is_exact():
