@@ -181,6 +181,9 @@ def test_what_rewards_learn_from_and_their_defaults():
     assert ValidityReward() == ValidityReward(5)
     both = WeightedSum((LoggedReward(), HitReward()), (1.0, 2.0))
     assert both.learns_from == {"labels", "positives"}
+    assert RankAwareReward().reads_ranks is True
+    assert HitReward().reads_ranks is both.reads_ranks is False
+    assert WeightedSum((LoggedReward(), RankAwareReward()), (1.0, 1.0)).reads_ranks is True
 
 
 def test_logged_reward_needs_labels():
