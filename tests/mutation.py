@@ -285,6 +285,8 @@ EQUIVALENT: dict[str, str] = {
             "recpo/evaluation/off_policy/additive_model.py: "
             "return cls(mean, torch.from_numpy(users), torch.from_numpy(items))",
             "recpo/evaluation/off_policy/additive_model.py: squares += (residual ** 2).sum()",
+            "recpo/evaluation/off_policy/additive_model.py: "
+            "return (effect, max(squares - explained, 0.0) / rows_in_all)",
         ],
         "a float of NumPy for one of Python",
     ),

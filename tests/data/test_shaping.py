@@ -113,6 +113,9 @@ def test_duration_groups_have_equally_many_train_events(engine):
     watch = list(range(1000, 13_000, 1000))
     found = labeled(engine, D2Q(groups=2), [0] * 12, watch, duration, [0] * 12)
     np.testing.assert_allclose(found, [(2 * rank - 1) / 12 for rank in range(1, 7)] * 2)
+    # a later item that is longer than all falls into the last group, above three of its six
+    later = labeled(engine, D2Q(groups=2), [0] * 13, [*watch, 9500], [*duration, 50_000], [0] * 12 + [1])
+    assert later[-1] == pytest.approx(0.5)
 
 
 def test_watch_time_gains_are_compared_across_buckets(engine):
@@ -129,9 +132,9 @@ def test_watch_time_gains_are_compared_across_buckets(engine):
     np.testing.assert_allclose(
         gains([1000] * 4 + [1001] + long, *rest), np.array([8] * 4 + [19, 1, 3, 13, 15, 17]) / 20
     )
-    # without a deviation a later watch time gains its distance in milliseconds, 1: above nine of ten
-    later = gains([1000] * 5 + long + [1001], rest[0] + [4000], rest[1] + [1])
-    assert later[-1] == pytest.approx(0.9)
+    # without a deviation a later watch time gains its distance in milliseconds, 1 or 2: above nine of ten, above all
+    later = gains([1000] * 5 + long + [1001, 1002], rest[0] + [4000] * 2, rest[1] + [1] * 2)
+    assert later[-2:].tolist() == pytest.approx([0.9, 1.0])
 
 
 def test_a_user_with_too_few_watch_times_has_the_place_among_all(engine):

@@ -166,10 +166,17 @@ def test_the_first_effects_of_the_reward_model():
     assert not torch.equal(default, four)
 
 
+def test_the_least_divisor_of_the_reward_model():
+    chunk = RewardedExposures(np.array([0, 1]), np.array([1, 2]), np.array([1.0, 0.0]))
+    model = AdditiveRewardModel.fit(lambda: [chunk], num_users=2, num_items=2, rounds=1)
+    assert model.item_effect.tolist() == pytest.approx([0.0, 0.25, -0.25])  # noise and spread are both 1/4
+
+
 def test_a_reward_model_of_one_user_whose_rewards_are_0():
     chunk = RewardedExposures(np.zeros(2, int), np.array([1, 2]), np.zeros(2))
-    model = AdditiveRewardModel.fit(lambda: [chunk], num_users=1, num_items=2)
-    assert model(torch.tensor([0, 1]), torch.tensor([[1], [2]])).tolist() == [[0.0], [0.0]]
+    for rounds in (1, 3):
+        model = AdditiveRewardModel.fit(lambda: [chunk], num_users=1, num_items=2, rounds=rounds)
+        assert model(torch.tensor([0, 1]), torch.tensor([[1], [2]])).tolist() == [[0.0], [0.0]]
 
 
 # ---------------------------------------------------------------- results
