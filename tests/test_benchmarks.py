@@ -158,3 +158,14 @@ def test_gpu_benchmark_measures_shares_of_the_peaks():
     for line in lines.values():
         assert 0 < line["ms_min"] <= line["ms"] <= line["ms_max"]
         assert 0 <= line.get("share_of_product", 0) < 1.5  # the copy comes before the first product
+
+
+def test_value_compares_runs_of_several_seeds_with_baselines_and_the_oracle(tmp_path):
+    lines = lines_of("value.py", "--work", str(tmp_path), "--worlds", "confounded:3")
+    found = {line["contender"]: line for line in lines if "contender" in line}
+    runs = {f"{name}-{seed}" for name in ("pretrain", "gbpo", "mpo", "tilted") for seed in (0, 1)}
+    baselines = {"popularity", "factorization", "implicit_als", "ease"}
+    assert found.keys() == runs | baselines | {"oracle", "logging policy"}
+    assert max(found.values(), key=lambda line: line["true_reward@10"])["contender"] == "oracle"
+    assert {(line["world"], line["seed"]) for line in found.values()} == {("confounded", 3)}
+    assert [-1 <= line["kendall_tau"] <= 1 for line in lines if "kendall_tau" in line] == [True]

@@ -34,7 +34,7 @@ _METRICS = {
     "true_reward@10": "true expected reward",
     "true_dislike@10": "true dislikes",
 }
-_BASELINES = ("popularity", "factorization", "oracle")
+_BASELINES = ("popularity", "implicit_als", "factorization", "oracle")
 # how a policy is trained, one after the other, and how its rows are called
 _ROAD = {"pretrain": "pre-trained", "gbpo": "GBPO-aligned", "mpo": "value-aligned"}
 # the demo's catalog is small: three levels of this size hold it many times over
@@ -68,7 +68,7 @@ def demo(
 ) -> None:
     """Simulates a log, prepares it, pre-trains and aligns policies, evaluates them, exports one and recommends.
 
-    Ends with a table of popularity, a matrix factorization, pre-trained policies, policies aligned from the log (GBPO)
+    Ends with a table of popularity, two matrix factorizations, pre-trained policies, policies aligned from the log (GBPO)
     and policies aligned for value (MPO with the factorization as its reward). Their true expected reward is known,
     because the users are simulated; the oracle has the most that any list can have.
 
@@ -106,7 +106,14 @@ def demo(
             runs += _train(out, configs, family, seed, common)
     listed = [str(path) for path in runs]
     evaluation = out / "evaluation"
-    compared = ["--run", json.dumps(listed), "--baselines", json.dumps(["popularity"]), "--factors", factors]
+    compared = [
+        "--run",
+        json.dumps(listed),
+        "--baselines",
+        json.dumps(["popularity", "implicit_als"]),
+        "--factors",
+        factors,
+    ]
     _step(evaluate, "--prepared", prepared, *compared, "--truth", log / "truth", "--out", evaluation)
     exported = out / f"{families[-1].prefix}{families[-1].road[-1]}-0"
     _step(export, "--run", exported, "--out", bundle)
@@ -175,7 +182,7 @@ def _differences(after: Callable[[str], list[float]], before: Callable[[str], li
 
 
 def _table(summary: dict[str, Any], seeds: int) -> Table:
-    caption = f"mean ± half of the 95 % interval, over {seeds} seeds (popularity, factorization, oracle: over users)"
+    caption = f"mean ± half of the 95 % interval, over {seeds} seeds (baselines, oracle: over users)"
     table = Table(title="test period", title_justify="left", caption=caption, caption_justify="left")
     table.add_column("policy")
     for heading in _METRICS.values():

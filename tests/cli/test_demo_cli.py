@@ -31,7 +31,7 @@ def test_the_whole_road_in_a_hurry(policy, verbs, rows, tmp_path):
     for verb in verbs:
         assert f"$ recpo {verb} " in done.stdout
     summary = json.loads((out / "summary.json").read_text())
-    assert sorted(summary) == sorted(["popularity", "factorization", "oracle", *rows])
+    assert sorted(summary) == sorted(["popularity", "implicit_als", "factorization", "oracle", *rows])
     exported = json.loads((out / "bundle" / "manifest.json").read_text())["policy"]["class"]
     assert exported.endswith(policy)
     for row in summary.values():

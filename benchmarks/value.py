@@ -1,0 +1,191 @@
+"""What aligned policies are worth beside the baselines that a team would use: simulated worlds, several training seeds.
+
+    python benchmarks/value.py --work runs/value                          # the worlds that nothing was tuned on
+    python benchmarks/value.py --work runs/tuning --worlds default:0      # one of those that may be looked at
+
+For every world: simulates a log, prepares it, fits a factorization, and for every training seed pre-trains a policy,
+aligns it with GBPO from the log, with MPO toward the factorization, with every method of ``--methods`` and the same
+reward, and tilts the pre-trained policy. Then one evaluation of all of them, with the baselines and the oracle. What is
+there already is not made again.
+
+Prints one JSON line per contender, world and seed, and a table per kind of world: true value and true dislikes of the
+top-10 lists of the test period (the whole catalog is ranked without the user's earlier items), NDCG, coverage, the
+off-policy value, and the paired difference to the strongest baseline with its Student 95 % interval over the worlds and
+seeds. Then how well the off-policy values order the contenders as the true ones do (Kendall's tau).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from scipy.stats import kendalltau
+
+from recpo.cli.evaluate import evaluate
+from recpo.cli.factorize import factorize
+from recpo.cli.main import run
+from recpo.cli.prepare import prepare
+from recpo.cli.simulate import simulate
+from recpo.cli.tilt import tilt
+from recpo.cli.train import train
+from recpo.evaluation.estimates import estimate_over_seeds
+
+BASELINES = ("popularity", "factorization", "implicit_als", "ease")
+METRICS = {
+    "true_reward@10": "true value",
+    "true_dislike@10": "true dislikes",
+    "NDCG@10": "NDCG",
+    "coverage@10": "coverage",
+    "value": "off-policy value",
+}
+
+
+class World(NamedTuple):
+    """A world to measure in: the kind of it and the seed of its simulation."""
+
+    kind: str
+    seed: int
+
+    @classmethod
+    def parse(cls, text: str) -> World:
+        """The world of ``kind:seed``."""
+        kind, _, seed = text.partition(":")
+        return cls(kind, int(seed))
+
+
+def call(verb, **arguments):
+    with redirect_stdout(sys.stderr):
+        run(verb, [word for key, value in arguments.items() for word in (f"--{key.replace('__', '.')}", str(value))])
+
+
+def prepared_world(world, root, options):
+    """The log, the prepared data and the factorization of a world."""
+    log, prepared, factors = root / "log", root / "prepared", root / "factors"
+    if not (prepared / "manifest.json").is_file():
+        size = {"users": 80, "items": 60, "events": 5000} if options.quick else {}
+        call(simulate, out=log, world=world.kind, seed=world.seed, overwrite="true", **size)
+        call(prepare, log=log / "log", out=prepared, overwrite="true")
+    if not factors.is_dir():
+        call(factorize, prepared=prepared, out=factors)
+    return log, prepared, factors
+
+
+def trained(root, seed, prepared, factors, options):
+    """The runs of one training seed, by the names of their configurations."""
+    quick = {"trainer__max_epochs": 1} if options.quick else {}
+    common = {"data__prepared": prepared, "seed": seed, "data__seed": seed, "progress": "false", **quick}
+    runs = {name: root / f"{name}-{seed}" for name in ("pretrain", "gbpo", "mpo", *options.methods)}
+    for name, out in runs.items():
+        if (out / "run.json").is_file():
+            continue
+        start = {} if name == "pretrain" else {"init_from": runs["pretrain"]}
+        text = (options.configs / f"{name}.yaml").read_text(encoding="utf-8")
+        if name == "mpo" or name in options.methods:
+            reward = {"class_path": "FactorReward", "init_args": {"factors": str(factors)}}
+            start |= (
+                {"reward__init_args__factors": factors} if "FactorReward" in text else {"reward": json.dumps(reward)}
+            )
+        call(train, config=options.configs / f"{name}.yaml", out=out, overwrite="true", **common, **start)
+    tilted = root / f"tilted-{seed}"
+    if not (tilted / "run.json").is_file():
+        call(tilt, run=runs["pretrain"], factors=factors, prepared=prepared, out=tilted, overwrite="true")
+    return [*runs.values(), tilted]
+
+
+def evaluated(world, options):
+    """The contenders of a world: name -> metrics."""
+    root = options.work / f"{world.kind}-{world.seed}"
+    log, prepared, factors = prepared_world(world, root, options)
+    runs = [path for seed in options.seeds for path in trained(root, seed, prepared, factors, options)]
+    out = root / "evaluation"
+    listed = {"run": json.dumps([str(path) for path in runs]), "baselines": json.dumps(BASELINES)}
+    call(
+        evaluate,
+        prepared=prepared,
+        truth=log / "truth",
+        ks="[10]",
+        segments="false",
+        out=out,
+        overwrite="true",
+        **listed,
+    )
+    document = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
+    return {one["name"]: metrics_of(one) for one in document["contenders"] if "true_reward@10" in one["metrics"]}
+
+
+def metrics_of(contender):
+    """Means of ``METRICS``; nan where there is none."""
+    found = {name: value["mean"] for name, value in contender["metrics"].items()} | contender["totals"]
+    values = [
+        one["value"] for one in contender["off_policy"] if (one["target"], one["estimator"]) == ("top_10", "SNIPS")
+    ]
+    found["value"] = values[0] if values else None
+    return {name: np.nan if found.get(name) is None else float(found[name]) for name in METRICS}
+
+
+def table(kind, worlds, seeds):
+    """Means over worlds and seeds, and the paired difference of the true value to the strongest baseline."""
+    first = next(iter(worlds.values()))
+    strongest = max(BASELINES, key=lambda name: np.mean([found[name]["true_reward@10"] for found in worlds.values()]))
+    shown = Table(title=f"{kind}: worlds {[world.seed for world in worlds]}, training seeds {list(seeds)}")
+    for column in ("contender", *METRICS.values(), f"true value - {strongest}"):
+        shown.add_column(column, justify="left" if column == "contender" else "right")
+    of_runs = {name.rsplit("-", 1)[0] for name in first if name.rsplit("-", 1)[-1].isdigit()}
+    for name in [*(name for name in first if name.rsplit("-", 1)[0] not in of_runs), *sorted(of_runs)]:
+        members = [f"{name}-{seed}" for seed in seeds] if name in of_runs else [name]
+        values = {metric: [found[one][metric] for found in worlds.values() for one in members] for metric in METRICS}
+        against = [found[strongest]["true_reward@10"] for found in worlds.values() for _ in members]
+        cells = [f"{np.mean(column):.4f}" for column in values.values()]
+        gain = [own - other for own, other in zip(values["true_reward@10"], against, strict=True)]
+        if len(gain) > 1 and name != strongest:
+            difference = estimate_over_seeds(gain)
+            cells.append(f"{difference.mean:+.4f} ± {difference.half_width:.4f}")
+        else:
+            cells.append("" if name == strongest else f"{gain[0]:+.4f}")
+        shown.add_row(name, *cells)
+    Console(width=170).print(shown)
+
+
+def agreement(found):
+    """Kendall's tau between the off-policy and the true values of a world's contenders."""
+    both = np.array([(one["value"], one["true_reward@10"]) for one in found.values()])
+    both = both[~np.isnan(both).any(1)]
+    return float(kendalltau(*both.T).statistic)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("runs/value"))
+    parser.add_argument("--configs", type=Path, default=Path("configs"))
+    worlds = ["default:11", "default:12", "default:13", "confounded:14", "confounded:15"]
+    parser.add_argument("--worlds", type=World.parse, nargs="+", default=[World.parse(world) for world in worlds])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of training")
+    parser.add_argument("--methods", nargs="*", default=[], help="further configurations, such as grpo, ppo and gspo")
+    parser.add_argument("--quick", action="store_true", help="tiny worlds and one epoch, to see that it runs")
+    options = parser.parse_args()
+    if options.quick:
+        options.worlds, options.seeds = options.worlds[:1], options.seeds[:2]
+    results = {}
+    for world in options.worlds:
+        results[world] = evaluated(world, options)
+        for name, metrics in results[world].items():
+            print(json.dumps({"world": world.kind, "seed": world.seed, "contender": name, **metrics}), flush=True)
+        print(
+            json.dumps({"world": world.kind, "seed": world.seed, "kendall_tau": agreement(results[world])}), flush=True
+        )
+    print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count()}))
+    for kind in dict.fromkeys(world.kind for world in results):
+        table(kind, {world: found for world, found in results.items() if world.kind == kind}, options.seeds)
+
+
+if __name__ == "__main__":
+    main()
