@@ -68,9 +68,9 @@ def demo(
 ) -> None:
     """Simulates a log, prepares it, pre-trains and aligns policies, evaluates them, exports one and recommends.
 
-    Ends with a table of popularity, two matrix factorizations, pre-trained policies, policies aligned from the log (GBPO)
-    and policies aligned for value (MPO with the factorization as its reward). Their true expected reward is known,
-    because the users are simulated; the oracle has the most that any list can have.
+    Ends with a table of popularity, two matrix factorizations, pre-trained policies, policies aligned from the log
+    (GBPO) and policies aligned for value (MPO with the factorization as its reward). Their true expected reward is
+    known, because the users are simulated; the oracle has the most that any list can have.
 
     Args:
         out: directory for everything that the demo writes.
