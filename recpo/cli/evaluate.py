@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from recpo.cli.output import console
+from recpo.data.prepared import Prepared
 from recpo.evaluation.catalog_ranking import Gain
-from recpo.evaluation.contenders import Baseline, BaselineOptions
+from recpo.evaluation.contenders import Baseline, BaselineOptions, default_baselines
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.headroom import shares_at
 from recpo.evaluation.item_facts import ItemFeatures
@@ -35,7 +36,7 @@ def evaluate(
     bundle: list[Path] | Path = [],  # noqa: B006
     factors: list[Path] | Path = [],  # noqa: B006
     lists: list[str] | str = [],  # noqa: B006
-    baselines: list[Baseline] = ["popularity", "recency", "cooccurrence", "factorization", "random"],  # noqa: B006
+    baselines: list[Baseline] | None = None,
     split: Literal["valid", "test"] = "test",
     ks: list[int] = [10, 50],  # noqa: B006
     exclude_past: bool = True,
@@ -73,7 +74,8 @@ def evaluate(
         baselines: popularity (training events), positives (training positives), recency (training events, newer ones
             counting more), cooccurrence (items near the user's last ones), factorization (matrix factorization of
             graded feedback), implicit_als (alternating least squares on positives), ease (linear model of items by
-            items, for catalogs up to 10,000 items), random. The logging policy is added where its value is known.
+            items, for catalogs up to 10,000 items), random. The logging policy is added where its value is known. null
+            = popularity, recency, cooccurrence, random, and factorization where the log has grades.
         split: held-out period.
         ks: list lengths; the tables show the first.
         exclude_past: leave the items of a user's past out of the lists, and such held-out events out of the targets.
@@ -96,8 +98,13 @@ def evaluate(
         trust: packages beside recpo whose classes the configurations of the runs may name.
         overwrite: replace ``out`` where it exists.
     """
+    data = Prepared.open(prepared)
+    if baselines is None:
+        baselines = default_baselines(data)
+        if "factorization" not in baselines:
+            console().print("no baseline factorization: the train or the validation period has no graded event")
     found = evaluate_contenders(
-        prepared,
+        data,
         [*baselines, *_listed(run), *_listed(bundle), *_listed(factors), *map(Lists.parse, _listed(lists))],
         out=out,
         split=split,

@@ -27,6 +27,7 @@ from recpo.factorization.factors import Factors
 from recpo.factorization.graded import FactorOptions
 from recpo.factorization.implicit import ImplicitALS, ImplicitOptions, fit_implicit
 from recpo.factorization.selection import fit_factors
+from recpo.feedback import UNKNOWN
 from recpo.types import FeedbackBatch
 
 Baseline = Literal[
@@ -35,6 +36,9 @@ Baseline = Literal[
 
 #: Names of all baselines.
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
+
+#: Compared where nobody says otherwise; the factorization only where there are grades to fit and to choose it by.
+DEFAULT_BASELINES: tuple[Baseline, ...] = ("popularity", "recency", "cooccurrence", "factorization", "random")
 
 _MILLISECONDS_PER_DAY = 86_400_000
 
@@ -121,6 +125,18 @@ def baseline(
 def oracle(truth: TrueRewards) -> Contender:
     """Who knows what every user likes: an upper end of the scale, no competitor."""
     return Contender(ORACLE, "oracle", lambda: Loaded(truth.oracle(), 1))
+
+
+def default_baselines(data: Prepared) -> list[Baseline]:
+    """``DEFAULT_BASELINES``, without the factorization where the train or validation period has no graded event."""
+    graded = _has_grades(data, "train") and _has_grades(data, "valid")
+    return [name for name in DEFAULT_BASELINES if graded or name != "factorization"]
+
+
+def _has_grades(data: Prepared, period: Literal["train", "valid"]) -> bool:
+    names = ["feedback", "is_target"]
+    shards = (data.columns(period, shard, names) for shard in range(data.num_shards(period)))
+    return any(bool(((shard["feedback"] > UNKNOWN) & shard["is_target"]).any()) for shard in shards)
 
 
 def validate_names(contenders: Sequence[Contender]) -> None:

@@ -12,7 +12,7 @@ from recpo import RecpoError
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.evaluation import contenders
-from recpo.evaluation.contenders import BaselineOptions
+from recpo.evaluation.contenders import DEFAULT_BASELINES, BaselineOptions, default_baselines
 from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.targets import held_out_targets
 from recpo.factorization.ease import EaseOptions, fit_ease
@@ -146,3 +146,19 @@ def test_factors_of_other_items_are_refused(data, tmp_path):
     stranger = model.__class__(**{**vars(model), "catalog_checksum": "0"})
     with pytest.raises(RecpoError, match="fitted on other items"):
         recpo.evaluate(data, [stranger], **QUICK)
+
+
+@pytest.mark.parametrize("period", ["train", "valid", None])
+def test_factorization_is_a_default_where_both_periods_have_grades(data, monkeypatch, period):
+    """A log without watch times, labels and dislikes has only unknown levels."""
+    whole = Prepared.columns
+
+    def columns(self, split, shard, names):
+        found = whole(self, split, shard, names)
+        return found | {"feedback": 0 * found["feedback"]} if split == period else found
+
+    monkeypatch.setattr(Prepared, "columns", columns)
+    assert ("factorization" in default_baselines(data)) == (period is None)
+    assert [name for name in default_baselines(data) if name != "factorization"] == [
+        name for name in DEFAULT_BASELINES if name != "factorization"
+    ]
