@@ -25,6 +25,8 @@ _NEEDED = {
     "simulate": ("out",),
     "prepare": ("log", "out"),
     "tokenize": ("prepared", "out"),
+    "factorize": ("prepared", "out"),
+    "tilt": ("run", "factors", "prepared", "out"),
     "evaluate": ("prepared", "out"),
     "export": ("run", "out"),
     "recommend": ("histories", "out"),
@@ -177,7 +179,7 @@ def test_the_road_of_the_readme_runs(clone):
     )
     assert done.returncode == 0, done.stderr
     document = json.loads((clone / "runs/evaluation/metrics.json").read_text())
-    assert {"popularity", "pretrain", "gbpo"} <= {contender["name"] for contender in document["contenders"]}
+    assert {"popularity", "factorization", "pretrain", "mpo"} <= {contender["name"] for contender in document["contenders"]}
     assert (clone / "runs/evaluation/report.html").is_file()
     assert pq.read_table(clone / "runs/lists.parquet").num_rows == 80 * 10
     unavailable = "import sys; sys.modules.update(torch=None, lightning=None, torchrec=None)\n"
