@@ -179,7 +179,9 @@ def test_the_road_of_the_readme_runs(clone):
     )
     assert done.returncode == 0, done.stderr
     document = json.loads((clone / "runs/evaluation/metrics.json").read_text())
-    assert {"popularity", "factorization", "pretrain", "mpo"} <= {contender["name"] for contender in document["contenders"]}
+    assert {"popularity", "factorization", "pretrain", "mpo"} <= {
+        contender["name"] for contender in document["contenders"]
+    }
     assert (clone / "runs/evaluation/report.html").is_file()
     assert pq.read_table(clone / "runs/lists.parquet").num_rows == 80 * 10
     unavailable = "import sys; sys.modules.update(torch=None, lightning=None, torchrec=None)\n"

@@ -38,6 +38,7 @@ from recpo.evaluation.off_policy.measure import OffPolicyMeasure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import LoggedPropensities
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyEstimate
+from recpo.evaluation.off_policy.setting import has_propensities
 from recpo.evaluation.targets import held_out_targets
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
@@ -127,7 +128,7 @@ def calibrate(
         seed,
         min(k, data.num_items),
         None if truth is None else true_rewards(Path(truth), data, "test", [min(k, data.num_items)]),
-        logged_reward if _has_propensities(data) else None,
+        logged_reward if has_propensities(data, "test") else None,
     )
     calibrations = {name: _calibrate_run(one, setting, checkpoint) for name, one in opened.items() if _is_fitted(one)}
     functions = {name: _function(one, checkpoint, trust) for name, one in opened.items()}
@@ -428,8 +429,3 @@ def _interval_of(found: OffPolicyEstimate) -> BootstrapEstimate:
 def _mean(values: Tensor) -> BootstrapEstimate:
     mean, half_width, _ = estimate(values.double())
     return BootstrapEstimate(mean, mean - half_width, mean + half_width)
-
-
-def _has_propensities(data: Prepared) -> bool:
-    shards = (data.columns("test", shard, ["propensity", "is_target"]) for shard in range(data.num_shards("test")))
-    return any(bool((~np.isnan(shard["propensity"]) & shard["is_target"]).any()) for shard in shards)
