@@ -115,7 +115,7 @@ def align(name, seed, prepared, truth, options):
         "trainer__limit_val_batches": 0,
         "trainer__num_sanity_val_steps": 0,
         "trainer__enable_progress_bar": "false",
-        "trainer__callbacks": "null",
+        "patience": "null",
     }
     if "LearnedReward" in config.read_text():
         arguments["reward__init_args__run"] = reward

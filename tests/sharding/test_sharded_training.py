@@ -85,7 +85,7 @@ def assert_same(first: Path, second: Path, atol: float = 2e-5) -> None:
     metrics = Run.open(first).results, Run.open(second).results
     for name in metrics[0]:
         if name.startswith("val/"):
-            assert metrics[0][name] == pytest.approx(metrics[1][name], abs=1e-6), name
+            assert metrics[0][name] == pytest.approx(metrics[1][name], rel=1e-5, abs=1e-6), name
 
 
 @pytest.fixture(scope="module")
