@@ -47,6 +47,7 @@ OWNERS = {
     "recpo/ops/kernels": ["tests/ops/test_kernels.py", "tests/ops/test_linear_logprob.py"],
     "recpo/ops/linear_logprob": ["tests/ops/test_linear_logprob.py"],
     "recpo/ops/sharded_logprob": ["tests/ops/test_sharded_logprob.py"],
+    "recpo/ops/item_sets": ["tests/evaluation/test_ranking.py"],
     "recpo/advantages": ["tests/test_advantages.py", "tests/test_vectors.py", "tests/test_objective_references.py"],
     "recpo/rewards": ["tests/rewards", "tests/test_vectors.py"],
     "recpo/evaluation/ranking": ["tests/evaluation/test_ranking.py"],
@@ -241,16 +242,16 @@ EQUIVALENT: dict[str, str] = {
     ),
     **dict.fromkeys(
         [
-            "recpo/evaluation/ranking.py: _NARROW = 33",
-            "recpo/evaluation/ranking.py: if not sorted_set.shape[1] <= _NARROW:",
-            "recpo/evaluation/ranking.py: if sorted_set.shape[1] < _NARROW:",
+            "recpo/ops/item_sets.py: _NARROW = 33",
+            "recpo/ops/item_sets.py: if not sorted_set.shape[1] <= _NARROW:",
+            "recpo/ops/item_sets.py: if sorted_set.shape[1] < _NARROW:",
         ],
         "both ways of looking an item up find the same: which one is quicker",
     ),
     **dict.fromkeys(
         [
-            "recpo/evaluation/ranking.py: "
-            "kept, order = item_ids.long().masked_fill(~mask, _NO_ITEM).sort(dim=1, stable=False)",
+            "recpo/ops/item_sets.py: "
+            "kept, order = item_ids.long().masked_fill(~mask, NO_ITEM).sort(dim=1, stable=False)",
             "recpo/evaluation/ranking.py: ascending, by_item = kept.sort(dim=1, stable=False)",
         ],
         "on a CPU PyTorch sorts stably either way; the argument asks for what the next line needs",
@@ -270,8 +271,8 @@ EQUIVALENT: dict[str, str] = {
     "return 2 / torch.log2(torch.arange(2, places + 2, device=like.device, dtype=torch.float32))": (
         "a factor that both sides of the ratio have"
     ),
-    "recpo/evaluation/ranking.py: "
-    "return kept.sort(1).values if kept.shape[1] else kept.new_full((len(kept), 2), _NO_ITEM)": "no items twice",
+    "recpo/ops/item_sets.py: "
+    "return kept.sort(1).values if kept.shape[1] else kept.new_full((len(kept), 2), NO_ITEM)": "no items twice",
     "recpo/data/shaping.py: return _with_label(events, events, ibis.ifelse(ratio >= 1.0, 1.0, ratio))": "1 either way",
     "recpo/data/shaping.py: _WTG_RESOLUTION: Final = 1000001.0": (
         "which gains count as equal is a matter of the seventh digit either way"

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.evaluation.ranking import is_member
+from recpo.ops.item_sets import is_member
 from recpo.types import FeedbackBatch, Histories, Recommendations
 
 

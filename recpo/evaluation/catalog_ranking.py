@@ -18,15 +18,14 @@ from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.ranking import (
     accuracy,
     accuracy_of_bin,
-    first_places,
     graded_hits,
     graded_ndcg,
-    is_member,
     named,
     ranked_hits,
 )
 from recpo.evaluation.segments import ItemSegment, UserSegment
 from recpo.evaluation.targets import Targets, held_out_targets
+from recpo.ops.item_sets import first_places, is_member
 from recpo.types import EvaluationBatch, Recommendations
 
 Gain = Literal["linear", "exponential"]

@@ -12,7 +12,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from recpo.evaluation.baselines import first_allowed
-from recpo.evaluation.ranking import is_member
+from recpo.ops.item_sets import is_member
 from recpo.types import Histories, Recommendations
 
 

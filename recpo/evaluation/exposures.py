@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recpo.evaluation.ranking import first_places
 from recpo.evaluation.targets import Targets
+from recpo.ops.item_sets import first_places
 
 
 def exposure_auc(logp: Tensor, targets: Targets) -> dict[str, Tensor]:

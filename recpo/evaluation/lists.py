@@ -23,8 +23,8 @@ from recpo.errors import RecpoError
 from recpo.evaluation.baselines import first_allowed
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.measures import Recommender
-from recpo.evaluation.ranking import is_member
 from recpo.frames import FrameOrPath, first_values, id_column, number_column, require_columns, to_arrow
+from recpo.ops.item_sets import is_member
 from recpo.types import Recommendations
 
 USER_ID, ITEM_ID, RANK, SCORE = "user_id", "item_id", "rank", "score"

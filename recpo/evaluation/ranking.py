@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_NO_ITEM = torch.iinfo(torch.int64).max  # sorts behind every item id and equals none
-_NARROW = 32  # up to this many targets, comparing with each of them beats a binary search (measured)
+from recpo.ops.item_sets import NO_ITEM, first_places, found_in, sorted_members
 
 
 class RankedHits(NamedTuple):
@@ -55,30 +54,11 @@ def ranked_hits(item_ids: Tensor, targets: Tensor, mask: Tensor) -> RankedHits:
             f"expected item_ids [B, K], targets [B, P], mask [B, P]; got {tuple(item_ids.shape)}, "
             f"{tuple(targets.shape)}, {tuple(mask.shape)}"
         )
-    kept = _sorted_set(targets, mask)
-    distinct = kept != _NO_ITEM
+    kept = sorted_members(targets, mask)
+    distinct = kept != NO_ITEM
     distinct[:, 1:] &= kept[:, 1:] != kept[:, :-1]
-    hit = first_places(item_ids, _found(item_ids, kept))
+    hit = first_places(item_ids, found_in(item_ids, kept))
     return RankedHits(hit.float(), distinct.sum(1), kept.masked_fill(~distinct, 0))
-
-
-def is_member(items: Tensor, of: Tensor, mask: Tensor | None = None) -> Tensor:
-    """``[B, N]`` bool: which of ``items [B, N]`` occur in the same row of ``of [B, M]``; 0 is a member of nothing.
-
-    Args:
-        items: the items to look up.
-        of: the sets; 0 pads.
-        mask: ``[B, M]`` bool, True keeps an element of ``of``; None keeps all.
-    """
-    return _found(items, _sorted_set(of, torch.ones_like(of, dtype=torch.bool) if mask is None else mask))
-
-
-def first_places(item_ids: Tensor, mask: Tensor) -> Tensor:
-    """``[B, S]`` bool: the first of every row's masked places of each item."""
-    kept, order = item_ids.long().masked_fill(~mask, _NO_ITEM).sort(dim=1, stable=True)
-    first = kept != _NO_ITEM
-    first[:, 1:] &= kept[:, 1:] != kept[:, :-1]
-    return torch.zeros_like(mask).scatter(1, order, first)
 
 
 def hit_rate(hits: RankedHits, ks: Sequence[int]) -> Tensor:
@@ -155,7 +135,7 @@ def graded_hits(item_ids: Tensor, targets: Tensor, gains: Tensor) -> GradedHits:
     """
     gains = gains.float().masked_fill(targets == 0, 0)
     by_gain = gains.argsort(1, descending=True)
-    kept = targets.gather(1, by_gain).long().masked_fill(gains.gather(1, by_gain) == 0, _NO_ITEM)
+    kept = targets.gather(1, by_gain).long().masked_fill(gains.gather(1, by_gain) == 0, NO_ITEM)
     ascending, by_item = kept.sort(dim=1, stable=True)
     worth = gains.gather(1, by_gain).gather(1, by_item)
     worth[:, 1:] *= ascending[:, 1:] != ascending[:, :-1]
@@ -211,22 +191,6 @@ def named(ks: Sequence[int], **by_name: Tensor) -> dict[str, Tensor]:
 
 def _discount(places: int, like: Tensor) -> Tensor:
     return 1 / torch.log2(torch.arange(2, places + 2, device=like.device, dtype=torch.float32))
-
-
-def _sorted_set(items: Tensor, mask: Tensor) -> Tensor:
-    kept = items.long().masked_fill(~mask | (items == 0), _NO_ITEM)
-    return kept.sort(1).values if kept.shape[1] else kept.new_full((len(kept), 1), _NO_ITEM)
-
-
-def _found(items: Tensor, sorted_set: Tensor) -> Tensor:
-    items = items.long().contiguous()
-    if sorted_set.shape[1] <= _NARROW:
-        found = torch.zeros_like(items, dtype=torch.bool)
-        for column in sorted_set.unbind(1):
-            found |= items == column[:, None]
-        return found
-    place = torch.searchsorted(sorted_set, items).clamp_(max=sorted_set.shape[1] - 1)
-    return sorted_set.gather(1, place) == items
 
 
 def _sum_to_k(values: Tensor, ks: Sequence[int], weight: Tensor | None = None) -> Tensor:

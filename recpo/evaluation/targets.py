@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recpo.evaluation.ranking import is_member
+from recpo.ops.item_sets import is_member
 from recpo.types import EvaluationBatch
 
 

@@ -19,6 +19,7 @@ from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.factorization.selection import VALIDATION_USERS, validation_batches
 from recpo.feedback import HIGHEST
+from recpo.ops.item_sets import first_places, is_member
 from recpo.types import Histories, Recommendations
 
 _K: Final = 10
@@ -59,11 +60,7 @@ def positive_places(histories: Histories, max_history: int) -> Tensor:
     lengths = histories.lengths[:, None]
     known = (place < lengths) & (place >= lengths - max_history) & (histories.item_ids > 0)
     known &= histories.feedback >= _LEAST_LEVEL
-    # repeated items stand beside each other once sorted, the first place first
-    items, order = histories.item_ids.masked_fill(~known, 0).sort(dim=1, stable=True)
-    first = items > 0
-    first[:, 1:] &= items[:, 1:] != items[:, :-1]
-    return torch.zeros_like(known).scatter(1, order, first)
+    return first_places(histories.item_ids, known)
 
 
 def ndcg_at_10(lists: Tensor, targets: Tensor) -> tuple[float, int]:
@@ -85,13 +82,6 @@ def ndcg_at_10(lists: Tensor, targets: Tensor) -> tuple[float, int]:
     return float((gained[known] / ideal[known]).sum()), int(known.sum())
 
 
-def _occurs(item_ids: Tensor, among: Tensor) -> Tensor:
-    """``[B, S]`` bool: which items occur in the same row of ``among [B, M]``."""
-    ordered = torch.nn.functional.pad(among, (1, 0)).sort(dim=1).values
-    place = torch.searchsorted(ordered, item_ids.contiguous()).clamp(max=ordered.shape[1] - 1)
-    return ordered.gather(1, place) == item_ids
-
-
 def best_on_validation(data: Prepared, models: Sequence[HistoryRecommender]) -> tuple[int, list[float | None]]:
     """Which model has the highest NDCG@10 on the validation positives, and that of each.
 
@@ -104,7 +94,7 @@ def best_on_validation(data: Prepared, models: Sequence[HistoryRecommender]) -> 
     for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS):
         slates = batch.feedback.slates
         assert slates.positive is not None
-        new = slates.mask & slates.positive & ~_occurs(slates.item_ids, batch.exclude)
+        new = slates.mask & slates.positive & ~is_member(slates.item_ids, batch.exclude)
         targets = slates.item_ids.masked_fill(~new, 0)
         for number, model in enumerate(models):
             k = min(_K, data.num_items)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from recpo.advantages import group_normalized_advantage
 from recpo.contracts import Policy, RewardFunction, StatePolicy
-from recpo.evaluation.ranking import is_member
 from recpo.objectives.health import masked_mean
+from recpo.ops.item_sets import is_member
 from recpo.ops.reduce import zero_masked
 from recpo.training.options import RolloutOptions
 from recpo.training.slate_edits import (

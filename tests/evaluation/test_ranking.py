@@ -17,7 +17,6 @@ from recpo.evaluation.ranking import (
     graded_hits,
     graded_ndcg,
     hit_rate,
-    is_member,
     mean_average_precision,
     mean_rank,
     mrr,
@@ -26,6 +25,7 @@ from recpo.evaluation.ranking import (
     ranked_hits,
     recall,
 )
+from recpo.ops.item_sets import is_member
 from tests.reference import ranking_loops
 
 VECTORS = Path(__file__).parents[1] / "data" / "objectives.json"
