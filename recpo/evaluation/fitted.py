@@ -137,9 +137,9 @@ def of_items(scores: Tensor, batch: FeedbackBatch) -> Tensor:
 
 
 def factors_recommender(factors: Factors, name: str) -> Recommender:
-    """The items of the highest predicted grade for users who are folded in from their history."""
+    """The items of the highest predicted grade, or lower bound of it, for users folded in from their history."""
 
     def score(batch: FeedbackBatch) -> Tensor:
-        return factors.grades(factors.fold_in(batch.histories), batch.slates.item_ids)
+        return factors.bounded_grades(batch.histories, batch.slates.item_ids)
 
     return recommender_of(factors, name, score)

@@ -1,20 +1,29 @@
-"""How sure a factor model is of its grades: the variance of the posterior of two ridge regressions."""
+"""How sure a factor model is of its grades: the variance of the posterior of two ridge regressions.
+
+``noise (x_uᵀ C_i x_u + y_iᵀ C_u y_i)`` with ``x_u = [p_u, 1]``, ``y_i = [q_i, 1]`` and the inverses ``C`` of the normal
+matrices: what is not known of the item plus what is not known of the user, each given the other. It shrinks with every
+event of either. It is a dot product of one vector per user and one per item.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from recpo.errors import RecpoError
-from recpo.factorization.factors import GATHER_COST, Factors
+from recpo.ops.quadratic_forms import folded_triangles, outer_products, with_one
+
+if TYPE_CHECKING:
+    from recpo.factorization.factors import Factors
+
+# the product with an item whose factors are looked up costs so many times that in a matrix product
+GATHER_COST: Final = 8
 
 
 def posterior_variance(model: Factors, users: Tensor, covariance: Tensor, item_ids: Tensor) -> Tensor:
     """Variance of the predicted grades of some items.
-
-    ``noise (x_uᵀ C_i x_u + y_iᵀ C_u y_i)`` with ``x_u = [p_u, 1]``, ``y_i = [q_i, 1]`` and the inverses ``C`` of the
-    normal matrices: what is not known of the item plus what is not known of the user, each given the other. It shrinks
-    with every event of either.
 
     Args:
         model: with the covariances of its items.
@@ -28,30 +37,32 @@ def posterior_variance(model: Factors, users: Tensor, covariance: Tensor, item_i
     Raises:
         RecpoError: the model was fitted without ``uncertainty``.
     """
-    if model.item_covariance is None:
-        raise RecpoError("these factors were fitted with uncertainty: false, so they have no bounds; fit them again")
+    of_items = _item_covariance(model)
     row = (item_ids - 1).clamp_min(0)
-    known_users, known_items = _with_one(users[:, :-1]), _with_one(model.item_factors)
     if row.shape[1] * GATHER_COST >= model.num_items:
-        of_users = torch.cat([_products(known_users), _triangles(covariance)], 1)
-        of_items = torch.cat([_triangles(model.item_covariance), _products(known_items)], 1)
-        return model.noise * (of_users @ of_items.T).gather(1, row).clamp_min(0.0)
-    of_item = torch.einsum("bj,bsjk,bk->bs", known_users, model.item_covariance[row], known_users)
-    of_user = torch.einsum("bsj,bjk,bsk->bs", known_items[row], covariance, known_items[row])
+        variance = user_vectors(users, covariance) @ item_vectors(model).T
+        return model.noise * variance.gather(1, row).clamp_min(0.0)
+    known_users, known_items = with_one(users[:, :-1]), with_one(model.item_factors)[row]
+    of_item = torch.einsum("bj,bsjk,bk->bs", known_users, of_items[row], known_users)
+    of_user = torch.einsum("bsj,bjk,bsk->bs", known_items, covariance, known_items)
     return model.noise * (of_item + of_user).clamp_min(0.0)
 
 
-def _with_one(factors: Tensor) -> Tensor:
-    return torch.cat([factors, torch.ones_like(factors[:, :1])], 1)
+def user_vectors(users: Tensor, covariance: Tensor) -> Tensor:
+    """``[B, (r + 1) (r + 2)]``: times ``item_vectors`` and the noise they give the variance."""
+    return torch.cat([outer_products(with_one(users[:, :-1])), folded_triangles(covariance)], 1)
 
 
-def _products(rows: Tensor) -> Tensor:
-    """``x xᵀ`` of every row, its upper triangle."""
-    first, second = torch.triu_indices(rows.shape[1], rows.shape[1], device=rows.device)
-    return rows[:, first] * rows[:, second]
+def item_vectors(model: Factors) -> Tensor:
+    """``[V, (r + 1) (r + 2)]``, see ``user_vectors``.
+
+    Raises:
+        RecpoError: the model was fitted without ``uncertainty``.
+    """
+    return torch.cat([folded_triangles(_item_covariance(model)), outer_products(with_one(model.item_factors))], 1)
 
 
-def _triangles(matrices: Tensor) -> Tensor:
-    """Upper triangles of symmetric matrices, what is off the diagonal twice: times ``x xᵀ`` they give ``xᵀ C x``."""
-    first, second = torch.triu_indices(matrices.shape[1], matrices.shape[1], device=matrices.device)
-    return matrices[:, first, second] * torch.where(first == second, 1.0, 2.0)
+def _item_covariance(model: Factors) -> Tensor:
+    if model.item_covariance is None:
+        raise RecpoError("these factors were fitted with uncertainty: false, so they have no bounds; fit them again")
+    return model.item_covariance

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from recpo.artifacts import output_directory, read_json, seal, sha256, unseal, verify, write_json
 from recpo.errors import RecpoError
+from recpo.factorization.bounds import GATHER_COST, item_vectors, posterior_variance, user_vectors
 from recpo.feedback import GRADES
+from recpo.ops.quadratic_forms import with_one
 from recpo.ops.ridge import RidgeSolution, ridge_regression
 from recpo.policies.catalog_search import best_by_blocks
 from recpo.types import Histories, Recommendations
@@ -29,9 +31,7 @@ FORMAT_VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
 _TENSORS: Final = "factors.safetensors"
 _REMEDY: Final = "copy the directory again, or make it again with `recpo factorize`"
-_NUMBERS: Final = ("mean", "ridge", "noise")
-# the product with an item whose factors are looked up costs so many times that in a matrix product
-GATHER_COST: Final = 8
+_NUMBERS: Final = ("mean", "ridge", "noise", "lower_bound")
 # float64 rows of one block of histories
 _FOLD_IN_BYTES: Final = 64 << 20
 
@@ -51,6 +51,8 @@ class Factors:
         noise: mean squared error of the training events.
         catalog_checksum: which items these are (``Prepared.catalog_checksum``).
         max_history: the most events that ``fold_in`` reads, the most recent ones.
+        lower_bound: how many standard deviations of the posterior (``recpo.factorization.bounds``) lists and rankings
+            take from the grade; 0 = they go by the grade itself.
         facts: how the model was fitted and chosen, for people.
     """
 
@@ -63,10 +65,16 @@ class Factors:
     noise: float
     catalog_checksum: str
     max_history: int
+    lower_bound: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuses tensors that do not belong together."""
+        if not 0 <= self.lower_bound < float("inf") or (self.lower_bound and self.item_covariance is None):
+            raise RecpoError(
+                f"factors: lower_bound is {self.lower_bound}; it is at least 0, and 0 where the model was fitted with "
+                "uncertainty: false"
+            )
         items, rank = self.item_factors.shape
         expected = {"item_bias": (items,), "item_covariance": (items, rank + 1, rank + 1)}
         for name, shape in expected.items():
@@ -159,16 +167,29 @@ class Factors:
         factors = torch.einsum("bsr,br->bs", self.item_factors[row], users[:, :-1])
         return factors + self.item_bias[row] + (users[:, -1:] + self.mean)
 
+    def bounded_grades(self, histories: Histories, item_ids: Tensor) -> Tensor:
+        """What ``recommend`` ranks by, of items ``[B, S]`` for folded-in users: grades less their lower bound."""
+        if not self.lower_bound:
+            return self.grades(self.fold_in(histories), item_ids)
+        users, covariance = self.fold_in_with_covariance(histories)
+        deviation = posterior_variance(self, users, covariance, item_ids).sqrt()
+        return self.grades(users, item_ids) - self.lower_bound * deviation
+
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """The ``k`` items of the highest predicted grade for folded-in users, as ``Policy.recommend``.
 
-        ``scores`` are predicted grades, not log-probabilities.
+        With a ``lower_bound`` those of the highest bound. ``scores`` are what is ranked by, not log-probabilities.
         """
-        users = self.fold_in(histories)
-        states = torch.cat([users[:, :-1], users[:, -1:] + self.mean, torch.ones_like(users[:, :1])], 1)
-        bias = self.item_bias[:, None]
-        table = torch.cat([self.item_factors, torch.ones_like(bias), bias], 1)
-        rows, best, _ = best_by_blocks(states, table, k, None if exclude is None else exclude - 1, padding_rows=0)
+        users, covariance = self.fold_in_with_covariance(histories)
+        states = with_one(torch.cat([users[:, :-1], users[:, -1:] + self.mean], 1))
+        table = torch.cat([with_one(self.item_factors), self.item_bias[:, None]], 1)
+        rooted = 0
+        if self.lower_bound:
+            of_items = item_vectors(self)
+            of_users = user_vectors(users, covariance) * (self.noise * self.lower_bound**2)
+            states, table, rooted = torch.cat([states, of_users], 1), torch.cat([table, of_items], 1), of_items.shape[1]
+        exclude = None if exclude is None else exclude - 1
+        rows, best, _ = best_by_blocks(states, table, k, exclude, padding_rows=0, rooted=rooted)
         return Recommendations((rows + 1).masked_fill(best == -torch.inf, 0), best)
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> None:
@@ -208,7 +229,8 @@ class Factors:
                 f"{root / MANIFEST}: format_version {manifest.get('format_version')!r}, this recpo reads "
                 f"{FORMAT_VERSION}; make it again with `recpo factorize`"
             )
-        manifest = unseal(manifest, root / MANIFEST, _REMEDY)
+        # what was written before models had bounds ranks without one
+        manifest = {"lower_bound": 0.0, **unseal(manifest, root / MANIFEST, _REMEDY)}
         verify(root, manifest["files"], _REMEDY)
         try:
             tensors = load_file(root / _TENSORS)

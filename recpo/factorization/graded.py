@@ -42,6 +42,8 @@ class FactorOptions:
         max_history: events of a history that a fold-in reads; null = those that the prepared data keep per user
             (``max_context``).
         uncertainty: keep what bounds need: ``V (r + 1)^2`` numbers.
+        lower_bound: lists rank by the expected grade less so many standard deviations of its posterior; 0 without
+            ``uncertainty``. One constant for all data: the estimate of its gain from a log is noisier than the gain.
     """
 
     ranks: tuple[int, ...] = (4, 8, 16)
@@ -50,6 +52,7 @@ class FactorOptions:
     seed: int = 0
     max_history: int | None = None
     uncertainty: bool = True
+    lower_bound: float = 2.0
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1:
@@ -60,6 +63,10 @@ class FactorOptions:
             raise RecpoError(f"sweeps is {self.sweeps}; it is at least 1")
         if self.max_history is not None and self.max_history < 1:
             raise RecpoError(f"max_history is {self.max_history}; it is at least 1, or null")
+        if not 0 <= self.lower_bound < float("inf"):
+            raise RecpoError(f"lower_bound is {self.lower_bound}; it is at least 0")
+        if self.lower_bound and not self.uncertainty:
+            raise RecpoError(f"lower_bound {self.lower_bound:g} needs uncertainty: true; set one of the two")
 
 
 class Chunk(NamedTuple):
@@ -223,4 +230,5 @@ def finish(
         noise=squared / max(1, count),
         catalog_checksum=data.catalog_checksum,
         max_history=options.max_history or int(data.manifest["max_context"]),
+        lower_bound=options.lower_bound,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -13,7 +15,33 @@ from recpo.types import Recommendations
 SCORE_BYTES = 64 << 20
 
 
-def top_k(states: Tensor, table: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+def scores_of(
+    states: Tensor, table: Tensor, rooted: int = 0, multiply: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> Tensor:
+    """Scores ``[B, V]`` of all rows of a table: ``states · row``, or such a product less the root of another one.
+
+    The second is a lower confidence bound: the first columns give an estimate, the last ones its variance.
+
+    Args:
+        states: ``[B, d]``.
+        table: ``[V, d]``.
+        rooted: the last so many columns are those of the variance, which has no gradient; 0 = none.
+        multiply: ``(left [B, d], right [V, d]) -> left rightᵀ``; None = without a gradient, and not for export.
+    """
+    multiply, table = multiply or matmul_transposed, table.float()
+    if not rooted:
+        return multiply(states, table)
+    own = table.shape[1] - rooted
+    variance = multiply(states[:, own:].detach(), table[:, own:].detach())
+    return multiply(states[:, :own], table[:, :own]) - variance.clamp_min(0.0).sqrt()
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """``left rightᵀ`` with a gradient, and in exported programs."""
+    return left @ right.T
+
+
+def top_k(states: Tensor, table: Tensor, k: int, exclude: Tensor | None, rooted: int = 0) -> Recommendations:
     """The ``k`` best items by log-probability, ties to the smaller id.
 
     Args:
@@ -21,21 +49,22 @@ def top_k(states: Tensor, table: Tensor, k: int, exclude: Tensor | None) -> Reco
         table: ``[V + 1, d]``; row 0 is padding and never recommended.
         k: list length, at most V.
         exclude: ``[B, M]`` ids that are not recommended, 0 pads; they stay in the normalizer.
+        rooted: see ``scores_of``.
     """
     if torch.compiler.is_exporting():
-        return _top_k_of_one_block(states, table, k, exclude)
-    ids, best, lse = best_by_blocks(states.detach(), table.detach(), k, exclude)
+        return _top_k_of_one_block(states, table, k, exclude, rooted)
+    ids, best, lse = best_by_blocks(states.detach(), table.detach(), k, exclude, rooted=rooted)
     return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])
 
 
-def _top_k_of_one_block(states: Tensor, table: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+def _top_k_of_one_block(states: Tensor, table: Tensor, k: int, exclude: Tensor | None, rooted: int) -> Recommendations:
     """Without branches on data, for exported programs.
 
     The score matrix ``[B, V + 1]`` is the only one of its size: a runtime overwrites it twice, first the column of the
     padding item, then, once the normalizer is known, the excluded items. (Slicing the padding off before the normalizer
     kept a second one.) Ties for the last place go to the smaller id in ONNX, whose TopK says so.
     """
-    scores = states @ table.T.float()
+    scores = scores_of(states, table, rooted, product)
     scores = scores.scatter(1, torch.zeros_like(scores[:, :1], dtype=torch.long), -torch.inf)
     lse = scores.logsumexp(1)
     if exclude is not None:
@@ -46,7 +75,7 @@ def _top_k_of_one_block(states: Tensor, table: Tensor, k: int, exclude: Tensor |
 
 
 def best_by_blocks(
-    states: Tensor, table: Tensor, k: int, exclude: Tensor | None, padding_rows: int = 1
+    states: Tensor, table: Tensor, k: int, exclude: Tensor | None, padding_rows: int = 1, rooted: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rows with the best scores, ties to the smaller row number; the arguments are those of ``top_k``.
 
@@ -58,7 +87,7 @@ def best_by_blocks(
     ids = torch.empty_like(best, dtype=torch.long)
     lse = states.new_full((len(states),), -torch.inf)
     for rows in score_blocks(states, table, padding_rows):
-        scores = matmul_transposed(states, table[rows].float())
+        scores = scores_of(states, table[rows], rooted)
         lse = torch.logaddexp(lse, scores.logsumexp(1))
         if exclude is not None:
             context, column = ((exclude >= rows.start) & (exclude < rows.stop)).nonzero(as_tuple=True)

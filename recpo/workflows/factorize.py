@@ -23,6 +23,7 @@ def factorize(
     seed: int = 0,
     max_history: int | None = None,
     uncertainty: bool = True,
+    lower_bound: float = FactorOptions.lower_bound,
     overwrite: bool = False,
     progress: bool = False,
 ) -> Factors:
@@ -41,6 +42,8 @@ def factorize(
         seed: of the first item factors.
         max_history: events of a history that a fold-in reads; null = ``max_context`` of the prepared data.
         uncertainty: keep the covariances that lower bounds need.
+        lower_bound: its own lists rank by the expected grade less so many standard deviations; 0 without uncertainty.
+            Rewards and tilted policies have bounds of their own.
         overwrite: replace ``out`` where it exists.
         progress: show a progress bar on a terminal.
 
@@ -50,7 +53,7 @@ def factorize(
     Raises:
         RecpoError: ``out`` exists, no event has a grade, or nothing says which rank and ridge is best.
     """
-    options = FactorOptions(tuple(ranks), tuple(ridges), sweeps, seed, max_history, uncertainty)
+    options = FactorOptions(tuple(ranks), tuple(ridges), sweeps, seed, max_history, uncertainty, lower_bound)
     data = prepared if isinstance(prepared, Prepared) else Prepared.open(str(prepared))
     if out is None:
         return fit_factors(data, options, progress=progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ from recpo.evaluation import contenders
 from recpo.evaluation.contenders import DEFAULT_BASELINES, BaselineOptions, default_baselines
 from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.targets import held_out_targets
+from recpo.factorization.bounds import posterior_variance
 from recpo.factorization.ease import EaseOptions, fit_ease
 from recpo.factorization.graded import FactorOptions
 from recpo.factorization.implicit import ImplicitOptions, fit_implicit
 from recpo.factorization.selection import fit_factors
 
 SMALL = BaselineOptions(
-    factorization=FactorOptions(ranks=(2,), ridges=(2.0,), sweeps=2, uncertainty=False),
+    factorization=FactorOptions(ranks=(2,), ridges=(2.0,), sweeps=2),
     implicit_als=ImplicitOptions(ranks=(2,), unobserved=(0.1,), ridges=(0.01,), sweeps=2),
     ease=EaseOptions(ridges=(100.0,)),
 )
@@ -53,7 +55,7 @@ def metrics_of(evaluation):
 def test_the_baseline_is_the_model_that_factorize_fits(data, tmp_path):
     baseline = recpo.evaluate(data, ["factorization"], **QUICK)
     assert baseline.document["contenders"][0]["kind"] == "baseline"
-    options = {"ranks": [2], "ridges": [2.0], "sweeps": 2, "uncertainty": False}
+    options = {"ranks": [2], "ridges": [2.0], "sweeps": 2}
     model = recpo.factorize(data, tmp_path / "mine", **options)
     directory = recpo.evaluate(data, [tmp_path / "mine"], **QUICK)
     assert [(c["name"], c["kind"]) for c in directory.document["contenders"]] == [("mine", "factors")]
@@ -63,15 +65,22 @@ def test_the_baseline_is_the_model_that_factorize_fits(data, tmp_path):
     assert metrics_of(baseline) == metrics_of(directory) == metrics_of(memory)
 
 
-def test_it_scores_what_was_shown_by_the_predicted_grade(data):
-    model = fit_factors(data, SMALL.factorization)
-    sums = []
+@pytest.mark.parametrize("bound", [0.0, 2.0])
+def test_it_scores_what_was_shown_by_what_it_ranks_by(data, bound):
+    options = replace(SMALL.factorization, lower_bound=bound)
+    model = fit_factors(data, options)
+    every, sums = torch.arange(1, data.num_items + 1), []
     for batch in evaluation_batches(data.root, "test", model.max_history, 512):
-        grades = model.scores(model.fold_in(batch.feedback.histories))
+        users, covariance = model.fold_in_with_covariance(batch.feedback.histories)
+        variance = posterior_variance(model, users, covariance, every.expand(len(users), -1))
+        grades = model.scores(users) - bound * variance.sqrt()
         scores = grades.gather(1, (batch.feedback.slates.item_ids - 1).clamp_min(0))
         sums.append(exposure_auc(scores, held_out_targets(batch).without(batch.exclude))["AUC_other"])
     expected = torch.cat(sums).nanmean().item()
-    assert metrics_of(recpo.evaluate(data, ["factorization"], **QUICK))["AUC_other"]["mean"] == pytest.approx(expected)
+    found = recpo.evaluate(
+        data, ["factorization"], **QUICK | {"baseline_options": BaselineOptions(factorization=options)}
+    )
+    assert metrics_of(found)["AUC_other"]["mean"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["implicit_als", "ease"])
@@ -107,10 +116,10 @@ def test_it_is_fitted_once_for_the_same_data_and_options(data, tmp_path, fits, p
     assert len(fits) == 1
     assert metrics_of(first) == again.document["contenders"][1]["metrics"]
     assert content == {file.name: file.read_bytes() for file in next((out / "baselines").iterdir()).iterdir()}
-    other = SMALL.factorization.__class__(ranks=(3,), ridges=(2.0,), sweeps=2, uncertainty=False)
-    changed = QUICK | {"baseline_options": BaselineOptions(factorization=other)}
-    recpo.evaluate(data, ["factorization"], out=out, overwrite=True, **changed)
-    assert len(fits) == 2
+    for count, change in enumerate(({"ranks": (3,)}, {"lower_bound": 0.5}), 2):
+        other = BaselineOptions(factorization=replace(SMALL.factorization, **change))
+        recpo.evaluate(data, ["factorization"], out=out, overwrite=True, **QUICK | {"baseline_options": other})
+        assert len(fits) == count
     recpo.evaluate(data, ["random"], out=out, overwrite=True, **QUICK)
     assert not (out / "baselines").exists()
 

@@ -1,16 +1,20 @@
 """The fitted model as an object and as a directory: what it predicts, recommends, and refuses to read."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from recpo.artifacts import kind_of
+from recpo.artifacts import kind_of, seal, unseal
 from recpo.data.held_out import HeldOutBatches, Rank
 from recpo.errors import RecpoError
 from recpo.factorization.factors import MANIFEST, Factors
+from recpo.factorization.graded import FactorOptions
 from recpo.feedback import GRADES
+from recpo.ops.kernels import column_blocks
+from recpo.policies import catalog_search
 from recpo.types import Histories
 
 
@@ -66,6 +70,7 @@ def test_scores_and_grades_are_the_formula(factors, histories):
 
 def test_the_best_items_are_recommended_and_excluded_ones_are_not(factors, histories):
     exclude = torch.tensor([[1, 2, 0], [0, 0, 0], [60, 5, 0], [7, 0, 0]])
+    factors = replace(factors, lower_bound=0.0)
     lists = factors.recommend(histories, 10, exclude)
     scores = factors.scores(factors.fold_in(histories))
     for user in range(4):
@@ -76,8 +81,61 @@ def test_the_best_items_are_recommended_and_excluded_ones_are_not(factors, histo
         torch.testing.assert_close(lists.scores[user], scores[user, lists.item_ids[user] - 1])
 
 
+def bounded_by_hand(factors, histories, user, bound):
+    """Grades less ``bound`` standard deviations, item by item."""
+    weights, covariance = folded_by_hand(factors, histories, user)
+    known, found = np.array([*weights[:-1], 1.0]), []
+    for item in range(60):
+        row = np.array([*factors.item_factors[item].tolist(), 1.0])
+        variance = known @ factors.item_covariance[item].double().numpy() @ known + row @ covariance @ row
+        grade = factors.mean + weights @ row + float(factors.item_bias[item])
+        found.append(grade - bound * np.sqrt(factors.noise * variance))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.7, 3.0])
+def test_lists_are_those_of_the_lower_bounds(factors, histories, monkeypatch, bound):
+    model = replace(factors, lower_bound=bound)
+    exclude = torch.tensor([[1, 2, 0], [0, 0, 0], [60, 5, 0], [7, 0, 0]])
+    lists = model.recommend(histories, 10, exclude)
+    ranked = model.bounded_grades(histories, torch.arange(1, 61).expand(4, -1))
+    few = torch.tensor([[3, 1], [60, 2], [5, 5], [7, 9]])
+    torch.testing.assert_close(model.bounded_grades(histories, few), ranked.gather(1, few - 1))
+    for user in range(4):
+        expected = bounded_by_hand(model, histories, user, bound)
+        np.testing.assert_allclose(ranked[user], expected, atol=1e-5)
+        barred = set(exclude[user].tolist())
+        best = sorted((i for i in range(1, 61) if i not in barred), key=lambda i: -expected[i - 1])[:10]
+        assert lists.item_ids[user].tolist() == best
+        np.testing.assert_allclose(lists.scores[user], expected[np.array(best) - 1], atol=1e-5)
+    monkeypatch.setattr(
+        catalog_search, "score_blocks", lambda states, table, padding: list(column_blocks(len(table), padding, 7))
+    )
+    in_blocks = model.recommend(histories, 10, exclude)
+    assert torch.equal(in_blocks.item_ids, lists.item_ids)
+    torch.testing.assert_close(in_blocks.scores, lists.scores)
+
+
+def test_bounds_need_what_they_are_computed_from(factors, tmp_path):
+    for change in ({"item_covariance": None, "lower_bound": 1.0}, {"lower_bound": -1.0}, {"lower_bound": float("nan")}):
+        with pytest.raises(RecpoError, match="lower_bound is"):
+            replace(factors, **change)
+    for wrong in ({"lower_bound": -1.0}, {"lower_bound": 1.0, "uncertainty": False}):
+        with pytest.raises(RecpoError, match="lower_bound"):
+            FactorOptions(**wrong)
+
+
+def test_what_was_written_before_there_were_bounds_ranks_without(factors, tmp_path):
+    replace(factors, lower_bound=0.0).save(tmp_path / "factors")
+    file = tmp_path / "factors" / MANIFEST
+    content = unseal(json.loads(file.read_text()), file, "")
+    del content["lower_bound"]
+    file.write_text(json.dumps(seal(content)))
+    assert Factors.open(tmp_path / "factors").lower_bound == 0.0
+
+
 def test_ties_go_to_the_smaller_id_and_empty_places_are_0(factors, histories):
-    flat = Factors(**{**vars(factors), "item_factors": torch.zeros(60, 3), "item_bias": torch.zeros(60)})
+    flat = replace(factors, item_factors=torch.zeros(60, 3), item_bias=torch.zeros(60), lower_bound=0.0)
     assert flat.recommend(histories, 5).item_ids.tolist() == [[1, 2, 3, 4, 5]] * 4
     barred = torch.arange(1, 59).expand(4, -1)
     lists = flat.recommend(histories, 4, barred)
@@ -97,7 +155,7 @@ def test_saved_and_opened_it_is_the_same(factors, histories, tmp_path):
     assert kind_of(tmp_path / "factors") == "factors"
     assert opened.tensors.keys() == factors.tensors.keys()
     assert all(torch.equal(opened.tensors[name], tensor) for name, tensor in factors.tensors.items())
-    for name in ("mean", "ridge", "noise", "catalog_checksum", "max_history", "facts"):
+    for name in ("mean", "ridge", "noise", "lower_bound", "catalog_checksum", "max_history", "facts"):
         assert getattr(opened, name) == getattr(factors, name)
     assert torch.equal(opened.recommend(histories, 5).item_ids, factors.recommend(histories, 5).item_ids)
     with pytest.raises(RecpoError, match="exists already"):
@@ -105,7 +163,7 @@ def test_saved_and_opened_it_is_the_same(factors, histories, tmp_path):
 
 
 def test_without_users_and_covariances_it_is_smaller(factors, tmp_path):
-    plain = Factors(**{**vars(factors), "user_factors": None, "item_covariance": None})
+    plain = Factors(**{**vars(factors), "user_factors": None, "item_covariance": None, "lower_bound": 0.0})
     plain.save(tmp_path / "factors")
     opened = Factors.open(tmp_path / "factors")
     assert opened.user_factors is None

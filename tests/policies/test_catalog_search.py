@@ -58,6 +58,23 @@ def test_top_k_is_the_brute_force_ranking(contexts: int, items: int, k: int, tie
     np.testing.assert_allclose(got.scores.numpy(), scores, rtol=1e-5, atol=1e-5)
 
 
+def test_a_lower_bound_is_a_product_less_the_root_of_another() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states, table = torch.randn(5, 7, generator=generator), torch.randn(9, 7, generator=generator)
+    states.requires_grad_()
+    expected = np.zeros((5, 9))
+    for row, state in enumerate(states.tolist()):
+        for column, item in enumerate(table.tolist()):
+            variance = sum(state[place] * item[place] for place in (4, 5, 6))
+            expected[row, column] = sum(state[place] * item[place] for place in range(4)) - max(0.0, variance) ** 0.5
+    scores = catalog_search.scores_of(states, table, 3, catalog_search.product)
+    np.testing.assert_allclose(scores.detach().numpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(catalog_search.scores_of(states.detach(), table, 3).numpy(), expected, atol=1e-5)
+    scores[:, 2].sum().backward()
+    assert states.grad is not None
+    torch.testing.assert_close(states.grad, torch.cat([table[2, :4], torch.zeros(3)]).expand(5, -1))
+
+
 def test_a_large_catalog_is_searched_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     states, table = torch.randn(20, 8), torch.randn(9001, 8)
     whole = catalog_search.top_k(states, table, 10, None)

@@ -1,7 +1,7 @@
 """The factor model as a reward, its lower bound, and ensembles."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -111,7 +111,7 @@ def test_what_is_wrong_is_said_at_once(place, model, batch, some, tmp_path):
         FactorReward(place, users="fitted")
     with pytest.raises(RecpoError, match="holds no factors"):
         FactorReward(tmp_path)
-    Factors(**{**vars(model), "user_factors": None, "item_covariance": None}).save(tmp_path / "plain")
+    replace(model, user_factors=None, item_covariance=None, lower_bound=0.0).save(tmp_path / "plain")
     with pytest.raises(RecpoError, match="set users to folded"):
         FactorReward(tmp_path / "plain")
     with pytest.raises(RecpoError, match="it has no bounds"):

@@ -1,0 +1,26 @@
+"""Quadratic forms ``xᵀ C x`` of many vectors and many matrices as dot products of their upper triangles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def outer_products(vectors: Tensor) -> Tensor:
+    """Upper triangles ``[N, d (d + 1) / 2]`` of ``x xᵀ`` for every ``x`` of ``[N, d]``."""
+    first, second = torch.triu_indices(vectors.shape[1], vectors.shape[1], device=vectors.device)
+    return vectors[:, first] * vectors[:, second]
+
+
+def folded_triangles(matrices: Tensor) -> Tensor:
+    """Upper triangles ``[N, d (d + 1) / 2]`` of symmetric ``[N, d, d]``, with twice what lies off the diagonal.
+
+    The dot product with the outer products of ``x`` is ``xᵀ C x``.
+    """
+    first, second = torch.triu_indices(matrices.shape[1], matrices.shape[1], device=matrices.device)
+    return matrices[:, first, second] * torch.where(first == second, 1.0, 2.0)
+
+
+def with_one(vectors: Tensor) -> Tensor:
+    """``[x, 1]`` of every row: ``[N, d + 1]``."""
+    return torch.cat([vectors, torch.ones_like(vectors[:, :1])], 1)
