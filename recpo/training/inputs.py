@@ -14,7 +14,7 @@ from recpo.training.contradictions import OF_STATES, all_requirements
 from recpo.training.kl_control import catalog_divergence
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions
-from recpo.training.rollout import Rollout, Rollouts, roll_out
+from recpo.training.rollout import Rollout, Rollouts, catalog_metrics, roll_out
 from recpo.training.slate_edits import (
     items_of,
     side_by_side,
@@ -65,6 +65,7 @@ class InputBuilder:
         self._hard_negatives, self._anchored = hard_negatives, options.anchor_coef != 0
         rollout = options.rollout
         self._catalog = rollout is not None and rollout.candidates == "catalog"
+        self._reads_snapshot = self._catalog and _reads_snapshot(options, self._requires)
         self.rollouts = None if rollout is None else Rollouts(options.seed, keep=rollout.epochs > 1)
 
     def __call__(self, batch: FeedbackBatch) -> StepInputs:
@@ -96,7 +97,9 @@ class InputBuilder:
         if logp_logged is not None:
             of_log = ObjectiveInputs(LogProbs(logp_logged, logged.mask[..., None].expand_as(logp_logged)))
         metrics = self._metrics(batch) | ({} if rollout is None else rollout.metrics)
-        if self._catalog:
+        if rollout is not None and rollout.logp is None:
+            metrics |= catalog_metrics(rollout, logp.detach())
+        elif self._catalog:
             metrics["approx_kl"] = catalog_divergence(inputs.logp) / inputs.logp.mask.any(1).sum().clamp(min=1)
         return StepInputs(inputs, of_log, metrics)
 
@@ -121,10 +124,15 @@ class InputBuilder:
         assert old is not None
         assert options.rollout is not None
         assert options.reward is not None
-        rollout = roll_out(old.policy, batch, options.rollout, options.reward)
+        rollout = roll_out(old.policy, batch, options.rollout, options.reward, self._reads_snapshot)
         batch = batch._replace(slates=rollout.slates)
         values = None if old.head is None else old.state_values(old.encode(batch.histories), batch.slates.visible)
-        return rollout._replace(reference=self._reference_logp(batch, items_of(batch.slates)), values=values)
+        reference = (
+            self._catalog_reference(batch, rollout.logp)
+            if self._catalog
+            else self._reference_logp(batch, items_of(batch.slates))
+        )
+        return rollout._replace(reference=reference, values=values)
 
     def _states(self, batch: FeedbackBatch) -> Tensor | None:
         """The policy's states ``[B, H + 1, d]``, where heads read them; without a gradient where they only read."""
@@ -203,8 +211,6 @@ class InputBuilder:
 
     def _reference_logp(self, batch: FeedbackBatch, needed: Tensor) -> Tensor | None:
         networks = self._networks
-        if self._catalog:
-            return self._catalog_reference(batch)
         if networks.reference_cache is not None:
             return networks.reference_cache.log_prob(batch)
         if "reference" in self._requires and self._options.reference == "snapshot":
@@ -212,10 +218,10 @@ class InputBuilder:
             return networks.old.log_prob(batch, needed)
         return None if networks.reference is None else networks.reference.log_prob(batch, needed)
 
-    def _catalog_reference(self, batch: FeedbackBatch) -> Tensor | None:
-        networks = self._networks
-        snapshot = "reference" in self._requires and self._options.reference == "snapshot"
-        reference = networks.old if snapshot else networks.reference
+    def _catalog_reference(self, batch: FeedbackBatch, of_snapshot: Tensor | None) -> Tensor | None:
+        if "reference" in self._requires and self._options.reference == "snapshot":
+            return of_snapshot
+        reference = self._networks.reference
         return None if reference is None else reference.catalog_log_prob(batch)
 
     def _from_slates(self, inputs: ObjectiveInputs, slates: Slates) -> ObjectiveInputs:
@@ -266,6 +272,18 @@ class InputBuilder:
             if slates.is_logged is not None:
                 metrics["logged_rejected_share"] = masked_mean(slates.is_logged, rejected)
         return metrics
+
+
+def _reads_snapshot(options: LearningOptions, requires: frozenset[str]) -> bool:
+    """Whether anything depends on the snapshot's log-probabilities of the whole catalog.
+
+    A phase of one step is taken at the snapshot itself: its divergence from it is 0, whatever limit there is.
+    """
+    rollout = options.rollout
+    assert rollout is not None
+    limited = rollout.max_kl is not None or rollout.collapse.max_kl is not None
+    snapshot = "reference" in requires and options.reference == "snapshot"
+    return "old" in requires or snapshot or (limited and rollout.phase_steps > 1)
 
 
 def logged_logp(batch: FeedbackBatch, logp: Tensor, needed: Tensor) -> Tensor:

@@ -40,17 +40,19 @@ class Rollout(NamedTuple):
     Attributes:
         slates: the candidates and their rewards.
         logp: ``[B, S, T]`` under exactly the distribution that they were drawn from: ``pi_old``; of the whole catalog
-            under the snapshot.
+            under the snapshot, None where nothing reads it.
         metrics: of the draws.
         reference: ``[B, S, T]`` under the reference policy, where the objective asks for it.
         values: ``[B, S]`` of the snapshot's critic, where there is one.
+        monitored: ``[B, S]`` monitor rewards of the whole catalog, where there are any.
     """
 
     slates: Slates
-    logp: Tensor
+    logp: Tensor | None
     metrics: dict[str, Tensor]
     reference: Tensor | None = None
     values: Tensor | None = None
+    monitored: Tensor | None = None
 
 
 class Rollouts:
@@ -88,7 +90,9 @@ class Rollouts:
 
 
 @torch.no_grad()
-def roll_out(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction) -> Rollout:
+def roll_out(
+    policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction, scores_catalog: bool = True
+) -> Rollout:
     """Draws and scores a group of candidates for every context, at the state after its whole history.
 
     Args:
@@ -96,9 +100,15 @@ def roll_out(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, rewa
         batch: contexts, and what the log shows for them.
         options: which candidates they have.
         reward: scores them.
+        scores_catalog: the snapshot scores the whole catalog; False = nothing reads that.
     """
     if options.candidates == "catalog":
-        return _whole_catalog(policy, batch, options, reward)
+        rollout = _whole_catalog(policy, batch, options, reward)
+        if not scores_catalog:
+            return rollout
+        assert isinstance(policy, StatePolicy)
+        logp = policy.catalog_log_prob(batch)
+        return rollout._replace(logp=logp, metrics=catalog_metrics(rollout, logp))
     drawn = _scored(policy, batch, options, reward)
     metrics = _draw_metrics(drawn, batch, options)
     if options.resamples or options.preference is not None:
@@ -113,8 +123,7 @@ def roll_out(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, rewa
 
 
 def _whole_catalog(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction) -> Rollout:
-    """Every item as a candidate; what of a group of draws is a mean, is the expectation under the snapshot here."""
-    assert isinstance(policy, StatePolicy)
+    """Every item as a candidate, with rewards, not scored yet."""
     contexts = batch.slates.mask.any(-1, keepdim=True)
     slates = catalog_slates(batch.histories, policy.num_items)
     nothing, missing = contexts.new_zeros(()), slates.visible.new_full((), torch.nan, dtype=torch.float32)
@@ -127,23 +136,36 @@ def _whole_catalog(policy: Policy, batch: FeedbackBatch, options: RolloutOptions
         is_logged=nothing.expand_as(slates.mask),
         ends_session=contexts.new_ones(()).expand_as(slates.mask),
     )
-    logp = policy.catalog_log_prob(batch)
+    monitored = None if options.monitor_reward is None else options.monitor_reward(batch, slates)
+    rewards = reward(batch, slates).detach()
+    known = slates.mask & ~rewards.isnan()
+    slates = slates._replace(reward=torch.where(known, rewards, 0.0), mask=known)
+    return Rollout(slates, None, {}, monitored=monitored)
+
+
+@torch.no_grad()
+def catalog_metrics(rollout: Rollout, logp: Tensor) -> dict[str, Tensor]:
+    """What is a mean over a group of draws, as an expectation over the whole catalog.
+
+    Args:
+        rollout: of the catalog.
+        logp: ``[B, V, 1]`` of the policy that is expected under.
+    """
+    slates, contexts = rollout.slates, rollout.slates.mask.any(-1, keepdim=True)
     probability = logp[..., 0].exp() * contexts
 
     def expected(rewards: Tensor, known: Tensor) -> Tensor:
         share = zero_masked(probability, known)
         return (share * zero_masked(rewards, known)).sum() / share.sum().clamp(min=torch.finfo(share.dtype).tiny)
 
-    rewards = reward(batch, slates).detach()
-    known = slates.mask & ~rewards.isnan()
+    assert slates.reward is not None
     metrics = {
-        "reward_mean": expected(rewards, known),
+        "reward_mean": expected(slates.reward, slates.mask),
         "draw_entropy": -(probability * logp[..., 0]).sum() / contexts.sum().clamp(min=1),
     }
-    if options.monitor_reward is not None:
-        monitored = options.monitor_reward(batch, slates)
-        metrics["monitor_reward_mean"] = expected(monitored, slates.mask & ~monitored.isnan())
-    return Rollout(slates._replace(reward=torch.where(known, rewards, 0.0), mask=known), logp, metrics)
+    if rollout.monitored is not None:
+        metrics["monitor_reward_mean"] = expected(rollout.monitored, contexts & ~rollout.monitored.isnan())
+    return metrics
 
 
 def _scored(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction) -> Candidates:

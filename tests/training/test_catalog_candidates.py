@@ -13,14 +13,14 @@ from recpo.contracts import Objective, RewardFunction, StatePolicy
 from recpo.data.datamodule import FeedbackDataModule, Phases
 from recpo.data.slates import ImpressionLayout
 from recpo.errors import RecpoError
-from recpo.objectives import GRPO, PPO
+from recpo.objectives import GRPO, MPO, PPO, CatalogPolicyGradient
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards import HitReward, RankAwareReward, WeightedSum
 from recpo.training.inputs import InputBuilder
 from recpo.training.kl_control import KLControl
 from recpo.training.module import PreferenceModule
 from recpo.training.networks import Networks
-from recpo.training.options import LearningOptions, RolloutOptions, TrainOptions
+from recpo.training.options import CollapseLimits, LearningOptions, RolloutOptions, TrainOptions
 from recpo.training.rollout import roll_out
 from recpo.training.trainer import TrainerOptions
 from recpo.types import LogProbs, LossOutput, catalog_slates
@@ -155,6 +155,52 @@ def test_inputs_hold_the_catalog_under_every_policy(batch):
     divergence = (old.exp() * (old - logp))[step.objective.logp.mask[..., 0]].sum() / 15
     assert step.metrics["approx_kl"].item() == pytest.approx(divergence.item(), rel=1e-5)
     assert divergence > 0
+
+
+NO_LIMITS = CollapseLimits(max_kl=None)
+READING = [
+    # what reads the snapshot's log-probabilities, and whether anything does
+    ({}, {}, False),
+    ({"batches": 2}, {}, True),
+    ({"epochs": 2}, {}, True),
+    ({"batches": 2, "epochs": 2, "collapse": NO_LIMITS}, {}, False),
+    ({"max_kl": 0.5}, {}, False),
+    ({"batches": 2, "max_kl": 0.5, "collapse": NO_LIMITS}, {}, True),
+    ({}, {"reference": "snapshot"}, True),
+    ({}, {"objective": MPO(base="old")}, True),
+    ({}, {"objective": GRPO(kl_coef=0.0), "advantage": GroupNormalizedAdvantage()}, True),
+    ({}, {"objective": CatalogPolicyGradient(), "reward": HitReward()}, False),
+]
+
+
+@pytest.mark.parametrize(("rollout", "changes", "read"), READING, ids=str)
+def test_the_snapshot_scores_the_catalog_only_where_something_reads_it(batch, monkeypatch, rollout, changes, read):
+    phase = RolloutOptions(
+        **{"candidates": "catalog", "batches": 1, "epochs": 1, "monitor_reward": HitReward()} | rollout
+    )
+    options = LearningOptions(
+        **{"objective": MPO(), "rollout": phase, "reward": ByItem(), "old_policy": "snapshot"} | changes
+    )
+    networks = Networks.of(new_policy(), options)
+    scored = []
+
+    def scores(self, batch, states=None):
+        scored.append(self)
+        return CatalogSoftmaxPolicy.catalog_log_prob(self, batch, states)
+
+    for policy in (networks.policy, networks.old.policy):
+        monkeypatch.setattr(policy, "catalog_log_prob", scores.__get__(policy))
+    step = InputBuilder(networks, options)(batch)
+    assert [policy is networks.old.policy for policy in scored].count(True) == int(read)
+    assert (step.objective.logp.old is None) == (not read)
+    assert ("approx_kl" in step.metrics) == read
+    # the policy has not moved: its expectations are those of the snapshot
+    expected = roll_out(networks.old.policy, batch, phase, options.reward).metrics
+    assert expected.keys() == {"reward_mean", "draw_entropy", "monitor_reward_mean"}
+    for name, value in expected.items():
+        torch.testing.assert_close(step.metrics[name], value)
+    assert not any(value.requires_grad for value in step.metrics.values())
+    options.objective(step.objective).loss.backward()
 
 
 def test_the_divergence_that_ends_a_phase_is_exact_and_per_context():
