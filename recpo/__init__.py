@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from recpo.evaluation.evaluation import Evaluation as Evaluation
     from recpo.factorization.factors import Factors as Factors
     from recpo.evaluation.lists import Lists as Lists
+    from recpo.exploration import Exploration as Exploration, Pool as Pool
     from recpo.feedback import FeedbackDefinition as FeedbackDefinition, FeedbackRule as FeedbackRule
     from recpo.objectives import (
         ASPO as ASPO,
@@ -124,6 +125,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.evaluation.evaluation": ("Evaluation",),
     "recpo.factorization.factors": ("Factors",),
     "recpo.evaluation.lists": ("Lists",),
+    "recpo.exploration": ("Exploration", "Pool"),
     "recpo.feedback": ("FeedbackDefinition", "FeedbackRule"),
     "recpo.objectives": (
         "ASPO",

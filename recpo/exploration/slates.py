@@ -1,0 +1,255 @@
+"""Draws slates from a shortlist and says with which probability every item was shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from recpo.errors import RecpoError
+from recpo.exploration.inclusion import FloatArray, IntArray, inclusion_probabilities
+from recpo.exploration.pool import Pool
+
+BoolArray = NDArray[np.bool_]
+
+_COLDEST = 1e-6  # below this the differences of log-probabilities leave the precision of the noise
+
+
+class Slate(NamedTuple):
+    """What one request is shown.
+
+    Attributes:
+        items: ``[n]`` internal ids in the order in which they are shown; n is k, or fewer where fewer may be listed.
+        propensity: ``[n]`` probability in (0, 1] of the item at a place of this slate drawn at random; over all items
+            that may be listed it sums to 1. The log's column ``propensity``.
+        explored: ``[n]`` bool, the item is none of the n best ones, which would be shown without exploration.
+        is_random: the whole slate was drawn uniformly. The log's column ``is_random``, of all its rows.
+        positions: ``[n]`` places in the shortlist, -1 = the item was drawn from the rest of the catalog.
+    """
+
+    items: IntArray
+    propensity: FloatArray
+    explored: BoolArray
+    is_random: bool
+    positions: IntArray
+
+
+class SlateBatch(NamedTuple):
+    """The slates of several requests, padded: ``items`` 0, ``propensity`` nan, ``explored`` False, ``positions`` -1.
+
+    Attributes:
+        items: ``[B, k]``.
+        propensity: ``[B, k]``.
+        explored: ``[B, k]``.
+        is_random: ``[B]``.
+        positions: ``[B, k]``.
+        lengths: ``[B]`` items in each slate.
+    """
+
+    items: IntArray
+    propensity: FloatArray
+    explored: BoolArray
+    is_random: BoolArray
+    positions: IntArray
+    lengths: IntArray
+
+    def of(self, row: int) -> Slate:
+        """The slate of one request."""
+        n = int(self.lengths[row])
+        return Slate(
+            self.items[row, :n],
+            self.propensity[row, :n],
+            self.explored[row, :n],
+            bool(self.is_random[row]),
+            self.positions[row, :n],
+        )
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """How a slate of k items is drawn from the M best ones.
+
+    With probability ``epsilon`` the whole slate is uniform without replacement; otherwise its items are drawn without
+    replacement from ``softmax(logp / temperature)`` over the shortlist, by Gumbel top-k (Kool et al., arXiv
+    1903.06059). The propensity of an item, of n that are shown, is exact:
+
+        (1 - epsilon) P(item among n drawn from the shortlist) / n + epsilon / N
+
+    with N items in the pool of the uniform part: the probability of the item at a place of the slate that is drawn at
+    random. An exposure is such a place, so this is what makes IPS, SNIPS and doubly robust values of the log unbiased.
+    The probability of the item given those above it would not: an item that stands above cannot be drawn again, and
+    what a target policy makes of it at this place would never be seen. docs/exploration.md has the argument.
+
+    Attributes:
+        temperature: divides the log-probabilities; 1 = the policy itself, more = closer to uniform, 0 = the best items
+            in their order.
+        epsilon: share of requests whose whole slate is uniform, in [0, 1].
+        shortlist: M, how many of the policy's best items can be drawn at a temperature.
+        uniform_over: what uniform slates are drawn from: the whole allowed catalog, so that every item that may be
+            listed has a propensity above 0, or the shortlist, which shows nobody an item far from their taste.
+    """
+
+    temperature: float = 1.0
+    epsilon: float = 0.0
+    shortlist: int = 100
+    uniform_over: Literal["catalog", "shortlist"] = "catalog"
+
+    def __post_init__(self) -> None:
+        temperature, epsilon = self.temperature, self.epsilon
+        checks = {
+            "temperature": (
+                temperature == 0 or _COLDEST <= temperature < math.inf,
+                f"0 (the best items), or from {_COLDEST:g} on",
+            ),
+            "epsilon": (0 <= epsilon <= 1, "a probability between 0 and 1"),
+            "shortlist": (isinstance(self.shortlist, int) and self.shortlist >= 1, "a whole number from 1 on"),
+            "uniform_over": (self.uniform_over in ("catalog", "shortlist"), "catalog or shortlist"),
+        }
+        for name, (holds, expected) in checks.items():
+            if not holds:
+                raise RecpoError(f"exploration: {name} is {getattr(self, name)!r}, expected {expected}")
+
+    def sample(
+        self, items: ArrayLike, logp: ArrayLike, k: int, generator: np.random.Generator, allowed: Pool | None = None
+    ) -> Slate:
+        """Draws the slate of one request.
+
+        Args:
+            items: ``[M]`` internal ids of the shortlist, distinct; 0 = an empty place.
+            logp: ``[M]`` their log-probabilities, or any scores on that scale; -inf = cannot be shown.
+            k: length of the slate.
+            generator: of all random numbers.
+            allowed: what may be listed: nothing else of the shortlist is drawn. None = all of the shortlist; uniform
+                slates over the catalog need it.
+
+        Raises:
+            RecpoError: see ``sample_batch``.
+        """
+        pools = None if allowed is None else [allowed]
+        return self.sample_batch(np.asarray(items)[None], np.asarray(logp)[None], k, generator, pools).of(0)
+
+    def sample_batch(
+        self,
+        items: ArrayLike,
+        logp: ArrayLike,
+        k: int,
+        generator: np.random.Generator,
+        allowed: Sequence[Pool] | None = None,
+    ) -> SlateBatch:
+        """Draws the slates of several requests; see ``sample``, with a leading axis ``[B]``.
+
+        Raises:
+            RecpoError: wrong shapes, repeated items, nan or +inf, k below 1, or no pool for uniform slates.
+        """
+        ids, scores = _validated(items, logp, k)
+        if self.epsilon > 0 and self.uniform_over == "catalog" and allowed is None:
+            raise RecpoError(
+                "exploration: uniform slates over the catalog need the items that may be listed (allowed); hand over a "
+                "Pool, or set uniform_over: shortlist"
+            )
+        if allowed is not None:
+            kept = np.stack([pool.contains(row) for pool, row in zip(allowed, ids, strict=True)])
+            scores = np.where(kept, scores, -np.inf)
+        lengths = np.minimum((scores > -np.inf).sum(1), k)
+        best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        drawn = best if self.temperature == 0 else _gumbel_top(self._logits(scores), k, generator)
+        is_random = (generator.random(len(ids)) < self.epsilon) & (lengths > 0)
+        shown = np.arange(drawn.shape[1]) < lengths[:, None]
+        positions = np.where(shown, drawn, -1)
+        listed = np.where(shown, np.take_along_axis(ids, drawn, 1), 0)
+        pools = allowed if allowed is not None and self.uniform_over == "catalog" else None
+        for row in np.flatnonzero(is_random).tolist():
+            pool = pools[row] if pools else Pool.of(int(ids[row].max()), ids=ids[row][scores[row] > -np.inf])
+            n = lengths[row]
+            listed[row, :n] = pool.at(generator.choice(len(pool), n, replace=False))
+            positions[row, :n] = _places(ids[row], listed[row, :n])
+        propensity = self._propensities(scores, best, positions, lengths, pools)
+        explored = shown & ~(positions[:, :, None] == np.where(shown, best, -2)[:, None, :]).any(2)
+        return _padded(SlateBatch(listed, propensity, explored, is_random, positions, lengths), k)
+
+    def _logits(self, scores: FloatArray) -> FloatArray:
+        with np.errstate(invalid="ignore"):
+            shifted = scores - scores.max(1, keepdims=True, initial=-np.inf)
+        return np.where(scores > -np.inf, shifted, -np.inf) / self.temperature
+
+    def _propensities(
+        self,
+        scores: FloatArray,
+        best: IntArray,
+        positions: IntArray,
+        lengths: IntArray,
+        pools: Sequence[Pool] | None,
+    ) -> FloatArray:
+        """``[B, n]``, nan where no item is shown; the exact mixture of both parts."""
+        width = positions.shape[1]
+        shown, in_shortlist = np.arange(width) < lengths[:, None], positions >= 0
+        included = np.zeros(positions.shape)
+        if self.temperature == 0:
+            included[:] = (positions[:, :, None] == best[:, None, :]).any(2)
+        elif self.epsilon < 1 and positions.size:
+            logits, tiniest = self._logits(scores), np.finfo(np.float64).tiny
+            # An item of the shortlist that a uniform slate shows may stand anywhere in it: columns stay distinct.
+            columns = _distinct(positions, scores.shape[1])
+            included = np.maximum(inclusion_probabilities(logits, width, columns), tiniest)
+        sizes = (scores > -np.inf).sum(1) if pools is None else np.array([len(pool) for pool in pools], np.int64)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            mixed = (1 - self.epsilon) * included * in_shortlist / lengths[:, None] + self.epsilon / sizes[:, None]
+        return np.where(shown, mixed, np.nan)
+
+
+def _validated(items: ArrayLike, logp: ArrayLike, k: int) -> tuple[IntArray, FloatArray]:
+    ids, scores = np.asarray(items), np.asarray(logp, np.float64)
+    if ids.ndim != 2 or ids.shape != scores.shape or not np.issubdtype(ids.dtype, np.integer):
+        raise RecpoError(
+            f"exploration: items {ids.shape} of {ids.dtype} and log-probabilities {scores.shape}; expected whole "
+            "numbers and numbers of one shape"
+        )
+    if k < 1:
+        raise RecpoError(f"exploration: k is {k}, expected at least 1")
+    if np.isnan(scores).any() or np.isposinf(scores).any():
+        raise RecpoError("exploration: a log-probability is nan or +inf, expected finite numbers, or -inf")
+    scores = np.where(ids > 0, scores, -np.inf)
+    ordered = np.sort(np.where(scores > -np.inf, ids, -np.arange(ids.shape[1])), axis=1)
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise RecpoError("exploration: an item occurs twice in a shortlist, expected distinct items")
+    return ids.astype(np.int64), scores
+
+
+def _gumbel_top(logits: FloatArray, k: int, generator: np.random.Generator) -> IntArray:
+    """Columns ``[B, min(k, M)]`` of the largest logits after Gumbel noise, largest first."""
+    noisy = logits + generator.gumbel(size=logits.shape)
+    k = min(k, logits.shape[1])
+    top = np.argpartition(-noisy, k - 1, axis=1)[:, :k] if k < logits.shape[1] else np.argsort(-noisy, axis=1)
+    return np.take_along_axis(top, np.argsort(-np.take_along_axis(noisy, top, 1), axis=1, kind="stable"), 1)
+
+
+def _places(ids: IntArray, items: IntArray) -> IntArray:
+    """The places of ``items [n]`` among ``ids [M]``, -1 where they are not there."""
+    same = items[:, None] == ids[None]
+    return np.where(same.any(1), same.argmax(1), -1)
+
+
+def _distinct(positions: IntArray, width: int) -> IntArray:
+    """``positions`` with every -1 replaced by a column that its row does not name."""
+    found = positions.copy()
+    for row in np.flatnonzero((positions < 0).any(1)):
+        missing = positions[row] < 0
+        free = np.setdiff1d(np.arange(width), positions[row])
+        found[row, missing] = free[: missing.sum()]
+    return found
+
+
+def _padded(slates: SlateBatch, k: int) -> SlateBatch:
+    missing = ((0, 0), (0, k - slates.items.shape[1]))
+    if not missing[1][1]:
+        return slates
+    return slates._replace(
+        items=np.pad(slates.items, missing),
+        propensity=np.pad(slates.propensity, missing, constant_values=np.nan),
+        explored=np.pad(slates.explored, missing),
+        positions=np.pad(slates.positions, missing, constant_values=-1),
+    )
