@@ -4,9 +4,11 @@
     python tests/mutation.py recpo/objectives/gbpo.py --only 17  # one mutant (or more), with the output of the tests
 
 Prints every mutant that survived, as the line that it changed; the exit status is 1 where there are any that
-``EQUIVALENT`` does not name. Works on a copy in a temporary directory, so the checkout may be edited meanwhile. Tests
-are imported and collected once; a mutant is put into the functions of a forked process and meets only the tests that
-reach its line, so most take a tenth of a second. Changes outside of functions take a new interpreter each.
+``mutation_equivalents.txt`` does not name. Works on a copy in a temporary directory, so the checkout may be edited
+meanwhile. Tests are imported and collected once; a mutant is put into the functions of a forked process and meets only
+the tests that reach its line, so most take a tenth of a second. A change outside of functions (a constant, a default)
+is put into the loaded modules likewise and meets all tests; where they do not notice, a new interpreter has the last
+word.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -36,9 +39,14 @@ LOSSES = [
     "tests/test_objective_references.py",
     "tests/objectives",
 ]
+NEWER = ["labels_and_weights", "identities", "contract", "catalog_closed_forms"]
 #: the tests of a module, fast ones first; the longest prefix counts
 OWNERS = {
     "recpo/objectives": LOSSES,
+    **{
+        f"recpo/objectives/{module}": [f"tests/objectives/test_{name}.py" for name in NEWER]
+        for module in ("mpo", "catalog_policy_gradient", "weighted_likelihood", "kto")
+    },
     "recpo/ops": ["tests/ops", *LOSSES],
     "recpo/ops/kl": LOSSES,
     "recpo/ops/reduce": LOSSES,
@@ -47,11 +55,38 @@ OWNERS = {
     "recpo/ops/kernels": ["tests/ops/test_kernels.py", "tests/ops/test_linear_logprob.py"],
     "recpo/ops/linear_logprob": ["tests/ops/test_linear_logprob.py"],
     "recpo/ops/sharded_logprob": ["tests/ops/test_sharded_logprob.py"],
-    "recpo/ops/item_sets": ["tests/evaluation/test_ranking.py"],
+    "recpo/ops/row_shard": ["tests/ops/test_sharded_logprob.py"],
+    "recpo/ops/item_sets": ["tests/ops/test_item_sets.py"],
+    "recpo/ops/ridge": ["tests/ops/test_small_systems.py"],
+    "recpo/ops/elimination": ["tests/ops/test_small_systems.py"],
     "recpo/advantages": ["tests/test_advantages.py", "tests/test_vectors.py", "tests/test_objective_references.py"],
-    "recpo/rewards": ["tests/rewards", "tests/test_vectors.py"],
+    "recpo/advantages/graded": ["tests/objectives/test_labels_and_weights.py"],
+    "recpo/advantages/gate": ["tests/objectives/test_token_advantages.py"],
+    "recpo/advantages/prefix": ["tests/objectives/test_token_advantages.py"],
+    "recpo/rewards": ["tests/rewards/test_rewards.py", "tests/test_vectors.py"],
+    "recpo/rewards/factor": ["tests/rewards/test_factor_reward.py"],
+    "recpo/rewards/ensemble": ["tests/rewards/test_factor_reward.py"],
+    "recpo/factorization": ["tests/factorization", "tests/rewards/test_factor_reward.py"],
     "recpo/evaluation/ranking": ["tests/evaluation/test_ranking.py"],
     "recpo/evaluation/off_policy": ["tests/evaluation/off_policy"],
+    **{
+        f"recpo/evaluation/off_policy/{module}": [
+            f"tests/evaluation/off_policy/test_off_policy_{name}.py" for name in own
+        ]
+        for module, own in {
+            "weights": ["closed_forms", "weights"],
+            "ratio_intervals": ["closed_forms", "intervals"],
+            "diagnostics": ["warnings", "closed_forms"],
+            "options": ["warnings"],
+            "propensities": ["closed_forms", "measure"],
+            "slate_estimators": ["closed_forms", "slates"],
+            "estimators": ["closed_forms", "estimators"],
+            "target_sums": ["closed_forms", "intervals", "measure"],
+            "results": ["closed_forms", "measure"],
+            "measure": ["closed_forms", "measure"],
+            "setting": ["setting"],
+        }.items()
+    },
     "recpo/data/shaping": ["tests/data/test_shaping.py"],
     "recpo/feedback": ["tests/test_feedback.py"],
 }
@@ -59,240 +94,20 @@ OWNERS = {
 IN_OTHER_PROCESSES = ("recpo/ops/sharded_logprob", "recpo/ops/row_shard")
 PYTEST = ["-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "-m", "not slow"]
 CANNOT = 77
-#: survivors that change no result, as ``module: mutated line``, with the reason
-EQUIVALENT: dict[str, str] = {
-    "recpo/advantages/ternary.py: rank = round(rank) if abs(rank - round(rank)) <= _RANK_ROUNDING else rank": (
-        "a rank is a multiple of 2^-53, which 1e-9 is not: they are never equal"
-    ),
-    "recpo/advantages/ternary.py: value = label": "it is only compared, and no gradient flows through a comparison",
-    "recpo/advantages/group.py: "
-    "deviation = zero_masked(rewards - rewards.sum(-1, keepdim=True) / size.clamp(min=2), kept)": (
-        "a group of one is constant: its deviation is set to 0 in the next line (a reward of nan stays nan)"
-    ),
-    "recpo/rewards/validity.py: draws = "
-    "torch.rand(candidates.mask.shape, device=candidates.mask.device).masked_fill(~candidates.mask, 3.0)": (
-        "any number from 1 on is above all draws"
-    ),
-    "recpo/objectives/ecpo.py: logp = logp": "ppo_loss masks it, and the cap that is made of it",
-    "recpo/objectives/ecpo.py: early = logp - math.log(1.0 + clip_high + delta)": "ppo_loss detaches the old policy",
-    "recpo/objectives/ecpo.py: old = torch.maximum(early, logp_old.detach())": "ppo_loss masks the old policy",
-    "recpo/objectives/ecpo.py: old = torch.maximum(early, zero_masked(logp_old, mask))": (
-        "ppo_loss detaches the old policy"
-    ),
-    "recpo/objectives/cispo.py: weight = guarded_ratio(logp - zero_masked(logp_old.detach(), mask))": (
-        "weighted_score detaches the weight"
-    ),
-    "recpo/objectives/cispo.py: weight = guarded_ratio(logp.detach() - zero_masked(logp_old, mask))": (
-        "weighted_score detaches the weight"
-    ),
-    "recpo/feedback.py: return (label >= np.float32(self.positive_threshold)) & ~dislike": (
-        "the same number: labels are float32 or float64"
-    ),
-    "recpo/feedback.py: return (label < np.float32(self.skip_threshold)) & ~dislike": (
-        "the same number: labels are float32 or float64"
-    ),
-    "recpo/feedback.py: power = np.log(np.where(known, seconds, 2.0) + 1e-06) / np.log(self.duration_base)": (
-        "a stand-in for unknown durations, whose power the next line does not read"
-    ),
-    **dict.fromkeys(
-        [
-            "recpo/objectives/gbpo.py: old = logp if logp_old is None else zero_masked(logp_old.detach(), mask)",
-            "recpo/objectives/gbpo.py: old = logp.detach() if logp_old is None else zero_masked(logp_old, mask)",
-            "recpo/objectives/gbpo.py: current = logp",
-            "recpo/objectives/aspo.py: log_ratio = logp - zero_masked(logp_old.detach(), mask)",
-            "recpo/objectives/aspo.py: log_ratio = logp.detach() - zero_masked(logp_old, mask)",
-            "recpo/objectives/reinforce.py: item = logp.sum(-1, keepdim=True)",
-            "recpo/objectives/reinforce.py: "
-            "old = item if logp_old is None else zero_masked(logp_old, mask).sum(-1, keepdim=True)",
-        ],
-        "weighted_score detaches the weight",
-    ),
-    **dict.fromkeys(
-        [
-            "recpo/objectives/gbpo.py: bound = torch.maximum(old, torch.where(advantages <= 0, complement, current))",
-            "recpo/objectives/gbpo.py: return -advantages * weighted_score(weight, logp)",
-            "recpo/objectives/aspo.py: weight = guarded_ratio(torch.where(advantages >= 0, -log_ratio, log_ratio))",
-            "recpo/ops/surrogate.py: "
-            "return torch.where(advantages <= 0, torch.minimum(loss, -dual_clip * advantages), loss)",
-        ],
-        "an advantage of 0, as masked tokens have it, times a finite weight",
-    ),
-    **dict.fromkeys(
-        [
-            "recpo/objectives/gspo.py: log_s = over_tokens(sequence_log_ratio(logp - logp_old.detach(), mask), logp)",
-            "recpo/objectives/listwise_dpo.py: "
-            "rejected = beta * (logp_rejected - zero_masked(logp_ref_rejected.detach(), kept))",
-            "recpo/objectives/listwise_dpo.py: "
-            "rejected = beta * (zero_masked(logp_rejected, kept) - logp_ref_rejected.detach())",
-            "recpo/objectives/listwise_dpo.py: return (chosen.unsqueeze(-1) - rejected, kept)",
-            "recpo/objectives/listwise_dpo.py: "
-            "terms = -gaps if pair_weights is None else pair_weights.detach().log() - gaps",
-            "recpo/objectives/listwise_dpo.py: scaled = scaled * pair_weights.detach()",
-            "recpo/objectives/dpo.py: pairs = dpo_loss(chosen.unsqueeze(-1).expand_as(logp), logp, "
-            "ref_chosen.unsqueeze(-1).expand_as(logp), zero_masked(logp_ref, lists.is_rejected), margin=margin, "
-            "variant='sigmoid' if self.variant == 'simpo' else self.variant, **options)",
-            "recpo/objectives/dpo.py: pairs = dpo_loss(chosen.unsqueeze(-1).expand_as(logp), "
-            "zero_masked(logp, lists.is_rejected), ref_chosen.unsqueeze(-1).expand_as(logp), logp_ref, margin=margin, "
-            "variant='sigmoid' if self.variant == 'simpo' else self.variant, **options)",
-            "recpo/objectives/ppo.py: returns = required(inputs.returns, 'returns', self)",
-            "recpo/objectives/ppo.py: old = required(inputs.values_old, 'values_old', self)",
-            "recpo/objectives/policy_gradient.py: "
-            "advantages = required(inputs.advantages, 'advantages', self).detach()",
-            "recpo/objectives/policy_gradient.py: reference = required(inputs.logp.reference, 'reference', self)",
-            "recpo/objectives/policy_gradient.py: entropy = required(inputs.entropy, 'entropy', self)",
-            "recpo/objectives/likelihood.py: logp = inputs.logp.policy",
-            "recpo/objectives/q_learning.py: targets = required(inputs.q_targets, 'q_targets', self).detach()",
-            "recpo/objectives/reward_model.py: scores, targets = (zero_masked(scores, mask), targets.to(scores.dtype))",
-            "recpo/advantages/gae.py: rewards, values = (rewards.detach(), zero_masked(values.detach(), kept))",
-            "recpo/advantages/gae.py: values = values.detach()",
-        ],
-        "masked again further on, before anything is summed, and what stands between carries no gradient there",
-    ),
-    **dict.fromkeys(
-        [
-            "recpo/objectives/gspo.py: return over_tokens(sequence_log_ratio(log_ratio, mask), log_ratio)",
-            "recpo/objectives/reinforce.py: return over_tokens(log_ratio.sum(-1), log_ratio)",
-            "recpo/objectives/reward_model.py: predicted = scores.sigmoid()",
-            "recpo/objectives/health.py: ratio = zero_masked(guarded_ratio(log_ratio), mask).float()",
-            "recpo/objectives/health.py: residual = _variance(returns - values, mask)",
-            "recpo/objectives/health.py: total = _variance(returns, mask)",
-        ],
-        "only metrics read it, and they mask it",
-    ),
-    **dict.fromkeys(
-        [
-            "recpo/objectives/policy_gradient.py: advantages = "
-            "zero_masked(required(inputs.advantages, 'advantages', self), mask.any(-1))",
-            "recpo/objectives/policy_gradient.py: old = None if old is None else zero_masked(old, scored)",
-            "recpo/objectives/preference.py: logp_ref = "
-            "self.item_logp(required(inputs.logp.reference, 'reference', self), inputs.logp.mask)",
-            "recpo/objectives/q_learning.py: "
-            "targets = zero_masked(required(inputs.q_targets, 'q_targets', self), kept)",
-        ],
-        "the pure loss detaches it, and metrics are computed without gradients",
-    ),
-    **dict.fromkeys(
-        [
-            "recpo/objectives/policy_gradient.py: "
-            "metrics |= self._health(surrogate, logp.detach(), old, advantages, scored)",
-            "recpo/objectives/policy_gradient.py: "
-            "metrics |= self._health(surrogate.detach(), logp, old, advantages, scored)",
-            "recpo/objectives/preference.py: return LossOutput(loss, self._health(logp, logp_ref, lists))",
-        ],
-        "metrics are computed without gradients",
-    ),
-    "recpo/objectives/policy_gradient.py: if getattr(self, name, 1.0) < 0:": "1 is not negative either",
-    "recpo/objectives/q_learning.py: best = next_q.gather(-1, next_q_online.argmax(-1, keepdim=True)).squeeze(-1)": (
-        "the place of a maximum has no gradient"
-    ),
-    "recpo/objectives/q_learning.py: "
-    "return torch.where(error.abs() < huber, squared, huber * (error.abs() - 0.5 * huber))": (
-        "at the bound both have the same value and the same slope"
-    ),
-    **dict.fromkeys(
-        [
-            "recpo/objectives/health.py: return "
-            "torch.where(total > 0, 1.0 - residual / torch.where(total >= 0, total, 1.0), 0.0)",
-            "recpo/objectives/health.py: return "
-            "torch.where(total > 0, 1.0 - residual / torch.where(total > 0, total, 2.0), 0.0)",
-        ],
-        "a divisor for the case that the outer condition leaves out",
-    ),
-    **dict.fromkeys(
-        [
-            "recpo/ops/surrogate.py: return "
-            "torch.where(x >= -math.log(2.0), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))",
-            "recpo/ops/surrogate.py: return "
-            "torch.where(x > -2.0, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))",
-            "recpo/ops/surrogate.py: return "
-            "torch.where(x > -math.log(3.0), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))",
-        ],
-        "between log(1/2) and -2 both forms keep their digits",
-    ),
-    "recpo/ops/sampled_softmax.py: ids = torch.searchsorted(cdf, draws, right=False).clamp_(1, len(cdf) - 1)": (
-        "they differ for a draw that equals a cumulative probability, one in 2^53"
-    ),
-    "recpo/ops/sampled_softmax.py: ids = torch.searchsorted(cdf, draws, right=True).clamp_(1, len(cdf) + 1)": (
-        "a draw lies below cdf[V] = 1, so its id is at most V"
-    ),
-    "recpo/ops/linear_logprob.py: sums = sum_over_catalog(states, table, padding_rows, want_expected_row=needs_states, "
-    "keep_bytes=keep_bytes if needs_table else 1)": "no softmax fits into one byte",
-    "recpo/rewards/hit.py: width = batch.histories.item_ids.shape[1] + 2": "any stride above what a position may see",
-    "recpo/rewards/hit.py: discount = 2.0 / torch.log2(rank.double() + 1.0)": "a factor of what is normalized next",
-    **dict.fromkeys(
-        [
-            "recpo/ops/kernels.py: BLOCK_BYTES = {'cpu': 9 << 20}",
-            "recpo/ops/kernels.py: BLOCK_BYTES_ACCELERATOR = 257 << 20",
-            "recpo/ops/kernels.py: BLOCK_BYTES_ACCELERATOR = 256 << 21",
-            "recpo/ops/kernels.py: KEEP_BYTES = 193 << 20",
-            "recpo/ops/kernels.py: KEEP_BYTES = 192 << 21",
-            "recpo/ops/kernels.py: BLOCK_ROWS_OF_TABLE = 8193",
-            "recpo/ops/kernels.py: narrow_inputs = rows.shape[1] <= grad.shape[1]",
-            "recpo/ops/kernels.py: grad_weight = "
-            "_onednn(grad.T, rows.T) if narrow_inputs else _onednn(rows.T, grad.T).T.contiguous()",
-            "recpo/ops/kernels.py: words = "
-            "torch.empty((values.numel() + 8) // 8, dtype=torch.int64).random_(_LEAST_INT64, None)",
-            "recpo/ops/kernels.py: words = "
-            "torch.empty((values.numel() + 7) * 8, dtype=torch.int64).random_(_LEAST_INT64, None)",
-        ],
-        "how much is done at a time or in which order: speed and memory, not the result",
-    ),
-    "recpo/ops/kernels.py: with nullcontext() if left.is_cuda else full_precision():": (
-        "on a CPU, where the tests run, the setting changes nothing"
-    ),
-    **dict.fromkeys(
-        [
-            "recpo/ops/item_sets.py: _NARROW = 33",
-            "recpo/ops/item_sets.py: if not sorted_set.shape[1] <= _NARROW:",
-            "recpo/ops/item_sets.py: if sorted_set.shape[1] < _NARROW:",
-        ],
-        "both ways of looking an item up find the same: which one is quicker",
-    ),
-    **dict.fromkeys(
-        [
-            "recpo/ops/item_sets.py: "
-            "kept, order = item_ids.long().masked_fill(~mask, NO_ITEM).sort(dim=1, stable=False)",
-            "recpo/evaluation/ranking.py: ascending, by_item = kept.sort(dim=1, stable=False)",
-        ],
-        "on a CPU PyTorch sorts stably either way; the argument asks for what the next line needs",
-    ),
-    "recpo/evaluation/ranking.py: "
-    "return _defined(torch.stack([first * (first > 1 / k - 1e-07) for k in ks], 1), hits)": "no 1 / rank is that bound",
-    **dict.fromkeys(
-        [
-            "recpo/evaluation/ranking.py: "
-            "rank = torch.arange(1, hits.hit.shape[1] + 2, device=hits.hit.device, dtype=torch.float32)",
-            "recpo/evaluation/ranking.py: "
-            "return 1 / torch.log2(torch.arange(2, places + 3, device=like.device, dtype=torch.float32))",
-        ],
-        "a weight beyond the last place, which is not read",
-    ),
-    "recpo/evaluation/ranking.py: "
-    "return 2 / torch.log2(torch.arange(2, places + 2, device=like.device, dtype=torch.float32))": (
-        "a factor that both sides of the ratio have"
-    ),
-    "recpo/ops/item_sets.py: "
-    "return kept.sort(1).values if kept.shape[1] else kept.new_full((len(kept), 2), NO_ITEM)": "no items twice",
-    "recpo/data/shaping.py: return _with_label(events, events, ibis.ifelse(ratio >= 1.0, 1.0, ratio))": "1 either way",
-    "recpo/data/shaping.py: _WTG_RESOLUTION: Final = 1000001.0": (
-        "which gains count as equal is a matter of the seventh digit either way"
-    ),
-    "recpo/data/shaping.py: keyed = keyed.mutate(gain=(gain * _WTG_RESOLUTION).round().cast('int64'), "
-    "everyone=ibis.literal(1, 'int8'))": "a name for the one group of all",
-    "recpo/evaluation/off_policy/additive_model.py: "
-    "totals -= [len(reward), reward.sum(), (reward.astype(np.float64) ** 2).sum()]": "only their ratios are read",
-    **dict.fromkeys(
-        [
-            "recpo/evaluation/off_policy/additive_model.py: "
-            "return cls(mean, torch.from_numpy(users), torch.from_numpy(items))",
-            "recpo/evaluation/off_policy/additive_model.py: squares += (residual ** 2).sum()",
-            "recpo/evaluation/off_policy/additive_model.py: "
-            "return (effect, max(squares - explained, 0.0) / rows_in_all)",
-        ],
-        "a float of NumPy for one of Python",
-    ),
-    "recpo/objectives/q_learning.py: mask = inputs.logp.mask": "any and zero_masked take numbers as they take bools",
-}
+
+
+def equivalents(text: str) -> dict[str, str]:
+    """Mutated lines to the reason why they change no result: under ``# reason`` the lines, as they are printed."""
+    found, reason = {}, ""
+    for line in text.splitlines():
+        if line.startswith("# "):
+            reason = line[2:]
+        elif line and reason:
+            found[line] = reason
+    return found
+
+
+EQUIVALENT = equivalents((ROOT / "tests" / "mutation_equivalents.txt").read_text(encoding="utf-8"))
 
 SWAPS: dict[type, type] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -434,19 +249,26 @@ class Tests:
             text = ast.unparse(mutant)
             items = self._reaching(session.items, lines if in_function else None)
             limit = 10 + 5 * sum(self._seconds[item.nodeid] for item in items)
-            fast = in_function and not any(self._module.startswith(prefix) for prefix in IN_OTHER_PROCESSES)
-            if fast:
-                status = self._fork(lambda mutant=mutant, items=items: self._try(mutant, items), limit) if items else 0
-            if not fast or status == CANNOT:
+            put = self._put_code if in_function else self._put_constants
+            elsewhere = any(self._module.startswith(prefix) for prefix in IN_OTHER_PROCESSES)
+            if elsewhere or not items:
+                status = CANNOT if elsewhere else 0
+            else:
+                status = self._fork(lambda put=put, mutant=mutant, items=items: self._try(put, mutant, items), limit)
+            key = f"{self._module}: {difference(plain, text)}"
+            if status == CANNOT or (status == 0 and not in_function and key not in EQUIVALENT):
                 self._path.write_text(text, encoding="utf-8")
                 status = self._fork(lambda: _fresh(tests_of(self._module, Path.cwd())), limit + 60)
                 self._path.write_text(source, encoding="utf-8")
-            key = f"{self._module}: {difference(plain, text)}"
             self.results.append({"number": number, "key": key, "killed": status != 0, "line": lines[0]})
             if status == 0 and key not in EQUIVALENT:
                 print(f"SURVIVED #{number} line {lines[0]} of {key}", flush=True)
         killed = sum(bool(result["killed"]) for result in self.results)
         print(f"{self._module}: {killed} of {len(self.results)} killed", flush=True)
+        if self._only is None:
+            survived = {result["key"] for result in self.results if not result["killed"]}
+            for key in [key for key in EQUIVALENT if key.startswith(f"{self._module}: ") and key not in survived]:
+                print(f"STALE in mutation_equivalents.txt: {key}", flush=True)
         return True
 
     def _reaching(self, items: list[Any], lines: tuple[int, int] | None) -> list[Any]:
@@ -478,8 +300,18 @@ class Tests:
         to.write_text(json.dumps([lines, seconds]))
         return int(self._failed)
 
-    def _try(self, mutant: ast.Module, items: list[Any]) -> int:
-        """Puts the mutant's code into the module's functions, then runs the items until one fails."""
+    def _try(self, put: Callable[[ast.Module], bool], mutant: ast.Module, items: list[Any]) -> int:
+        """Puts the mutant into the loaded module, then runs the items until one fails."""
+        if not put(mutant):
+            return CANNOT
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self._failed:
+                return 1
+        return 0
+
+    def _put_code(self, mutant: ast.Module) -> bool:
+        """Puts the mutant's code into the module's functions; whether that can be done."""
         codes: dict[str, Any] = {}
 
         def collect(code: Any) -> None:
@@ -492,13 +324,27 @@ class Tests:
         for function in self._functions:
             code = codes.get(f"{function.__code__.co_qualname}:{function.__code__.co_firstlineno}")
             if code is None or len(code.co_freevars) != len(function.__code__.co_freevars):
-                return CANNOT
+                return False
             function.__code__ = code
-        for item, following in zip(items, [*items[1:], None], strict=True):
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if self._failed:
-                return 1
-        return 0
+        return True
+
+    def _put_constants(self, mutant: ast.Module) -> bool:
+        """Puts the mutant's constants and defaults into the loaded modules; whether there were any."""
+        name = self._module.removesuffix(".py").replace("/", ".")
+        loaded = sys.modules[name]
+        changed: dict[str, Any] = {
+            "__name__": name,
+            "__package__": name.rpartition(".")[0],
+            "__file__": str(self._path),
+        }
+        holders = [module for key, module in list(sys.modules.items()) if key.startswith(("recpo", "tests"))]
+        try:
+            exec(compile(mutant, str(self._path), "exec"), changed)
+            names = [key for key in vars(loaded) if key in changed and not key.startswith("__")]
+            found = [_transfer(getattr(loaded, key), changed[key], key, [loaded, *holders]) for key in names]
+        except Exception:
+            return False  # the mutant cannot be imported, or not twice: a new interpreter finds out
+        return any(found)
 
     def _fork(self, run: Callable[[], int], limit: float) -> int:
         """Exit status of ``run`` in a forked process; 124 = too slow."""
@@ -524,6 +370,37 @@ class Tests:
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         return 124
+
+
+def _transfer(old: Any, new: Any, name: str, holders: list[Any]) -> bool:
+    """Puts a constant in the place of ``old`` wherever that is held as ``name``; of a function or class, its defaults.
+
+    Returns whether anything differed.
+    """
+    if old is new:
+        return False
+    if isinstance(new, FunctionType) and isinstance(old, FunctionType):
+        if not _differ((old.__defaults__, old.__kwdefaults__), (new.__defaults__, new.__kwdefaults__)):
+            return False
+        old.__defaults__, old.__kwdefaults__ = new.__defaults__, new.__kwdefaults__
+        return True
+    if isinstance(new, type) and isinstance(old, type):
+        pairs = [(vars(old)[key], value, key, [old]) for key, value in vars(new).items() if key in vars(old)]
+        fields = {} if not is_dataclass(old) else old.__dataclass_fields__
+        pairs += [(it.default, new.__dataclass_fields__[key].default, "default", [it]) for key, it in fields.items()]
+        found = [_transfer(*pair) for pair in pairs]
+        return any(found)
+    if not isinstance(new, bool | int | float | str | tuple | list | dict | frozenset | None) or not _differ(old, new):
+        return False
+    for holder in holders:
+        if getattr(holder, name, None) is old:
+            setattr(holder, name, new)
+    return True
+
+
+def _differ(old: object, new: object) -> bool:
+    """Whether two constants are written differently; what is written with its address is not compared."""
+    return repr(old) != repr(new) and " at 0x" not in repr(old)
 
 
 def _fresh(tests: list[str]) -> int:

@@ -170,6 +170,19 @@ def test_many_ties_are_warned_of(engine):
     assert warnings([None, None]) == []
 
 
+def test_ties_are_counted_by_bucket(engine):
+    # of 10 s: two of zero seconds; of 100 s: none, and three that are alike
+    rows = table([0] * 7, [0, 0, 1000, 5000, 5000, 5000, 7000], [10_000] * 3 + [100_000] * 4, [0] * 7)
+    assert engine.row(watch_ties(quantile_table(rows, 2.0))) == {"watched": 7, "zero": 2, "tied": 5}
+
+
+def test_cutoffs_are_quarters_of_the_watch_times(engine):
+    rows = table([0] * 20, [1000 * second for second in range(1, 21)], [30_000] * 20, [0] * 20)
+    assert engine.table(cutoff_table(quantile_table(rows, 2.0))).to_pylist() == [
+        {"bucket": 4, "q25": 5000, "q50": 10_000, "q75": 15_000}
+    ]
+
+
 @QUICK
 @given(events=EVENTS)
 def test_feedback_levels_equal_the_formula(engine, events):

@@ -74,13 +74,13 @@ def warnings_of(estimator: Estimator, diagnostics: Diagnostics, source: Propensi
 
 
 def _about_size(diagnostics: Diagnostics) -> list[str]:
-    effective, share = diagnostics.effective_rows, diagnostics.effective_rows / max(1, diagnostics.rows)
+    effective = diagnostics.effective_rows
     if effective < LEAST_EFFECTIVE_ROWS:
         return [
             f"means nothing: only {effective:.0f} effective rows of {diagnostics.rows:,}, "
             f"expected at least {LEAST_EFFECTIVE_ROWS:.0f}"
         ]
-    if share < LEAST_EFFECTIVE_SHARE:
+    if effective < LEAST_EFFECTIVE_SHARE * diagnostics.rows:
         return [f"little of the log speaks about this policy: {effective:.0f} effective rows of {diagnostics.rows:,}"]
     return []
 

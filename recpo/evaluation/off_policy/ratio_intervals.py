@@ -34,22 +34,21 @@ def influence(sums: FloatArray) -> FloatArray:
 def normal_interval(influences: FloatArray, value: float, level: float = 0.95) -> Interval:
     """``value +- z sqrt(U / (U - 1) sum_u influence_u^2)``: right for many users and weights without a long tail.
 
+    nan at both ends where the value is nan, and below two users.
+
     Args:
         influences: ``[U]`` of the estimate, or differences of those of two estimates on the same users.
         value: the estimate.
         level: probability with which the interval is to contain what is estimated.
     """
-    error = standard_error(influences)
-    if math.isnan(error) or math.isnan(value):
-        return NOWHERE
-    half_width = float(ndtri((1 + level) / 2)) * error
+    half_width = ndtri((1 + level) / 2).item() * standard_error(influences)
     return Interval(value - half_width, value + half_width)
 
 
 def standard_error(influences: FloatArray) -> float:
     """``sqrt(U / (U - 1) sum_u influence_u^2)`` of ``influences [U]``; nan below two users."""
     users = len(influences)
-    return math.sqrt(users / (users - 1) * float((influences**2).sum())) if users > 1 else math.nan
+    return math.sqrt(users / (users - 1) * (influences**2).sum()) if users > 1 else math.nan
 
 
 def bootstrap_values(samples: Sequence[FloatArray], resamples: int, seed: int) -> list[FloatArray]:
@@ -84,8 +83,7 @@ def percentile_interval(values: FloatArray, level: float = 0.95) -> Interval:
     values = values[~np.isnan(values)]
     if not len(values):
         return NOWHERE
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(low), float(high))
+    return Interval(*np.quantile(values, [(1 - level) / 2, (1 + level) / 2]).tolist())
 
 
 def empirical_bernstein_interval(values: FloatArray, low: float, high: float, level: float = 0.95) -> Interval:

@@ -75,10 +75,10 @@ class WeightDistribution:
 
     def _quantile(self, level: float, rows: int) -> float:
         wanted = level * rows - self._zeros
-        if wanted <= 0 or not self._counts.any():
+        if wanted <= 0:
             return 0.0
-        place = min(int(np.searchsorted(np.cumsum(self._counts), wanted)), len(self._counts) - 1)
-        return float(self._sums[place] / max(1, self._counts[place]))  # the mean of the bin
+        place = int(np.searchsorted(np.cumsum(self._counts), wanted))
+        return float(self._sums[place] / self._counts[place])  # the mean of the bin
 
     def _sum_of_largest(self, count: int) -> float:
         if count <= len(self._largest):
@@ -92,8 +92,7 @@ class WeightDistribution:
         if tail < _FEWEST_FOR_PARETO:
             return math.nan
         ordered = np.sort(self._largest)
-        excess = ordered[-tail:] - ordered[-tail - 1]
-        return pareto_shape(excess) if excess[tail // 4] > 0 else math.nan
+        return pareto_shape(ordered[-tail:] - ordered[-tail - 1])
 
 
 def pareto_shape(excess: FloatArray) -> float:
@@ -103,12 +102,18 @@ def pareto_shape(excess: FloatArray) -> float:
     al. (arXiv 1507.02646, appendix C).
 
     Args:
-        excess: ``[n]`` ascending, >= 0, its lower quartile positive.
+        excess: ``[n]`` ascending, >= 0.
+
+    Returns:
+        k; nan where the lower quartile of the values is 0: too many of them equal the threshold.
     """
     n = len(excess)
+    quartile = excess[int(n / 4 + 0.5) - 1]
+    if quartile == 0:
+        return math.nan
     grid = 30 + int(math.sqrt(n))
     place = np.arange(1, grid + 1) - 0.5
-    theta = 1 / excess[-1] + (1 - np.sqrt(grid / place)) / (3 * excess[int(n / 4 + 0.5) - 1])
+    theta = 1 / excess[-1] + (1 - np.sqrt(grid / place)) / (3 * quartile)
     shape = np.log1p(-theta[:, None] * excess).mean(1)
     log_likelihood = n * (np.log(-theta / shape) - shape - 1)
     posterior = np.exp(log_likelihood - log_likelihood.max())

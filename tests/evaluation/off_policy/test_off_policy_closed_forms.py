@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,20 @@ import torch
 from scipy.special import ndtri
 
 from recpo.errors import RecpoError
+from recpo.evaluation.off_policy import ratio_intervals
 from recpo.evaluation.off_policy.additive_model import AdditiveRewardModel, RewardedExposures
-from recpo.evaluation.off_policy.estimators import DM, DR, IPS, SNDR, SNIPS, LoggedMean, NaiveAverage, Rows, SwitchDR
+from recpo.evaluation.off_policy.estimators import (
+    DM,
+    DR,
+    IPS,
+    SNDR,
+    SNIPS,
+    ClippedIPS,
+    LoggedMean,
+    NaiveAverage,
+    Rows,
+    SwitchDR,
+)
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import EstimatedPropensities, LoggedPropensities, UniformPropensities
 from recpo.evaluation.off_policy.ratio_intervals import (
@@ -24,6 +37,7 @@ from recpo.evaluation.off_policy.ratio_intervals import (
 )
 from recpo.evaluation.off_policy.results import result_of_rows
 from recpo.evaluation.off_policy.slate_estimators import IndependentIPS
+from recpo.evaluation.off_policy.target_sums import TargetSums
 from recpo.evaluation.off_policy.weights import WeightDistribution, effective_sample_size
 from recpo.types import Slates
 
@@ -47,6 +61,15 @@ def test_what_the_estimators_read():
     assert traits(SNDR()) == (2, True, True, True)
     assert traits(LoggedMean()) == traits(NaiveAverage()) == (1, False, False, False)
     assert IndependentIPS() == IndependentIPS(self_normalized=False, position_weight=None)
+    assert (ClippedIPS(), SwitchDR()) == (ClippedIPS(100.0), SwitchDR(100.0))
+
+
+@pytest.mark.parametrize("impossible", [0.0, -0.5, math.nan])
+def test_the_first_row_without_a_weight_is_named(impossible):
+    rows = Rows(np.ones(4), np.ones(4), np.array([0.5, impossible, 0.0, 1.0]))
+    with pytest.raises(RecpoError, match=f"the propensity of row 1 is {impossible:g}, expected above 0"):
+        _ = rows.weight
+    assert rows._replace(propensity=np.array([0.5, 0.25, 2.0, 1.0])).weight.tolist() == [2.0, 4.0, 0.5, 1.0]
 
 
 # ---------------------------------------------------------------- propensities
@@ -61,7 +84,9 @@ def test_propensities_by_source():
     assert logged.dtype == torch.float64
     assert logged[0].tolist() == pytest.approx([0.5, nan, nan, 1.0], nan_ok=True)
     with pytest.raises(RecpoError, match="expected at most 1"):
-        LoggedPropensities()(slates([1], logp_behavior=[1e-4]))
+        LoggedPropensities()(slates([1, 2], logp_behavior=[1e-4, -1.0]))
+    rounded = slates([1])._replace(logp_behavior=torch.tensor([[1e-6]], dtype=torch.float64))
+    assert LoggedPropensities()(rounded).item() == pytest.approx(math.exp(1e-6))
     uniform = UniformPropensities(4)(slates([1, 2], is_random=[True, False]))
     assert uniform.dtype == torch.float64
     assert uniform[0].tolist() == pytest.approx([0.25, nan], nan_ok=True)
@@ -93,6 +118,27 @@ def test_the_middle_of_bootstrap_values():
     assert np.isnan(percentile_interval(np.full(3, math.nan))).all()
     (drawn,) = bootstrap_values([np.tile([2.0, 4.0], (5, 1))], resamples=7, seed=0)
     assert drawn.tolist() == [0.5] * 7
+
+
+def test_the_bootstrap_draws_every_user_alike_and_a_few_resamples_at_a_time(monkeypatch):
+    one_of_four = np.array([[4.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])  # the first user is drawn once on average
+    for sums in (one_of_four, one_of_four[::-1]):
+        (drawn,) = bootstrap_values([sums], resamples=2000, seed=0)
+        assert drawn.mean() == pytest.approx(1.0, abs=0.1)
+        assert (drawn == 0).mean() == pytest.approx((3 / 4) ** 4, abs=0.05)
+    for cells in (1, 12):  # one resample at a time, three
+        monkeypatch.setattr(ratio_intervals, "_CELLS_AT_ONCE", cells)
+        assert bootstrap_values([sums], resamples=2000, seed=0)[0].tolist() == drawn.tolist()
+
+
+def test_values_may_miss_their_range_by_rounding():
+    for low, high in ((-1.0, 0.0), (0.0, 1.0), (-1e6, 0.0), (0.0, 1e6), (-0.25, 0.0)):
+        bound = high or low
+        slack = 1e-9 * max(abs(bound), 1.0)
+        found = empirical_bernstein_interval(np.array([0.0, bound + math.copysign(slack, bound)]), low, high)
+        assert found == (low, high)
+        with pytest.raises(ValueError, match="lie outside"):
+            empirical_bernstein_interval(np.array([0.0, bound + math.copysign(1.5 * slack, bound)]), low, high)
 
 
 def test_the_interval_of_maurer_and_pontil_stays_in_its_range():
@@ -139,6 +185,18 @@ def test_weights_beyond_the_histogram_are_counted_at_its_ends():
     assert tail.median < 1e-20
 
 
+def test_the_histogram_reaches_from_2_to_the_minus_64_to_2_to_the_64():
+    def median(*octaves):
+        weights = WeightDistribution()
+        weights.update(2.0 ** np.array(octaves))
+        return math.log2(weights.compute().median)
+
+    assert median(63.1, 63.9) == pytest.approx(63.1)  # each in its own bin
+    assert median(-63.9, -63.1) == pytest.approx(-63.9)
+    assert median(64.2, 64.8) == pytest.approx(math.log2((2**64.2 + 2**64.8) / 2))  # in the last bin both, its mean
+    assert median(-64.8, -64.2) == pytest.approx(math.log2((2**-64.2 + 2**-64.8) / 2))
+
+
 # ---------------------------------------------------------------- reward model
 def test_the_first_effects_of_the_reward_model():
     items, reward = np.array([1, 1, 2, 2, 2, 3]), np.array([1.0, 0.8, 0.2, 0.1, 0.3, 0.6])
@@ -179,7 +237,91 @@ def test_a_reward_model_of_one_user_whose_rewards_are_0():
         assert model(torch.tensor([0, 1]), torch.tensor([[1], [2]])).tolist() == [[0.0], [0.0]]
 
 
+# ---------------------------------------------------------------- sums over users
+def test_the_sums_of_a_target():
+    """The user 5 has the weights 2 and 1, the user 9 has 1/2; of the four items that are chosen two are never shown."""
+    sums = TargetSums([IPS(), SNIPS()], num_items=3)
+    reward, target = np.array([1.0, 0.5, 1.0]), np.array([1.0, 0.5, 0.25])
+    sums.update(np.array([5, 5, 9]), np.array([1, 1, 3]), Rows(reward, target, np.full(3, 0.5)))
+    sums.add_choices(np.array([0, 1, 2]))
+    sums.add_choices(np.array([2, 3]))
+    found = sums.compute(by_user=False, rows_without_reward=4, rows_without_propensity=7)
+    assert (found.users.tolist(), found.rows.tolist()) == ([5, 9], [2, 1])
+    assert found.by_estimator[IPS()].tolist() == [[2.5, 2.0], [0.5, 1.0]]
+    assert found.by_estimator[SNIPS()].tolist() == [[2.5, 3.0], [0.5, 0.5]]
+    said = found.diagnostics
+    assert (said.rows, said.users, said.rows_without_reward, said.rows_without_propensity) == (3, 2, 4, 7)
+    assert said.effective_rows == pytest.approx(3.5**2 / (4 + 1 + 0.25))
+    assert said.effective_users == pytest.approx(3.5**2 / (9 + 0.25))
+    assert said.mean_weight == pytest.approx(3.5 / 3)
+    moved = np.array([3 - 2 * 3.5 / 3, 0.5 - 3.5 / 3]) / 3
+    half = ndtri(0.995) * math.sqrt(2 * (moved**2).sum())
+    assert said.mean_weight_interval == pytest.approx((3.5 / 3 - half, 3.5 / 3 + half))
+    assert (said.tail.largest, said.unsupported_share, said.no_item_share) == (2.0, 2 / 4, 1 / 5)
+    alike = sums.compute(by_user=True, rows_without_reward=0, rows_without_propensity=0)
+    assert alike.by_estimator[IPS()].tolist() == [[1.25, 1.0], [0.5, 1.0]]
+    assert alike.diagnostics.effective_rows == pytest.approx(2**2 / (5 / 2 / 2 + 0.25))
+    assert alike.diagnostics.effective_users == pytest.approx(2**2 / (1.5**2 + 0.25))
+    assert alike.diagnostics.mean_weight == pytest.approx(1.0)
+
+
 # ---------------------------------------------------------------- results
+def rows_of_users(reward, count):
+    """As many rows of every user as ``count`` says, each of weight 1 and of one reward: rows, and whose they are."""
+    one = np.ones(len(reward))
+    return Rows(np.array(reward), one, one), np.repeat(np.arange(len(count)), count)
+
+
+def test_the_bounded_interval_of_a_mean_over_exposures_is_one_over_users():
+    """Of sums, which grow with the busiest user's rows: 3 of 2 on average."""
+    count = np.tile([1, 3], 2000)
+    rows, users = rows_of_users(np.tile([1.0, 0.0, 0.5, 0.5], 2000), count)
+    options = OffPolicyOptions(resamples=2, reward_range=(-1.0, 2.0), clip=4.0, level=0.9)
+    found = result_of_rows(rows, users, options).estimate("policy", "clipped IPS")
+    low, high = 4 * 3 / 2 * -1, 4 * 3 / 2 * 2
+    want = empirical_bernstein_interval(np.full(4000, 0.5), low, high, 0.9)
+    assert found.intervals["empirical_bernstein"] == pytest.approx(want)
+    assert want.low > low
+    alike = result_of_rows(rows, users, replace(options, average="user")).estimate("policy", "clipped IPS")
+    want = empirical_bernstein_interval(np.tile([1.0, 1 / 3], 2000), -4.0, 8.0, 0.9)
+    assert alike.intervals["empirical_bernstein"] == pytest.approx(want)
+
+
+def test_the_bounded_interval_ends_where_values_can():
+    """A weight may be 0: the range of the weighted rewards has 0 in it."""
+    for bounds, want in (((0.5, 1.0), (0.0, 4.0)), ((-1.0, -0.5), (-4.0, 0.0)), ((-1.0, 1.0), (-4.0, 4.0))):
+        rows, users = rows_of_users(np.array(bounds), np.array([1, 1]))
+        options = OffPolicyOptions(resamples=2, reward_range=bounds, clip=4.0)
+        found = result_of_rows(rows, users, options).estimate("policy", "clipped IPS")
+        assert found.intervals["empirical_bernstein"] == want
+        busy = result_of_rows(rows, np.zeros(2, int), options)  # one user
+        assert np.isnan(busy.estimate("policy", "clipped IPS").intervals["empirical_bernstein"]).all()
+
+
+def test_a_result_of_one_row():
+    rows, users = rows_of_users([0.25], [1])
+    result = result_of_rows(rows, users, OffPolicyOptions(resamples=2))
+    assert list(result.totals) == ["policy"]
+    said = result.estimate("policy", "IPS").diagnostics
+    assert (said.rows, said.users, said.rows_without_reward, said.rows_without_propensity) == (1, 1, 0, 0)
+    assert math.isnan(said.unsupported_share)
+    (difference, *_) = result.differences(result)
+    entry = difference.as_json()
+    assert (entry["estimator"], entry["value"], entry["standard_error"]) == ("naive average", 0.0, None)
+    assert entry["intervals"]["bootstrap"] == {"low": 0.0, "high": 0.0}
+    assert entry["intervals"]["normal"] == {"low": None, "high": None}
+
+
+def test_probabilities_may_miss_one_by_a_millionth():
+    for found in (1 + 1e-6, 1 + 2e-6):
+        for rows in (Rows(np.ones(1), np.array([found]), np.ones(1)), Rows(np.ones(1), np.ones(1), np.array([found]))):
+            if found == 1 + 1e-6:
+                result_of_rows(rows, np.zeros(1, int), OffPolicyOptions(resamples=2))
+            else:
+                with pytest.raises(RecpoError, match="of row 0 is 1, expected"):
+                    result_of_rows(rows, np.zeros(1, int), OffPolicyOptions(resamples=2))
+
+
 def test_probabilities_may_miss_one_by_rounding():
     rows = Rows(np.array([1.0, 0.0]), np.array([1 + 5e-7, 0.0]), np.array([1 + 5e-7, 0.5]))
     result = result_of_rows(rows, np.array([0, 1]), OffPolicyOptions(resamples=10))

@@ -140,6 +140,52 @@ def test_estimates_are_the_formulas_over_all_rows():
     exact = 0.3 + model.user_effect.numpy()[user] + (contender.logp.exp() @ model.item_effect[1:]).numpy()[user]
     assert result.estimate("policy", "DM").value == pytest.approx(exact.mean(), abs=0.03), "32 draws for each user"
     assert result.estimate("logging policy", "mean").value == pytest.approx(reward.mean())
+    assert result.estimate("logging policy", "mean").diagnostics.rows_without_propensity == 0
+
+
+def test_probabilities_are_computed_in_double_precision():
+    contender = Contender()
+    contender.logp = contender.logp.float()
+    result = measured(log(), contender)
+    _, _, reward, p, _, in_list = rows_of(log(), contender)
+    pi = np.concatenate(
+        [contender.log_prob(b.feedback)[..., 0].double().exp()[b.feedback.slates.mask].numpy() for b in log()]
+    )
+    assert result.estimate("policy", "IPS").value == pytest.approx((pi / p * reward).mean(), rel=1e-12)
+    assert result.estimate(f"top_{PLACES}", "IPS").value == pytest.approx((in_list / p * reward).mean(), rel=1e-12)
+
+
+def test_only_logged_items_count():
+    """Items of a slate that the log did not show are no exposures."""
+    first = torch.tensor([True, False, False, True, True, False])
+    result = measured(changed(log(), is_logged=lambda _: first.expand(1, 6)))
+    expected = measured(changed(log(), mask=lambda mask: mask & first))
+    for mine, theirs in zip(result.estimates, expected.estimates, strict=True):
+        assert (mine.rows, mine.value) == (theirs.rows, theirs.value)
+
+
+def test_a_list_with_one_item_shows_it_always():
+    class One(Contender):
+        def recommend(self, histories, k, exclude=None):
+            ids = torch.ones(len(histories.lengths), k, dtype=torch.long)
+            return Recommendations(ids * (torch.arange(k) == 0), torch.zeros(ids.shape))
+
+    model = additive()
+    result = measured(log(), One(), model=model)
+    user, item, reward, p, _, _ = rows_of(log(), Contender())
+    top = f"top_{PLACES}"
+    assert result.estimate(top, "IPS").value == pytest.approx(((item == 1) / p * reward).mean(), rel=1e-12)
+    worth = 0.3 + model.user_effect.numpy()[user] + float(model.item_effect[1])
+    assert result.estimate(top, "DM").value == pytest.approx(worth.mean())
+    diagnostics = result.estimate(top, "IPS").diagnostics
+    assert (diagnostics.no_item_share, diagnostics.unsupported_share) == (0.0, 0.0)
+    never = changed(log(), item_ids=lambda items: torch.where(items == 1, 2, items))
+    assert measured(never, One()).estimate(top, "IPS").diagnostics.unsupported_share == 1.0
+
+
+def test_rewards_at_the_ends_of_their_range():
+    ends = changed(log(), reward=lambda r: torch.where(r.isnan(), r, (r > 0.5).double()))
+    measured(ends, options=OffPolicyOptions(resamples=2, reward_range=(0.0, 1.0)))
 
 
 def test_rows_in_arrays_have_the_same_result():
@@ -250,7 +296,10 @@ def test_paired_differences():
     moved = (own - own.sum() / rows.sum() * rows) / rows.sum()
     half = 1.95996 * np.sqrt(40 / 39 * (moved**2).sum())
     assert difference.intervals["normal"] == pytest.approx((difference.value - half, difference.value + half), rel=1e-4)
-    assert all(d.value == 0 and d.intervals["normal"].low == 0 for d in a.differences(a))
+    for d in a.differences(a):
+        assert (d.value, d.intervals["normal"], d.intervals["bootstrap"]) == (0, (0, 0), (0, 0))
+    assert {d.target for d in a.differences(b)} == {"policy", f"top_{PLACES}"}
+    assert {d.target for d in a.differences(measured(log(), theirs, scores=False))} == {f"top_{PLACES}"}
     over = {(d.target, d.estimator): d for d in a.over_logging_policy()}
     assert over["policy", "IPS"].value == pytest.approx(values[0].value - reward.mean())
     with pytest.raises(ValueError, match="same rows"):

@@ -1,5 +1,7 @@
 """From prepared data to off-policy estimates of real contenders."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from recpo.evaluation.baselines import Popularity
 from recpo.evaluation.catalog_ranking import evaluate_ranking
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.options import OffPolicyOptions
-from recpo.evaluation.off_policy.setting import off_policy_setting
+from recpo.evaluation.off_policy.setting import has_propensities, off_policy_setting, rewarded
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards import LoggedReward
 
@@ -54,3 +56,39 @@ def test_the_reward_model_is_that_of_the_training_period(prepared):
     items, effect = np.unique(events.item_index), setting.model.item_effect.numpy()
     means = np.array([np.nanmean(reward[events.item_index == item]) for item in items])
     assert np.corrcoef(means, effect[items])[0, 1] > 0.8
+
+
+@dataclass
+class Shards:
+    """Prepared data with these columns: a shard for each pair of propensities and which events are to be predicted."""
+
+    shards: list[tuple[list[float], list[bool]]]
+
+    def num_shards(self, split):
+        return len(self.shards)
+
+    def columns(self, split, shard, names):
+        return dict(zip(names, map(np.array, self.shards[shard]), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shards", "found"),
+    [
+        ([], False),
+        ([([np.nan, 0.5], [True, False])], False),  # a propensity, of an event that is history
+        ([([np.nan, 0.5], [True, True])], True),
+        ([([np.nan, np.nan], [True, True]), ([0.5], [True])], True),
+        ([([0.5, 0.5], [False, False])], False),
+    ],
+)
+def test_whether_a_held_out_event_has_a_propensity(shards, found):
+    assert has_propensities(Shards(shards), "test") is found
+
+
+def test_the_rewards_of_a_shard_are_double_precision(prepared):
+    events = Prepared.open(prepared).load("train", 0)
+    found = rewarded(events, LoggedReward())
+    assert found.reward.dtype == np.float64
+    np.testing.assert_allclose(found.reward, events.label - events.dislike, rtol=1e-6)
+    np.testing.assert_array_equal(found.users, events.user_index)
+    np.testing.assert_array_equal(found.items, events.item_index)

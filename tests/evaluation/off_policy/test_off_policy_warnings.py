@@ -53,6 +53,11 @@ def tail(**changes):
             "the mean weight is 1.01, expected 1: propensities are wrong",
         ),
         (
+            {"mean_weight": 0.01, "mean_weight_interval": Interval(0.009, 0.011), "no_item_share": 1.0},
+            {"mean_weight": 0.011, "mean_weight_interval": Interval(0.01, 0.012), "no_item_share": 1.0},
+            "the mean weight is 0.011, expected 0: propensities are wrong",
+        ),
+        (
             {"mean_weight": 0.8, "mean_weight_interval": Interval(0.79, 0.81), "no_item_share": 0.2},
             {"mean_weight": 1.0, "mean_weight_interval": Interval(0.99, 1.01), "no_item_share": 0.2},
             "the mean weight is 1, expected 0.8: propensities are wrong",
@@ -76,7 +81,8 @@ def test_warnings_of_an_estimator():
     assert said(tail(largest=3.1), ClippedIPS(3.0)) == ("biased, for rewards >= 0 towards 0: weights above 3 are cut",)
     no_item = {"no_item_share": 0.5, "mean_weight": 0.5, "mean_weight_interval": Interval(0.49, 0.51)}
     assert said(no_item) == ()
-    assert said({**no_item, "no_item_share": 0.01}, SNIPS())[0].startswith("the mean weight")
+    (warning,) = said({**no_item, "no_item_share": 0.01}, SNIPS())
+    assert warning.startswith("the mean weight")
     assert [text.split(":")[0] for text in said(no_item, SNIPS())] == ["biased"]
     assert said({}, source="estimated")[0].startswith("propensities are estimated")
     poor = {"effective_rows": 1.0}
@@ -89,6 +95,7 @@ def test_defaults_and_bounds_of_the_options():
     assert defaults == OffPolicyOptions("logged", None, None, "exposure", 100.0, 100.0, 32, 0.95, 1000, None, 0)
     least = {"pool_size": 1, "top_k": (1,), "clip": 0.5, "switch_threshold": 0.0, "samples": 1, "resamples": 1}
     assert OffPolicyOptions(**least).samples == 1
+    assert OffPolicyOptions(reward_range=(-1.0, 0.0)).reward_range == (-1.0, 0.0)
     refused = {"pool_size": 0, "switch_threshold": -0.1, "samples": 0, "resamples": 0, "reward_range": (1.0, 1.0)}
     for name, value in [
         *refused.items(),
