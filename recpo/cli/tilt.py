@@ -34,6 +34,7 @@ def tilt(
     criterion: Criterion | None = None,
     k: int = 10,
     candidates: int = 200,
+    lower_bound: float = 0.0,
     off_policy: OffPolicyOptions = OffPolicyOptions(),  # noqa: B008  frozen
     reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
     monitor_reward: RewardFunction | None = None,
@@ -63,6 +64,7 @@ def tilt(
             is given, else top_k where the log has propensities, else auc.
         k: list length.
         candidates: of policies of semantic ids, how many items of the beam are ranked again.
+        lower_bound: take so many standard deviations from the grade: items that are little known are listed less.
         off_policy: how values are estimated from the log.
         reward: of logged items, for the off-policy value.
         monitor_reward: scores the lists; best a reward that the factors do not know.
@@ -82,6 +84,7 @@ def tilt(
         criterion=criterion,
         k=k,
         candidates=candidates,
+        lower_bound=lower_bound,
         off_policy=off_policy,
         reward=reward,
         monitor_reward=monitor_reward,

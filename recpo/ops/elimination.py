@@ -14,18 +14,20 @@ def solve_positive_definite(matrix: Tensor, right: Tensor) -> Tensor:
 
     Args:
         matrix: ``[B, n, n]`` symmetric positive definite, such as ``XᵀX + ridge I`` with a ridge above 0.
-        right: ``[B, n]``.
+        right: ``[B, n]``, or ``[B, n, m]``: several systems of one matrix.
 
     Returns:
-        ``[B, n]``.
+        As ``right``.
     """
-    rest, rows = torch.cat([matrix, right[..., None]], 2), []
+    columns = right if right.dim() == 3 else right[..., None]
+    rest, rows = torch.cat([matrix, columns], 2), []
     for _ in range(matrix.shape[1]):
         row = rest[:, 0, 1:] / rest[:, 0, :1]
         rest = rest[:, 1:, 1:] - rest[:, 1:, :1] * row[:, None]
         rows.append(row)
-    solution = rows.pop()
+    solution = rows.pop()[:, None]
     while rows:
-        row = rows.pop()
-        solution = torch.cat([row[:, -1:] - (row[:, :-1] * solution).sum(1, keepdim=True), solution], 1)
-    return solution
+        row, known = rows.pop(), solution.shape[1]
+        found = row[:, known:] - (row[:, :known, None] * solution).sum(1)
+        solution = torch.cat([found[:, None], solution], 1)
+    return solution if right.dim() == 3 else solution.squeeze(2)

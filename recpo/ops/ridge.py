@@ -15,6 +15,22 @@ class RidgeSolution(NamedTuple):
     covariance: Tensor
 
 
+class NormalEquations(NamedTuple):
+    """Of ``B`` problems: ``sum_h rows_h rows_hᵀ + ridge I`` ``[B, d, d]`` and ``sum_h targets_h rows_h`` ``[B, d]``."""
+
+    matrix: Tensor
+    right: Tensor
+
+
+def normal_equations(rows: Tensor, targets: Tensor, known: Tensor, ridge: float) -> NormalEquations:
+    """What ``ridge_regression`` solves, in float64; the arguments are the same."""
+    kept = rows.double() * known[..., None]
+    transposed = kept.transpose(1, 2)
+    right = transposed @ targets.double().masked_fill(~known, 0.0)[..., None]
+    identity = torch.eye(rows.shape[-1], dtype=torch.float64, device=rows.device)
+    return NormalEquations(transposed @ kept + ridge * identity, right.squeeze(-1))
+
+
 def ridge_regression(rows: Tensor, targets: Tensor, known: Tensor, ridge: float) -> RidgeSolution:
     """``argmin_w sum_h known_h (targets_h - rows_h · w)^2 + ridge |w|^2`` of every problem, in float64.
 
@@ -28,9 +44,7 @@ def ridge_regression(rows: Tensor, targets: Tensor, known: Tensor, ridge: float)
         The weights, 0 where nothing is known, and ``(sum_h rows_h rows_hᵀ + ridge I)^-1``, which times the variance of
         the noise is the covariance of the posterior.
     """
-    kept = rows.double() * known[..., None]
-    right = kept.transpose(1, 2) @ targets.double().masked_fill(~known, 0.0)[..., None]
-    identity = torch.eye(rows.shape[-1], dtype=torch.float64, device=rows.device)
-    factor = torch.linalg.cholesky(kept.transpose(1, 2) @ kept + ridge * identity)
+    matrix, right = normal_equations(rows, targets, known, ridge)
+    factor = torch.linalg.cholesky(matrix)
     covariance = torch.cholesky_inverse(factor)
-    return RidgeSolution(torch.cholesky_solve(right, factor)[..., 0], covariance)
+    return RidgeSolution(torch.cholesky_solve(right[..., None], factor)[..., 0], covariance)

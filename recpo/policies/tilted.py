@@ -1,7 +1,8 @@
 """A trained policy and a factor model of grades as one policy: ``pi(i | h) ∝ base(i | h) exp(g(h, i) / beta)``.
 
 It is the optimum of ``E_pi[g] - beta KL(pi || base)`` over all policies, with ``g(h, i)`` the grade that the factor
-model expects. Users are folded in from the history at hand, so new users need nothing else.
+model expects, or a lower confidence bound of it. Users are folded in from the history at hand, so new users need
+nothing else.
 """
 
 from __future__ import annotations
@@ -11,89 +12,20 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 
 from recpo.contracts import Policy, StatePolicy
 from recpo.errors import RecpoError
-from recpo.feedback import GRADES
-from recpo.ops.elimination import solve_positive_definite
 from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy, shared_states
 from recpo.policies.encoder import readable_ids
+from recpo.policies.grade_factors import GradeFactors
 from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
 
 # Histories that are encoded or folded in at once, where every prefix of a history is one.
 _AT_ONCE = 1 << 10
-
-
-class GradeFactors(nn.Module):
-    """``grade(h, i) = mean + p(h) · q_i + b(h) + b_i``: the grade (``recpo.feedback.GRADES``) to expect of an item.
-
-    ``(p, b)`` of a history is the ridge regression of its graded events on the factors of their items.
-
-    Args:
-        num_items: V.
-        rank: r.
-        mean: mean grade.
-        ridge: weight of ``|(p, b)|^2``; above 0.
-
-    Attributes:
-        item_factors: ``[V + 1, r]``, ``q``; row 0 is no item and zero.
-        item_bias: ``[V + 1]``.
-    """
-
-    item_factors: Tensor
-    item_bias: Tensor
-    _grades: Tensor
-
-    def __init__(self, num_items: int, *, rank: int, mean: float, ridge: float) -> None:
-        if rank < 1 or not 0 < ridge < float("inf"):
-            raise RecpoError(f"rank must be at least 1 and ridge a number above 0, got {rank} and {ridge}")
-        super().__init__()
-        self.mean, self.ridge = mean, ridge
-        self.register_buffer("item_factors", torch.zeros(num_items + 1, rank))
-        self.register_buffer("item_bias", torch.zeros(num_items + 1))
-        # of an unknown level any number would do: the event counts nothing
-        self.register_buffer("_grades", torch.tensor([0.0, *GRADES[1:]], dtype=torch.float64), persistent=False)
-
-    def assign(self, item_factors: Tensor, item_bias: Tensor) -> None:
-        """Takes over the factors ``[V, r]`` and biases ``[V]`` of the items 1..V.
-
-        Raises:
-            RecpoError: other sizes than these.
-        """
-        expected = (len(self.item_bias) - 1, self.item_factors.shape[1])
-        if item_factors.shape != expected or item_bias.shape != expected[:1]:
-            raise RecpoError(
-                f"item_factors and item_bias have the shapes {tuple(item_factors.shape)} and {tuple(item_bias.shape)}, "
-                f"expected {expected} and {expected[:1]}: take factors of the same items"
-            )
-        self.item_factors[1:], self.item_bias[1:] = item_factors, item_bias
-
-    def fold_in(self, histories: Histories) -> Tensor:
-        """``(p, b)`` of every history, ``[B, r + 1]`` float32; zero where no event has a grade.
-
-        ``argmin sum_h (g_h - mean - b_i(h) - p · q_i(h) - b)^2 + ridge |(p, b)|^2``, in float64. Nothing is read behind
-        ``lengths``.
-        """
-        item_ids, feedback = histories.item_ids, histories.feedback
-        if feedback is None:
-            return self.item_factors.new_zeros(item_ids.shape[0], self.item_factors.shape[1] + 1)
-        place = torch.arange(item_ids.shape[1], device=item_ids.device)
-        known = (place < histories.lengths[:, None]) & (feedback > 0) & (item_ids > 0)
-        rows = F.pad(self.item_factors[item_ids].double(), (0, 1), value=1.0) * known[..., None]
-        targets = (self._grades[feedback] - self.mean - self.item_bias[item_ids]) * known
-        ridge = self.ridge * torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device)
-        transposed = rows.transpose(1, 2)
-        right = (transposed @ targets[..., None]).squeeze(-1)
-        return solve_positive_definite(transposed @ rows + ridge, right).float()
-
-    def relative_grades(self, users: Tensor, item_ids: Tensor) -> Tensor:
-        """``p · q_i + b_i`` of the items ``[B, C]`` for ``users [B, r + 1]``: the grade but for a constant per user."""
-        products = (self.item_factors[item_ids] @ users[:, :-1, None]).squeeze(-1)
-        return products + self.item_bias[item_ids]
 
 
 class TiltedPolicy(StatePolicy):
@@ -101,7 +33,8 @@ class TiltedPolicy(StatePolicy):
 
     With the state ``[state / temperature; p / beta; 1 / beta]`` and the item vector ``[vector; q; b]`` its logit is one
     dot product; what all items of a context share (``mean + b(h)``) cancels. Towards ``beta = inf`` it is the base,
-    towards 0 the ranking of the factor model.
+    towards 0 the ranking of the factor model. With a lower bound it is that product less the root of a second one, of
+    ``(r + 1) (r + 2)`` columns more, and probabilities of given items take all scores of a context at once.
 
     Args:
         num_items: catalog size V.
@@ -111,6 +44,7 @@ class TiltedPolicy(StatePolicy):
         ridge: its ridge.
         beta: grade that is worth one nat of log-probability; above 0.
         max_history: most recent events to fold in; where the base reads more, so many. The base reads its own number.
+        lower_bound: the grade is less so many standard deviations of its posterior.
     """
 
     def __init__(
@@ -123,6 +57,7 @@ class TiltedPolicy(StatePolicy):
         ridge: float,
         beta: float,
         max_history: int,
+        lower_bound: float = 0.0,
     ) -> None:
         validate_beta(beta)
         super().__init__()
@@ -132,8 +67,8 @@ class TiltedPolicy(StatePolicy):
                 f"base makes a {type(self.base).__name__}; TiltedPolicy tilts a CatalogSoftmaxPolicy, every other "
                 "policy takes RerankedPolicy"
             )
-        self.factors = GradeFactors(num_items, rank=rank, mean=mean, ridge=ridge)
-        self.num_items, self.dim = num_items, self.base.dim + rank + 1
+        self.factors = GradeFactors(num_items, rank=rank, mean=mean, ridge=ridge, lower_bound=lower_bound)
+        self.num_items, self.dim = num_items, self.base.dim + rank + 1 + self.factors.rooted
         self.max_history = max(self.base.max_history, max_history)
         self.reads_timestamps = self.base.reads_timestamps
 
@@ -150,24 +85,30 @@ class TiltedPolicy(StatePolicy):
 
     def item_vectors(self, item_ids: Tensor) -> Tensor:
         """See ``StatePolicy.item_vectors``."""
-        factors, bias = self.factors.item_factors[item_ids], self.factors.item_bias[item_ids]
-        return torch.cat([self.base.item_vectors(item_ids), factors, bias[..., None]], -1)
+        return torch.cat([self.base.item_vectors(item_ids), self.factors.item_vectors(item_ids)], -1)
 
     def output_vectors(self) -> Tensor:
-        """What states are multiplied with, ``[V + 1, d]``; row 0 is no item."""
-        return torch.cat([self.base.output_vectors(), self.factors.item_factors, self.factors.item_bias[:, None]], 1)
+        """What states are multiplied with, ``[V + 1, d]`` (``catalog_search.scores_of``); row 0 is no item."""
+        return torch.cat([self.base.output_vectors(), self.factors.item_vectors()], 1)
 
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.log_prob``."""
         wanted, positions, scored, state_index = self._scored(batch, needed, states)
         targets = batch.slates.item_ids.reshape(-1)[positions]
-        logp = linear_logprob(scored, self.output_vectors(), targets, state_index)
+        if self.factors.rooted:
+            logp = self._bounded_log_prob(scored, targets, state_index)
+        else:
+            logp = linear_logprob(scored, self.output_vectors(), targets, state_index)
         return logp.new_zeros(wanted.numel()).index_copy(0, positions, logp).view(*wanted.shape, 1)
 
     def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.entropy``."""
         wanted, positions, scored, state_index = self._scored(batch, needed, states)
-        entropy = linear_entropy(scored, self.output_vectors())
+        if self.factors.rooted:
+            logps = (scores.log_softmax(1) for scores in self._scores(scored))
+            entropy = torch.cat([-(logp.exp() * logp).sum(1) for logp in logps])
+        else:
+            entropy = linear_entropy(scored, self.output_vectors())
         entropy = entropy if state_index is None else entropy[state_index]
         return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy).view(wanted.shape)
 
@@ -178,13 +119,16 @@ class TiltedPolicy(StatePolicy):
             last = self._last_states(histories)
         else:
             last = states[torch.arange(len(states), device=states.device), histories.lengths]
+        if self.factors.rooted:
+            return torch.cat([scores.log_softmax(1) for scores in self._scores(last)])[..., None]
         return linear_log_softmax(last, self.output_vectors())[..., None]
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``; the catalog is scored in blocks where ``B x V`` is large."""
         if not 1 <= k <= self.num_items:
             raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
-        return catalog_search.top_k(self._last_states(histories), self.output_vectors(), k, exclude)
+        states, rooted = self._last_states(histories), self.factors.rooted
+        return catalog_search.top_k(states, self.output_vectors(), k, exclude, rooted)
 
     @torch.no_grad()
     def sample(
@@ -194,19 +138,46 @@ class TiltedPolicy(StatePolicy):
         options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``."""
-        ids, logp = sampling.draw(self._last_states(histories), self.output_vectors(), group_size, options)
+        states = self._last_states(histories)
+        if not self.factors.rooted:
+            ids, logp = sampling.draw(states, self.output_vectors(), group_size, options)
+            return ids, logp[..., None]
+        sampling.validate_sampling(group_size, options)
+        drawn = [
+            sampling.draw_from_scores(part / options.temperature, group_size, options) for part in self._scores(states)
+        ]
+        ids, logp = (torch.cat(column) for column in zip(*drawn, strict=True))
         return ids, logp[..., None]
 
     @torch.no_grad()
     def kl_from_base(self, histories: Histories) -> Tensor:
         """``KL(pi || base)`` in nats after the whole history, exact over the catalog: ``[B]``."""
-        states, table, own = self._last_states(histories), self.output_vectors()[1:], self.base.dim
-        parts = []
-        for part in states.split(sampling.contexts_at_once(len(table))):
-            logp = (part @ table.T).log_softmax(1)
-            base = (part[:, :own] @ table[:, :own].T).log_softmax(1)
+        states, own = self._last_states(histories), self.base.dim
+        table, parts = self.base.output_vectors()[1:], []
+        for part, scores in zip(states.split(self._at_once), self._scores(states), strict=True):
+            logp, base = scores.log_softmax(1), (part[:, :own] @ table.T).log_softmax(1)
             parts.append((logp.exp() * (logp - base)).sum(1))
         return torch.cat(parts)
+
+    @property
+    def _at_once(self) -> int:
+        return sampling.contexts_at_once(self.num_items)
+
+    def _scores(self, states: Tensor) -> Iterator[Tensor]:
+        """Scores ``[n, V]`` of all items, some contexts at a time, with a gradient."""
+        table = self.output_vectors()[1:]
+        for part in states.split(self._at_once):
+            with torch.autocast(states.device.type, enabled=False):
+                scores = catalog_search.scores_of(part.float(), table, self.factors.rooted, catalog_search.product)
+            yield scores
+
+    def _bounded_log_prob(self, states: Tensor, targets: Tensor, state_index: Tensor | None) -> Tensor:
+        """``linear_logprob`` of scores that are no dot product."""
+        lse = torch.cat([scores.logsumexp(1) for scores in self._scores(states)])
+        of_target, lse = (states, lse) if state_index is None else (states[state_index], lse[state_index])
+        vectors, own = self.output_vectors()[targets], self.dim - self.factors.rooted
+        variance = (of_target[:, own:] * vectors[:, own:]).detach().sum(1)
+        return (of_target[:, :own] * vectors[:, :own]).sum(1) - variance.clamp_min(0.0).sqrt() - lse
 
     def _scored(
         self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None
@@ -244,8 +215,7 @@ class TiltedPolicy(StatePolicy):
         return self._joined(states, torch.cat(users))
 
     def _joined(self, states: Tensor, users: Tensor) -> Tensor:
-        tilt = torch.cat([users[:, :-1], torch.ones_like(users[:, :1])], 1)
-        return torch.cat([states, tilt / self.beta], 1)
+        return torch.cat([states, self.factors.tilt(users, self.beta)], 1)
 
 
 class RerankedPolicy(Policy):
@@ -264,6 +234,7 @@ class RerankedPolicy(Policy):
         beta: grade that is worth one nat of log-probability; above 0.
         max_history: most recent events to fold in; where the base reads more, so many. The base reads its own number.
         candidates: how many items of the base are ranked again; ``k`` where that is more.
+        lower_bound: the grade is less so many standard deviations of its posterior.
     """
 
     has_exact_log_prob = False
@@ -279,13 +250,14 @@ class RerankedPolicy(Policy):
         beta: float,
         max_history: int,
         candidates: int = 200,
+        lower_bound: float = 0.0,
     ) -> None:
         validate_beta(beta)
         if candidates < 1:
             raise RecpoError(f"candidates must be at least 1, got {candidates}")
         super().__init__()
         self.base, self.beta, self.candidates = base(num_items), beta, candidates
-        self.factors = GradeFactors(num_items, rank=rank, mean=mean, ridge=ridge)
+        self.factors = GradeFactors(num_items, rank=rank, mean=mean, ridge=ridge, lower_bound=lower_bound)
         self.num_items, self.num_tokens = num_items, self.base.num_tokens
         self.max_history = max(self.base.max_history, max_history)
         self.reads_timestamps, self.catalog_checksum = self.base.reads_timestamps, self.base.catalog_checksum
@@ -371,7 +343,7 @@ class _Ranked(NamedTuple):
     """Candidates of N histories.
 
     Attributes:
-        users: ``[N, r + 1]`` folded in.
+        users: ``[N, r + 1 + rooted]`` folded in.
         item_ids: ``[N, C]``, 0 where the base lists fewer.
         base: ``[N, C]`` the base's log-probabilities, -inf there.
         scores: ``[N, C]`` with the grade over beta added.

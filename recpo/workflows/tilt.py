@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -118,7 +119,9 @@ class Tilt:
         return pd.DataFrame([asdict(trial) for trial in self.trials], columns=list(TiltTrial.__annotations__))
 
 
-def tilted(base: Policy, factors: Factors, beta: float, candidates: int = 200) -> TiltedPolicy | RerankedPolicy:
+def tilted(
+    base: Policy, factors: Factors, beta: float, candidates: int = 200, lower_bound: float = 0.0
+) -> TiltedPolicy | RerankedPolicy:
     """``base(i | h) exp(grade(h, i) / beta)``, normalized: exact where the base is a softmax over the catalog.
 
     Args:
@@ -126,17 +129,19 @@ def tilted(base: Policy, factors: Factors, beta: float, candidates: int = 200) -
         factors: of the same items.
         beta: difference in grade that moves the log-odds of two items by 1; above 0.
         candidates: of any other policy, how many items of its own search are ranked again.
+        lower_bound: the grade is less so many standard deviations of its posterior.
 
     Raises:
-        RecpoError: beta is no number above 0, or the factors have other items.
+        RecpoError: beta is no number above 0, the factors have other items, or they have no bounds and are asked for
+            one.
     """
-    arguments = _arguments(base, factors, beta, candidates)
+    arguments = _arguments(base, factors, beta, candidates, lower_bound)
     policy: TiltedPolicy | RerankedPolicy
     if isinstance(base, CatalogSoftmaxPolicy):
         policy = TiltedPolicy(base.num_items, base=lambda _: base, **arguments)
     else:
         policy = RerankedPolicy(base.num_items, base=lambda _: base, **arguments)
-    policy.factors.assign(factors.item_factors, factors.item_bias)
+    policy.factors.assign(factors.item_factors, factors.item_bias, factors.item_covariance, factors.noise)
     return policy.eval()
 
 
@@ -151,6 +156,7 @@ def tilt(
     criterion: Criterion | None = None,
     k: int = 10,
     candidates: int = 200,
+    lower_bound: float = 0.0,
     off_policy: OffPolicyOptions = OffPolicyOptions(),  # noqa: B008  frozen
     reward: RewardFunction = LoggedReward(),  # noqa: B008  frozen
     monitor_reward: RewardFunction | None = None,
@@ -181,6 +187,7 @@ def tilt(
             else auc.
         k: list length.
         candidates: of policies of semantic ids, how many items of the beam are ranked again.
+        lower_bound: take so many standard deviations from the grade: items that are little known are listed less.
         off_policy: how values are estimated from the log.
         reward: of logged items, for the off-policy value.
         monitor_reward: scores the lists; best a reward that the factors do not know.
@@ -226,9 +233,10 @@ def tilt(
                 batch_size=batch_size,
                 device=where,
             )
-            trials = shared.trials(policy.to(where), opened.to(where), candidates, betas, progress)
+            tilts = partial(tilted, candidates=candidates, lower_bound=lower_bound)
+            trials = shared.trials(policy.to(where), opened.to(where), tilts, betas, progress)
             chosen = next(t.beta for t in trials[1:] if not t.loss > t.loss_error)
-        final = tilted(policy.cpu(), opened, chosen, candidates)
+        final = tilted(policy.cpu(), opened, chosen, candidates, lower_bound)
         _write(target, final, base, checkpoint, opened, _Choice(chosen, used, k, trials))
     return Tilt(Run.open(out, trust), chosen, used, k, trials)
 
@@ -283,7 +291,12 @@ class _Validation:
     device: torch.device
 
     def trials(
-        self, base: Policy, factors: Factors, candidates: int, betas: Sequence[float], progress: bool
+        self,
+        base: Policy,
+        factors: Factors,
+        tilts: Callable[[Policy, Factors, float], Policy],
+        betas: Sequence[float],
+        progress: bool,
     ) -> tuple[TiltTrial, ...]:
         """The base and every beta, descending.
 
@@ -293,7 +306,7 @@ class _Validation:
         users = sum(shard["users"] for shard in self.data.manifest["shards"]["valid"])
         with tqdm(total=users * (1 + len(betas)), desc="tilt", unit="user", disable=None if progress else True) as bar:
             found = [self._measured(math.inf, base, bar)]
-            found += [self._measured(beta, tilted(base, factors, beta, candidates), bar) for beta in betas]
+            found += [self._measured(beta, tilts(base, factors, beta), bar) for beta in betas]
         values = [self._value(one)[0] for one in found]
         best = max(range(1, len(found)), key=lambda place: _or_least(values[place]))
         if math.isnan(values[best]):
@@ -435,10 +448,10 @@ class _Choice(NamedTuple):
     trials: Sequence[TiltTrial]
 
 
-def _arguments(base: Policy, factors: Factors, beta: float, candidates: int) -> dict[str, Any]:
+def _arguments(base: Policy, factors: Factors, beta: float, candidates: int, lower_bound: float) -> dict[str, Any]:
     """Constructor arguments of the tilted policy, without its base."""
     arguments = {"rank": factors.rank, "mean": factors.mean, "ridge": factors.ridge, "beta": beta}
-    arguments |= {"max_history": factors.max_history}
+    arguments |= {"max_history": factors.max_history, "lower_bound": lower_bound}
     return arguments if isinstance(base, CatalogSoftmaxPolicy) else arguments | {"candidates": candidates}
 
 
@@ -452,7 +465,7 @@ def _write(
         shutil.copytree(base.root / CODES, root / CODES)
     candidates = policy.candidates if isinstance(policy, RerankedPolicy) else 0
     below = read_yaml(base.root / RESOLVED, REMEDY)["policy"]
-    arguments = {"base": below, **_arguments(policy.base, factors, how.beta, candidates)}
+    arguments = {"base": below, **_arguments(policy.base, factors, how.beta, candidates, policy.factors.lower_bound)}
     own = f"{type(policy).__module__}.{type(policy).__qualname__}"
     text = yaml.safe_dump({"policy": {"class_path": own, "init_args": arguments}}, sort_keys=False)
     write_text(root / RESOLVED, text)
@@ -463,6 +476,7 @@ def _write(
         "factors": factors.facts,
         "choice": {
             "beta": how.beta,
+            "lower_bound": policy.factors.lower_bound,
             "criterion": how.criterion,
             "k": how.k,
             "trials": [_finite(t) for t in how.trials],

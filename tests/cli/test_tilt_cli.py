@@ -104,6 +104,22 @@ def test_a_tilted_run_is_evaluated_beside_its_base(road, tmp_path, capfd):
     assert len(trials) == 4
 
 
+def test_a_run_may_be_tilted_by_a_lower_bound_of_the_grade(road, tmp_path):
+    names = ["--run", road.root / "base", "--factors", road.root / "factors", "--beta", "0.05", "--lower_bound", "3.0"]
+    assert main(["tilt", *map(str, names), "--out", str(tmp_path / "run")]) == 0
+    found = recpo.load(tmp_path / "run")
+    policy = found.policy()
+    assert policy.factors.lower_bound == 3.0
+    assert json.loads((tmp_path / "run" / "origin.json").read_text())["choice"]["lower_bound"] == 3.0
+    expected = verb.tilted(recpo.load(road.root / "base").policy(), recpo.load(road.root / "factors"), 0.05, 200, 3.0)
+    assert policy.state_dict().keys() == expected.state_dict().keys()
+    assert all(torch.equal(weight, expected.state_dict()[name]) for name, weight in policy.state_dict().items())
+    plain = recpo.tilt(road.root / "base", road.root / "factors", out=tmp_path / "plain", beta=0.05)
+    assert plain.run.policy().factors.lower_bound == 0.0
+    assert "factors.item_variances" not in plain.run.policy().state_dict()
+    assert not found.recommend(road.log, k=5).equals(plain.run.recommend(road.log, k=5))
+
+
 def test_a_moved_run_needs_neither_its_base_nor_the_factors(road, tmp_path, monkeypatch):
     expected = recpo.load(road.root / "run").recommend(road.log, k=3)
     shutil.copytree(road.root / "run", tmp_path / "elsewhere" / "moved")

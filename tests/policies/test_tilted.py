@@ -16,13 +16,15 @@ from recpo.errors import RecpoError
 from recpo.factorization.factors import Factors
 from recpo.feedback import GRADES
 from recpo.ops.elimination import solve_positive_definite
+from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.grade_factors import GradeFactors
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.policies.tilted import GradeFactors, RerankedPolicy, TiltedPolicy, first_events, most_recent
+from recpo.policies.tilted import RerankedPolicy, TiltedPolicy, first_events, most_recent
 from recpo.semantic_codes import SemanticCodes
 from recpo.types import FeedbackBatch, Histories, SamplingOptions, Slates
 
-V, READS, H, RANK, MEAN, RIDGE, BETA = 40, 5, 9, 3, 0.4, 1.5, 0.2
+V, READS, H, RANK, MEAN, RIDGE, BETA, NOISE, BOUND = 40, 5, 9, 3, 0.4, 1.5, 0.2, 0.3, 1.5
 OPTIONS: dict[str, Any] = {"rank": RANK, "mean": MEAN, "ridge": RIDGE, "max_history": H}
 
 
@@ -52,12 +54,19 @@ def semantic_base(root: Any, **options: Any) -> SemanticIdPolicy:
 
 def with_factors(policy: Any) -> Any:
     generator = torch.Generator().manual_seed(5)
-    policy.factors.assign(torch.randn(V, RANK, generator=generator) * 0.4, torch.randn(V, generator=generator) * 0.1)
+    factors, bias = torch.randn(V, RANK, generator=generator) * 0.4, torch.randn(V, generator=generator) * 0.1
+    policy.factors.assign(factors, bias, covariance(), NOISE)
     return policy.eval()
 
 
-def tilted(beta: float = BETA, **options: Any) -> TiltedPolicy:
-    made: TiltedPolicy = with_factors(TiltedPolicy(V, base=lambda _: base(**options), beta=beta, **OPTIONS))
+def covariance() -> Tensor:
+    rows = torch.randn(V, RANK + 1, RANK + 1, generator=torch.Generator().manual_seed(6))
+    return torch.linalg.inv(rows @ rows.mT + torch.eye(RANK + 1))
+
+
+def tilted(beta: float = BETA, bound: float = 0.0, **options: Any) -> TiltedPolicy:
+    policy = TiltedPolicy(V, base=lambda _: base(**options), beta=beta, lower_bound=bound, **OPTIONS)
+    made: TiltedPolicy = with_factors(policy)
     return made
 
 
@@ -79,9 +88,9 @@ def whole_catalog(known: Histories, visible: Tensor | None = None) -> FeedbackBa
     return FeedbackBatch(known, slates, torch.arange(rows))
 
 
-def expected_users(factors: GradeFactors, known: Histories) -> np.ndarray:
-    """Ridge regression event by event, in NumPy."""
-    users = []
+def expected_users(factors: GradeFactors, known: Histories) -> tuple[np.ndarray, np.ndarray]:
+    """Ridge regression event by event, in NumPy, and the inverses of its normal matrices."""
+    users, inverses = [], []
     q, b = factors.item_factors.double().numpy(), factors.item_bias.double().numpy()
     assert known.feedback is not None
     for items, length, levels in zip(known.item_ids, known.lengths, known.feedback, strict=True):
@@ -93,12 +102,22 @@ def expected_users(factors: GradeFactors, known: Histories) -> np.ndarray:
             matrix += np.outer(row, row)
             right += row * (GRADES[level] - MEAN - b[item])
         users.append(np.linalg.solve(matrix, right))
-    return np.stack(users)
+        inverses.append(np.linalg.inv(matrix))
+    return np.stack(users), np.stack(inverses)
 
 
-def expected_grades(factors: GradeFactors, users: np.ndarray) -> np.ndarray:
-    q, b = factors.item_factors[1:].double().numpy(), factors.item_bias[1:].double().numpy()
-    return MEAN + users[:, :-1] @ q.T + users[:, -1:] + b
+def expected_grades(factors: GradeFactors, known: Histories, bound: float = 0.0) -> np.ndarray:
+    """Grades less ``bound`` standard deviations, pair by pair."""
+    users, inverses = expected_users(factors, known)
+    q, b, of_items = factors.item_factors[1:].double().numpy(), factors.item_bias[1:].numpy(), covariance().numpy()
+    grades = np.zeros((len(users), V))
+    for user, weights in enumerate(users):
+        x = np.append(weights[:-1], 1.0)
+        for item in range(V):
+            y = np.append(q[item], 1.0)
+            variance = NOISE * (x @ of_items[item] @ x + y @ inverses[user] @ y)
+            grades[user, item] = MEAN + weights @ y + b[item] - bound * np.sqrt(variance)
+    return grades
 
 
 @given(st.integers(1, 33), st.integers(0, 60), st.floats(0.05, 10), st.integers(0, 10**6))
@@ -109,6 +128,10 @@ def test_elimination_solves_what_linalg_solves(size: int, rows: int, ridge: floa
     right = torch.randn(3, size, generator=generator)
     exact = torch.linalg.solve(matrix.double(), right.double())
     torch.testing.assert_close(solve_positive_definite(matrix.double(), right.double()), exact, rtol=1e-8, atol=1e-10)
+    several = torch.cat([right[..., None], torch.eye(size).expand_as(matrix)], 2).double()
+    solved = solve_positive_definite(matrix.double(), several)
+    torch.testing.assert_close(solved[..., 0], exact, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(solved[..., 1:], torch.linalg.inv(matrix.double()), rtol=1e-8, atol=1e-10)
     close = 1e-5 * float(torch.linalg.cond(matrix.double()).max())
     assert (solve_positive_definite(matrix, right) - exact).norm() <= close * exact.norm() + 1e-6
 
@@ -116,7 +139,9 @@ def test_elimination_solves_what_linalg_solves(size: int, rows: int, ridge: floa
 def test_users_are_the_ridge_regression_of_their_graded_events() -> None:
     factors, known = tilted().factors, histories([H, 4, 1, 0])
     users = factors.fold_in(known)
-    np.testing.assert_allclose(users.numpy(), expected_users(factors, known), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(users.numpy(), expected_users(factors, known)[0], rtol=1e-5, atol=1e-6)
+    bounded = tilted(bound=BOUND).factors.fold_in(known)
+    torch.testing.assert_close(bounded[:, : RANK + 1], users, rtol=0, atol=1e-6)
     assert users[3].eq(0).all()
     unknown = known._replace(feedback=torch.zeros_like(known.item_ids))
     assert factors.fold_in(unknown).eq(0).all()
@@ -126,20 +151,24 @@ def test_users_are_the_ridge_regression_of_their_graded_events() -> None:
 @pytest.mark.parametrize("options", [{}, {"blocks": "hstu"}, {"similarity": "cosine", "temperature": 0.1},
                                      {"tie_weights": False}, {"max_history": H + 3},
                                      {"profile": True, "max_history": H, "attention_length": 4}])  # fmt: skip
-def test_the_log_ratio_to_the_base_is_the_grade_over_beta_but_for_a_constant(options: dict[str, Any]) -> None:
-    policy, known = tilted(**options), histories([H, 6, 2, 0])
+@pytest.mark.parametrize("bound", [0.0, BOUND])
+def test_the_log_ratio_to_the_base_is_the_grade_over_beta_but_for_a_constant(
+    options: dict[str, Any], bound: float
+) -> None:
+    policy, known = tilted(bound=bound, **options), histories([H, 6, 2, 0])
     logp = policy.log_prob(whole_catalog(known))[..., 0]
     torch.testing.assert_close(logp.exp().sum(1), torch.ones(4))
     reference = policy.base.log_prob(whole_catalog(most_recent(known, policy.base.max_history)))[..., 0]
-    grades = expected_grades(policy.factors, expected_users(policy.factors, known))
+    grades = expected_grades(policy.factors, known, bound)
     rest = (logp - reference).detach().double().numpy() - grades / BETA
     np.testing.assert_allclose(rest - rest.mean(1, keepdims=True), 0, atol=2e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"blocks": "hstu"}, {"profile": True, "max_history": H, "attention_length": 4},
                                      {"profile": True}])  # fmt: skip
-def test_every_prefix_is_scored_as_a_history_of_its_own(options: dict[str, Any]) -> None:
-    policy, known = tilted(**options), histories([H, 7, 3], padding=9)
+@pytest.mark.parametrize("bound", [0.0, BOUND])
+def test_every_prefix_is_scored_as_a_history_of_its_own(options: dict[str, Any], bound: float) -> None:
+    policy, known = tilted(bound=bound, **options), histories([H, 7, 3], padding=9)
     visible = torch.arange(H + 1).minimum(known.lengths[:, None])
     items = torch.randint(1, V + 1, visible.shape, generator=torch.Generator().manual_seed(3))
     slates = Slates(items, visible, torch.ones_like(items, dtype=torch.bool))
@@ -157,15 +186,20 @@ def test_every_prefix_is_scored_as_a_history_of_its_own(options: dict[str, Any])
         torch.testing.assert_close(-(alone.exp() * alone).sum(1), entropy[:, seen], rtol=0, atol=2e-5)
 
 
-def test_log_probabilities_of_the_whole_catalog_are_those_of_its_items() -> None:
-    policy, known = tilted(), histories([H, 6, 2, 0])
+@pytest.mark.parametrize("bound", [0.0, BOUND])
+def test_log_probabilities_of_the_whole_catalog_are_those_of_its_items(bound: float) -> None:
+    policy, known = tilted(bound=bound), histories([H, 6, 2, 0])
     logp = policy.log_prob(whole_catalog(known))
     torch.testing.assert_close(policy.catalog_log_prob(whole_catalog(known)), logp)
     torch.testing.assert_close(policy.catalog_log_prob(whole_catalog(known), policy.encode(known)), logp)
 
 
-def test_lists_draws_and_divergence_are_those_of_the_log_probabilities() -> None:
-    policy, known = tilted(), histories([H, 6, 2, 0])
+@pytest.mark.parametrize("bound", [0.0, BOUND])
+def test_lists_draws_and_divergence_are_those_of_the_log_probabilities(
+    bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, known = tilted(bound=bound), histories([H, 6, 2, 0])
+    monkeypatch.setattr(catalog_search, "SCORE_BYTES", 32 * V * 3)  # three contexts at a time
     logp = policy.log_prob(whole_catalog(known))[..., 0]
     exclude = torch.tensor([[1, 2], [3, 0], [0, 0], [7, 7]])
     kept = torch.nn.functional.pad(logp, (1, 0)).scatter(1, exclude, -torch.inf)[:, 1:]
@@ -181,6 +215,13 @@ def test_lists_draws_and_divergence_are_those_of_the_log_probabilities() -> None
     base_logp = policy.base.log_prob(whole_catalog(most_recent(known, READS)))[..., 0]
     expected = (logp.exp() * (logp - base_logp)).sum(1)
     torch.testing.assert_close(policy.kl_from_base(known), expected, rtol=1e-4, atol=1e-5)
+    for options in (SamplingOptions(temperature=0.5, replacement=False), SamplingOptions(top_p=0.7)):
+        ids, drawn = policy.sample(known, V, options)
+        scaled = (logp / options.temperature).log_softmax(1)
+        kept = sampling.nucleus(scaled, options.top_p)
+        found = torch.where(ids > 0, kept.gather(1, (ids - 1).clamp_min(0)), 0.0)
+        torch.testing.assert_close(drawn[..., 0], found, rtol=0, atol=2e-5)
+        assert options.replacement or ids.sort(1).values.eq(torch.arange(1, V + 1)).all()
     with pytest.raises(RecpoError, match="k must be between 1"):
         policy.recommend(known, V + 1)
     with pytest.raises(RecpoError, match="the policy reads 9"):
@@ -192,27 +233,29 @@ def test_beta_goes_from_the_factor_model_to_the_base() -> None:
     far, near = tilted(1e6), tilted(1e-3)
     recent = most_recent(known, READS)
     torch.testing.assert_close(far.recommend(known, V).scores, far.base.recommend(recent, V).scores, rtol=0, atol=1e-4)
-    grades = expected_grades(near.factors, expected_users(near.factors, known))
+    grades = expected_grades(near.factors, known)
     # one nat of the base is worth a thousandth of a grade
     listed = near.recommend(known, 10).item_ids.numpy() - 1
     np.testing.assert_allclose(np.take_along_axis(grades, listed, 1), -np.sort(-grades, 1)[:, :10], atol=0.02)
 
 
-def test_the_factors_are_folded_in_and_ranked_as_by_themselves() -> None:
-    policy, known = tilted(1e-3), histories([H, 6, 2, 0])
+@pytest.mark.parametrize("bound", [0.0, BOUND])
+def test_the_factors_are_folded_in_and_ranked_as_by_themselves(bound: float) -> None:
+    policy, known = tilted(1e-3, bound), histories([H, 6, 2, 0])
     alone = Factors(
         mean=MEAN,
         item_factors=policy.factors.item_factors[1:],
         item_bias=policy.factors.item_bias[1:],
         ridge=RIDGE,
         user_factors=None,
-        item_covariance=None,
-        noise=0.1,
+        item_covariance=covariance(),
+        noise=NOISE,
         catalog_checksum="",
         max_history=H,
+        lower_bound=bound,
     )
-    torch.testing.assert_close(policy.factors.fold_in(known), alone.fold_in(known), rtol=0, atol=1e-6)
-    without_base = with_factors(TiltedPolicy(V, base=lambda _: flat(), beta=1e-2, **OPTIONS))
+    torch.testing.assert_close(policy.factors.fold_in(known)[:, : RANK + 1], alone.fold_in(known), rtol=0, atol=1e-6)
+    without_base = with_factors(TiltedPolicy(V, base=lambda _: flat(), beta=1e-2, lower_bound=bound, **OPTIONS))
     assert torch.equal(without_base.recommend(known, 8).item_ids, alone.recommend(known, 8).item_ids)
 
 
@@ -224,10 +267,15 @@ def flat() -> CatalogSoftmaxPolicy:
     return made
 
 
-def test_gradients_reach_the_base_and_not_the_factors() -> None:
-    policy = tilted().train()
-    policy.log_prob(whole_catalog(histories([H, 2]))).sum().backward()
-    assert policy.base.item_table.weight.grad is not None
+@pytest.mark.parametrize("bound", [0.0, BOUND])
+def test_gradients_reach_the_base_and_not_the_factors(bound: float) -> None:
+    policy = tilted(bound=bound).train()
+    batch = whole_catalog(histories([H, 0]))
+    (policy.log_prob(batch)[..., 0] * torch.randn(2, V, generator=torch.Generator().manual_seed(1))).sum().backward()
+    gradient = policy.base.item_table.weight.grad
+    assert gradient is not None
+    assert gradient.isfinite().all()
+    assert gradient.any()
     assert {name for name, _ in policy.named_parameters()} == {f"base.{n}" for n, _ in policy.base.named_parameters()}
     assert {"factors.item_factors", "factors.item_bias"} <= policy.state_dict().keys()
 
@@ -247,20 +295,22 @@ def test_the_most_recent_events_are_kept() -> None:
 
 
 @pytest.fixture(scope="module")
-def reranked(tmp_path_factory: pytest.TempPathFactory) -> RerankedPolicy:
+def reranked(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> RerankedPolicy:
     """All items are candidates, so that it is exact."""
-    root = tmp_path_factory.mktemp("codes")
-    made = RerankedPolicy(V, base=lambda _: semantic_base(root), beta=BETA, candidates=V, **OPTIONS)
+    root, bound = tmp_path_factory.mktemp("codes"), getattr(request, "param", 0.0)
+    arguments = {**OPTIONS, "beta": BETA, "candidates": V, "lower_bound": bound}
+    made = RerankedPolicy(V, base=lambda _: semantic_base(root), **arguments)
     policy: RerankedPolicy = with_factors(made)
     return policy
 
 
+@pytest.mark.parametrize("reranked", [0.0, BOUND], indirect=True)
 def test_a_reranked_beam_of_all_items_is_the_tilted_policy(reranked: RerankedPolicy) -> None:
     known = histories([H, 6, 2, 0])
     logp = reranked.log_prob(whole_catalog(known)).sum(-1)
     torch.testing.assert_close(logp.exp().sum(1), torch.ones(4))
     reference = reranked.base.log_prob(whole_catalog(most_recent(known, READS))).sum(-1)
-    grades = expected_grades(reranked.factors, expected_users(reranked.factors, known))
+    grades = expected_grades(reranked.factors, known, reranked.factors.lower_bound)
     rest = (logp - reference).detach().double().numpy() - grades / BETA
     np.testing.assert_allclose(rest - rest.mean(1, keepdims=True), 0, atol=5e-5)
     lists = reranked.recommend(known, 7)
@@ -307,5 +357,9 @@ def test_impossible_options_are_refused() -> None:
         TiltedPolicy(V, base=lambda _: tilted(), beta=1.0, **OPTIONS)
     with pytest.raises(RecpoError, match="candidates must be"):
         RerankedPolicy(V, base=lambda _: base(), beta=1.0, candidates=0, **OPTIONS)
+    with pytest.raises(RecpoError, match="lower_bound is -1"):
+        tilted(bound=-1.0)
+    with pytest.raises(RecpoError, match="so they have no bounds"):
+        tilted(bound=1.0).factors.assign(torch.zeros(V, RANK), torch.zeros(V))
     with pytest.raises(RecpoError, match="take factors of the same items"):
         tilted().factors.assign(torch.zeros(V + 1, RANK), torch.zeros(V + 1))

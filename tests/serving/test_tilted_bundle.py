@@ -20,31 +20,42 @@ RANK, LONGER = 4, MAX_HISTORY + 6
 CLASSES = {"sasrec": "CatalogSoftmaxPolicy", "hstu": "CatalogSoftmaxPolicy", "semantic": "SemanticIdPolicy"}
 
 
-def make_tilted(parts, kind, root):
+def make_tilted(parts, kind, root, bound=0.0):
     """A policy of that kind, tilted, and the options that a run would have."""
     base, options = parts.policy(kind, root)
     own = RerankedPolicy if kind == "semantic" else TiltedPolicy
-    arguments = {"rank": RANK, "mean": 0.4, "ridge": 2.0, "beta": 0.2, "max_history": LONGER}
+    arguments = {"rank": RANK, "mean": 0.4, "ridge": 2.0, "beta": 0.2, "max_history": LONGER, "lower_bound": bound}
     arguments |= {"candidates": 60} if kind == "semantic" else {}
     policy = own(NUM_ITEMS, base=lambda _: base, **arguments).eval()
     generator = torch.Generator().manual_seed(0)
-    policy.factors.assign(torch.randn(NUM_ITEMS, RANK, generator=generator) * 0.4, torch.zeros(NUM_ITEMS))
+    rows = torch.randn(NUM_ITEMS, RANK + 1, RANK + 1, generator=generator)
+    covariance = torch.linalg.inv(rows @ rows.mT + torch.eye(RANK + 1))
+    factors = torch.randn(NUM_ITEMS, RANK, generator=generator) * 0.4
+    policy.factors.assign(factors, torch.zeros(NUM_ITEMS), covariance, noise=0.1)
     module = {"semantic": "semantic_id"}.get(kind, "catalog_softmax")
     class_path = f"recpo.policies.{module}.{CLASSES[kind]}"
     return policy, arguments | {"base": {"class_path": class_path, "init_args": options}}
 
 
 @pytest.mark.parametrize(
-    "kind", ["sasrec", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hstu", "semantic"))]
+    ("kind", "bound"),
+    [
+        ("sasrec", 0.0),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("sasrec", 2.0), ("hstu", 0.0), ("semantic", 0.0), ("semantic", 2.0))
+        ),
+    ],
 )
-def test_both_engines_of_a_tilted_bundle_are_the_policy(kind, parts, tmp_path):
+def test_both_engines_of_a_tilted_bundle_are_the_policy(kind, bound, parts, tmp_path):
     (tmp_path / "codes").mkdir()
-    policy, options = make_tilted(parts, kind, tmp_path / "codes")
+    policy, options = make_tilted(parts, kind, tmp_path / "codes", bound)
     # compares every engine with the policy
     export_bundle(policy, parts.items, parts.feedback, tmp_path / "bundle", k=10, options=options)
     manifest = BundleManifest.read(tmp_path / "bundle")
     assert manifest.max_history == LONGER
     assert manifest.options["base"]["class"].endswith(CLASSES[kind])
+    assert manifest.options["lower_bound"] == bound
     assert manifest.options["base"]["options"]["max_history"] == MAX_HISTORY
     rebuilt = load_policy(tmp_path / "bundle", manifest)
     assert torch.equal(rebuilt.factors.item_factors, policy.factors.item_factors)

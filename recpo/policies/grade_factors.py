@@ -1,0 +1,131 @@
+"""A factor model of grades inside a policy: users are folded in, and bounds computed, in exportable arithmetic."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from recpo.errors import RecpoError
+from recpo.feedback import GRADES
+from recpo.ops.elimination import solve_positive_definite
+from recpo.ops.quadratic_forms import folded_triangles, outer_products, with_one
+from recpo.ops.ridge import normal_equations
+from recpo.types import Histories
+
+
+class GradeFactors(nn.Module):
+    """``grade(h, i) = mean + p(h) · q_i + b(h) + b_i``: the grade (``recpo.feedback.GRADES``) to expect of an item.
+
+    ``(p, b)`` of a history is the ridge regression of its graded events on the factors of their items. With a
+    ``lower_bound`` so many standard deviations of its posterior are taken from it, ``sqrt(s(h) · t_i)``: the variance
+    of ``recpo.factorization.bounds`` as a dot product.
+
+    Args:
+        num_items: V.
+        rank: r.
+        mean: mean grade.
+        ridge: weight of ``|(p, b)|^2``; above 0.
+        lower_bound: standard deviations, at least 0.
+
+    Attributes:
+        item_factors: ``[V + 1, r]``, ``q``; row 0 is no item and zero.
+        item_bias: ``[V + 1]``.
+        item_variances: ``[V + 1, rooted]``, ``t``.
+        rooted: width of ``s`` and ``t``: ``(r + 1) (r + 2)``, 0 without a lower bound.
+    """
+
+    item_factors: Tensor
+    item_bias: Tensor
+    item_variances: Tensor
+    _grades: Tensor
+
+    def __init__(self, num_items: int, *, rank: int, mean: float, ridge: float, lower_bound: float = 0.0) -> None:
+        if rank < 1 or not 0 < ridge < float("inf"):
+            raise RecpoError(f"rank must be at least 1 and ridge a number above 0, got {rank} and {ridge}")
+        if not 0 <= lower_bound < float("inf"):
+            raise RecpoError(f"lower_bound is {lower_bound}; it is at least 0")
+        super().__init__()
+        self.mean, self.ridge, self.lower_bound = mean, ridge, lower_bound
+        self.rooted = (rank + 1) * (rank + 2) if lower_bound else 0
+        self.register_buffer("item_factors", torch.zeros(num_items + 1, rank))
+        self.register_buffer("item_bias", torch.zeros(num_items + 1))
+        # nothing to keep without a bound
+        self.register_buffer("item_variances", torch.zeros(num_items + 1, self.rooted), persistent=self.rooted > 0)
+        # of an unknown level any number would do: the event counts nothing
+        self.register_buffer("_grades", torch.tensor([0.0, *GRADES[1:]], dtype=torch.float64), persistent=False)
+
+    def assign(
+        self, item_factors: Tensor, item_bias: Tensor, item_covariance: Tensor | None = None, noise: float = 0.0
+    ) -> None:
+        """Takes over the factors ``[V, r]`` and biases ``[V]`` of the items 1..V, and what their bounds need.
+
+        Args:
+            item_factors: ``q``.
+            item_bias: ``b_i``.
+            item_covariance: ``[V, r + 1, r + 1]``, inverses of the normal matrices; read with a lower bound only.
+            noise: variance of the noise.
+
+        Raises:
+            RecpoError: other sizes than these, or no covariances where there is a bound.
+        """
+        expected = (len(self.item_bias) - 1, self.item_factors.shape[1])
+        if item_factors.shape != expected or item_bias.shape != expected[:1]:
+            raise RecpoError(
+                f"item_factors and item_bias have the shapes {tuple(item_factors.shape)} and {tuple(item_bias.shape)}, "
+                f"expected {expected} and {expected[:1]}: take factors of the same items"
+            )
+        self.item_factors[1:], self.item_bias[1:] = item_factors, item_bias
+        if self.rooted and item_covariance is None:
+            raise RecpoError(
+                "these factors were fitted with uncertainty: false, so they have no bounds: fit them again, or set "
+                "lower_bound to 0"
+            )
+        if self.rooted and item_covariance is not None:
+            of_items = [folded_triangles(item_covariance), outer_products(with_one(item_factors))]
+            self.item_variances[1:] = noise * torch.cat(of_items, 1)
+
+    def fold_in(self, histories: Histories) -> Tensor:
+        """``(p, b)`` of every history and, with a lower bound, ``s``: ``[B, r + 1 + rooted]`` float32.
+
+        ``argmin sum_h (g_h - mean - b_i(h) - p · q_i(h) - b)^2 + ridge |(p, b)|^2``, in float64; zero where no event
+        has a grade. Nothing is read behind ``lengths``.
+        """
+        item_ids, feedback = histories.item_ids, histories.feedback
+        if feedback is None:
+            feedback = torch.zeros_like(item_ids)
+        place = torch.arange(item_ids.shape[1], device=item_ids.device)
+        known = (place < histories.lengths[:, None]) & (feedback > 0) & (item_ids > 0)
+        rows = F.pad(self.item_factors[item_ids].double(), (0, 1), value=1.0)
+        targets = self._grades[feedback] - self.mean - self.item_bias[item_ids]
+        system = normal_equations(rows, targets, known, self.ridge)
+        if not self.rooted:
+            return solve_positive_definite(system.matrix, system.right).float()
+        identity = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device).expand_as(system.matrix)
+        solved = solve_positive_definite(system.matrix, torch.cat([system.right[..., None], identity], 2))
+        weights = solved[..., 0].float()
+        variances = [outer_products(with_one(weights[:, :-1])), folded_triangles(solved[..., 1:].float())]
+        return torch.cat([weights, *(self.lower_bound**2 * part for part in variances)], 1)
+
+    def tilt(self, users: Tensor, beta: float) -> Tensor:
+        """``[p / beta, 1 / beta, s / beta^2]`` of folded-in users: what goes with ``item_vectors`` in a score.
+
+        What all items share (``mean + b``) is left out.
+        """
+        rank = self.item_factors.shape[1]
+        own = torch.cat([users[:, :rank], torch.ones_like(users[:, :1])], 1) / beta
+        return torch.cat([own, users[:, rank + 1 :] / beta**2], 1) if self.rooted else own
+
+    def item_vectors(self, item_ids: Tensor | None = None) -> Tensor:
+        """``[q, b, t]`` of the items ``[...]``, ``[..., r + 1 + rooted]``; None = of all, row 0 included."""
+        columns = [self.item_factors, self.item_bias[:, None], *([self.item_variances] if self.rooted else [])]
+        return torch.cat([column if item_ids is None else column[item_ids] for column in columns], -1)
+
+    def relative_grades(self, users: Tensor, item_ids: Tensor) -> Tensor:
+        """Grades of the items ``[B, C]``, less the bound, but for a constant per user; ``users`` from ``fold_in``."""
+        rank = self.item_factors.shape[1]
+        products = (self.item_factors[item_ids] @ users[:, :rank, None]).squeeze(-1) + self.item_bias[item_ids]
+        if not self.rooted:
+            return products
+        variance = (self.item_variances[item_ids] @ users[:, rank + 1 :, None]).squeeze(-1)
+        return products - variance.clamp_min(0.0).sqrt()
