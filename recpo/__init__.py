@@ -65,6 +65,14 @@ if TYPE_CHECKING:
     from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy as CatalogSoftmaxPolicy
     from recpo.policies.semantic_id import SemanticIdPolicy as SemanticIdPolicy
     from recpo.policies.tilted import RerankedPolicy as RerankedPolicy, TiltedPolicy as TiltedPolicy
+    from recpo.reranking import (
+        AttributeCap as AttributeCap,
+        Calibration as Calibration,
+        Determinantal as Determinantal,
+        ItemAttributes as ItemAttributes,
+        MaximalMarginalRelevance as MaximalMarginalRelevance,
+        RerankOptions as RerankOptions,
+    )
     from recpo.rewards import (
         EnsembleReward as EnsembleReward,
         FactorReward as FactorReward,
@@ -153,6 +161,14 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.policies.catalog_softmax": ("CatalogSoftmaxPolicy",),
     "recpo.policies.semantic_id": ("SemanticIdPolicy",),
     "recpo.policies.tilted": ("RerankedPolicy", "TiltedPolicy"),
+    "recpo.reranking": (
+        "AttributeCap",
+        "Calibration",
+        "Determinantal",
+        "ItemAttributes",
+        "MaximalMarginalRelevance",
+        "RerankOptions",
+    ),
     "recpo.rewards": (
         "EnsembleReward",
         "FactorReward",

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "tokenizer": BASE | {"data", "tokenizer"},
     # of policies it takes the search of the best items of a catalog
     "factorization": BASE | L1 | {"data", "policies", "factorization"},
+    "reranking": BASE | {"data", "tokenizer", "reranking"},
     "exploration": BASE | {"exploration"},
     "evaluation": BASE | L1 | {"data", "factorization", "rewards", "simulation", "tokenizer", "evaluation"},
     "serving": BASE | {"policies", "data", "serving"},
