@@ -259,5 +259,11 @@ def test_graded_advantage_reads_the_slate():
     assert GradedAdvantage().learns_from == {"labels", "dislikes"}
     with pytest.raises(RecpoError, match=r"needs Slates\.grade"):
         GradedAdvantage()(batch._replace(slates=slates._replace(grade=None)))
-    with pytest.raises(RecpoError, match=r"baseline is a grade in \[0, 1\], got 2"):
-        GradedAdvantage(baseline=2.0)
+    for outside in (2.0, -0.1):
+        with pytest.raises(RecpoError, match=rf"baseline is a grade in \[0, 1\], got {outside}"):
+            GradedAdvantage(baseline=outside)
+    for bound in (0.0, 1.0):
+        assert GradedAdvantage(baseline=bound)(batch).tolist() == [[0.875 - bound, 0.125 - bound, 0.0]]
+    grade = torch.tensor([0.5, 0.25], requires_grad=True)
+    assert not graded_advantage(grade).requires_grad
+    assert graded_advantage(grade[None] * math.nan).tolist() == [[0.0, 0.0]]

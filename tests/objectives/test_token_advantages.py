@@ -72,6 +72,19 @@ def test_a_token_answers_for_its_own_choice():
     torch.testing.assert_close(got, torch.tensor([want]))
 
 
+def test_defaults_and_bounds_of_prefix_groups():
+    assert PrefixGroupAdvantage() == PrefixGroupAdvantage(min_group=2, scale=True, eps=1e-6)
+    assert PrefixGroupAdvantage().requires == {"rewards"}
+    rewards, codes = torch.tensor([[0.0, 1e-6, 0.0]], requires_grad=True), torch.tensor([[[0, 0], [0, 1], [1, 0]]])
+    got = prefix_group_advantage(rewards, codes)
+    assert not got.requires_grad
+    assert torch.equal(got, prefix_group_advantage(rewards, codes, min_group=2, scale=True, eps=1e-6))
+    third, deviation = 1e-6 / 3, 1e-6 / math.sqrt(3)
+    scale = deviation + 1e-6
+    want = [[-third, -0.5e-6], [2 * third, 0.5e-6], [-third, -third]]
+    torch.testing.assert_close(got, torch.tensor([want]) / scale, rtol=1e-4, atol=0.0)
+
+
 def test_prefix_baselines_leave_the_expected_gradient_as_it_is():
     """Over all groups of two draws from a policy of two codes, scaled by n / (n - 1) for the own share of a mean."""
     torch.manual_seed(1)
@@ -137,6 +150,29 @@ def test_reward_gate(seed):
     got = reward_gate(hostile, *arguments, **bounds)
     want = [ref.gate(*x, 0.4, 0.6) for x in zip(rewards, items, role == "liked", role == "drawn", strict=True)]
     assert got.tolist() == want
+
+
+def test_bounds_of_the_gate_are_in():
+    rewards = torch.tensor([[0.5, 0.4, 0.5, 0.9, 0.1]], requires_grad=True)
+    items = torch.tensor([[1, 1, 2, 3, 4]])  # a liked item, drawn once; of the other draws one ties, one beats it
+    liked = torch.tensor([[True, False, False, False, False]])
+    shares = {"max_hit_share": 1 / 4, "min_separation": (0.5 + 0 + 1) / 3}
+    assert reward_gate(rewards, items, liked, ~liked, **shares).tolist() == [True]
+    for name, value in (("max_hit_share", 0.24), ("min_separation", 0.51)):
+        assert reward_gate(rewards, items, liked, ~liked, **{**shares, name: value}).tolist() == [False]
+    # the defaults: half of the draws, three of four pairs
+    items, liked = torch.tensor([[1, 1, 1, 2, 3]]), torch.tensor([[True, False, False, False, False]])
+    for beaten, passes in ((0.5, True), (0.6, False)):
+        rewards = torch.tensor([[0.5, 0.0, 0.0, beaten, 0.1]])
+        assert reward_gate(rewards, items, liked, ~liked).tolist() == [passes]
+    items = torch.tensor([[1, 1, 1, 1, 3]])
+    assert reward_gate(torch.tensor([[0.5, 0.0, 0.0, 0.0, 0.1]]), items, liked, ~liked).tolist() == [False]
+    assert GatedAdvantage() == GatedAdvantage(GroupNormalizedAdvantage(), 0.5, 0.75)
+    for bound in (0.0, 1.0):
+        assert GatedAdvantage(max_hit_share=bound, min_separation=bound).max_hit_share == bound
+    for name in ("max_hit_share", "min_separation"):
+        with pytest.raises(RecpoError, match=r"must lie in \[0, 1\], got -0.1"):
+            GatedAdvantage(**{name: -0.1})
 
 
 def test_only_groups_that_pass_the_gate_have_advantages():

@@ -122,6 +122,10 @@ def test_plain_rows_and_dropout_are_those_of_the_reference(monkeypatch: pytest.M
         assert take_rows(values, index).shape == (2, 2)
     with pytest.raises(AssertionError, match="due"):
         take_rows(values, index)
+    monkeypatch.setattr(torch.Tensor, "index_add_", not_here)
+    assert sum_rows(values[:2], index, 4).shape == (4, 2)
+    with reference_kernels(), pytest.raises(AssertionError, match="due"):
+        sum_rows(values[:2], index, 4)
     monkeypatch.setattr(F, "dropout", not_here)
     assert kernels.dropout(values, 128).shape == (16, 2)
     with reference_kernels(), pytest.raises(AssertionError, match="due"):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recpo.ops import kernels
-from recpo.ops.linear_logprob import linear_entropy, linear_logprob, state_of_targets
+from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob, state_of_targets
 
 
 @pytest.fixture
@@ -141,6 +141,31 @@ def test_autocast_and_bfloat16_inputs_are_summed_in_float32() -> None:
     assert half.dtype == torch.float32
     reference = dense(states.bfloat16().double(), table.bfloat16().double(), targets)
     torch.testing.assert_close(half.double(), reference, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [linear_entropy, linear_log_softmax])
+def test_every_item_under_autocast(function: Any) -> None:
+    states, table = problem(20, 30, 6, torch.float32)
+    exact = function(states.double(), table.double(), temperature=0.3)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = function(states, table, temperature=0.3)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"padding_rows": 0}, {"padding_rows": 2}])
+def test_the_log_softmax_of_every_item(options: dict[str, Any]) -> None:
+    states, table = problem(11, 9, 4)
+    padding = options.get("padding_rows", 1)
+    found = linear_log_softmax(states, table, **options)
+    assert found.shape == (11, 10 - padding)
+    targets = torch.arange(padding, 10).expand(11, -1)
+    torch.testing.assert_close(found, linear_logprob(states, table, targets, **options), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, dense(states, table, targets, options.get("temperature", 1.0), padding))
+    weights = torch.randn(found.shape, dtype=torch.float64)
+    got = torch.autograd.grad((found * weights).sum(), (states, table))
+    want = torch.autograd.grad((linear_logprob(states, table, targets, **options) * weights).sum(), (states, table))
+    torch.testing.assert_close(got, want)
 
 
 def test_a_softmax_is_kept_for_the_gradient_of_the_table_alone_and_only_where_it_fits() -> None:

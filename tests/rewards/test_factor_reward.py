@@ -125,6 +125,25 @@ def test_what_is_wrong_is_said_at_once(place, model, batch, some, tmp_path):
     assert FactorReward(place).catalog_checksum == model.catalog_checksum
 
 
+def test_the_last_user_is_known_and_the_next_one_is_not(place, model, batch, some):
+    users = len(model.user_factors)
+    last = torch.full_like(batch.user_ids, users - 1)
+    assert FactorReward(place)(batch._replace(user_ids=last), some)[0, 1].isfinite()
+    with pytest.raises(RecpoError, match="the data have more"):
+        FactorReward(place)(batch._replace(user_ids=last + 1), some)
+    nobody = batch._replace(user_ids=batch.user_ids[:0])
+    assert FactorReward(place)(nobody, candidates_of(some.item_ids[:0])).shape == (0, 3)
+
+
+def test_defaults_of_a_factor_reward(place, batch, some):
+    assert FactorReward(place) == FactorReward(place, users="trained", lower_bound=0.0)
+    reward = FactorReward(place)
+    assert reward.model() is reward.model("cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = FactorReward(place, "folded", 1.0)(batch, some)
+    torch.testing.assert_close(cast, FactorReward(place, "folded", 1.0)(batch, some), equal_nan=True)
+
+
 @dataclass(frozen=True)
 class Given(RewardFunction):
     """The same rewards whatever is asked."""
@@ -147,6 +166,26 @@ def test_an_ensemble_is_its_mean_less_its_disagreement(batch):
     assert got[0, :2].tolist() == pytest.approx([0.3 - 2 * np.std([0.2, 0.6, 0.1]), 1.0])
     assert got[0, 2].isnan()
     assert EnsembleReward(members)(batch, None)[0, 0].item() == pytest.approx(0.3)
+
+
+@dataclass(frozen=True)
+class Precise(Given):
+    """Rewards in double precision, which need dislikes."""
+
+    @property
+    def learns_from(self):
+        return frozenset({"dislikes"})
+
+    def __call__(self, batch, candidates):
+        return torch.tensor(self.values, dtype=torch.float64)
+
+
+def test_what_an_ensemble_has_of_its_members(batch):
+    ensemble = EnsembleReward([Precise(((1.0,),)), Given(((0.0,),))])
+    assert ensemble == EnsembleReward(ensemble.members, 0.0)
+    assert ensemble.learns_from == {"dislikes"} | Given(((0.0,),)).learns_from
+    assert EnsembleReward([Precise(((1.0,),))] * 2)(batch, None).dtype == torch.float32
+    assert EnsembleReward(ensemble.members, 1.0)(batch, None).tolist() == [[0.0]]
 
 
 def test_ensembles_that_make_no_sense_are_refused():
