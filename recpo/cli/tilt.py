@@ -34,7 +34,7 @@ def tilt(
     criterion: Criterion | None = None,
     k: int = 10,
     candidates: int = 200,
-    lower_bound: float = 0.0,
+    lower_bound: float | None = None,
     off_policy: OffPolicyOptions = OffPolicyOptions(),  # noqa: B008  frozen
     reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
     monitor_reward: RewardFunction | None = None,
@@ -64,7 +64,8 @@ def tilt(
             is given, else top_k where the log has propensities, else auc.
         k: list length.
         candidates: of policies of semantic ids, how many items of the beam are ranked again.
-        lower_bound: take so many standard deviations from the grade: items that are little known are listed less.
+        lower_bound: take so many standard deviations from the grade, so that items of which little is known are listed
+            less; null = as many as the factors' own lists.
         off_policy: how values are estimated from the log.
         reward: of logged items, for the off-policy value.
         monitor_reward: scores the lists; best a reward that the factors do not know.
@@ -108,7 +109,9 @@ def print_tilt(found: Tilt) -> None:
             terminal.print(
                 "warning: by this criterion the untilted policy is worth more", style="yellow", soft_wrap=True
             )
-    terminal.print(f"{found.run.root}: tilted with beta {found.beta:g}", soft_wrap=True)
+    terminal.print(
+        f"{found.run.root}: tilted with beta {found.beta:g}, lower bound {found.lower_bound:g}", soft_wrap=True
+    )
 
 
 def _table(found: Tilt) -> Table:

@@ -43,7 +43,7 @@ def factorize(
         max_history: events of a history that a fold-in reads; null = ``max_context`` of the prepared data.
         uncertainty: keep the covariances that lower bounds need.
         lower_bound: its own lists rank by the expected grade less so many standard deviations; 0 without uncertainty.
-            Rewards and tilted policies have bounds of their own.
+            ``tilt`` takes as many where it is given no other number; ``FactorReward`` has a bound of its own.
         overwrite: replace ``out`` where it exists.
         progress: show a progress bar on a terminal.
 

@@ -101,6 +101,7 @@ class Tilt:
     Attributes:
         run: the run.
         beta: what it was tilted with.
+        lower_bound: standard deviations that were taken from the grade.
         criterion: what beta was chosen by; None = it was given, and nothing was measured.
         k: length of the lists.
         trials: the untilted policy first, then every beta, descending; empty where nothing was measured.
@@ -108,6 +109,7 @@ class Tilt:
 
     run: Run
     beta: float
+    lower_bound: float
     criterion: Criterion | None
     k: int
     trials: tuple[TiltTrial, ...]
@@ -120,7 +122,7 @@ class Tilt:
 
 
 def tilted(
-    base: Policy, factors: Factors, beta: float, candidates: int = 200, lower_bound: float = 0.0
+    base: Policy, factors: Factors, beta: float, candidates: int = 200, lower_bound: float | None = None
 ) -> TiltedPolicy | RerankedPolicy:
     """``base(i | h) exp(grade(h, i) / beta)``, normalized: exact where the base is a softmax over the catalog.
 
@@ -129,7 +131,8 @@ def tilted(
         factors: of the same items.
         beta: difference in grade that moves the log-odds of two items by 1; above 0.
         candidates: of any other policy, how many items of its own search are ranked again.
-        lower_bound: the grade is less so many standard deviations of its posterior.
+        lower_bound: the grade is less so many standard deviations of its posterior; None = as many as the factors' own
+            lists.
 
     Raises:
         RecpoError: beta is no number above 0, the factors have other items, or they have no bounds and are asked for
@@ -156,7 +159,7 @@ def tilt(
     criterion: Criterion | None = None,
     k: int = 10,
     candidates: int = 200,
-    lower_bound: float = 0.0,
+    lower_bound: float | None = None,
     off_policy: OffPolicyOptions = OffPolicyOptions(),  # noqa: B008  frozen
     reward: RewardFunction = LoggedReward(),  # noqa: B008  frozen
     monitor_reward: RewardFunction | None = None,
@@ -187,7 +190,8 @@ def tilt(
             else auc.
         k: list length.
         candidates: of policies of semantic ids, how many items of the beam are ranked again.
-        lower_bound: take so many standard deviations from the grade: items that are little known are listed less.
+        lower_bound: take so many standard deviations from the grade, so that items of which little is known are listed
+            less; None = as many as the factors' own lists.
         off_policy: how values are estimated from the log.
         reward: of logged items, for the off-policy value.
         monitor_reward: scores the lists; best a reward that the factors do not know.
@@ -238,7 +242,7 @@ def tilt(
             chosen = next(t.beta for t in trials[1:] if not t.loss > t.loss_error)
         final = tilted(policy.cpu(), opened, chosen, candidates, lower_bound)
         _write(target, final, base, checkpoint, opened, _Choice(chosen, used, k, trials))
-    return Tilt(Run.open(out, trust), chosen, used, k, trials)
+    return Tilt(Run.open(out, trust), chosen, final.factors.lower_bound, used, k, trials)
 
 
 def _validate(betas: Sequence[float], k: int, batch_size: int) -> None:
@@ -448,10 +452,13 @@ class _Choice(NamedTuple):
     trials: Sequence[TiltTrial]
 
 
-def _arguments(base: Policy, factors: Factors, beta: float, candidates: int, lower_bound: float) -> dict[str, Any]:
+def _arguments(
+    base: Policy, factors: Factors, beta: float, candidates: int, lower_bound: float | None
+) -> dict[str, Any]:
     """Constructor arguments of the tilted policy, without its base."""
     arguments = {"rank": factors.rank, "mean": factors.mean, "ridge": factors.ridge, "beta": beta}
-    arguments |= {"max_history": factors.max_history, "lower_bound": lower_bound}
+    bound = factors.lower_bound if lower_bound is None else lower_bound
+    arguments |= {"max_history": factors.max_history, "lower_bound": bound}
     return arguments if isinstance(base, CatalogSoftmaxPolicy) else arguments | {"candidates": candidates}
 
 
