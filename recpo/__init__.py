@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from recpo.workflows.factorize import factorize as factorize
     from recpo.workflows.load import load as load
     from recpo.workflows.prepare import prepare as prepare
+    from recpo.workflows.serve import serve as serve
     from recpo.workflows.simulate import simulate as simulate
     from recpo.training.run import Run as Run
     from recpo.workflows.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
@@ -188,6 +189,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.workflows.factorize": ("factorize",),
     "recpo.workflows.load": ("load",),
     "recpo.workflows.prepare": ("prepare",),
+    "recpo.workflows.serve": ("serve",),
     "recpo.workflows.simulate": ("simulate",),
     "recpo.training.run": ("Run",),
     "recpo.workflows.tilt": ("Tilt", "tilt"),

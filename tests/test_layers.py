@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "exploration": BASE | {"exploration"},
     "evaluation": BASE | L1 | {"data", "factorization", "rewards", "simulation", "tokenizer", "evaluation"},
     "serving": BASE | {"policies", "data", "serving"},
+    "server": BASE | {"serving", "server"},
     "training": BASE
     | L1
     | {"advantages", "objectives", "policies", "rewards", "data", "factorization", "evaluation", "serving", "training"},

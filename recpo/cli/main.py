@@ -36,6 +36,7 @@ VERBS = {
     "evaluate": "rank the full catalog for held-out users and report metrics",
     "export": "write a trained policy as a bundle for serving",
     "recommend": "run a bundle over a Parquet file of histories",
+    "serve": "answer requests with a bundle over HTTP, and log what was shown",
     "plan": "say what training needs: memory and exchange per rank, and which rank holds what",
     "demo": "the whole road on a simulated log",
     "doctor": "say what is installed and whether it works",

@@ -46,12 +46,13 @@ class Bundle:
     runtime: Runtime
 
     @classmethod
-    def load(cls, path: Path | str, engine: EngineName = "onnx") -> Bundle:
+    def load(cls, path: Path | str, engine: EngineName = "onnx", threads: int = 0) -> Bundle:
         """Verifies every checksum, then loads. No code of the bundle is run; see ``docs/security.md``.
 
         Args:
             path: directory written by ``recpo export``.
             engine: ``onnx`` (ONNX Runtime, without torch) or ``torch`` (recpo's own policy; it also scores candidates).
+            threads: of ONNX Runtime, 0 = one per core.
 
         Raises:
             RecpoError: no such engine, no bundle, an incomplete or altered one, or one of another format version.
@@ -61,7 +62,7 @@ class Bundle:
         items = IdMap.load(root / ITEMS)
         if len(items) != manifest.num_items:
             raise RecpoError(f"{root / ITEMS} has {len(items)} items, the program {manifest.num_items}: export again")
-        return cls(root, manifest, items, load_runtime(root, manifest, engine))
+        return cls(root, manifest, items, load_runtime(root, manifest, engine, threads))
 
     @property
     def k(self) -> int:
@@ -162,7 +163,7 @@ class Bundle:
         return score_candidates(self.runtime, self.reader, histories, candidates).to_pandas()
 
 
-def load_runtime(root: Path, manifest: BundleManifest, engine: EngineName) -> Runtime:
+def load_runtime(root: Path, manifest: BundleManifest, engine: EngineName, threads: int = 0) -> Runtime:
     """The engine of a bundle whose files are verified already."""
     if engine == "torch":
         from recpo.serving.runtimes import PolicyRuntime
@@ -175,4 +176,5 @@ def load_runtime(root: Path, manifest: BundleManifest, engine: EngineName) -> Ru
         max_history=manifest.max_history,
         reads_timestamps=manifest.reads_timestamps,
         k=manifest.k,
+        threads=threads,
     )

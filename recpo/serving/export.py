@@ -19,7 +19,8 @@ from recpo.contracts import Policy
 from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
 from recpo.feedback import HIGHEST, UNKNOWN, FeedbackDefinition
-from recpo.serving.bundle import load_runtime
+from recpo.serving.bundle import Bundle, load_runtime
+from recpo.serving.golden import GOLDEN, write_golden
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
 from recpo.serving.recommending import validate_k
@@ -108,7 +109,9 @@ def export_bundle(
     with output_directory(out, kind="bundle", overwrite=overwrite, inputs=inputs) as root:
         items.save(root / ITEMS)
         _save_program(ServingProgram(policy, k), root / ONNX_PROGRAM)
-        verify_runtime(load_runtime(root, manifest, "onnx"), policy, k)
+        runtime = load_runtime(root, manifest, "onnx")
+        verify_runtime(runtime, policy, k)
+        write_golden(Bundle(root, manifest, items, runtime), root / GOLDEN)
         if manifest.options is not None:
             save_policy(policy, items, root)
             verify_runtime(load_runtime(root, manifest, "torch"), policy, k)

@@ -24,7 +24,7 @@ USER_ID, ITEM_ID, TIMESTAMP = "user_id", "item_id", "timestamp"
 EVENT_COLUMNS = (USER_ID, ITEM_ID, TIMESTAMP, "watch_time", "duration", "dislike", "label")
 #: Whole numbers between these are times in seconds that were taken for milliseconds (they would lie in January 1970
 #: or soon after), whole numbers beyond the last one are microseconds; smaller ones may count events ("order").
-_SECONDS_FROM, _SECONDS_UNTIL, _LATEST_MS = 100_000_000, 31_536_000_000, 4_102_444_800_000
+SECONDS_FROM, SECONDS_UNTIL, LATEST_MS = 100_000_000, 31_536_000_000, 4_102_444_800_000
 _LONGEST_S = 1e9  # 30 years: nothing lasts for longer
 
 
@@ -211,15 +211,32 @@ class HistoryReader:
         Raises:
             RecpoError: as in ``read``.
         """
+        ((_, encoded),) = self.read_requests([(events, exclude)]).batches(1)
+        return encoded
+
+    def read_requests(self, requests: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Any]]]) -> UserHistories:
+        """What the policy reads of the users of some requests, as a server has them.
+
+        Args:
+            requests: of each user the events and the items to exclude, as in ``read_request``. The users of the result
+                are their numbers.
+
+        Raises:
+            RecpoError: as in ``read``; one request with a fault fails all of them.
+        """
+        events = [event for history, _ in requests for event in history]
         columns = {
             name: [event.get(name) for event in events]
             for name in EVENT_COLUMNS[1:]
             if name in (ITEM_ID, TIMESTAMP) or any(name in event for event in events)
         }
-        excluded = {USER_ID: [0] * len(exclude), ITEM_ID: list(exclude)}
-        histories = self.read({USER_ID: [0] * len(events), **columns}, exclude=excluded, users=[0])
-        ((_, encoded),) = histories.batches(1)
-        return encoded
+        numbers = np.arange(len(requests))
+        owner = np.repeat(numbers, [len(history) for history, _ in requests])
+        excluded = {
+            USER_ID: np.repeat(numbers, [len(items) for _, items in requests]),
+            ITEM_ID: [item for _, items in requests for item in items],
+        }
+        return self.read({USER_ID: owner, **columns}, exclude=excluded, users=numbers)
 
     def known_items(self, table: pa.Table, name: str) -> np.ndarray:
         """Internal ids ``[N]`` of the column ``item_id`` of a table that is called ``name``; 0 where unknown.
@@ -326,7 +343,7 @@ def _times(table: pa.Table) -> np.ndarray:
     times = time_column(table, TIMESTAMP, "histories")
     if not len(times):
         return times
-    wrong = (times < 0) | (times >= _LATEST_MS) | ((times >= _SECONDS_FROM) & (times < _SECONDS_UNTIL))
+    wrong = (times < 0) | (times >= LATEST_MS) | ((times >= SECONDS_FROM) & (times < SECONDS_UNTIL))
     if wrong.any():
         raise RecpoError(
             f"histories: {int(wrong.sum())} timestamps are no plausible milliseconds since 1970, the first is "

@@ -95,19 +95,24 @@ class OnnxRuntime(Runtime):
         max_history: H.
         reads_timestamps: whether the program has the input ``timestamps``.
         k: length of the program's lists.
+        threads: 0 = one per core.
 
     Raises:
         RecpoError: the file is no such program, or names files outside its directory.
     """
 
-    def __init__(self, path: Path, *, num_items: int, max_history: int, reads_timestamps: bool, k: int) -> None:
+    def __init__(
+        self, path: Path, *, num_items: int, max_history: int, reads_timestamps: bool, k: int, threads: int = 0
+    ) -> None:
         import onnxruntime
 
         self.num_items, self.max_history, self.reads_timestamps, self.k = num_items, max_history, reads_timestamps, k
         self._inputs = INPUTS[: 3 + reads_timestamps]
         _validate_own_files(path)
         try:
-            self._session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+            settings = onnxruntime.SessionOptions()
+            settings.intra_op_num_threads = threads
+            self._session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         except Exception as error:  # its own classes, which share no base
             raise RecpoError(
                 f"{path} is no program that ONNX Runtime reads ({error}): export the bundle again"

@@ -1,0 +1,127 @@
+"""Requests that arrive while a batch runs go together into the next one.
+
+One thread does the work, so a program has all its cores for itself, and requests wait in the event loop. Without load a
+request goes at once; ``max_wait_ms`` makes it wait for company.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+Query = TypeVar("Query")
+Answer = TypeVar("Answer")
+
+
+class QueueFullError(Exception):
+    """More requests wait than the options allow."""
+
+
+class Batcher(Generic[Query, Answer]):
+    """Gives queries in batches to a function that runs in a thread of its own.
+
+    Args:
+        work: one answer for each query, in their order; an answer that is an exception is raised for that query only.
+        max_batch: most queries at once.
+        max_wait_ms: how long the first query of a batch waits for others.
+        max_queue: how many may wait; more are refused.
+        on_batch: called with the size of every batch.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Sequence[Query]], Sequence[Answer | Exception]],
+        *,
+        max_batch: int,
+        max_wait_ms: float = 0.0,
+        max_queue: int = 1024,
+        on_batch: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._work, self._on_batch = work, on_batch
+        self._max_batch, self._max_wait_s, self._max_queue = max_batch, max_wait_ms / 1000, max_queue
+        self._queue: deque[tuple[Query, asyncio.Future[Answer]]] = deque()
+        self._arrived, self._full = asyncio.Event(), asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "recpo-batch")
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Queries that no batch has taken yet."""
+        return len(self._queue)
+
+    def start(self) -> None:
+        """Begins to take queries; call it in the event loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def submit(self, query: Query) -> Answer:
+        """The answer to one query; a caller that is cancelled leaves the queue.
+
+        Raises:
+            QueueFullError: too many wait.
+            Exception: the answer was one.
+        """
+        if len(self._queue) >= self._max_queue:
+            raise QueueFullError
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._queue.append((query, future))
+        self._arrived.set()
+        if len(self._queue) >= self._max_batch:
+            self._full.set()
+        return await future
+
+    async def close(self) -> None:
+        """Ends when every query that was submitted has its answer."""
+        while self._queue:
+            await asyncio.sleep(0.005)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._thread.shutdown()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._arrived.wait()
+            if self._max_wait_s and len(self._queue) < self._max_batch:
+                await self._wait_for_others()
+            if batch := self._take():
+                queries = [query for query, _ in batch]
+                self._on_batch(len(batch))
+                answers = await asyncio.shield(loop.run_in_executor(self._thread, self._answers, queries))
+                _resolve(batch, answers)
+
+    async def _wait_for_others(self) -> None:
+        self._full.clear()
+        try:
+            await asyncio.wait_for(self._full.wait(), self._max_wait_s)
+        except TimeoutError:
+            return
+
+    def _take(self) -> list[tuple[Query, asyncio.Future[Answer]]]:
+        batch: list[tuple[Query, asyncio.Future[Answer]]] = []
+        while self._queue and len(batch) < self._max_batch:
+            query, future = self._queue.popleft()
+            if not future.done():  # its client has given up
+                batch.append((query, future))
+        if not self._queue:
+            self._arrived.clear()
+        return batch
+
+    def _answers(self, queries: Sequence[Query]) -> Sequence[Answer | Exception]:
+        try:
+            return self._work(queries)
+        except Exception as error:  # the queue goes on; every client of this batch is told
+            return [error] * len(queries)
+
+
+def _resolve(batch: Sequence[tuple[object, asyncio.Future[Answer]]], answers: Sequence[Answer | Exception]) -> None:
+    for (_, future), answer in zip(batch, answers, strict=True):
+        if future.done():
+            continue
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)

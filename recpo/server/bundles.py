@@ -1,0 +1,246 @@
+"""Versions of a bundle: which one serves, and how another one takes its place.
+
+``recpo serve`` is given a bundle, or a directory of bundles, whose names are their versions::
+
+    versions/2026-11-21/   a bundle
+    versions/2026-11-22/   a bundle
+    versions/active.json   which one serves, and which ones served before it
+
+Every worker of every server looks at ``active.json``; a bundle takes over when it is loaded, its checksums are right
+and it has answered its golden requests. A batch is ranked by one bundle from its begin to its end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from recpo.artifacts import kind_of, read_json, sha256, write_json
+from recpo.errors import RecpoError
+from recpo.serving.bundle import Bundle
+from recpo.serving.golden import check_golden
+from recpo.serving.histories import HistoryReader
+from recpo.serving.manifest import MANIFEST
+
+ACTIVE: Final = "active.json"
+_KEPT: Final = 100  # names in the list of those that served before
+_LOG = logging.getLogger("recpo.server")
+_REMEDY: Final = f"remove {ACTIVE}: the newest version serves then"
+
+
+@dataclass(frozen=True)
+class LoadedBundle:
+    """A bundle that has answered its golden requests.
+
+    Attributes:
+        name: of the model.
+        version: name of the bundle's directory, or the first digits of its checksum where it stands alone.
+        checksum: SHA-256 of its manifest, which has those of all its files.
+        golden: how many golden requests it has answered; 0 = it has none.
+        bundle: the bundle.
+        reader: its histories.
+    """
+
+    name: str
+    version: str
+    checksum: str
+    golden: int
+    bundle: Bundle
+    reader: HistoryReader
+
+    @classmethod
+    def load(cls, path: Path, name: str, version: str | None = None, threads: int = 0) -> LoadedBundle:
+        """Verifies, loads and tries a bundle; ``threads`` of ONNX Runtime, 0 = one per core.
+
+        Raises:
+            RecpoError: it is none, or altered, or answers its golden requests otherwise than when it was exported.
+        """
+        bundle = Bundle.load(path, threads=threads)
+        checksum = sha256(path / MANIFEST)
+        golden = check_golden(bundle)
+        return cls(name, version or checksum[:12], checksum, golden, bundle, bundle.reader)
+
+
+class Versions:
+    """The bundle that serves, and the others beside it.
+
+    Args:
+        path: a bundle, or a directory of bundles.
+        name: of the model; None = the directory's.
+        on_change: called with the bundle that serves from now on.
+        threads: of ONNX Runtime; 0 = one per core.
+
+    Raises:
+        RecpoError: there is no bundle, or the one that should serve cannot.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        name: str | None = None,
+        on_change: Callable[[LoadedBundle], None] = lambda _: None,
+        threads: int = 0,
+    ) -> None:
+        self.path = path
+        self.name = name or path.resolve().name
+        self._alone = kind_of(path) == "bundle" or (path / MANIFEST).is_file()
+        self._loading = threading.Lock()
+        self._on_change = on_change
+        self._tried: str | None = None
+        self._threads = threads
+        self.current = self._load(None if self._alone else self._wanted())
+        on_change(self.current)
+
+    @property
+    def names(self) -> list[str]:
+        """All versions, oldest first: in the order of their names, numbers by their value."""
+        if self._alone:
+            return [self.current.version]
+        return _versions(self.path)
+
+    @property
+    def previous(self) -> list[str]:
+        """Versions that served before, the latest last."""
+        return [] if self._alone else self._state()[1]
+
+    def follow(self) -> LoadedBundle:
+        """Makes the version serve that ``active.json`` names; the current one goes on where it cannot.
+
+        Called by every worker again and again: this is how a swap reaches all of them.
+        """
+        if self._alone:
+            return self.current
+        try:
+            wanted = self._state()[0]  # without the file nobody has swapped: a new directory may be half copied
+            if wanted is not None and wanted not in (self.current.version, self._tried):
+                self._tried = wanted  # a version that cannot serve is tried once, until another one is asked for
+                self._serve(self._load(wanted))
+            if wanted == self.current.version:
+                self._tried = None
+        except RecpoError as error:
+            _LOG.error("the bundle stays %s: %s", self.current.version, error)
+        return self.current
+
+    def swap(self, version: str | None = None) -> LoadedBundle:
+        """Makes a version serve, here at once and in other workers when they look.
+
+        Args:
+            version: which one; None = the newest. Of a bundle that stands alone, what lies at its path now.
+
+        Raises:
+            RecpoError: there is no such version, or it cannot serve; the current one goes on.
+        """
+        if self._alone:
+            if version not in (None, self.current.version):
+                raise RecpoError(
+                    f"{self.path} is a bundle, not a directory of versions: serve the directory that holds the bundles"
+                )
+            return self._serve(self._load(None))
+        version = _newest(self.path) if version is None else version
+        if version not in self.names:
+            raise RecpoError(f"{self.path} has no version {version!r}, it has {', '.join(self.names)}")
+        loaded = self._load(version)  # it proves itself before anybody is told
+        with _locked(self.path):
+            active, previous = self._state()
+            before = active or self.current.version
+            if before != version:
+                self._write(version, [*previous, before])
+        return self._serve(loaded)
+
+    def rollback(self) -> LoadedBundle:
+        """Makes the version serve that served before the current one.
+
+        Raises:
+            RecpoError: there was none, or it cannot serve; the current one goes on.
+        """
+        previous = self.previous
+        if not previous:
+            raise RecpoError(f"{self.path}: no version served before {self.current.version}: swap to one by its name")
+        loaded = self._load(previous[-1])
+        with _locked(self.path):
+            if self._state()[1] != previous:
+                raise RecpoError(f"{self.path}: another swap has just happened: look at the versions, and ask again")
+            self._write(previous[-1], previous[:-1])
+        return self._serve(loaded)
+
+    def _load(self, version: str | None) -> LoadedBundle:
+        with self._loading:
+            place = self.path if version is None else self.path / version
+            loaded = LoadedBundle.load(place, self.name, version, self._threads)
+        if hasattr(self, "current") and _kind(loaded) != _kind(self.current):
+            raise RecpoError(
+                f"version {loaded.version} has other item ids or another kind of feedback than {self.current.version} "
+                f"({_kind(loaded)}, not {_kind(self.current)}): give it a server and a log of its own"
+            )
+        return loaded
+
+    def _serve(self, loaded: LoadedBundle) -> LoadedBundle:
+        self.current = loaded  # batches that run keep the one they began with
+        self._tried = None
+        self._on_change(loaded)
+        _LOG.info("bundle %s %s serves (%s)", loaded.name, loaded.version, loaded.checksum[:12])
+        return loaded
+
+    def _wanted(self) -> str:
+        active = self._state()[0]
+        return _newest(self.path) if active is None else active
+
+    def _state(self) -> tuple[str | None, list[str]]:
+        """The version that serves by ``active.json``, and those before it."""
+        place = self.path / ACTIVE
+        if not place.is_file():
+            return None, []
+        content = read_json(place, _REMEDY)
+        active, previous = content.get("active"), content.get("previous")
+        names = [active, *previous] if isinstance(previous, list) else [None]
+        if not all(isinstance(name, str) and re.fullmatch(r"[^/\0]+", name) and name[0] != "." for name in names):
+            raise RecpoError(f"{place} is damaged: active and previous are names of versions; {_REMEDY}")
+        return active, previous  # type: ignore[return-value]  # a list, as checked
+
+    def _write(self, active: str, previous: Sequence[str]) -> None:
+        write_json(self.path / ACTIVE, {"active": active, "previous": list(previous)[-_KEPT:]})
+
+
+def _kind(loaded: LoadedBundle) -> tuple[str, str]:
+    """What the log's columns depend on."""
+    text = "strings" if "string" in str(loaded.bundle.items.type) else "integers"
+    return text, "watch times" if loaded.bundle.feedback.cutoffs else "labels"
+
+
+def _versions(path: Path) -> list[str]:
+    if not path.is_dir():
+        raise RecpoError(f"{path}: no such directory: give a bundle (`recpo export`), or a directory of bundles")
+    names = [child.name for child in path.iterdir() if child.name[0] not in "._" and (child / MANIFEST).is_file()]
+    return sorted(
+        names, key=lambda name: [(int(part), "") if part.isdecimal() else (-1, part) for part in _parts(name)]
+    )
+
+
+def _parts(name: str) -> list[str]:
+    return re.findall(r"[0-9]+|[^0-9]+", name)
+
+
+def _newest(path: Path) -> str:
+    names = _versions(path)
+    if not names:
+        raise RecpoError(f"{path} is no bundle and holds none: make one with `recpo export --out {path}/VERSION`")
+    return names[-1]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One change of ``active.json`` at a time."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

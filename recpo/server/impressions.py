@@ -1,0 +1,267 @@
+"""What was shown and what came of it, as records of the write-ahead files and as rows of the log.
+
+A recommendation id is the address of its record: the file, the offset and a random number that the record repeats. So
+any worker finds an impression that another one wrote, now or before a restart, without an index in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import pyarrow as pa
+
+from recpo.errors import RecpoError
+from recpo.server.segments import MAX_SLOTS, Address, SegmentWriter, Slot, read_record
+
+JOURNAL: Final = "_journal"  # `recpo prepare` reads no names that begin with an underscore
+IMPRESSION, OUTCOME, HEADER = b"i", b"o", b"h"
+ID_PATTERN: Final = "^[0-9a-f]{44}$"
+
+IdType = Literal["integer", "string"]
+OutcomeColumn = Literal["watch_time", "duration", "dislike", "label"]
+_ID_TYPES: Final[Mapping[str, pa.DataType]] = {"integer": pa.int64(), "string": pa.string()}
+_PER_MS: Final = 4096  # request ids of one worker in a millisecond
+
+
+@dataclass(frozen=True)
+class LogLayout:
+    """Types and columns of the log's files.
+
+    Attributes:
+        user_id: type of the users' ids.
+        item_id: type of the items' ids.
+        graded: outcomes are labels, not watch times: the bundle's feedback levels come from labels.
+    """
+
+    user_id: IdType
+    item_id: IdType
+    graded: bool = False
+
+    @property
+    def outcomes(self) -> tuple[OutcomeColumn, ...]:
+        """What an outcome may say."""
+        return ("label", "dislike") if self.graded else ("watch_time", "duration", "dislike")
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns of the Parquet files: those of a log that ``recpo prepare`` reads, with its names and units."""
+        outcomes = [(name, pa.bool_() if name == "dislike" else pa.float64()) for name in self.outcomes]
+        return pa.schema(
+            [
+                pa.field("user_id", _ID_TYPES[self.user_id], nullable=False),
+                pa.field("item_id", _ID_TYPES[self.item_id], nullable=False),
+                pa.field("timestamp", pa.int64(), nullable=False),
+                *(pa.field(name, kind) for name, kind in outcomes),
+                pa.field("propensity", pa.float64(), nullable=False),
+                pa.field("is_random", pa.bool_(), nullable=False),
+                pa.field("request_id", pa.int64(), nullable=False),
+            ]
+        )
+
+    def header(self) -> bytes:
+        """First record of every segment."""
+        return HEADER + json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_header(cls, payload: bytes) -> LogLayout:
+        """What ``header`` wrote."""
+        return cls(**json.loads(payload[1:]))
+
+
+class Impression(NamedTuple):
+    """One slate that was shown.
+
+    Attributes:
+        request_id: number of the request, unique over workers and restarts.
+        nonce: the random part of its recommendation id.
+        time_ms: when, milliseconds since the epoch.
+        user_id: who.
+        items: external ids, best first.
+        propensity: probability of each item's exposure.
+        is_random: the item was drawn uniformly.
+    """
+
+    request_id: int
+    nonce: str
+    time_ms: int
+    user_id: Any
+    items: Sequence[Any]
+    propensity: Sequence[float]
+    is_random: Sequence[bool]
+
+    def payload(self) -> bytes:
+        """The record."""
+        return IMPRESSION + json.dumps(self).encode()
+
+    @classmethod
+    def from_payload(cls, payload: bytes) -> Impression:
+        """What ``payload`` gave."""
+        return cls(*json.loads(payload[1:]))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one item of a slate.
+
+    Attributes:
+        address: where the impression lies.
+        time_ms: when it was reported; of several reports the later one counts, value by value.
+        item_id: the item.
+        values: those of ``LogLayout.outcomes`` that are known.
+    """
+
+    address: Address
+    time_ms: int
+    item_id: Any
+    values: Mapping[str, float | bool] = field(default_factory=dict)
+
+    def payload(self) -> bytes:
+        """The record."""
+        return OUTCOME + json.dumps([*self.address, self.time_ms, self.item_id, dict(self.values)]).encode()
+
+    @classmethod
+    def from_payload(cls, payload: bytes) -> Outcome:
+        """What ``payload`` gave."""
+        slot, segment, offset, time_ms, item_id, values = json.loads(payload[1:])
+        return cls(Address(slot, segment, offset), time_ms, item_id, values)
+
+
+class RequestIds:
+    """Numbers of requests: milliseconds, slot and a counter in 63 bits; ascending, also when the clock goes back."""
+
+    def __init__(self, slot: int) -> None:
+        self._slot, self._last = slot, 0
+        self._lock = threading.Lock()
+
+    def next(self, time_ms: int) -> int:
+        """The next number."""
+        with self._lock:
+            self._last = max(self._last + 1, time_ms * _PER_MS)
+            return (self._last // _PER_MS * MAX_SLOTS + self._slot) * _PER_MS + self._last % _PER_MS
+
+
+class ImpressionLog:
+    """Appends impressions and outcomes; a directory takes any number of these at once, each with files of its own.
+
+    Args:
+        root: the log's directory.
+        layout: types and columns.
+        outcome_window_s: for how long outcomes of an impression are taken.
+        max_bytes, max_age_s, sync: see ``SegmentWriter``.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        layout: LogLayout,
+        *,
+        outcome_window_s: float,
+        max_bytes: int = 1 << 26,
+        max_age_s: float = 300.0,
+        sync: bool = True,
+    ) -> None:
+        self.root, self.layout, self.outcome_window_s = root, layout, outcome_window_s
+        self._journal = root / JOURNAL
+        self._slot = Slot.claim(self._journal)
+        self._slot.complete_segments()
+        self._ids = RequestIds(self._slot.number)
+        self._writer = SegmentWriter(self._slot, layout.header(), max_bytes=max_bytes, max_age_s=max_age_s, sync=sync)
+
+    @property
+    def writable(self) -> bool:
+        """False after a failure, until a record has been written again."""
+        return not self._writer.failed
+
+    def add(
+        self, user_id: object, items: Sequence[Any], propensity: Sequence[float], is_random: Sequence[bool]
+    ) -> tuple[str, Future[None]]:
+        """Takes an impression; its recommendation id counts when the future is done.
+
+        Raises:
+            RecpoError: the log is closed.
+        """
+        now, nonce = int(time.time() * 1000), secrets.token_hex(4)
+        impression = Impression(self._ids.next(now), nonce, now, user_id, items, propensity, is_random)
+        address, written = self._writer.append(impression.payload())
+        return recommendation_id(address, nonce), written
+
+    def find(self, identifier: str) -> tuple[Address, Impression] | None:
+        """The impression of a recommendation id; None where there is none that still takes outcomes."""
+        address, nonce = _parsed(identifier)
+        payload = read_record(self._journal, address)
+        if payload is None or payload[:1] != IMPRESSION:
+            return None
+        impression = Impression.from_payload(payload)
+        late = time.time() * 1000 > impression.time_ms + self.outcome_window_s * 1000
+        return None if impression.nonce != nonce or late else (address, impression)
+
+    def add_outcomes(self, address: Address, outcomes: Mapping[Any, Mapping[str, float | bool]]) -> Future[None]:
+        """Takes outcomes of the impression at ``address`` by item; they count when the future is done.
+
+        ``still_open`` must be asked then: only what was on disk before the impression was published is joined.
+
+        Raises:
+            RecpoError: the log is closed.
+        """
+        now = int(time.time() * 1000)
+        written = Future[None]()
+        written.set_result(None)
+        for item, values in outcomes.items():  # written in order: the last one's future stands for all
+            _, written = self._writer.append(Outcome(address, now, item, values).payload())
+        return written
+
+    def still_open(self, address: Address) -> bool:
+        """Whether the impression at ``address`` still takes outcomes."""
+        return read_record(self._journal, address) is not None
+
+    def close(self) -> None:
+        """Writes what waits and gives the slot back."""
+        self._writer.close()
+        self._slot.release()
+
+
+def recommendation_id(address: Address, nonce: str) -> str:
+    """The id that a client sends back."""
+    return f"{address.slot:04x}{address.segment:016x}{address.offset:016x}{nonce}"
+
+
+def joined_rows(impression: Impression, outcomes: Sequence[Outcome], layout: LogLayout) -> list[dict[str, Any]]:
+    """The rows of a slate: one for each item, without values where its outcome is not known."""
+    known: dict[Any, dict[str, float | bool]] = {}
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.time_ms):
+        known.setdefault(outcome.item_id, {}).update(outcome.values)
+    return [
+        {
+            "user_id": impression.user_id,
+            "item_id": item,
+            "timestamp": impression.time_ms,
+            **{name: known.get(item, {}).get(name) for name in layout.outcomes},
+            "propensity": propensity,
+            "is_random": is_random,
+            "request_id": impression.request_id,
+        }
+        for item, propensity, is_random in zip(
+            impression.items, impression.propensity, impression.is_random, strict=True
+        )
+    ]
+
+
+def validate_propensities(propensity: Sequence[float]) -> None:
+    """Raises ``RecpoError`` where one is no probability above 0: such a row could not be weighted."""
+    wrong = [value for value in propensity if not (math.isfinite(value) and 0.0 < value <= 1.0)]
+    if wrong:
+        raise RecpoError(f"propensity {wrong[0]} of a shown item, expected a probability in (0, 1]")
+
+
+def _parsed(identifier: str) -> tuple[Address, str]:
+    slot, segment, offset = (int(part, 16) for part in (identifier[:4], identifier[4:20], identifier[20:36]))
+    return Address(slot, segment, offset), identifier[36:]

@@ -1,0 +1,95 @@
+"""What ``/metrics`` says, in the text format of Prometheus.
+
+With several workers the values of all of them are added up (``PROMETHEUS_MULTIPROC_DIR``, which the parent sets).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from recpo.server.bundles import LoadedBundle
+from recpo.server.settling import Settled
+from recpo.serving.histories import ServingCounts
+
+SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
+_LATENCIES: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Metrics:
+    """Counters of one worker."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "recpo_requests", "Requests by route and status.", ["route", "status"], registry=registry
+        )
+        self.latency = Histogram(
+            "recpo_request_seconds", "Time from request to answer.", ["route"], buckets=_LATENCIES, registry=registry
+        )
+        self.batch_size = Histogram(
+            "recpo_batch_size", "Requests that were ranked together.", buckets=_SIZES, registry=registry
+        )
+        self.batch_seconds = Histogram(
+            "recpo_batch_seconds", "Time of reading and ranking a batch.", buckets=_LATENCIES, registry=registry
+        )
+        self.queue = Gauge(
+            "recpo_queue_depth", "Requests that wait for a batch.", registry=registry, multiprocess_mode="livesum"
+        )
+        self.left_out = Counter(
+            "recpo_histories_left_out",
+            "What was left out of histories: unknown_items, impossible_values, events_without_feedback, ...",
+            ["what"],
+            registry=registry,
+        )
+        self.short_lists = Counter("recpo_short_lists", "Answers with fewer items than asked for.", registry=registry)
+        self.items = Counter("recpo_items_shown", "Items in answers.", ["explored"], registry=registry)
+        self.impressions = Counter("recpo_impressions", "Impressions on disk.", registry=registry)
+        self.outcomes = Counter("recpo_outcomes", "Outcomes on disk.", registry=registry)
+        self.published = Counter("recpo_published_rows", "Rows in Parquet files.", registry=registry)
+        self.lost = Counter("recpo_log_lost_bytes", "Bytes behind a record that was not whole.", registry=registry)
+        self.swaps = Counter("recpo_bundle_swaps", "Bundles that took over, the first one included.", registry=registry)
+        self.bundle = Gauge(
+            "recpo_bundle_info",
+            "1 for the bundle that serves, 0 for those before it.",
+            ["name", "version", "checksum"],
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
+        self._serving: tuple[str, str, str] | None = None
+
+    def of_request(self, route: str, status: int, seconds: float) -> None:
+        """An answer has been sent."""
+        self.requests.labels(route, str(status)).inc()
+        self.latency.labels(route).observe(seconds)
+
+    def of_histories(self, counts: ServingCounts) -> None:
+        """Histories of a batch have been read."""
+        for what, number in counts.to_dict().items():
+            if number and what not in ("users", "events"):
+                self.left_out.labels(what).inc(number)
+
+    def of_bundle(self, bundle: LoadedBundle) -> None:
+        """A bundle has taken over."""
+        if self._serving is not None:
+            self.bundle.labels(*self._serving).set(0)
+        self._serving = bundle.name, bundle.version, bundle.checksum
+        self.bundle.labels(*self._serving).set(1)
+        self.swaps.inc()
+
+    def of_settled(self, settled: Settled) -> None:
+        """Rows have been published."""
+        self.published.inc(settled.rows)
+        self.lost.inc(settled.lost_bytes)
+
+    def text(self) -> bytes:
+        """The values of this worker, or the sum over all of them."""
+        if SHARED not in os.environ:
+            return generate_latest(self._registry)
+        shared = CollectorRegistry()
+        MultiProcessCollector(shared)
+        return generate_latest(shared)

@@ -1,0 +1,117 @@
+"""Options of the server."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from recpo.artifacts import describe_os_error
+from recpo.errors import RecpoError
+from recpo.server.impressions import IdType
+
+_SHORTEST_KEY = 16
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of the server.
+
+    Args:
+        host: address to listen at; 0.0.0.0 = every one of this machine.
+        port: port to listen at; 0 = any free one, which the log of the process says.
+        workers: processes that answer; each loads the bundle and writes log files of its own.
+        name: name of the model in answers and addresses; null = the name of the bundle's directory.
+        log: directory of the log that is written; null = nothing is logged, and feedback is refused.
+        user_ids: type of the users' ids in requests and log: integer or string.
+        api_keys: file of keys, one per line; a request needs one of them. null = everybody may ask.
+        admin_keys: file of keys for swap and rollback; null = nobody may.
+        max_batch: most requests that are ranked together.
+        max_wait_ms: how long a request waits for company; 0 = it goes as soon as the last batch ends.
+        max_queue: how many requests may wait in a worker; more get status 429.
+        timeout_s: seconds after which a request that waits gets status 504.
+        max_events: longest history of a request; a longer one gets status 422.
+        max_exclude: most items to exclude in a request.
+        max_body_kb: largest body of a request in KiB; a larger one gets status 413.
+        outcome_window_s: seconds for which outcomes of an impression are taken; then its rows are published.
+        rotate_s: a log file ends at this age in seconds.
+        rotate_mb: and at this size in MiB.
+        sync: an answer waits until its impression is on disk; false = until the operating system has it, which survives
+            the end of the process, and not that of the machine.
+        publish_on_stop: publish at the end whatever is complete, without waiting for more outcomes.
+        drain_s: seconds between "not ready" and the end of listening when the server is told to stop.
+        threads: threads of ONNX Runtime in a worker; 0 = one per core.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    name: str | None = None
+    log: Path | None = None
+    user_ids: IdType = "integer"
+    api_keys: Path | None = None
+    admin_keys: Path | None = None
+    max_batch: int = 32
+    max_wait_ms: float = 0.0
+    max_queue: int = 1024
+    timeout_s: float = 2.0
+    max_events: int = 2000
+    max_exclude: int = 10_000
+    max_body_kb: int = 1024
+    outcome_window_s: float = 1800.0
+    rotate_s: float = 300.0
+    rotate_mb: float = 64.0
+    sync: bool = True
+    publish_on_stop: bool = False
+    drain_s: float = 0.0
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("log", "api_keys", "admin_keys"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)))
+        at_least = {
+            **dict.fromkeys(("workers", "max_batch", "max_queue", "max_events", "max_body_kb"), 1),
+            **dict.fromkeys(("port", "max_exclude", "max_wait_ms", "outcome_window_s", "drain_s", "threads"), 0),
+        }
+        for name, least in at_least.items():
+            if not getattr(self, name) >= least:
+                raise RecpoError(f"serve: {name} is {getattr(self, name)}, expected at least {least}")
+        for name in ("timeout_s", "rotate_s", "rotate_mb"):
+            if not getattr(self, name) > 0:
+                raise RecpoError(f"serve: {name} is {getattr(self, name)}, expected a number above 0")
+
+
+class Keys:
+    """Keys of a file, as digests: what is compared takes the same time whatever it is.
+
+    Args:
+        path: one key per line; empty lines and lines that begin with # do not count.
+
+    Raises:
+        RecpoError: the file cannot be read, has no key, or one that is too short to be safe.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        except OSError as error:
+            raise RecpoError(describe_os_error(error, path)) from error
+        except UnicodeDecodeError as error:
+            raise RecpoError(f"{path} is no text: expected one key per line") from error
+        keys = [line for line in lines if line and line[0] != "#"]
+        if not keys:
+            raise RecpoError(f"{path} has no key: write one per line")
+        if short := [number for number, key in enumerate(keys, 1) if len(key) < _SHORTEST_KEY]:
+            raise RecpoError(
+                f"{path}: key {short[0]} is shorter than {_SHORTEST_KEY} characters: make one with "
+                "`openssl rand -hex 24`"
+            )
+        self._digests = {_digest(key) for key in keys}
+
+    def __contains__(self, key: str) -> bool:
+        return _digest(key) in self._digests
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,251 @@
+"""The processes of a server: a worker, or a parent with several of them on one socket."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from recpo.artifacts import describe_os_error
+from recpo.errors import RecpoError
+from recpo.server.bundles import Versions
+from recpo.server.json_logs import log_as_json
+from recpo.server.options import Keys, ServerOptions
+from recpo.server.settling import settle
+
+_BACKLOG = 2048
+_GRACE_S = 5.0  # beyond timeout and drain, for what runs when the server is told to stop
+_RESTART_S = 1.0
+_SOON_S = 10.0  # a worker that ends sooner was never ready
+_ATTEMPTS = 3
+_LOG = logging.getLogger("recpo.server")
+
+
+def run_server(bundle: Path, options: ServerOptions) -> None:
+    """Serves until SIGTERM or SIGINT; then answers what has arrived and returns.
+
+    SIGHUP makes the newest version serve.
+
+    Raises:
+        RecpoError: the bundle cannot serve, the log cannot be written, the address is taken.
+    """
+    log_as_json()
+    for keys in (options.api_keys, options.admin_keys):
+        if keys is not None:
+            Keys(keys)
+    listening = _bind(options.host, options.port)
+    with listening:
+        if options.workers == 1:
+            _work(bundle, options, listening)
+        else:
+            _supervise(bundle, options, listening)
+    if options.log is not None and options.publish_on_stop:
+        settled = settle(options.log)
+        _LOG.info("published", extra={"fields": {"rows": settled.rows, "files": settled.files}})
+
+
+class _Worker(uvicorn.Server):
+    """Uvicorn with a drain: not ready first, deaf later; and without raising the signal again in the end."""
+
+    def __init__(self, config: uvicorn.Config, service: Any, drain_s: float) -> None:
+        super().__init__(config)
+        self._service, self._drain_s = service, drain_s
+        self._deaf_at: float | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT stop, SIGHUP swaps."""
+        handlers = {signal.SIGTERM: self.handle_exit, signal.SIGINT: self.handle_exit, signal.SIGHUP: self._reload}
+        with _handling(handlers):
+            yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, a second one waits no longer."""
+        if self._deaf_at is None:
+            self._service.draining = True
+            self._deaf_at = time.monotonic() + self._drain_s
+            _LOG.info("draining", extra={"fields": {"signal": signal.Signals(sig).name, "seconds": self._drain_s}})
+        else:
+            self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """True when it is time to stop listening."""
+        if self._deaf_at is not None and time.monotonic() >= self._deaf_at:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    def _reload(self, sig: int, frame: FrameType | None) -> None:
+        threading.Thread(target=self._swap, name="recpo-swap", daemon=True).start()
+
+    def _swap(self) -> None:
+        try:
+            self._service.versions.swap()
+        except RecpoError as error:
+            _LOG.error("the bundle stays %s: %s", self._service.versions.current.version, error)
+
+
+def _work(bundle: Path, options: ServerOptions, listening: socket.socket) -> None:
+    from recpo.server.app import create_app  # after the parent has said where metrics are shared
+    from recpo.server.service import Service
+
+    service = Service(bundle, options)
+    config = uvicorn.Config(
+        create_app(service),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        lifespan="on",
+        timeout_graceful_shutdown=int(options.timeout_s + _GRACE_S),
+    )
+    current = service.versions.current
+    fields = {
+        "address": _address(listening),
+        "bundle": current.name,
+        "version": current.version,
+        "checksum": current.checksum,
+        "golden_requests": current.golden,
+        "log": options.log,
+    }
+    _LOG.info("serving", extra={"fields": fields})
+    _Worker(config, service, options.drain_s).run(sockets=[listening])
+    _LOG.info("stopped")
+
+
+def _child(bundle: Path, options: ServerOptions, listening: socket.socket) -> None:
+    """A worker process."""
+    log_as_json()
+    parent = os.getppid()
+    threading.Thread(target=_end_with, args=(parent,), name="recpo-parent", daemon=True).start()
+    try:
+        _work(bundle, options, listening)
+    except RecpoError as error:
+        _LOG.error("%s", error)
+        raise SystemExit(1) from error
+
+
+def _end_with(parent: int) -> None:
+    """Stops this worker when its parent has died: nobody else would."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _supervise(bundle: Path, options: ServerOptions, listening: socket.socket) -> None:
+    """Keeps ``options.workers`` processes alive until it is told to stop."""
+    Versions(bundle, options.name)  # its faults are told here, once
+    with tempfile.TemporaryDirectory(prefix="recpo-metrics-") as shared:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared
+        try:
+            _Parent(lambda: _start(bundle, options, listening), options).run()
+        finally:
+            del os.environ["PROMETHEUS_MULTIPROC_DIR"]
+
+
+def _start(bundle: Path, options: ServerOptions, listening: socket.socket) -> Any:
+    process = multiprocessing.get_context("spawn").Process(target=_child, args=(bundle, options, listening))
+    process.start()
+    return process
+
+
+class _Parent:
+    """Starts workers, passes signals on, replaces a worker that dies.
+
+    Args:
+        start: starts one.
+        options: how many, and how long they may take to stop.
+    """
+
+    def __init__(self, start: Callable[[], Any], options: ServerOptions) -> None:
+        self._start, self._options = start, options
+        self._stopping = threading.Event()
+        self._workers: list[tuple[Any, float]] = []
+        self._early = 0
+
+    def run(self) -> None:
+        handlers = {signal.SIGTERM: self._stop, signal.SIGINT: self._stop, signal.SIGHUP: self._pass_on}
+        with _handling(handlers):
+            self._workers = [(self._start(), time.monotonic()) for _ in range(self._options.workers)]
+            try:
+                while not self._stopping.wait(_RESTART_S):
+                    self._replace_the_dead()
+            finally:
+                self._end()
+
+    def _replace_the_dead(self) -> None:
+        from prometheus_client.multiprocess import mark_process_dead
+
+        for place, (worker, begun) in enumerate(self._workers):
+            if worker.is_alive():
+                continue
+            mark_process_dead(worker.pid)
+            self._early = self._early + 1 if time.monotonic() - begun < _SOON_S else 0
+            if self._early >= _ATTEMPTS:
+                raise RecpoError(f"{_ATTEMPTS} workers ended as soon as they began: the log above says why")
+            _LOG.error("worker %d ended with status %s: another one takes its place", worker.pid, worker.exitcode)
+            self._workers[place] = (self._start(), time.monotonic())
+
+    def _stop(self, sig: int, frame: FrameType | None) -> None:
+        self._stopping.set()
+
+    def _pass_on(self, sig: int, frame: FrameType | None) -> None:
+        for worker, _ in self._workers:
+            if worker.is_alive():
+                os.kill(worker.pid, sig)
+
+    def _end(self) -> None:
+        """SIGTERM for all; what has not ended in time is killed."""
+        for worker, _ in self._workers:
+            worker.terminate()
+        until = time.monotonic() + self._options.drain_s + self._options.timeout_s + 2 * _GRACE_S
+        for worker, _ in self._workers:
+            worker.join(max(0.1, until - time.monotonic()))
+            if worker.is_alive():
+                _LOG.error("worker %d does not end: killed", worker.pid)
+                worker.kill()
+                worker.join()
+
+
+@contextmanager
+def _handling(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
+    """These signal handlers in the block; outside of the main thread, where there are none, nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {sig: signal.signal(sig, handler) for sig, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket; nobody can connect before a worker listens."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        reason = describe_os_error(error, f"{host}:{port}")
+        raise RecpoError(f"cannot listen at {host}:{port} ({reason}): choose another --host or --port") from error
+    listening.set_inheritable(True)
+    return listening
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

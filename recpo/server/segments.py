@@ -1,0 +1,292 @@
+"""Write-ahead files: records with length and checksum, on disk before anybody is told so.
+
+A writer owns a slot, a directory that it keeps locked, so that no two processes write one file. A slot holds segments::
+
+    slot-000/01789abcdef0.open     being written
+    slot-000/01789abcdef0.wal      complete: no record is added any more
+    slot-000/01789abcdef0.closing  being published (recpo.server.settling): no outcome is taken for it any more
+    slot-000/01789abcdef0.done     published; kept while outcomes in it belong to segments that are not
+
+The number of a segment is the time of its beginning in milliseconds. A file begins with ``MAGIC``; a record is its
+length, its CRC-32 (4 bytes each, little-endian) and its bytes. A process that dies leaves at most a cut record at the
+end of its ``.open`` file; that one was never acknowledged and is dropped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from recpo.artifacts import describe_os_error
+from recpo.errors import RecpoError
+
+OPEN, COMPLETE, CLOSING, DONE = ".open", ".wal", ".closing", ".done"
+_STATES: Final = (OPEN, COMPLETE, CLOSING, DONE)
+MAGIC: Final = b"recpo-segment-1\n"
+MAX_SLOTS: Final = 512
+_FRAME: Final = struct.Struct("<II")
+_LARGEST_RECORD: Final = 1 << 26
+_TICK_S: Final = 0.5  # how often an idle writer looks at the age of its segment
+
+
+class Address(NamedTuple):
+    """Where a record lies.
+
+    Attributes:
+        slot: number of the writer's directory.
+        segment: number of the segment.
+        offset: bytes from the begin of the file.
+    """
+
+    slot: int
+    segment: int
+    offset: int
+
+
+class Slot:
+    """A writer's directory, locked until ``release``.
+
+    Args:
+        journal: the directory of all slots.
+        number: which one.
+        lock: an open, locked handle of it.
+    """
+
+    def __init__(self, journal: Path, number: int, lock: int) -> None:
+        self.number = number
+        self.path = slot_path(journal, number)
+        self._lock = lock
+
+    @classmethod
+    def claim(cls, journal: Path) -> Slot:
+        """The first slot that no living process holds.
+
+        Raises:
+            RecpoError: all are taken, or the directory cannot be written.
+        """
+        for number in range(MAX_SLOTS):
+            slot = cls.try_claim(journal, number)
+            if slot is not None:
+                return slot
+        raise RecpoError(f"{journal}: {MAX_SLOTS} processes write here already: give this server a log of its own")
+
+    @classmethod
+    def try_claim(cls, journal: Path, number: int) -> Slot | None:
+        """The slot, or None where a living process holds it."""
+        path = slot_path(journal, number)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise RecpoError(describe_os_error(error, path)) from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            return None
+        return cls(journal, number, handle)
+
+    def complete_segments(self) -> None:
+        """Ends the segments that a process which died has left open."""
+        for left in self.path.glob(f"*{OPEN}"):
+            left.rename(left.with_suffix(COMPLETE))
+
+    def release(self) -> None:
+        """Gives the slot back."""
+        os.close(self._lock)
+
+
+class SegmentWriter:
+    """Appends records to the segments of a slot; one thread writes and syncs whatever has come together.
+
+    Args:
+        slot: where; its segments are begun by the first record.
+        header: first record of every segment.
+        max_bytes: a segment ends with the record that reaches this size.
+        max_age_s: and at this age.
+        sync: wait for the disk, not only for the operating system; without it a record survives the end of the
+            process, and not that of the machine.
+    """
+
+    def __init__(self, slot: Slot, header: bytes, *, max_bytes: int, max_age_s: float, sync: bool = True) -> None:
+        self.slot = slot
+        self._begin = MAGIC + _framed(header)
+        self._max_bytes, self._max_age_s, self._sync = max_bytes, max_age_s, sync
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[int, bytes, Future[None]]] = []
+        earlier = [int(file.stem, 16) for file in slot.path.iterdir() if file.suffix in _STATES]
+        self._segment, self._offset, self._begun_at = max(earlier, default=0), 0, 0.0
+        self._file: int | None = None
+        self._file_segment, self._file_size = 0, 0
+        self._closed = False
+        self.failed = False
+        self._thread = threading.Thread(target=self._run, name="recpo-segments", daemon=True)
+        self._thread.start()
+
+    def append(self, payload: bytes) -> tuple[Address, Future[None]]:
+        """Takes a record; the future is done when it is on disk, and fails where it cannot be written.
+
+        Raises:
+            RecpoError: the writer is closed.
+        """
+        record, written = _framed(payload), Future[None]()
+        with self._changed:
+            if self._closed:
+                raise RecpoError(f"{self.slot.path}: the log is closed: send the request to a living server")
+            if self._offset >= self._max_bytes or self._offset == 0 or self._is_old():
+                self._next_segment()
+            address = Address(self.slot.number, self._segment, self._offset)
+            self._offset += len(record)
+            self._waiting.append((self._segment, record, written))
+            self._changed.notify()
+        return address, written
+
+    def close(self) -> None:
+        """Writes what waits and completes the segment; the slot stays claimed."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _is_old(self) -> bool:
+        return time.monotonic() - self._begun_at >= self._max_age_s
+
+    def _next_segment(self) -> None:
+        self._segment = max(self._segment + 1, int(time.time() * 1000))
+        self._offset, self._begun_at = len(self._begin), time.monotonic()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting and not self._closed:
+                    self._changed.wait(_TICK_S)
+                group, self._waiting = self._waiting, []
+                if not group and self._offset and self._is_old():
+                    self._offset = 0  # the next record begins a new one
+                ended, closed = not self._offset, self._closed
+            self._write(group)
+            if not group and (ended or closed):
+                self._end_file()
+            if closed and not group:
+                return
+
+    def _write(self, group: list[tuple[int, bytes, Future[None]]]) -> None:
+        begin = 0
+        while begin < len(group):
+            segment = group[begin][0]
+            end = next((i for i in range(begin, len(group)) if group[i][0] != segment), len(group))
+            part = group[begin:end]
+            try:
+                self._write_to(segment, b"".join(record for _, record, _ in part))
+            except OSError as error:
+                self._fail(group[begin:], error)
+                return
+            self.failed = False
+            for _, _, written in part:
+                written.set_result(None)
+            begin = end
+
+    def _write_to(self, segment: int, content: bytes) -> None:
+        if self._file is None or self._file_segment != segment:
+            self._end_file()
+            place = self.slot.path / f"{segment:012x}{OPEN}"
+            self._file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            self._file_segment, self._file_size = segment, 0
+            content = self._begin + content
+            if self._sync:
+                sync_directory(self.slot.path)
+        view = memoryview(content)
+        while view:
+            view = view[os.write(self._file, view) :]
+        if self._sync:
+            os.fdatasync(self._file)
+        self._file_size += len(content)
+
+    def _fail(self, group: list[tuple[int, bytes, Future[None]]], error: OSError) -> None:
+        """No record of this segment after the failure can be where its address says: what waits fails with it."""
+        if self._file is not None:
+            with suppress(OSError):  # readers stop at the cut record
+                os.ftruncate(self._file, self._file_size)
+        self._end_file()
+        with self._changed:
+            group, self._waiting, self._offset = group + self._waiting, [], 0
+            self.failed = True
+        fault = RecpoError(describe_os_error(error, self.slot.path))
+        for _, _, written in group:
+            written.set_exception(fault)
+
+    def _end_file(self) -> None:
+        if self._file is None:
+            return
+        os.close(self._file)
+        self._file = None
+        place = self.slot.path / f"{self._file_segment:012x}{OPEN}"
+        try:
+            place.rename(place.with_suffix(COMPLETE))
+        except OSError:
+            self.failed = True  # it stays open, and is completed when the slot is claimed again
+
+
+def slot_path(journal: Path, number: int) -> Path:
+    """The directory of a slot."""
+    return journal / f"slot-{number:03d}"
+
+
+def segment_path(journal: Path, slot: int, segment: int, suffix: str) -> Path:
+    """The file of a segment in one of its states."""
+    return slot_path(journal, slot) / f"{segment:012x}{suffix}"
+
+
+def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Offset and bytes of the records of a segment, its header first; ends at the first one that is not whole."""
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            return
+        offset = len(MAGIC)
+        while (payload := _next_record(file.read(_FRAME.size), file)) is not None:
+            yield offset, payload
+            offset += _FRAME.size + len(payload)
+
+
+def read_record(journal: Path, address: Address) -> bytes | None:
+    """The record at an address; None where there is none, or its segment takes no outcomes any more."""
+    for suffix in (OPEN, COMPLETE, OPEN, COMPLETE):  # twice: it may be completed between two looks
+        try:
+            with segment_path(journal, address.slot, address.segment, suffix).open("rb") as file:
+                file.seek(address.offset)
+                return _next_record(file.read(_FRAME.size), file)
+        except FileNotFoundError:
+            continue
+    return None
+
+
+def sync_directory(path: Path) -> None:
+    """Puts the names in a directory on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _framed(payload: bytes) -> bytes:
+    return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _next_record(frame: bytes, file: object) -> bytes | None:
+    if len(frame) < _FRAME.size:
+        return None
+    length, checksum = _FRAME.unpack(frame)
+    if not 0 < length <= _LARGEST_RECORD:
+        return None
+    payload: bytes = file.read(length)  # type: ignore[attr-defined]
+    return payload if len(payload) == length and zlib.crc32(payload) == checksum else None

@@ -1,0 +1,209 @@
+"""One worker: the bundle that serves, the batches, the log, the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from recpo.errors import RecpoError
+from recpo.server.batcher import Batcher
+from recpo.server.bundles import LoadedBundle, Versions
+from recpo.server.impressions import ImpressionLog, LogLayout
+from recpo.server.metrics import Metrics
+from recpo.server.options import ServerOptions
+from recpo.server.ranking import Query, Shown, rank
+from recpo.server.settling import settle
+from recpo.server.wire import FeedbackRequest, RecommendRequest
+
+_LOOK_S = 1.0  # how often a worker looks for another version and for segments to publish
+_LOG = logging.getLogger("recpo.server")
+
+
+class Answered(NamedTuple):
+    """A slate, and its id where it is logged."""
+
+    shown: Shown
+    recommendation_id: str | None
+
+
+class UnknownRecommendationError(Exception):
+    """No impression has this id, or its outcomes are not taken any more."""
+
+
+class LogUnavailableError(Exception):
+    """What should be on disk before the answer is not."""
+
+
+class Service:
+    """Everything of a worker but HTTP.
+
+    Args:
+        path: a bundle, or a directory of bundles.
+        options: see ``ServerOptions``.
+
+    Raises:
+        RecpoError: the bundle cannot serve, or the log cannot be written.
+    """
+
+    def __init__(self, path: Path, options: ServerOptions) -> None:
+        self.options = options
+        self.metrics = Metrics()
+        self.versions = Versions(path, options.name, self.metrics.of_bundle, threads=options.threads)
+        self.log = None if options.log is None else _open_log(options.log, self.versions.current, options)
+        self.draining = False
+        self._batcher: Batcher[Query, Shown] = Batcher(
+            self._rank,
+            max_batch=options.max_batch,
+            max_wait_ms=options.max_wait_ms,
+            max_queue=options.max_queue,
+            on_batch=self.metrics.batch_size.observe,
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests should come here."""
+        return not self.draining and (self.log is None or self.log.writable)
+
+    def start(self) -> None:
+        """Begins to answer; call it in the event loop."""
+        self._batcher.start()
+        look = [self.versions.follow, lambda: self.metrics.queue.set(self._batcher.waiting)]
+        look += [self._settle] if self.log is not None else []
+        self._tasks = [asyncio.get_running_loop().create_task(_repeat(call)) for call in look]
+
+    async def stop(self) -> None:
+        """Ends when every query has its answer and every record is on disk."""
+        self.draining = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._batcher.close()
+        if self.log is not None:
+            await asyncio.to_thread(self.log.close)
+            await asyncio.to_thread(self._settle)
+
+    async def recommend(self, request: RecommendRequest) -> Answered:
+        """Ranks, and logs what is shown; the impression is on disk when this returns.
+
+        Raises:
+            RecpoError: the request cannot be answered as it is.
+            QueueFullError: too many wait.
+            TimeoutError: it has waited for too long.
+            LogUnavailableError: the impression cannot be written.
+        """
+        self._validate(request)
+        query = Query(request.history, request.exclude, request.k)
+        async with asyncio.timeout(self.options.timeout_s):
+            shown = await self._batcher.submit(query)
+        wanted = shown.bundle.bundle.k if request.k is None else request.k
+        self.metrics.short_lists.inc(len(shown.items) < wanted)
+        self.metrics.items.labels("false").inc(len(shown.items) - sum(shown.explored))
+        self.metrics.items.labels("true").inc(sum(shown.explored))
+        if self.log is None or not shown.items:
+            return Answered(shown, None)
+        try:
+            identifier, written = self.log.add(request.user_id, shown.items, shown.propensity, shown.is_random)
+            await asyncio.wrap_future(written)
+        except RecpoError as error:
+            raise LogUnavailableError(str(error)) from error
+        self.metrics.impressions.inc()
+        return Answered(shown, identifier)
+
+    async def feedback(self, request: FeedbackRequest) -> int:
+        """Logs outcomes; they are on disk when this returns. The number of them.
+
+        Raises:
+            RecpoError: outcomes of items that were not shown, or of a kind that this log has not.
+            UnknownRecommendationError: see there.
+            LogUnavailableError: they cannot be written.
+        """
+        if self.log is None:
+            raise RecpoError("this server logs nothing (--log): it takes no feedback")
+        found = self.log.find(request.recommendation_id)
+        if found is None:
+            raise UnknownRecommendationError(
+                f"no impression with this id takes outcomes: ids count for {self.options.outcome_window_s:g} s"
+            )
+        address, impression = found
+        outcomes = _outcomes(request, impression.items, self.log.layout)
+        try:
+            await asyncio.wrap_future(self.log.add_outcomes(address, outcomes))
+        except RecpoError as error:
+            raise LogUnavailableError(str(error)) from error
+        if not self.log.still_open(address):
+            raise UnknownRecommendationError("the rows of this impression have just been published")
+        self.metrics.outcomes.inc(len(outcomes))
+        return len(outcomes)
+
+    def _rank(self, queries: Sequence[Query]) -> list[Shown | Exception]:
+        with self.metrics.batch_seconds.time():
+            return rank(self.versions.current, queries, self.metrics.of_histories)
+
+    def _settle(self) -> None:
+        if self.log is not None:
+            self.metrics.of_settled(settle(self.log.root, self.log.outcome_window_s))
+
+    def _validate(self, request: RecommendRequest) -> None:
+        """What is cheap to refuse before it waits, and would cost the batch."""
+        options, bundle = self.options, self.versions.current.bundle
+        for name, length, most in (
+            ("history", len(request.history), options.max_events),
+            ("exclude", len(request.exclude), options.max_exclude),
+        ):
+            if length > most:
+                raise RecpoError(
+                    f"{name} has {length:,} entries, at most {most:,} are taken: send the most recent ones"
+                )
+        if request.k is not None and request.k > bundle.k:
+            raise RecpoError(f"k is {request.k}, this bundle serves at most {bundle.k}")
+        if request.explore:
+            raise RecpoError("explore: this server does not explore")
+        user = str if options.user_ids == "string" else int
+        if self.log is not None and type(request.user_id) is not user:
+            raise RecpoError(f"user_id: this server logs users by ids of the type {options.user_ids} (--user_ids)")
+        text = "string" in str(bundle.items.type)
+        for item in (*(event["item_id"] for event in request.history), *request.exclude):
+            if isinstance(item, str) != text:
+                raise RecpoError(f"item ids of this bundle are {'strings' if text else 'integers'}, got {item!r:.80}")
+
+
+def _open_log(root: Path, bundle: LoadedBundle, options: ServerOptions) -> ImpressionLog:
+    text = "string" in str(bundle.bundle.items.type)
+    layout = LogLayout(options.user_ids, "string" if text else "integer", graded=not bundle.bundle.feedback.cutoffs)
+    return ImpressionLog(
+        root,
+        layout,
+        outcome_window_s=options.outcome_window_s,
+        max_bytes=int(options.rotate_mb * (1 << 20)),
+        max_age_s=options.rotate_s,
+        sync=options.sync,
+    )
+
+
+def _outcomes(request: FeedbackRequest, shown: Sequence[Any], layout: LogLayout) -> dict[Any, dict[str, float | bool]]:
+    """The outcomes by item; later ones of the same item replace values of earlier ones."""
+    outcomes: dict[Any, dict[str, float | bool]] = {}
+    for outcome in request.outcomes:
+        if outcome.item_id not in shown:
+            raise RecpoError(f"item {outcome.item_id!r:.80} was not in this recommendation")
+        values = outcome.values()
+        if strange := values.keys() - set(layout.outcomes):
+            raise RecpoError(f"{min(strange)}: outcomes of this log are {', '.join(layout.outcomes)}")
+        outcomes.setdefault(outcome.item_id, {}).update(values)
+    return outcomes
+
+
+async def _repeat(call: Callable[[], object]) -> None:
+    """Calls again and again in a thread; a fault is logged and the next call comes."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        begun = time.monotonic()
+        try:
+            await asyncio.to_thread(call)
+        except Exception as error:
+            _LOG.error("%s failed after %.1f s: %s", getattr(call, "__name__", "task"), time.monotonic() - begun, error)

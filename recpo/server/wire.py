@@ -1,0 +1,158 @@
+"""Requests and answers as JSON, with their limits; the OpenAPI page is made of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NotRequired
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from typing_extensions import TypedDict
+
+from recpo.server.impressions import ID_PATTERN
+from recpo.serving.histories import LATEST_MS, SECONDS_FROM, SECONDS_UNTIL
+
+_INT64 = 2**63
+
+Id = Annotated[StrictInt, Field(ge=-_INT64, lt=_INT64)] | Annotated[StrictStr, Field(max_length=512)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Grade = Annotated[float, Field(strict=True, ge=0, le=1)]
+
+
+def _in_milliseconds(time: int) -> int:
+    if SECONDS_FROM <= time < SECONDS_UNTIL:
+        raise ValueError("seconds? expected milliseconds since 1970")
+    return time
+
+
+Time = Annotated[StrictInt, Field(ge=0, lt=LATEST_MS)]
+
+
+class Event(TypedDict):
+    """An event of the user's past."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # pydantic's way for a TypedDict
+
+    item_id: Annotated[Id, Field(description="your id of the item, of the catalog's type")]
+    timestamp: Annotated[Time, Field(description="when it was shown, milliseconds since 1970")]
+    watch_time: NotRequired[Annotated[Number | None, Field(description="seconds")]]
+    duration: NotRequired[Annotated[Number | None, Field(description="seconds")]]
+    dislike: NotRequired[Annotated[StrictBool | None, Field(description="an explicit negative signal")]]
+    label: NotRequired[Annotated[Grade | None, Field(description="how good it was, where there are no watch times")]]
+
+
+class RecommendRequest(BaseModel):
+    """Who asks, what the user did before, and how many items are wanted."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {
+                    "user_id": 17,
+                    "history": [
+                        {
+                            "item_id": 3,
+                            "timestamp": 1767225600000,
+                            "watch_time": 9.5,
+                            "duration": 12.0,
+                            "dislike": False,
+                        }
+                    ],
+                    "k": 5,
+                }
+            ]
+        },
+    )
+
+    user_id: Id
+    history: list[Event] = Field(default=[], description="raw events in any order; feedback levels are computed here")
+    k: Annotated[StrictInt, Field(ge=1)] | None = Field(
+        default=None, description="how many items, at most the bundle's own k; null = that"
+    )
+    exclude: list[Id] = Field(default=[], description="items that must not be listed, beside those of the history")
+    explore: StrictBool = Field(
+        default=False, description="draw the slate instead of taking the best items; needs a server that explores"
+    )
+
+    @model_validator(mode="after")
+    def _times(self) -> RecommendRequest:
+        for event in self.history:
+            _in_milliseconds(event["timestamp"])
+        return self
+
+
+class RecommendedItem(BaseModel):
+    """An item of a slate."""
+
+    item_id: int | str
+    score: float = Field(description="natural-log probability under the policy")
+    propensity: float = Field(description="probability with which it was shown")
+    explored: bool = Field(description="it stands where the best item would not be it")
+
+
+class Recommendation(BaseModel):
+    """A slate, best first."""
+
+    recommendation_id: str | None = Field(description="for feedback; null where the server logs nothing")
+    bundle: str
+    version: str
+    checksum: str
+    items: list[RecommendedItem]
+
+
+class ItemOutcome(BaseModel):
+    """What came of an item that was shown; what is left out stays unknown."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    item_id: Id
+    watch_time: Number | None = Field(default=None, ge=0, description="seconds")
+    duration: Number | None = Field(default=None, gt=0, description="seconds")
+    dislike: StrictBool | None = None
+    label: Grade | None = None
+
+    def values(self) -> dict[str, Any]:
+        """What is known."""
+        return self.model_dump(exclude={"item_id"}, exclude_none=True)
+
+
+class FeedbackRequest(BaseModel):
+    """Outcomes of one slate; more may follow, and a later value replaces an earlier one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    recommendation_id: Annotated[str, Field(pattern=ID_PATTERN)]
+    outcomes: list[ItemOutcome] = Field(min_length=1, max_length=1000)
+
+
+class FeedbackAnswer(BaseModel):
+    """How many outcomes are on disk."""
+
+    accepted: int
+
+
+class SwapRequest(BaseModel):
+    """Which version is to serve."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: Annotated[str, Field(min_length=1, max_length=255)] | None = Field(
+        default=None, description="name of the version; null = the newest"
+    )
+
+
+class VersionsAnswer(BaseModel):
+    """Which version serves, and which others there are."""
+
+    name: str
+    version: str
+    checksum: str
+    golden_requests: int = Field(description="how many it has answered; 0 = it was exported without them")
+    versions: list[str]
+    previous: list[str] = Field(description="what served before, the latest last: where a rollback leads")
+
+
+class Fault(BaseModel):
+    """What is wrong, in words for whoever sent the request."""
+
+    detail: str
+    request_id: str
