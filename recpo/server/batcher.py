@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Query = TypeVar("Query")
@@ -18,6 +19,15 @@ Answer = TypeVar("Answer")
 
 class QueueFullError(Exception):
     """More requests wait than the options allow."""
+
+
+@dataclass(eq=False)
+class _Waiting(Generic[Query, Answer]):
+    """A query and who waits for its answer; equal to itself only."""
+
+    query: Query
+    future: asyncio.Future[Answer]
+    taken: bool = False
 
 
 class Batcher(Generic[Query, Answer]):
@@ -42,7 +52,7 @@ class Batcher(Generic[Query, Answer]):
     ) -> None:
         self._work, self._on_batch = work, on_batch
         self._max_batch, self._max_wait_s, self._max_queue = max_batch, max_wait_ms / 1000, max_queue
-        self._queue: deque[tuple[Query, asyncio.Future[Answer]]] = deque()
+        self._queue: deque[_Waiting[Query, Answer]] = deque()
         self._arrived, self._full = asyncio.Event(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "recpo-batch")
         self._task: asyncio.Task[None] | None = None
@@ -57,7 +67,7 @@ class Batcher(Generic[Query, Answer]):
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def submit(self, query: Query) -> Answer:
-        """The answer to one query; a caller that is cancelled leaves the queue.
+        """The answer to one query; a caller that gives up leaves the queue.
 
         Raises:
             QueueFullError: too many wait.
@@ -65,12 +75,16 @@ class Batcher(Generic[Query, Answer]):
         """
         if len(self._queue) >= self._max_queue:
             raise QueueFullError
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._queue.append((query, future))
+        waiting = _Waiting[Query, Answer](query, asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
         self._arrived.set()
         if len(self._queue) >= self._max_batch:
             self._full.set()
-        return await future
+        try:
+            return await waiting.future
+        finally:
+            if not waiting.taken:
+                self._queue.remove(waiting)
 
     async def close(self) -> None:
         """Ends when every query that was submitted has its answer."""
@@ -88,7 +102,7 @@ class Batcher(Generic[Query, Answer]):
             if self._max_wait_s and len(self._queue) < self._max_batch:
                 await self._wait_for_others()
             if batch := self._take():
-                queries = [query for query, _ in batch]
+                queries = [waiting.query for waiting in batch]
                 self._on_batch(len(batch))
                 answers = await asyncio.shield(loop.run_in_executor(self._thread, self._answers, queries))
                 _resolve(batch, answers)
@@ -100,12 +114,13 @@ class Batcher(Generic[Query, Answer]):
         except TimeoutError:
             return
 
-    def _take(self) -> list[tuple[Query, asyncio.Future[Answer]]]:
-        batch: list[tuple[Query, asyncio.Future[Answer]]] = []
+    def _take(self) -> list[_Waiting[Query, Answer]]:
+        batch: list[_Waiting[Query, Answer]] = []
         while self._queue and len(batch) < self._max_batch:
-            query, future = self._queue.popleft()
-            if not future.done():  # its client has given up
-                batch.append((query, future))
+            waiting = self._queue.popleft()
+            waiting.taken = True
+            if not waiting.future.done():  # its client has given up
+                batch.append(waiting)
         if not self._queue:
             self._arrived.clear()
         return batch
@@ -117,11 +132,11 @@ class Batcher(Generic[Query, Answer]):
             return [error] * len(queries)
 
 
-def _resolve(batch: Sequence[tuple[object, asyncio.Future[Answer]]], answers: Sequence[Answer | Exception]) -> None:
-    for (_, future), answer in zip(batch, answers, strict=True):
-        if future.done():
+def _resolve(batch: Sequence[_Waiting[Query, Answer]], answers: Sequence[Answer | Exception]) -> None:
+    for waiting, answer in zip(batch, answers, strict=True):
+        if waiting.future.done():
             continue
         if isinstance(answer, Exception):
-            future.set_exception(answer)
+            waiting.future.set_exception(answer)
         else:
-            future.set_result(answer)
+            waiting.future.set_result(answer)

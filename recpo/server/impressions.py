@@ -86,7 +86,7 @@ class Impression(NamedTuple):
         time_ms: when, milliseconds since the epoch.
         user_id: who.
         items: external ids, best first.
-        propensity: probability of each item's exposure.
+        propensity: probability of each item at a place of the slate that is drawn at random.
         is_random: the item was drawn uniformly.
     """
 

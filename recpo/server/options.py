@@ -77,6 +77,8 @@ class ServerOptions:
         for name, least in at_least.items():
             if not getattr(self, name) >= least:
                 raise RecpoError(f"serve: {name} is {getattr(self, name)}, expected at least {least}")
+        if self.port > 65_535:
+            raise RecpoError(f"serve: port is {self.port}, expected at most 65535")
         for name in ("timeout_s", "rotate_s", "rotate_mb"):
             if not getattr(self, name) > 0:
                 raise RecpoError(f"serve: {name} is {getattr(self, name)}, expected a number above 0")

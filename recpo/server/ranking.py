@@ -36,15 +36,15 @@ class Shown:
     Attributes:
         bundle: who ranked it.
         items: external ids, at most k.
-        scores: natural-log probabilities under the policy.
-        propensity: probability of each item's exposure.
-        explored: the item stands where the policy would not have put it.
+        scores: natural-log probabilities under the policy; None where it was not asked.
+        propensity: probability of each item at a place of the slate that is drawn at random.
+        explored: the item is none of the best ones, which would be shown without exploration.
         is_random: the item was drawn uniformly.
     """
 
     bundle: LoadedBundle
     items: list[Any]
-    scores: list[float]
+    scores: list[float | None]
     propensity: list[float]
     explored: list[bool]
     is_random: list[bool]
@@ -86,13 +86,16 @@ def _rank(bundle: LoadedBundle, queries: Sequence[Query], on_counts: Callable[[S
 
 
 def _shown(bundle: LoadedBundle, top_items: np.ndarray, external: list[Any], scores: np.ndarray) -> Shown:
-    """The deterministic slate: every item was certain to be shown, so its propensity is 1."""
+    """The deterministic slate: the n best items.
+
+    The log's propensity is the probability of the item at a place of the slate that is drawn at random: 1 / n here.
+    """
     listed = int((top_items > 0).sum())  # what is empty stands at the end
     return Shown(
         bundle,
         external[:listed],
         scores[:listed].tolist(),
-        [1.0] * listed,
+        [1.0 / listed] * listed if listed else [],
         [False] * listed,
         [False] * listed,
     )

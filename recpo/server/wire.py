@@ -69,8 +69,9 @@ class RecommendRequest(BaseModel):
         default=None, description="how many items, at most the bundle's own k; null = that"
     )
     exclude: list[Id] = Field(default=[], description="items that must not be listed, beside those of the history")
-    explore: StrictBool = Field(
-        default=False, description="draw the slate instead of taking the best items; needs a server that explores"
+    explore: StrictBool | None = Field(
+        default=None,
+        description="draw the slate instead of taking the best items; null = as the server was started",
     )
 
     @model_validator(mode="after")
@@ -84,9 +85,9 @@ class RecommendedItem(BaseModel):
     """An item of a slate."""
 
     item_id: int | str
-    score: float = Field(description="natural-log probability under the policy")
-    propensity: float = Field(description="probability with which it was shown")
-    explored: bool = Field(description="it stands where the best item would not be it")
+    score: float | None = Field(description="natural-log probability under the policy; null where it was not asked")
+    propensity: float = Field(description="probability of the item at a place of the slate that is drawn at random")
+    explored: bool = Field(description="it is none of the best items, which would be shown without exploration")
 
 
 class Recommendation(BaseModel):

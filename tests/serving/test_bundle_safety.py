@@ -221,7 +221,14 @@ def test_no_file_of_a_bundle_is_executable_by_its_format(export_once):
     """No archive, no pickle: ONNX, safetensors, Parquet and JSON."""
     for kind in ("sasrec", "hstu"):
         names = {path.name for path in export_once(kind)[1].iterdir()}
-        assert names == {"model.onnx", "policy.safetensors", "items.parquet", "manifest.json", "recpo.json"}
+        assert names == {
+            "model.onnx",
+            "policy.safetensors",
+            "items.parquet",
+            "golden.json",
+            "manifest.json",
+            "recpo.json",
+        }
 
 
 def test_the_torch_engine_does_not_reach_the_deserializer_of_torch(bundle_path):
