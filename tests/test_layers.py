@@ -25,7 +25,9 @@ MAY_IMPORT = {
     "factorization": BASE | L1 | {"data", "policies", "factorization"},
     "reranking": BASE | {"data", "tokenizer", "reranking"},
     "exploration": BASE | {"exploration"},
-    "evaluation": BASE | L1 | {"data", "factorization", "rewards", "simulation", "tokenizer", "evaluation"},
+    "evaluation": BASE
+    | L1
+    | {"data", "factorization", "rewards", "simulation", "tokenizer", "reranking", "evaluation"},
     "serving": BASE | {"policies", "data", "serving"},
     "server": BASE | {"serving", "server"},
     "training": BASE

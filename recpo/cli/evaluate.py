@@ -20,6 +20,7 @@ from recpo.evaluation.item_facts import ItemFeatures
 from recpo.evaluation.lists import Lists
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.reading import Document, best_first
+from recpo.reranking import Reranker, RerankOptions
 from recpo.rewards import LoggedReward
 from recpo.workflows.evaluate import evaluate as evaluate_contenders
 
@@ -49,6 +50,8 @@ def evaluate(
     baseline_options: BaselineOptions = BaselineOptions(),  # noqa: B008  frozen
     baseline_cache: Path | None = None,
     truth: Path | None = None,
+    rerank: list[Reranker] | Reranker = [],  # noqa: B006
+    rerank_options: RerankOptions = RerankOptions(),  # noqa: B008  frozen
     checkpoint: Literal["best", "last"] = "best",
     batch_size: int = 512,
     device: str = "auto",
@@ -92,6 +95,10 @@ def evaluate(
         truth: directory that ``recpo simulate`` wrote: adds the true expected reward and the true probability of a
             dislike, means over the first k places, on the first day of the period; the oracle, which lists every user's
             best items; and each contender's share of what the oracle has above the pre-trained policy.
+        rerank: also evaluate every run, bundle and factor model with re-ranked lists, slates of the first k:
+            MaximalMarginalRelevance, Determinantal, AttributeCap or Calibration of ``recpo.reranking``, or a list of
+            them (``docs/exploration.md``).
+        rerank_options: how many items are re-ranked, and the file of their attributes.
         checkpoint: which checkpoint of the runs.
         batch_size: users scored at once.
         device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
@@ -119,6 +126,8 @@ def evaluate(
         baseline_options=baseline_options,
         baseline_cache=baseline_cache,
         truth=truth,
+        rerank=_listed(rerank),
+        rerank_options=rerank_options,
         checkpoint=checkpoint,
         batch_size=batch_size,
         device=device,

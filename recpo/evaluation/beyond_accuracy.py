@@ -76,6 +76,7 @@ class BeyondAccuracy:
       nan for fewer than two (Ziegler et al., 2005).
     - ``tag_diversity@k``, with tags: the same with ``|A & B| / sqrt(|A| |B|)`` of the items' tags A, B for the cosine,
       which is 1 - mean Jaccard where every item has one tag; items without tags left out.
+    - ``tag_entropy@k``, with tags: see ``tag_entropy``.
     - ``miscalibration@k``, with tags: see ``miscalibration``.
     """
 
@@ -101,6 +102,7 @@ class BeyondAccuracy:
             by_name["diversity"] = diversity(self._vectors[item_ids], self._ks)
         if self._tags is not None:
             by_name["tag_diversity"] = tag_diversity(item_ids, self._tags, self._ks)
+            by_name["tag_entropy"] = tag_entropy(item_ids, self._tags, self._ks)
             by_name["miscalibration"] = miscalibration(item_ids, history, self._tags, self._ks)
         return {f"{name}@{k}": values[:, i] for name, values in by_name.items() for i, k in enumerate(self._ks)}
 
@@ -136,6 +138,18 @@ def tag_diversity(item_ids: Tensor, tags: ItemTags, ks: Sequence[int]) -> Tensor
         tagged = _num_tags(part, tags) > 0
         lengths = [_tag_sums(part[:, :k], tags, power=0.5).square().sum(1) for k in ks]
         parts.append(_one_minus_mean_cosine(torch.stack(lengths, 1), _within(tagged, ks).sum(1).double()))
+    return torch.cat(parts)
+
+
+def tag_entropy(item_ids: Tensor, tags: ItemTags, ks: Sequence[int]) -> Tensor:
+    """``- sum_g q_g ln q_g`` of the shares q of the tags in the first k places, ``[B, len(ks)]``; nan without any tag.
+
+    In nats: 0 = one tag alone, ``ln n`` = n tags in equal shares. Shares as in ``miscalibration``.
+    """
+    parts = []
+    for part in _chunks(item_ids, tags):
+        columns = [torch.special.entr(_shares(part[:, :k], tags)).sum(1) for k in ks]
+        parts.append(torch.stack(columns, 1))
     return torch.cat(parts)
 
 

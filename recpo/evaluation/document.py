@@ -23,7 +23,7 @@ from recpo.evaluation.true_rewards import TrueRewards
 
 SCHEMA_VERSION = 4
 
-Kind = Literal["run", "bundle", "factors", "lists", "baseline", "oracle"]
+Kind = Literal["run", "bundle", "factors", "lists", "baseline", "oracle", "reranked"]
 
 _OF_A_PERIOD = {"events": "targets", "users": "users"}
 
@@ -33,7 +33,8 @@ class ContenderResult(NamedTuple):
 
     Attributes:
         name: unique among the contenders.
-        kind: a trained run, an exported bundle, a factor model, the lists of another system, a baseline, or the oracle.
+        kind: a trained run, an exported bundle, a factor model, the lists of another system, a baseline, the oracle, or
+            one of the first three with re-ranked lists.
         result: its metrics.
         off_policy: its off-policy estimates, JSON objects that go into the document as they are.
     """

@@ -33,11 +33,13 @@ from recpo.evaluation.off_policy.setting import OffPolicySetting, has_propensiti
 from recpo.evaluation.reading import Document
 from recpo.evaluation.segments import history_length, item_segments
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
+from recpo.reranking import Reranker, RerankOptions
 from recpo.rewards import LoggedReward
 from recpo.training.learned_reward import Checkpoint
 from recpo.types import EvaluationBatch
 from recpo.workflows.contenders import Named, contenders_of, directory_of
 from recpo.workflows.devices import compute_device
+from recpo.workflows.reranked import as_options, reranked_contenders
 
 HeldOut = Literal["valid", "test"]
 
@@ -65,6 +67,8 @@ def evaluate(
     baseline_options: BaselineOptions = BaselineOptions(),  # noqa: B008  frozen
     baseline_cache: Path | str | None = None,
     truth: Path | str | None = None,
+    rerank: Sequence[Reranker] = (),
+    rerank_options: RerankOptions = RerankOptions(),  # noqa: B008  frozen
     checkpoint: Checkpoint = "best",
     batch_size: int = 512,
     device: str = "auto",
@@ -100,6 +104,9 @@ def evaluate(
         truth: directory that ``recpo simulate`` wrote: adds the true expected reward and the true probability of a
             dislike, means over the first k places, on the first day of the period; the oracle, which lists every user's
             best items; and each contender's share of what the oracle has above the pre-trained policy.
+        rerank: also evaluate every run, bundle and factor model with lists that these re-rank, to slates of the first
+            k: the cost and the effect of diversity, caps and calibration.
+        rerank_options: how many items are re-ranked, and the file of their attributes.
         checkpoint: which checkpoint of the runs.
         batch_size: users scored at once.
         device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
@@ -122,7 +129,14 @@ def evaluate(
         target = None
         if out is not None:
             given = [one.path if isinstance(one, Lists) else directory_of(one) for one in contenders]
-            inputs = [data.root, *given, truth, item_features and item_features.file, baseline_cache]
+            inputs = [
+                data.root,
+                *given,
+                truth,
+                item_features and item_features.file,
+                baseline_cache,
+                rerank_options.attributes,
+            ]
             target = stack.enter_context(
                 output_directory(out, kind="evaluation", overwrite=overwrite, inputs=[one for one in inputs if one])
             )
@@ -130,6 +144,8 @@ def evaluate(
         cache = _cache(baseline_cache, out, target)
         counted = partial(baseline, data=data, options=baseline_options, cache=cache, progress=progress)
         compared = contenders_of(contenders, data, ks, checkpoint, where, trust, counted)
+        compared += reranked_contenders(compared, rerank, rerank_options, data, ks)
+        validate_names(compared)
         known = None if truth is None else true_rewards(Path(truth), data, split, ks)
         if known is not None:
             compared.append(oracle(known))
@@ -167,6 +183,8 @@ def evaluate(
             "baseline_options": baseline_options,
             "baseline_cache": baseline_cache,
             "truth": truth,
+            "rerank": as_options(rerank),
+            "rerank_options": rerank_options,
             "checkpoint": checkpoint,
             "batch_size": batch_size,
             "device": device,

@@ -95,6 +95,7 @@ def test_every_metric_of_lists_agrees_with_loops(users, items):
                 "repeat_rate": list_loops.repeat_rate(first, seen),
                 "diversity": list_loops.diversity(first, vectors),
                 "tag_diversity": list_loops.tag_diversity(first, tags),
+                "tag_entropy": list_loops.tag_entropy(first, tags),
                 "miscalibration": list_loops.miscalibration(first, seen, tags),
             }
             for name, value in expected.items():

@@ -72,6 +72,11 @@ def shares(items, tags):
     return {tag: value / total for tag, value in weight.items()}
 
 
+def tag_entropy(items, tags):
+    q = shares(items, tags)
+    return -sum(share * math.log(share) for share in q.values()) if q else math.nan
+
+
 def miscalibration(items, seen, tags, alpha=0.01):
     p, q = shares(seen, tags), shares(items, tags)
     if not p or not q:

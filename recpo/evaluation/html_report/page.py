@@ -16,6 +16,7 @@ _KINDS = {
     "lists": ("system given by its lists", "systems given by their lists"),
     "baseline": ("baseline", "baselines"),
     "oracle": ("oracle", "oracles"),
+    "reranked": ("contender with re-ranked lists", "contenders with re-ranked lists"),
 }
 
 

@@ -1,0 +1,75 @@
+"""The re-ranked contenders of an evaluation: every run, bundle and factor model by every method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recpo.contracts import Policy, StatePolicy
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.evaluation.contenders import Contender, Loaded
+from recpo.evaluation.reranked import reranked_contender
+from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
+from recpo.reranking import Reranker, RerankOptions
+from recpo.reranking.attributes import FloatArray
+from recpo.serving.item_vectors import bundle_item_vectors
+
+_RERANKED = ("run", "bundle", "factors")
+
+
+def reranked_contenders(
+    contenders: Sequence[Contender],
+    methods: Sequence[Reranker],
+    options: RerankOptions,
+    data: Prepared,
+    ks: Sequence[int],
+) -> list[Contender]:
+    """Every run, bundle and factor model among the contenders, re-ranked by every method: slates of the first k.
+
+    Raises:
+        RecpoError: nothing can be re-ranked; an attribute or the file of attributes is missing; a shortlist below k.
+    """
+    if not methods:
+        return []
+    bases = [one for one in contenders if one.kind in _RERANKED]
+    if not bases:
+        raise RecpoError("rerank: there is no run, bundle or factor model whose lists could be re-ranked; name one")
+    if options.shortlist < ks[0]:
+        raise RecpoError(
+            f"rerank_options.shortlist is {options.shortlist}, and lists of {ks[0]} are chosen from it: name more"
+        )
+    known = options.read([name for method in methods for name in method.attributes], data.item_ids())
+    found = []
+    for base in bases:
+        shortlist = min(options.shortlist, data.num_items, int(base.facts.get("k", data.num_items)))
+
+        def vectors_of(loaded: Loaded, base: Contender = base) -> FloatArray | None:
+            if base.kind == "bundle":
+                return bundle_item_vectors(Path(str(base.facts["path"])))
+            return None if loaded.policy is None else policy_item_vectors(loaded.policy)
+
+        found += [
+            reranked_contender(base, method, known, vectors_of, k=ks[0], shortlist=shortlist) for method in methods
+        ]
+    return found
+
+
+def policy_item_vectors(policy: Policy) -> FloatArray | None:
+    """What the encoder of a policy reads of the items, ``[V + 1, d]``; None where it has no such vectors."""
+    base = policy.base if isinstance(policy, TiltedPolicy | RerankedPolicy) else policy
+    if not isinstance(base, StatePolicy):
+        return None
+    device = next((parameter.device for parameter in base.parameters()), torch.device("cpu"))
+    with torch.inference_mode():
+        vectors = base.item_vectors(torch.arange(base.num_items + 1, device=device))
+    found: FloatArray = vectors.float().cpu().numpy()
+    return found
+
+
+def as_options(methods: Sequence[Reranker]) -> list[dict[str, Any]]:
+    """The methods as YAML has them."""
+    return [{"class_path": f"recpo.reranking.{type(one).__name__}", "init_args": dict(vars(one))} for one in methods]
