@@ -234,6 +234,11 @@ class RewardFunction(ABC):
         return None
 
     @property
+    def users_checksum(self) -> str | None:
+        """Of the users whose rewards it keeps by ``FeedbackBatch.user_ids``; None = any, it reads histories."""
+        return None
+
+    @property
     def learns_from(self) -> frozenset[str]:
         """Which feedback of the log it cannot do without, out of ``{"positives", "labels", "dislikes"}``."""
         return frozenset()

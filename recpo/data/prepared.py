@@ -194,6 +194,11 @@ class Prepared:
         """Identifies the id map: a policy serves only the catalog it was trained on."""
         return str(self.manifest["files"][_ITEMS])
 
+    @property
+    def users_checksum(self) -> str:
+        """Identifies the users by their number (``FeedbackBatch.user_ids``)."""
+        return str(self.manifest["files"][_USERS])
+
     def num_shards(self, split: Period) -> int:
         """Number of shards of ``split``."""
         return len(self.manifest["shards"][split])

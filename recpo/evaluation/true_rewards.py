@@ -136,6 +136,11 @@ class TrueReward(RewardFunction):
         """See ``RewardFunction.catalog_checksum``."""
         return Prepared.open(self.prepared).catalog_checksum
 
+    @property
+    def users_checksum(self) -> str | None:
+        """See ``RewardFunction.users_checksum``."""
+        return Prepared.open(self.prepared).users_checksum
+
     @cached_property
     def _known(self) -> TrueRewards:
         return true_rewards(self.truth, Prepared.open(self.prepared), "valid", [1])

@@ -32,6 +32,7 @@ MANIFEST: Final = "manifest.json"
 _TENSORS: Final = "factors.safetensors"
 _REMEDY: Final = "copy the directory again, or make it again with `recpo factorize`"
 _NUMBERS: Final = ("mean", "ridge", "noise", "lower_bound")
+_OTHERS: Final = ("max_history", "catalog_checksum", "users_checksum")
 # float64 rows of one block of histories
 _FOLD_IN_BYTES: Final = 64 << 20
 
@@ -51,6 +52,7 @@ class Factors:
         noise: mean squared error of the training events.
         catalog_checksum: which items these are (``Prepared.catalog_checksum``).
         max_history: the most events that ``fold_in`` reads, the most recent ones.
+        users_checksum: whose ``user_factors`` these are (``Prepared.users_checksum``); None = not known.
         lower_bound: how many standard deviations of the posterior (``recpo.factorization.bounds``) lists and rankings
             take from the grade; 0 = they go by the grade itself.
         facts: how the model was fitted and chosen, for people.
@@ -65,6 +67,7 @@ class Factors:
     noise: float
     catalog_checksum: str
     max_history: int
+    users_checksum: str | None = None
     lower_bound: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -207,7 +210,7 @@ class Factors:
         save_file(kept, directory / _TENSORS)
         content = {
             "format_version": FORMAT_VERSION,
-            **{name: getattr(self, name) for name in (*_NUMBERS, "max_history", "catalog_checksum")},
+            **{name: getattr(self, name) for name in (*_NUMBERS, *_OTHERS)},
             "facts": dict(self.facts),
             "files": {_TENSORS: sha256(directory / _TENSORS)},
         }
@@ -229,8 +232,8 @@ class Factors:
                 f"{root / MANIFEST}: format_version {manifest.get('format_version')!r}, this recpo reads "
                 f"{FORMAT_VERSION}; make it again with `recpo factorize`"
             )
-        # what was written before models had bounds ranks without one
-        manifest = {"lower_bound": 0.0, **unseal(manifest, root / MANIFEST, _REMEDY)}
+        # what was written before models had bounds ranks without one, and does not say whose factors it has
+        manifest = {"lower_bound": 0.0, "users_checksum": None, **unseal(manifest, root / MANIFEST, _REMEDY)}
         verify(root, manifest["files"], _REMEDY)
         try:
             tensors = load_file(root / _TENSORS)
@@ -241,6 +244,7 @@ class Factors:
                 user_factors=tensors.get("user_factors"),
                 item_covariance=tensors.get("item_covariance"),
                 catalog_checksum=str(manifest["catalog_checksum"]),
+                users_checksum=manifest["users_checksum"],
                 max_history=int(manifest["max_history"]),
                 facts=manifest["facts"],
             )

@@ -229,6 +229,7 @@ def finish(
         item_covariance=None if left is None else torch.from_numpy(inverses(left, width, ridge)),
         noise=squared / max(1, count),
         catalog_checksum=data.catalog_checksum,
+        users_checksum=data.users_checksum,
         max_history=options.max_history or int(data.manifest["max_context"]),
         lower_bound=options.lower_bound,
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
-from recpo.rewards.weighted_sum import common_catalog
+from recpo.rewards.identity import common_checksum
 from recpo.types import FeedbackBatch, Slates
 
 
@@ -38,7 +38,12 @@ class EnsembleReward(RewardFunction):
     @property
     def catalog_checksum(self) -> str | None:
         """See ``RewardFunction.catalog_checksum``: that of the members which have one."""
-        return common_catalog("EnsembleReward", self.members)
+        return common_checksum("EnsembleReward", "items", (member.catalog_checksum for member in self.members))
+
+    @property
+    def users_checksum(self) -> str | None:
+        """See ``RewardFunction.users_checksum``: that of the members which have one."""
+        return common_checksum("EnsembleReward", "users", (member.users_checksum for member in self.members))
 
     @property
     def learns_from(self) -> frozenset[str]:

@@ -32,8 +32,8 @@ class FactorReward(RewardFunction):
     Attributes:
         factors: directory that ``recpo factorize`` wrote, of the same items.
         users: "trained" takes the user factors that were fitted on all events of the training period, by
-            ``FeedbackBatch.user_ids``: of the same prepared data; a user without an event there has those of an empty
-            history. "folded" folds users in from ``FeedbackBatch.histories``.
+            ``FeedbackBatch.user_ids``: those of the same prepared data (``users_checksum`` says which); a user without
+            an event there has those of an empty history. "folded" folds users in from ``FeedbackBatch.histories``.
         lower_bound: how many standard deviations of the posterior are taken away, at least 0. What is not known of a
             user is that of the batch's history, also with trained users.
     """
@@ -57,6 +57,11 @@ class FactorReward(RewardFunction):
     def catalog_checksum(self) -> str | None:
         """See ``RewardFunction.catalog_checksum``."""
         return self._opened.catalog_checksum
+
+    @property
+    def users_checksum(self) -> str | None:
+        """See ``RewardFunction.users_checksum``."""
+        return self._opened.users_checksum if self.users == "trained" else None
 
     @cached_property
     def _opened(self) -> Factors:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,19 +9,8 @@ from torch import Tensor
 
 from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
+from recpo.rewards.identity import common_checksum
 from recpo.types import FeedbackBatch, Slates
-
-
-def common_catalog(name: str, rewards: Sequence[RewardFunction]) -> str | None:
-    """The catalog checksum of those of ``rewards`` that have one; None where none has.
-
-    Raises:
-        RecpoError: they were made for different items.
-    """
-    known = sorted({term.catalog_checksum for term in rewards} - {None}, key=str)
-    if len(known) > 1:
-        raise RecpoError(f"{name}: its rewards were made for different items; use one prepared directory")
-    return known[0] if known else None
 
 
 @dataclass(frozen=True)
@@ -52,7 +40,12 @@ class WeightedSum(RewardFunction):
     @property
     def catalog_checksum(self) -> str | None:
         """See ``RewardFunction.catalog_checksum``: that of the terms which have one."""
-        return common_catalog("WeightedSum", self.rewards)
+        return common_checksum("WeightedSum", "items", (term.catalog_checksum for term in self.rewards))
+
+    @property
+    def users_checksum(self) -> str | None:
+        """See ``RewardFunction.users_checksum``: that of the terms which have one."""
+        return common_checksum("WeightedSum", "users", (term.users_checksum for term in self.rewards))
 
     @property
     def learns_from(self) -> frozenset[str]:

@@ -43,6 +43,7 @@ from recpo.evaluation.targets import held_out_targets
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.rewards import FactorReward, LoggedReward
+from recpo.rewards.identity import validate_identity
 from recpo.training.learned_reward import (
     CALIBRATION,
     Checkpoint,
@@ -176,11 +177,8 @@ def _opened(source: Source, data: Prepared, checkpoint: Checkpoint, trust: Seque
     if isinstance(source, Run):
         source.validate_items(data)
         LearnedReward(source.root, calibrated=False, checkpoint=checkpoint, trust=tuple(trust))  # raises if it is none
-    elif source.catalog_checksum not in (None, data.catalog_checksum):
-        raise RecpoError(
-            f"{type(source).__name__} was made for other items than those of {data.root}: name the data that it was "
-            "made of"
-        )
+    else:
+        validate_identity(source, type(source).__name__, data)
     return source
 
 

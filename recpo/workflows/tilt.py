@@ -32,6 +32,7 @@ from recpo.factorization.factors import Factors
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy, validate_beta
 from recpo.rewards import LoggedReward
+from recpo.rewards.identity import validate_identity
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import (
     CHECKPOINTS,
@@ -226,6 +227,8 @@ def tilt(
         trials: tuple[TiltTrial, ...] = ()
         if data is not None:
             base.validate_items(data)
+            if monitor_reward is not None:
+                validate_identity(monitor_reward, "monitor_reward", data)
             used = criterion or _default_criterion(data, off_policy, monitor_reward)
             where = compute_device(device)
             shared = _Validation(

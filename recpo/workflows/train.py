@@ -23,6 +23,7 @@ from recpo.data.datamodule import Phases
 from recpo.data.prepared import Prepared
 from recpo.errors import Interrupted, RecpoError
 from recpo.policies.item_table import tables_on_meta
+from recpo.rewards.identity import validate_identity
 from recpo.training import run_directory
 from recpo.training.allocator import tune_allocator
 from recpo.training.checkpoints import BestCheckpoint, LastCheckpoint
@@ -160,8 +161,7 @@ def _module(options: TrainOptions, base: Run | None) -> PreferenceModule:
     torch.manual_seed(options.seed)
     with tables_on_meta() if options.trainer.shards_tables else nullcontext():
         model = options.policy(data.prepared.num_items)
-    for name, reward in (("reward", options.reward), ("validation_reward", options.validation_reward)):
-        _validate_items(model, name, reward, data.prepared)
+    _validate_identity(model, options)
     counts = data.prepared.feedback_counts["train"]
     for warning in feedback_warnings(options.objective, options.advantage, options.reward, counts):
         warnings.warn(warning, stacklevel=2)
@@ -178,12 +178,17 @@ def _module(options: TrainOptions, base: Run | None) -> PreferenceModule:
     return module
 
 
-def _validate_items(model: Policy, name: str, reward: RewardFunction | None, data: Prepared) -> None:
-    if reward is not None and reward.catalog_checksum not in (None, data.catalog_checksum):
-        raise RecpoError(
-            f"{name}: it was made for other items than {data.root} holds (items.parquet differs); use the prepared "
-            "directory it was made with"
-        )
+def _validate_identity(model: Policy, options: TrainOptions) -> None:
+    """Raises where a reward or the policy was made for other items, or a reward for other users."""
+    data = options.data.prepared
+    rewards = {
+        "reward": options.reward,
+        "validation_reward": options.validation_reward,
+        "rollout.monitor_reward": None if options.rollout is None else options.rollout.monitor_reward,
+    }
+    for name, reward in rewards.items():
+        if reward is not None:
+            validate_identity(reward, name, data)
     if model.catalog_checksum not in (None, data.catalog_checksum):
         raise RecpoError(
             f"policy: its codes were made for other items than {data.root} holds (items.parquet differs); make them "

@@ -2,11 +2,13 @@
 
 import itertools
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+import recpo
 from recpo.contracts import RewardFunction
 from recpo.data.held_out import HeldOutBatches, Rank
 from recpo.data.prepared import Prepared
@@ -15,7 +17,9 @@ from recpo.factorization.bounds import posterior_variance
 from recpo.factorization.factors import Factors
 from recpo.factorization.graded import FactorOptions
 from recpo.factorization.selection import fit_factors
-from recpo.rewards import EnsembleReward, FactorReward
+from recpo.rewards import EnsembleReward, FactorReward, ValidityReward, WeightedSum
+from recpo.rewards.identity import validate_identity
+from recpo.training.options import RolloutOptions
 from recpo.types import Histories, Slates
 
 
@@ -123,6 +127,45 @@ def test_what_is_wrong_is_said_at_once(place, model, batch, some, tmp_path):
     with pytest.raises(RecpoError, match="the data have more"):
         FactorReward(place)(batch._replace(user_ids=batch.user_ids + 10_000), some)
     assert FactorReward(place).catalog_checksum == model.catalog_checksum
+
+
+def test_trained_users_are_those_of_the_data_and_nobody_else(place, model, prepared, tmp_path):
+    data = Prepared.open(prepared)
+    strange = replace(model, users_checksum="others")
+    strange.save(tmp_path / "strange")
+    own, other = FactorReward(place), FactorReward(tmp_path / "strange")
+    folded = FactorReward(tmp_path / "strange", users="folded")
+    for reward in (own, folded, EnsembleReward([own, folded]), WeightedSum([own, folded], [1.0, 1.0])):
+        validate_identity(reward, "reward", data)
+    assert (own.users_checksum, folded.users_checksum) == (data.users_checksum, None)
+    for reward in (other, EnsembleReward([other, folded]), WeightedSum([other, folded], [1.0, 1.0])):
+        with pytest.raises(RecpoError, match=r"monitor_reward: it knows its users .*\(users.parquet differs\)"):
+            validate_identity(reward, "monitor_reward", data)
+    with pytest.raises(RecpoError, match="EnsembleReward: its rewards were made for different users"):
+        validate_identity(EnsembleReward([own, other]), "reward", data)
+    replace(model, users_checksum=None).save(tmp_path / "unknown")
+    validate_identity(FactorReward(tmp_path / "unknown"), "reward", data)
+
+
+def test_runs_calibration_and_tilting_refuse_rewards_of_other_users(model, prepared, tmp_path):
+    replace(model, users_checksum="others").save(tmp_path / "strange")
+    reward = FactorReward(tmp_path / "strange")
+    with pytest.raises(RecpoError, match=r"FactorReward: .* \(users.parquet differs\)"):
+        recpo.calibrate(prepared, [reward])
+    options = {"policy": partial(recpo.CatalogSoftmaxPolicy, dim=8, heads=1, layers=1, max_history=10)}
+    options |= {"data.layout": recpo.ImpressionLayout(history_length=10, slate_length=6), "objective": recpo.MPO()}
+    options |= {"rollout": RolloutOptions(candidates="catalog", batches=1, epochs=1), "old_policy": "snapshot"}
+    for name, given in (
+        ("reward", {"reward": reward}),
+        ("validation_reward", {"reward": ValidityReward(), "validation_reward": reward}),
+        (
+            "rollout.monitor_reward",
+            {"reward": ValidityReward(), "rollout": replace(options["rollout"], monitor_reward=reward)},
+        ),
+    ):
+        with pytest.raises(RecpoError, match=rf"{name}: it knows its users"):
+            recpo.train(prepared, out=tmp_path / "run", **options | given)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_last_user_is_known_and_the_next_one_is_not(place, model, batch, some):
