@@ -77,6 +77,7 @@ class Versions:
         name: of the model; None = the directory's.
         on_change: called with the bundle that serves from now on.
         threads: of ONNX Runtime; 0 = one per core.
+        shortlist: how many items a bundle must list at least, for exploration.
 
     Raises:
         RecpoError: there is no bundle, or the one that should serve cannot.
@@ -88,6 +89,7 @@ class Versions:
         name: str | None = None,
         on_change: Callable[[LoadedBundle], None] = lambda _: None,
         threads: int = 0,
+        shortlist: int = 0,
     ) -> None:
         self.path = path
         self.name = name or path.resolve().name
@@ -95,7 +97,7 @@ class Versions:
         self._loading = threading.Lock()
         self._on_change = on_change
         self._tried: str | None = None
-        self._threads = threads
+        self._threads, self._shortlist = threads, shortlist
         self.current = self._load(None if self._alone else self._wanted())
         on_change(self.current)
 
@@ -175,6 +177,11 @@ class Versions:
         with self._loading:
             place = self.path if version is None else self.path / version
             loaded = LoadedBundle.load(place, self.name, version, self._threads)
+        if loaded.bundle.k < self._shortlist:
+            raise RecpoError(
+                f"{place} lists {loaded.bundle.k} items, exploration draws from {self._shortlist}: set "
+                f"--exploration.shortlist {loaded.bundle.k}, or export with a larger --k"
+            )
         if hasattr(self, "current") and _kind(loaded) != _kind(self.current):
             raise RecpoError(
                 f"version {loaded.version} has other item ids or another kind of feedback than {self.current.version} "

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from recpo.artifacts import describe_os_error
 from recpo.errors import RecpoError
+from recpo.exploration import Exploration
 from recpo.server.impressions import IdType
 
 _SHORTEST_KEY = 16
@@ -26,6 +27,8 @@ class ServerOptions:
         user_ids: type of the users' ids in requests and log: integer or string.
         api_keys: file of keys, one per line; a request needs one of them. null = everybody may ask.
         admin_keys: file of keys for swap and rollback; null = nobody may.
+        exploration: how slates are drawn (``recpo.exploration.Exploration``: temperature, epsilon, shortlist,
+            uniform_over); null = the best items in their order.
         max_batch: most requests that are ranked together.
         max_wait_ms: how long a request waits for company; 0 = it goes as soon as the last batch ends.
         max_queue: how many requests may wait in a worker; more get status 429.
@@ -51,6 +54,7 @@ class ServerOptions:
     user_ids: IdType = "integer"
     api_keys: Path | None = None
     admin_keys: Path | None = None
+    exploration: Exploration | None = None
     max_batch: int = 32
     max_wait_ms: float = 0.0
     max_queue: int = 1024

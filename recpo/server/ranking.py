@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from recpo.errors import RecpoError
+from recpo.exploration import Exploration, Pool, Slate
 from recpo.server.bundles import LoadedBundle
-from recpo.serving.histories import ServingCounts
+from recpo.serving.histories import EncodedHistories, ServingCounts
 from recpo.serving.recommending import validate_k
 
 
@@ -22,24 +24,26 @@ class Query:
         history: raw events, keys as the columns of a history (``recpo.serving.histories``).
         exclude: external ids that must not be listed.
         k: length of the slate; None = the bundle's own.
+        explore: draw the slate; otherwise the best items in their order.
     """
 
     history: Sequence[Mapping[str, Any]]
     exclude: Sequence[Any] = ()
     k: int | None = None
+    explore: bool = False
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A slate, best first.
+    """A slate, in the order in which it is shown.
 
     Attributes:
         bundle: who ranked it.
         items: external ids, at most k.
-        scores: natural-log probabilities under the policy; None where it was not asked.
+        scores: natural-log probabilities under the policy; None of an item that it did not list.
         propensity: probability of each item at a place of the slate that is drawn at random.
         explored: the item is none of the best ones, which would be shown without exploration.
-        is_random: the item was drawn uniformly.
+        is_random: the whole slate was drawn uniformly.
     """
 
     bundle: LoadedBundle
@@ -47,55 +51,88 @@ class Shown:
     scores: list[float | None]
     propensity: list[float]
     explored: list[bool]
-    is_random: list[bool]
+    is_random: bool
 
 
-def rank(
-    bundle: LoadedBundle, queries: Sequence[Query], on_counts: Callable[[ServingCounts], None] = lambda _: None
-) -> list[Shown | Exception]:
-    """A slate, or what is wrong with the query, for each query.
-
-    The histories of all queries are read at once, which costs little more than reading one. Where one of them cannot be
-    read, each is read alone, so that a fault stays with the client who made it.
+class Ranker:
+    """Ranks batches, one at a time.
 
     Args:
-        bundle: who ranks.
-        queries: what is asked.
+        exploration: how slates of queries that explore are drawn; None = no query does.
         on_counts: told what was left out of the histories.
+        seed: of all draws; None = from the operating system, so that no two workers draw alike.
     """
-    try:
-        return list(_rank(bundle, queries, on_counts))
-    except RecpoError as error:
-        if len(queries) == 1:
-            return [error]
-        return [answer for query in queries for answer in rank(bundle, [query], on_counts)]
+
+    def __init__(
+        self,
+        exploration: Exploration | None = None,
+        on_counts: Callable[[ServingCounts], None] = lambda _: None,
+        seed: int | None = None,
+    ) -> None:
+        self._exploration, self._on_counts = exploration, on_counts
+        self._generator = np.random.default_rng(seed)
+
+    def rank(self, bundle: LoadedBundle, queries: Sequence[Query]) -> list[Shown | Exception]:
+        """A slate, or what is wrong with the query, for each query.
+
+        The histories of all queries are read at once, which costs little more than reading one. Where one of them
+        cannot be read, each is read alone, so that a fault stays with the client who made it.
+        """
+        try:
+            return list(self._rank(bundle, queries))
+        except RecpoError as error:
+            if len(queries) == 1:
+                return [error]
+            return [answer for query in queries for answer in self.rank(bundle, [query])]
+
+    def _rank(self, loaded: LoadedBundle, queries: Sequence[Query]) -> list[Shown]:
+        bundle = loaded.bundle
+        lengths = [bundle.k if query.k is None else validate_k(query.k, bundle.k) for query in queries]
+        read = loaded.reader.read_requests([(query.history, query.exclude) for query in queries])
+        ((_, inputs),) = read.batches(len(queries))
+        top_items, scores = bundle.runtime.recommend(inputs, bundle.k)
+        self._on_counts(read.counts)
+        slates: list[Slate] = [_best(top_items[row, :k]) for row, k in enumerate(lengths)]
+        exploring: dict[int, list[int]] = defaultdict(list)
+        for row, query in enumerate(queries):
+            if query.explore:
+                exploring[lengths[row]].append(row)
+        for k, rows in exploring.items():
+            for row, slate in zip(
+                rows, self._drawn(inputs, (top_items, scores), len(bundle.items), k, rows), strict=True
+            ):
+                slates[row] = slate
+        external = bundle.items.to_external(np.concatenate([slate.items for slate in slates])).to_pylist()
+        ends = np.cumsum([len(slate.items) for slate in slates]).tolist()
+        return [
+            _shown(loaded, slate, external[end - len(slate.items) : end], scores[row])
+            for row, (slate, end) in enumerate(zip(slates, ends, strict=True))
+        ]
+
+    def _drawn(
+        self, inputs: EncodedHistories, top: tuple[np.ndarray, np.ndarray], num_items: int, k: int, rows: list[int]
+    ) -> list[Slate]:
+        """Slates of some rows of the batch."""
+        if self._exploration is None:
+            raise RecpoError("explore: this server does not explore (--exploration)")
+        width = max(self._exploration.shortlist, k)
+        pools = None
+        if self._exploration.epsilon > 0 and self._exploration.uniform_over == "catalog":
+            pools = [
+                Pool.of(num_items, exclude=np.concatenate([inputs.item_ids[row], inputs.exclude[row]])) for row in rows
+            ]
+        shortlist, scores = (values[rows, :width] for values in top)
+        batch = self._exploration.sample_batch(shortlist, scores, k, self._generator, pools)
+        return [batch.of(place) for place in range(len(rows))]
 
 
-def _rank(bundle: LoadedBundle, queries: Sequence[Query], on_counts: Callable[[ServingCounts], None]) -> list[Shown]:
-    lengths = [bundle.bundle.k if query.k is None else validate_k(query.k, bundle.bundle.k) for query in queries]
-    read = bundle.reader.read_requests([(query.history, query.exclude) for query in queries])
-    ((_, inputs),) = read.batches(len(queries))
-    top_items, scores = bundle.bundle.runtime.recommend(inputs, max(lengths))
-    external = bundle.bundle.items.to_external(top_items).to_pylist()
-    on_counts(read.counts)
-    width = top_items.shape[1]
-    return [
-        _shown(bundle, top_items[row, :k], external[row * width : row * width + k], scores[row, :k])
-        for row, k in enumerate(lengths)
-    ]
-
-
-def _shown(bundle: LoadedBundle, top_items: np.ndarray, external: list[Any], scores: np.ndarray) -> Shown:
-    """The deterministic slate: the n best items.
-
-    The log's propensity is the probability of the item at a place of the slate that is drawn at random: 1 / n here.
-    """
+def _best(top_items: np.ndarray) -> Slate:
+    """The deterministic slate: the n best items, each with the propensity 1 / n."""
     listed = int((top_items > 0).sum())  # what is empty stands at the end
-    return Shown(
-        bundle,
-        external[:listed],
-        scores[:listed].tolist(),
-        [1.0 / listed] * listed if listed else [],
-        [False] * listed,
-        [False] * listed,
-    )
+    places = np.arange(listed)
+    return Slate(top_items[:listed], np.full(listed, 1 / max(1, listed)), np.zeros(listed, bool), False, places)
+
+
+def _shown(bundle: LoadedBundle, slate: Slate, items: list[Any], scores: np.ndarray) -> Shown:
+    known = [float(scores[place]) if place >= 0 else None for place in slate.positions.tolist()]
+    return Shown(bundle, items, known, slate.propensity.tolist(), slate.explored.tolist(), slate.is_random)

@@ -15,7 +15,7 @@ from recpo.server.bundles import LoadedBundle, Versions
 from recpo.server.impressions import ImpressionLog, LogLayout
 from recpo.server.metrics import Metrics
 from recpo.server.options import ServerOptions
-from recpo.server.ranking import Query, Shown, rank
+from recpo.server.ranking import Query, Ranker, Shown
 from recpo.server.settling import settle
 from recpo.server.wire import FeedbackRequest, RecommendRequest
 
@@ -52,7 +52,14 @@ class Service:
     def __init__(self, path: Path, options: ServerOptions) -> None:
         self.options = options
         self.metrics = Metrics()
-        self.versions = Versions(path, options.name, self.metrics.of_bundle, threads=options.threads)
+        self.versions = Versions(
+            path,
+            options.name,
+            self.metrics.of_bundle,
+            threads=options.threads,
+            shortlist=0 if options.exploration is None else options.exploration.shortlist,
+        )
+        self._ranker = Ranker(options.exploration, self.metrics.of_histories)
         self.log = None if options.log is None else _open_log(options.log, self.versions.current, options)
         self.draining = False
         self._batcher: Batcher[Query, Shown] = Batcher(
@@ -97,7 +104,8 @@ class Service:
             LogUnavailableError: the impression cannot be written.
         """
         self._validate(request)
-        query = Query(request.history, request.exclude, request.k)
+        explores = self.options.exploration is not None and request.explore is not False
+        query = Query(request.history, request.exclude, request.k, explores)
         async with asyncio.timeout(self.options.timeout_s):
             shown = await self._batcher.submit(query)
         wanted = shown.bundle.bundle.k if request.k is None else request.k
@@ -107,7 +115,8 @@ class Service:
         if self.log is None or not shown.items:
             return Answered(shown, None)
         try:
-            identifier, written = self.log.add(request.user_id, shown.items, shown.propensity, shown.is_random)
+            is_random = [shown.is_random] * len(shown.items)
+            identifier, written = self.log.add(request.user_id, shown.items, shown.propensity, is_random)
             await asyncio.wrap_future(written)
         except RecpoError as error:
             raise LogUnavailableError(str(error)) from error
@@ -142,7 +151,7 @@ class Service:
 
     def _rank(self, queries: Sequence[Query]) -> list[Shown | Exception]:
         with self.metrics.batch_seconds.time():
-            return rank(self.versions.current, queries, self.metrics.of_histories)
+            return self._ranker.rank(self.versions.current, queries)
 
     def _settle(self) -> None:
         if self.log is not None:
@@ -161,8 +170,8 @@ class Service:
                 )
         if request.k is not None and request.k > bundle.k:
             raise RecpoError(f"k is {request.k}, this bundle serves at most {bundle.k}")
-        if request.explore:
-            raise RecpoError("explore: this server does not explore")
+        if request.explore and options.exploration is None:
+            raise RecpoError("explore: this server does not explore (--exploration)")
         user = str if options.user_ids == "string" else int
         if self.log is not None and type(request.user_id) is not user:
             raise RecpoError(f"user_id: this server logs users by ids of the type {options.user_ids} (--user_ids)")

@@ -12,7 +12,7 @@ import pytest
 from recpo.artifacts import sha256
 from recpo.errors import RecpoError
 from recpo.server.bundles import LoadedBundle
-from recpo.server.ranking import Query, rank
+from recpo.server.ranking import Query, Ranker
 from tests.server.conftest import answers, event, request, serving
 
 
@@ -71,7 +71,7 @@ def test_a_fault_in_one_history_stays_with_its_client(bundle):
     loaded = LoadedBundle.load(bundle.root, "bundle")
     good, seconds = Query([event(3)], (), 4), Query([{"item_id": "item-3", "timestamp": 1_700_000_000}], (), 4)
     counted = []
-    found = rank(loaded, [good, seconds, good, Query([], (), 21)], counted.append)
+    found = Ranker(on_counts=counted.append).rank(loaded, [good, seconds, good, Query([], (), 21)])
     assert [isinstance(answer, RecpoError) for answer in found] == [False, True, False, True]
     assert "milliseconds" in str(found[1])
     assert "expected 1 to 20" in str(found[3])

@@ -1,0 +1,98 @@
+"""Slates that are drawn: what is logged is the probability with which it happened."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from recpo.errors import RecpoError
+from recpo.exploration import Exploration
+from recpo.server.bundles import LoadedBundle, Versions
+from recpo.server.ranking import Query, Ranker
+from recpo.server.settling import settle
+from tests.server.conftest import answers, event, request
+
+MIXED = Exploration(temperature=2.0, epsilon=0.3, shortlist=8)
+PAST = Query([event(3), event(7)], ["item-50"], 3, explore=True)
+
+
+@pytest.fixture(scope="module")
+def loaded(bundle):
+    return LoadedBundle.load(bundle.root, "bundle")
+
+
+def test_frequencies_are_the_propensities_that_are_logged(loaded):
+    """5,000 slates of one user: how often an item was shown, against what its rows say."""
+    ranker, draws = Ranker(MIXED, seed=1), 5_000
+    shown = [slate for _ in range(draws // 500) for slate in ranker.rank(loaded, [PAST] * 500)]
+    places = Counter(item for slate in shown for item in slate.items)
+    said = {item: p for slate in shown for item, p in zip(slate.items, slate.propensity, strict=True)}
+    assert not {"item-3", "item-7", "item-50"} & places.keys()
+    assert len(places) > 110  # of 117 that may be listed
+    total = 3 * draws
+    for item, propensity in said.items():
+        spread = np.sqrt(propensity * (1 - propensity) / total)
+        assert abs(places[item] / total - propensity) < 6 * spread, item
+    assert sum(said.values()) == pytest.approx(1, abs=0.05)
+    assert np.mean([slate.is_random for slate in shown]) == pytest.approx(0.3, abs=0.04)
+
+
+def test_scores_are_the_policys_own_and_unknown_outside_its_list(loaded, bundle):
+    ranker = Ranker(MIXED, seed=2)
+    whole = dict(bundle.recommend_one(PAST.history, None, PAST.exclude))
+    best = list(whole)[:3]
+    for slate in ranker.rank(loaded, [PAST] * 200):
+        for item, score, explored in zip(slate.items, slate.scores, slate.explored, strict=True):
+            assert explored == (item not in best)
+            assert score is None or score == whole[item]
+            assert score is not None or slate.is_random
+
+
+def test_queries_of_one_batch_explore_or_not_with_lengths_of_their_own(loaded, bundle):
+    ranker = Ranker(Exploration(temperature=3.0, shortlist=20), seed=3)
+    queries = [Query([event(3)], (), k, explore) for k in (1, 4, 4, 20) for explore in (False, True)]
+    found = ranker.rank(loaded, queries)
+    assert [len(slate.items) for slate in found] == [1, 1, 4, 4, 4, 4, 20, 20]
+    for slate, query in zip(found, queries, strict=True):
+        best = [item for item, _ in bundle.recommend_one(query.history, query.k)]
+        assert query.explore or (slate.items == best and set(slate.propensity) == {1 / query.k})
+    assert set(found[-1].items) == set(found[-2].items)  # all that the shortlist has, in another order
+
+
+def test_temperature_zero_is_the_deterministic_slate(loaded):
+    cold = Ranker(Exploration(temperature=0.0, shortlist=20)).rank(loaded, [PAST])[0]
+    best = Ranker().rank(loaded, [Query(PAST.history, PAST.exclude, PAST.k)])[0]
+    assert cold == best
+
+
+def test_the_log_says_what_was_drawn_and_a_request_may_decline(bundle, tmp_path):
+    async def calls(server):
+        found = []
+        for user in range(60):
+            body = request(user) | ({"explore": user % 3 > 0} if user % 3 < 2 else {})
+            found.append((await server.client.post("/v1/recommend", json=body)).json())
+        return found, (await server.client.get("/metrics")).text
+
+    found, metrics = answers(bundle.root, calls, log=tmp_path, sync=False, exploration=MIXED)
+    settle(tmp_path)
+    rows = pq.read_table(tmp_path).to_pylist()
+    sent = {
+        (user, item["item_id"]): item["propensity"] for user, answer in enumerate(found) for item in answer["items"]
+    }
+    assert {(row["user_id"], row["item_id"]): row["propensity"] for row in rows} == sent
+    assert {row["propensity"] for row in rows if row["user_id"] % 3 == 0} == {0.2}
+    assert any(row["is_random"] for row in rows)
+    for request_id in {row["request_id"] for row in rows}:
+        assert len({row["is_random"] for row in rows if row["request_id"] == request_id}) == 1
+    explored = sum(item["explored"] for answer in found for item in answer["items"])
+    assert explored
+    assert f'recpo_items_shown_total{{explored="true"}} {explored}.0' in metrics
+
+
+def test_a_shortlist_beyond_the_bundle_is_refused_at_the_start(bundle):
+    with pytest.raises(RecpoError, match=r"lists 20 items, exploration draws from 100: set --exploration.shortlist 20"):
+        answers(bundle.root, None, exploration=Exploration())
+    assert Versions(bundle.root, shortlist=20).current.bundle.k == 20
