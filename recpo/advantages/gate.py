@@ -44,16 +44,15 @@ def reward_gate(
         ValueError: shapes that differ.
     """
     check_same_shape(rewards=rewards, item_ids=item_ids, liked=liked, drawn=drawn)
-    rewards = zero_masked(rewards.detach(), liked | drawn)
     same = item_ids.unsqueeze(-1) == item_ids.unsqueeze(-2)
     hit = drawn & (same & liked.unsqueeze(-2)).any(-1)
     others = drawn & ~hit
     hit_share = hit.sum(-1) / drawn.sum(-1).clamp(min=1)
-    ahead = rewards.unsqueeze(-1) - rewards.unsqueeze(-2)
+    own, other = rewards.unsqueeze(-1), rewards.unsqueeze(-2)
     pairs = liked.unsqueeze(-1) & others.unsqueeze(-2)
-    won = zero_masked((ahead > 0) + 0.5 * (ahead == 0), pairs).sum((-1, -2))
+    won = zero_masked((own > other) + 0.5 * (own == other), pairs).sum((-1, -2))
     separation = won / pairs.sum((-1, -2)).clamp(min=1)
-    return pairs.any(-1).any(-1) & (hit_share <= max_hit_share) & (separation >= min_separation)
+    return pairs.flatten(-2).any(-1) & (hit_share <= max_hit_share) & (separation >= min_separation)
 
 
 @dataclass(frozen=True)

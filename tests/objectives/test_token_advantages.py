@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from recpo.advantages import (
     prefix_group_advantage,
     reward_gate,
 )
+from recpo.contracts import AdvantageEstimator
 from recpo.errors import RecpoError
 from recpo.objectives import ASPO, CISPO, DAPO, ECPO, GBPO, GRPO, GSPO, KTO, PPO, DrGRPO, Reinforce
 from recpo.rewards import LoggedReward
@@ -50,6 +52,8 @@ def test_prefix_group_advantage(scale, seed):
     got = prefix_group_advantage(hostile, torch.tensor(codes), torch.tensor(mask), **options)
     for b in range(size):
         want = ref.prefix_group(rewards[b], codes[b], mask[b], *options.values())
+        alone = prefix_group_advantage(hostile[b], torch.tensor(codes[b]), torch.tensor(mask[b]), **options)
+        np.testing.assert_array_equal(alone.numpy(), got[b].numpy())
         np.testing.assert_allclose(got[b].numpy(), want, rtol=1e-9, atol=1e-9)
 
 
@@ -76,6 +80,8 @@ def test_defaults_and_bounds_of_prefix_groups():
     assert PrefixGroupAdvantage() == PrefixGroupAdvantage(min_group=2, scale=True, eps=1e-6)
     assert PrefixGroupAdvantage().requires == {"rewards"}
     rewards, codes = torch.tensor([[0.0, 1e-6, 0.0]], requires_grad=True), torch.tensor([[[0, 0], [0, 1], [1, 0]]])
+    alike = torch.full((1, 3), 0.1, dtype=torch.float64)  # three times a tenth is not three tenths
+    assert (prefix_group_advantage(alike, codes) == 0).all()
     got = prefix_group_advantage(rewards, codes)
     assert not got.requires_grad
     assert torch.equal(got, prefix_group_advantage(rewards, codes, min_group=2, scale=True, eps=1e-6))
@@ -173,6 +179,25 @@ def test_bounds_of_the_gate_are_in():
     for name in ("max_hit_share", "min_separation"):
         with pytest.raises(RecpoError, match=r"must lie in \[0, 1\], got -0.1"):
             GatedAdvantage(**{name: -0.1})
+
+
+@dataclass(frozen=True)
+class Ones(AdvantageEstimator):
+    """The advantage 1 of everything."""
+
+    def __call__(self, batch, values=None):
+        return torch.ones_like(batch.slates.reward)
+
+
+def test_the_gate_reads_kept_items_of_the_log_and_kept_draws():
+    columns = {"is_logged": torch.tensor([[True, False, False]]), "positive": torch.tensor([[True, False, False]])}
+    rewards = [[0.9, 0.1, 0.2]]
+    for items, passes in (([1, 2, 3], 1.0), ([-1, 2, 3], 0.0), ([1, -1, -1], 0.0), ([1, -1, 3], 1.0)):
+        got = GatedAdvantage(Ones())(batch_of(rewards, [items], **columns))  # -1 is masked
+        assert got.tolist() == [[passes] * 3]
+    for column in columns:
+        with pytest.raises(RecpoError, match="set rollout with logged_share above 0"):
+            GatedAdvantage()(batch_of(rewards, [[1, 2, 3]], **{**columns, column: None}))
 
 
 def test_only_groups_that_pass_the_gate_have_advantages():

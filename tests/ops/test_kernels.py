@@ -207,6 +207,20 @@ def test_passes_over_a_catalog(keep_bytes: int, padding_rows: int, monkeypatch: 
         torch.testing.assert_close(fast, plain, rtol=1e-10, atol=1e-12)
 
 
+def test_plain_passes_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, table = torch.randn(3, 2), torch.randn(5, 2)
+    arguments = (torch.ones(3), states, table, 1, torch.zeros(3), torch.zeros(3), True, True)
+    monkeypatch.setattr(kernels, "_plain_sums", not_here)
+    monkeypatch.setattr(kernels, "_plain_entropy_gradients", not_here)
+    assert kernels.sum_over_catalog(states, table, 1, want_expected_row=True).lse.shape == (3,)
+    assert kernels.entropy_gradients(*arguments)[1].shape == (5, 2)
+    with reference_kernels():
+        with pytest.raises(AssertionError, match="due"):
+            kernels.sum_over_catalog(states, table, 1, want_expected_row=True)
+        with pytest.raises(AssertionError, match="due"):
+            kernels.entropy_gradients(*arguments)
+
+
 @pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
 def test_a_policy_and_its_gradients(blocks: str) -> None:
     torch.manual_seed(0)
