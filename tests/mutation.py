@@ -40,6 +40,10 @@ LOSSES = [
     "tests/objectives",
 ]
 NEWER = ["labels_and_weights", "identities", "contract", "catalog_closed_forms"]
+PREFERENCES = [
+    *(f"tests/objectives/test_{name}.py" for name in (*NEWER[:3], "terms_and_metrics", "defaults_and_bounds")),
+    "tests/test_objective_references.py",
+]
 #: the tests of a module, fast ones first; the longest prefix counts
 OWNERS = {
     "recpo/objectives": LOSSES,
@@ -47,6 +51,7 @@ OWNERS = {
         f"recpo/objectives/{module}": [f"tests/objectives/test_{name}.py" for name in NEWER]
         for module in ("mpo", "catalog_policy_gradient", "weighted_likelihood", "kto")
     },
+    **{f"recpo/objectives/{module}": PREFERENCES for module in ("dpo", "preference", "listwise_dpo")},
     "recpo/ops": ["tests/ops", *LOSSES],
     "recpo/ops/kl": LOSSES,
     "recpo/ops/reduce": LOSSES,

@@ -100,7 +100,7 @@ def empirical_bernstein_interval(values: FloatArray, low: float, high: float, le
     users = len(values)
     if users < 2:
         return NOWHERE
-    slack = 1e-9 * max(abs(low), abs(high), 1.0)
+    slack = 1e-9 * max(-low, high, 1.0)
     if values.min() < low - slack or values.max() > high + slack:
         raise ValueError(f"values from {values.min():g} to {values.max():g} lie outside {low:g} to {high:g}")
     log_term = math.log(4 / (1 - level))

@@ -102,6 +102,8 @@ def test_more_than_the_largest_weights_are_taken_from_the_bins(monkeypatch):
     weight = np.array([1.0] * 393 + [8.0] * 6 + [32.0])
     assert tail_of(weight, 1).top_percent_share == pytest.approx((32 + 3 * 8) / weight.sum())  # 4 of 400
     assert tail_of(weight[:200], 1).top_percent_share == pytest.approx(2 / 200)
+    weight[-1] = 2.0**63.99  # in the last bin
+    assert tail_of(weight, 1).top_percent_share == pytest.approx(1.0)
 
 
 def test_ties_and_short_logs_have_no_shape():
