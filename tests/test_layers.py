@@ -29,7 +29,7 @@ MAY_IMPORT = {
     | L1
     | {"data", "factorization", "rewards", "simulation", "tokenizer", "reranking", "evaluation"},
     "serving": BASE | {"policies", "data", "serving"},
-    "server": BASE | {"exploration", "serving", "server"},
+    "server": BASE | {"exploration", "reranking", "serving", "server"},
     "training": BASE
     | L1
     | {"advantages", "objectives", "policies", "rewards", "data", "factorization", "evaluation", "serving", "training"},

@@ -9,6 +9,7 @@ from recpo.reranking.determinantal import Determinantal as Determinantal
 from recpo.reranking.marginal_relevance import MaximalMarginalRelevance as MaximalMarginalRelevance
 from recpo.reranking.reranker import Reranker as Reranker
 from recpo.reranking.reranker import rerank as rerank
+from recpo.reranking.reranker import reranked_places as reranked_places
 
 __all__ = [
     "AttributeCap",
@@ -20,4 +21,5 @@ __all__ = [
     "Reranker",
     "Tags",
     "rerank",
+    "reranked_places",
 ]

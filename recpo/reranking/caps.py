@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -17,24 +16,20 @@ from recpo.reranking.reranker import Reranker, by_score
 class AttributeCap(Reranker):
     """The most relevant items of which no more than ``at_most`` share a value of an attribute.
 
-    An item with several values counts for each of them; one without a value is never held back.
+    An item with several values counts for each of them; one without a value is never held back. Where the shortlist has
+    too few such items, the most relevant ones of the others complete the slate.
 
     Attributes:
         attribute: column of the item attributes, such as author or category.
         at_most: how many items of a slate may share a value.
-        when_short: what follows where the shortlist has too few such items: the most relevant ones of the others
-            (fill), or nothing, so that the cap holds and the slate is short (short).
     """
 
     attribute: str
     at_most: int = 2
-    when_short: Literal["fill", "short"] = "fill"
 
     def __post_init__(self) -> None:
         if self.at_most < 1:
             raise RecpoError(f"re-ranking: at_most is {self.at_most}, expected at least 1")
-        if self.when_short not in ("fill", "short"):
-            raise RecpoError(f"re-ranking: when_short is {self.when_short!r}, expected fill or short")
 
     @property
     def label(self) -> str:
@@ -49,7 +44,7 @@ class AttributeCap(Reranker):
     def order(
         self, items: IntArray, scores: FloatArray, k: int, known: ItemAttributes, history: IntArray | None = None
     ) -> IntArray:
-        """See ``Reranker``; with ``when_short: short`` the slate may have fewer than ``min(k, M)`` items."""
+        """See ``Reranker``."""
         owner, tags = known.attribute(self.attribute).of(items)
         first = np.searchsorted(owner, np.arange(len(items) + 1))
         shown: Counter[int] = Counter()
@@ -63,5 +58,4 @@ class AttributeCap(Reranker):
             (chosen if fits else left).append(place)
             if fits:
                 shown.update(own)
-        fill = left[: k - len(chosen)] if self.when_short == "fill" else []
-        return np.array([*chosen, *fill], np.int64)
+        return np.array([*chosen, *left[: k - len(chosen)]], np.int64)

@@ -76,16 +76,29 @@ def rerank(
         items ``[M]`` and scores ``[M]``.
     """
     items, scores = np.asarray(items, np.int64), np.asarray(scores)
+    places = reranked_places(reranker, items, scores, k, known, history)
+    listed, falling = np.zeros_like(items), np.full_like(scores, -np.inf)
+    listed[: len(places)], falling[: len(places)] = items[places], -np.sort(-scores[places])
+    return listed, falling
+
+
+def reranked_places(
+    reranker: Reranker,
+    items: ArrayLike,
+    scores: ArrayLike,
+    k: int,
+    known: ItemAttributes,
+    history: ArrayLike | None = None,
+) -> IntArray:
+    """The places of a whole shortlist in its new order, without those that are empty; see ``rerank``."""
+    items, scores = np.asarray(items, np.int64), np.asarray(scores)
     best = np.argsort(-scores, kind="stable")
     best = best[(items[best] > 0) & (scores[best] > -np.inf)]
     past = None if history is None else np.asarray(history, np.int64)
     slate = reranker.order(items[best], scores[best], k, known, past)
     rest = np.ones(len(best), bool)
     rest[slate] = False
-    order = np.concatenate([slate, np.flatnonzero(rest)])
-    listed, falling = np.zeros_like(items), np.full_like(scores, -np.inf)
-    listed[: len(best)], falling[: len(best)] = items[best][order], scores[best]
-    return listed, falling
+    return best[np.concatenate([slate, np.flatnonzero(rest)])]
 
 
 def relevance(scores: FloatArray) -> FloatArray:

@@ -25,6 +25,8 @@ from typing import Final
 
 from recpo.artifacts import kind_of, read_json, sha256, write_json
 from recpo.errors import RecpoError
+from recpo.reranking import ItemAttributes
+from recpo.server.reranking import Reranking
 from recpo.serving.bundle import Bundle
 from recpo.serving.golden import check_golden
 from recpo.serving.histories import HistoryReader
@@ -47,6 +49,7 @@ class LoadedBundle:
         golden: how many golden requests it has answered; 0 = it has none.
         bundle: the bundle.
         reader: its histories.
+        known: what re-ranking reads of its items; None = nothing.
     """
 
     name: str
@@ -55,18 +58,23 @@ class LoadedBundle:
     golden: int
     bundle: Bundle
     reader: HistoryReader
+    known: ItemAttributes | None = None
 
     @classmethod
-    def load(cls, path: Path, name: str, version: str | None = None, threads: int = 0) -> LoadedBundle:
+    def load(
+        cls, path: Path, name: str, version: str | None = None, threads: int = 0, reranking: Reranking | None = None
+    ) -> LoadedBundle:
         """Verifies, loads and tries a bundle; ``threads`` of ONNX Runtime, 0 = one per core.
 
         Raises:
-            RecpoError: it is none, or altered, or answers its golden requests otherwise than when it was exported.
+            RecpoError: it is none, or altered, or answers its golden requests otherwise than when it was exported, or
+                re-ranking lacks what it reads of the items.
         """
         bundle = Bundle.load(path, threads=threads)
         checksum = sha256(path / MANIFEST)
         golden = check_golden(bundle)
-        return cls(name, version or checksum[:12], checksum, golden, bundle, bundle.reader)
+        known = None if reranking is None else reranking.known(bundle)
+        return cls(name, version or checksum[:12], checksum, golden, bundle, bundle.reader, known)
 
 
 class Versions:
@@ -77,7 +85,8 @@ class Versions:
         name: of the model; None = the directory's.
         on_change: called with the bundle that serves from now on.
         threads: of ONNX Runtime; 0 = one per core.
-        shortlist: how many items a bundle must list at least, for exploration.
+        shortlist: how many items a bundle must list at least, for exploration and re-ranking.
+        reranking: how slates are chosen as a whole; None = by the policy's order.
 
     Raises:
         RecpoError: there is no bundle, or the one that should serve cannot.
@@ -90,6 +99,7 @@ class Versions:
         on_change: Callable[[LoadedBundle], None] = lambda _: None,
         threads: int = 0,
         shortlist: int = 0,
+        reranking: Reranking | None = None,
     ) -> None:
         self.path = path
         self.name = name or path.resolve().name
@@ -97,7 +107,7 @@ class Versions:
         self._loading = threading.Lock()
         self._on_change = on_change
         self._tried: str | None = None
-        self._threads, self._shortlist = threads, shortlist
+        self._threads, self._shortlist, self._reranking = threads, shortlist, reranking
         self.current = self._load(None if self._alone else self._wanted())
         on_change(self.current)
 
@@ -176,11 +186,11 @@ class Versions:
     def _load(self, version: str | None) -> LoadedBundle:
         with self._loading:
             place = self.path if version is None else self.path / version
-            loaded = LoadedBundle.load(place, self.name, version, self._threads)
+            loaded = LoadedBundle.load(place, self.name, version, self._threads, self._reranking)
         if loaded.bundle.k < self._shortlist:
             raise RecpoError(
-                f"{place} lists {loaded.bundle.k} items, exploration draws from {self._shortlist}: set "
-                f"--exploration.shortlist {loaded.bundle.k}, or export with a larger --k"
+                f"{place} lists {loaded.bundle.k} items, exploration or re-ranking takes {self._shortlist}: set "
+                f"--exploration.shortlist or --rerank_options.shortlist {loaded.bundle.k}, or export with a larger --k"
             )
         if hasattr(self, "current") and _kind(loaded) != _kind(self.current):
             raise RecpoError(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from recpo.artifacts import describe_os_error
 from recpo.errors import RecpoError
 from recpo.exploration import Exploration
+from recpo.reranking import Reranker, RerankOptions
 from recpo.server.impressions import IdType
+from recpo.server.reranking import Reranking
 
 _SHORTEST_KEY = 16
 
@@ -27,6 +29,9 @@ class ServerOptions:
         user_ids: type of the users' ids in requests and log: integer or string.
         api_keys: file of keys, one per line; a request needs one of them. null = everybody may ask.
         admin_keys: file of keys for swap and rollback; null = nobody may.
+        rerank: how slates are chosen as a whole before any is drawn: MaximalMarginalRelevance, Determinantal,
+            AttributeCap or Calibration of ``recpo.reranking``; null = by the policy's order.
+        rerank_options: how many items are re-ranked, and the file of their attributes.
         exploration: how slates are drawn (``recpo.exploration.Exploration``: temperature, epsilon, shortlist,
             uniform_over); null = the best items in their order.
         max_batch: most requests that are ranked together.
@@ -54,6 +59,8 @@ class ServerOptions:
     user_ids: IdType = "integer"
     api_keys: Path | None = None
     admin_keys: Path | None = None
+    rerank: Reranker | None = None
+    rerank_options: RerankOptions = field(default_factory=RerankOptions)
     exploration: Exploration | None = None
     max_batch: int = 32
     max_wait_ms: float = 0.0
@@ -86,6 +93,17 @@ class ServerOptions:
         for name in ("timeout_s", "rotate_s", "rotate_mb"):
             if not getattr(self, name) > 0:
                 raise RecpoError(f"serve: {name} is {getattr(self, name)}, expected a number above 0")
+
+    @property
+    def reranking(self) -> Reranking | None:
+        """How slates are chosen as a whole; None = by the policy's order."""
+        return None if self.rerank is None else Reranking(self.rerank, self.rerank_options)
+
+    @property
+    def shortlist(self) -> int:
+        """How many items a bundle must list at least, for exploration and re-ranking."""
+        explored = 0 if self.exploration is None else self.exploration.shortlist
+        return max(explored, 0 if self.rerank is None else self.rerank_options.shortlist)
 
 
 class Keys:

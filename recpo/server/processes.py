@@ -145,8 +145,9 @@ def _end_with(parent: int) -> None:
 
 def _supervise(bundle: Path, options: ServerOptions, listening: socket.socket) -> None:
     """Keeps ``options.workers`` processes alive until it is told to stop."""
-    shortlist = 0 if options.exploration is None else options.exploration.shortlist
-    Versions(bundle, options.name, shortlist=shortlist)  # its faults are told here, once
+    Versions(
+        bundle, options.name, shortlist=options.shortlist, reranking=options.reranking
+    )  # its faults are told here, once
     with tempfile.TemporaryDirectory(prefix="recpo-metrics-") as shared:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared
         try:

@@ -12,6 +12,7 @@ import numpy as np
 from recpo.errors import RecpoError
 from recpo.exploration import Exploration, Pool, Slate
 from recpo.server.bundles import LoadedBundle
+from recpo.server.reranking import Reranking
 from recpo.serving.histories import EncodedHistories, ServingCounts
 from recpo.serving.recommending import validate_k
 
@@ -60,6 +61,7 @@ class Ranker:
     Args:
         exploration: how slates of queries that explore are drawn; None = no query does.
         on_counts: told what was left out of the histories.
+        reranking: how slates are chosen as a whole, before any is drawn; None = by the policy's order.
         seed: of all draws; None = from the operating system, so that no two workers draw alike.
     """
 
@@ -67,9 +69,10 @@ class Ranker:
         self,
         exploration: Exploration | None = None,
         on_counts: Callable[[ServingCounts], None] = lambda _: None,
+        reranking: Reranking | None = None,
         seed: int | None = None,
     ) -> None:
-        self._exploration, self._on_counts = exploration, on_counts
+        self._exploration, self._on_counts, self._reranking = exploration, on_counts, reranking
         self._generator = np.random.default_rng(seed)
 
     def rank(self, bundle: LoadedBundle, queries: Sequence[Query]) -> list[Shown | Exception]:
@@ -92,6 +95,10 @@ class Ranker:
         ((_, inputs),) = read.batches(len(queries))
         top_items, scores = bundle.runtime.recommend(inputs, bundle.k)
         self._on_counts(read.counts)
+        own = scores  # of the policy; slates are drawn by scores that fall along the list
+        if self._reranking is not None and loaded.known is not None:
+            order = self._reranking.order(loaded.known, inputs, top_items, scores, lengths)
+            top_items, own = (np.take_along_axis(values, order, 1) for values in (top_items, scores))
         slates: list[Slate] = [_best(top_items[row, :k]) for row, k in enumerate(lengths)]
         exploring: dict[int, list[int]] = defaultdict(list)
         for row, query in enumerate(queries):
@@ -105,7 +112,7 @@ class Ranker:
         external = bundle.items.to_external(np.concatenate([slate.items for slate in slates])).to_pylist()
         ends = np.cumsum([len(slate.items) for slate in slates]).tolist()
         return [
-            _shown(loaded, slate, external[end - len(slate.items) : end], scores[row])
+            _shown(loaded, slate, external[end - len(slate.items) : end], own[row])
             for row, (slate, end) in enumerate(zip(slates, ends, strict=True))
         ]
 

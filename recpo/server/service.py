@@ -57,9 +57,10 @@ class Service:
             options.name,
             self.metrics.of_bundle,
             threads=options.threads,
-            shortlist=0 if options.exploration is None else options.exploration.shortlist,
+            shortlist=options.shortlist,
+            reranking=options.reranking,
         )
-        self._ranker = Ranker(options.exploration, self.metrics.of_histories)
+        self._ranker = Ranker(options.exploration, self.metrics.of_histories, options.reranking)
         self.log = None if options.log is None else _open_log(options.log, self.versions.current, options)
         self.draining = False
         self._batcher: Batcher[Query, Shown] = Batcher(

@@ -93,6 +93,6 @@ def test_the_log_says_what_was_drawn_and_a_request_may_decline(bundle, tmp_path)
 
 
 def test_a_shortlist_beyond_the_bundle_is_refused_at_the_start(bundle):
-    with pytest.raises(RecpoError, match=r"lists 20 items, exploration draws from 100: set --exploration.shortlist 20"):
+    with pytest.raises(RecpoError, match="lists 20 items, exploration or re-ranking takes 100"):
         answers(bundle.root, None, exploration=Exploration())
     assert Versions(bundle.root, shortlist=20).current.bundle.k == 20
