@@ -39,9 +39,9 @@ from recpo.cli.train import train
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.evaluation.estimates import estimate_over_seeds
-from recpo.evaluation.ranking import ndcg, ranked_hits, recall
 from recpo.evaluation.targets import held_out_targets
 from recpo.evaluation.true_rewards import true_rewards
+from recpo.ops.ranking import ndcg, ranked_hits, recall
 from recpo.training.run import Run
 from recpo.training.validation import tail_items
 

@@ -72,7 +72,7 @@ OWNERS = {
     "recpo/rewards/factor": ["tests/rewards/test_factor_reward.py"],
     "recpo/rewards/ensemble": ["tests/rewards/test_factor_reward.py"],
     "recpo/factorization": ["tests/factorization", "tests/rewards/test_factor_reward.py"],
-    "recpo/evaluation/ranking": ["tests/evaluation/test_ranking.py"],
+    "recpo/ops/ranking": ["tests/ops/test_ranking.py"],
     "recpo/evaluation/off_policy": ["tests/evaluation/off_policy"],
     **{
         f"recpo/evaluation/off_policy/{module}": [

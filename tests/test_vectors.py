@@ -50,7 +50,7 @@ OTHERS = {
     "dapo.dynamic_sampling": "recpo.training.rollout",
     "dapo.overlong": "items have no lengths that could run over",
     "ope.basic": "recpo.evaluation.off_policy",
-    "metrics.ranking": "recpo.evaluation.ranking",
+    "metrics.ranking": "recpo.ops.ranking",
     "metrics.sid_collision": "recpo.evaluation.collisions",
 }
 

@@ -45,7 +45,7 @@ def numpy(lists, targets):
 def recpo(lists, targets):
     import torch
 
-    from recpo.evaluation.ranking import mrr, ndcg, ranked_hits, recall
+    from recpo.ops.ranking import mrr, ndcg, ranked_hits, recall
 
     lists, targets = torch.from_numpy(lists), torch.from_numpy(targets)
     metrics = {"NDCG": ndcg, "Recall": recall, "MRR": mrr}

@@ -15,7 +15,10 @@ from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.estimates import Estimate, estimate
 from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.measures import Measure, Observed, Recommender
-from recpo.evaluation.ranking import (
+from recpo.evaluation.segments import ItemSegment, UserSegment
+from recpo.evaluation.targets import Targets, held_out_targets
+from recpo.ops.item_sets import first_places, is_member
+from recpo.ops.ranking import (
     accuracy,
     accuracy_of_bin,
     graded_hits,
@@ -23,9 +26,6 @@ from recpo.evaluation.ranking import (
     named,
     ranked_hits,
 )
-from recpo.evaluation.segments import ItemSegment, UserSegment
-from recpo.evaluation.targets import Targets, held_out_targets
-from recpo.ops.item_sets import first_places, is_member
 from recpo.types import EvaluationBatch, Recommendations
 
 Gain = Literal["linear", "exponential"]

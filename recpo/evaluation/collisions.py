@@ -54,7 +54,7 @@ def expected_hit_rate(lists: TupleLists, ks: Sequence[int]) -> Tensor:
 def expected_ndcg(lists: TupleLists, ks: Sequence[int]) -> Tensor:
     """NDCG@k of items: a target of a tuple is at each of the tuple's places equally often. ``[B, len(ks)]``.
 
-    The ideal list has ``min(k, targets)`` hits, as in ``recpo.evaluation.ranking.ndcg``.
+    The ideal list has ``min(k, targets)`` hits, as in ``recpo.ops.ranking.ndcg``.
     """
     longest = max(ks)
     gained = torch.cat([torch.zeros(1), 1 / torch.log2(torch.arange(2, longest + 2))]).double().cumsum(0)

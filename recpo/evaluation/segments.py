@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recpo.evaluation.item_facts import POPULARITY_BINS, ItemFacts, popularity_bins
-from recpo.evaluation.ranking import RankedHits
+from recpo.ops.ranking import RankedHits
 from recpo.types import EvaluationBatch
 
 #: Label of a user or an item that is in no bin.

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
-from recpo.factorization.model_file import plain, read_model, write_model
+from recpo.factorization.model_file import ModelInOneFile, plain
 from recpo.factorization.positives import best_on_validation, positive_pairs, positive_places
 from recpo.types import Histories, Recommendations
 
@@ -50,7 +49,7 @@ class EaseOptions:
 
 
 @dataclass(frozen=True)
-class EASE:
+class EASE(ModelInOneFile):
     """A recommender that ranks by ``sum of B[j, i]`` over the positives j of the history.
 
     Attributes:
@@ -60,6 +59,7 @@ class EASE:
         facts: how the model was fitted and chosen.
     """
 
+    kind: ClassVar[str] = _KIND
     weights: Tensor
     catalog_checksum: str
     max_history: int
@@ -78,19 +78,6 @@ class EASE:
             scores.scatter_(1, exclude, -torch.inf)
         best, ids = scores.sort(dim=1, descending=True, stable=True)
         return Recommendations(ids[:, :k].masked_fill(best[:, :k] == -torch.inf, 0), best[:, :k])
-
-    def save(self, path: Path | str) -> None:
-        """Writes one safetensors file, which appears whole or not at all."""
-        write_model(Path(path), _KIND, self, {"weights": self.weights})
-
-    @classmethod
-    def open(cls, path: Path | str) -> EASE:
-        """Reads what ``save`` wrote.
-
-        Raises:
-            RecpoError: there is no such file, it holds something else, or it is damaged.
-        """
-        return read_model(Path(path), _KIND, cls)
 
 
 def fit_ease(

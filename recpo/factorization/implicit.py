@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from tqdm import tqdm
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.factorization.graded import Chunk, chunks_of
-from recpo.factorization.model_file import plain, read_model, write_model
+from recpo.factorization.model_file import ModelInOneFile, plain
 from recpo.factorization.normal_equations import Equations, no_equations, normal_matrices
 from recpo.factorization.positives import best_on_validation, positive_pairs, positive_places
 from recpo.policies.catalog_search import best_by_blocks
@@ -71,7 +70,7 @@ class ImplicitOptions:
 
 
 @dataclass(frozen=True)
-class ImplicitALS:
+class ImplicitALS(ModelInOneFile):
     """A recommender that ranks by ``x_u · y_i``, with ``x_u`` folded in from the positives of the history.
 
     Attributes:
@@ -84,6 +83,7 @@ class ImplicitALS:
         facts: how the model was fitted and chosen.
     """
 
+    kind: ClassVar[str] = _KIND
     item_factors: Tensor
     unobserved: float
     ridge: float
@@ -114,19 +114,6 @@ class ImplicitALS:
         barred = None if exclude is None else exclude - 1
         rows, best, _ = best_by_blocks(states, self.item_factors, k, barred, padding_rows=0)
         return Recommendations((rows + 1).masked_fill(best == -torch.inf, 0), best)
-
-    def save(self, path: Path | str) -> None:
-        """Writes one safetensors file, which appears whole or not at all."""
-        write_model(Path(path), _KIND, self, {"item_factors": self.item_factors})
-
-    @classmethod
-    def open(cls, path: Path | str) -> ImplicitALS:
-        """Reads what ``save`` wrote.
-
-        Raises:
-            RecpoError: there is no such file, it holds something else, or it is damaged.
-        """
-        return read_model(Path(path), _KIND, cls)
 
 
 def fit_implicit(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -25,16 +25,40 @@ def plain(options: Any) -> dict[str, Any]:
     return values
 
 
-def write_model(path: Path, kind: str, model: Any, tensors: dict[str, Tensor]) -> None:
+class ModelInOneFile:
+    """A dataclass that is kept in one file.
+
+    Attributes:
+        kind: what it is, which the file says too.
+    """
+
+    kind: ClassVar[str]
+
+    def save(self, path: Path | str) -> None:
+        """Writes one safetensors file, which appears whole or not at all; one that exists is replaced."""
+        write_model(Path(path), self.kind, self)
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Reads what ``save`` wrote.
+
+        Raises:
+            RecpoError: there is no such file, it holds something else, or it is damaged.
+        """
+        return read_model(Path(path), cls.kind, cls)
+
+
+def write_model(path: Path, kind: str, model: Any) -> None:
     """Writes a dataclass: its tensors as such, all other fields as JSON, and a checksum of both.
 
     Args:
         path: file to write; one that exists is replaced.
         kind: what it is, for ``read_model``.
         model: a dataclass.
-        tensors: its fields that are tensors.
     """
-    others = {field.name: getattr(model, field.name) for field in fields(model) if field.name not in tensors}
+    values = {field.name: getattr(model, field.name) for field in fields(model)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in values.items() if name not in tensors}
     content = json.dumps({"kind": kind, "version": _VERSION, **others}, sort_keys=True, allow_nan=False)
     kept = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     checksum = sha256(save(kept) + content.encode())

@@ -20,6 +20,7 @@ from recpo.errors import RecpoError
 from recpo.factorization.selection import VALIDATION_USERS, validation_batches
 from recpo.feedback import HIGHEST
 from recpo.ops.item_sets import first_places, is_member
+from recpo.ops.ranking import ndcg, ranked_hits
 from recpo.types import Histories, Recommendations
 
 _K: Final = 10
@@ -63,25 +64,6 @@ def positive_places(histories: Histories, max_history: int) -> Tensor:
     return first_places(histories.item_ids, known)
 
 
-def ndcg_at_10(lists: Tensor, targets: Tensor) -> tuple[float, int]:
-    """Sum over users of NDCG@10 and the number of users that have a target.
-
-    Args:
-        lists: ``[B, k]`` item ids, best first, 0 = empty.
-        targets: ``[B, S]`` item ids, 0 = none; one that occurs several times counts once.
-    """
-    ordered = targets.sort(dim=1).values
-    distinct = ordered > 0
-    distinct[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
-    count = distinct.sum(1)
-    hit = ((lists[..., None] == targets[:, None]) & (targets[:, None] > 0)).any(-1)
-    discount = 1.0 / torch.log2(torch.arange(2, _K + 2, device=lists.device).double())
-    ideal = torch.nn.functional.pad(discount.cumsum(0), (1, 0))[count.clamp(max=_K)]
-    gained = (hit[:, :_K] * discount[: min(_K, hit.shape[1])]).sum(1)
-    known = count > 0
-    return float((gained[known] / ideal[known]).sum()), int(known.sum())
-
-
 def best_on_validation(data: Prepared, models: Sequence[HistoryRecommender]) -> tuple[int, list[float | None]]:
     """Which model has the highest NDCG@10 on the validation positives, and that of each.
 
@@ -95,13 +77,12 @@ def best_on_validation(data: Prepared, models: Sequence[HistoryRecommender]) -> 
         slates = batch.feedback.slates
         assert slates.positive is not None
         new = slates.mask & slates.positive & ~is_member(slates.item_ids, batch.exclude)
-        targets = slates.item_ids.masked_fill(~new, 0)
         for number, model in enumerate(models):
             k = min(_K, data.num_items)
             lists = model.recommend(batch.feedback.histories, k, batch.exclude).item_ids
-            total, count = ndcg_at_10(lists, targets)
-            sums[number] += total
-        users += count
+            values = ndcg(ranked_hits(lists, slates.item_ids, new), [_K]).double()
+            sums[number] += float(values.nansum())
+        users += int(values.isfinite().sum())
     if not users:
         if len(models) > 1:
             raise RecpoError(

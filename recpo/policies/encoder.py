@@ -174,7 +174,7 @@ class HistoryEncoder(nn.Module):
         kept = self.attention_length
         if items.shape[1] <= kept:
             return items, feedback, timestamps, lengths
-        place = (lengths - kept).clamp_min(0)[:, None] + torch.arange(kept, device=items.device)
+        place = most_recent_places(lengths, kept)
         near = items.gather(1, place[..., None].expand(-1, -1, items.shape[2]))
         levels, times = (None if column is None else column.gather(1, place) for column in (feedback, timestamps))
         return near, levels, times, lengths.clamp_max(kept)
@@ -205,6 +205,11 @@ class HistoryEncoder(nn.Module):
             states = states + self.feedback(feedback)
         gaps = time_gap_buckets(timestamps) if self.reads_time and timestamps is not None else None
         return self.dropout(states if packing is None else packing.pack(states)), gaps
+
+
+def most_recent_places(lengths: Tensor, size: int) -> Tensor:
+    """Where the last ``size`` events of every history stand, ``[B, size]``; of a shorter one its first places."""
+    return (lengths - size).clamp_min(0)[:, None] + torch.arange(size, device=lengths.device)
 
 
 def readable_ids(histories: Histories, max_history: int) -> Tensor:

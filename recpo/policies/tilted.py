@@ -20,7 +20,7 @@ from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy, shared_states
-from recpo.policies.encoder import readable_ids
+from recpo.policies.encoder import most_recent_places, readable_ids
 from recpo.policies.grade_factors import GradeFactors
 from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
 
@@ -368,10 +368,10 @@ def most_recent(histories: Histories, size: int) -> Histories:
     width = histories.item_ids.shape[1]
     if width <= size:
         return histories
-    place, lengths = torch.arange(size, device=histories.lengths.device), histories.lengths.clamp_max(size)
-    index, kept = (histories.lengths - lengths)[:, None] + place, place < lengths[:, None]
+    index, lengths = most_recent_places(histories.lengths, size), histories.lengths.clamp_max(size)
+    kept = torch.arange(size, device=lengths.device) < lengths[:, None]
     item_ids, feedback, timestamps = (
-        None if values is None else values.gather(1, index.clamp_max(width - 1)) * kept
+        None if values is None else values.gather(1, index) * kept
         for values in (histories.item_ids, histories.feedback, histories.timestamps)
     )
     assert item_ids is not None

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recpo.evaluation.collisions import TupleLists, expected_hit_rate, expected_ndcg, expected_recall
-from recpo.evaluation.ranking import hit_rate, ndcg, ranked_hits, recall
+from recpo.ops.ranking import hit_rate, ndcg, ranked_hits, recall
 from tests.reference import ranking_loops
 
 METRICS = {"HitRate": expected_hit_rate, "Recall": expected_recall, "NDCG": expected_ndcg}

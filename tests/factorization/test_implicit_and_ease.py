@@ -11,7 +11,7 @@ from recpo.errors import RecpoError
 from recpo.factorization import graded, positives
 from recpo.factorization.ease import EASE, EaseOptions, cooccurrences, fit_ease, item_weights
 from recpo.factorization.implicit import ImplicitALS, ImplicitOptions, fit_implicit, positive_chunks, sweep
-from recpo.factorization.positives import best_on_validation, ndcg_at_10, positive_places
+from recpo.factorization.positives import best_on_validation, positive_places
 from recpo.types import Histories, Recommendations
 
 
@@ -160,20 +160,6 @@ def test_saved_and_opened_they_are_the_same(name, kind, histories, request, tmp_
             kind.open(tmp_path / "model")
     with pytest.raises(RecpoError, match="no such file"):
         kind.open(tmp_path / "absent")
-
-
-def test_ndcg_is_that_of_a_loop():
-    rng = np.random.default_rng(0)
-    lists = np.stack([rng.permutation(np.arange(1, 31))[:10] for _ in range(50)])
-    targets = rng.integers(0, 31, (50, 12)) * rng.integers(0, 2, (50, 12)) * (np.arange(50) > 1)[:, None]
-    expected = []
-    for row, wanted in zip(lists, map(set, targets.tolist()), strict=True):
-        wanted -= {0}
-        gained = sum(1 / np.log2(place + 2) for place, item in enumerate(row) if item in wanted)
-        if wanted:
-            expected.append(gained / sum(1 / np.log2(place + 2) for place in range(min(10, len(wanted)))))
-    got = ndcg_at_10(torch.from_numpy(lists), torch.from_numpy(targets))
-    assert got == (pytest.approx(sum(expected)), len(expected))
 
 
 class Fixed:

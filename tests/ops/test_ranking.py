@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score
 
-from recpo.evaluation.ranking import (
+from recpo.ops.item_sets import is_member
+from recpo.ops.ranking import (
     accuracy,
     accuracy_of_bin,
     graded_hits,
@@ -25,7 +26,6 @@ from recpo.evaluation.ranking import (
     ranked_hits,
     recall,
 )
-from recpo.ops.item_sets import is_member
 from tests.reference import ranking_loops
 
 VECTORS = Path(__file__).parents[1] / "data" / "objectives.json"
