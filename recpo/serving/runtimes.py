@@ -112,6 +112,8 @@ class OnnxRuntime(Runtime):
         try:
             settings = onnxruntime.SessionOptions()
             settings.intra_op_num_threads = threads
+            # Threads that spin while they wait take the cores away from whoever reads the next request.
+            settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
             self._session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         except Exception as error:  # its own classes, which share no base
             raise RecpoError(
