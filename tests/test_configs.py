@@ -88,7 +88,7 @@ def reward_model(options, pretrained, tmp_path_factory):
 @pytest.fixture(scope="module")
 def factors(prepared, tmp_path_factory):
     out = tmp_path_factory.mktemp("factors") / "factors"
-    assert main(["factorize", "--prepared", str(prepared), "--out", str(out), "--ranks", "[2]", "--ridges", "[2]"]) == 0
+    assert main(["factorize", "--prepared", str(prepared), "--out", str(out), "--ranks", "[2]", "--sweeps", "3"]) == 0
     return ["--reward.init_args.factors", str(out)]
 
 

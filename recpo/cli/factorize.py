@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 
@@ -16,7 +16,8 @@ from recpo.workflows.factorize import factorize as _factorize
 def factorize(
     prepared: str,
     out: Path,
-    ranks: list[int] = [4, 8, 16],  # noqa: B006 as YAML says it
+    method: Literal["variational", "als"] = "variational",
+    ranks: list[int] | None = None,
     ridges: list[float] = [1.0, 2.0, 4.0, 8.0],  # noqa: B006 as YAML says it
     progress: bool = True,
     **options: Any,
@@ -29,12 +30,14 @@ def factorize(
     Args:
         prepared: directory written by ``recpo prepare``.
         out: directory to make.
-        ranks: numbers of factors to try.
-        ridges: ridges to try: the weight of the squared factors and biases, against one per event.
+        method: "variational" keeps a posterior of every user and item and learns their priors from the data (Lim and
+            Teh, 2007); "als" is alternating least squares with one ridge.
+        ranks: numbers of factors to try; null = 8 and 16, and 4 too with "als".
+        ridges: ridges that "als" tries: the weight of the squared factors and biases, against one per event.
         progress: show a progress bar on a terminal.
         **options: those of ``recpo.workflows.factorize.factorize``.
     """
-    factors = _factorize(prepared, out, ranks=ranks, ridges=ridges, progress=progress, **options)
+    factors = _factorize(prepared, out, method=method, ranks=ranks, ridges=ridges, progress=progress, **options)
     write_resolved(out / "resolved.yaml")
     _print(factors, out)
 
@@ -46,12 +49,15 @@ def _print(factors: Factors, out: Path) -> None:
     errors = {(tried["rank"], tried["ridge"]): tried["squared_error"] for tried in factors.facts["tried"]}
     for name in ("ridge", *(f"rank {rank}" for rank in ranks)):
         table.add_column(name, justify="right")
-    for ridge in sorted({ridge for _, ridge in errors}):
+    for ridge in sorted({ridge for _, ridge in errors}, key=lambda ridge: ridge or 0.0):
         cells = [errors[rank, ridge] for rank in ranks]
-        table.add_row(f"{ridge:g}", *("unknown" if error is None else f"{error:.5f}" for error in cells))
+        table.add_row(
+            "learned" if ridge is None else f"{ridge:g}",
+            *("unknown" if error is None else f"{error:.5f}" for error in cells),
+        )
     terminal.print(table)
     terminal.print(
-        f"{out}: rank {factors.rank}, ridge {factors.ridge:g}, {factors.num_items:,} items, "
+        f"{out}: rank {factors.rank}, ridge {factors.ridge:.3g}, {factors.num_items:,} items, "
         f"{factors.facts['train_events']:,} graded events; squared error {factors.noise:.5f} on the training period",
         soft_wrap=True,
     )

@@ -34,7 +34,7 @@ def tilt(
     criterion: Criterion | None = None,
     k: int = 10,
     candidates: int = 200,
-    lower_bound: float | None = None,
+    lower_bound: float = 0.0,
     off_policy: OffPolicyOptions = OffPolicyOptions(),  # noqa: B008  frozen
     reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
     monitor_reward: RewardFunction | None = None,
@@ -65,7 +65,7 @@ def tilt(
         k: list length.
         candidates: of policies of semantic ids, how many items of the beam are ranked again.
         lower_bound: take so many standard deviations from the grade, so that items of which little is known are listed
-            less; null = as many as the factors' own lists.
+            less; each request then costs a second product with the catalog, of (r + 1) (r + 2) columns.
         off_policy: how values are estimated from the log.
         reward: of logged items, for the off-policy value.
         monitor_reward: scores the lists; best a reward that the factors do not know.

@@ -92,7 +92,7 @@ class BaselineOptions:
 
     recency_half_life: float | None = None
     cooccurrence: CooccurrenceOptions = field(default_factory=CooccurrenceOptions)
-    factorization: FactorOptions = field(default_factory=FactorOptions)
+    factorization: FactorOptions = field(default_factory=lambda: FactorOptions(method="als"))
     implicit_als: ImplicitOptions = field(default_factory=ImplicitOptions)
     ease: EaseOptions = field(default_factory=EaseOptions)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -27,11 +28,11 @@ from recpo.ops.ridge import RidgeSolution, ridge_regression
 from recpo.policies.catalog_search import best_by_blocks
 from recpo.types import Histories, Recommendations
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 MANIFEST: Final = "manifest.json"
 _TENSORS: Final = "factors.safetensors"
 _REMEDY: Final = "copy the directory again, or make it again with `recpo factorize`"
-_NUMBERS: Final = ("mean", "ridge", "noise", "lower_bound")
+_NUMBERS: Final = ("mean", "ridge", "bias_ridge", "noise", "lower_bound")
 _OTHERS: Final = ("max_history", "catalog_checksum", "users_checksum")
 # float64 rows of one block of histories
 _FOLD_IN_BYTES: Final = 64 << 20
@@ -45,11 +46,13 @@ class Factors:
         mean: the mean grade.
         item_factors: ``[V, r]`` float32, ``q`` of the items 1..V.
         item_bias: ``[V]`` float32.
-        ridge: weight of ``|(p_u, b_u)|^2`` of every user and ``|(q_i, b_i)|^2`` of every item.
+        factor_variance: ``[V, r]`` float32, variance of the item factors where a user is folded in; 0 = taken as exact.
+        ridge: weight of ``|p_u|^2`` where a user is folded in: the noise over the variance of a user factor.
+        bias_ridge: weight of ``b_u^2``.
         user_factors: ``[U, r + 1]`` float32 of the users of the training period by their prepared index, the bias
             last; 0 of users without an event there. None = users are folded in from their history only.
         item_covariance: ``[V, r + 1, r + 1]`` float32, inverses of the normal matrices of the items; None = no bounds.
-        noise: mean squared error of the training events.
+        noise: variance of a grade around its expectation, by the training events.
         catalog_checksum: which items these are (``Prepared.catalog_checksum``).
         max_history: the most events that ``fold_in`` reads, the most recent ones.
         users_checksum: whose ``user_factors`` these are (``Prepared.users_checksum``); None = not known.
@@ -61,7 +64,9 @@ class Factors:
     mean: float
     item_factors: Tensor
     item_bias: Tensor
+    factor_variance: Tensor
     ridge: float
+    bias_ridge: float
     user_factors: Tensor | None
     item_covariance: Tensor | None
     noise: float
@@ -79,7 +84,11 @@ class Factors:
                 "uncertainty: false"
             )
         items, rank = self.item_factors.shape
-        expected = {"item_bias": (items,), "item_covariance": (items, rank + 1, rank + 1)}
+        expected = {
+            "item_bias": (items,),
+            "factor_variance": (items, rank),
+            "item_covariance": (items, rank + 1, rank + 1),
+        }
         for name, shape in expected.items():
             tensor = getattr(self, name)
             if tensor is not None and tuple(tensor.shape) != shape:
@@ -101,7 +110,7 @@ class Factors:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that the model has, by name."""
-        names = ("item_factors", "item_bias", "user_factors", "item_covariance")
+        names = ("item_factors", "item_bias", "factor_variance", "user_factors", "item_covariance")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def to(self, device: torch.device | str) -> Factors:
@@ -114,8 +123,9 @@ class Factors:
     def fold_in(self, histories: Histories) -> Tensor:
         """Factors of anybody who has a history: ridge regression of the graded events on the item factors.
 
-        ``argmin over (p, b) of sum_h (g_h - mean - b_i(h) - p · q_i(h) - b)^2 + ridge |(p, b)|^2``, over the last
-        ``max_history`` events whose grade is known: the step that fits the users of the training period.
+        ``argmin over (p, b) of sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p|^2 +
+        bias_ridge b^2`` with the variances ``v`` of the item factors, over the last ``max_history`` events whose grade
+        is known: the step that fits the users of the training period.
 
         Args:
             histories: contexts with feedback levels; an empty history gives zeros.
@@ -152,7 +162,10 @@ class Factors:
         row = (item_ids - 1).clamp_min(0)
         ones = torch.ones_like(grade, dtype=self.item_factors.dtype)[..., None]
         rows = torch.cat([self.item_factors[row], ones], -1)
-        return ridge_regression(rows, grade - self.mean - self.item_bias[row].double(), known, self.ridge)
+        ridge = F.pad(
+            (self.factor_variance[row].double() * known[..., None]).sum(1) + self.ridge, (0, 1), value=self.bias_ridge
+        )
+        return ridge_regression(rows, grade - self.mean - self.item_bias[row].double(), known, ridge)
 
     def scores(self, users: Tensor) -> Tensor:
         """Predicted grades ``[B, V]`` of all items for ``users [B, r + 1]``."""
@@ -232,8 +245,7 @@ class Factors:
                 f"{root / MANIFEST}: format_version {manifest.get('format_version')!r}, this recpo reads "
                 f"{FORMAT_VERSION}; make it again with `recpo factorize`"
             )
-        # what was written before models had bounds ranks without one, and does not say whose factors it has
-        manifest = {"lower_bound": 0.0, "users_checksum": None, **unseal(manifest, root / MANIFEST, _REMEDY)}
+        manifest = unseal(manifest, root / MANIFEST, _REMEDY)
         verify(root, manifest["files"], _REMEDY)
         try:
             tensors = load_file(root / _TENSORS)
@@ -241,6 +253,7 @@ class Factors:
                 **{name: float(manifest[name]) for name in _NUMBERS},
                 item_factors=tensors["item_factors"],
                 item_bias=tensors["item_bias"],
+                factor_variance=tensors["factor_variance"],
                 user_factors=tensors.get("user_factors"),
                 item_covariance=tensors.get("item_covariance"),
                 catalog_checksum=str(manifest["catalog_checksum"]),

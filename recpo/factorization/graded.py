@@ -14,8 +14,9 @@ holds the whole matrix in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +36,10 @@ class FactorOptions:
     """How a factor model is fitted; of several ranks and ridges the best on the validation period is taken.
 
     Args:
-        ranks: numbers of factors ``r`` to try.
-        ridges: ridges to try, each above 0.
+        method: "variational" (``recpo.factorization.variational``) keeps a posterior of users and items and learns its
+            priors; "als" (``recpo.factorization.graded``) is alternating least squares with one ridge.
+        ranks: numbers of factors ``r`` to try; None = 8 and 16, and 4 too with "als".
+        ridges: ridges to try, each above 0; of "als" alone.
         sweeps: passes over the training events per model.
         seed: of the first item factors.
         max_history: events of a history that a fold-in reads; null = those that the prepared data keep per user
@@ -46,17 +49,20 @@ class FactorOptions:
             ``uncertainty``. One constant for all data: the estimate of its gain from a log is noisier than the gain.
     """
 
-    ranks: tuple[int, ...] = (4, 8, 16)
+    method: Literal["variational", "als"] = "variational"
+    ranks: tuple[int, ...] | None = None
     ridges: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
-    sweeps: int = 12
+    sweeps: int = 20
     seed: int = 0
     max_history: int | None = None
     uncertainty: bool = True
     lower_bound: float = 2.0
 
     def __post_init__(self) -> None:
-        if not self.ranks or min(self.ranks) < 1:
-            raise RecpoError(f"ranks is {list(self.ranks)}; give at least one, each at least 1")
+        if self.method not in ("variational", "als"):
+            raise RecpoError(f"method is {self.method!r}; it is variational or als")
+        if self.ranks is not None and (not self.ranks or min(self.ranks) < 1):
+            raise RecpoError(f"ranks is {list(self.ranks)}; give at least one, each at least 1, or null")
         if not self.ridges or not min(self.ridges) > 0:
             raise RecpoError(f"ridges is {list(self.ridges)}; give at least one, each above 0")
         if self.sweeps < 1:
@@ -67,6 +73,13 @@ class FactorOptions:
             raise RecpoError(f"lower_bound is {self.lower_bound}; it is at least 0")
         if self.lower_bound and not self.uncertainty:
             raise RecpoError(f"lower_bound {self.lower_bound:g} needs uncertainty: true; set one of the two")
+
+    @property
+    def grid(self) -> list[tuple[int, float | None]]:
+        """The pairs of rank and ridge to try; None = the ridge is learned."""
+        if self.method == "variational":
+            return [(rank, None) for rank in self.ranks or (8, 16)]
+        return list(product(self.ranks or (4, 8, 16), self.ridges))
 
 
 class Chunk(NamedTuple):
@@ -139,7 +152,7 @@ def chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items: 
         begin = end
 
 
-def user_weights(chunk: Chunk, items: Items, mean: float, ridge: float) -> np.ndarray:
+def user_weights(chunk: Chunk, items: Items, mean: float, ridge: float | np.ndarray) -> np.ndarray:
     """``[p_u, b_u]`` of the chunk's users given the items, ``[n, r + 1]``."""
     target = chunk.grade - mean - items.bias[chunk.items][chunk.item]
     return solve(chunk.pairs.of_users(items.rows[chunk.items], target), ridge)
@@ -170,6 +183,29 @@ def first_items(num_items: int, rank: int, seed: int) -> Items:
 
 def _with_one(factors: np.ndarray) -> np.ndarray:
     return np.concatenate([factors, np.ones((len(factors), 1))], 1)
+
+
+def plain_factors(
+    data: Prepared,
+    items: Items,
+    mean: float,
+    ridge: float,
+    options: FactorOptions,
+) -> Factors:
+    """What folds in and predicts; no users of the training period, no bounds."""
+    return Factors(
+        mean=mean,
+        item_factors=torch.from_numpy(items.rows[:, :-1].astype(np.float32)),
+        item_bias=torch.from_numpy(items.bias.astype(np.float32)),
+        factor_variance=torch.zeros(items.rows.shape[0], items.rows.shape[1] - 1),
+        ridge=ridge,
+        bias_ridge=ridge,
+        user_factors=None,
+        item_covariance=None,
+        noise=0.0,
+        catalog_checksum=data.catalog_checksum,
+        max_history=options.max_history or int(data.manifest["max_context"]),
+    )
 
 
 def mean_grade(data: Prepared) -> tuple[float, int]:
@@ -220,16 +256,11 @@ def finish(
         squared, count = squared + float(np.square(chunk.grade - predicted).sum()), count + len(chunk.grade)
         if left is not None:
             left[chunk.items] += chunk.pairs.of_items(_with_one(weights[:, :-1]), chunk.grade).left
-    return Factors(
-        mean=mean,
-        item_factors=torch.from_numpy(items.rows[:, :-1].astype(np.float32)),
-        item_bias=torch.from_numpy(items.bias.astype(np.float32)),
-        ridge=ridge,
+    return replace(
+        plain_factors(data, items, mean, ridge, options),
         user_factors=torch.from_numpy(users),
         item_covariance=None if left is None else torch.from_numpy(inverses(left, width, ridge)),
         noise=squared / max(1, count),
-        catalog_checksum=data.catalog_checksum,
         users_checksum=data.users_checksum,
-        max_history=options.max_history or int(data.manifest["max_context"]),
         lower_bound=options.lower_bound,
     )

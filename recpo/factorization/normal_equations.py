@@ -59,6 +59,20 @@ class Pairs(NamedTuple):
         ones, targets = (csc_array((values, self.item, self.starts), shape) for values in (_ones(target), target))
         return Equations(ones @ _products(users), targets @ users)
 
+    def of_moments(self, table: Equations, target: np.ndarray, *, of_items: bool = False) -> Equations:
+        """Sums over the events of every user, or item, of a table with one row per item, or user.
+
+        Args:
+            table: what is summed as it is, and what is summed times the target.
+            target: ``[N]``.
+            of_items: the table is one of users, and the sums are those of the items.
+        """
+        shape = (len(self.starts) - 1, self.num_items)
+        ones, targets = (csr_array((values, self.item, self.starts), shape) for values in (_ones(target), target))
+        if of_items:
+            return Equations(ones.T @ table.left, targets.T @ table.right)
+        return Equations(ones @ table.left, targets @ table.right)
+
 
 def _ones(target: np.ndarray) -> np.ndarray:
     return np.ones(len(target))
@@ -75,8 +89,8 @@ def _products(rows: np.ndarray) -> np.ndarray:
     return products
 
 
-def normal_matrices(left: np.ndarray, width: int, ridge: float) -> np.ndarray:
-    """``A + ridge I`` as ``[n, d, d]``."""
+def normal_matrices(left: np.ndarray, width: int, ridge: float | np.ndarray) -> np.ndarray:
+    """``A + ridge I`` as ``[n, d, d]``; a ridge ``[d]`` is one for every weight."""
     first, second = np.triu_indices(width)
     matrices = np.empty((len(left), width, width))
     matrices[:, first, second] = left
@@ -85,16 +99,17 @@ def normal_matrices(left: np.ndarray, width: int, ridge: float) -> np.ndarray:
     return matrices
 
 
-def solve(system: Equations, ridge: float) -> np.ndarray:
-    """The weights ``[n, d]``; 0 where a regression has no event."""
+def solve(system: Equations, ridge: float | np.ndarray) -> np.ndarray:
+    """The weights ``[n, d]``; 0 where a regression has no event. A ridge ``[n, d]`` is one for every weight of each."""
     weights = np.empty_like(system.right)
     for part in _parts(len(weights)):
-        matrices = normal_matrices(system.left[part], weights.shape[1], ridge)
+        own = ridge[part] if isinstance(ridge, np.ndarray) and ridge.ndim == 2 else ridge
+        matrices = normal_matrices(system.left[part], weights.shape[1], own)
         weights[part] = np.linalg.solve(matrices, system.right[part, :, None])[..., 0]
     return weights
 
 
-def inverses(left: np.ndarray, width: int, ridge: float) -> np.ndarray:
+def inverses(left: np.ndarray, width: int, ridge: float | np.ndarray) -> np.ndarray:
     """``(A + ridge I)^-1`` as ``[n, d, d]`` float32."""
     result = np.empty((len(left), width, width), np.float32)
     for part in _parts(len(left)):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from recpo.data.held_out import HeldOutBatches, Rank
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
+from recpo.factorization import graded, variational
 from recpo.factorization.factors import Factors
-from recpo.factorization.graded import FactorOptions, Items, finish, fit_items, mean_grade
+from recpo.factorization.graded import FactorOptions, mean_grade
 from recpo.factorization.model_file import plain
 from recpo.types import EvaluationBatch
 
@@ -29,7 +29,7 @@ def fit_factors(
     *,
     progress: bool = False,
 ) -> Factors:
-    """Fits the graded factor model of ``recpo.factorization.graded`` on the training period.
+    """Fits a factor model of grades on the training period.
 
     Of several ranks and ridges that with the smallest squared error on the validation events is taken, every user
     folded in from the history before the period (``Factors.fold_in``, as it is served). The model stays the one of the
@@ -37,49 +37,64 @@ def fit_factors(
 
     Args:
         data: prepared data.
-        options: ranks, ridges and the rest.
+        options: method, ranks, ridges and the rest.
         progress: show a progress bar on a terminal.
 
     Raises:
         RecpoError: no training event has a grade, or no validation event has one and there is something to choose.
     """
     mean, count = mean_grade(data)
-    grid = list(product(options.ranks, options.ridges))
+    grid = options.grid
     events = sum(int(shard["rows"]) for shard in data.manifest["shards"]["train"])
     total = events * (len(grid) * options.sweeps + 1)
     with tqdm(total=total, desc="factorize", unit="event", unit_scale=True, disable=None if progress else True) as bar:
-        fitted = [fit_items(data, mean, rank, ridge, options, bar.update) for rank, ridge in grid]
-        candidates = [_plain(data, items, mean, ridge, options) for items, (_, ridge) in zip(fitted, grid, strict=True)]
-        errors, targets = validation_errors(data, candidates)
+        trials = [_fit(data, mean, rank, ridge, options, bar.update) for rank, ridge in grid]
+        errors, targets = validation_errors(data, [trial.model for trial in trials])
         if not targets and len(grid) > 1:
             raise RecpoError(
-                f"{data.root}: no validation event has a grade, so nothing says which of the {len(grid)} ranks and "
-                "ridges is best: give one rank and one ridge"
+                f"{data.root}: no validation event has a grade, so nothing says which of the {len(grid)} models is "
+                "best: give one rank, and with the method als one ridge"
             )
         best = min(range(len(grid)), key=lambda number: errors[number]) if targets else 0
-        factors = finish(data, fitted[best], mean, grid[best][1], options, bar.update)
-    return replace(factors, facts=_facts(options, grid, errors, targets, count))
+        factors = trials[best].finish(bar.update)
+    return replace(factors, facts=_facts(options, errors, targets, count))
 
 
-def _plain(data: Prepared, items: Items, mean: float, ridge: float, options: FactorOptions) -> Factors:
-    """What folds in and predicts; no users of the training period, no bounds."""
-    rows, bias = torch.from_numpy(items.rows[:, :-1]).float(), torch.from_numpy(items.bias).float()
-    max_history = options.max_history or int(data.manifest["max_context"])
-    return Factors(mean, rows, bias, ridge, None, None, 0.0, data.catalog_checksum, max_history)
+class _Trial(NamedTuple):
+    """A fitted model that folds in and predicts, and what adds the users of the training period."""
+
+    model: Factors
+    finish: Callable[[Callable[[int], object]], Factors]
 
 
-def _facts(
-    options: FactorOptions, grid: list[tuple[int, float]], errors: list[float], targets: int, count: int
-) -> dict[str, Any]:
-    known = errors if targets else [None] * len(grid)
-    tried = [
-        {"rank": rank, "ridge": ridge, "squared_error": error} for (rank, ridge), error in zip(grid, known, strict=True)
-    ]
+def _fit(
+    data: Prepared,
+    mean: float,
+    rank: int,
+    ridge: float | None,
+    options: FactorOptions,
+    finished: Callable[[int], object],
+) -> _Trial:
+    if ridge is None:
+        model = variational.plain_factors(
+            data, variational.fit_items(data, mean, rank, options, finished), mean, options
+        )
+        return _Trial(model, partial(variational.finish, data, model))
+    items = graded.fit_items(data, mean, rank, ridge, options, finished)
+    model = graded.plain_factors(data, items, mean, ridge, options)
+    return _Trial(model, partial(graded.finish, data, items, mean, ridge, options))
+
+
+def _facts(options: FactorOptions, errors: list[float], targets: int, count: int) -> dict[str, Any]:
+    known = errors if targets else [None] * len(errors)
     return {
         "options": plain(options),
         "train_events": count,
         "validation_events": targets,
-        "tried": tried,
+        "tried": [
+            {"rank": rank, "ridge": ridge, "squared_error": error}
+            for (rank, ridge), error in zip(options.grid, known, strict=True)
+        ],
     }
 
 

@@ -25,44 +25,58 @@ class GradeFactors(nn.Module):
         num_items: V.
         rank: r.
         mean: mean grade.
-        ridge: weight of ``|(p, b)|^2``; above 0.
+        ridge: weight of ``|p|^2``; above 0.
+        bias_ridge: weight of ``b^2``; above 0.
         lower_bound: standard deviations, at least 0.
 
     Attributes:
         item_factors: ``[V + 1, r]``, ``q``; row 0 is no item and zero.
         item_bias: ``[V + 1]``.
+        factor_variance: ``[V + 1, r]``, variance of the factors, 0 where they are taken as exact.
         item_variances: ``[V + 1, rooted]``, ``t``.
         rooted: width of ``s`` and ``t``: ``(r + 1) (r + 2)``, 0 without a lower bound.
     """
 
     item_factors: Tensor
     item_bias: Tensor
+    factor_variance: Tensor
     item_variances: Tensor
     _grades: Tensor
 
-    def __init__(self, num_items: int, *, rank: int, mean: float, ridge: float, lower_bound: float = 0.0) -> None:
-        if rank < 1 or not 0 < ridge < float("inf"):
-            raise RecpoError(f"rank must be at least 1 and ridge a number above 0, got {rank} and {ridge}")
+    def __init__(
+        self, num_items: int, *, rank: int, mean: float, ridge: float, bias_ridge: float, lower_bound: float = 0.0
+    ) -> None:
+        if rank < 1 or not 0 < min(ridge, bias_ridge) <= max(ridge, bias_ridge) < float("inf"):
+            raise RecpoError(
+                f"rank must be at least 1, ridge and bias_ridge numbers above 0, got {rank}, {ridge} and {bias_ridge}"
+            )
         if not 0 <= lower_bound < float("inf"):
             raise RecpoError(f"lower_bound is {lower_bound}; it is at least 0")
         super().__init__()
-        self.mean, self.ridge, self.lower_bound = mean, ridge, lower_bound
+        self.mean, self.ridge, self.bias_ridge, self.lower_bound = mean, ridge, bias_ridge, lower_bound
         self.rooted = (rank + 1) * (rank + 2) if lower_bound else 0
         self.register_buffer("item_factors", torch.zeros(num_items + 1, rank))
         self.register_buffer("item_bias", torch.zeros(num_items + 1))
+        self.register_buffer("factor_variance", torch.zeros(num_items + 1, rank))
         # nothing to keep without a bound
         self.register_buffer("item_variances", torch.zeros(num_items + 1, self.rooted), persistent=self.rooted > 0)
         # of an unknown level any number would do: the event counts nothing
         self.register_buffer("_grades", torch.tensor([0.0, *GRADES[1:]], dtype=torch.float64), persistent=False)
 
     def assign(
-        self, item_factors: Tensor, item_bias: Tensor, item_covariance: Tensor | None = None, noise: float = 0.0
+        self,
+        item_factors: Tensor,
+        item_bias: Tensor,
+        factor_variance: Tensor,
+        item_covariance: Tensor | None = None,
+        noise: float = 0.0,
     ) -> None:
         """Takes over the factors ``[V, r]`` and biases ``[V]`` of the items 1..V, and what their bounds need.
 
         Args:
             item_factors: ``q``.
             item_bias: ``b_i``.
+            factor_variance: ``[V, r]``.
             item_covariance: ``[V, r + 1, r + 1]``, inverses of the normal matrices; read with a lower bound only.
             noise: variance of the noise.
 
@@ -75,7 +89,7 @@ class GradeFactors(nn.Module):
                 f"item_factors and item_bias have the shapes {tuple(item_factors.shape)} and {tuple(item_bias.shape)}, "
                 f"expected {expected} and {expected[:1]}: take factors of the same items"
             )
-        self.item_factors[1:], self.item_bias[1:] = item_factors, item_bias
+        self.item_factors[1:], self.item_bias[1:], self.factor_variance[1:] = item_factors, item_bias, factor_variance
         if self.rooted and item_covariance is None:
             raise RecpoError(
                 "these factors were fitted with uncertainty: false, so they have no bounds: fit them again, or set "
@@ -88,8 +102,9 @@ class GradeFactors(nn.Module):
     def fold_in(self, histories: Histories) -> Tensor:
         """``(p, b)`` of every history and, with a lower bound, ``s``: ``[B, r + 1 + rooted]`` float32.
 
-        ``argmin sum_h (g_h - mean - b_i(h) - p · q_i(h) - b)^2 + ridge |(p, b)|^2``, in float64; zero where no event
-        has a grade. Nothing is read behind ``lengths``.
+        ``argmin sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p|^2 + bias_ridge b^2``
+        with the variances ``v`` of the factors, in float64; zero where no event has a grade. Nothing is read behind
+        ``lengths``.
         """
         item_ids, feedback = histories.item_ids, histories.feedback
         if feedback is None:
@@ -98,7 +113,9 @@ class GradeFactors(nn.Module):
         known = (place < histories.lengths[:, None]) & (feedback > 0) & (item_ids > 0)
         rows = F.pad(self.item_factors[item_ids].double(), (0, 1), value=1.0)
         targets = self._grades[feedback] - self.mean - self.item_bias[item_ids]
-        system = normal_equations(rows, targets, known, self.ridge)
+        variance = (self.factor_variance[item_ids].double() * known[..., None]).sum(1)
+        ridge = F.pad(variance + self.ridge, (0, 1), value=self.bias_ridge)
+        system = normal_equations(rows, targets, known, ridge)
         if not self.rooted:
             return solve_positive_definite(system.matrix, system.right).float()
         identity = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device).expand_as(system.matrix)

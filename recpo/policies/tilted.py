@@ -42,6 +42,7 @@ class TiltedPolicy(StatePolicy):
         rank: of the factor model.
         mean: its mean grade.
         ridge: its ridge.
+        bias_ridge: its ridge of the user bias.
         beta: grade that is worth one nat of log-probability; above 0.
         max_history: most recent events to fold in; where the base reads more, so many. The base reads its own number.
         lower_bound: the grade is less so many standard deviations of its posterior.
@@ -55,6 +56,7 @@ class TiltedPolicy(StatePolicy):
         rank: int,
         mean: float,
         ridge: float,
+        bias_ridge: float,
         beta: float,
         max_history: int,
         lower_bound: float = 0.0,
@@ -67,7 +69,9 @@ class TiltedPolicy(StatePolicy):
                 f"base makes a {type(self.base).__name__}; TiltedPolicy tilts a CatalogSoftmaxPolicy, every other "
                 "policy takes RerankedPolicy"
             )
-        self.factors = GradeFactors(num_items, rank=rank, mean=mean, ridge=ridge, lower_bound=lower_bound)
+        self.factors = GradeFactors(
+            num_items, rank=rank, mean=mean, ridge=ridge, bias_ridge=bias_ridge, lower_bound=lower_bound
+        )
         self.num_items, self.dim = num_items, self.base.dim + rank + 1 + self.factors.rooted
         self.max_history = max(self.base.max_history, max_history)
         self.reads_timestamps = self.base.reads_timestamps
@@ -231,6 +235,7 @@ class RerankedPolicy(Policy):
         rank: of the factor model.
         mean: its mean grade.
         ridge: its ridge.
+        bias_ridge: its ridge of the user bias.
         beta: grade that is worth one nat of log-probability; above 0.
         max_history: most recent events to fold in; where the base reads more, so many. The base reads its own number.
         candidates: how many items of the base are ranked again; ``k`` where that is more.
@@ -247,6 +252,7 @@ class RerankedPolicy(Policy):
         rank: int,
         mean: float,
         ridge: float,
+        bias_ridge: float,
         beta: float,
         max_history: int,
         candidates: int = 200,
@@ -257,7 +263,9 @@ class RerankedPolicy(Policy):
             raise RecpoError(f"candidates must be at least 1, got {candidates}")
         super().__init__()
         self.base, self.beta, self.candidates = base(num_items), beta, candidates
-        self.factors = GradeFactors(num_items, rank=rank, mean=mean, ridge=ridge, lower_bound=lower_bound)
+        self.factors = GradeFactors(
+            num_items, rank=rank, mean=mean, ridge=ridge, bias_ridge=bias_ridge, lower_bound=lower_bound
+        )
         self.num_items, self.num_tokens = num_items, self.base.num_tokens
         self.max_history = max(self.base.max_history, max_history)
         self.reads_timestamps, self.catalog_checksum = self.base.reads_timestamps, self.base.catalog_checksum

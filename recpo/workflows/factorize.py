@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Literal
 
 from recpo.artifacts import output_directory
 from recpo.data.prepared import Prepared
@@ -17,7 +18,8 @@ def factorize(
     prepared: Prepared | str | PathLike[str],
     out: str | PathLike[str] | None = None,
     *,
-    ranks: Sequence[int] = FactorOptions.ranks,
+    method: Literal["variational", "als"] = FactorOptions.method,
+    ranks: Sequence[int] | None = None,
     ridges: Sequence[float] = FactorOptions.ridges,
     sweeps: int = FactorOptions.sweeps,
     seed: int = 0,
@@ -29,15 +31,17 @@ def factorize(
 ) -> Factors:
     """Fits ``grade(user, item) = mean + p · q + user bias + item bias`` on the graded events of the training period.
 
-    Alternating least squares, one shard in memory at a time; of several ranks and ridges the one with the smallest
-    squared error on the validation period, with users folded in from the history before it. The grade of an event is
+    One shard is in memory at a time. Of several ranks and ridges the one with the smallest squared error on the
+    validation period is taken, with users folded in from the history before it. The grade of an event is
     the middle of its feedback level's quartile, 0 for a dislike (``recpo.feedback.GRADES``).
 
     Args:
         prepared: what ``recpo.prepare`` returned, or its directory.
         out: directory to make; None = the model is in memory only.
-        ranks: numbers of factors to try.
-        ridges: ridges to try: the weight of the squared factors and biases, against one per event.
+        method: "variational" keeps a posterior of every user and item and learns their priors from the data (Lim and
+            Teh, 2007); "als" is alternating least squares with one ridge.
+        ranks: numbers of factors to try; None = 8 and 16, and 4 too with "als".
+        ridges: ridges that "als" tries: the weight of the squared factors and biases, against one per event.
         sweeps: passes over the training events per model.
         seed: of the first item factors.
         max_history: events of a history that a fold-in reads; null = ``max_context`` of the prepared data.
@@ -53,7 +57,8 @@ def factorize(
     Raises:
         RecpoError: ``out`` exists, no event has a grade, or nothing says which rank and ridge is best.
     """
-    options = FactorOptions(tuple(ranks), tuple(ridges), sweeps, seed, max_history, uncertainty, lower_bound)
+    tried = None if ranks is None else tuple(ranks)
+    options = FactorOptions(method, tried, tuple(ridges), sweeps, seed, max_history, uncertainty, lower_bound)
     data = prepared if isinstance(prepared, Prepared) else Prepared.open(str(prepared))
     if out is None:
         return fit_factors(data, options, progress=progress)

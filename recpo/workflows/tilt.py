@@ -123,7 +123,7 @@ class Tilt:
 
 
 def tilted(
-    base: Policy, factors: Factors, beta: float, candidates: int = 200, lower_bound: float | None = None
+    base: Policy, factors: Factors, beta: float, candidates: int = 200, lower_bound: float = 0.0
 ) -> TiltedPolicy | RerankedPolicy:
     """``base(i | h) exp(grade(h, i) / beta)``, normalized: exact where the base is a softmax over the catalog.
 
@@ -132,8 +132,7 @@ def tilted(
         factors: of the same items.
         beta: difference in grade that moves the log-odds of two items by 1; above 0.
         candidates: of any other policy, how many items of its own search are ranked again.
-        lower_bound: the grade is less so many standard deviations of its posterior; None = as many as the factors' own
-            lists.
+        lower_bound: the grade is less so many standard deviations of its posterior.
 
     Raises:
         RecpoError: beta is no number above 0, the factors have other items, or they have no bounds and are asked for
@@ -145,7 +144,9 @@ def tilted(
         policy = TiltedPolicy(base.num_items, base=lambda _: base, **arguments)
     else:
         policy = RerankedPolicy(base.num_items, base=lambda _: base, **arguments)
-    policy.factors.assign(factors.item_factors, factors.item_bias, factors.item_covariance, factors.noise)
+    policy.factors.assign(
+        factors.item_factors, factors.item_bias, factors.factor_variance, factors.item_covariance, factors.noise
+    )
     return policy.eval()
 
 
@@ -160,7 +161,7 @@ def tilt(
     criterion: Criterion | None = None,
     k: int = 10,
     candidates: int = 200,
-    lower_bound: float | None = None,
+    lower_bound: float = 0.0,
     off_policy: OffPolicyOptions = OffPolicyOptions(),  # noqa: B008  frozen
     reward: RewardFunction = LoggedReward(),  # noqa: B008  frozen
     monitor_reward: RewardFunction | None = None,
@@ -192,7 +193,7 @@ def tilt(
         k: list length.
         candidates: of policies of semantic ids, how many items of the beam are ranked again.
         lower_bound: take so many standard deviations from the grade, so that items of which little is known are listed
-            less; None = as many as the factors' own lists.
+            less; each request then costs a second product with the catalog, of ``(r + 1) (r + 2)`` columns.
         off_policy: how values are estimated from the log.
         reward: of logged items, for the off-policy value.
         monitor_reward: scores the lists; best a reward that the factors do not know.
@@ -455,13 +456,10 @@ class _Choice(NamedTuple):
     trials: Sequence[TiltTrial]
 
 
-def _arguments(
-    base: Policy, factors: Factors, beta: float, candidates: int, lower_bound: float | None
-) -> dict[str, Any]:
+def _arguments(base: Policy, factors: Factors, beta: float, candidates: int, lower_bound: float) -> dict[str, Any]:
     """Constructor arguments of the tilted policy, without its base."""
-    arguments = {"rank": factors.rank, "mean": factors.mean, "ridge": factors.ridge, "beta": beta}
-    bound = factors.lower_bound if lower_bound is None else lower_bound
-    arguments |= {"max_history": factors.max_history, "lower_bound": bound}
+    arguments = {name: getattr(factors, name) for name in ("rank", "mean", "ridge", "bias_ridge", "max_history")}
+    arguments |= {"beta": beta, "lower_bound": lower_bound}
     return arguments if isinstance(base, CatalogSoftmaxPolicy) else arguments | {"candidates": candidates}
 
 

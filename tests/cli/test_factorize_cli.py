@@ -10,7 +10,7 @@ import recpo
 from recpo.cli.main import main
 from recpo.training.run import Run
 
-SMALL = ["--ranks", "[2]", "--ridges", "[2.0, 8.0]", "--sweeps", "2"]
+SMALL = ["--method", "als", "--ranks", "[2]", "--ridges", "[2.0, 8.0]", "--sweeps", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def place(prepared, tmp_path_factory):
 
 
 def test_the_verb_and_the_function_make_the_same_model(place, prepared, tmp_path, capfd):
-    made = recpo.factorize(prepared, tmp_path / "again", ranks=[2], ridges=[2.0, 8.0], sweeps=2)
+    made = recpo.factorize(prepared, tmp_path / "again", method="als", ranks=[2], ridges=[2.0, 8.0], sweeps=2)
     assert capfd.readouterr() == ("", "")
     names = {"factors.safetensors", "manifest.json", "recpo.json"}
     assert {path.name for path in place.iterdir()} == names | {"resolved.yaml"}
@@ -30,7 +30,7 @@ def test_the_verb_and_the_function_make_the_same_model(place, prepared, tmp_path
     opened = recpo.load(place)
     assert isinstance(opened, recpo.Factors)
     assert torch.equal(opened.item_factors, made.item_factors)
-    in_memory = recpo.factorize(recpo.load(prepared), ranks=[2], ridges=[2.0, 8.0], sweeps=2)
+    in_memory = recpo.factorize(recpo.load(prepared), method="als", ranks=[2], ridges=[2.0, 8.0], sweeps=2)
     assert torch.equal(in_memory.item_factors, made.item_factors)
 
 

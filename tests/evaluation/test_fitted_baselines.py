@@ -23,7 +23,7 @@ from recpo.factorization.implicit import ImplicitOptions, fit_implicit
 from recpo.factorization.selection import fit_factors
 
 SMALL = BaselineOptions(
-    factorization=FactorOptions(ranks=(2,), ridges=(2.0,), sweeps=2),
+    factorization=FactorOptions("als", ranks=(2,), ridges=(2.0,), sweeps=2),
     implicit_als=ImplicitOptions(ranks=(2,), unobserved=(0.1,), ridges=(0.01,), sweeps=2),
     ease=EaseOptions(ridges=(100.0,)),
 )
@@ -55,7 +55,7 @@ def metrics_of(evaluation):
 def test_the_baseline_is_the_model_that_factorize_fits(data, tmp_path):
     baseline = recpo.evaluate(data, ["factorization"], **QUICK)
     assert baseline.document["contenders"][0]["kind"] == "baseline"
-    options = {"ranks": [2], "ridges": [2.0], "sweeps": 2}
+    options = {"method": "als", "ranks": [2], "ridges": [2.0], "sweeps": 2}
     model = recpo.factorize(data, tmp_path / "mine", **options)
     directory = recpo.evaluate(data, [tmp_path / "mine"], **QUICK)
     assert [(c["name"], c["kind"]) for c in directory.document["contenders"]] == [("mine", "factors")]

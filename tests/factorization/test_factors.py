@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.artifacts import kind_of, seal, unseal
+from recpo.artifacts import kind_of
 from recpo.data.held_out import HeldOutBatches, Rank
 from recpo.errors import RecpoError
 from recpo.factorization.factors import MANIFEST, Factors
@@ -29,21 +29,25 @@ def histories():
 
 def folded_by_hand(factors, histories, user):
     """Ridge regression over the last events whose grade is known, one user at a time."""
-    rows, targets = [], []
+    rows, targets, variance = [], [], np.zeros(factors.rank + 1)
     length = int(histories.lengths[user])
     for place in range(max(0, length - factors.max_history), length):
         item, level = int(histories.item_ids[user, place]) - 1, int(histories.feedback[user, place])
         if level:
             rows.append([*factors.item_factors[item].tolist(), 1.0])
             targets.append(GRADES[level] - factors.mean - float(factors.item_bias[item]))
+            variance[:-1] += factors.factor_variance[item].numpy()
     rows, targets = np.array(rows).reshape(-1, factors.rank + 1), np.array(targets)
-    matrix = rows.T @ rows + factors.ridge * np.eye(factors.rank + 1)
+    prior = np.array([factors.ridge] * factors.rank + [factors.bias_ridge])
+    matrix = rows.T @ rows + np.diag(prior + variance)
     return np.linalg.solve(matrix, rows.T @ targets), np.linalg.inv(matrix)
 
 
 @pytest.mark.parametrize("max_history", [200, 5])
-def test_a_fold_in_is_the_ridge_regression_of_the_last_graded_events(factors, histories, max_history):
-    model = Factors(**{**vars(factors), "max_history": max_history})
+@pytest.mark.parametrize("variance", [0.0, 0.3])
+def test_a_fold_in_is_the_ridge_regression_of_the_last_graded_events(factors, histories, max_history, variance):
+    uncertain = variance * torch.rand(60, 3, generator=torch.Generator().manual_seed(1))
+    model = replace(factors, max_history=max_history, factor_variance=uncertain, bias_ridge=0.7)
     weights, covariance = model.fold_in_with_covariance(histories)
     assert torch.equal(weights, model.fold_in(histories))
     for user in range(4):
@@ -123,15 +127,6 @@ def test_bounds_need_what_they_are_computed_from(factors, tmp_path):
     for wrong in ({"lower_bound": -1.0}, {"lower_bound": 1.0, "uncertainty": False}):
         with pytest.raises(RecpoError, match="lower_bound"):
             FactorOptions(**wrong)
-
-
-def test_what_was_written_before_there_were_bounds_ranks_without(factors, tmp_path):
-    replace(factors, lower_bound=0.0).save(tmp_path / "factors")
-    file = tmp_path / "factors" / MANIFEST
-    content = unseal(json.loads(file.read_text()), file, "")
-    del content["lower_bound"]
-    file.write_text(json.dumps(seal(content)))
-    assert Factors.open(tmp_path / "factors").lower_bound == 0.0
 
 
 def test_ties_go_to_the_smaller_id_and_empty_places_are_0(factors, histories):

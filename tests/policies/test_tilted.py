@@ -24,8 +24,8 @@ from recpo.policies.tilted import RerankedPolicy, TiltedPolicy, first_events, mo
 from recpo.semantic_codes import SemanticCodes
 from recpo.types import FeedbackBatch, Histories, SamplingOptions, Slates
 
-V, READS, H, RANK, MEAN, RIDGE, BETA, NOISE, BOUND = 40, 5, 9, 3, 0.4, 1.5, 0.2, 0.3, 1.5
-OPTIONS: dict[str, Any] = {"rank": RANK, "mean": MEAN, "ridge": RIDGE, "max_history": H}
+V, READS, H, RANK, MEAN, RIDGE, BIAS_RIDGE, BETA, NOISE, BOUND = 40, 5, 9, 3, 0.4, 1.5, 2.5, 0.2, 0.3, 1.5
+OPTIONS: dict[str, Any] = {"rank": RANK, "mean": MEAN, "ridge": RIDGE, "bias_ridge": BIAS_RIDGE, "max_history": H}
 
 
 def base(**options: Any) -> CatalogSoftmaxPolicy:
@@ -55,7 +55,8 @@ def semantic_base(root: Any, **options: Any) -> SemanticIdPolicy:
 def with_factors(policy: Any) -> Any:
     generator = torch.Generator().manual_seed(5)
     factors, bias = torch.randn(V, RANK, generator=generator) * 0.4, torch.randn(V, generator=generator) * 0.1
-    policy.factors.assign(factors, bias, covariance(), NOISE)
+    variance = torch.rand(V, RANK, generator=generator) * 0.2
+    policy.factors.assign(factors, bias, variance, covariance(), NOISE)
     return policy.eval()
 
 
@@ -91,15 +92,16 @@ def whole_catalog(known: Histories, visible: Tensor | None = None) -> FeedbackBa
 def expected_users(factors: GradeFactors, known: Histories) -> tuple[np.ndarray, np.ndarray]:
     """Ridge regression event by event, in NumPy, and the inverses of its normal matrices."""
     users, inverses = [], []
-    q, b = factors.item_factors.double().numpy(), factors.item_bias.double().numpy()
+    names = ("item_factors", "item_bias", "factor_variance")
+    q, b, v = (getattr(factors, name).double().numpy() for name in names)
     assert known.feedback is not None
     for items, length, levels in zip(known.item_ids, known.lengths, known.feedback, strict=True):
-        matrix, right = RIDGE * np.eye(RANK + 1), np.zeros(RANK + 1)
+        matrix, right = np.diag([*[RIDGE] * RANK, BIAS_RIDGE]), np.zeros(RANK + 1)
         for item, level in zip(items[:length].tolist(), levels[:length].tolist(), strict=True):
             if level == 0:
                 continue
             row = np.append(q[item], 1.0)
-            matrix += np.outer(row, row)
+            matrix += np.outer(row, row) + np.diag([*v[item], 0.0])
             right += row * (GRADES[level] - MEAN - b[item])
         users.append(np.linalg.solve(matrix, right))
         inverses.append(np.linalg.inv(matrix))
@@ -246,7 +248,9 @@ def test_the_factors_are_folded_in_and_ranked_as_by_themselves(bound: float) -> 
         mean=MEAN,
         item_factors=policy.factors.item_factors[1:],
         item_bias=policy.factors.item_bias[1:],
+        factor_variance=policy.factors.factor_variance[1:],
         ridge=RIDGE,
+        bias_ridge=BIAS_RIDGE,
         user_factors=None,
         item_covariance=covariance(),
         noise=NOISE,
@@ -350,8 +354,8 @@ def test_impossible_options_are_refused() -> None:
     for beta in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(RecpoError, match="beta is"):
             tilted(beta)
-    for wrong in ({"ridge": 0.0}, {"rank": 0}):
-        with pytest.raises(RecpoError, match="rank must be at least 1 and ridge a number above 0"):
+    for wrong in ({"ridge": 0.0}, {"bias_ridge": 0.0}, {"ridge": float("inf")}, {"rank": 0}):
+        with pytest.raises(RecpoError, match="rank must be at least 1, ridge and bias_ridge numbers above 0"):
             TiltedPolicy(V, base=lambda _: base(), beta=1.0, **OPTIONS | wrong)
     with pytest.raises(RecpoError, match="takes RerankedPolicy"):
         TiltedPolicy(V, base=lambda _: tilted(), beta=1.0, **OPTIONS)
@@ -360,6 +364,6 @@ def test_impossible_options_are_refused() -> None:
     with pytest.raises(RecpoError, match="lower_bound is -1"):
         tilted(bound=-1.0)
     with pytest.raises(RecpoError, match="so they have no bounds"):
-        tilted(bound=1.0).factors.assign(torch.zeros(V, RANK), torch.zeros(V))
+        tilted(bound=1.0).factors.assign(torch.zeros(V, RANK), torch.zeros(V), torch.zeros(V, RANK))
     with pytest.raises(RecpoError, match="take factors of the same items"):
-        tilted().factors.assign(torch.zeros(V + 1, RANK), torch.zeros(V + 1))
+        tilted().factors.assign(torch.zeros(V + 1, RANK), torch.zeros(V + 1), torch.zeros(V + 1, RANK))

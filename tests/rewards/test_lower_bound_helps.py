@@ -14,7 +14,7 @@ def test_greedy_lists_of_the_lower_bound_are_worth_more_in_small_worlds(tmp_path
         world = recpo.simulate(tmp_path / f"{seed}", world="small", seed=seed)
         data = recpo.prepare(world.log, tmp_path / f"prepared-{seed}")
         factors = tmp_path / f"factors-{seed}"
-        recpo.factorize(data, factors, ranks=[8], ridges=[4.0, 8.0])
+        recpo.factorize(data, factors, method="als", ranks=[8], ridges=[4.0, 8.0])
         rewards = {str(bound): FactorReward(factors, "folded", lower_bound=bound) for bound in (0.0, 1.0)}
         found = recpo.calibrate(data, rewards, truth=world.root, resamples=2).content["rewards"]
         plain, bounded = (found[name]["lists"]["true_reward"]["value"] for name in rewards)

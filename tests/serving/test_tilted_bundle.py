@@ -24,14 +24,16 @@ def make_tilted(parts, kind, root, bound=0.0):
     """A policy of that kind, tilted, and the options that a run would have."""
     base, options = parts.policy(kind, root)
     own = RerankedPolicy if kind == "semantic" else TiltedPolicy
-    arguments = {"rank": RANK, "mean": 0.4, "ridge": 2.0, "beta": 0.2, "max_history": LONGER, "lower_bound": bound}
+    arguments = {"rank": RANK, "mean": 0.4, "ridge": 2.0, "bias_ridge": 3.0, "beta": 0.2}
+    arguments |= {"max_history": LONGER, "lower_bound": bound}
     arguments |= {"candidates": 60} if kind == "semantic" else {}
     policy = own(NUM_ITEMS, base=lambda _: base, **arguments).eval()
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(NUM_ITEMS, RANK + 1, RANK + 1, generator=generator)
     covariance = torch.linalg.inv(rows @ rows.mT + torch.eye(RANK + 1))
     factors = torch.randn(NUM_ITEMS, RANK, generator=generator) * 0.4
-    policy.factors.assign(factors, torch.zeros(NUM_ITEMS), covariance, noise=0.1)
+    variance = torch.rand(NUM_ITEMS, RANK, generator=generator)
+    policy.factors.assign(factors, torch.zeros(NUM_ITEMS), variance, covariance, noise=0.1)
     module = {"semantic": "semantic_id"}.get(kind, "catalog_softmax")
     class_path = f"recpo.policies.{module}.{CLASSES[kind]}"
     return policy, arguments | {"base": {"class_path": class_path, "init_args": options}}

@@ -1,0 +1,251 @@
+"""The variational factorization against dense NumPy, its evidence bound, and planted factors."""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from recpo.factorization import variational
+from recpo.factorization.graded import FactorOptions, chunks_of, mean_grade
+from recpo.factorization.selection import fit_factors
+from recpo.factorization.variational import Fit, Gaussians, Prior, fit_items, moments, plain_factors
+from recpo.feedback import GRADES
+from recpo.types import Histories
+
+RANK = 3
+D = RANK + 1
+
+
+@pytest.fixture(scope="module")
+def events(data):
+    """``user [N]``, ``item [N]`` from 0, ``grade [N]`` of all graded training events."""
+    shards = [data.load("train", shard) for shard in range(data.num_shards("train"))]
+    user = np.concatenate([shard.user_index for shard in shards])
+    item = np.concatenate([shard.item_index for shard in shards]) - 1
+    grade = np.array(GRADES)[np.concatenate([shard.feedback for shard in shards])]
+    known = ~np.isnan(grade)
+    return user[known], item[known], grade[known]
+
+
+class State(NamedTuple):
+    """Everything that coordinate ascent changes."""
+
+    users: Gaussians
+    items: Gaussians
+    of_users: Prior
+    of_items: Prior
+    noise: float
+
+
+def update(mine, other, of, count, residual, prior, noise):
+    """Posterior of one side, one user or item after the other: a regression on uncertain rows.
+
+    A row is ``x = [factors, 1]``, an offset ``b``: ``E[x xᵀ]`` and ``E[x b]`` have the covariances of the other side.
+    """
+    result = Gaussians(np.zeros((count, D)), np.zeros((count, D, D)))
+    for number in range(count):
+        precision = np.linalg.inv(prior.covariance)
+        matrix, right = precision.copy(), precision @ prior.mean
+        for event in np.flatnonzero(mine == number):
+            mean, covariance = other.mean[of[event]], other.covariance[of[event]]
+            row = np.array([*mean[:-1], 1.0])
+            of_rows, with_offset = np.zeros((D, D)), np.zeros(D)
+            of_rows[:-1, :-1], with_offset[:-1] = covariance[:-1, :-1], covariance[:-1, -1]
+            matrix += (np.outer(row, row) + of_rows) / noise
+            right += (row * (residual[event] - mean[-1]) - with_offset) / noise
+        result.covariance[number] = np.linalg.inv(matrix)
+        result.mean[number] = result.covariance[number] @ right
+    return result
+
+
+def expected_error(state, user, item, residual):
+    """``E[(residual - a · ã)^2]`` summed over the events, by the variance of a product of independent Gaussians."""
+    total = 0.0
+    for u, i, target in zip(user, item, residual, strict=True):
+        p, q = state.users.mean[u], state.items.mean[i]
+        cp, cq = state.users.covariance[u], state.items.covariance[i]
+        mean = p[:-1] @ q[:-1] + p[-1] + q[-1]
+        x, y = np.array([*q[:-1], 1.0]), np.array([*p[:-1], 1.0])
+        variance = x @ cp @ x + y @ cq @ y + (cp[:-1, :-1] * cq[:-1, :-1]).sum()
+        total += (target - mean) ** 2 + variance
+    return total
+
+
+def prior_of(side, present):
+    mean = side.mean[present].mean(0)
+    apart = side.mean[present] - mean
+    return Prior(mean, apart.T @ apart / present.sum() + side.covariance[present].mean(0) + 1e-9 * np.eye(D))
+
+
+def evidence_bound(state, user, item, residual, present):
+    """Lower bound of the log-evidence, up to a constant: expected log-likelihood less the two KL divergences."""
+
+    def divergence(side, prior, rows):
+        precision = np.linalg.inv(prior.covariance)
+        apart = side.mean[rows] - prior.mean
+        quadratic = np.einsum("ni,ij,nj->n", apart, precision, apart)
+        trace = np.einsum("ij,nji->n", precision, side.covariance[rows])
+        logs = np.linalg.slogdet(prior.covariance)[1] - np.linalg.slogdet(side.covariance[rows])[1]
+        return 0.5 * (trace + quadratic + logs - D).sum()
+
+    likelihood = (
+        -0.5 * len(user) * np.log(state.noise) - 0.5 * expected_error(state, user, item, residual) / state.noise
+    )
+    everybody = np.ones(len(state.items.mean), bool)
+    return (
+        likelihood
+        - divergence(state.users, state.of_users, present)
+        - divergence(state.items, state.of_items, everybody)
+    )
+
+
+@pytest.fixture(scope="module")
+def dense(data, events):
+    """Six sweeps, written down event by event, with the evidence bound after every half of one."""
+    user, item, grade = events
+    mean, _ = mean_grade(data)
+    residual, count = grade - mean, data.manifest["num_users"]
+    present = np.bincount(user, minlength=count) > 0
+    start = np.random.default_rng(0).normal(0.0, 0.1, (data.num_items, RANK))
+    noise = float(np.square(residual).mean())
+    prior = Prior(np.zeros(D), noise / 2.0 * np.eye(D))
+    items = Gaussians(np.c_[start, np.zeros(len(start))], np.zeros((len(start), D, D)))
+    state, bounds = State(None, items, prior, prior, noise), []
+    for sweep in range(6):
+        users = update(user, state.items, item, count, residual, state.of_users, state.noise)
+        state = state._replace(users=users)
+        items = update(item, state.users, user, data.num_items, residual, state.of_items, state.noise)
+        state = state._replace(items=items)
+        bounds.append(evidence_bound(state, user, item, residual, present))
+        if sweep >= variational.WARM_UP:
+            everybody = np.ones(data.num_items, bool)
+            state = state._replace(of_users=prior_of(users, present), of_items=prior_of(items, everybody))
+        state = state._replace(noise=expected_error(state, user, item, residual) / len(user))
+        bounds.append(evidence_bound(state, user, item, residual, present))
+    return state, bounds
+
+
+def fitted(data, rank=RANK, sweeps=6):
+    mean, _ = mean_grade(data)
+    return mean, fit_items(data, mean, rank, FactorOptions(sweeps=sweeps), lambda _: None)
+
+
+def test_sweeps_are_the_dense_ones(data, dense):
+    _, fit = fitted(data)
+    state, _ = dense
+    np.testing.assert_allclose(fit.items.mean, state.items.mean, atol=1e-8)
+    np.testing.assert_allclose(fit.items.covariance, state.items.covariance, atol=1e-8)
+    np.testing.assert_allclose(fit.users.mean, state.of_users.mean, atol=1e-8)
+    np.testing.assert_allclose(fit.users.covariance, state.of_users.covariance, atol=1e-8)
+    assert fit.noise == pytest.approx(state.noise, rel=1e-9)
+
+
+def test_the_evidence_bound_never_falls(dense):
+    _, bounds = dense
+    assert all(later >= before - 1e-6 for before, later in itertools.pairwise(bounds))
+    assert bounds[-1] > bounds[0] + 1
+
+
+def test_moments_are_those_of_draws():
+    generator = np.random.default_rng(0)
+    root = generator.normal(size=(2, D, D)) * 0.3
+    side = Gaussians(generator.normal(size=(2, D)), root @ root.transpose(0, 2, 1))
+    table = moments(side)
+    first, second = np.triu_indices(D + 1)
+    for number in range(2):
+        draws = generator.multivariate_normal(side.mean[number], side.covariance[number], 200_000)
+        draws = np.insert(draws, RANK, 1.0, axis=1)  # (factors, 1, bias)
+        np.testing.assert_allclose(table.left[number], (draws.T @ draws / len(draws))[first, second], atol=0.02)
+        np.testing.assert_array_equal(table.right[number], np.insert(side.mean[number], RANK, 1.0))
+
+
+def test_a_model_in_units_of_the_prior_gives_the_same_grades(data):
+    """Every user ``z`` of the prior has a ``z'`` with the same grades, and ``z'`` is standard normal."""
+    mean, fit = fitted(data)
+    model = plain_factors(data, fit, mean, FactorOptions())
+    users = np.random.default_rng(1).multivariate_normal(fit.users.mean, fit.users.covariance, 500)
+    grades = mean + users[:, :-1] @ fit.items.mean[:, :-1].T + users[:, -1:] + fit.items.mean[:, -1]
+    rows = np.concatenate([model.item_factors.double().numpy(), np.ones((model.num_items, 1))], 1)
+    target = (grades - model.mean - model.item_bias.double().numpy()).T
+    own, *_ = np.linalg.lstsq(rows, target, rcond=None)
+    np.testing.assert_allclose(rows @ own, target, atol=1e-5)
+    scale = np.sqrt(fit.noise / model.bias_ridge)
+    units = own / np.array([[1.0]] * RANK + [[scale]])
+    np.testing.assert_allclose(np.cov(units), np.eye(D), atol=0.25)
+    assert model.ridge == model.noise == fit.noise
+    # the variance of a grade is that of the model as it was fitted
+    row = np.concatenate([users[:, :-1], np.ones((500, 1))], 1)
+    expected = np.einsum("ni,vij,nj->nv", row, fit.items.covariance, row)
+    again = np.concatenate([own.T[:, :-1], np.ones((500, 1))], 1)
+    covariance = model.item_covariance.double().numpy() * model.noise
+    np.testing.assert_allclose(np.einsum("ni,vij,nj->nv", again, covariance, again), expected, rtol=1e-3, atol=1e-6)
+    within = covariance[:, :-1, :-1].mean(0)
+    np.testing.assert_allclose(within, np.diag(np.diag(within)), atol=1e-6)
+    np.testing.assert_allclose(model.factor_variance, np.diagonal(covariance, 0, 1, 2)[:, :-1], rtol=1e-4)
+
+
+class Planted(NamedTuple):
+    """Prepared data as far as the fit reads it: factors of rank 2 and noise that are known."""
+
+    num_items: int
+    catalog_checksum: str
+    manifest: dict
+    users_checksum: str = ""
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    generator = np.random.default_rng(3)
+    users, items, count = 400, 60, 12_000
+    user = np.sort(generator.integers(0, users, count))
+    item = generator.integers(0, items, count)
+    p, q = generator.normal(size=(users, 2)), generator.normal(size=(items, 2)) * 0.3
+    grade = 0.5 + (p[user] * q[item]).sum(1) + 0.1 * generator.normal(size=count)
+    monkeypatch.setattr(variational, "chunks", lambda *_: chunks_of(user, item, grade, items))
+    truth = p @ q.T
+    return Planted(items, "", {"max_context": 200, "num_users": users}), grade.mean(), truth, (user, item)
+
+
+def test_planted_factors_and_noise_are_found_whatever_the_largest_rank(planted):
+    data, mean, truth, _ = planted
+    for rank in (2, 6):
+        fit = fit_items(data, mean, rank, FactorOptions(sweeps=40), lambda _: None)
+        assert fit.noise == pytest.approx(0.01, rel=0.08)
+        model = variational.finish(data, plain_factors(data, fit, mean, FactorOptions()))
+        found = model.scores(model.user_factors).numpy()
+        assert np.square(found - 0.5 - truth).mean() < 0.002
+        # factors that nothing supports have no size
+        sizes = np.sort(model.item_factors.square().mean(0).numpy())[::-1]
+        assert (sizes[2:] < 0.01 * sizes[0]).all()
+
+
+def test_little_is_known_of_items_with_few_events(planted):
+    data, mean, _, (_, item) = planted
+    model = plain_factors(data, fit_items(data, mean, 2, FactorOptions(), lambda _: None), mean, FactorOptions())
+    events = np.bincount(item, minlength=data.num_items)
+    order = np.corrcoef(1 / events, model.factor_variance.mean(1).numpy())[0, 1]
+    assert order > 0.7
+
+
+def test_the_rank_is_chosen_on_the_validation_period_and_a_seed_is_a_model(data):
+    options = {"ranks": (1, 3), "sweeps": 4}
+    model = fit_factors(data, FactorOptions(**options))
+    assert [(one["rank"], one["ridge"]) for one in model.facts["tried"]] == [(1, None), (3, None)]
+    assert model.rank == min(model.facts["tried"], key=lambda one: one["squared_error"])["rank"]
+    assert torch.equal(model.item_factors, fit_factors(data, FactorOptions(**options)).item_factors)
+    assert model.lower_bound == 2.0
+    without = FactorOptions(ranks=(1,), sweeps=2, uncertainty=False, lower_bound=0.0)
+    assert fit_factors(data, without).item_covariance is None
+
+
+def test_grades_that_are_all_equal_fit(data, monkeypatch):
+    parts = chunks_of(np.repeat(np.arange(9), 4), np.tile(np.arange(4), 9), np.full(36, 0.375), 4)
+    kept = list(parts)
+    monkeypatch.setattr(variational, "chunks", lambda *_: iter(kept))
+    small = Planted(4, "", {"max_context": 9, "num_users": 9})
+    fit: Fit = fit_items(small, 0.375, 2, FactorOptions(), lambda _: None)
+    model = plain_factors(small, fit, 0.375, FactorOptions())
+    nobody = Histories(torch.zeros(1, 2, dtype=torch.long), torch.tensor([0]), torch.zeros(1, 2, dtype=torch.long))
+    np.testing.assert_allclose(model.scores(model.fold_in(nobody)), 0.375, atol=1e-3)
