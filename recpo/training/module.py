@@ -17,7 +17,7 @@ from recpo.training.contradictions import validate_options
 from recpo.training.guards import IN_TERMINAL
 from recpo.training.inputs import InputBuilder
 from recpo.training.kl_control import KLControl
-from recpo.training.monitor import LOWER_IS_BETTER
+from recpo.training.monitor import LOWER_IS_BETTER, has_pair_loss
 from recpo.training.networks import Networks, ReferenceCache
 from recpo.training.optimizers import (
     block_weights,
@@ -80,7 +80,13 @@ class PreferenceModule(LightningModule):
         self._frozen: list[nn.Parameter] = []
         head = None if self.critic is None else self.critic.score
         self._validation = (
-            ValidationMetrics(options.validation_k, policy.num_items, item_counts, options.validation_reward)
+            ValidationMetrics(
+                options.validation_k,
+                policy.num_items,
+                item_counts,
+                options.validation_reward,
+                has_pair_loss(options.objective),
+            )
             if head is None
             else ScoreMetrics(options.objective, head)
         )

@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from recpo.contracts import Objective
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.objectives.likelihood import Likelihood
+from recpo.objectives.preference import PreferenceObjective
 from recpo.objectives.reward_model import PointwiseReward
 from recpo.training.options import LearningOptions, Monitor
 
@@ -79,6 +81,15 @@ def default_monitor(options: LearningOptions, facts: HeldOutFacts) -> Monitor:
     return "NDCG"
 
 
+def has_pair_loss(objective: Objective) -> bool:
+    """Whether ``pair_loss`` says anything of a policy that the objective trains.
+
+    Objectives for preference lists have a ``beta`` and a reference, which it knows nothing of: it rises while the value
+    of the lists rises (docs/training.md).
+    """
+    return not isinstance(objective, PreferenceObjective)
+
+
 def validate_monitor(monitor: Monitor, options: LearningOptions, facts: HeldOutFacts) -> None:
     """Raises ``RecpoError`` where the metric cannot be computed."""
     name = type(options.objective).__name__
@@ -100,6 +111,11 @@ def validate_monitor(monitor: Monitor, options: LearningOptions, facts: HeldOutF
         raise RecpoError(
             "monitor: SNIPS weighs held-out exposures by logged propensities, and no validation event has one: set "
             "monitor to AUC_other, or map the log's propensity column in `recpo prepare`"
+        )
+    if monitor == "pair_loss" and not has_pair_loss(options.objective):
+        raise RecpoError(
+            f"monitor: pair_loss rises while {name} trains a better policy, as it has neither its beta nor its "
+            "reference: set monitor to AUC_other, or leave it out"
         )
     if monitor in ("AUC_other", "pair_loss") and not facts.comparing_users:
         raise RecpoError(

@@ -233,8 +233,9 @@ class LearningOptions:
         monitor: validation metric that ``best.ckpt`` and ``patience`` follow. ``NDCG``: of lists against logged
             positives. ``SNIPS``: mean logged reward under the policy, by propensities. ``AUC_other``: log-probability
             of a user's positives against the user's other exposures; ``pair_loss``: logistic loss of the same pairs,
-            lower is better. ``reward``: mean of ``validation_reward`` over the lists. ``log_likelihood``: of a reward
-            model. null = by what is learned: see docs/training.md; resolved.yaml has the choice.
+            lower is better; not of objectives for preference lists. ``reward``: mean of ``validation_reward`` over the
+            lists. ``log_likelihood``: of a reward model. null = by what is learned: see docs/training.md; resolved.yaml
+            has the choice.
         validation_reward: reward of the lists of held-out users, e.g. a reward model that the policy is not trained on.
         seed: of initialization, dropout and sampling; the order of the data has its own (data.seed).
     """

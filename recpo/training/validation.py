@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,16 +48,23 @@ class ValidationMetrics:
         num_items: catalog size.
         item_counts: ``[V]`` training events of the items 1..V.
         reward: of the lists.
+        pair_loss: it is one of the metrics.
     """
 
     def __init__(
-        self, k: int, num_items: int, item_counts: Tensor | None = None, reward: RewardFunction | None = None
+        self,
+        k: int,
+        num_items: int,
+        item_counts: Tensor | None = None,
+        reward: RewardFunction | None = None,
+        pair_loss: bool = True,
     ) -> None:
         self._asked, self._k, self._reward = k, min(k, num_items), reward
         self._tail = None if item_counts is None else tail_items(item_counts)
         means = ["NDCG", "HitRate", "disliked"] + ["Recall_head", "Recall_tail"] * (item_counts is not None)
         self._names = [f"{name}@{k}" for name in means]
-        self._optional = list(OF_EXPOSURES) + [f"reward@{k}"] * (reward is not None)
+        self._of_exposures = [name for name in OF_EXPOSURES if pair_loss or name != "pair_loss"]
+        self._optional = self._of_exposures + [f"reward@{k}"] * (reward is not None)
         size = len(self._names) + len(self._optional)
         self._sums = torch.zeros(size, 2, dtype=torch.float64)  # (numerator, denominator) of each metric
         self._shown = torch.zeros(num_items + 1, dtype=torch.float64)
@@ -82,7 +89,7 @@ class ValidationMetrics:
         per_user = torch.cat(columns, 1).T.cpu().double()
         known = per_user.isfinite()
         sums = [torch.stack([per_user.nan_to_num(0.0).sum(1), known.sum(1).double()], 1)]
-        sums.append(exposure_sums(policy, batch))
+        sums.append(exposure_sums(policy, batch, self._of_exposures))
         if self._reward is not None:
             sums.append(_list_reward(self._reward, batch.feedback, items))
         self._sums += torch.cat(sums)
@@ -99,8 +106,8 @@ class ValidationMetrics:
         return known | {f"coverage@{self._asked}": (shown[1:] > 0).double().mean().float()}
 
 
-def exposure_sums(policy: Policy, batch: EvaluationBatch) -> Tensor:
-    """Numerators and denominators ``[3, 2]`` float64, on the CPU, of ``OF_EXPOSURES`` over a batch of users.
+def exposure_sums(policy: Policy, batch: EvaluationBatch, names: Sequence[str] = OF_EXPOSURES) -> Tensor:
+    """Numerators and denominators ``[len(names), 2]`` float64, on the CPU, of ``names`` over a batch of users.
 
     With ``l(i)`` the log-probability of an item at the start of the period, positives P and other or disliked
     exposures N of a user as in ``held_out_targets``, each item once:
@@ -120,12 +127,19 @@ def exposure_sums(policy: Policy, batch: EvaluationBatch) -> Tensor:
         rewarded = slates.mask & behavior.isfinite() & (dislike | ~slates.grade.isnan())
     needed = targets.positive | targets.other | targets.disliked | rewarded
     logp = policy.log_prob(batch.feedback, needed).sum(-1)
-    auc = exposure_auc(logp, targets)["AUC_other"].double()
-    loss = exposure_pair_loss(logp, targets)
     weight = (logp - behavior)[rewarded].double().exp().clamp(max=MAX_WEIGHT)
-    pairs = [(metric.nansum(), metric.isfinite().sum().double()) for metric in (auc, loss)]
-    pairs.append(((weight * reward[rewarded].double()).sum(), weight.sum()))
-    return torch.stack([torch.stack(pair) for pair in pairs]).cpu()
+    sums = {
+        "AUC_other": _over_users(exposure_auc(logp, targets)["AUC_other"].double()),
+        "SNIPS": torch.stack([(weight * reward[rewarded].double()).sum(), weight.sum()]),
+    }
+    if "pair_loss" in names:
+        sums["pair_loss"] = _over_users(exposure_pair_loss(logp, targets))
+    return torch.stack([sums[name] for name in names]).cpu()
+
+
+def _over_users(metric: Tensor) -> Tensor:
+    """Sum and number of the users of whom it is known."""
+    return torch.stack([metric.nansum(), metric.isfinite().sum().double()])
 
 
 def exposure_pair_loss(logp: Tensor, targets: Targets) -> Tensor:

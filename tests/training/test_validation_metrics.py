@@ -12,11 +12,13 @@ from recpo.data.datamodule import FeedbackDataModule
 from recpo.data.slates import SequenceLayout
 from recpo.errors import RecpoError
 from recpo.evaluation.targets import held_out_targets
-from recpo.objectives import DPO, GBPO, GRPO, Likelihood, PairwiseReward, PointwiseReward
+from recpo.objectives import DPO, GBPO, GRPO, Likelihood, PairwiseReward, PointwiseReward, SoftmaxDPO
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.training.module import PreferenceModule
 from recpo.training.monitor import HeldOutFacts, default_monitor, held_out_facts, validate_monitor
 from recpo.training.options import LearningOptions, RolloutOptions
 from recpo.training.validation import MAX_WEIGHT, ValidationMetrics, tail_items
+from recpo.types import SlateTraits
 
 
 def test_the_tail_holds_a_fifth_of_the_events():
@@ -112,6 +114,26 @@ def test_metrics_of_exposures_equal_loops_over_users(held_out):
     assert found["SNIPS"].item() == pytest.approx(weighed / total, rel=1e-4)
     assert found["AUC_other"].item() == pytest.approx(sum(areas) / len(areas), rel=1e-4)
     assert found["pair_loss"].item() == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+
+
+@pytest.mark.parametrize("objective", [DPO(), SoftmaxDPO(), DPO(variant="simpo")], ids=str)
+def test_preference_lists_have_no_pair_loss(held_out, objective):
+    """It has neither their beta nor their reference."""
+    policy, batches = held_out
+    learning = LearningOptions(objective=objective)
+    with pytest.raises(RecpoError, match="neither its beta nor its reference: set monitor to AUC_other"):
+        validate_monitor("pair_loss", learning, KNOWN)
+    validate_monitor("pair_loss", LearningOptions(), KNOWN)
+    plain, module = (
+        ValidationMetrics(10, policy.num_items),
+        PreferenceModule(policy, learning, slates=SlateTraits(is_preference_list=True)),
+    )
+    for metrics in (plain, module._validation):
+        metrics.update(policy, batches[0])
+    expected, found = (metrics.compute(lambda value: value) for metrics in (plain, module._validation))
+    assert expected.keys() - found.keys() == {"pair_loss"}
+    assert "pair_loss" not in module._validation.names
+    assert found == {name: expected[name] for name in found}
 
 
 @torch.no_grad()
