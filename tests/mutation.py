@@ -73,6 +73,14 @@ OWNERS = {
     "recpo/rewards/ensemble": ["tests/rewards/test_factor_reward.py"],
     "recpo/factorization": ["tests/factorization", "tests/rewards/test_factor_reward.py"],
     "recpo/ops/ranking": ["tests/ops/test_ranking.py"],
+    **{
+        f"recpo/factorization/{module}": ["tests/factorization/test_factorization_closed_forms.py"]
+        for module in ("bounds", "normal_equations", "positives")
+    },
+    "recpo/factorization/selection": [
+        "tests/factorization/test_factorization_closed_forms.py",
+        "tests/factorization/test_graded.py",
+    ],
     "recpo/evaluation/off_policy": ["tests/evaluation/off_policy"],
     **{
         f"recpo/evaluation/off_policy/{module}": [

@@ -1,0 +1,231 @@
+"""Normal equations, bounds and what is chosen on the validation period, in small numbers; no log is fitted here."""
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from recpo.errors import RecpoError
+from recpo.factorization import bounds, normal_equations, positives, selection
+from recpo.factorization.bounds import posterior_variance
+from recpo.factorization.factors import Factors
+from recpo.factorization.normal_equations import Equations, Pairs, inverses, no_equations, normal_matrices, solve
+from recpo.factorization.positives import best_on_validation, ndcg_at_10, positive_pairs, positive_places
+from recpo.factorization.selection import validation_errors
+from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
+
+
+# ---------------------------------------------------------------- normal equations
+def test_equations_of_users_and_items_are_sums_of_outer_products():
+    """Three users with the events (0: items 1, 2, 2), (1: none), (2: item 0); four items, of which 3 is never met."""
+    pairs = Pairs(np.array([0, 3, 3, 4]), np.array([1, 2, 2, 0]), 4)
+    target = np.array([1.0, 2.0, -1.0, 4.0])
+    rng = np.random.default_rng(0)
+    met = {0: [(1, 1.0), (2, 2.0), (2, -1.0)], 1: [], 2: [(0, 4.0)]}
+    upper = np.triu_indices(3)
+    of_users, of_items = rng.normal(size=(4, 3)), rng.normal(size=(3, 3))
+    found = pairs.of_users(of_users, target)
+    for user, events in met.items():
+        left = sum((np.outer(of_users[i], of_users[i]) for i, _ in events), np.zeros((3, 3)))
+        np.testing.assert_allclose(found.left[user], left[upper])
+        np.testing.assert_allclose(found.right[user], sum((t * of_users[i] for i, t in events), np.zeros(3)))
+    found = pairs.of_items(of_items, target)
+    for item in range(4):
+        events = [(u, t) for u, one in met.items() for i, t in one if i == item]
+        left = sum((np.outer(of_items[u], of_items[u]) for u, _ in events), np.zeros((3, 3)))
+        np.testing.assert_allclose(found.left[item], left[upper])
+        np.testing.assert_allclose(found.right[item], sum((t * of_items[u] for u, t in events), np.zeros(3)))
+    nothing = no_equations(5, 3)
+    assert (nothing.left.shape, nothing.right.shape) == ((5, 6), (5, 3))
+    assert not nothing.left.any()
+    assert not nothing.right.any()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_systems_are_solved_a_part_at_a_time(at_once, monkeypatch):
+    monkeypatch.setattr(normal_equations, "_MATRICES", at_once)
+    rng = np.random.default_rng(1)
+    half, right = rng.normal(size=(5, 4, 3)), rng.normal(size=(5, 3))
+    square = half.swapaxes(1, 2) @ half
+    left = square[:, *np.triu_indices(3)]
+    ridged = square + 0.5 * np.eye(3)
+    np.testing.assert_allclose(normal_matrices(left, 3, 0.5), ridged)
+    np.testing.assert_allclose(solve(Equations(left, right), 0.5), np.linalg.solve(ridged, right[..., None])[..., 0])
+    found = inverses(left, 3, 0.5)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, np.linalg.inv(ridged), rtol=1e-5)
+    assert solve(no_equations(2, 3), 0.5).tolist() == [[0.0] * 3] * 2
+    assert solve(no_equations(0, 3), 0.5).shape == (0, 3)
+
+
+# ---------------------------------------------------------------- bounds
+def factors(items=3, rank=2, **changes):
+    generator = torch.Generator().manual_seed(0)
+    rows, bias = torch.randn(items, rank, generator=generator), torch.randn(items, generator=generator)
+    half = torch.randn(items, rank + 1, rank + 1, generator=generator)
+    values = {"user_factors": None, "item_covariance": half @ half.mT, "noise": 0.3} | changes
+    return Factors(0.5, rows, bias, 1.0, **values, catalog_checksum="", max_history=5)
+
+
+@pytest.mark.parametrize("gather_cost", [1, 100])
+def test_the_variance_of_a_grade(gather_cost, monkeypatch):
+    """Candidate by candidate, and by one product with the whole catalog."""
+    monkeypatch.setattr(bounds, "GATHER_COST", gather_cost)
+    model, generator = factors(), torch.Generator().manual_seed(1)
+    users, half = torch.randn(2, 3, generator=generator), torch.randn(2, 3, 3, generator=generator)
+    covariance = half @ half.mT
+    items = torch.tensor([[3, 1], [2, 0]])
+    found = posterior_variance(model, users, covariance, items)
+    for row, column in ((0, 0), (0, 1), (1, 0)):
+        item = int(items[row, column]) - 1
+        x, y = [*users[row, :2].tolist(), 1.0], [*model.item_factors[item].tolist(), 1.0]
+        want = np.array(x) @ model.item_covariance[item].numpy() @ x + np.array(y) @ covariance[row].numpy() @ y
+        assert found[row, column].item() == pytest.approx(0.3 * want, rel=1e-5)
+    certain = torch.zeros(2, 3, 3)
+    known = factors(item_covariance=-torch.eye(3).expand(3, 3, 3) * 1e-9)
+    assert (posterior_variance(known, users, certain, items) == 0).all()  # rounding is no negative variance
+
+
+@pytest.mark.parametrize(("items", "places", "whole"), [(16, 2, True), (17, 2, False)])
+def test_when_the_whole_catalog_is_computed(items, places, whole, monkeypatch):
+    """From an eighth of the items on."""
+    calls = []
+    monkeypatch.setattr(bounds, "item_vectors", lambda model: calls.append(1) or torch.zeros(items, 12))
+    posterior_variance(factors(items), torch.zeros(1, 3), torch.eye(3)[None], torch.ones(1, places, dtype=torch.long))
+    assert bool(calls) is whole
+
+
+def test_without_covariances_there_are_no_bounds():
+    model = factors(item_covariance=None)
+    with pytest.raises(RecpoError, match="fitted with uncertainty: false"):
+        posterior_variance(model, torch.zeros(1, 3), torch.eye(3)[None], torch.ones(1, 1, dtype=torch.long))
+
+
+# ---------------------------------------------------------------- positives
+def test_positive_pairs_are_distinct_and_come_with_the_events_read():
+    class Rule:
+        @staticmethod
+        def positive(label, dislike):
+            return (label >= 0.5) & ~dislike
+
+    class Data:
+        num_items, feedback = 4, SimpleNamespace(rule=Rule)
+
+        @staticmethod
+        def num_shards(split):
+            return 2 if split == "train" else 0
+
+        @staticmethod
+        def columns(split, shard, names):
+            if shard:
+                return dict(zip(names, (np.array(x) for x in ([7], [4], [0.1], [False])), strict=True))
+            columns = [3, 3, 0, 3, 3], [4, 4, 1, 2, 1], [0.9, 0.5, 1.0, 0.4, 0.9], [False, False, False, False, True]
+            return dict(zip(names, map(np.array, columns), strict=True))
+
+    first, second = positive_pairs(Data)
+    assert [part.tolist() for part in first[:2]] == [[0, 3], [0, 3]]
+    assert first[2] == 5
+    assert [part.tolist() for part in second[:2]] == [[], []]
+    assert second[2] == 1
+
+
+def test_places_of_positives_in_the_last_events():
+    ids, levels = (
+        torch.tensor([[5, 6, 5, 7, 6, 9], [1, 2, 0, 4, 0, 0]]),
+        torch.tensor([[5, 4, 4, 3, 5, 5], [4, 5, 5, 3, 5, 5]]),
+    )
+    histories = Histories(ids, torch.tensor([5, 4]), levels)
+    every = positive_places(histories, 6)
+    assert every.tolist() == [[True, True, False, False, False, False], [True, True, False, False, False, False]]
+    last = positive_places(histories, 3)
+    assert last.tolist() == [[False, False, True, False, True, False], [False, True, False, False, False, False]]
+    with pytest.raises(RecpoError, match="these histories have none"):
+        positive_places(histories._replace(feedback=None), 3)
+
+
+def test_ndcg_of_hits_by_their_place():
+    def gain(*places):
+        return sum(1 / math.log2(place + 1) for place in places)
+
+    lists = torch.tensor([[4, 9, 2, 0], [1, 2, 3, 4], [1, 2, 3, 4]])
+    targets = torch.tensor([[2, 0, 2, 4, 7], [0, 0, 0, 0, 0], [9, 9, 9, 9, 9]])
+    got = ndcg_at_10(lists, targets)
+    assert got == (pytest.approx(gain(1, 3) / gain(1, 2, 3)), 2)
+    twelve = torch.arange(1, 13)[None]
+    assert ndcg_at_10(twelve, twelve) == (pytest.approx(1.0), 1)  # only ten places count, in the ideal too
+    assert ndcg_at_10(twelve.flip(1)[:, :10], twelve[:, :1])[0] == 0.0
+    assert ndcg_at_10(twelve, twelve[:, 9:10])[0] == pytest.approx(gain(10))
+    assert ndcg_at_10(twelve, twelve[:, 10:11])[0] == 0.0
+
+
+@dataclass
+class Fixed:
+    """Recommends these lists, and has predictions of these grades."""
+
+    lists: list[list[int]]
+    predicted: list[list[float]]
+    max_history: int = 7
+
+    def recommend(self, histories, k, exclude=None):
+        assert k == 4
+        assert exclude.tolist() == [[3], [0]]
+        return Recommendations(torch.tensor(self.lists), torch.zeros(0))
+
+    def fold_in(self, histories):
+        return histories.lengths
+
+    def grades(self, users, item_ids):
+        return torch.tensor(self.predicted)
+
+
+@pytest.fixture
+def validation(monkeypatch):
+    """Two batches alike of two users: the first has new positives 1 and 2, the second one 4; grades of some events."""
+    asked = []
+
+    def batches(data, max_history, max_users):
+        asked.append((max_history, max_users))
+        items = torch.tensor([[1, 2, 3, 4], [4, 1, 2, 3]])
+        mask = torch.tensor([[True] * 4, [True, True, False, False]])
+        positive = torch.tensor([[True, True, True, False], [True, False, True, True]])
+        grade = torch.tensor([[0.5, math.nan, 0.25, 1.0], [0.0, 1.0, 9.0, 9.0]])
+        slates = Slates(items, items, mask, positive=positive, grade=grade)
+        histories = Histories(items, torch.tensor([4, 2]))
+        batch = EvaluationBatch(FeedbackBatch(histories, slates, torch.arange(2)), torch.tensor([[3], [0]]))
+        return iter([batch, batch])
+
+    monkeypatch.setattr(positives, "validation_batches", batches)
+    monkeypatch.setattr(selection, "validation_batches", batches)
+    return asked
+
+
+def test_the_highest_ndcg_of_new_positives(validation):
+    data = SimpleNamespace(num_items=4, root="here")
+    best = Fixed([[1, 2, 4, 3], [4, 1, 2, 3]], [])
+    half = Fixed([[4, 4, 4, 3], [4, 1, 2, 3]], [])
+    worst = Fixed([[4, 3, 4, 3], [1, 2, 3, 1]], [])
+    assert best_on_validation(data, [half, best, worst]) == (1, [pytest.approx(0.5), pytest.approx(1.0), 0.0])
+    assert best_on_validation(data, [best, best]) == (0, [pytest.approx(1.0)] * 2)  # the first of equals
+    assert validation == [(7, 20_000)] * 2
+
+
+def test_squared_errors_on_graded_events(validation):
+    right = [[0.5, 7.0, 0.25, 1.0], [0.0, 1.0, 7.0, 7.0]]
+    off = [[0.5, 7.0, 0.75, 1.0], [0.0, 0.5, 7.0, 7.0]]
+    found, count = validation_errors(None, [Fixed([], right), Fixed([], off)])
+    assert found == [0.0, pytest.approx(2 * 0.25 / 5)]
+    assert count == 10
+    assert validation == [(7, 20_000)]
+
+
+def test_nothing_to_choose_by(monkeypatch):
+    for module in (positives, selection):
+        monkeypatch.setattr(module, "validation_batches", lambda *_: iter(()))
+    data, model = SimpleNamespace(num_items=4, root="here"), Fixed([], [])
+    assert best_on_validation(data, [model]) == (0, [None])
+    with pytest.raises(RecpoError, match="which of 2 models is best"):
+        best_on_validation(data, [model, model])
+    assert validation_errors(data, [model]) == ([0.0], 0)
