@@ -39,9 +39,9 @@ LOSSES = [
     "tests/test_objective_references.py",
     "tests/objectives",
 ]
-NEWER = ["labels_and_weights", "identities", "contract", "catalog_closed_forms"]
+NEWER = ["catalog_closed_forms", "labels_and_weights", "identities"]
 PREFERENCES = [
-    *(f"tests/objectives/test_{name}.py" for name in (*NEWER[:3], "terms_and_metrics", "defaults_and_bounds")),
+    *(f"tests/objectives/test_{name}.py" for name in (*NEWER[1:], "terms_and_metrics", "defaults_and_bounds")),
     "tests/test_objective_references.py",
 ]
 #: the tests of a module, fast ones first; the longest prefix counts
