@@ -99,7 +99,7 @@ class CatalogPolicyGradient(Objective):
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
         """Contexts with any kept item."""
-        return inputs.logp.mask.bool().any(-1).any(-1).sum()
+        return inputs.logp.mask.flatten(1).any(-1).sum()
 
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``.

@@ -45,7 +45,7 @@ def mpo_target(
         ValueError: shapes that differ.
     """
     check_same_shape(rewards=rewards, log_base=log_base, mask=mask)
-    return _log_softmax(_tilted(_base(rewards, log_base, mask), rewards, temperature, mask), mask).exp()
+    return _log_softmax(_tilted(_base(rewards, log_base, mask), rewards, temperature), mask).exp()
 
 
 def dual_temperature(
@@ -77,7 +77,7 @@ def dual_temperature(
     low, high = base.new_tensor(math.log(MIN_TEMPERATURE)), base.new_tensor(math.log(MAX_TEMPERATURE))
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        log_target = _log_softmax(_tilted(base, rewards, middle.exp(), mask), mask)
+        log_target = _log_softmax(_tilted(base, rewards, middle.exp()), mask)
         too_cold = masked_mean(_divergence(log_target, base), contexts) > kl_target
         low, high = torch.where(too_cold, middle, low), torch.where(too_cold, high, middle)
     return ((low + high) / 2).exp()
@@ -120,8 +120,8 @@ def _base(rewards: Tensor, log_base: Tensor | None, mask: Tensor | None) -> Tens
     return _log_softmax(base.detach().to(torch.promote_types(base.dtype, torch.float32)), mask)
 
 
-def _tilted(base: Tensor, rewards: Tensor, temperature: float | Tensor, mask: Tensor | None) -> Tensor:
-    return base + zero_masked(rewards.detach(), mask).to(base.dtype) / temperature
+def _tilted(base: Tensor, rewards: Tensor, temperature: float | Tensor) -> Tensor:
+    return base + rewards.detach().to(base.dtype) / temperature
 
 
 def _log_softmax(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -185,7 +185,7 @@ class MPO(Objective):
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
         """Contexts with any kept candidate."""
-        return inputs.logp.mask.bool().any(-1).any(-1).sum()
+        return inputs.logp.mask.flatten(1).any(-1).sum()
 
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
         """See ``Objective``."""
@@ -224,7 +224,7 @@ class MPO(Objective):
         self, losses: Tensor, rewards: Tensor, temperature: float | Tensor, log_base: Tensor | None, mask: Tensor
     ) -> dict[str, Tensor]:
         contexts, base = mask.any(-1), _base(rewards, log_base, mask)
-        log_target = _log_softmax(_tilted(base, rewards, temperature, mask), mask)
+        log_target = _log_softmax(_tilted(base, rewards, temperature), mask)
         weights = log_target.exp()
         entropy = -torch.where(weights > 0, weights * log_target, 0.0).sum(-1)
         return {

@@ -13,7 +13,7 @@ from recpo.factorization import bounds, normal_equations, positives, selection
 from recpo.factorization.bounds import posterior_variance
 from recpo.factorization.factors import Factors
 from recpo.factorization.normal_equations import Equations, Pairs, inverses, no_equations, normal_matrices, solve
-from recpo.factorization.positives import best_on_validation, ndcg_at_10, positive_pairs, positive_places
+from recpo.factorization.positives import best_on_validation, positive_pairs, positive_places
 from recpo.factorization.selection import validation_errors
 from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 
@@ -144,21 +144,6 @@ def test_places_of_positives_in_the_last_events():
     assert last.tolist() == [[False, False, True, False, True, False], [False, True, False, False, False, False]]
     with pytest.raises(RecpoError, match="these histories have none"):
         positive_places(histories._replace(feedback=None), 3)
-
-
-def test_ndcg_of_hits_by_their_place():
-    def gain(*places):
-        return sum(1 / math.log2(place + 1) for place in places)
-
-    lists = torch.tensor([[4, 9, 2, 0], [1, 2, 3, 4], [1, 2, 3, 4]])
-    targets = torch.tensor([[2, 0, 2, 4, 7], [0, 0, 0, 0, 0], [9, 9, 9, 9, 9]])
-    got = ndcg_at_10(lists, targets)
-    assert got == (pytest.approx(gain(1, 3) / gain(1, 2, 3)), 2)
-    twelve = torch.arange(1, 13)[None]
-    assert ndcg_at_10(twelve, twelve) == (pytest.approx(1.0), 1)  # only ten places count, in the ideal too
-    assert ndcg_at_10(twelve.flip(1)[:, :10], twelve[:, :1])[0] == 0.0
-    assert ndcg_at_10(twelve, twelve[:, 9:10])[0] == pytest.approx(gain(10))
-    assert ndcg_at_10(twelve, twelve[:, 10:11])[0] == 0.0
 
 
 @dataclass

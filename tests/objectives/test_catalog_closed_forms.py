@@ -119,6 +119,7 @@ def test_the_temperature_ends_where_the_dual_looks():
     found = dual_temperature(rewards, 0.1).item()
     w = 1 / (1 + math.exp(-1 / found))
     assert w * math.log(2 * w) + (1 - w) * math.log(2 - 2 * w) == pytest.approx(0.1, rel=1e-6)
+    assert dual_temperature(torch.ones(2, 1), 0.1).item() == pytest.approx(1e-4, rel=1e-5)  # nothing to choose
     # contexts without a candidate do not count
     padded = torch.tensor([[0.0, 1.0, NAN], [NAN] * 3], dtype=F64)
     mask = torch.tensor([[True, True, False], [False] * 3])
@@ -137,6 +138,18 @@ def test_targets_of_halves_are_single_and_carry_no_gradient():
     w = 1 / (1 + math.exp(-20.0))  # the default temperature is .05
     assert mpo_loss(logp, rewards.float()).item() == pytest.approx(w * 2 + (1 - w) * 1)
     assert mpo_loss(logp, rewards.float(), mask=torch.zeros(1, 2)).item() == 0.0
+    unknown = torch.tensor([[-1.0, NAN]])
+    assert mpo_loss(unknown, unknown, log_base=unknown, mask=torch.tensor([[True, False]])).item() == 1.0
+
+
+@pytest.mark.parametrize("objective", [MPO(), CatalogPolicyGradient()])
+def test_a_context_counts_with_any_token_of_any_item(objective):
+    mask = torch.zeros(4, 3, 2, dtype=torch.bool)
+    mask[0] = True
+    mask[1, 2, 0] = True
+    mask[2, :2, 1] = True
+    logp = torch.zeros(4, 3, 2)
+    assert objective.count(ObjectiveInputs(LogProbs(logp, mask))).item() == 3
 
 
 def test_defaults_of_the_newer_objectives():
