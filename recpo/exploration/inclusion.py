@@ -122,7 +122,7 @@ def _times(weights: FloatArray, later: FloatArray, k: int) -> _Times:
     least k have: by Chernoff's bound, or because each of the k first (of weight 1 or more) has.
     """
     few, many = _chernoff(k)
-    earliest, latest = np.log(_TAIL / later), math.log(k / _TAIL)
+    earliest, latest = np.log(_TAIL / later), math.log(math.log(k / _TAIL))
     low = np.repeat(earliest[:, None], 3, 1)
     high = np.full_like(low, latest)
     targets = np.array([few, k - 0.5, many + 1])
