@@ -134,7 +134,7 @@ class KTO(Objective):
         return LossOutput(loss, metrics | advantage_shares(signs, inputs.logp.mask.bool().any(-1)))
 
     def _reference_point(self, log_ratio: Tensor, labeled: Tensor) -> Tensor:
-        """``[B, 1]`` or ``[1, 1]``."""
+        """``[B, 1]`` or ``[1, 1]``, of log-ratios that are 0 where nothing is labeled."""
         over = (0, 1) if self.reference_point == "batch" else (1,)
-        total = zero_masked(log_ratio, labeled).sum(over, keepdim=True)
+        total = log_ratio.sum(over, keepdim=True)
         return (total / labeled.sum(over, keepdim=True).clamp(min=1)).clamp(min=0.0)

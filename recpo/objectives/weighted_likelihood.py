@@ -44,12 +44,11 @@ def likelihood_weights(
         ValueError: ``ips_power`` without propensities, or shapes that differ.
     """
     check_same_shape(advantages=advantages, logp_behavior=logp_behavior, mask=mask)
-    log_weight = (zero_masked(advantages.detach(), mask) / temperature).clamp(max=math.log(max_weight))
+    log_weight = (advantages.detach() / temperature).clamp(max=math.log(max_weight))
     if ips_power:
         if logp_behavior is None:
             raise ValueError("ips_power needs logp_behavior")
-        behavior = zero_masked(logp_behavior.detach(), mask)
-        log_weight = log_weight + (-ips_power * behavior).clamp(max=math.log(max_ips))
+        log_weight = log_weight + (-ips_power * logp_behavior.detach()).clamp(max=math.log(max_ips))
     weight = log_weight.exp()
     return weight if mask is None else zero_masked(weight, mask)
 

@@ -231,6 +231,15 @@ def test_the_pure_catalog_loss_has_no_regularizers_unless_asked():
     assert plain.item() == pytest.approx(-2.5)
     entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
     assert catalog_policy_gradient_loss(logp, rewards, entropy_coef=0.1).item() == pytest.approx(-2.5 - 0.1 * entropy)
+    unread = torch.tensor([[0.0, 0.0, NAN]], dtype=F64)
+    mask, wide = torch.tensor([[True, True, False]]), torch.nn.functional.pad
+    leaves = [(wide(x, (0, 1)) + unread).requires_grad_() for x in (logp, rewards, reference)]
+    options = {"logp_ref": leaves[2], "mask": mask, "kl_coef": 0.1, "entropy_coef": 0.1}
+    regularized = catalog_policy_gradient_loss(*leaves[:2], **options)
+    assert regularized.item() == pytest.approx(-2.5 + 0.1 * (math.log(2) - entropy) - 0.1 * entropy)
+    gradient, *others = torch.autograd.grad(regularized, leaves, allow_unused=True)
+    assert others == [None, None]
+    assert gradient[0, 2] == 0
     kl = math.log(2) - entropy
     assert catalog_policy_gradient_loss(logp, rewards, logp_ref=reference, kl_coef=0.1).item() == pytest.approx(
         -2.5 + 0.1 * kl
@@ -242,7 +251,7 @@ def test_the_pure_catalog_loss_has_no_regularizers_unless_asked():
     [
         (torch.float32, 0.0009, 0.0011),
         (torch.float32, -0.0009, -0.0011),
-        (torch.bfloat16, 0.0859375, 0.109375),
+        (torch.bfloat16, 215 / 2048, 0.109375),  # summed in halves, the first would miss by more than a tenth
         (torch.float16, 0.0859375, 0.109375),
     ],
 )
@@ -255,6 +264,13 @@ def test_how_far_from_one_a_catalog_may_sum(dtype, passes, missing):
     assert loss(passes).item() == pytest.approx(-math.exp(-passes), rel=5e-3)
     with pytest.raises(RecpoError, match="miss 1 by up to"):
         loss(missing)
+
+
+def test_one_context_that_is_no_catalog_is_enough():
+    logp = torch.tensor([0.0, -1.0]).view(2, 1, 1)
+    inputs = ObjectiveInputs(LogProbs(logp, torch.ones(2, 1, 1, dtype=torch.bool)), rewards=torch.ones(2, 1))
+    with pytest.raises(RecpoError, match=r"miss 1 by up to 0\.6321"):
+        CatalogPolicyGradient(kl_coef=0.0)(inputs)
 
 
 # ---------------------------------------------------------------- unary labels
@@ -298,6 +314,21 @@ def test_kto_item_by_item(over):
     assert objective(inputs._replace(denominator=torch.tensor(9))).loss.item() == pytest.approx(np.sum(losses) / 9)
     assert objective.zero_advantage_is_inert
     assert objective.requires == {"advantages", "reference"}
+
+    finite = objective(inputs._replace(advantages=torch.tensor(advantages)))  # what is masked has a sign as well
+    assert finite.loss.item() == pytest.approx(output.loss.item())
+    assert finite.metrics["zero_share"] == output.metrics["zero_share"]
+
+
+def test_the_pure_loss_of_kto_reads_what_is_kept_and_moves_the_policy_alone():
+    logp, reference, signs, point = (
+        torch.tensor(x, requires_grad=True) for x in ([-1.0, -1.0, NAN], [-2.0, -2.0, NAN], [1.0, 1.0, -1.0], [0.5])
+    )
+    loss = kto_loss(logp, reference, signs, point, mask=torch.tensor([True, False, False]))
+    assert loss.tolist() == pytest.approx([1 / (1 + math.exp(0.05)), 0.0, 0.0])
+    gradient, *others = torch.autograd.grad(loss.sum(), [logp, reference, signs, point], allow_unused=True)
+    assert others == [None] * 3
+    assert gradient[1:].tolist() == [0.0, 0.0]
 
 
 def test_bounds_of_kto():
@@ -372,7 +403,13 @@ def test_bounds_of_weighted_likelihood():
         assert WeightedLikelihood(ips_power=power).ips_power == power
     with pytest.raises(RecpoError, match=r"ips_power must lie in \[0, 1\], got -0.1"):
         WeightedLikelihood(ips_power=-0.1)
-    logp, weights = torch.tensor([[-1.0, -2.0]]), torch.tensor([0.5])
-    assert weighted_likelihood_loss(logp, weights).item() == pytest.approx(1.5)
+    tight = {"temperature": 0.5, "max_weight": 0.5, "max_ips": 0.5}
+    assert WeightedLikelihood(**tight).max_ips == 0.5
+    logp, weights = torch.tensor([[-1.0, -2.0]]), torch.tensor([0.5], requires_grad=True)
+    loss = weighted_likelihood_loss(logp, weights)
+    assert loss.item() == pytest.approx(1.5)
+    assert not loss.requires_grad
+    alone = ObjectiveInputs(LogProbs(logp[None, :, :1], torch.ones(1, 1, 1, dtype=torch.bool)), torch.tensor([[0.3]]))
+    assert WeightedLikelihood()(alone).metrics["effective_sample_size"].item() == pytest.approx(1.0)
     assert weighted_likelihood_loss(logp, weights, mask=torch.tensor([[False, True]])).item() == pytest.approx(1.0)
     assert weighted_likelihood_loss(logp, torch.tensor([NAN]), mask=torch.zeros(1, 2)).item() == 0.0

@@ -166,6 +166,10 @@ def test_bounds_of_the_gate_are_in():
     assert reward_gate(rewards, items, liked, ~liked, **shares).tolist() == [True]
     for name, value in (("max_hit_share", 0.24), ("min_separation", 0.51)):
         assert reward_gate(rewards, items, liked, ~liked, **{**shares, name: value}).tolist() == [False]
+    both = [
+        torch.cat([x, y]) for x, y in ((rewards, rewards), (items, items), (liked, liked & False), (~liked, ~liked))
+    ]
+    assert reward_gate(*both, max_hit_share=1.0, min_separation=0.0).tolist() == [True, False]  # nothing liked
     # the defaults: half of the draws, three of four pairs
     items, liked = torch.tensor([[1, 1, 1, 2, 3]]), torch.tensor([[True, False, False, False, False]])
     for beaten, passes in ((0.5, True), (0.6, False)):
