@@ -29,7 +29,7 @@ def normal_equations(rows: Tensor, targets: Tensor, known: Tensor, ridge: float 
     right = transposed @ targets.double().masked_fill(~known, 0.0)[..., None]
     # a product with the identity, as programs for ONNX know no diagonal
     identity = torch.eye(rows.shape[-1], dtype=torch.float64, device=rows.device)
-    weights = ridge if isinstance(ridge, float) else ridge.double()[..., None]
+    weights = ridge.double()[..., None] if isinstance(ridge, Tensor) else ridge
     return NormalEquations(transposed @ kept + weights * identity, right.squeeze(-1))
 
 

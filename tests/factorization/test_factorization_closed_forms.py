@@ -11,7 +11,6 @@ import torch
 from recpo.errors import RecpoError
 from recpo.factorization import bounds, normal_equations, positives, selection
 from recpo.factorization.bounds import posterior_variance
-from recpo.factorization.factors import Factors
 from recpo.factorization.normal_equations import Equations, Pairs, inverses, no_equations, normal_matrices, solve
 from recpo.factorization.positives import best_on_validation, positive_pairs, positive_places
 from recpo.factorization.selection import validation_errors
@@ -38,6 +37,18 @@ def test_equations_of_users_and_items_are_sums_of_outer_products():
         left = sum((np.outer(of_items[u], of_items[u]) for u, _ in events), np.zeros((3, 3)))
         np.testing.assert_allclose(found.left[item], left[upper])
         np.testing.assert_allclose(found.right[item], sum((t * of_items[u] for u, t in events), np.zeros(3)))
+    # a table of moments is summed as it is, and times the target
+    moments = Equations(rng.normal(size=(4, 2)), rng.normal(size=(4, 3)))
+    found = pairs.of_moments(moments, target)
+    for user, events in met.items():
+        np.testing.assert_allclose(found.left[user], sum((moments.left[i] for i, _ in events), np.zeros(2)))
+        np.testing.assert_allclose(found.right[user], sum((t * moments.right[i] for i, t in events), np.zeros(3)))
+    moments = Equations(rng.normal(size=(3, 2)), rng.normal(size=(3, 3)))
+    found = pairs.of_moments(moments, target, of_items=True)
+    for item in range(4):
+        events = [(u, t) for u, one in met.items() for i, t in one if i == item]
+        np.testing.assert_allclose(found.left[item], sum((moments.left[u] for u, _ in events), np.zeros(2)))
+        np.testing.assert_allclose(found.right[item], sum((t * moments.right[u] for u, t in events), np.zeros(3)))
     nothing = no_equations(5, 3)
     assert (nothing.left.shape, nothing.right.shape) == ((5, 6), (5, 3))
     assert not nothing.left.any()
@@ -57,17 +68,21 @@ def test_systems_are_solved_a_part_at_a_time(at_once, monkeypatch):
     found = inverses(left, 3, 0.5)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, np.linalg.inv(ridged), rtol=1e-5)
+    for ridge in (np.array([0.5, 1.0, 2.0]), rng.random((5, 3)) + 0.1):  # of every weight, and of every weight of each
+        own = square + np.eye(3) * (ridge if ridge.ndim == 1 else ridge[:, None])
+        found = solve(Equations(left, right), ridge)
+        np.testing.assert_allclose(found, np.linalg.solve(own, right[..., None])[..., 0])
     assert solve(no_equations(2, 3), 0.5).tolist() == [[0.0] * 3] * 2
     assert solve(no_equations(0, 3), 0.5).shape == (0, 3)
 
 
 # ---------------------------------------------------------------- bounds
 def factors(items=3, rank=2, **changes):
+    """What a bound reads of a model."""
     generator = torch.Generator().manual_seed(0)
-    rows, bias = torch.randn(items, rank, generator=generator), torch.randn(items, generator=generator)
     half = torch.randn(items, rank + 1, rank + 1, generator=generator)
-    values = {"user_factors": None, "item_covariance": half @ half.mT, "noise": 0.3} | changes
-    return Factors(0.5, rows, bias, 1.0, **values, catalog_checksum="", max_history=5)
+    values = {"item_factors": torch.randn(items, rank, generator=generator), "item_covariance": half @ half.mT}
+    return SimpleNamespace(**values | {"noise": 0.3, "num_items": items} | changes)
 
 
 @pytest.mark.parametrize("gather_cost", [1, 100])

@@ -22,12 +22,15 @@ def test_a_ridge_regression_by_hand():
 def test_ridge_regressions_of_many_problems_are_those_of_numpy():
     rng = np.random.default_rng(0)
     rows, targets, known = rng.normal(size=(4, 6, 3)), rng.normal(size=(4, 6)), rng.random((4, 6)) < 0.6
-    found = ridge_regression(*map(torch.from_numpy, (rows, targets, known)), ridge=0.3)
-    for b in range(4):
-        kept = rows[b][known[b]]
-        inverse = np.linalg.inv(kept.T @ kept + 0.3 * np.eye(3))
-        np.testing.assert_allclose(found.covariance[b], inverse)
-        np.testing.assert_allclose(found.weights[b], inverse @ kept.T @ targets[b][known[b]])
+    for ridge in (0.3, 2, np.array([0.3, 1.0, 2.0]), rng.random((4, 3)) + 0.1):  # one, of every weight, of each problem
+        given = torch.from_numpy(ridge).float() if isinstance(ridge, np.ndarray) else ridge
+        found = ridge_regression(*map(torch.from_numpy, (rows, targets, known)), ridge=given)
+        for b in range(4):
+            kept = rows[b][known[b]]
+            own = np.broadcast_to(ridge, (4, 3))[b]
+            inverse = np.linalg.inv(kept.T @ kept + np.diag(own))
+            np.testing.assert_allclose(found.covariance[b], inverse, rtol=1e-5)
+            np.testing.assert_allclose(found.weights[b], inverse @ kept.T @ targets[b][known[b]], rtol=1e-5)
 
 
 def test_an_elimination_by_hand():
