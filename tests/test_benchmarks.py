@@ -117,6 +117,21 @@ def test_scaling_measures_steps_by_catalog_and_epochs_by_log():
     assert all(line["plan_ns_per_event"] > 0 and line["read_ns_per_event"] > 0 for line in epochs)
 
 
+def test_serving_measures_every_contender_over_http_and_what_lies_below():
+    lines = lines_of("serving.py", "--contenders", "recpo", "recpo, logging", "plain", "eager")
+    below, *measured = lines
+    assert below["read_ms"] > 0
+    assert below["session_ms"] > 0
+    assert below["table_pass_ms"] > 0
+    assert {(line["contender"], line["clients"]) for line in measured} == {
+        (contender, clients) for contender in ("recpo", "recpo, logging", "plain", "eager") for clients in (1, 8)
+    }
+    for line in measured:
+        assert line["failed"] == 0
+        assert 0 < line["p50_ms"] <= line["p99_ms"]
+        assert line["times_plain"] > 0
+
+
 def gpu_benchmark():
     spec = importlib.util.spec_from_file_location("gpu_benchmark", BENCHMARKS / "gpu.py")
     module = importlib.util.module_from_spec(spec)

@@ -72,7 +72,7 @@ def create_app(service: Service) -> Gate:
 
 
 def _recommend_routes(service: Service) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["Recommendations"], responses=_faults(401, 413, 422, 503))
+    router = APIRouter(prefix="/v1", tags=["Recommendations"], responses=_faults(400, 401, 413, 422, 503))
 
     @router.post("/recommend", response_model=Recommendation, responses=_faults(429, 504))
     async def recommend(body: RecommendRequest) -> Response:
@@ -100,7 +100,7 @@ def _recommend_routes(service: Service) -> APIRouter:
 
 
 def _admin_routes(service: Service) -> APIRouter:
-    router = APIRouter(prefix=ADMIN, tags=["Operations"], responses=_faults(401, 403, 422))
+    router = APIRouter(prefix=ADMIN, tags=["Operations"], responses=_faults(400, 401, 403, 422))
 
     def answer() -> VersionsAnswer:
         current = service.versions.current
@@ -179,6 +179,7 @@ def _reason(status: int) -> str:
 def _faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """For the OpenAPI page."""
     meaning = {
+        400: "the body is no JSON",
         401: "no valid key",
         403: "not on this server",
         404: "unknown, or too old",

@@ -120,7 +120,7 @@ class Service:
             identifier, written = self.log.add(request.user_id, shown.items, shown.propensity, is_random)
             await asyncio.wrap_future(written)
         except RecpoError as error:
-            raise LogUnavailableError(str(error)) from error
+            raise _unavailable(error) from error
         self.metrics.impressions.inc()
         return Answered(shown, identifier)
 
@@ -144,7 +144,7 @@ class Service:
         try:
             await asyncio.wrap_future(self.log.add_outcomes(address, outcomes))
         except RecpoError as error:
-            raise LogUnavailableError(str(error)) from error
+            raise _unavailable(error) from error
         if not self.log.still_open(address):
             raise UnknownRecommendationError("the rows of this impression have just been published")
         self.metrics.outcomes.inc(len(outcomes))
@@ -180,6 +180,12 @@ class Service:
         for item in (*(event["item_id"] for event in request.history), *request.exclude):
             if isinstance(item, str) != text:
                 raise RecpoError(f"item ids of this bundle are {'strings' if text else 'integers'}, got {item!r:.80}")
+
+
+def _unavailable(error: RecpoError) -> LogUnavailableError:
+    """What the client is told; paths of this machine are for its own log."""
+    _LOG.error("the log cannot be written: %s", error)
+    return LogUnavailableError("the log cannot be written, so nothing is acknowledged: try again, or another server")
 
 
 def _open_log(root: Path, bundle: LoadedBundle, options: ServerOptions) -> ImpressionLog:

@@ -333,7 +333,7 @@ def test_user_ids_have_the_type_of_the_log(bundle, tmp_path):
     assert answers(bundle.root, calls).status_code == 200  # nothing is logged
 
 
-def test_a_disk_that_fails_is_said_and_the_server_is_not_ready(bundle, tmp_path, monkeypatch):
+def test_a_disk_that_fails_is_said_and_the_server_is_not_ready(bundle, tmp_path, monkeypatch, caplog):
     def full(handle, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -346,7 +346,9 @@ def test_a_disk_that_fails_is_said_and_the_server_is_not_ready(bundle, tmp_path,
 
     failed, ready, later = answers(bundle.root, calls, log=tmp_path)
     assert [answer.status_code for answer in (failed, ready, later)] == [503, 503, 200]
-    assert "disk is full" in failed.json()["detail"]
+    assert "nothing is acknowledged" in failed.json()["detail"]
+    assert str(tmp_path) not in failed.text
+    assert "disk is full" in caplog.text
 
 
 def test_prepare_reads_what_was_served(bundle, tmp_path):

@@ -58,14 +58,15 @@ def ask(path, asked, log):
     return asyncio.run(run())
 
 
-def contents(count, database=None):
+def contents(count):
     """JSON of ``count`` drawn bodies and where they are sent, and bytes that are none."""
     made = []
 
     @settings(
         max_examples=count,
-        database=database,
+        database=None,
         deadline=None,
+        derandomize=True,
         suppress_health_check=list(HealthCheck),
         phases=[hypothesis.Phase.generate],
     )
@@ -83,7 +84,7 @@ def test_no_malformed_request_is_a_fault_of_the_server(bundle, tmp_path, count):
     found = ask(bundle.root, contents(count), tmp_path)
     assert len(found) >= count
     assert [(status, content) for status, content in found if status >= 500] == []
-    assert {status for status, _ in found} >= {200, 422}
+    assert {status for status, _ in found} >= ({200, 400, 403, 422} if count > 1000 else {403, 422})
 
 
 def cases(description, count):
@@ -92,7 +93,13 @@ def cases(description, count):
     for found in description.get_all_operations():
         strategies = [found.ok().as_strategy(generation_mode=mode) for mode in GenerationMode]
 
-        @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @settings(
+            max_examples=count,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        )
         @given(st.one_of(*strategies))
         def collect(case):
             made.append(case)
