@@ -10,8 +10,8 @@ from rich.table import Table
 from recpo.cli.output import console
 from recpo.contracts import RewardFunction
 from recpo.evaluation.calibration import CalibrationReport
-from recpo.rewards import LoggedReward
-from recpo.training.learned_reward import CALIBRATION, Checkpoint
+from recpo.training.learned_reward import CALIBRATION
+from recpo.workflows.calibrate import Source
 from recpo.workflows.calibrate import calibrate as calibrate_rewards
 
 
@@ -20,16 +20,10 @@ def calibrate(
     run: list[Path] | Path = [],  # noqa: B006  jsonargparse prints it
     factors: list[Path] | Path = [],  # noqa: B006
     reward: list[RewardFunction] = [],  # noqa: B006
-    k: int = 10,
     truth: Path | None = None,
-    logged_reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
     out: Path | None = None,
-    checkpoint: Checkpoint = "best",
-    batch_size: int = 512,
-    resamples: int = 200,
-    seed: int = 0,
-    device: str = "auto",
     trust: list[str] = [],  # noqa: B006
+    **options: Any,
 ) -> None:
     """Calibrates reward models on the validation period and compares rewards on the test period.
 
@@ -44,32 +38,14 @@ def calibrate(
         run: run directory of a PointwiseReward or PairwiseReward objective, or a list of them, ``[runs/a, runs/b]``.
         factors: directory written by ``recpo factorize``, or a list of them; users are folded in from their history.
         reward: other rewards, ``[{class_path: EnsembleReward, init_args: {...}}]``.
-        k: length of the greedy lists.
         truth: directory that ``recpo simulate`` wrote: adds the true value of the lists on the first day of the period.
-        logged_reward: of logged items, for the value that is estimated from the log.
         out: JSON file for the comparison, with every interval; null = none.
-        checkpoint: which checkpoint of the runs.
-        batch_size: users scored at once; fewer where whole catalogs would not fit.
-        resamples: of the bootstrap over users.
-        seed: of the bootstrap.
-        device: where models run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
         trust: packages beside recpo whose classes the configurations of the runs may name.
+        **options: those of ``recpo.workflows.calibrate.calibrate``.
     """
     directories = [path for paths in (run, factors) for path in ([paths] if isinstance(paths, Path) else paths)]
-    report = calibrate_rewards(
-        prepared,
-        [*directories, *reward],
-        k=k,
-        truth=truth,
-        logged_reward=logged_reward,
-        out=out,
-        checkpoint=checkpoint,
-        batch_size=batch_size,
-        resamples=resamples,
-        seed=seed,
-        device=device,
-        trust=trust,
-    )
+    named: list[Source] = [*directories, *reward]
+    report = calibrate_rewards(prepared, rewards=named, truth=truth, out=out, trust=trust, **options)
     print_report(report)
 
 

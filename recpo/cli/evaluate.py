@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -12,16 +12,12 @@ from rich.text import Text
 
 from recpo.cli.output import console
 from recpo.data.prepared import Prepared
-from recpo.evaluation.catalog_ranking import Gain
-from recpo.evaluation.contenders import Baseline, BaselineOptions, default_baselines
+from recpo.evaluation.contenders import Baseline, default_baselines
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.headroom import shares_at
-from recpo.evaluation.item_facts import ItemFeatures
 from recpo.evaluation.lists import Lists
-from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.reading import Document, best_first
-from recpo.reranking import Reranker, RerankOptions
-from recpo.rewards import LoggedReward
+from recpo.reranking import Reranker
 from recpo.workflows.evaluate import evaluate as evaluate_contenders
 
 _HEADINGS = ("NDCG", "Recall", "HitRate", "MRR", "disliked", "true_reward")
@@ -38,25 +34,12 @@ def evaluate(
     factors: list[Path] | Path = [],  # noqa: B006
     lists: list[str] | str = [],  # noqa: B006
     baselines: list[Baseline] | None = None,
-    split: Literal["valid", "test"] = "test",
     ks: list[int] = [10, 50],  # noqa: B006
-    exclude_past: bool = True,
-    gain: Gain = "linear",
-    segments: bool = True,
-    bootstrap_resamples: int = 0,
-    item_features: ItemFeatures | None = None,
-    off_policy: OffPolicyOptions | None = OffPolicyOptions(),  # noqa: B008  frozen
-    reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
-    baseline_options: BaselineOptions = BaselineOptions(),  # noqa: B008  frozen
     baseline_cache: Path | None = None,
     truth: Path | None = None,
     rerank: list[Reranker] | Reranker = [],  # noqa: B006
-    rerank_options: RerankOptions = RerankOptions(),  # noqa: B008  frozen
-    checkpoint: Literal["best", "last"] = "best",
-    batch_size: int = 512,
-    device: str = "auto",
     trust: list[str] = [],  # noqa: B006
-    overwrite: bool = False,
+    **options: Any,
 ) -> None:
     """Evaluates policies, bundles and baselines on the same held-out users, and tells them apart.
 
@@ -79,17 +62,7 @@ def evaluate(
             graded feedback), implicit_als (alternating least squares on positives), ease (linear model of items by
             items, for catalogs up to 10,000 items), random. The logging policy is added where its value is known. null
             = popularity, recency, cooccurrence, random, and factorization where the log has grades.
-        split: held-out period.
         ks: list lengths; the tables show the first.
-        exclude_past: leave the items of a user's past out of the lists, and such held-out events out of the targets.
-        gain: of the graded NDCG: the label (linear), or 0, 1, 3, 7 for its quarters (exponential).
-        segments: also by length of the history, popularity and duration of the items.
-        bootstrap_resamples: also bootstrap intervals over users of every per-user metric, from so many resamples.
-        item_features: tags or vectors of the items, for diversity and calibration.
-        off_policy: how the value is estimated from the log; null = not at all. With logged propensities it is left out
-            where the period has none.
-        reward: of logged items, for the off-policy value.
-        baseline_options: of the baselines.
         baseline_cache: directory of fitted baselines, which other evaluations of the same data may share; null = in
             ``out``, where an evaluation that replaces this one finds them. They are fitted once per data and options.
         truth: directory that ``recpo simulate`` wrote: adds the true expected reward and the true probability of a
@@ -98,12 +71,8 @@ def evaluate(
         rerank: also evaluate every run, bundle and factor model with re-ranked lists, slates of the first k:
             MaximalMarginalRelevance, Determinantal, AttributeCap or Calibration of ``recpo.reranking``, or a list of
             them (``docs/exploration.md``).
-        rerank_options: how many items are re-ranked, and the file of their attributes.
-        checkpoint: which checkpoint of the runs.
-        batch_size: users scored at once.
-        device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
         trust: packages beside recpo whose classes the configurations of the runs may name.
-        overwrite: replace ``out`` where it exists.
+        **options: those of ``recpo.workflows.evaluate.evaluate``.
     """
     data = Prepared.open(prepared)
     if baselines is None:
@@ -112,28 +81,15 @@ def evaluate(
             console().print("no baseline factorization: the train or the validation period has no graded event")
     found = evaluate_contenders(
         data,
-        [*baselines, *_listed(run), *_listed(bundle), *_listed(factors), *map(Lists.parse, _listed(lists))],
+        contenders=[*baselines, *_listed(run), *_listed(bundle), *_listed(factors), *map(Lists.parse, _listed(lists))],
         out=out,
-        split=split,
         ks=ks,
-        exclude_past=exclude_past,
-        gain=gain,
-        segments=segments,
-        bootstrap_resamples=bootstrap_resamples,
-        item_features=item_features,
-        off_policy=off_policy,
-        reward=reward,
-        baseline_options=baseline_options,
         baseline_cache=baseline_cache,
         truth=truth,
         rerank=_listed(rerank),
-        rerank_options=rerank_options,
-        checkpoint=checkpoint,
-        batch_size=batch_size,
-        device=device,
         trust=trust,
-        overwrite=overwrite,
         progress=True,
+        **options,
     )
     print_evaluation(found)
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from rich.table import Table
 
 from recpo.cli.output import console
-from recpo.contracts import RewardFunction
-from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.rewards import LoggedReward
-from recpo.training.learned_reward import Checkpoint
-from recpo.workflows.tilt import BETAS, Criterion, Tilt
+from recpo.workflows.tilt import BETAS, Tilt
 from recpo.workflows.tilt import tilt as _tilt
 
 _NAMES = {
@@ -29,20 +26,10 @@ def tilt(
     factors: Path,
     out: Path,
     prepared: str | Path | None = None,
-    beta: float | Literal["auto"] = "auto",
     betas: list[float] = list(BETAS),  # noqa: B006  jsonargparse prints it
-    criterion: Criterion | None = None,
-    k: int = 10,
-    candidates: int = 200,
-    lower_bound: float = 0.0,
-    off_policy: OffPolicyOptions = OffPolicyOptions(),  # noqa: B008  frozen
     reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
-    monitor_reward: RewardFunction | None = None,
-    checkpoint: Checkpoint = "best",
-    batch_size: int = 512,
-    device: str = "auto",
     trust: list[str] = [],  # noqa: B006  jsonargparse prints it
-    overwrite: bool = False,
+    **options: Any,
 ) -> None:
     """Tilts a trained policy towards the grades that a factor model expects, and writes it as a run.
 
@@ -56,46 +43,12 @@ def tilt(
         out: run directory to make.
         prepared: directory written by ``recpo prepare``, of the same items, on whose validation period beta is chosen;
             null = beta is given.
-        beta: difference in grade that moves the log-odds of two items by 1; auto = the largest of betas, which is the
-            nearest to the base, whose value is within one standard error of the best.
         betas: what is tried where beta is auto.
-        criterion: what a beta is worth: top_k (off-policy value of its lists), policy (of items drawn from it), auc
-            (mean per-user AUC of positives against other exposures) or monitor_reward; null = monitor_reward where it
-            is given, else top_k where the log has propensities, else auc.
-        k: list length.
-        candidates: of policies of semantic ids, how many items of the beam are ranked again.
-        lower_bound: take so many standard deviations from the grade, so that items of which little is known are listed
-            less; each request then costs a second product with the catalog, of (r + 1) (r + 2) columns.
-        off_policy: how values are estimated from the log.
         reward: of logged items, for the off-policy value.
-        monitor_reward: scores the lists; best a reward that the factors do not know.
-        checkpoint: which checkpoint of the run.
-        batch_size: users scored at once.
-        device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
         trust: packages beside recpo whose classes the configuration of the run may name.
-        overwrite: replace ``out`` where it is a run.
+        **options: those of ``recpo.workflows.tilt.tilt``.
     """
-    found = _tilt(
-        run,
-        factors,
-        prepared,
-        out=out,
-        beta=beta,
-        betas=betas,
-        criterion=criterion,
-        k=k,
-        candidates=candidates,
-        lower_bound=lower_bound,
-        off_policy=off_policy,
-        reward=reward,
-        monitor_reward=monitor_reward,
-        checkpoint=checkpoint,
-        batch_size=batch_size,
-        device=device,
-        trust=trust,
-        overwrite=overwrite,
-        progress=True,
-    )
+    found = _tilt(run, factors, prepared, out=out, betas=betas, reward=reward, trust=trust, progress=True, **options)
     print_tilt(found)
 
 

@@ -87,7 +87,7 @@ def evaluate(
         contenders: who is compared: runs, bundles and factors on the same items, their directories, ``Lists`` of other
             systems, and names of baselines (popularity, positives, recency, cooccurrence, factorization, implicit_als,
             ease, random). The logging policy is added where its value is known.
-        out: directory to make; None = the evaluation is in memory only.
+        out: directory to make; null = the evaluation is in memory only.
         split: held-out period.
         ks: list lengths; the tables show the first.
         exclude_past: leave the items of a user's past out of the lists, and such held-out events out of the targets.
@@ -95,11 +95,11 @@ def evaluate(
         segments: also by length of the history, popularity and duration of the items.
         bootstrap_resamples: also bootstrap intervals over users of every per-user metric, from so many resamples.
         item_features: tags or vectors of the items, for diversity and calibration.
-        off_policy: how the value is estimated from the log; None = not at all. With logged propensities it is left out
+        off_policy: how the value is estimated from the log; null = not at all. With logged propensities it is left out
             where the period has none.
         reward: of logged items, for the off-policy value.
         baseline_options: of the baselines.
-        baseline_cache: directory of fitted baselines, which other evaluations of the same data may share; None = in
+        baseline_cache: directory of fitted baselines, which other evaluations of the same data may share; null = in
             ``out``, where an evaluation that replaces this one finds them. They are fitted once per data and options.
         truth: directory that ``recpo simulate`` wrote: adds the true expected reward and the true probability of a
             dislike, means over the first k places, on the first day of the period; the oracle, which lists every user's

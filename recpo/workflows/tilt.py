@@ -180,16 +180,15 @@ def tilt(
     Args:
         run: what is tilted, or its directory.
         factors: what ``recpo factorize`` wrote for the same items, or its directory.
-        prepared: prepared data of the same items, on whose validation period beta is chosen; None = beta is given.
+        prepared: prepared data of the same items, on whose validation period beta is chosen; null = beta is given.
         out: run directory to make.
-        beta: difference in grade that moves the log-odds of two items by 1; "auto" = the largest of ``betas``, which is
+        beta: difference in grade that moves the log-odds of two items by 1; auto = the largest of betas, which is
             the nearest to the base, whose value is within one standard error of the best (of the difference, on the
             same users).
-        betas: what is tried where beta is "auto".
-        criterion: what a beta is worth: ``top_k`` (off-policy value of its lists, SNIPS),
-            ``policy`` (of items drawn from it), ``auc`` (mean per-user AUC of positives against other exposures) or
-            ``monitor_reward``. None = monitor_reward where it is given, else top_k where the log has propensities,
-            else auc.
+        betas: what is tried where beta is auto.
+        criterion: what a beta is worth: top_k (off-policy value of its lists, SNIPS), policy (of items drawn from it),
+            auc (mean per-user AUC of positives against other exposures) or monitor_reward. null = monitor_reward where
+            it is given, else top_k where the log has propensities, else auc.
         k: list length.
         candidates: of policies of semantic ids, how many items of the beam are ranked again.
         lower_bound: take so many standard deviations from the grade, so that items of which little is known are listed
