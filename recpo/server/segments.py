@@ -34,7 +34,7 @@ _STATES: Final = (OPEN, COMPLETE, CLOSING, DONE)
 MAGIC: Final = b"recpo-segment-1\n"
 MAX_SLOTS: Final = 512
 _FRAME: Final = struct.Struct("<II")
-_LARGEST_RECORD: Final = 1 << 26
+_LARGEST_RECORD: Final = 1 << 22  # of a false address no more is read than this
 _TICK_S: Final = 0.5  # how often an idle writer looks at the age of its segment
 
 
@@ -136,8 +136,12 @@ class SegmentWriter:
         """Takes a record; the future is done when it is on disk, and fails where it cannot be written.
 
         Raises:
-            RecpoError: the writer is closed.
+            RecpoError: the writer is closed, or the record is too large.
         """
+        if len(payload) > _LARGEST_RECORD:
+            raise RecpoError(
+                f"a record of {len(payload):,} bytes, at most {_LARGEST_RECORD:,} are logged: ask for fewer items"
+            )
         record, written = _framed(payload), Future[None]()
         with self._changed:
             if self._closed:
@@ -262,6 +266,8 @@ def read_record(journal: Path, address: Address) -> bytes | None:
     for suffix in (OPEN, COMPLETE, OPEN, COMPLETE):  # twice: it may be completed between two looks
         try:
             with segment_path(journal, address.slot, address.segment, suffix).open("rb") as file:
+                if address.offset >= os.fstat(file.fileno()).st_size:
+                    return None
                 file.seek(address.offset)
                 return _next_record(file.read(_FRAME.size), file)
         except FileNotFoundError:

@@ -93,7 +93,9 @@ class RecommendedItem(BaseModel):
 class Recommendation(BaseModel):
     """A slate, best first."""
 
-    recommendation_id: str | None = Field(description="for feedback; null where the server logs nothing")
+    recommendation_id: str | None = Field(
+        description="for feedback; null where the server logs nothing, or no item is left to show"
+    )
     bundle: str
     version: str
     checksum: str

@@ -92,7 +92,9 @@ def test_no_outcome_is_taken_for_what_is_not_open(tmp_path):
     altered = identifier[:-1] + ("0" if identifier[-1] != "0" else "1")
     assert log.find(altered) is None
     assert log.find("0" * 44) is None
-    assert log.find("f" * 44) is None  # an address beyond any file
+    assert log.find("f" * 44) is None
+    for offset in (0, 1, 17, 2**32, 2**63, 2**64 - 1):  # no begin of a record, and beyond any file
+        assert log.find(f"{identifier[:20]}{offset:016x}{identifier[36:]}") is None
     assert log.find(identifier) is not None
     time.sleep(0.25)
     assert log.find(identifier) is None
