@@ -47,7 +47,7 @@ def factorize(
         max_history: events of a history that a fold-in reads; null = ``max_context`` of the prepared data.
         uncertainty: keep the covariances that lower bounds need.
         lower_bound: its own lists rank by the expected grade less so many standard deviations; 0 without uncertainty.
-            ``tilt`` takes as many where it is given no other number; ``FactorReward`` has a bound of its own.
+            ``tilt`` and ``FactorReward`` have bounds of their own.
         overwrite: replace ``out`` where it exists.
         progress: show a progress bar on a terminal.
 
