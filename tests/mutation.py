@@ -40,10 +40,7 @@ LOSSES = [
     "tests/objectives",
 ]
 NEWER = ["catalog_closed_forms", "labels_and_weights", "identities"]
-PREFERENCES = [
-    *(f"tests/objectives/test_{name}.py" for name in (*NEWER[1:], "terms_and_metrics", "defaults_and_bounds")),
-    "tests/test_objective_references.py",
-]
+PREFERENCES = [f"tests/objectives/test_{name}.py" for name in (*NEWER[1:], "terms_and_metrics", "defaults_and_bounds")]
 #: the tests of a module, fast ones first; the longest prefix counts
 OWNERS = {
     "recpo/objectives": LOSSES,

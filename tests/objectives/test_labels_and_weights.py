@@ -142,6 +142,26 @@ def test_the_gap_of_the_grades_is_a_margin(objective):
         type(objective)(grade_gap_coef=-1.0)
 
 
+def test_defaults_of_the_losses_of_pairs_and_lists():
+    a, b, c, d = (torch.tensor([x], dtype=torch.float64) for x in (-1.0, -1.5, -1.2, -1.1))
+
+    def nll(x):
+        return pytest.approx(math.log1p(math.exp(-x)))
+
+    assert dpo_loss(a, b, c, d).item() == nll(0.1 * (0.2 + 0.4))
+    assert simpo_loss(a, b).item() == nll(2.0 * 0.5 - 1.0)
+    assert dmpo_loss(a, b[None], c, d[None]).item() == nll(0.2 + 0.4)
+    assert softmax_dpo_loss(a, b[None], c, d[None]).item() == nll(0.2 + 0.4)
+    assert DPO() == DPO(beta=0.1, nll_coef=0.0, variant="sigmoid", label_smoothing=0.0, margin=0.0, grade_gap_coef=0.0)
+    assert SoftmaxDPO() == SoftmaxDPO(beta=1.0, nll_coef=0.0, grade_gap_coef=0.0)
+    with pytest.raises(ValueError, match="label_smoothing"):
+        simpo_loss(a, b, label_smoothing=0.5)
+    smoothed = simpo_loss(a, b, margin=0.0, label_smoothing=0.1).item()
+    assert smoothed == pytest.approx(0.9 * math.log1p(math.exp(-1.0)) + 0.1 * math.log1p(math.exp(1.0)))
+    smoothed = dmpo_loss(a, b[None], c, d[None], label_smoothing=0.1).item()
+    assert smoothed == pytest.approx(0.9 * math.log1p(math.exp(-0.6)) + 0.1 * math.log1p(math.exp(0.6)))
+
+
 # ---------------------------------------------------------------- unary labels
 @given(seed=SEEDS)
 def test_kto(seed):
