@@ -137,11 +137,11 @@ def test_positive_pairs_are_distinct_and_come_with_the_events_read():
         def columns(split, shard, names):
             if shard:
                 return dict(zip(names, (np.array(x) for x in ([7], [4], [0.1], [False])), strict=True))
-            columns = [3, 3, 0, 3, 3], [4, 4, 1, 2, 1], [0.9, 0.5, 1.0, 0.4, 0.9], [False, False, False, False, True]
+            columns = [2, 2, 0, 2, 2], [4, 4, 1, 2, 1], [0.9, 0.5, 1.0, 0.4, 0.9], [False, False, False, False, True]
             return dict(zip(names, map(np.array, columns), strict=True))
 
     first, second = positive_pairs(Data)
-    assert [part.tolist() for part in first[:2]] == [[0, 3], [0, 3]]
+    assert [part.tolist() for part in first[:2]] == [[0, 2], [0, 3]]
     assert first[2] == 5
     assert [part.tolist() for part in second[:2]] == [[], []]
     assert second[2] == 1
@@ -169,8 +169,10 @@ class Fixed:
     predicted: list[list[float]]
     max_history: int = 7
 
+    asked: int = 4
+
     def recommend(self, histories, k, exclude=None):
-        assert k == 4
+        assert k == self.asked
         assert exclude.tolist() == [[3], [0]]
         return Recommendations(torch.tensor(self.lists), torch.zeros(0))
 
@@ -209,7 +211,10 @@ def test_the_highest_ndcg_of_new_positives(validation):
     worst = Fixed([[4, 3, 4, 3], [1, 2, 3, 1]], [])
     assert best_on_validation(data, [half, best, worst]) == (1, [pytest.approx(0.5), pytest.approx(1.0), 0.0])
     assert best_on_validation(data, [best, best]) == (0, [pytest.approx(1.0)] * 2)  # the first of equals
-    assert validation == [(7, 20_000)] * 2
+    assert [type(value) for value in best_on_validation(data, [best])[1]] == [float]
+    ten = Fixed([list(range(10, 20))] * 2, [], asked=10)
+    assert best_on_validation(SimpleNamespace(num_items=20), [ten]) == (0, [0.0])
+    assert validation == [(7, 20_000)] * 4
 
 
 def test_squared_errors_on_graded_events(validation):
