@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recpo.ops import kernels
 from recpo.ops.linear_logprob import linear_entropy, linear_logprob
 from recpo.ops.sharded_logprob import RowShard, sharded_entropy, sharded_logprob, sharded_lookup
+from recpo.ops.sharded_logprob import _check as shape_check
 from tests.sharding.ranks import Ranks
 
 
@@ -182,6 +183,18 @@ def check_extremes() -> None:
     gradients = torch.autograd.grad(logp.sum(), (own.states, rows))
     assert all(value.isfinite().all() for value in (logp, *gradients))
     torch.testing.assert_close(logp, linear_logprob(own.states, table, own.targets), rtol=1e-5, atol=1e-2)
+
+
+def test_row_0_is_padding_where_it_is_held() -> None:
+    rows = torch.zeros(3, 2)
+    assert [RowShard(part, first, 6).padding_rows for part, first in ((rows, 0), (rows, 3), (rows[:0], 0))] == [1, 0, 0]
+
+
+def test_a_table_has_one_item_at_least() -> None:
+    shape_check(torch.zeros(4, 2), RowShard(torch.zeros(2, 2), 0, 2))
+    for states, rows, num_rows in (((4, 2), (2, 2), 1), ((4, 3), (2, 2), 2), ((4,), (2, 2), 2), ((4, 2), (2,), 2)):
+        with pytest.raises(ValueError, match="must be"):
+            shape_check(torch.zeros(states), RowShard(torch.zeros(rows), 0, num_rows))
 
 
 def test_survives_extreme_logits(ranks: Ranks) -> None:
