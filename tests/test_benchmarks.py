@@ -10,8 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+
+from recpo import simulate
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -192,3 +196,31 @@ def test_values_of_explored_logs_have_intervals_that_can_be_counted():
     for line in lines:
         assert abs(line["mean error"]) < 5 * line["half width"]
         assert 0 <= line["covered"] <= 1
+
+
+def test_kuairand_compares_policies_and_baselines_on_a_log_of_its_columns(tmp_path):
+    events = simulate(tmp_path / "world", users=60, items=60, events=2500, days=8).to_pandas()
+    log = pa.table(
+        {
+            "user_id": events["user_id"],
+            "video_id": events["item_id"],
+            "time_ms": events["timestamp"],
+            "play_time_ms": (events["watch_time"] * 1000).astype("int64"),
+            "duration_ms": (events["duration"] * 1000).astype("int64"),
+            "is_hate": events["dislike"].astype("int8"),
+            "long_view": (events["watch_time"] >= 10).astype("int8"),
+            "is_rand": events["dislike"].astype("int8") * 0,
+        }
+    )
+    pq.write_table(log, tmp_path / "log.parquet")
+    flags = ("--log", str(tmp_path / "log.parquet"), "--work", str(tmp_path / "work"))
+    lines = [line for line in lines_of("kuairand.py", *flags) if "contender" in line]
+    trained = {"pre-trained", "GBPO", "value-aligned", "value-aligned and likelihood", "value-aligned, tilted"}
+    fixed = {"popularity", "item rate", "factorization", "implicit_als", "ease"}
+    seeds = {(name, seed) for name in trained | {"boosted trees"} for seed in (0, 1)}
+    assert {(line["contender"], line["seed"]) for line in lines} == seeds | {(name, None) for name in fixed}
+    for line in lines:
+        assert 0 < line["AUC_other"] <= 1, line
+        assert 0 < line["Recall@10"] <= 1, line
+        assert 0 < line["coverage@10"] <= 1, line
+    assert lines_of("kuairand.py", *flags)[: len(lines)] == lines  # from what is in the work directory
