@@ -1,6 +1,8 @@
-"""Small linear systems in plain arithmetic, for programs that know no solver."""
+"""Many small positive definite systems: by Cholesky, and in plain arithmetic for programs that know no solver."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,3 +33,30 @@ def solve_positive_definite(matrix: Tensor, right: Tensor) -> Tensor:
         found = row[:, known:] - (row[:, :known, None] * solution).sum(1)
         solution = torch.cat([found[:, None], solution], 1)
     return solution if right.dim() == 3 else solution.squeeze(2)
+
+
+def solve_by_cholesky(matrix: Tensor, right: Tensor) -> Tensor:
+    """The same as ``solve_positive_definite``, a few times as fast forwards and backwards; not for exported programs.
+
+    Its gradients are, with ``v = matrix^-1 dx``, ``-v xᵀ`` of the matrix and ``v`` of the right side.
+    A matrix that is not positive definite gives nan.
+    """
+    solution: Tensor = _CholeskySolve.apply(matrix, right)
+    return solution
+
+
+class _CholeskySolve(torch.autograd.Function):
+    """Keeps the factor of the forward pass; autograd through ``torch.linalg.cholesky`` takes three times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, right: Tensor) -> Tensor:
+        factor, _ = torch.linalg.cholesky_ex(matrix)
+        solution = torch.cholesky_solve(right[..., None], factor)
+        ctx.save_for_backward(factor, solution)
+        return solution[..., 0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        factor, solution = ctx.saved_tensors
+        adjoint = torch.cholesky_solve(gradients[0][..., None], factor)
+        return -adjoint @ solution.transpose(-2, -1), adjoint[..., 0]

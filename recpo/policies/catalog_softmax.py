@@ -34,6 +34,8 @@ class CatalogSoftmaxPolicy(StatePolicy):
             scored after the whole history only (data.layout ImpressionLayout, or a history_length up to this).
         profile: add to every state a profile of all events (``recpo.policies.encoder.Profile``): long-term taste, at
             a cost that is linear in the history.
+        fold_in: add to every state what a ridge regression of all feedback on so many projections of the item vectors
+            says (``recpo.policies.encoder.FoldIn``), as a factorization folds users in; 0 = none.
         similarity: "dot", or "cosine": states and vectors have length 1, so popularity cannot hide in a
             vector's length; it wants a temperature of about 0.05.
         temperature: divides the scores.
@@ -63,6 +65,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
         feedback_levels: int = 6,
         attention_length: int | None = None,
         profile: bool = False,
+        fold_in: int = 0,
         similarity: Literal["dot", "cosine"] = "dot",
         temperature: float = 1.0,
         tie_weights: bool = True,
@@ -95,6 +98,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
             feedback_levels=feedback_levels,
             attention_length=attention_length,
             profile=profile,
+            fold_in=fold_in,
         )
         self.reads_timestamps = self.encoder.reads_time
         # a buffer, so that a checkpoint brings its proposal along; zero until the counts are set

@@ -9,6 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.errors import RecpoError
+from recpo.feedback import GRADES
+from recpo.ops.elimination import solve_by_cholesky, solve_positive_definite
 from recpo.policies.layers import ByteDropout, HSTUBlock, Linear, Packing, SASRecBlock, time_gap_buckets
 from recpo.types import Histories
 
@@ -56,6 +58,64 @@ class Profile(nn.Module):
         return transformed
 
 
+class FoldIn(nn.Module):
+    """Long-term taste: a ridge regression of every event's feedback on its item vector, through one linear layer.
+
+    With ``a_j = [P item_j, 1]``, a learned grade ``t`` and weight ``w`` per feedback level, and a learned ridge:
+    ``C argmin_u [sum_{j < v} w_j (t_j - a_j · u)^2 + sum_k ridge_k u_k^2]``, which is how a factorization folds a user
+    in; here the factors are learned with the rest of the policy. The mean of a ``Profile`` cannot tell an item that the
+    user liked from one that everybody likes; a regression explains the feedback with all items at once. The cost is
+    linear in the history. ``C`` starts at zero: an untrained fold-in adds nothing.
+
+    Args:
+        dim: d.
+        rank: width of ``P item``.
+        feedback_levels: number of feedback levels.
+    """
+
+    def __init__(self, dim: int, rank: int, feedback_levels: int) -> None:
+        super().__init__()
+        # of so few columns the kernels of ``Linear`` are ten times as slow
+        self.project, self.contract = nn.Linear(dim, rank), nn.Linear(rank + 1, dim)
+        nn.init.normal_(self.project.weight, std=dim**-0.5)
+        nn.init.zeros_(self.contract.weight)
+        nn.init.zeros_(self.contract.bias)
+        grades = torch.tensor(GRADES).nan_to_num(0.0) - 0.5
+        self.grade = nn.Parameter(grades[:feedback_levels].clone())
+        # nothing is known of the first level
+        self.log_weight = nn.Parameter(torch.zeros(feedback_levels - 1))
+        self.log_ridge = nn.Parameter(torch.zeros(rank + 1))
+
+    def forward(self, items: Tensor, feedback: Tensor) -> Tensor:
+        """What is known after every number of events, ``[B, H + 1, d]``, of scaled item vectors ``[B, H, d]``."""
+        with torch.autocast(items.device.type, enabled=False):
+            return self._after_every_event(*self._rows(items, feedback))
+
+    def _after_every_event(self, rows: Tensor, targets: Tensor) -> Tensor:
+        left = F.pad((rows[..., :, None] * rows[..., None, :]).cumsum(1), (0, 0, 0, 0, 1, 0))
+        right = F.pad((rows * targets).cumsum(1), (0, 0, 1, 0))
+        return self._solved(left.flatten(0, 1), right.flatten(0, 1)).view(*right.shape[:2], -1)
+
+    def last(self, items: Tensor, feedback: Tensor) -> Tensor:
+        """The same after the whole history, ``[B, d]``; padding has feedback level 0 and counts nothing."""
+        with torch.autocast(items.device.type, enabled=False):
+            rows, targets = self._rows(items, feedback)
+            transposed = rows.transpose(1, 2)
+            return self._solved(transposed @ rows, (transposed @ targets).squeeze(-1))
+
+    def _rows(self, items: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor]:
+        """``sqrt(w) a`` and ``sqrt(w) t`` of the events."""
+        weight = F.pad((0.5 * self.log_weight).exp(), (1, 0))[feedback][..., None]
+        rows = F.pad(self.project(items.to(weight.dtype)), (0, 1), value=1.0)
+        return rows * weight, self.grade[feedback][..., None] * weight
+
+    def _solved(self, left: Tensor, right: Tensor) -> Tensor:
+        solve = solve_positive_definite if torch.compiler.is_exporting() else solve_by_cholesky
+        users = solve(left + self.log_ridge.exp().diag(), right)
+        folded: Tensor = self.contract(users)
+        return folded
+
+
 class HistoryEncoder(nn.Module):
     """Sums item vector, position and feedback level of every event and runs causal blocks over them.
 
@@ -75,6 +135,7 @@ class HistoryEncoder(nn.Module):
         feedback_levels: number of feedback levels, 0 (unknown) included; 0 = feedback is not an input.
         attention_length: the most events that the blocks read; None = ``max_history``, which caps it.
         profile: add a ``Profile`` of all events to every state.
+        fold_in: rank of a ``FoldIn`` of all events to add to every state; 0 = none.
     """
 
     def __init__(
@@ -89,12 +150,18 @@ class HistoryEncoder(nn.Module):
         feedback_levels: int,
         attention_length: int | None = None,
         profile: bool = False,
+        fold_in: int = 0,
     ) -> None:
         super().__init__()
         if dim % heads:
             raise RecpoError(f"dim must be divisible by heads, got {dim} and {heads}")
         if attention_length is not None and attention_length < 1:
             raise RecpoError(f"attention_length must be at least 1, got {attention_length}")
+        if fold_in < 0 or (fold_in and feedback_levels < 2):
+            raise RecpoError(
+                f"fold_in is {fold_in} and feedback_levels {feedback_levels}: a fold-in is a regression of feedback, "
+                "so its rank is above 0 only with feedback_levels of at least 2; 0 = none"
+            )
         self.attention_length = max_history if attention_length is None else min(attention_length, max_history)
         self.reads_time = blocks == "hstu"
         # item vectors start as short as positions are and have to outweigh them: twice the progress per step (measured)
@@ -115,6 +182,7 @@ class HistoryEncoder(nn.Module):
         )
         self.norm = nn.LayerNorm(dim)
         self.profile = Profile(dim, feedback_levels) if profile else None
+        self.fold_in = FoldIn(dim, fold_in, feedback_levels) if fold_in else None
 
     def forward(
         self,
@@ -143,13 +211,17 @@ class HistoryEncoder(nn.Module):
             states = block(states, gaps, packing)
         states = states if packing is None else packing.unpack(states)
         states = self.norm(torch.cat([self.start.expand(items.shape[0], 1, -1), states], 1))
-        return states if self.profile is None else states + self.profile(items * self.item_scale, feedback)
+        scaled = items * self.item_scale
+        states = states if self.profile is None else states + self.profile(scaled, feedback)
+        return states if self.fold_in is None or feedback is None else states + self.fold_in(scaled, feedback)
 
     def last(self, items: Tensor, feedback: Tensor | None, timestamps: Tensor | None, lengths: Tensor) -> Tensor:
         """The state after the whole history, ``[B, d]``: row ``lengths`` of ``forward``, at less cost."""
         recent = self._recent(items, feedback, timestamps, lengths)
         state = self._last_attended(*recent)
-        return state if self.profile is None else state + self.profile.last(items * self.item_scale, feedback, lengths)
+        scaled = items * self.item_scale
+        state = state if self.profile is None else state + self.profile.last(scaled, feedback, lengths)
+        return state if self.fold_in is None or feedback is None else state + self.fold_in.last(scaled, feedback)
 
     def _last_only(
         self, items: Tensor, feedback: Tensor | None, timestamps: Tensor | None, lengths: Tensor | None
@@ -163,6 +235,8 @@ class HistoryEncoder(nn.Module):
         first = self.norm(self.start)
         if self.profile is not None:
             first = first + self.profile.last(items.new_zeros(1, 1, items.shape[2]), None, lengths.new_zeros(1))
+        if self.fold_in is not None and feedback is not None:
+            first = first + self.fold_in.last(items.new_zeros(1, 1, items.shape[2]), feedback.new_zeros(1, 1))[0]
         # state 0 is that of padded positions: with nan there, their gradients would be nan though they are masked
         states = torch.cat([first.expand(items.shape[0], 1, -1), torch.full_like(items, torch.nan)], 1)
         return states.scatter(1, lengths[:, None, None].expand(-1, 1, items.shape[2]), last[:, None])

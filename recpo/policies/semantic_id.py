@@ -50,6 +50,7 @@ def semantic_network(
     item_vectors: bool,
     sparse: bool = False,
     profile: bool = False,
+    fold_in: int = 0,
 ) -> SemanticNetwork:
     """Makes those parts; it takes no codes, so what they weigh can be counted on the meta device before there are any.
 
@@ -67,6 +68,7 @@ def semantic_network(
             dropout=dropout,
             feedback_levels=feedback_levels,
             profile=profile,
+            fold_in=fold_in,
         ),
         LazyDecoder(
             dim,
@@ -108,6 +110,7 @@ class SemanticIdPolicy(StatePolicy):
             sum to 1; "codebook": over all codes, and what is missing from 1 is the probability of no item.
         beam_width: beams of ``recommend``; it takes ``k`` where that is more.
         profile: add to every state a profile of all events (``recpo.policies.encoder.Profile``): long-term taste.
+        fold_in: rank of a ridge regression of all feedback, added too (``recpo.policies.encoder.FoldIn``); 0 = none.
     """
 
     codes_checksum: Tensor
@@ -133,6 +136,7 @@ class SemanticIdPolicy(StatePolicy):
         normalizer: Literal["trie", "codebook"] = "trie",
         beam_width: int = 50,
         profile: bool = False,
+        fold_in: int = 0,
     ) -> None:
         super().__init__()
         table = SemanticCodes.load(codes)
@@ -167,6 +171,7 @@ class SemanticIdPolicy(StatePolicy):
             item_vectors=item_vectors,
             sparse=sparse,
             profile=profile,
+            fold_in=fold_in,
         )
         self.item_table, self.code_table, self.encoder, self.decoder = network
         self.reads_timestamps = self.encoder.reads_time

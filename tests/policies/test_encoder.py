@@ -1,4 +1,4 @@
-"""The history encoder: profiles of all events, and blocks that read the recent ones only."""
+"""The history encoder: profiles and fold-ins of all events, and blocks that read the recent ones only."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch.nn.functional import gelu
 
 from recpo.errors import RecpoError
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.encoder import HistoryEncoder, Profile
+from recpo.policies.encoder import FoldIn, HistoryEncoder, Profile
 from recpo.types import FeedbackBatch, Histories, Slates
 
 DIM, LENGTH = 8, 7
@@ -18,7 +18,17 @@ def encoder_of(blocks="sasrec", **options):
     encoder = HistoryEncoder(DIM, blocks=blocks, layers=2, heads=2, dropout=0.0, **options).double()
     if encoder.profile is not None:
         torch.nn.init.normal_(encoder.profile.contract.weight)
+    if encoder.fold_in is not None:
+        shake(encoder.fold_in)
     return encoder
+
+
+def shake(fold_in):
+    """Every parameter away from where it starts."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in fold_in.parameters():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
 
 
 def histories(lengths, length=LENGTH):
@@ -69,9 +79,9 @@ def test_without_feedback_all_events_of_a_profile_weigh_alike():
 
 
 @pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
-@pytest.mark.parametrize("profile", [False, True])
-def test_the_last_state_is_a_row_of_all_states_and_no_later_event_changes_an_earlier_one(blocks, profile):
-    encoder = encoder_of(blocks, profile=profile)
+@pytest.mark.parametrize("options", [{}, {"profile": True}, {"fold_in": 3}])
+def test_the_last_state_is_a_row_of_all_states_and_no_later_event_changes_an_earlier_one(blocks, options):
+    encoder = encoder_of(blocks, **options)
     items, levels, times, lengths = histories([0, 1, 4, 7])
     states = encoder(items, levels, times, lengths)
     rows = torch.arange(4)
@@ -96,6 +106,64 @@ def test_blocks_read_the_last_events_as_if_there_were_no_others(blocks):
     torch.testing.assert_close(states[:, 0], short(items[:, :3], levels[:, :3], times[:, :3])[:, 0])
     torch.testing.assert_close(long(items[:, :3], levels[:, :3], times[:, :3], lengths.clamp_max(3)),
                                short(items[:, :3], levels[:, :3], times[:, :3], lengths.clamp_max(3)))  # fmt: skip
+
+
+def fold_in_of(rank=3):
+    torch.manual_seed(0)
+    fold_in = FoldIn(DIM, rank, 6).double()
+    shake(fold_in)
+    return fold_in
+
+
+def test_a_fold_in_is_the_ridge_regression_of_feedback_on_item_vectors():
+    fold_in, (items, levels, _, lengths) = fold_in_of(), histories([0, 1, 4, 7])
+    last = fold_in.last(items, levels)
+    for row, length in enumerate(lengths.tolist()):
+        matrix, right = torch.diag(fold_in.log_ridge.exp()), torch.zeros(4, dtype=torch.float64)
+        for item, level in zip(items[row, :length], levels[row, :length].tolist(), strict=True):
+            if level:
+                vector = torch.cat([fold_in.project.weight @ item + fold_in.project.bias, torch.ones(1).double()])
+                weight = fold_in.log_weight[level - 1].exp()
+                matrix = matrix + weight * torch.outer(vector, vector)
+                right = right + weight * fold_in.grade[level] * vector
+        expected = fold_in.contract.weight @ torch.linalg.solve(matrix, right) + fold_in.contract.bias
+        torch.testing.assert_close(last[row], expected)
+    torch.testing.assert_close(fold_in(items, levels)[torch.arange(4), lengths], last)
+
+
+def test_gradients_of_a_fold_in_are_those_of_finite_differences():
+    fold_in, (items, levels, _, _) = fold_in_of(rank=2), histories([5, 3], length=5)
+    names, values = zip(*fold_in.named_parameters(), strict=True)
+
+    def folded(items, *parameters):
+        state = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(fold_in, state, (items, levels))
+
+    assert torch.autograd.gradcheck(folded, (items.requires_grad_(), *values))
+
+
+def test_an_untrained_fold_in_adds_nothing_and_needs_feedback():
+    items, levels, times, lengths = histories([7, 3])
+    plain, untrained = encoder_of(), HistoryEncoder(
+        DIM, blocks="sasrec", layers=2, heads=2, dropout=0.0, max_history=LENGTH, feedback_levels=6, fold_in=2
+    ).double()  # fmt: skip
+    untrained.load_state_dict(plain.state_dict(), strict=False)
+    assert torch.equal(plain(items, levels, times, lengths), untrained(items, levels, times, lengths))
+    untrained.last(items, levels, times, lengths).sum().backward()
+    assert untrained.fold_in.contract.weight.grad.abs().sum() > 0
+    for options in ({"fold_in": 2, "feedback_levels": 0}, {"fold_in": -1}):
+        with pytest.raises(RecpoError, match="fold_in"):
+            encoder_of(**options)
+
+
+def test_a_fold_in_of_events_that_blocks_do_not_read():
+    encoder = encoder_of(attention_length=3, fold_in=2)
+    items, levels, times, lengths = histories([7, 0])
+    states = encoder(items, levels, times, lengths)
+    torch.testing.assert_close(states[torch.arange(2), lengths], encoder.last(items, levels, times, lengths))
+    torch.testing.assert_close(states[0, 0], states[1, 0])
+    levels[0, 0] = 1 + levels[0, 0] % 5
+    assert not torch.allclose(states[0, 7], encoder.last(items, levels, times, lengths)[0])
 
 
 def test_a_profile_reads_what_the_blocks_do_not():

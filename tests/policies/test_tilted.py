@@ -15,7 +15,7 @@ from torch import Tensor
 from recpo.errors import RecpoError
 from recpo.factorization.factors import Factors
 from recpo.feedback import GRADES
-from recpo.ops.elimination import solve_positive_definite
+from recpo.ops.elimination import solve_by_cholesky, solve_positive_definite
 from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.grade_factors import GradeFactors
@@ -134,8 +134,28 @@ def test_elimination_solves_what_linalg_solves(size: int, rows: int, ridge: floa
     solved = solve_positive_definite(matrix.double(), several)
     torch.testing.assert_close(solved[..., 0], exact, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(solved[..., 1:], torch.linalg.inv(matrix.double()), rtol=1e-8, atol=1e-10)
+    by_cholesky = solve_by_cholesky(matrix.double(), right.double())
+    assert (by_cholesky - exact).norm() <= 1e-14 * float(
+        torch.linalg.cond(matrix.double()).max()
+    ) * exact.norm() + 1e-12
     close = 1e-5 * float(torch.linalg.cond(matrix.double()).max())
     assert (solve_positive_definite(matrix, right) - exact).norm() <= close * exact.norm() + 1e-6
+
+
+def test_gradients_of_both_solvers_are_those_of_linalg() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 6, 4, generator=generator, dtype=torch.float64)
+    right, gradient = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+
+    def gradients(solve: Any) -> tuple[torch.Tensor, ...]:
+        given = rows.clone().requires_grad_(), right.clone().requires_grad_()
+        solution = solve(given[0].mT @ given[0] + torch.eye(4), given[1])
+        return torch.autograd.grad(solution, given, gradient)
+
+    exact = gradients(torch.linalg.solve)
+    for solve in (solve_by_cholesky, solve_positive_definite):
+        for found, expected in zip(gradients(solve), exact, strict=True):
+            torch.testing.assert_close(found, expected)
 
 
 def test_users_are_the_ridge_regression_of_their_graded_events() -> None:

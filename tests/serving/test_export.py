@@ -74,7 +74,7 @@ def test_any_policy_can_be_exported_and_unused_inputs_do_no_harm(tmp_path):
     served = bundle.recommend({"user_id": [1, 1], "item_id": [12, 10], "timestamp": [1, 2]})
     assert served["item_id"].tolist() == [11, 13, 14, 15, 16]
     assert served.attrs["counts"]["short_lists"] == 1
-    assert set(bundle.manifest.files) == {"items.parquet", "model.onnx"}
+    assert set(bundle.manifest.files) == {"golden.json", "items.parquet", "model.onnx"}
     with pytest.raises(RecpoError, match="engine=onnx"):
         Bundle.load(tmp_path / "bundle", engine="torch")
 
@@ -103,7 +103,7 @@ def test_options_that_the_class_does_not_have_are_refused(tmp_path, options):
 
 @pytest.mark.parametrize("length", [None, 2])
 def test_options_that_may_be_null_are_kept(tmp_path, length):
-    options = {"dim": 4, "max_history": 3, "attention_length": length, "profile": True}
+    options = {"dim": 4, "max_history": 3, "attention_length": length, "profile": True, "fold_in": 2}
     export_bundle(CatalogSoftmaxPolicy(7, **options), SEVEN, FEEDBACK, tmp_path / "b", k=3, options=options)
     assert Bundle.load(tmp_path / "b", engine="torch").manifest.options["attention_length"] == length
 
