@@ -207,6 +207,7 @@ def check_precision() -> None:
     rank, own = dist.get_rank(), every[dist.get_rank()]
     rows = table[case.cut[rank] : case.cut[rank + 1]]
     plain = sharded_logprob(own.states, shard_of(case, rows), own.targets)
+    torch.testing.assert_close(plain, linear_logprob(own.states, table, own.targets))
     with torch.autocast("cpu", torch.bfloat16):
         cast = sharded_logprob(own.states, shard_of(case, rows), own.targets)
     assert torch.equal(cast, plain)
