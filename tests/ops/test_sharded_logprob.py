@@ -208,6 +208,8 @@ def check_precision() -> None:
     rows = table[case.cut[rank] : case.cut[rank + 1]]
     plain = sharded_logprob(own.states, shard_of(case, rows), own.targets)
     torch.testing.assert_close(plain, linear_logprob(own.states, table, own.targets))
+    entropy = sharded_entropy(own.states, shard_of(case, rows))
+    torch.testing.assert_close(entropy, linear_entropy(own.states, table), rtol=1e-4, atol=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
         cast = sharded_logprob(own.states, shard_of(case, rows), own.targets)
     assert torch.equal(cast, plain)
