@@ -112,7 +112,9 @@ def test_margins_of_softmax_dpo_are_asked_of_each_rejected_item():
     chosen, ref_chosen = torch.randn(2, 4, dtype=torch.float64)
     rejected, ref_rejected = torch.randn(2, 4, 3, dtype=torch.float64)
     margins = torch.rand(4, 3, dtype=torch.float64)
+    margins.requires_grad_()
     got = softmax_dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta=0.5, margins=margins)
+    assert not got.requires_grad
     want = softmax_dpo_loss(chosen, rejected + 2 * margins, ref_chosen, ref_rejected, beta=0.5)
     torch.testing.assert_close(got, want)
 
@@ -160,6 +162,24 @@ def test_defaults_of_the_losses_of_pairs_and_lists():
     assert smoothed == pytest.approx(0.9 * math.log1p(math.exp(-1.0)) + 0.1 * math.log1p(math.exp(1.0)))
     smoothed = dmpo_loss(a, b[None], c, d[None], label_smoothing=0.1).item()
     assert smoothed == pytest.approx(0.9 * math.log1p(math.exp(-0.6)) + 0.1 * math.log1p(math.exp(0.6)))
+
+
+@pytest.mark.parametrize("objective", [DPO(grade_gap_coef=0.8), SoftmaxDPO(grade_gap_coef=0.8)])
+def test_every_list_has_its_own_gaps(objective):
+    logp = log_probs(8)
+    inputs = ObjectiveInputs(logp._replace(mask=torch.ones(3, 4, 2, dtype=torch.bool)), chosen=first_chosen())
+    grades = torch.tensor([[0.875, 0.1, 0.2, 0.3], [0.375, 0.1, 0.5, 0.0], [0.625, 0.6, 0.0, math.nan]])
+    alone = [
+        objective(
+            inputs._replace(
+                logp=LogProbs(*(x[b : b + 1] for x in inputs.logp)),
+                chosen=first_chosen((1, 4)),
+                grades=grades[b : b + 1],
+            )
+        ).loss
+        for b in range(3)
+    ]
+    torch.testing.assert_close(objective(inputs._replace(grades=grades)).loss, torch.stack(alone).mean())
 
 
 # ---------------------------------------------------------------- unary labels
