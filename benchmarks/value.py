@@ -4,14 +4,15 @@
     python benchmarks/value.py --work runs/tuning --worlds default:0      # one of those that may be looked at
 
 For every world: simulates a log, prepares it, fits a factorization, and for every training seed pre-trains a policy,
-aligns it with GBPO from the log, with MPO toward the factorization, with every method of ``--methods`` and the same
-reward, and tilts the pre-trained policy. Then one evaluation of all of them, with the baselines and the oracle. What is
-there already is not made again.
+aligns it with GBPO from the log, with MPO toward a variational factorization, with every method of ``--methods`` and
+the same reward, and tilts the MPO policy by it. Then one evaluation of all of them, with the baselines, the lists of
+the reward model itself (``factors``) and the oracle. What is there already is not made again.
 
 Prints one JSON line per contender, world and seed, and a table per kind of world: true value and true dislikes of the
 top-10 lists of the test period (the whole catalog is ranked without the user's earlier items), NDCG, coverage, the
-off-policy value, and the paired difference to the strongest baseline with its Student 95 % interval over the worlds and
-seeds. Then how well the off-policy values order the contenders as the true ones do (Kendall's tau).
+off-policy value, and the paired differences to the strongest baseline and to the reward model, with their Student 95 %
+intervals over the worlds and seeds. Then how well the off-policy values order the contenders as the true ones do
+(Kendall's tau).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from recpo.cli.train import train
 from recpo.evaluation.estimates import estimate_over_seeds
 
 BASELINES = ("popularity", "factorization", "implicit_als", "ease")
+REWARD_MODEL = "factors"
 METRICS = {
     "true_reward@10": "true value",
     "true_dislike@10": "true dislikes",
@@ -97,7 +99,7 @@ def trained(root, seed, prepared, factors, options):
         call(train, config=options.configs / f"{name}.yaml", out=out, overwrite="true", **common, **start)
     tilted = root / f"tilted-{seed}"
     if not (tilted / "run.json").is_file():
-        call(tilt, run=runs["pretrain"], factors=factors, prepared=prepared, out=tilted, overwrite="true")
+        call(tilt, run=runs["mpo"], factors=factors, prepared=prepared, out=tilted, overwrite="true")
     return [*runs.values(), tilted]
 
 
@@ -111,6 +113,7 @@ def evaluated(world, options):
     call(
         evaluate,
         prepared=prepared,
+        factors=factors,
         truth=log / "truth",
         ks="[10]",
         segments="false",
@@ -133,26 +136,32 @@ def metrics_of(contender):
 
 
 def table(kind, worlds, seeds):
-    """Means over worlds and seeds, and the paired difference of the true value to the strongest baseline."""
+    """Means over worlds and seeds; paired differences to the strongest baseline and the reward model."""
     first = next(iter(worlds.values()))
     strongest = max(BASELINES, key=lambda name: np.mean([found[name]["true_reward@10"] for found in worlds.values()]))
     shown = Table(title=f"{kind}: worlds {[world.seed for world in worlds]}, training seeds {list(seeds)}")
-    for column in ("contender", *METRICS.values(), f"true value - {strongest}"):
+    references = (strongest, REWARD_MODEL)
+    for column in ("contender", *METRICS.values(), *(f"true value - {name}" for name in references)):
         shown.add_column(column, justify="left" if column == "contender" else "right")
     of_runs = {name.rsplit("-", 1)[0] for name in first if name.rsplit("-", 1)[-1].isdigit()}
     for name in [*(name for name in first if name.rsplit("-", 1)[0] not in of_runs), *sorted(of_runs)]:
         members = [f"{name}-{seed}" for seed in seeds] if name in of_runs else [name]
         values = {metric: [found[one][metric] for found in worlds.values() for one in members] for metric in METRICS}
-        against = [found[strongest]["true_reward@10"] for found in worlds.values() for _ in members]
         cells = [f"{np.mean(column):.4f}" for column in values.values()]
-        gain = [own - other for own, other in zip(values["true_reward@10"], against, strict=True)]
-        if len(gain) > 1 and name != strongest:
-            difference = estimate_over_seeds(gain)
-            cells.append(f"{difference.mean:+.4f} ± {difference.half_width:.4f}")
-        else:
-            cells.append("" if name == strongest else f"{gain[0]:+.4f}")
+        for reference in references:
+            against = [found[reference]["true_reward@10"] for found in worlds.values() for _ in members]
+            gain = [own - other for own, other in zip(values["true_reward@10"], against, strict=True)]
+            cells.append("" if name == reference else difference(gain))
         shown.add_row(name, *cells)
     Console(width=170).print(shown)
+
+
+def difference(gain):
+    """A mean of paired differences, with its interval where there are several."""
+    if len(gain) < 2:
+        return f"{gain[0]:+.4f}"
+    found = estimate_over_seeds(gain)
+    return f"{found.mean:+.4f} ± {found.half_width:.4f}"
 
 
 def agreement(found):

@@ -21,6 +21,7 @@ from recpo.cli.output import console
 from recpo.cli.prepare import prepare
 from recpo.cli.recommend import recommend
 from recpo.cli.simulate import simulate
+from recpo.cli.tilt import tilt
 from recpo.cli.tokenize import tokenize
 from recpo.cli.train import train
 from recpo.errors import RecpoError
@@ -34,9 +35,17 @@ _METRICS = {
     "true_reward@10": "true expected reward",
     "true_dislike@10": "true dislikes",
 }
-_BASELINES = ("popularity", "implicit_als", "factorization", "oracle")
+# contenders without a seed, by the names of their rows
+_BASELINES = {
+    "popularity": "popularity",
+    "implicit_als": "implicit_als",
+    "factorization": "factorization",
+    "reward model": "factors",
+    "oracle": "oracle",
+}
 # how a policy is trained, one after the other, and how its rows are called
 _ROAD = {"pretrain": "pre-trained", "gbpo": "GBPO-aligned", "mpo": "value-aligned"}
+_TILTED = "tilted"
 # the demo's catalog is small: three levels of this size hold it many times over
 _CODEBOOK_SIZE = 32
 
@@ -69,8 +78,9 @@ def demo(
     """Simulates a log, prepares it, pre-trains and aligns policies, evaluates them, exports one and recommends.
 
     Ends with a table of popularity, two matrix factorizations, pre-trained policies, policies aligned from the log
-    (GBPO) and policies aligned for value (MPO with the factorization as its reward). Their true expected reward is
-    known, because the users are simulated; the oracle has the most that any list can have.
+    (GBPO), policies aligned for value (MPO with a variational factorization as its reward model), the lists of that
+    reward model itself, and the value-aligned policies tilted by it. Their true expected reward is known, because the
+    users are simulated; the oracle has the most that any list can have.
 
     Args:
         out: directory for everything that the demo writes.
@@ -104,13 +114,17 @@ def demo(
         for seed in range(seeds):
             common = ["--data.prepared", prepared, "--seed", seed, "--data.seed", seed, *family.options, *hurry]
             runs += _train(out, configs, family, seed, common)
+            if "mpo" in family.road:
+                tilted = out / f"{_TILTED}-{seed}"
+                _step(tilt, "--run", out / f"mpo-{seed}", "--factors", factors, "--prepared", prepared, "--out", tilted)
+                runs.append(tilted)
     listed = [str(path) for path in runs]
     evaluation = out / "evaluation"
     compared = [
         "--run",
         json.dumps(listed),
         "--baselines",
-        json.dumps(["popularity", "implicit_als"]),
+        json.dumps(["popularity", "implicit_als", "factorization"]),
         "--factors",
         factors,
     ]
@@ -153,18 +167,17 @@ def _step(verb: Callable[..., None], *options: object) -> None:
 def _summary(document: dict[str, Any], families: list[_Family], seeds: int) -> dict[str, Any]:
     """Means over seeds with intervals, and paired differences over the seeds."""
     metrics = {contender["name"]: contender["metrics"] for contender in document["contenders"]}
-    metrics["factorization"] = metrics["factors"]
 
     def of(kind: str, metric: str) -> list[float]:
         return [metrics[f"{kind}-{seed}"][metric]["mean"] for seed in range(seeds)]
 
     def of_baseline(name: str, metric: str) -> list[float]:
-        return [metrics[name][metric]["mean"]] * seeds
+        return [metrics[_BASELINES[name]][metric]["mean"]] * seeds
 
     def over_seeds(values: Callable[[str], list[float]]) -> dict[str, Any]:
         return {name: estimate_over_seeds(values(name))._asdict() for name in _METRICS}
 
-    summary = {name: {metric: metrics[name][metric] for metric in _METRICS} for name in _BASELINES}
+    summary = {row: {metric: metrics[name][metric] for metric in _METRICS} for row, name in _BASELINES.items()}
     for family in families:
         runs = {step: partial(of, f"{family.prefix}{step}") for step in family.road}
         for step, values in runs.items():
@@ -174,6 +187,11 @@ def _summary(document: dict[str, Any], families: list[_Family], seeds: int) -> d
         last = family.road[-1]
         gain = partial(_differences, runs[last], partial(of_baseline, "factorization"))
         summary[f"{family.label}{_ROAD[last]} - factorization"] = over_seeds(gain)
+        if last == "mpo":
+            values = partial(of, _TILTED)
+            summary["tilted"] = over_seeds(values)
+            gain = partial(_differences, values, partial(of_baseline, "reward model"))
+            summary["tilted - reward model"] = over_seeds(gain)
     return summary
 
 

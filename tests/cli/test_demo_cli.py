@@ -11,8 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-VERBS = ("simulate", "prepare", "factorize", "train", "evaluate", "export", "recommend")
+VERBS = ("simulate", "prepare", "factorize", "train", "tilt", "evaluate", "export", "recommend")
 ROWS = ["pre-trained", "GBPO-aligned", "value-aligned", "GBPO-aligned - pre-trained", "value-aligned - factorization"]
+ROWS += ["tilted", "tilted - reward model"]
 SEMANTIC = ["pre-trained", "GBPO-aligned", "GBPO-aligned - pre-trained", "GBPO-aligned - factorization"]
 SEMANTIC = [f"semantic ids, {row}" for row in SEMANTIC]
 
@@ -31,7 +32,7 @@ def test_the_whole_road_in_a_hurry(policy, verbs, rows, tmp_path):
     for verb in verbs:
         assert f"$ recpo {verb} " in done.stdout
     summary = json.loads((out / "summary.json").read_text())
-    assert sorted(summary) == sorted(["popularity", "implicit_als", "factorization", "oracle", *rows])
+    assert sorted(summary) == sorted(["popularity", "implicit_als", "factorization", "reward model", "oracle", *rows])
     exported = json.loads((out / "bundle" / "manifest.json").read_text())["policy"]["class"]
     assert exported.endswith(policy)
     for row in summary.values():
