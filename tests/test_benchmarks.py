@@ -184,7 +184,7 @@ def test_value_compares_runs_of_several_seeds_with_baselines_and_the_oracle(tmp_
     found = {line["contender"]: line for line in lines if "contender" in line}
     runs = {f"{name}-{seed}" for name in ("pretrain", "gbpo", "mpo", "tilted") for seed in (0, 1)}
     baselines = {"popularity", "factorization", "implicit_als", "ease"}
-    assert found.keys() == runs | baselines | {"oracle", "logging policy"}
+    assert found.keys() == runs | baselines | {"factors", "oracle", "logging policy"}
     assert max(found.values(), key=lambda line: line["true_reward@10"])["contender"] == "oracle"
     assert {(line["world"], line["seed"]) for line in found.values()} == {("confounded", 3)}
     assert [-1 <= line["kendall_tau"] <= 1 for line in lines if "kendall_tau" in line] == [True]
