@@ -1,32 +1,52 @@
-"""``recpo simulate``: an interaction log with known truth."""
+"""``recpo simulate``: an interaction log with known truth, and the days after it under a policy that is served."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 
+from recpo.simulation.log import Simulation
 from recpo.simulation.parameters import WORLDS, World
+from recpo.simulation.served import ServedDays
+from recpo.simulation.truth import Truth
 from recpo.workflows.simulate import simulate as _simulate
 
 
-def simulate(out: Path, world: World = "default", progress: bool = True, **options: Any) -> None:
+def simulate(
+    out: Path,
+    world: World = "default",
+    policy: Path | None = None,
+    after: list[Path] | Path | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> None:
     """Simulates an interaction log whose true preferences and exposure probabilities are known.
 
     Writes ``out/log/*.parquet`` (user_id, item_id, timestamp, watch_time, duration, dislike, propensity, is_random,
     request_id; sorted by user and time) and ``out/truth/``, from which the true value of any policy can be computed
     later. Equal arguments give equal bytes.
 
+    With --policy and --after, a bundle instead of the simulator's own logging policy serves the users of a world that
+    stands, on the days after its log; ``out/served.json`` then says what they were truly worth (docs/exploration.md).
+
     Args:
         out: directory to make.
         world: preset of the options below: default, confounded (popularity knows nothing of quality, more clickbait),
             skewed (little exploration) or small (20,000 events of 500 users on 5,000 items). An option given beside it
             overrides it.
+        policy: bundle that serves; it was trained on logs of this world. Beside it, --days (1) and --seed (0) are those
+            of the new days, and all other options those of the world.
+        after: directory of the world that goes on; or a list of it and of the days that were served since, in order.
         progress: show a progress bar on a terminal.
         **options: those of ``recpo.workflows.simulate.simulate``.
     """
-    simulated = _simulate(out, world=world, progress=progress, **options)
+    simulated = _simulate(out, world=world, policy=policy, after=after, progress=progress, **options)
+    if simulated.served is not None:
+        _print_served(simulated, simulated.served)
+        return
     parameters = simulated.truth.preferences.parameters
     print(
         f"{simulated.root}: {parameters.events:,} events of {parameters.users:,} users and {parameters.items:,} items "
@@ -37,6 +57,22 @@ def simulate(out: Path, world: World = "default", progress: bool = True, **optio
     print(f"true expected reward on the last day ({min(users, parameters.users)} users): {listed}")
 
 
+def _print_served(simulated: Simulation, served: ServedDays) -> None:
+    for day in served.days:
+        print(
+            f"{simulated.root}: day {day.day}: {day.exposures:,} exposures in {day.requests:,} requests "
+            f"({day.short_slates:,} short), explored {day.explored:.1%}\n"
+            f"  true value {day.value:.3f} (logging policy {day.logging_value:.3f}, oracle {day.oracle_value:.3f}, "
+            f"regret {day.regret:.3f})\n"
+            f"  dislikes {day.dislikes:.2%} (logging policy {day.logging_dislikes:.2%}), coverage {day.coverage:.1%} "
+            f"(logging policy {day.logging_coverage:.1%})"
+        )
+
+
 def defaults(chosen: Namespace) -> dict[str, Any]:
-    """The defaults of the other options in the chosen world."""
-    return dict(WORLDS[chosen.world])
+    """The defaults of the other options in the chosen world, or those of the world that goes on."""
+    if chosen.after is None:
+        return dict(WORLDS[chosen.world])
+    stands = chosen.after if isinstance(chosen.after, Path) else chosen.after[0]
+    parameters = dataclasses.asdict(Truth.load(stands).preferences.parameters)
+    return {**parameters, "days": 1, "seed": 0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +20,7 @@ from recpo.frames import to_pandas
 from recpo.simulation.logging_policy import LoggingPolicy
 from recpo.simulation.parameters import MILLISECONDS_PER_DAY, World
 from recpo.simulation.preferences import FloatArray, IntArray, Preferences
+from recpo.simulation.served import ServedDays
 from recpo.simulation.truth import Truth
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ SCHEMA = pa.schema(
 _COUNT_STREAM, _BLOCK_STREAM = 3, 4
 _EVENTS_PER_BLOCK = 1 << 17  # what is in memory at once; a part of the format: other sizes draw other numbers
 _EVENTS_PER_FILE = 1 << 20
-_PAUSE_MS = (200, 2_000)  # between two exposures of a session
+PAUSE_MS = (200, 2_000)  # between two exposures of a session
 _SKIP_SECONDS = (0.3, 3.0)
 _MAX_WATCH_RATIO = 5.0
 _FULL_WATCH = 0.2, 1.0  # watch ratio of what is not skipped: offset + slope * affinity, at the median duration
@@ -73,10 +74,13 @@ class Simulation:
     Attributes:
         root: the directory: ``log/part-*.parquet`` and ``truth/``.
         truth: true rewards and exposure probabilities.
+        served: of days on which another policy served, who that was and what came of it; None = the log is that of the
+            simulator's own logging policy.
     """
 
     root: Path
     truth: Truth
+    served: ServedDays | None = None
 
     @classmethod
     def open(cls, root: Path | str) -> Simulation:
@@ -88,25 +92,32 @@ class Simulation:
         root = Path(root)
         if not (root / LOG).is_dir():
             raise RecpoError(f"{root} is no simulation: {LOG}/ is missing; make one with `recpo simulate`")
-        return cls(root, Truth.load(root))
+        return cls(root, Truth.load(root), ServedDays.load(root))
 
     @property
     def log(self) -> Path:
         """Directory of the log's Parquet files, for ``recpo.prepare``."""
         return self.root / LOG
 
+    @property
+    def days(self) -> range:
+        """Numbers of the days of the log; day 0 begins the world."""
+        if self.served is None:
+            return range(self.truth.preferences.parameters.days)
+        return range(self.served.days[0].day, self.served.days[-1].day + 1)
+
     def to_pandas(self) -> pd.DataFrame:
         """The whole log in memory, sorted by user and time."""
         return to_pandas(pq.read_table(self.log))
 
     def values(self, k: int = 10, users: int = 500) -> dict[str, float]:
-        """True expected reward on the last day of random items, of the policy that made the log and of the best lists.
+        """True expected reward on the last day of random items, of the logging policy and of the best lists.
 
         Args:
             k: length of the lists, at most the size of the catalog.
             users: the mean is over the first so many users.
         """
-        truth, day = self.truth, float(self.truth.preferences.parameters.days - 1)
+        truth, day = self.truth, float(self.days[-1])
         sample, k = truth.user_ids[:users], min(k, len(truth.item_ids))
         values = {
             "uniform": truth.uniform_value(sample, day),
@@ -144,7 +155,7 @@ def write_simulation(
     truth = Truth(preferences, LoggingPolicy.of(preferences), world)
     with output_directory(out, kind="simulation", overwrite=overwrite) as partial:
         truth.save(partial / "truth")
-        _write_parts(draw_log(truth), partial / LOG, preferences.parameters.events, progress)
+        write_parts(draw_log(truth), partial / LOG, preferences.parameters.events, progress)
     return Simulation(Path(out), truth)
 
 
@@ -163,7 +174,8 @@ def draw_log(truth: Truth) -> Iterator[pa.Table]:
             yield _draw_block(truth, user_rows, first_event, parameters.generator(_BLOCK_STREAM, block))
 
 
-def _write_parts(blocks: Iterator[pa.Table], directory: Path, events: int, progress: bool) -> None:
+def write_parts(blocks: Iterable[pa.Table], directory: Path, events: int, progress: bool) -> None:
+    """Writes the blocks of a log into the new ``directory``."""
     directory.mkdir()
     writer: pq.ParquetWriter | None = None
     parts = written = 0
@@ -254,7 +266,7 @@ def event_times(sessions: Sessions, watch_time: FloatArray, rng: np.random.Gener
     Every exposure starts when the one before it was watched, plus a pause; a session that is due before the last one
     has ended waits for it: ``t_j = elapsed_j + max over the user's sessions l <= j of (start_l - elapsed_l)``.
     """
-    busy = np.rint(watch_time * 1000).astype(np.int64) + rng.integers(*_PAUSE_MS, len(watch_time))
+    busy = np.rint(watch_time * 1000).astype(np.int64) + rng.integers(*PAUSE_MS, len(watch_time))
     elapsed = np.cumsum(busy) - busy
     lead = sessions.start - elapsed
     # Users are kept apart by adding to each more than the whole range of the block, so one running maximum serves all.

@@ -1,18 +1,33 @@
-"""The verb ``simulate``: an interaction log with known truth."""
+"""The verb ``simulate``: an interaction log with known truth, and the days after it under a policy that is served."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from recpo.artifacts import sha256
 from recpo.errors import RecpoError
+from recpo.exploration import Exploration
 from recpo.simulation.log import Simulation, write_simulation
 from recpo.simulation.parameters import WORLDS, SimulationParameters, World
 from recpo.simulation.preferences import Preferences
 
+if TYPE_CHECKING:
+    from recpo.serving.bundle import Bundle
+
 
 def simulate(
-    out: Path | str, *, world: World = "default", overwrite: bool = False, progress: bool = False, **parameters: Any
+    out: Path | str,
+    *,
+    world: World = "default",
+    policy: Path | str | Bundle | None = None,
+    after: Path | str | Simulation | Sequence[Path | str | Simulation] | None = None,
+    exploration: Exploration | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+    **parameters: Any,
 ) -> Simulation:
     """Simulates an interaction log whose true preferences and exposure probabilities are known.
 
@@ -20,24 +35,107 @@ def simulate(
     request_id; sorted by user and time) and ``out/truth/``, from which the true value of any policy can be computed
     later. Equal arguments give equal bytes.
 
+    With ``policy`` and ``after``, a bundle instead of the simulator's own logging policy serves the users of a world
+    that stands, on the days after its log. ``out`` then also has ``served.json``: what the days were truly worth,
+    beside the logging policy and the oracle (docs/exploration.md).
+
     Args:
         out: directory to make.
         world: preset of parameters: default, confounded (popularity knows nothing of quality, more clickbait), skewed
             (little exploration) or small (20,000 events of 500 users on 5,000 items). What is given beside it overrides
             it.
+        policy: bundle that serves, or the directory of one; it was trained on logs of this world.
+        after: directory of the world that goes on; or a list of it and of the days that were served since, in order.
+        exploration: how the policy's slates are drawn; None = the best items in their order.
         overwrite: replace ``out`` where it exists.
         progress: show a progress bar on a terminal.
         **parameters: users, items, events, days, seed and the others of
-            ``recpo.simulation.parameters.SimulationParameters``.
+            ``recpo.simulation.parameters.SimulationParameters``; beside a policy ``days`` (default 1) and ``seed``
+            (default 0; of the new days alone), all others are those of the world.
 
     Returns:
-        The log's directory (``log``), the log as a frame (``to_pandas()``) and the ``truth``.
+        The log's directory (``log``), the log as a frame (``to_pandas()``), the ``truth`` and what was ``served``.
 
     Raises:
-        RecpoError: ``out`` exists and ``overwrite`` is False, the world is unknown or a parameter is out of range.
+        RecpoError: ``out`` exists and ``overwrite`` is False, the world is unknown or a parameter is out of range. With
+            a policy: ``after`` is no simulation or not one world day after day, the bundle is of another catalog or
+            lists too few items.
     """
     if world not in WORLDS:
         raise RecpoError(f"simulate: world is {world!r}, expected one of {', '.join(WORLDS)}")
+    if policy is not None and after is not None:
+        return _serve(Path(out), policy, _opened(after), exploration, world, overwrite, progress, parameters)
+    for name, value in (("policy", policy), ("after", after), ("exploration", exploration)):
+        if value is not None:
+            raise RecpoError(
+                f"simulate: {name} is given, expected policy and after together: a bundle, and the world that it serves"
+            )
     parameters = {**WORLDS[world], **parameters}
     preferences = Preferences.draw(SimulationParameters(**parameters))
     return write_simulation(preferences, Path(out), world=world, overwrite=overwrite, progress=progress)
+
+
+def _serve(
+    out: Path,
+    policy: Path | str | Bundle,
+    worlds: Sequence[Simulation],
+    exploration: Exploration | None,
+    world: str,
+    overwrite: bool,
+    progress: bool,
+    parameters: Mapping[str, Any],
+) -> Simulation:
+    from recpo.serving.bundle import Bundle
+    from recpo.serving.manifest import MANIFEST
+    from recpo.simulation.next_days import write_next_days
+    from recpo.workflows.simulated_service import BundleService
+
+    options = {"days": 1, "seed": 0, **parameters}
+    _validate_options(worlds[0], world, options)
+    bundle = policy if isinstance(policy, Bundle) else Bundle.load(policy)
+    service = BundleService(bundle, exploration)
+    service.validate(worlds[0].truth)
+    who = {
+        "bundle": bundle.root.resolve().name,
+        "manifest": sha256(bundle.root / MANIFEST),
+        "origin": dict(bundle.manifest.origin),
+    }
+    return write_next_days(
+        worlds,
+        out,
+        service,
+        days=options["days"],
+        seed=options["seed"],
+        policy=who,
+        exploration=None if exploration is None else dataclasses.asdict(exploration),
+        overwrite=overwrite,
+        progress=progress,
+        inputs=[bundle.root],
+    )
+
+
+def _opened(after: Path | str | Simulation | Sequence[Path | str | Simulation]) -> list[Simulation]:
+    named = [after] if isinstance(after, Path | str | Simulation) else list(after)
+    if not named:
+        raise RecpoError("simulate: after is an empty list, expected the world that goes on")
+    return [one if isinstance(one, Simulation) else Simulation.open(one) for one in named]
+
+
+def _validate_options(stands: Simulation, world: str, options: Mapping[str, Any]) -> None:
+    """The parameters of a world that stands cannot change; those of its next days can."""
+    truth = stands.truth
+    if world not in ("default", truth.world):
+        raise RecpoError(f"simulate: world is {world}, {stands.root} is {truth.world}: leave it out beside a policy")
+    known = dataclasses.asdict(truth.preferences.parameters)
+    for name, value in options.items():
+        if name in ("days", "seed"):
+            least = 1 if name == "days" else 0
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise RecpoError(f"simulate: {name} is {value!r}, expected a whole number from {least} on")
+        elif name not in known:
+            raise RecpoError(f"simulate: there is no option {name}; beside a policy give days and seed")
+        elif value != known[name]:
+            raise RecpoError(
+                f"simulate: {name} is {value!r}, {stands.root} has {known[name]!r}: a policy serves a world as it "
+                "stands; give days and seed alone"
+            )

@@ -1,0 +1,367 @@
+"""The days after a log: a policy that is handed in serves the simulated users, who react by the truth of the day.
+
+A user comes as before: as many exposures a day as the world's log has on average, spread over users by their activity,
+in sessions and requests of the same lengths. What the users do is what the world does: watch times, dislikes and drift.
+
+Requests are served in rounds: the n-th requests of all users of a day are one batch. So every request sees all that its
+user was shown before, also on the same day, and yet a day takes as many batches as its busiest user has requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from recpo.artifacts import output_directory
+from recpo.errors import RecpoError
+from recpo.simulation.log import LOG, PAUSE_MS, SCHEMA, Simulation, draw_sessions, draw_watch_time, write_parts
+from recpo.simulation.parameters import MILLISECONDS_PER_DAY
+from recpo.simulation.preferences import FloatArray, IntArray, Preferences
+from recpo.simulation.request_values import RequestValues, Slates, request_values
+from recpo.simulation.served import DayReport, ServedDays
+from recpo.simulation.truth import Truth
+
+_SERVED_STREAM = 5
+_LOWEST = np.iinfo(np.int64).min
+
+
+class Shown(NamedTuple):
+    """Slates that a policy shows in some requests.
+
+    Attributes:
+        item_ids: ``[R, k]`` external ids; what lies beyond a slate's length is not read.
+        propensity: ``[R, k]`` probability of the item at a place of the slate that is drawn at random.
+        explored: ``[R, k]`` bool, the item is none of the best ones.
+        is_random: ``[R]`` bool, the whole slate was drawn uniformly.
+        lengths: ``[R]`` items in each slate, at most what was asked for.
+    """
+
+    item_ids: IntArray
+    propensity: FloatArray
+    explored: NDArray[np.bool_]
+    is_random: NDArray[np.bool_]
+    lengths: IntArray
+
+
+class ShowSlates(Protocol):
+    """A policy that serves: slates without the items of the histories."""
+
+    def __call__(
+        self, histories: pa.Table, user_ids: IntArray, sizes: IntArray, generator: np.random.Generator
+    ) -> Shown:
+        """Slates of ``sizes [R]`` items for the distinct users ``user_ids [R]``.
+
+        Args:
+            histories: all events of these users so far, columns as in the log, in any order.
+            user_ids: who asks.
+            sizes: how many items each asks for.
+            generator: of all draws.
+        """
+
+
+class Requests(NamedTuple):
+    """The requests of a day, ``[N]`` each, sorted by user and time.
+
+    Attributes:
+        user_row: who asks.
+        size: for how many items.
+        due: when it means to begin, milliseconds since day 0; of a session, all requests have its begin.
+        opens_session: whether it waits for ``due``, or follows the one before it.
+        turn: its number among the user's requests of the day, from 0.
+    """
+
+    user_row: IntArray
+    size: IntArray
+    due: IntArray
+    opens_session: NDArray[np.bool_]
+    turn: IntArray
+
+    def of(self, places: IntArray) -> Requests:
+        """Some of the requests."""
+        due, opens_session, turn = self.due[places], self.opens_session[places], self.turn[places]
+        return Requests(self.user_row[places], self.size[places], due, opens_session, turn)
+
+
+class _Served(NamedTuple):
+    """A round of requests: its rows of the log, the time at which each user is free again, and what it was worth."""
+
+    events: pa.Table
+    free: IntArray
+    values: RequestValues
+    not_shown: FloatArray
+    explored: int
+    short: int
+
+
+def write_next_days(
+    worlds: Sequence[Simulation],
+    out: Path,
+    show: ShowSlates,
+    *,
+    days: int,
+    seed: int,
+    policy: Mapping[str, Any],
+    exploration: Mapping[str, Any] | None,
+    overwrite: bool = False,
+    progress: bool = False,
+    inputs: Sequence[Path] = (),
+) -> Simulation:
+    """Writes ``out/log/``, ``out/truth/`` and ``out/served.json``, whole or not at all.
+
+    Reads the whole log so far into memory.
+
+    Args:
+        worlds: all days so far: a world, and after it the days that policies served, in their order.
+        out: directory to make.
+        show: the policy.
+        days: how many days it serves.
+        seed: see ``serve_days``.
+        policy: says who served, for ``served.json``.
+        exploration: says how slates were drawn.
+        overwrite: replace an existing ``out``.
+        progress: show a progress bar on a terminal.
+        inputs: directories that are read meanwhile, beside those of ``worlds``.
+
+    Raises:
+        RecpoError: the worlds are not one world, day after day; ``out`` exists and ``overwrite`` is False.
+    """
+    first = validate_worlds(worlds)
+    truth = worlds[0].truth
+    with output_directory(
+        out, kind="simulation", overwrite=overwrite, inputs=[*inputs, *(world.root for world in worlds)]
+    ) as partial:
+        past = pa.concat_tables([pq.read_table(world.log, schema=SCHEMA) for world in worlds])
+        numbers = range(first, first + days)
+        events, reports = serve_days(truth, past, show, days=numbers, seed=seed, progress=progress)
+        truth.save(partial / "truth")
+        write_parts([events], partial / LOG, events.num_rows, progress=False)
+        served = ServedDays(policy, exploration, seed, tuple(reports))
+        served.save(partial)
+    return Simulation(Path(out), truth, served)
+
+
+def validate_worlds(worlds: Sequence[Simulation]) -> int:
+    """The number of the day after the last one.
+
+    Raises:
+        RecpoError: the first is not where the world begins, another is of another world, or a day is missing.
+    """
+    parameters, day = worlds[0].truth.preferences.parameters, 0
+    for world in worlds:
+        if world.truth.preferences.parameters != parameters:
+            raise RecpoError(
+                f"simulate: {world.root} is of another world than {worlds[0].root}: name days of one world"
+            )
+        if world.days[0] != day:
+            raise RecpoError(
+                f"simulate: {world.root} begins on day {world.days[0]}, expected day {day}: name the world first, and "
+                "after it every day that was served since, in order"
+            )
+        day = world.days[-1] + 1
+    return day
+
+
+def serve_days(
+    truth: Truth,
+    past: pa.Table,
+    show: ShowSlates,
+    *,
+    days: Sequence[int],
+    seed: int = 0,
+    progress: bool = False,
+) -> tuple[pa.Table, list[DayReport]]:
+    """Serves consecutive days.
+
+    Every day depends on the seed, its number and the log so far alone: two days at once are the same as one after the
+    other.
+
+    Args:
+        truth: of the world.
+        past: its whole log so far.
+        show: the policy.
+        days: numbers of the days to come.
+        seed: of sessions, draws and feedback; other seeds give other days of the same world.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The new rows of the log, sorted by user and time, and a report of every day.
+    """
+    served, reports = [SCHEMA.empty_table()], []
+    parameters = truth.preferences.parameters
+    with tqdm(unit="request", desc="simulate", disable=None if progress else True) as bar:
+        for day in days:
+            key = np.random.SeedSequence([parameters.seed, seed], spawn_key=(_SERVED_STREAM, day))
+            generator = np.random.default_rng(key)
+            requests = plan_day(truth.preferences, day, generator)
+            bar.reset(total=len(requests.user_row))
+            so_far = _sorted(pa.concat_tables([past, *served]))
+            events, report = _serve_day(truth, so_far, show, requests, day, generator, bar)
+            served.append(events)
+            reports.append(report)
+    return _sorted(pa.concat_tables(served)), reports
+
+
+def plan_day(preferences: Preferences, day: int, generator: np.random.Generator) -> Requests:
+    """Who comes on a day, when, and for how many items."""
+    parameters, users, _ = preferences
+    events = max(1, round(parameters.events / parameters.days))
+    one_day = preferences._replace(parameters=dataclasses.replace(parameters, events=events, days=1))
+    activity = users.activity.astype(np.float64)
+    counts = generator.multinomial(events, activity / activity.sum())
+    user_rows = np.repeat(np.arange(len(counts)), counts)
+    sessions = draw_sessions(one_day, user_rows, generator)
+    first = np.flatnonzero(sessions.opens_request)
+    user_row = user_rows[first]
+    opens_user = np.flatnonzero(sessions.opens_user[first])
+    return Requests(
+        user_row=user_row,
+        size=np.diff(np.append(first, events)),
+        due=day * MILLISECONDS_PER_DAY + sessions.start[first],
+        opens_session=sessions.opens_session[first],
+        turn=np.arange(len(first)) - np.repeat(opens_user, np.diff(np.append(opens_user, len(first)))),
+    )
+
+
+def _serve_day(
+    truth: Truth,
+    past: pa.Table,
+    show: ShowSlates,
+    requests: Requests,
+    day: int,
+    generator: np.random.Generator,
+    bar: tqdm[None],
+) -> tuple[pa.Table, DayReport]:
+    ids = past["request_id"].to_numpy()
+    request_ids = int(ids.max(initial=-1)) + 1 + np.arange(len(requests.user_row))
+    owner = np.searchsorted(truth.user_ids, past["user_id"].to_numpy())
+    offsets = np.searchsorted(owner, np.arange(len(truth.user_ids) + 1))
+    free = _free_after(truth, past, offsets)
+    rounds: list[_Served] = []
+    for turn in range(int(requests.turn.max(initial=-1)) + 1):
+        chosen = np.flatnonzero(requests.turn == turn)
+        user_rows = requests.user_row[chosen]
+        today = [_of_users(one.events, truth.user_ids[user_rows]) for one in rounds]
+        histories = pa.concat_tables([past.take(_ranges(offsets[user_rows], offsets[user_rows + 1])), *today])
+        asked = requests.of(chosen)
+        begin = np.where(asked.opens_session, np.maximum(asked.due, free[user_rows]), free[user_rows])
+        one = _serve_round(truth, histories, show, asked, begin, request_ids[chosen], day, generator)
+        free[user_rows] = one.free
+        rounds.append(one)
+        bar.update(len(chosen))
+    events = pa.concat_tables([SCHEMA.empty_table(), *(one.events for one in rounds)])
+    return events, _report(truth, day, rounds, events)
+
+
+def _serve_round(
+    truth: Truth,
+    histories: pa.Table,
+    show: ShowSlates,
+    asked: Requests,
+    begin: IntArray,
+    request_ids: IntArray,
+    day: int,
+    generator: np.random.Generator,
+) -> _Served:
+    """One request of each of some users: what is shown, what they make of it, and what that is truly worth."""
+    preferences, items, user_rows = truth.preferences, truth.preferences.items, asked.user_row
+    user_ids = truth.user_ids[user_rows]
+    shown = show(histories, user_ids, asked.size, generator)
+    filled = np.arange(shown.item_ids.shape[1]) < shown.lengths[:, None]
+    item_rows = np.where(filled, np.searchsorted(items.item_id, np.where(filled, shown.item_ids, 0)), -1)
+    request, place = np.nonzero(filled)
+    item = item_rows[request, place]
+    affinity = preferences.affinity(user_rows[request], item[:, None], float(day))[:, 0]
+    watch_time = draw_watch_time(preferences, affinity, items.duration[item], generator)
+    dislike = generator.random(len(item)) < preferences.dislike_probability(affinity, items.clickbait[item])
+    busy = np.zeros(filled.shape, np.int64)
+    busy[filled] = np.rint(watch_time * 1000).astype(np.int64) + generator.integers(*PAUSE_MS, len(item))
+    start = preferences.parameters.start_ms + begin[:, None] + np.cumsum(busy, axis=1) - busy
+    # what a float32 cannot hold above 0 would be read as no propensity at all
+    propensity = np.maximum(shown.propensity[filled], np.finfo(np.float32).tiny)
+    events = {
+        "user_id": user_ids[request],
+        "item_id": items.item_id[item],
+        "timestamp": start[filled],
+        "watch_time": watch_time.astype(np.float32),
+        "duration": items.duration[item],
+        "dislike": dislike,
+        "propensity": propensity.astype(np.float32),
+        "is_random": shown.is_random[request],
+        "request_id": request_ids[request],
+    }
+    known = np.argsort(user_ids)
+    past = (
+        known[np.searchsorted(user_ids[known], histories["user_id"].to_numpy())],
+        np.searchsorted(items.item_id, histories["item_id"].to_numpy()),
+    )
+    values, not_shown = request_values(truth, float(day), user_rows, Slates(item_rows, shown.lengths), past)
+    return _Served(
+        pa.table(events, schema=SCHEMA),
+        begin + busy.sum(axis=1),
+        values,
+        not_shown,
+        int(shown.explored[filled].sum()),
+        int((shown.lengths < asked.size).sum()),
+    )
+
+
+def _report(truth: Truth, day: int, rounds: Sequence[_Served], events: pa.Table) -> DayReport:
+    values = RequestValues(*(np.concatenate(column) for column in zip(*(one.values for one in rounds), strict=True)))
+    shown = ~np.isnan(values.value)
+
+    def mean(numbers: NDArray[Any]) -> float:
+        return float(np.mean(numbers)) if len(numbers) else 0.0
+
+    value, oracle = mean(values.value[shown]), mean(values.oracle_value[shown])
+    exposures = events.num_rows
+    return DayReport(
+        day=day,
+        requests=len(shown),
+        short_slates=sum(one.short for one in rounds),
+        exposures=exposures,
+        value=value,
+        dislikes=mean(values.dislikes[shown]),
+        logged_dislikes=mean(events["dislike"].to_numpy()),
+        logging_value=mean(values.logging_value[shown]),
+        logging_dislikes=mean(values.logging_dislikes[shown]),
+        oracle_value=oracle,
+        regret=oracle - value,
+        coverage=len(np.unique(events["item_id"].to_numpy())) / len(truth.item_ids),
+        logging_coverage=mean(-np.expm1(sum(one.not_shown for one in rounds))),
+        explored=sum(one.explored for one in rounds) / max(1, exposures),
+        is_random=mean(events["is_random"].to_numpy()),
+    )
+
+
+def _free_after(truth: Truth, past: pa.Table, offsets: IntArray) -> IntArray:
+    """``[U]`` from when on each user is free, milliseconds since day 0: after the last exposure so far was watched."""
+    free = np.full(len(truth.user_ids), _LOWEST)
+    known = offsets[1:] > offsets[:-1]
+    last = offsets[1:][known] - 1
+    watched = np.rint(past["watch_time"].to_numpy()[last].astype(np.float64) * 1000).astype(np.int64)
+    begin = past["timestamp"].to_numpy()[last] - truth.preferences.parameters.start_ms
+    free[known] = begin + watched + PAUSE_MS[0]
+    return free
+
+
+def _sorted(events: pa.Table) -> pa.Table:
+    return events.take(np.lexsort((events["timestamp"].to_numpy(), events["user_id"].to_numpy())))
+
+
+def _of_users(events: pa.Table, user_ids: IntArray) -> pa.Table:
+    return events.take(np.flatnonzero(np.isin(events["user_id"].to_numpy(), user_ids)))
+
+
+def _ranges(begin: IntArray, end: IntArray) -> IntArray:
+    """``begin[0] .. end[0] - 1``, ``begin[1] .. end[1] - 1``, ..."""
+    lengths = end - begin
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) + np.repeat(begin - before, lengths)

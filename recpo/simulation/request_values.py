@@ -1,0 +1,95 @@
+"""True values of the requests of a day: of what was shown, of the logging policy and of the best that was left."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from recpo.simulation.preferences import FloatArray, IntArray
+from recpo.simulation.truth import Truth
+
+_CELLS_PER_CHUNK = 1 << 20  # of a requests x items matrix: 8 MiB each
+
+
+class RequestValues(NamedTuple):
+    """Per request ``[R]``, means over the places of its slate; nan where the slate is empty.
+
+    Attributes:
+        value: true expected reward of the items shown.
+        dislikes: true dislike probability of the items shown.
+        logging_value: expected reward of the logging policy for the user.
+        logging_dislikes: dislike probability of the logging policy for the user.
+        oracle_value: true reward of the best items of the same number, without those of the user's past.
+    """
+
+    value: FloatArray
+    dislikes: FloatArray
+    logging_value: FloatArray
+    logging_dislikes: FloatArray
+    oracle_value: FloatArray
+
+
+class Slates(NamedTuple):
+    """Slates of some requests.
+
+    Attributes:
+        item_rows: ``[R, k]`` rows of the catalog; -1 pads on the right.
+        lengths: ``[R]`` items in each slate.
+    """
+
+    item_rows: IntArray
+    lengths: IntArray
+
+
+def request_values(
+    truth: Truth, day: float, user_rows: IntArray, slates: Slates, past: tuple[IntArray, IntArray]
+) -> tuple[RequestValues, FloatArray]:
+    """True values of slates that were shown on ``day``.
+
+    Args:
+        truth: the simulation's.
+        day: on which tastes are asked.
+        user_rows: ``[R]`` whose requests.
+        slates: what was shown; of items that are not in the past.
+        past: ``[P]`` each, the requests and item rows of what their users had been shown before.
+
+    Returns:
+        The values, and ``[V]`` the log of the probability that the logging policy, with as many independent exposures
+        for the same users, would not have shown the item.
+    """
+    preferences, policy = truth.preferences, truth.logging_policy
+    clickbait = preferences.items.clickbait
+    order = np.argsort(past[0], kind="stable")
+    owner, seen = past[0][order], past[1][order]
+    values, not_shown = RequestValues(*np.full((5, len(user_rows)), np.nan)), np.zeros(len(clickbait))
+    step = max(1, _CELLS_PER_CHUNK // len(clickbait))
+    for begin in range(0, len(user_rows), step):
+        part = slice(begin, min(begin + step, len(user_rows)))
+        users, shown, length = user_rows[part], slates.item_rows[part], slates.lengths[part]
+        affinity = preferences.affinity_to_all(users, day)
+        reward, dislike = preferences.reward(affinity, clickbait), preferences.dislike_probability(affinity, clickbait)
+        probability = policy.propensity_of_all(users)
+        filled = shown >= 0
+        places = np.where(length > 0, length, np.nan)
+        values.value[part] = (np.take_along_axis(reward, shown, 1) * filled).sum(1) / places
+        values.dislikes[part] = (np.take_along_axis(dislike, shown, 1) * filled).sum(1) / places
+        values.logging_value[part] = np.einsum("rv,rv->r", probability, reward)
+        values.logging_dislikes[part] = np.einsum("rv,rv->r", probability, dislike)
+        of_part = slice(*np.searchsorted(owner, [part.start, part.stop]))
+        reward[owner[of_part] - begin, seen[of_part]] = -np.inf
+        values.oracle_value[part] = _best(reward, length)
+        with np.errstate(divide="ignore"):
+            not_shown += length @ np.log1p(-probability)
+    return values, not_shown
+
+
+def _best(reward: FloatArray, length: IntArray) -> FloatArray:
+    """Mean ``[R]`` of the ``length [R]`` largest numbers of each row; nan where length is 0."""
+    longest = int(length.max(initial=0))
+    if not longest:
+        return np.full(len(reward), np.nan)
+    top = -np.sort(np.partition(-reward, longest - 1, axis=1)[:, :longest], axis=1)
+    kept = np.arange(longest) < length[:, None]
+    total = np.where(kept, top, 0.0).sum(1)
+    return total / np.where(length > 0, length, np.nan)

@@ -1,0 +1,97 @@
+"""A bundle as the policy that serves simulated users: histories, program, exploration, as a server does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from recpo.errors import RecpoError
+from recpo.exploration import Exploration, Pool, SlateBatch
+from recpo.serving.bundle import Bundle
+from recpo.serving.histories import EncodedHistories
+from recpo.serving.recommending import BATCH_SIZE
+from recpo.simulation.next_days import Shown
+from recpo.simulation.preferences import IntArray
+from recpo.simulation.truth import Truth
+
+_BEST = Exploration(temperature=0.0, epsilon=0.0, shortlist=1)  # the best items in their order, each with 1 / n
+
+
+@dataclass(frozen=True)
+class BundleService:
+    """Shows the slates of a bundle; see ``recpo.simulation.next_days.ShowSlates``.
+
+    Attributes:
+        bundle: ranks, and leaves out the items of the histories.
+        exploration: how slates are drawn; None = the best items in their order.
+    """
+
+    bundle: Bundle
+    exploration: Exploration | None = None
+
+    def validate(self, truth: Truth) -> None:
+        """Checks that this bundle can serve a simulation.
+
+        Raises:
+            RecpoError: it lists items that the simulation does not have, or too few for the exploration or a request.
+        """
+        items, bundle = self.bundle.items.to_external(np.arange(1, len(self.bundle.items) + 1)), self.bundle
+        known = np.zeros(len(items), bool)
+        if pa.types.is_integer(items.type):
+            known = np.isin(items.to_numpy(zero_copy_only=False), truth.item_ids)
+        if not known.all():
+            raise RecpoError(
+                f"simulate: {bundle.root} lists items that the simulation does not have, such as "
+                f"{items[int(known.argmin())].as_py()!r}: name a bundle that was trained on logs of this simulation"
+            )
+        size = min(truth.preferences.parameters.request_size, len(items))
+        needed = size if self.exploration is None else max(size, min(self.exploration.shortlist, len(items)))
+        if bundle.k < needed:
+            raise RecpoError(
+                f"simulate: {bundle.root} lists {bundle.k} items, exploration or a request takes {needed}: export with "
+                "a larger --k, or set a smaller --exploration.shortlist"
+            )
+
+    def __call__(
+        self, histories: pa.Table, user_ids: IntArray, sizes: IntArray, generator: np.random.Generator
+    ) -> Shown:
+        """See ``ShowSlates``."""
+        bundle, longest = self.bundle, int(sizes.max())
+        exploration = _BEST if self.exploration is None else self.exploration
+        width = min(max(longest, exploration.shortlist), bundle.k)
+        found = Shown(
+            item_ids=np.zeros((len(sizes), longest), np.int64),
+            propensity=np.full((len(sizes), longest), np.nan),
+            explored=np.zeros((len(sizes), longest), bool),
+            is_random=np.zeros(len(sizes), bool),
+            lengths=np.zeros(len(sizes), np.int64),
+        )
+        for part, inputs in bundle.reader.read(histories, users=user_ids).batches(BATCH_SIZE):
+            top_items, scores = bundle.runtime.recommend(inputs, width)
+            for size in np.unique(sizes[part]):
+                rows = np.flatnonzero(sizes[part] == size)
+                cut = min(width, max(size, exploration.shortlist))
+                pools = self._pools(inputs, rows) if exploration.epsilon > 0 else None
+                slates = exploration.sample_batch(
+                    top_items[rows, :cut], scores[rows, :cut], int(size), generator, pools
+                )
+                self._keep(found, part.start + rows, slates)
+        return found
+
+    def _pools(self, inputs: EncodedHistories, rows: IntArray) -> list[Pool]:
+        """What uniform slates may show: the bundle's items without those of the history."""
+        return [
+            Pool.of(len(self.bundle.items), exclude=np.concatenate([inputs.item_ids[row], inputs.exclude[row]]))
+            for row in rows
+        ]
+
+    def _keep(self, found: Shown, rows: IntArray, slates: SlateBatch) -> None:
+        places = slice(slates.items.shape[1])
+        filled = slates.items > 0
+        external = np.zeros(slates.items.shape, np.int64)
+        external[filled] = self.bundle.items.to_external(slates.items[filled]).to_numpy(zero_copy_only=False)
+        found.item_ids[rows, places], found.propensity[rows, places] = external, slates.propensity
+        found.explored[rows, places] = slates.explored
+        found.is_random[rows], found.lengths[rows] = slates.is_random, slates.lengths
