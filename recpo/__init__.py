@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     )
     from recpo.tokenizer.tokenization import Codes as Codes
     from recpo.workflows.calibrate import calibrate as calibrate
+    from recpo.workflows.compare import Comparison as Comparison, compare as compare
     from recpo.workflows.evaluate import evaluate as evaluate
     from recpo.workflows.factorize import factorize as factorize
     from recpo.workflows.load import load as load
@@ -185,6 +186,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.tokenizer.sources": ("CodesFromFile", "VectorsFromFrame", "VectorsFromParquet"),
     "recpo.tokenizer.tokenization": ("Codes",),
     "recpo.workflows.calibrate": ("calibrate",),
+    "recpo.workflows.compare": ("Comparison", "compare"),
     "recpo.workflows.evaluate": ("evaluate",),
     "recpo.workflows.factorize": ("factorize",),
     "recpo.workflows.load": ("load",),

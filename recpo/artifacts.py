@@ -25,7 +25,9 @@ import yaml
 
 from recpo.errors import RecpoError
 
-Kind = Literal["simulation", "prepared", "codes", "run", "checkpoint", "evaluation", "bundle", "demo", "factors"]
+Kind = Literal[
+    "simulation", "prepared", "codes", "run", "checkpoint", "evaluation", "bundle", "demo", "factors", "comparison"
+]
 
 MARKER: Final = "recpo.json"
 _UNFINISHED: Final = ".recpo-unfinished-"

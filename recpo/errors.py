@@ -11,6 +11,13 @@ class RecpoError(Exception):
     """
 
 
+class GateClosedError(RecpoError):
+    """The gate of ``recpo compare`` is closed: the comparison was made, and the new bundle should not take over.
+
+    The command line prints the reason and exits with status 3, so that a script can tell it from a mistake.
+    """
+
+
 class Interrupted(KeyboardInterrupt):
     """Training was told to stop, by Ctrl-C or a signal; the message says what was kept and how to go on.
 

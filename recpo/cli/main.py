@@ -23,7 +23,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from recpo import __version__
 from recpo.artifacts import describe_os_error
 from recpo.cli.config import RESOLVED
-from recpo.errors import RecpoError
+from recpo.errors import GateClosedError, RecpoError
 
 VERBS = {
     "simulate": "make an interaction log whose true preferences are known",
@@ -36,6 +36,7 @@ VERBS = {
     "evaluate": "rank the full catalog for held-out users and report metrics",
     "export": "write a trained policy as a bundle for serving",
     "recommend": "run a bundle over a Parquet file of histories",
+    "compare": "hold a new bundle against the old one on logged requests, as the gate of a swap",
     "serve": "answer requests with a bundle over HTTP, and log what was shown",
     "plan": "say what training needs: memory and exchange per rank, and which rank holds what",
     "demo": "the whole road on a simulated log",
@@ -48,8 +49,9 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit status.
 
-    0: done. 1: the user must fix something, said in one message. 2: unknown verb or option. 130 and 143: ended by
-    SIGINT (Ctrl-C) or SIGTERM; what was being written has been removed, or is resumed as the message says.
+    0: done. 1: the user must fix something, said in one message. 2: unknown verb or option. 3: the gate of
+    ``recpo compare`` is closed. 130 and 143: ended by SIGINT (Ctrl-C) or SIGTERM; what was being written has been
+    removed, or is resumed as the message says.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _print_any_text()
@@ -110,6 +112,8 @@ def _sigterm_raises() -> Iterator[None]:
 
 def _outcome(error: BaseException) -> tuple[int | None, str]:
     """Exit status and message of what ended a verb; no status where it is a fault of recpo, which needs a traceback."""
+    if isinstance(error, GateClosedError):
+        return 3, f"swap refused: {error}"
     if isinstance(error, RecpoError):
         return 1, f"error: {error}"
     stop = error.__context__ if isinstance(error, SystemExit) else error  # Lightning exits with 1 after Ctrl-C

@@ -7,11 +7,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch.utils.data import IterableDataset
 
 from recpo.data.prepared import Events, Period, Prepared
+from recpo.data.schema import LogColumns
 from recpo.data.slates import grades, histories_of, logp_behavior, padded, ranges
+from recpo.errors import RecpoError
 from recpo.types import EvaluationBatch, FeedbackBatch, Slates
 
 MOST_PLACES = 1 << 20
@@ -106,11 +109,7 @@ def evaluation_batch(
         past_items: those items, user by user.
     """
     starts, stops = events.offsets[users], events.offsets[users + 1]
-    targets_before = np.concatenate([[0], np.cumsum(events.is_target)])
-    boundary = stops - (targets_before[stops] - targets_before[starts])
-    ends = np.stack([boundary, stops], axis=1).ravel()
-    first_request = np.minimum.reduceat(np.append(events.request_start, len(events.request_start)), ends)[::2]
-    known = np.minimum(boundary, first_request)
+    boundary, known = _history_ends(events, starts, stops)
     histories = histories_of(events, np.maximum(starts, known - history_length), known)
     index, valid = ranges(boundary, stops)
     slates = Slates(
@@ -129,6 +128,72 @@ def evaluation_batch(
     exclude = padded(np.append(past_items, 0)[place], is_past)
     user_ids = torch.from_numpy(events.user_index[starts].astype(np.int64))
     return EvaluationBatch(FeedbackBatch(histories, slates, user_ids, user_ids=user_ids), exclude)
+
+
+def _history_ends(events: Events, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of users with the rows ``starts .. stops``: the first row of the period, and the row where the history ends."""
+    targets_before = np.concatenate([[0], np.cumsum(events.is_target)])
+    boundary = stops - (targets_before[stops] - targets_before[starts])
+    ends = np.stack([boundary, stops], axis=1).ravel()
+    first_request = np.minimum.reduceat(np.append(events.request_start, len(events.request_start)), ends)[::2]
+    return boundary, np.minimum(boundary, first_request)
+
+
+class HeldOutHistories:
+    """The raw events of held-out users before the period, as a server is given them: no feedback levels.
+
+    One shard is in memory, that of the users who were asked for last: ask in the order of ``HeldOutBatches``.
+
+    Args:
+        prepared: the data.
+        split: the held-out period.
+    """
+
+    def __init__(self, prepared: Prepared, split: Period) -> None:
+        self._prepared, self._split = prepared, split
+        self._items, self._shard = prepared.item_ids(), -1
+
+    def events(self, users: np.ndarray) -> pa.Table:
+        """The events of ``users [B]``, rows of ``users.parquet``, which are their ``user_id`` here, in order of time.
+
+        ``item_id`` is the external one, and the other columns are those that ``HistoryReader`` reads. A user without
+        an event before the period has no row.
+
+        Raises:
+            RecpoError: a user is not in one shard with the others.
+        """
+        found = self._rows_of(users)
+        starts, stops = self._events.offsets[found], self._events.offsets[found + 1]
+        index, kept = ranges(starts, _history_ends(self._events, starts, stops)[1])
+        rows = index[kept]
+        return pa.table(
+            {
+                LogColumns.USER_ID: self._events.user_index[rows].astype(np.int64),
+                LogColumns.ITEM_ID: self._items.to_external(self._events.item_index[rows]),
+                LogColumns.TIMESTAMP: self._events.timestamp[rows],
+                LogColumns.DISLIKE: self._events.dislike[rows],
+                **{name: values[rows] for name, values in self._raw.items()},
+            }
+        )
+
+    def _rows_of(self, users: np.ndarray) -> np.ndarray:
+        """The users as rows of the offsets of their shard, which is read where it is not at hand."""
+        shards = self._prepared.num_shards(self._split)
+        for shard in (max(self._shard, 0) + turn for turn in range(shards)):
+            if shard % shards != self._shard:
+                self._read(shard % shards)
+            place = np.searchsorted(self._users, users).clip(max=len(self._users) - 1)
+            if (self._users[place] == users).all():
+                return place
+        raise RecpoError(
+            f"{self._prepared.root}: no shard of the period {self._split} holds all of the users asked for"
+        )
+
+    def _read(self, shard: int) -> None:
+        self._shard, self._events = shard, self._prepared.load(self._split, shard)
+        self._users = self._events.user_index[self._events.offsets[:-1]]
+        raw = (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.LABEL)
+        self._raw = self._prepared.columns(self._split, shard, raw)
 
 
 def _without_targets(batch: EvaluationBatch) -> EvaluationBatch:

@@ -25,8 +25,8 @@ from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import CHECKPOINTS, FINISHED, RESOLVED, Run
 from recpo.types import Histories, Recommendations
 
-#: How a contender is named: an object, its directory, or the name of a baseline.
-Named = Run | Bundle | Factors | Lists | Path | str
+#: How a contender is named: an object, its directory, or the name of a baseline; a ``Contender`` is taken as it is.
+Named = Run | Bundle | Factors | Lists | Contender | Path | str
 
 
 def contenders_of(
@@ -47,7 +47,9 @@ def contenders_of(
     longest = max(ks)
     found: list[Contender] = []
     for one in named:
-        if isinstance(one, Lists):
+        if isinstance(one, Contender):
+            found.append(one)
+        elif isinstance(one, Lists):
             found.append(lists_contender(one, data, ks))
         elif isinstance(one, Run):
             found.append(_run(names[one.root], one, data, checkpoint, device))
@@ -69,7 +71,9 @@ def directory_of(contender: Named) -> Path | None:
     """The directory of a contender; None = it has none: a baseline, lists, or a model in memory."""
     if isinstance(contender, Run | Bundle):
         return contender.root
-    return None if isinstance(contender, Lists | Factors) or contender in BASELINES else Path(contender)
+    if isinstance(contender, Lists | Factors | Contender) or contender in BASELINES:
+        return None
+    return Path(contender)
 
 
 def _names(paths: Sequence[Path]) -> dict[Path, str]:

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from recpo.simulation.log import Simulation
     from recpo.tokenizer.tokenization import Codes
     from recpo.training.run import Run
+    from recpo.workflows.compare import Comparison
 
-_READABLE = "prepared data, codes, factors, a run, a bundle, an evaluation or a simulation"
+_READABLE = "prepared data, codes, factors, a run, a bundle, an evaluation, a comparison or a simulation"
 
 
 def load(
     path: str | PathLike[str], trust: Sequence[str] = ()
-) -> Prepared | Run | Codes | Factors | Bundle | Evaluation | Simulation:
+) -> Prepared | Run | Codes | Factors | Bundle | Evaluation | Comparison | Simulation:
     """Opens a directory that recpo wrote, whichever kind it is of; ``recpo.json`` in it says which.
 
     Only what the kind needs is imported: a bundle is opened where torch is not installed.
@@ -64,6 +65,10 @@ def load(
         from recpo.evaluation.evaluation import Evaluation
 
         return Evaluation.open(fspath(path))
+    if kind == "comparison":
+        from recpo.workflows.compare import Comparison
+
+        return Comparison.open(fspath(path))
     if kind == "simulation":
         from recpo.simulation.log import Simulation
 

@@ -1,0 +1,403 @@
+"""The verb ``compare``: a new bundle against the old one on logged requests, as the gate of a swap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from recpo import __version__
+from recpo.artifacts import output_directory, read_json, sha256, write_json
+from recpo.data.held_out import HeldOutHistories
+from recpo.data.id_map import IdMap
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.evaluation.agreement import agreement
+from recpo.evaluation.contenders import Contender, Loaded
+from recpo.evaluation.estimates import Estimate, estimate
+from recpo.evaluation.measures import Recommender
+from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.evaluation.reading import Document
+from recpo.rewards import LoggedReward
+from recpo.serving.bundle import Bundle
+from recpo.serving.histories import ITEM_ID, USER_ID, HistoryReader, ServingCounts
+from recpo.serving.manifest import MANIFEST
+from recpo.types import Recommendations
+from recpo.workflows.evaluate import HeldOut, evaluate
+
+COMPARE: Final = "compare.json"
+SCHEMA_VERSION: Final = 1
+OLD, NEW = "old", "new"
+
+_GATED_ESTIMATOR = "SNIPS"
+_RANKING = ("NDCG", "Recall", "HitRate", "MRR", "disliked")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two bundles on the same logged requests.
+
+    Attributes:
+        document: every number, as in ``compare.json``; see ``compare``.
+        path: the directory; None = the comparison is in memory only.
+    """
+
+    document: Document
+    path: Path | None = None
+
+    @classmethod
+    def open(cls, path: Path | str) -> Comparison:
+        """Reads a directory that ``compare`` wrote.
+
+        Raises:
+            RecpoError: there is none, it is damaged, or of another format version.
+        """
+        root = Path(path)
+        if not (root / COMPARE).is_file():
+            raise RecpoError(f"{root} is no comparison: {COMPARE} is missing; make one with `recpo compare`")
+        document = read_json(root / COMPARE, "compare again")
+        if document.get("schema_version") != SCHEMA_VERSION:
+            raise RecpoError(
+                f"{root / COMPARE} has the format version {document.get('schema_version')}, this recpo reads "
+                f"{SCHEMA_VERSION}: compare again"
+            )
+        return cls(document, root)
+
+    @property
+    def failures(self) -> list[str]:
+        """Why the new bundle should not take over, one sentence per limit; empty = the gate is open."""
+        return list(self.document["gate"]["failures"])
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader must know before the numbers."""
+        return list(self.document["warnings"])
+
+
+def compare(
+    old: Bundle | Path | str,
+    new: Bundle | Path | str,
+    prepared: Prepared | Path | str,
+    *,
+    out: Path | str | None = None,
+    split: HeldOut = "test",
+    k: int = 10,
+    persistence: float = 0.9,
+    max_loss: float | None = None,
+    min_overlap: float | None = None,
+    off_policy: OffPolicyOptions | None = OffPolicyOptions(),  # noqa: B008  frozen
+    reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
+    batch_size: int = 512,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Comparison:
+    """Holds a new bundle against the old one on logged requests: agreement, value, ranking, and the gate of a swap.
+
+    Both bundles list k items for every held-out user of the prepared data, from the raw events before the period, read
+    as a server reads them: each bundle with its own catalog and its own feedback cutoffs. Lists are compared by
+    external item id. Value and ranking metrics are those of ``evaluate``, paired over users. The document::
+
+        schema_version  1
+        setting         prepared, split, k, persistence, off_policy, reward, requests
+        bundles         {old, new: {path, checksum, origin, items, k}}
+        items           {shared, only_old, only_new, old_not_in_data, new_not_in_data}
+        agreement       {overlap@k, rank_biased_overlap@k, kendall_tau@k, equal_lists@k: {mean, half_width, n}}
+        lists           {old, new: {coverage@k, gini@k, short_lists, places_of_items_not_in_data, and the counts of
+                        ``ServingCounts``}}
+        ranking         {metric: {old, new: {mean, half_width, n}, difference: {mean, half_width, n}}}, new - old
+        value           {estimator: {old, new: {value, low, high}, difference: {value, low, high}}} of the first k
+                        places, bootstrap intervals; null = no propensities
+        gate            {max_loss, min_overlap, measure, lower_end, overlap, failures: [sentence]}
+        warnings        [sentence]
+
+    Args:
+        old: the bundle that serves, or its directory.
+        new: the bundle that is to take over, or its directory.
+        prepared: prepared data with the logged requests in a held-out period, or its directory.
+        out: directory to make, with ``compare.json``; null = the comparison is in memory only.
+        split: held-out period.
+        k: list length, at most that of both bundles.
+        persistence: of the rank-biased overlap: probability with which a reader goes on to the next place.
+        max_loss: the gate is closed where a larger loss cannot be ruled out: where the lower end of the paired 95 %
+            interval of new - old lies below ``-max_loss``. Of the value (SNIPS, top k) where it is estimated,
+            otherwise of NDCG; null = no such limit.
+        min_overlap: the gate is closed where the mean overlap of the lists is below it; null = no such limit.
+        off_policy: how the value is estimated from the log; null = not at all. With logged propensities it is left out
+            where the period has none.
+        reward: of logged items, for the value.
+        batch_size: users ranked at once.
+        overwrite: replace ``out`` where it exists.
+        progress: show progress bars on a terminal.
+
+    Raises:
+        RecpoError: no bundle; ids, feedback or list lengths that do not fit; options out of range; ``out`` exists.
+    """
+    _validate_options(persistence, max_loss, min_overlap)
+    data = prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)
+    bundles = {OLD: _opened(old), NEW: _opened(new)}
+    for name, bundle in bundles.items():
+        _validate_bundle(name, bundle, data, k)
+    with ExitStack() as stack:
+        target = None
+        if out is not None:
+            inputs = [data.root, *(bundle.root for bundle in bundles.values())]
+            target = stack.enter_context(output_directory(out, kind="comparison", overwrite=overwrite, inputs=inputs))
+        items = _SharedItems.of(data.item_ids(), bundles)
+        answers = {name: _Answers.of(bundle, items.numbers[name], data, split) for name, bundle in bundles.items()}
+        evaluated = evaluate(
+            data,
+            [_contender(name, bundles[name], answers[name]) for name in bundles],
+            split=split,
+            ks=[k],
+            segments=False,
+            off_policy=None if off_policy is None else replace(off_policy, top_k=(k,)),
+            reward=reward,
+            batch_size=batch_size,
+            device="cpu",
+            progress=progress,
+        ).document
+        agreed = agreement(torch.cat(answers[OLD].lists), torch.cat(answers[NEW].lists), k, persistence)
+        document = _document(evaluated, k, {name: _entry(estimate(values)) for name, values in agreed.items()})
+        document["setting"] |= {"persistence": persistence, "reward": asdict(reward)}
+        document["setting"] |= {"off_policy": None if off_policy is None else asdict(off_policy)}
+        document["bundles"] = {name: _facts(bundle) for name, bundle in bundles.items()}
+        document["items"] = items.counts
+        for name, one in answers.items():
+            document["lists"][name] |= one.counts()
+        document["warnings"] += _unread(answers)
+        document["gate"] = _gate(document, k, max_loss, min_overlap)
+        if target is not None:
+            write_json(target / COMPARE, document)
+    return Comparison(document, None if out is None else Path(out))
+
+
+def _validate_options(persistence: float, max_loss: float | None, min_overlap: float | None) -> None:
+    checks = {
+        "persistence": (persistence, 0 < persistence < 1, "above 0 and below 1"),
+        "max_loss": (max_loss, max_loss is None or 0 <= max_loss < math.inf, "a number from 0 on, or null"),
+        "min_overlap": (min_overlap, min_overlap is None or 0 <= min_overlap <= 1, "from 0 to 1, or null"),
+    }
+    for name, (value, holds, expected) in checks.items():
+        if not holds:
+            raise RecpoError(f"compare: {name} is {value}, expected {expected}")
+
+
+def _opened(given: Bundle | Path | str) -> Bundle:
+    return given if isinstance(given, Bundle) else Bundle.load(given)
+
+
+def _validate_bundle(name: str, bundle: Bundle, data: Prepared, k: int) -> None:
+    longest = min(bundle.k, data.num_items)
+    if not 1 <= k <= longest:
+        raise RecpoError(
+            f"compare: k is {k}, expected 1 to {longest}, as the {name} bundle {bundle.root} serves lists of up to "
+            f"{bundle.k} and the data have {data.num_items} items: choose another k, or export with a larger one"
+        )
+    if bool(bundle.feedback.cutoffs) != bool(data.feedback.cutoffs):
+        reads = "watch times" if bundle.feedback.cutoffs else "labels"
+        raise RecpoError(
+            f"compare: the {name} bundle {bundle.root} reads feedback levels from {reads}, and {data.root} has them "
+            f"from {'labels' if bundle.feedback.cutoffs else 'watch times'}: prepare the log as that of the bundle"
+        )
+
+
+@dataclass(frozen=True)
+class _SharedItems:
+    """One numbering of all items: those of the data are 1..V, as in the shards; others of the bundles follow.
+
+    Attributes:
+        numbers: of each bundle ``[V_b + 1]``: the shared number of its own item, 0 of 0.
+        counts: how many items are in both bundles, in one, and not in the data.
+    """
+
+    numbers: Mapping[str, np.ndarray]
+    counts: Mapping[str, int]
+
+    @classmethod
+    def of(cls, known: IdMap, bundles: Mapping[str, Bundle]) -> _SharedItems:
+        external = {name: one.items.to_external(np.arange(1, len(one.items) + 1)) for name, one in bundles.items()}
+        places = {name: known.to_internal(ids) for name, ids in external.items()}
+        strange = [ids.filter(pa.array(places[name] == 0)) for name, ids in external.items()]
+        # Python's values: integers of different widths, or short and long strings, are the same ids
+        further = dict.fromkeys(value for ids in strange for value in ids.to_pylist())
+        further_numbers = {value: number for number, value in enumerate(further, len(known) + 1)}
+        numbers = {}
+        for (name, place), ids in zip(places.items(), strange, strict=True):
+            place[place == 0] = [further_numbers[value] for value in ids.to_pylist()]
+            numbers[name] = np.concatenate([[0], place])
+        old, new = (set(one[1:].tolist()) for one in numbers.values())
+        counts = {"shared": len(old & new), "only_old": len(old - new), "only_new": len(new - old)}
+        counts |= {f"{name}_not_in_data": len(ids) for name, ids in zip(bundles, strange, strict=True)}
+        return cls(numbers, counts)
+
+
+@dataclass
+class _Answers:
+    """What one bundle lists in the pass over the held-out users, kept in the shared numbering.
+
+    Attributes:
+        bundle: it answers.
+        reader: reads raw events for it.
+        numbers: see ``_SharedItems``.
+        histories: raw events of held-out users.
+        known: items of the data.
+        lists: ``[B, k]`` of the batches so far, in the order of the users.
+        served: counts of what was read.
+    """
+
+    bundle: Bundle
+    reader: HistoryReader
+    numbers: np.ndarray
+    histories: HeldOutHistories
+    known: IdMap
+    lists: list[Tensor] = field(default_factory=list)
+    served: ServingCounts = field(default_factory=ServingCounts)
+
+    @classmethod
+    def of(cls, bundle: Bundle, numbers: np.ndarray, data: Prepared, split: HeldOut) -> _Answers:
+        return cls(bundle, bundle.reader, numbers, HeldOutHistories(data, split), data.item_ids())
+
+    def recommend(self, users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+        """The lists as the evaluation reads them: an item that the data do not know is an empty place there."""
+        assert exclude is not None  # evaluated with exclude_past
+        asked = users.numpy()
+        row, column = np.nonzero(exclude.numpy())
+        past = pa.table({USER_ID: asked[row], ITEM_ID: self.known.to_external(exclude.numpy()[row, column])})
+        read = self.reader.read(self.histories.events(asked), exclude=past, users=asked)
+        ((_, inputs),) = read.batches(len(asked))
+        top_items, scores = self.bundle.runtime.recommend(inputs, k)
+        numbers = torch.from_numpy(self.numbers[top_items])
+        self.lists.append(numbers.int())
+        self.served += replace(read.counts, short_lists=int((numbers == 0).any(1).sum()))
+        known = numbers <= len(self.known)
+        found = torch.from_numpy(scores.copy()).masked_fill(~known | (numbers == 0), -torch.inf)
+        return Recommendations(numbers * known, found)
+
+    def counts(self) -> dict[str, int]:
+        """What was served and left out so far."""
+        # of the past, items that are not in the bundle's catalog cannot be listed anyway
+        of_requests = {name: value for name, value in self.served.to_dict().items() if not name.startswith("unknown_")}
+        strange = sum(int((one > len(self.known)).sum()) for one in self.lists)
+        return of_requests | {
+            "unknown_items": self.served.unknown_items,
+            "places_of_items_not_in_data": strange,
+        }
+
+
+def _contender(name: str, bundle: Bundle, answers: _Answers) -> Contender:
+    recommender = Recommender(recommend_to_users=answers.recommend, name=f"the {name} bundle", scores_are_logp=True)
+    loaded = partial(Loaded, recommender, bundle.manifest.max_history)
+    return Contender(name, "bundle", loaded, {"kind": "bundle", "path": str(bundle.root)})
+
+
+def _facts(bundle: Bundle) -> Document:
+    return {
+        "path": str(bundle.root),
+        "checksum": sha256(bundle.root / MANIFEST),
+        "origin": dict(bundle.manifest.origin),
+        "items": len(bundle.items),
+        "k": bundle.k,
+    }
+
+
+def _document(evaluated: Document, k: int, agreed: Mapping[str, Document]) -> Document:
+    """The parts of the document that the evaluation gives."""
+    by_name = {one["name"]: one for one in evaluated["contenders"]}
+    sides = {OLD: by_name[OLD], NEW: by_name[NEW]}
+    (pair,) = (one for one in evaluated["differences"] if (one["contender"], one["against"]) == (NEW, OLD))
+    ranking = {
+        metric: {
+            **{name: side["metrics"][metric] for name, side in sides.items()},
+            "difference": {key: pair["metrics"][metric][key] for key in ("mean", "half_width", "n")},
+        }
+        for metric in (f"{name}@{k}" for name in _RANKING)
+    }
+    totals = (f"coverage@{k}", f"gini@{k}")
+    setting = {name: evaluated["setting"][name] for name in ("split", "positive_threshold", "num_items")}
+    setting |= {"prepared": evaluated["provenance"]["data"]["prepared"], "k": k}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "recpo_version": __version__,
+        "setting": setting | {"requests": sides[OLD]["counts"]["users"]},
+        "agreement": dict(agreed),
+        "lists": {name: {total: side["totals"][total] for total in totals} for name, side in sides.items()},
+        "ranking": ranking,
+        "value": _value(sides, pair["off_policy"], f"top_{k}"),
+        "warnings": list(evaluated["warnings"]),
+    }
+
+
+def _value(sides: Mapping[str, Document], differences: Sequence[Document], target: str) -> Document | None:
+    """Estimates of the lists' value with bootstrap intervals, by estimator; None where there are none."""
+    entries = {
+        name: {one["estimator"]: _ends(one) for one in side["off_policy"] if one["target"] == target}
+        for name, side in sides.items()
+    }
+    paired = {one["estimator"]: _ends(one) for one in differences if one["target"] == target}
+    nothing = {"value": None, "low": None, "high": None}
+    return {
+        estimator: {
+            OLD: entries[OLD][estimator],
+            NEW: entries[NEW][estimator],
+            "difference": paired.get(estimator, nothing),
+        }
+        for estimator in entries[OLD]
+    } or None
+
+
+def _ends(entry: Document) -> Document:
+    return {"value": entry["value"], **entry["intervals"]["bootstrap"]}
+
+
+def _unread(answers: Mapping[str, _Answers]) -> list[str]:
+    """Warnings about what one of the bundles could not read or list."""
+    found = []
+    for name, one in answers.items():
+        counts = one.counts()
+        if skipped := counts["unknown_items"]:
+            found.append(f"{name}: skipped {skipped:,} of {counts['events']:,} events, whose items it does not know")
+        if strange := counts["places_of_items_not_in_data"]:
+            found.append(
+                f"{name}: {strange:,} places of its lists hold items that the prepared data do not know: they are "
+                "compared in the agreement, and earn nothing in ranking and value"
+            )
+    return found
+
+
+def _gate(document: Document, k: int, max_loss: float | None, min_overlap: float | None) -> Document:
+    """The limits, what was found, and one sentence for each limit that is passed; what is not known is no pass."""
+    if document["value"] is None:
+        measure, found = f"NDCG@{k}", document["ranking"][f"NDCG@{k}"]["difference"]
+        mean, half_width = found["mean"], found["half_width"]
+        low, high = (None, None) if half_width is None else (mean - half_width, mean + half_width)
+    else:
+        measure, found = f"{_GATED_ESTIMATOR} of top_{k}", document["value"][_GATED_ESTIMATOR]["difference"]
+        low, high = found["low"], found["high"]
+    overlap = document["agreement"][f"overlap@{k}"]["mean"]
+    failures = []
+    if max_loss is not None and low is None:
+        failures.append(f"{measure} of new - old has no interval, so a loss above {max_loss:g} cannot be ruled out")
+    elif max_loss is not None and low is not None and low < -max_loss:
+        failures.append(
+            f"{measure}: new - old lies between {low:+.4g} and {high:+.4g}, a loss of more than {max_loss:g} cannot be "
+            "ruled out"
+        )
+    if min_overlap is not None and not overlap >= min_overlap:
+        failures.append(
+            f"the lists share {overlap:.3f} of their items (overlap@{k}), expected at least {min_overlap:g}"
+        )
+    limits = {"max_loss": max_loss, "min_overlap": min_overlap}
+    return limits | {"measure": measure, "lower_end": low, "overlap": overlap, "failures": failures}
+
+
+def _entry(value: Estimate) -> Document:
+    return {name: None if isinstance(one, float) and math.isnan(one) else one for name, one in value._asdict().items()}

@@ -1,0 +1,177 @@
+"""Two bundles on logged requests: against ``evaluate``, against lists served one by one, and as a gate."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+import recpo
+from recpo import Bundle, Prepared
+from recpo.cli.main import main
+from recpo.data.datamodule import evaluation_batches
+from recpo.data.held_out import HeldOutHistories
+from recpo.data.id_map import IdMap
+from recpo.feedback import FeedbackDefinition
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.serving.export import export_bundle
+from recpo.workflows.compare import _gate
+
+K = 5
+
+
+@pytest.fixture(scope="module")
+def bundles(prepared, tmp_path_factory):
+    """``old`` and ``new`` on the items of the data; ``other`` has lost four of them and gained two."""
+    root, data = tmp_path_factory.mktemp("compared"), Prepared.open(prepared)
+    known = data.item_ids().to_external(np.arange(1, data.num_items + 1)).to_pylist()
+    others = IdMap(pa.array([10**6, *reversed(known[4:]), 10**6 + 1]))
+    cutoffs = {bucket: tuple(2 * limit for limit in limits) for bucket, limits in data.feedback.cutoffs.items()}
+    made = {
+        "old": (0, data.item_ids(), data.feedback),
+        "new": (1, data.item_ids(), data.feedback),
+        "other": (2, others, FeedbackDefinition(data.feedback.rule, data.feedback.duration_base, cutoffs)),
+    }
+    for name, (seed, items, feedback) in made.items():
+        torch.manual_seed(seed)
+        options = {"dim": 8, "max_history": 10}
+        policy = CatalogSoftmaxPolicy(len(items), **options).eval()
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+        export_bundle(policy, items, feedback, root / name, k=20, options=options)
+    return root
+
+
+@pytest.fixture(scope="module")
+def compared(bundles, prepared):
+    return recpo.compare(bundles / "old", bundles / "new", prepared, k=K).document
+
+
+def test_ranking_and_value_are_those_of_evaluate(compared, bundles, prepared):
+    expected = recpo.evaluate(prepared, [bundles / "old", bundles / "new"], ks=[K], segments=False).document
+    by_name = {one["name"]: one for one in expected["contenders"]}
+    (pair,) = (one for one in expected["differences"] if (one["contender"], one["against"]) == ("new", "old"))
+    for metric, row in compared["ranking"].items():
+        assert (row["old"], row["new"]) == tuple(by_name[name]["metrics"][metric] for name in ("old", "new"))
+        assert row["difference"]["mean"] == pair["metrics"][metric]["mean"]
+    for name in ("old", "new"):
+        assert compared["lists"][name][f"coverage@{K}"] == by_name[name]["totals"][f"coverage@{K}"]
+    for entry in pair["off_policy"]:
+        assert compared["value"][entry["estimator"]]["difference"]["value"] == entry["value"]
+    low = compared["value"]["SNIPS"]["difference"]["low"]
+    assert low < compared["value"]["SNIPS"]["difference"]["value"]
+    assert compared["gate"]["measure"] == f"SNIPS of top_{K}"
+    assert compared["gate"]["lower_end"] == low
+    assert compared["items"] == {
+        "shared": 60, "only_old": 0, "only_new": 0, "old_not_in_data": 0, "new_not_in_data": 0
+    }  # fmt: skip
+
+
+def test_bundles_of_other_items_and_cutoffs_are_compared_by_external_id(bundles, prepared):
+    found = recpo.compare(bundles / "old", bundles / "other", prepared, k=K, batch_size=16).document
+    assert found["items"] == {
+        "shared": 56, "only_old": 4, "only_new": 2, "old_not_in_data": 0, "new_not_in_data": 2
+    }  # fmt: skip
+    data = Prepared.open(prepared)
+    histories, items = HeldOutHistories(data, "test"), data.item_ids()
+    old, other = Bundle.load(bundles / "old"), Bundle.load(bundles / "other")
+    shared, strange, skipped = [], 0, 0
+    for batch in evaluation_batches(data.root, "test", 10, 512):
+        for user, past in zip(batch.user_ids.tolist(), batch.exclude.numpy(), strict=True):
+            events = histories.events(np.array([user]))
+            exclude = {"user_id": [user] * int((past > 0).sum()), "item_id": items.to_external(past[past > 0])}
+            one, two = (b.serve(events, K, exclude=exclude, users=[user]) for b in (old, other))
+            listed = [set(served.table["item_id"].to_pylist()) for served in (one, two)]
+            shared.append(len(listed[0] & listed[1]) / K)
+            strange += len(listed[1] & {10**6, 10**6 + 1})
+            skipped += two.counts.unknown_items
+    assert found["agreement"][f"overlap@{K}"]["mean"] == pytest.approx(np.mean(shared))
+    assert found["lists"]["new"]["places_of_items_not_in_data"] == strange > 0
+    assert found["lists"]["new"]["unknown_items"] == skipped > 0
+    assert sum("new: " in warning for warning in found["warnings"]) >= 2
+
+
+def test_a_bundle_agrees_fully_with_itself_and_passes_the_strictest_gate(bundles, prepared):
+    itself = recpo.compare(bundles / "old", bundles / "old", prepared, k=K, max_loss=0, min_overlap=1)
+    assert itself.failures == []
+    assert all(value["mean"] == pytest.approx(1) for value in itself.document["agreement"].values())
+    for rows in (itself.document["ranking"], itself.document["value"]):
+        for row in rows.values():
+            assert row["old"] == row["new"]
+            assert {row["difference"].get(end, 0) for end in ("mean", "half_width", "value", "low", "high")} == {0}
+
+
+def test_without_propensities_ndcg_is_the_gate(bundles, prepared):
+    arguments = (bundles / "old", bundles / "new", prepared)
+    found = recpo.compare(*arguments, k=K, off_policy=None, max_loss=0.0)
+    difference = found.document["ranking"][f"NDCG@{K}"]["difference"]
+    assert found.document["value"] is None
+    assert found.document["gate"]["lower_end"] == difference["mean"] - difference["half_width"] < 0
+    assert found.failures[0].startswith(f"NDCG@{K}: new - old lies between -")
+    assert recpo.compare(*arguments, k=K, off_policy=None, max_loss=1.0).failures == []
+
+
+def test_the_status_of_the_verb_is_that_of_the_gate(bundles, prepared, capsys):
+    options = ["--old", bundles / "old", "--new", bundles / "new", "--prepared", prepared, "--k", K]
+    assert main(["compare", *map(str, options), "--max_loss", "10"]) == 0
+    assert main(["compare", *map(str, options), "--max_loss", "0"]) == 3
+    refused = capsys.readouterr().err.strip()
+    assert refused.startswith(f"swap refused: SNIPS of top_{K}: new - old lies between -")
+    assert "\n" not in refused
+
+
+def test_a_value_without_an_interval_closes_the_gate(compared):
+    nothing = {"value": None, "low": None, "high": None}
+    document = {**compared, "value": {"SNIPS": {"difference": nothing}}}
+    assert _gate(document, K, 0.5, None)["failures"] == [
+        f"SNIPS of top_{K} of new - old has no interval, so a loss above 0.5 cannot be ruled out"
+    ]
+    assert _gate(document, K, None, None)["failures"] == []
+
+
+@pytest.mark.slow  # a process of its own
+def test_the_verb_prints_writes_and_ends_with_the_status_of_the_gate(bundles, prepared, tmp_path):
+    options = ["--old", bundles / "old", "--new", bundles / "new", "--prepared", prepared, "--k", K]
+    command = [*options, "--out", tmp_path / "out", "--min_overlap", 0.99, "--max_loss", 10]
+    done = subprocess.run(
+        [sys.executable, "-m", "recpo.cli.main", "compare", *map(str, command)], capture_output=True, text=True
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("swap refused: the lists share 0.")
+    assert "value, SNIPS" in done.stdout
+    assert "60 in both bundles" in done.stdout
+    document = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert document["schema_version"] == 1
+    assert len(document["gate"]["failures"]) == 1
+    assert recpo.load(tmp_path / "out").document == document
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 21}, "k is 21, expected 1 to 20, as the old bundle"),
+        ({"k": 0}, "k is 0, expected 1 to 20"),
+        ({"max_loss": -0.1}, "max_loss is -0.1, expected a number from 0 on"),
+        ({"max_loss": float("nan")}, "max_loss is nan"),
+        ({"min_overlap": 1.5}, "min_overlap is 1.5, expected from 0 to 1"),
+        ({"persistence": 1.0}, "persistence is 1.0, expected above 0 and below 1"),
+    ],
+)
+def test_options_out_of_range_are_errors(bundles, prepared, tmp_path, options, message):
+    with pytest.raises(recpo.RecpoError, match=message):
+        recpo.compare(bundles / "old", bundles / "new", prepared, out=tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_bundle_is_an_error(bundles, prepared, capsys):
+    arguments = ["compare", "--old", str(bundles / "old"), "--new", str(prepared), "--prepared", str(prepared)]
+    assert main(arguments) == 1
+    assert "error: " in capsys.readouterr().err
+    with pytest.raises(recpo.RecpoError, match=r"is no comparison: compare\.json is missing"):
+        recpo.Comparison.open(bundles / "old")
