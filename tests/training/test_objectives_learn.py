@@ -77,7 +77,7 @@ def small_world(tmp_path_factory):
     out = tmp_path_factory.mktemp("small_world")
     simulate(out / "simulated", users=150, items=60, events=12_000)
     prepare(str(out / "simulated" / "log"), out / "prepared")
-    factorize(str(out / "prepared"), out / "factors", method="als", ranks=[4], ridges=[2.0])
+    factorize(str(out / "prepared"), out / "factors", ranks=[4])
     return out
 
 
