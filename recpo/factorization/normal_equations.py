@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
-from scipy.sparse import csc_array, csr_array
+from scipy.sparse import csr_array
 
 # whole matrices are made for so many regressions at a time
 _MATRICES: Final = 1 << 13
@@ -49,15 +49,11 @@ class Pairs(NamedTuple):
             items: ``[num_items, d]`` rows.
             target: ``[N]``.
         """
-        shape = (len(self.starts) - 1, self.num_items)
-        ones, targets = (csr_array((values, self.item, self.starts), shape) for values in (_ones(target), target))
-        return Equations(ones @ _products(items), targets @ items)
+        return self.of_moments(Equations(_products(items), items), target)
 
     def of_items(self, users: np.ndarray, target: np.ndarray) -> Equations:
         """Equations of the items, from the rows ``[n, d]`` of the users."""
-        shape = (self.num_items, len(self.starts) - 1)
-        ones, targets = (csc_array((values, self.item, self.starts), shape) for values in (_ones(target), target))
-        return Equations(ones @ _products(users), targets @ users)
+        return self.of_moments(Equations(_products(users), users), target, of_items=True)
 
     def of_moments(self, table: Equations, target: np.ndarray, *, of_items: bool = False) -> Equations:
         """Sums over the events of every user, or item, of a table with one row per item, or user.
@@ -68,14 +64,11 @@ class Pairs(NamedTuple):
             of_items: the table is one of users, and the sums are those of the items.
         """
         shape = (len(self.starts) - 1, self.num_items)
-        ones, targets = (csr_array((values, self.item, self.starts), shape) for values in (_ones(target), target))
+        values = (np.ones(len(target)), target)
+        ones, targets = (csr_array((value, self.item, self.starts), shape) for value in values)
         if of_items:
             return Equations(ones.T @ table.left, targets.T @ table.right)
         return Equations(ones @ table.left, targets @ table.right)
-
-
-def _ones(target: np.ndarray) -> np.ndarray:
-    return np.ones(len(target))
 
 
 def _products(rows: np.ndarray) -> np.ndarray:
@@ -90,7 +83,7 @@ def _products(rows: np.ndarray) -> np.ndarray:
 
 
 def normal_matrices(left: np.ndarray, width: int, ridge: float | np.ndarray) -> np.ndarray:
-    """``A + ridge I`` as ``[n, d, d]``; a ridge ``[d]`` is one for every weight."""
+    """``A + ridge I`` as ``[n, d, d]``; a ridge ``[n, d]`` is one for every weight of each."""
     first, second = np.triu_indices(width)
     matrices = np.empty((len(left), width, width))
     matrices[:, first, second] = left
@@ -109,7 +102,7 @@ def solve(system: Equations, ridge: float | np.ndarray) -> np.ndarray:
     return weights
 
 
-def inverses(left: np.ndarray, width: int, ridge: float | np.ndarray) -> np.ndarray:
+def inverses(left: np.ndarray, width: int, ridge: float) -> np.ndarray:
     """``(A + ridge I)^-1`` as ``[n, d, d]`` float32."""
     result = np.empty((len(left), width, width), np.float32)
     for part in _parts(len(left)):

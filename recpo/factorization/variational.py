@@ -27,8 +27,8 @@ import torch
 
 from recpo.data.prepared import Prepared
 from recpo.factorization.factors import Factors
-from recpo.factorization.graded import Chunk, FactorOptions, chunks, first_items
-from recpo.factorization.normal_equations import Equations, no_equations, normal_matrices, solve
+from recpo.factorization.graded import Chunk, FactorOptions, Items, chunks, first_items, user_weights
+from recpo.factorization.normal_equations import Equations, no_equations, normal_matrices
 
 #: sweeps before the priors are learned: the first factors are no evidence for them
 WARM_UP: Final = 3
@@ -197,12 +197,11 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions)
 def finish(data: Prepared, model: Factors, finished: Callable[[int], object] = lambda _: None) -> Factors:
     """The model with the users of the training period, each folded in from all of their events there."""
     rows = np.concatenate([model.item_factors.double().numpy(), np.ones((model.num_items, 1))], 1)
-    bias, variance = model.item_bias.double().numpy(), model.factor_variance.double().numpy()
+    items, variance = Items(rows, model.item_bias.double().numpy()), model.factor_variance.double().numpy()
     prior = np.array([model.ridge] * model.rank + [model.bias_ridge])
     users = np.zeros((int(data.manifest["num_users"]), model.rank + 1), np.float32)
     for chunk in chunks(data, finished):
-        target = chunk.grade - model.mean - bias[chunk.items][chunk.item]
         uncertain = np.zeros((len(chunk.users), model.rank + 1))
         np.add.at(uncertain[:, :-1], chunk.user, variance[chunk.items][chunk.item])
-        users[chunk.users] = solve(chunk.pairs.of_users(rows[chunk.items], target), prior + uncertain)
+        users[chunk.users] = user_weights(chunk, items, model.mean, prior + uncertain)
     return replace(model, user_factors=torch.from_numpy(users), users_checksum=data.users_checksum)

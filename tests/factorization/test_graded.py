@@ -12,21 +12,9 @@ from recpo.factorization import graded
 from recpo.factorization.factors import Factors
 from recpo.factorization.graded import FactorOptions, Items, chunks, first_items, mean_grade, sweep, user_weights
 from recpo.factorization.selection import fit_factors, validation_batches, validation_errors
-from recpo.feedback import GRADES
 from recpo.types import Histories
 
 RIDGE = 1.5
-
-
-@pytest.fixture(scope="module")
-def events(data):
-    """``user [N]``, ``item [N]`` from 0, ``grade [N]`` of all graded training events."""
-    shards = [data.load("train", shard) for shard in range(data.num_shards("train"))]
-    user = np.concatenate([shard.user_index for shard in shards])
-    item = np.concatenate([shard.item_index for shard in shards]) - 1
-    grade = np.array(GRADES)[np.concatenate([shard.feedback for shard in shards])]
-    known = ~np.isnan(grade)
-    return user[known], item[known], grade[known]
 
 
 def solve_each(rows, targets, of, count, ridge):

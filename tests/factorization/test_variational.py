@@ -11,22 +11,10 @@ from recpo.factorization import variational
 from recpo.factorization.graded import FactorOptions, chunks_of, mean_grade
 from recpo.factorization.selection import fit_factors
 from recpo.factorization.variational import Fit, Gaussians, Prior, fit_items, moments, plain_factors
-from recpo.feedback import GRADES
 from recpo.types import Histories
 
 RANK = 3
 D = RANK + 1
-
-
-@pytest.fixture(scope="module")
-def events(data):
-    """``user [N]``, ``item [N]`` from 0, ``grade [N]`` of all graded training events."""
-    shards = [data.load("train", shard) for shard in range(data.num_shards("train"))]
-    user = np.concatenate([shard.user_index for shard in shards])
-    item = np.concatenate([shard.item_index for shard in shards]) - 1
-    grade = np.array(GRADES)[np.concatenate([shard.feedback for shard in shards])]
-    known = ~np.isnan(grade)
-    return user[known], item[known], grade[known]
 
 
 class State(NamedTuple):
