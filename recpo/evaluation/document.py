@@ -15,7 +15,7 @@ from recpo.data.prepared import Period, Prepared
 from recpo.data.schema import PERIODS
 from recpo.evaluation.catalog_ranking import RankingResult
 from recpo.evaluation.cautions import cautions
-from recpo.evaluation.estimates import LEVEL, Z95, Estimate, bootstrap_interval, holm, p_value
+from recpo.evaluation.estimates import LEVEL, Z95, bootstrap_interval, holm, p_value
 from recpo.evaluation.headroom import ORACLE, headroom
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
 from recpo.evaluation.reading import Document
@@ -233,7 +233,7 @@ def with_holm(differences: Sequence[Document]) -> list[Document]:
 
 def _as_entry(contender: ContenderResult, resamples: int) -> Document:
     result = contender.result
-    metrics = {metric: _as_json(result.estimate(metric)) for metric in result.per_user}
+    metrics = {metric: result.estimate(metric).as_json() for metric in result.per_user}
     if resamples and metrics:  # the logging policy has none
         ends = bootstrap_interval(torch.stack(list(result.per_user.values()), 1), resamples=resamples)
         for value, low, high in zip(metrics.values(), *(end.tolist() for end in ends), strict=True):
@@ -246,7 +246,7 @@ def _as_entry(contender: ContenderResult, resamples: int) -> Document:
         "totals": {metric: _defined(value) for metric, value in result.totals.items()},
         "segments": {
             segment: {
-                bin_name: {metric: _as_json(value) for metric, value in metrics.items()}
+                bin_name: {metric: value.as_json() for metric, value in metrics.items()}
                 for bin_name, metrics in bins.items()
             }
             for segment, bins in result.segments().items()
@@ -258,7 +258,7 @@ def _as_entry(contender: ContenderResult, resamples: int) -> Document:
 def _paired(later: RankingResult, earlier: RankingResult) -> Document:
     shared = [metric for metric in later.per_user if metric in earlier.per_user]
     return {
-        metric: {**_as_json(later.difference(earlier, metric)), "differing": later.differing(earlier, metric)}
+        metric: {**later.difference(earlier, metric).as_json(), "differing": later.differing(earlier, metric)}
         for metric in shared
     }
 
@@ -307,10 +307,6 @@ def _data_facts(data: Prepared) -> Document:
         **{name: value for name, value in manifest["boundaries"].items() if isinstance(value, str)},
         "prepared by recpo": manifest["recpo_version"],
     }
-
-
-def _as_json(value: Estimate) -> Document:
-    return {"mean": _defined(value.mean), "half_width": _defined(value.half_width), "n": value.n}
 
 
 def _defined(value: float) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,10 @@ class Estimate(NamedTuple):
     mean: float
     half_width: float
     n: int
+
+    def as_json(self) -> dict[str, Any]:
+        """What documents hold of it: null where it is not defined."""
+        return {name: None if math.isnan(part) else part for name, part in self._asdict().items()}
 
 
 class Interval(NamedTuple):

@@ -66,7 +66,7 @@ def _of_metric(results: Mapping[str, RankingResult], start: str, metric: str) ->
         if name not in (start, ORACLE) and metric in result.per_user
     }
     ends = {"start": results[start].estimate(metric).mean, "oracle": results[ORACLE].estimate(metric).mean}
-    return {**ends, "contenders": {name: _as_json(value) for name, value in shares.items()}}
+    return {**ends, "contenders": {name: value.as_json() for name, value in shares.items()}}
 
 
 def share(value: np.ndarray, start: np.ndarray, oracle: np.ndarray) -> Estimate:
@@ -88,10 +88,6 @@ def share(value: np.ndarray, start: np.ndarray, oracle: np.ndarray) -> Estimate:
     if not possible > 0:
         return Estimate(math.nan, math.nan, len(sums))
     return Estimate(float(gained / possible), Z95 * standard_error(influence(sums)), len(sums))
-
-
-def _as_json(value: Estimate) -> dict[str, Any]:
-    return {name: None if math.isnan(part) else part for name, part in value._asdict().items()}
 
 
 def shares_at(document: Mapping[str, Any], k: int) -> Sequence[tuple[str, Mapping[str, Any]]]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from recpo.errors import RecpoError
-from recpo.ops.quadratic_forms import folded_triangles, outer_products, with_one
+from recpo.ops import quadratic_forms
+from recpo.ops.quadratic_forms import with_one
 
 if TYPE_CHECKING:
     from recpo.factorization.factors import Factors
@@ -40,7 +41,7 @@ def posterior_variance(model: Factors, users: Tensor, covariance: Tensor, item_i
     of_items = _item_covariance(model)
     row = (item_ids - 1).clamp_min(0)
     if row.shape[1] * GATHER_COST >= model.num_items:
-        variance = user_vectors(users, covariance) @ item_vectors(model).T
+        variance = quadratic_forms.of_users(users, covariance) @ item_vectors(model).T
         return model.noise * variance.gather(1, row).clamp_min(0.0)
     known_users, known_items = with_one(users[:, :-1]), with_one(model.item_factors)[row]
     of_item = torch.einsum("bj,bsjk,bk->bs", known_users, of_items[row], known_users)
@@ -48,18 +49,13 @@ def posterior_variance(model: Factors, users: Tensor, covariance: Tensor, item_i
     return model.noise * (of_item + of_user).clamp_min(0.0)
 
 
-def user_vectors(users: Tensor, covariance: Tensor) -> Tensor:
-    """``[B, (r + 1) (r + 2)]``: times ``item_vectors`` and the noise they give the variance."""
-    return torch.cat([outer_products(with_one(users[:, :-1])), folded_triangles(covariance)], 1)
-
-
 def item_vectors(model: Factors) -> Tensor:
-    """``[V, (r + 1) (r + 2)]``, see ``user_vectors``.
+    """``[V, (r + 1) (r + 2)]``, see ``recpo.ops.quadratic_forms.of_items``.
 
     Raises:
         RecpoError: the model was fitted without ``uncertainty``.
     """
-    return torch.cat([folded_triangles(_item_covariance(model)), outer_products(with_one(model.item_factors))], 1)
+    return quadratic_forms.of_items(model.item_factors, _item_covariance(model))
 
 
 def _item_covariance(model: Factors) -> Tensor:

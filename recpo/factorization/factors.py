@@ -21,8 +21,9 @@ from torch import Tensor
 
 from recpo.artifacts import output_directory, read_json, seal, sha256, unseal, verify, write_json
 from recpo.errors import RecpoError
-from recpo.factorization.bounds import GATHER_COST, item_vectors, posterior_variance, user_vectors
+from recpo.factorization.bounds import GATHER_COST, item_vectors, posterior_variance
 from recpo.feedback import GRADES
+from recpo.ops import quadratic_forms
 from recpo.ops.quadratic_forms import with_one
 from recpo.ops.ridge import RidgeSolution, ridge_regression
 from recpo.policies.catalog_search import best_by_blocks
@@ -202,7 +203,7 @@ class Factors:
         rooted = 0
         if self.lower_bound:
             of_items = item_vectors(self)
-            of_users = user_vectors(users, covariance) * (self.noise * self.lower_bound**2)
+            of_users = quadratic_forms.of_users(users, covariance) * (self.noise * self.lower_bound**2)
             states, table, rooted = torch.cat([states, of_users], 1), torch.cat([table, of_items], 1), of_items.shape[1]
         exclude = None if exclude is None else exclude - 1
         rows, best, _ = best_by_blocks(states, table, k, exclude, padding_rows=0, rooted=rooted)

@@ -24,3 +24,17 @@ def folded_triangles(matrices: Tensor) -> Tensor:
 def with_one(vectors: Tensor) -> Tensor:
     """``[x, 1]`` of every row: ``[N, d + 1]``."""
     return torch.cat([vectors, torch.ones_like(vectors[:, :1])], 1)
+
+
+def of_users(users: Tensor, covariance: Tensor) -> Tensor:
+    """``[B, (r + 1) (r + 2)]`` of factors and bias ``[B, r + 1]`` and their covariance.
+
+    Times ``of_items`` it gives ``xᵀ C_i x + yᵀ C_u y`` with ``x = [p, 1]`` and ``y = [q, 1]``: what is not known of the
+    item plus what is not known of the user.
+    """
+    return torch.cat([outer_products(with_one(users[:, :-1])), folded_triangles(covariance)], 1)
+
+
+def of_items(factors: Tensor, covariance: Tensor) -> Tensor:
+    """``[V, (r + 1) (r + 2)]`` of factors ``[V, r]`` and the covariance ``[V, r + 1, r + 1]``; see ``of_users``."""
+    return torch.cat([folded_triangles(covariance), outer_products(with_one(factors))], 1)

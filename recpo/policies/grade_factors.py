@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from recpo.errors import RecpoError
 from recpo.feedback import GRADES
+from recpo.ops import quadratic_forms
 from recpo.ops.elimination import solve_positive_definite
-from recpo.ops.quadratic_forms import folded_triangles, outer_products, with_one
 from recpo.ops.ridge import normal_equations
 from recpo.types import Histories
 
@@ -96,8 +96,7 @@ class GradeFactors(nn.Module):
                 "lower_bound to 0"
             )
         if self.rooted and item_covariance is not None:
-            of_items = [folded_triangles(item_covariance), outer_products(with_one(item_factors))]
-            self.item_variances[1:] = noise * torch.cat(of_items, 1)
+            self.item_variances[1:] = noise * quadratic_forms.of_items(item_factors, item_covariance)
 
     def fold_in(self, histories: Histories) -> Tensor:
         """``(p, b)`` of every history and, with a lower bound, ``s``: ``[B, r + 1 + rooted]`` float32.
@@ -121,8 +120,8 @@ class GradeFactors(nn.Module):
         identity = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device).expand_as(system.matrix)
         solved = solve_positive_definite(system.matrix, torch.cat([system.right[..., None], identity], 2))
         weights = solved[..., 0].float()
-        variances = [outer_products(with_one(weights[:, :-1])), folded_triangles(solved[..., 1:].float())]
-        return torch.cat([weights, *(self.lower_bound**2 * part for part in variances)], 1)
+        variances = self.lower_bound**2 * quadratic_forms.of_users(weights, solved[..., 1:].float())
+        return torch.cat([weights, variances], 1)
 
     def tilt(self, users: Tensor, beta: float) -> Tensor:
         """``[p / beta, 1 / beta, s / beta^2]`` of folded-in users: what goes with ``item_vectors`` in a score.

@@ -23,7 +23,7 @@ from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.agreement import agreement
 from recpo.evaluation.contenders import Contender, Loaded
-from recpo.evaluation.estimates import Estimate, estimate
+from recpo.evaluation.estimates import estimate
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.reading import Document
@@ -166,7 +166,7 @@ def compare(
             progress=progress,
         ).document
         agreed = agreement(torch.cat(answers[OLD].lists), torch.cat(answers[NEW].lists), k, persistence)
-        document = _document(evaluated, k, {name: _entry(estimate(values)) for name, values in agreed.items()})
+        document = _document(evaluated, k, {name: estimate(values).as_json() for name, values in agreed.items()})
         document["setting"] |= {"persistence": persistence, "reward": asdict(reward)}
         document["setting"] |= {"off_policy": None if off_policy is None else asdict(off_policy)}
         document["bundles"] = {name: _facts(bundle) for name, bundle in bundles.items()}
@@ -397,7 +397,3 @@ def _gate(document: Document, k: int, max_loss: float | None, min_overlap: float
         )
     limits = {"max_loss": max_loss, "min_overlap": min_overlap}
     return limits | {"measure": measure, "lower_end": low, "overlap": overlap, "failures": failures}
-
-
-def _entry(value: Estimate) -> Document:
-    return {name: None if isinstance(one, float) and math.isnan(one) else one for name, one in value._asdict().items()}
