@@ -27,7 +27,8 @@ def simulate(
 
     Writes ``out/log/*.parquet`` (user_id, item_id, timestamp, watch_time, duration, dislike, propensity, is_random,
     request_id; sorted by user and time) and ``out/truth/``, from which the true value of any policy can be computed
-    later. Equal arguments give equal bytes.
+    later. Equal arguments give equal bytes. Where the catalog lives, ``out/items.parquet`` and ``out/users.parquet``
+    are tables of what is known of items, from their birth on, and of users.
 
     With --policy and --after, a bundle instead of the simulator's own logging policy serves the users of a world that
     stands, on the days after its log; ``out/served.json`` then says what they were truly worth (docs/exploration.md).
@@ -35,8 +36,8 @@ def simulate(
     Args:
         out: directory to make.
         world: preset of the options below: default, confounded (popularity knows nothing of quality, more clickbait),
-            skewed (little exploration) or small (20,000 events of 500 users on 5,000 items). An option given beside it
-            overrides it.
+            skewed (little exploration), small (20,000 events of 500 users on 5,000 items) or living (items are born and
+            fade; tables of items and users beside the log). An option given beside it overrides it.
         policy: bundle that serves; it was trained on logs of this world. Beside it, --days (1) and --seed (0) are those
             of the new days, and all other options those of the world.
         after: directory of the world that goes on; or a list of it and of the days that were served since, in order.
@@ -52,6 +53,9 @@ def simulate(
         f"{simulated.root}: {parameters.events:,} events of {parameters.users:,} users and {parameters.items:,} items "
         f"over {parameters.days} days"
     )
+    if parameters.lives:
+        first, last = (int(simulated.truth.available(float(day)).sum()) for day in (0, parameters.days - 1))
+        print(f"{simulated.items}: {first:,} items on day 0, {last:,} on day {parameters.days - 1}")
     users = 500
     listed = ", ".join(f"{name} {value:.3f}" for name, value in simulated.values(users=users).items())
     print(f"true expected reward on the last day ({min(users, parameters.users)} users): {listed}")

@@ -21,6 +21,7 @@ from recpo.simulation.logging_policy import LoggingPolicy
 from recpo.simulation.parameters import MILLISECONDS_PER_DAY, World
 from recpo.simulation.preferences import FloatArray, IntArray, Preferences
 from recpo.simulation.served import ServedDays
+from recpo.simulation.side_information import ITEM_TABLE, USER_TABLE, write_side_information
 from recpo.simulation.truth import Truth
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class Simulation:
     """A simulated log with its truth, on disk.
 
     Attributes:
-        root: the directory: ``log/part-*.parquet`` and ``truth/``.
+        root: the directory: ``log/part-*.parquet`` and ``truth/``; ``items.parquet`` and ``users.parquet`` of a world
+            that lives.
         truth: true rewards and exposure probabilities.
         served: of days on which another policy served, who that was and what came of it; None = the log is that of the
             simulator's own logging policy.
@@ -106,6 +108,16 @@ class Simulation:
             return range(self.truth.preferences.parameters.days)
         return range(self.served.days[0].day, self.served.days[-1].day + 1)
 
+    @property
+    def items(self) -> Path | None:
+        """Table of the items that were born by the last day; None = this catalog stands still."""
+        return self.root / ITEM_TABLE if self.truth.lives else None
+
+    @property
+    def users(self) -> Path | None:
+        """Table of the users' attributes; None = this world has none."""
+        return self.root / USER_TABLE if self.truth.lives else None
+
     def to_pandas(self) -> pd.DataFrame:
         """The whole log in memory, sorted by user and time."""
         return to_pandas(pq.read_table(self.log))
@@ -118,7 +130,7 @@ class Simulation:
             users: the mean is over the first so many users.
         """
         truth, day = self.truth, float(self.days[-1])
-        sample, k = truth.user_ids[:users], min(k, len(truth.item_ids))
+        sample, k = truth.user_ids[:users], min(k, int(truth.available(day).sum()))
         values = {
             "uniform": truth.uniform_value(sample, day),
             "logging policy": truth.logging_value(sample, day),
@@ -136,6 +148,9 @@ def write_simulation(
     progress: bool = False,
 ) -> Simulation:
     """Writes ``out/log/part-*.parquet`` and ``out/truth/``, whole or not at all.
+
+    A world that lives also has ``out/items.parquet`` and ``out/users.parquet``, see
+    ``recpo.simulation.side_information``.
 
     Rows are sorted by user and time. A row's day, on which its feedback depends, is the day on which its session was
     due. ``propensity`` is the marginal probability of the item under the logging policy, whether ``is_random`` or not
@@ -155,6 +170,7 @@ def write_simulation(
     truth = Truth(preferences, LoggingPolicy.of(preferences), world)
     with output_directory(out, kind="simulation", overwrite=overwrite) as partial:
         truth.save(partial / "truth")
+        write_side_information(preferences, partial, preferences.parameters.days - 1)
         write_parts(draw_log(truth), partial / LOG, preferences.parameters.events, progress)
     return Simulation(Path(out), truth)
 
@@ -198,11 +214,12 @@ def write_parts(blocks: Iterable[pa.Table], directory: Path, events: int, progre
 
 
 def _draw_block(truth: Truth, user_rows: IntArray, first_event: int, rng: np.random.Generator) -> pa.Table:
-    preferences, policy = truth.preferences, truth.logging_policy
+    preferences = truth.preferences
     items = preferences.items
     sessions = draw_sessions(preferences, user_rows, rng)
-    item_rows, is_random = policy.sample(user_rows, rng)
-    affinity = preferences.affinity(user_rows, item_rows[:, None], sessions.start // MILLISECONDS_PER_DAY)[:, 0]
+    day = sessions.start // MILLISECONDS_PER_DAY
+    item_rows, is_random, propensity = _draw_exposures(truth, user_rows, day, rng)
+    affinity = preferences.affinity(user_rows, item_rows[:, None], day)[:, 0]
     watch_time = draw_watch_time(preferences, affinity, items.duration[item_rows], rng)
     dislike = rng.random(len(affinity)) < preferences.dislike_probability(affinity, items.clickbait[item_rows])
     event = first_event + np.arange(len(user_rows))
@@ -213,11 +230,25 @@ def _draw_block(truth: Truth, user_rows: IntArray, first_event: int, rng: np.ran
         "watch_time": watch_time.astype(np.float32),
         "duration": items.duration[item_rows],
         "dislike": dislike,
-        "propensity": policy.propensity(user_rows, item_rows[:, None])[:, 0].astype(np.float32),
+        "propensity": propensity.astype(np.float32),
         "is_random": is_random,
         "request_id": np.maximum.accumulate(np.where(sessions.opens_request, event, 0)),
     }
     return pa.table(columns, schema=SCHEMA)
+
+
+def _draw_exposures(
+    truth: Truth, user_rows: IntArray, day: IntArray, rng: np.random.Generator
+) -> tuple[IntArray, NDArray[np.bool_], FloatArray]:
+    """Items ``[E]``, whether they are random, and their propensities, each under the logging policy of its day."""
+    days = day if truth.lives else np.zeros_like(day)
+    item_rows, is_random = np.zeros_like(user_rows), np.zeros(len(user_rows), bool)
+    propensity = np.zeros(len(user_rows))
+    for number in np.unique(days):
+        rows, policy = np.flatnonzero(days == number), truth.policy_on(int(number))
+        item_rows[rows], is_random[rows] = policy.sample(user_rows[rows], rng)
+        propensity[rows] = policy.propensity(user_rows[rows], item_rows[rows, None])[:, 0]
+    return item_rows, is_random, propensity
 
 
 def draw_sessions(preferences: Preferences, user_rows: IntArray, rng: np.random.Generator) -> Sessions:

@@ -16,20 +16,26 @@ class LoggingPolicy(NamedTuple):
         p(i | u) = random_share / V + (1 - random_share) P(topic_i | u) popularity_i / sum over the topic of popularity
 
     The topic probabilities are a softmax over a noisy estimate from day 0 and never learn of drift, so ``p`` is the
-    same on every day. The policy knows nothing of quality and of taste within a topic, and it likes clickbait:
-    popular items are exposed more than they deserve, which confounds any plain average over the log.
+    same on every day. Where the catalog lives, the policy of a day knows the items that have been born, V is their
+    number, and popularity is multiplied by freshness (``recpo.simulation.life``). The policy knows nothing of quality
+    and of taste within a topic, and it likes clickbait: popular items are exposed more than they deserve, which
+    confounds any plain average over the log.
 
     Attributes:
         random_share: probability of a uniformly random exposure.
+        available: ``[A]`` rows of the items that can be shown, ascending.
+        uniform: ``[V]`` float64, probability of a uniformly random exposure of the item: ``random_share / A``, or 0.
         topic: ``[V]`` topic of each item.
         topic_probability: ``[U, T]`` float64; empty topics have 0.
-        share_of_topic: ``[V]`` float64, the item's probability within its topic.
-        by_topic: ``[V]`` item rows grouped by topic.
+        share_of_topic: ``[V]`` float64, the item's probability within its topic, 0 of what cannot be shown.
+        by_topic: ``[A]`` rows of the items that can be shown, grouped by topic.
         topic_end: ``[T]`` where each topic ends in ``by_topic``.
-        cumulative: ``[V]`` float64, topic number + cumulative share of topic, in the order of ``by_topic``.
+        cumulative: ``[A]`` float64, topic number + cumulative share of topic, in the order of ``by_topic``.
     """
 
     random_share: float
+    available: IntArray
+    uniform: FloatArray
     topic: IntArray
     topic_probability: FloatArray
     share_of_topic: FloatArray
@@ -38,21 +44,28 @@ class LoggingPolicy(NamedTuple):
     cumulative: FloatArray
 
     @classmethod
-    def of(cls, preferences: Preferences) -> LoggingPolicy:
-        """The logging policy for these users and items."""
+    def of(cls, preferences: Preferences, day: int = 0) -> LoggingPolicy:
+        """The logging policy for these users and items, as it is on ``day`` where the catalog lives."""
         parameters, users, items = preferences
-        topic = items.topic.astype(np.int64)
-        size = np.bincount(topic, minlength=parameters.topics)
-        weight = np.exp(items.popularity.astype(np.float64))
-        share = weight / np.bincount(topic, weights=weight, minlength=parameters.topics)[topic]
+        topic, everything = items.topic.astype(np.int64), np.arange(len(items.topic))
+        exists = preferences.exists(everything, day)
+        available = np.flatnonzero(exists)
+        size = np.bincount(topic[available], minlength=parameters.topics)
+        # a topic of ancient items is still a topic
+        freshness = np.maximum(preferences.freshness(everything, day), np.finfo(np.float64).tiny)
+        weight = np.exp(items.popularity.astype(np.float64)) * freshness * exists
+        total_weight = np.bincount(topic, weights=weight, minlength=parameters.topics)[topic]
+        share = np.divide(weight, total_weight, out=np.zeros(len(weight)), where=exists)
         logit = np.where(size > 0, users.topic_logit.astype(np.float64), -np.inf)
         probability = np.exp(logit - logit.max(axis=1, keepdims=True))
-        by_topic = np.argsort(topic, kind="stable")
+        by_topic = available[np.argsort(topic[available], kind="stable")]
         total = np.cumsum(share[by_topic])
         end = np.cumsum(size)
         before = np.concatenate([[0.0], total])[(end - size)[topic[by_topic]]]
         return cls(
             random_share=parameters.random_share,
+            available=available,
+            uniform=np.where(exists, parameters.random_share / max(1, len(available)), 0.0),
             topic=topic,
             topic_probability=probability / probability.sum(axis=1, keepdims=True),
             share_of_topic=share,
@@ -64,18 +77,18 @@ class LoggingPolicy(NamedTuple):
     def propensity(self, user_rows: IntArray, item_rows: IntArray) -> FloatArray:
         """Marginal probabilities ``[N, k]`` of items ``[N, k]``, whichever part of the mixture drew them."""
         chosen = self.topic_probability[user_rows[:, None], self.topic[item_rows]] * self.share_of_topic[item_rows]
-        return self.random_share / len(self.topic) + (1 - self.random_share) * chosen
+        return self.uniform[item_rows] + (1 - self.random_share) * chosen
 
     def propensity_of_all(self, user_rows: IntArray) -> FloatArray:
         """Marginal probabilities ``[N, V]`` of the whole catalog; every row sums to 1."""
         chosen = self.topic_probability[user_rows][:, self.topic] * self.share_of_topic
-        return self.random_share / len(self.topic) + (1 - self.random_share) * chosen
+        return self.uniform + (1 - self.random_share) * chosen
 
     def sample(self, user_rows: IntArray, rng: np.random.Generator) -> tuple[IntArray, NDArray[np.bool_]]:
         """One independent exposure for each of ``user_rows [N]``: item rows ``[N]`` and whether they are random."""
         size = len(user_rows)
         is_random = rng.random(size) < self.random_share
-        uniform = rng.integers(0, len(self.topic), size)
+        uniform = self.available[rng.integers(0, len(self.available), size)]
         chosen = self._within_topic(self._sample_topic(user_rows, rng.random(size)), rng.random(size))
         return np.where(is_random, uniform, chosen), is_random
 

@@ -27,6 +27,7 @@ from recpo.simulation.parameters import MILLISECONDS_PER_DAY
 from recpo.simulation.preferences import FloatArray, IntArray, Preferences
 from recpo.simulation.request_values import RequestValues, Slates, request_values
 from recpo.simulation.served import DayReport, ServedDays
+from recpo.simulation.side_information import write_side_information
 from recpo.simulation.truth import Truth
 
 _SERVED_STREAM = 5
@@ -142,6 +143,7 @@ def write_next_days(
         numbers = range(first, first + days)
         events, reports = serve_days(truth, past, show, days=numbers, seed=seed, progress=progress)
         truth.save(partial / "truth")
+        write_side_information(truth.preferences, partial, numbers[-1])
         write_parts([events], partial / LOG, events.num_rows, progress=False)
         served = ServedDays(policy, exploration, seed, tuple(reports))
         served.save(partial)
@@ -278,6 +280,7 @@ def _serve_round(
     item_rows = np.where(filled, np.searchsorted(items.item_id, np.where(filled, shown.item_ids, 0)), -1)
     request, place = np.nonzero(filled)
     item = item_rows[request, place]
+    _validate_born(truth, item, day)
     affinity = preferences.affinity(user_rows[request], item[:, None], float(day))[:, 0]
     watch_time = draw_watch_time(preferences, affinity, items.duration[item], generator)
     dislike = generator.random(len(item)) < preferences.dislike_probability(affinity, items.clickbait[item])
@@ -313,6 +316,16 @@ def _serve_round(
     )
 
 
+def _validate_born(truth: Truth, item_rows: IntArray, day: int) -> None:
+    unborn = item_rows[~truth.preferences.exists(item_rows, float(day))]
+    if len(unborn):
+        named = ", ".join(map(str, np.unique(truth.item_ids[unborn])[:5]))
+        raise RecpoError(
+            f"simulate: the policy shows items on day {day} that are born later, such as {named}: serve a bundle whose "
+            "catalog holds no items of the future"
+        )
+
+
 def _report(truth: Truth, day: int, rounds: Sequence[_Served], events: pa.Table) -> DayReport:
     values = RequestValues(*(np.concatenate(column) for column in zip(*(one.values for one in rounds), strict=True)))
     shown = ~np.isnan(values.value)
@@ -321,7 +334,7 @@ def _report(truth: Truth, day: int, rounds: Sequence[_Served], events: pa.Table)
         return float(np.mean(numbers)) if len(numbers) else 0.0
 
     value, oracle = mean(values.value[shown]), mean(values.oracle_value[shown])
-    exposures = events.num_rows
+    exposures, available = events.num_rows, truth.available(float(day))
     return DayReport(
         day=day,
         requests=len(shown),
@@ -334,8 +347,8 @@ def _report(truth: Truth, day: int, rounds: Sequence[_Served], events: pa.Table)
         logging_dislikes=mean(values.logging_dislikes[shown]),
         oracle_value=oracle,
         regret=oracle - value,
-        coverage=len(np.unique(events["item_id"].to_numpy())) / len(truth.item_ids),
-        logging_coverage=mean(-np.expm1(sum(one.not_shown for one in rounds))),
+        coverage=len(np.unique(events["item_id"].to_numpy())) / int(available.sum()),
+        logging_coverage=mean(-np.expm1(sum((one.not_shown for one in rounds), np.zeros(len(available))))[available]),
         explored=sum(one.explored for one in rounds) / max(1, exposures),
         is_random=mean(events["is_random"].to_numpy()),
     )

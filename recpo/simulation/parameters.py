@@ -12,12 +12,13 @@ from typing import Final, Literal
 import numpy as np
 
 from recpo.errors import RecpoError
+from recpo.simulation.life import LifeParameters
 
 MILLISECONDS_PER_DAY = 86_400_000
 # Beyond this the busiest user (ten times the mean) would watch for longer than a day has hours.
 MAX_EVENTS_PER_USER_DAY = 200
 
-World = Literal["default", "confounded", "skewed", "small"]
+World = Literal["default", "confounded", "skewed", "small", "living"]
 WORLDS: Final[Mapping[World, Mapping[str, float]]] = MappingProxyType(
     {
         "default": {},
@@ -27,18 +28,22 @@ WORLDS: Final[Mapping[World, Mapping[str, float]]] = MappingProxyType(
         "skewed": {"random_share": 0.01, "topic_sharpness": 8.0},
         # four events per item: what a model does not know matters more than what it knows
         "small": {"users": 500, "items": 5_000, "events": 20_000},
+        # every day brings 5 % more items, of which nobody knows more than what they are about; all of them fade
+        "living": {"items": 2_000, "births": 0.05},
     }
 )
 """Named worlds: the parameters of ``SimulationParameters`` in which each differs from the defaults."""
 
 
 @dataclass(frozen=True)
-class SimulationParameters:
+class SimulationParameters(LifeParameters):
     """The complete description of a simulation: equal parameters give equal bytes.
+
+    Beside these it has the parameters of ``LifeParameters``.
 
     Attributes:
         users: number of users.
-        items: number of items, V.
+        items: number of items, V; of a growing catalog, when it has stopped growing.
         events: number of rows of the log, exactly.
         days: the log covers days 0..days-1; a session that starts before midnight may run past it.
         random_share: probability epsilon that an exposure is drawn uniformly from the catalog.
@@ -123,6 +128,38 @@ class SimulationParameters:
             self.events <= limit,
             f"at most {limit:,} ({MAX_EVENTS_PER_USER_DAY} per user and day): ask for fewer events, more users or days",
         )
+        self._require_life()
+
+    def _require_life(self) -> None:
+        if not self.lives:
+            for field in dataclasses.fields(LifeParameters):
+                what = f"{field.default!r} where births is 0 and nothing lives: set births above 0, or leave it out"
+                self._require(field.name, getattr(self, field.name) == field.default, what)
+        self._require("births", 0 <= self.births <= 1, "a share a day between 0 and 1")
+        self._require("birth_days", self.birth_days >= 0, "at least 0")
+        first = self.items / (1 + self.births) ** max(0, self.last_birth_day)
+        self._require("births", first >= 1, f"so little growth to {self.items} items that day 0 has one")
+        self._require("tags", self.tags >= 1, "at least 1")
+        least = self.latent_dim + 1
+        self._require(
+            "content_dim", not self.lives or self.content_dim >= least, f"at least {least}: latents and quality"
+        )
+        self._require("half_life", self.half_life > 0, "a positive number of days")
+        self._require("author_items", self.author_items >= 1, "at least 1")
+        self._require("category_noise", 0 <= self.category_noise <= 1, "a probability between 0 and 1")
+        self._require("fading", self.fading >= 0, "at least 0")
+        for name in ("content_signal", "quality_signal", "author_signal", "attribute_signal"):
+            self._require(name, getattr(self, name) > 0, "a positive ratio of variances")
+
+    @property
+    def last_birth_day(self) -> int:
+        """The day on which the last items are born, where any are."""
+        return (self.birth_days or self.days) - 1
+
+    def as_json(self) -> dict[str, float]:
+        """All parameters by name, without those of life where nothing lives."""
+        left_out = set() if self.lives else {field.name for field in dataclasses.fields(LifeParameters)}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
 
     def _require_types(self) -> None:
         for field in dataclasses.fields(self):

@@ -5,6 +5,9 @@
     dislike(u,i,day)   = dislike_base (1 - affinity)^2 + clickbait_dislike clickbait_i (1 - affinity)
     reward(u,i,day)    = affinity - dislike_cost dislike                                    in (-dislike_cost, 1)
 
+Where the catalog lives, the logit of the affinity also has ``- fading (1 - freshness(i, day))``, see
+``recpo.simulation.life``.
+
 The affinity is the probability that the exposure satisfies the user. Nobody who reads the log sees it: the log has
 watch times and dislikes that follow from it.
 """
@@ -16,12 +19,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from recpo.simulation.life import Born, birth_days
 from recpo.simulation.parameters import SimulationParameters
 
 FloatArray = NDArray[np.floating]
 IntArray = NDArray[np.integer]
 
-_ITEM_STREAM, _USER_STREAM, _CENTRE_STREAM = 0, 1, 2
+_ITEM_STREAM, _USER_STREAM, _CENTRE_STREAM, _BIRTH_STREAM = 0, 1, 2, 6
 _MAX_ID_GAP = 9
 _FIRST_ID = 1_000
 _TASTE_CONCENTRATION = 0.2  # a small Dirichlet parameter: a user likes a few topics, not all a little
@@ -41,6 +45,8 @@ class Items(NamedTuple):
         clickbait: ``[V]`` bool, shown too often and disliked.
         duration: ``[V]`` float32, seconds.
         popularity: ``[V]`` float32, the logging policy's log-weight within the topic.
+        born: ``[V]`` int32, the day at whose begin the item appears, negative before the log; None = all items are
+            there from the beginning.
     """
 
     item_id: IntArray
@@ -50,6 +56,7 @@ class Items(NamedTuple):
     clickbait: NDArray[np.bool_]
     duration: FloatArray
     popularity: FloatArray
+    born: Born | None = None
 
 
 class Users(NamedTuple):
@@ -89,6 +96,10 @@ def draw_items(parameters: SimulationParameters) -> Items:
     duration = parameters.duration_median * np.exp(parameters.duration_spread * rng.standard_normal(size))
     quality = rng.standard_normal(size)
     popularity = parameters.popularity_spread * rng.standard_normal(size) + parameters.popularity_quality * quality
+    born = None
+    if parameters.lives:
+        order = parameters.generator(_BIRTH_STREAM).permutation(size)
+        born = birth_days(order, parameters.births, parameters.last_birth_day)
     return Items(
         item_id=_identifiers(rng, size),
         topic=topic.astype(np.int32),
@@ -97,6 +108,7 @@ def draw_items(parameters: SimulationParameters) -> Items:
         clickbait=clickbait,
         duration=np.clip(duration, _MIN_DURATION, _MAX_DURATION).round(3).astype(np.float32),
         popularity=(popularity + parameters.clickbait_boost * clickbait).astype(np.float32),
+        born=born,
     )
 
 
@@ -143,16 +155,30 @@ class Preferences(NamedTuple):
         angle = (self.users.rate[user_rows].astype(np.float64) * np.asarray(day, dtype=np.float64))[:, None]
         return np.cos(angle) * self.users.taste[user_rows] + np.sin(angle) * self.users.direction[user_rows]
 
+    def exists(self, item_rows: IntArray, day: ArrayLike) -> NDArray[np.bool_]:
+        """Which of the items have been born on ``day``; ``item_rows`` and ``day`` are broadcast against each other."""
+        day, born = np.asarray(day, dtype=np.float64), self.items.born
+        if born is None:
+            return np.ones(np.broadcast_shapes(item_rows.shape, day.shape), bool)
+        return np.asarray(born[item_rows] <= day)
+
+    def freshness(self, item_rows: IntArray, day: ArrayLike) -> FloatArray:
+        """``2^(-age / half_life)``, 1 of what is not born yet; ``item_rows`` and ``day`` broadcast as in ``exists``."""
+        day, born = np.asarray(day, dtype=np.float64), self.items.born
+        if born is None:
+            return np.ones(np.broadcast_shapes(item_rows.shape, day.shape))
+        return np.exp2(-np.maximum(day - born[item_rows], 0.0) / self.parameters.half_life)
+
     def affinity(self, user_rows: IntArray, item_rows: IntArray, day: ArrayLike) -> FloatArray:
         """Affinities ``[N, k]`` of users ``[N]`` for items ``[N, k]``."""
         taste = self.taste(user_rows, day)
         match = np.einsum("nd,nkd->nk", taste, self.items.latent[item_rows].astype(np.float64))
-        return self._from_match(match, self.items.quality[item_rows])
+        return self._from_match(match, item_rows, day)
 
     def affinity_to_all(self, user_rows: IntArray, day: ArrayLike) -> FloatArray:
         """Affinities ``[N, V]`` of users ``[N]`` for the whole catalog."""
         match = self.taste(user_rows, day) @ self.items.latent.T.astype(np.float64)
-        return self._from_match(match, self.items.quality)
+        return self._from_match(match, np.arange(len(self.items.item_id)), day)
 
     def dislike_probability(self, affinity: FloatArray, clickbait: NDArray[np.bool_]) -> FloatArray:
         """Probability of a dislike given the affinity and, broadcast against it, whether the item is clickbait."""
@@ -163,9 +189,14 @@ class Preferences(NamedTuple):
         """Expected reward, in (-dislike_cost, 1)."""
         return affinity - self.parameters.dislike_cost * self.dislike_probability(affinity, clickbait)
 
-    def _from_match(self, match: FloatArray, quality: FloatArray) -> FloatArray:
+    def _from_match(self, match: FloatArray, item_rows: IntArray, day: ArrayLike) -> FloatArray:
         scale, quality_scale = self.parameters.taste_scale, self.parameters.quality_scale
-        logit = scale * match + quality_scale * quality.astype(np.float64) + self.parameters.affinity_bias
+        quality = self.items.quality[item_rows].astype(np.float64)
+        logit = scale * match + quality_scale * quality + self.parameters.affinity_bias
+        if self.items.born is not None:
+            days = np.asarray(day, dtype=np.float64)
+            days = days[:, None] if days.ndim else days
+            logit = logit - self.parameters.fading * (1 - self.freshness(item_rows, days))
         return 1 / (1 + np.exp(-logit))
 
 

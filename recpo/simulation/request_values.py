@@ -20,7 +20,8 @@ class RequestValues(NamedTuple):
         dislikes: true dislike probability of the items shown.
         logging_value: expected reward of the logging policy for the user.
         logging_dislikes: dislike probability of the logging policy for the user.
-        oracle_value: true reward of the best items of the same number, without those of the user's past.
+        oracle_value: true reward of the best available items of the same number, without those of
+            the user's past.
     """
 
     value: FloatArray
@@ -58,7 +59,7 @@ def request_values(
         The values, and ``[V]`` the log of the probability that the logging policy, with as many independent exposures
         for the same users, would not have shown the item.
     """
-    preferences, policy = truth.preferences, truth.logging_policy
+    preferences, policy, absent = truth.preferences, truth.policy_on(day), ~truth.available(day)
     clickbait = preferences.items.clickbait
     order = np.argsort(past[0], kind="stable")
     owner, seen = past[0][order], past[1][order]
@@ -78,6 +79,7 @@ def request_values(
         values.logging_dislikes[part] = np.einsum("rv,rv->r", probability, dislike)
         of_part = slice(*np.searchsorted(owner, [part.start, part.stop]))
         reward[owner[of_part] - begin, seen[of_part]] = -np.inf
+        reward[:, absent] = -np.inf
         values.oracle_value[part] = _best(reward, length)
         with np.errstate(divide="ignore"):
             not_shown += length @ np.log1p(-probability)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from recpo.simulation.preferences import FloatArray, IntArray, Items, Preference
 
 FORMAT_VERSION = 1
 _CELLS_PER_CHUNK = 1 << 20  # of a users x items matrix: 8 MiB each, whatever the size of the catalog
+_DAYS_IN_MEMORY = 64  # of logging policies; those of a log of two months are made once
 _SUM_TOLERANCE = 1e-3  # a float32 softmax over a million items sums to 1 within this
 
 
@@ -29,11 +29,12 @@ class Truth:
 
     The reward of an item is ``P(satisfied) - dislike_cost P(dislike)``, in (-dislike_cost, 1), a deterministic function
     of user, item and day (see ``recpo.simulation.preferences``). ``day`` counts from the log's first day, may have a
-    fraction and may lie beyond the log; it is one number or one per user.
+    fraction and may lie beyond the log; it is one number or one per user. Where the catalog lives, what has not been
+    born on that day cannot be shown: it earns 0, and is not disliked.
 
     Args:
         preferences: users, items and all parameters.
-        logging_policy: what made the log.
+        logging_policy: what made the log; where the catalog lives, as it was on day 0.
         world: name of the world of ``recpo.simulation.parameters.WORLDS`` that the parameters began with; ``Truth``
             itself reads the parameters alone.
     """
@@ -42,6 +43,7 @@ class Truth:
         self.preferences = preferences
         self.logging_policy = logging_policy
         self.world = world
+        self._policies: dict[int, LoggingPolicy] = {}
 
     @classmethod
     def load(cls, path: Path) -> Truth:
@@ -68,8 +70,9 @@ class Truth:
             raise RecpoError(f"{error.filename} is missing: {path} was not written by `recpo simulate`") from error
         except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
             raise RecpoError(f"{directory} is damaged ({error}): simulate again") from error
-        if (len(users.user_id), len(items.item_id)) != (parameters.users, parameters.items):
-            raise RecpoError(f"{directory} is damaged (rows are missing): simulate again")
+        whole = (len(users.user_id), len(items.item_id)) == (parameters.users, parameters.items)
+        if not whole or (items.born is not None) != parameters.lives:
+            raise RecpoError(f"{directory} is damaged (rows or columns are missing): simulate again")
         preferences = Preferences(parameters, users, items)
         return cls(preferences, LoggingPolicy.of(preferences), world)
 
@@ -78,8 +81,9 @@ class Truth:
         parameters, users, items = self.preferences
         directory.mkdir(parents=True)
         _write_arrays(directory / "users.parquet", users._asdict())
-        _write_arrays(directory / "items.parquet", items._asdict())
-        described = {"world": self.world, "parameters": dataclasses.asdict(parameters)}
+        columns = {name: values for name, values in items._asdict().items() if values is not None}
+        _write_arrays(directory / "items.parquet", columns)
+        described = {"world": self.world, "parameters": parameters.as_json()}
         write_json(directory / "truth.json", {"format_version": FORMAT_VERSION, **described})
 
     @property
@@ -97,6 +101,24 @@ class Truth:
         elapsed = np.asarray(timestamp, dtype=np.int64) - self.preferences.parameters.start_ms
         return elapsed / MILLISECONDS_PER_DAY
 
+    @property
+    def lives(self) -> bool:
+        """Items are born and fade."""
+        return self.preferences.parameters.lives
+
+    def available(self, day: ArrayLike) -> NDArray[np.bool_]:
+        """Which items ``[V]`` have been born on ``day``, a number; ``[N, V]`` of ``N`` days."""
+        return self.preferences.exists(np.arange(len(self.item_ids)), np.asarray(day)[..., None])
+
+    def policy_on(self, day: float) -> LoggingPolicy:
+        """The logging policy of a day: where the catalog lives, it shows what has been born by then."""
+        number = int(day) if self.lives else 0
+        if self.lives and number not in self._policies:
+            if len(self._policies) >= _DAYS_IN_MEMORY:
+                self._policies.pop(next(iter(self._policies)))
+            self._policies[number] = LoggingPolicy.of(self.preferences, number)
+        return self._policies.get(number, self.logging_policy)
+
     def expected_reward(self, user_ids: ArrayLike, item_ids: ArrayLike, day: ArrayLike) -> FloatArray:
         """True expected reward ``[N, k]`` of items ``[N, k]`` for users ``[N]``."""
         return self._by_pairs(self.preferences.reward, user_ids, item_ids, day)
@@ -105,10 +127,16 @@ class Truth:
         """True probability of a dislike ``[N, k]`` of items ``[N, k]`` exposed to users ``[N]``."""
         return self._by_pairs(self.preferences.dislike_probability, user_ids, item_ids, day)
 
-    def propensity(self, user_ids: ArrayLike, item_ids: ArrayLike) -> FloatArray:
-        """Probability ``[N, k]`` of items ``[N, k]`` under the logging policy, the same on every day."""
+    def propensity(self, user_ids: ArrayLike, item_ids: ArrayLike, day: float | None = None) -> FloatArray:
+        """Probability ``[N, k]`` of items ``[N, k]`` under the logging policy; the same on every day unless it lives.
+
+        Raises:
+            RecpoError: the catalog lives and ``day`` is None; ids that are unknown.
+        """
         users, items = self._rows_of_pairs(user_ids, item_ids)
-        return self.logging_policy.propensity(users, items)
+        if day is None and self.lives:
+            raise RecpoError("propensity: day is None, expected a day: this catalog lives, each day has its own items")
+        return self.policy_on(0 if day is None else day).propensity(users, items)
 
     def top_k_value(self, user_ids: ArrayLike, item_ids: ArrayLike, day: ArrayLike) -> FloatArray:
         """Value ``[N]`` of recommending the lists ``[N, k]``: the mean expected reward over the positions."""
@@ -138,11 +166,12 @@ class Truth:
         if probabilities.shape != expected:
             raise RecpoError(f"probabilities has shape {probabilities.shape}, expected [users, items] = {expected}")
         value = np.empty(len(users))
-        for part, reward in self._reward_to_all(users, day):
+        for part, _, reward, there in self._reward_to_all(users, day):
             chunk = probabilities[part].astype(np.float64)
             # Written so that nan fails too.
             if not ((chunk >= 0).all() and (np.abs(chunk.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()):
                 raise RecpoError("probabilities: every row must be non-negative and sum to 1")
+            reward = np.where(there, reward, 0.0)
             value[part] = np.einsum("nv,nv->n", chunk, reward if columns is None else reward[:, columns])
         return value
 
@@ -150,25 +179,36 @@ class Truth:
         """Exact value ``[N]`` of the policy that made the log."""
         users = _rows(user_ids, self.user_ids, "user_ids")
         value = np.empty(len(users))
-        for part, reward in self._reward_to_all(users, day):
-            value[part] = np.einsum("nv,nv->n", self.logging_policy.propensity_of_all(users[part]), reward)
+        for part, days, reward, _ in self._reward_to_all(users, day):
+            numbers = days.astype(np.int64) if self.lives else np.zeros(len(days), np.int64)
+            for number in np.unique(numbers):
+                rows = np.flatnonzero(numbers == number)
+                probability = self.policy_on(number).propensity_of_all(users[part][rows])
+                value[part.start + rows] = np.einsum("nv,nv->n", probability, reward[rows])
         return value
 
     def uniform_value(self, user_ids: ArrayLike, day: ArrayLike) -> FloatArray:
         """Exact value ``[N]`` of recommending items uniformly at random."""
         users = _rows(user_ids, self.user_ids, "user_ids")
         value = np.empty(len(users))
-        for part, reward in self._reward_to_all(users, day):
-            value[part] = reward.mean(axis=1)
+        for part, _, reward, there in self._reward_to_all(users, day):
+            value[part] = reward.mean(axis=1, where=there) if self.lives else reward.mean(axis=1)
         return value
 
     def oracle_top_k(self, user_ids: ArrayLike, k: int, day: ArrayLike) -> IntArray:
-        """The ``k`` best item ids ``[N, k]`` by true reward, best first: no policy's list has a higher value."""
+        """The ``k`` best item ids ``[N, k]`` by true reward, best first: no list of available items has a higher value.
+
+        Raises:
+            RecpoError: ``k`` is more than the number of items that are available on the (first) day; ids or days that
+                make no sense.
+        """
         users = _rows(user_ids, self.user_ids, "user_ids")
-        if not 1 <= k <= len(self.item_ids):
-            raise RecpoError(f"k is {k}, expected 1 to {len(self.item_ids)}, the number of items")
+        available = self._available_at_least(_days(day, len(users)))
+        if not 1 <= k <= available:
+            raise RecpoError(f"k is {k}, expected 1 to {available}, the number of items")
         best = np.empty((len(users), k), dtype=np.int64)
-        for part, reward in self._reward_to_all(users, day):
+        for part, _, reward, there in self._reward_to_all(users, day):
+            reward = np.where(there, reward, -np.inf)
             top = np.argpartition(-reward, k - 1, axis=1)[:, :k]
             order = np.argsort(-np.take_along_axis(reward, top, axis=1), axis=1, kind="stable")
             best[part] = np.take_along_axis(top, order, axis=1)
@@ -187,14 +227,23 @@ class Truth:
         latent_dim = self.preferences.parameters.latent_dim
         for part in _parts(len(users), items.shape[1] * latent_dim):
             affinity = self.preferences.affinity(users[part], items[part], days[part])
-            result[part] = formula(affinity, self.preferences.items.clickbait[items[part]])
+            values = formula(affinity, self.preferences.items.clickbait[items[part]])
+            result[part] = np.where(self.preferences.exists(items[part], days[part][:, None]), values, 0.0)
         return result
 
-    def _reward_to_all(self, users: IntArray, day: ArrayLike) -> Iterator[tuple[slice, FloatArray]]:
+    def _reward_to_all(
+        self, users: IntArray, day: ArrayLike
+    ) -> Iterator[tuple[slice, FloatArray, FloatArray, NDArray[np.bool_]]]:
+        """Parts of the users: their days ``[n]``, their rewards ``[n, V]``, and which items are there on those days."""
         days = _days(day, len(users))
         for part in _parts(len(users), len(self.item_ids)):
             affinity = self.preferences.affinity_to_all(users[part], days[part])
-            yield part, self.preferences.reward(affinity, self.preferences.items.clickbait)
+            reward = self.preferences.reward(affinity, self.preferences.items.clickbait)
+            yield part, days[part], reward, self.available(days[part])
+
+    def _available_at_least(self, days: FloatArray) -> int:
+        """Number of items on the first of the days; items are born and never leave."""
+        return int(self.available(days.min()).sum()) if len(days) else len(self.item_ids)
 
     def _rows_of_pairs(self, user_ids: ArrayLike, item_ids: ArrayLike) -> tuple[IntArray, IntArray]:
         users, items = _rows(user_ids, self.user_ids, "user_ids"), _rows(item_ids, self.item_ids, "item_ids", 2)

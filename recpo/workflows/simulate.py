@@ -33,7 +33,8 @@ def simulate(
 
     Writes ``out/log/*.parquet`` (user_id, item_id, timestamp, watch_time, duration, dislike, propensity, is_random,
     request_id; sorted by user and time) and ``out/truth/``, from which the true value of any policy can be computed
-    later. Equal arguments give equal bytes.
+    later. Equal arguments give equal bytes. Where the catalog lives, ``out/items.parquet`` and ``out/users.parquet``
+    are tables of what is known of items, from their birth on, and of users.
 
     With ``policy`` and ``after``, a bundle instead of the simulator's own logging policy serves the users of a world
     that stands, on the days after its log. ``out`` then also has ``served.json``: what the days were truly worth,
@@ -42,8 +43,8 @@ def simulate(
     Args:
         out: directory to make.
         world: preset of parameters: default, confounded (popularity knows nothing of quality, more clickbait), skewed
-            (little exploration) or small (20,000 events of 500 users on 5,000 items). What is given beside it overrides
-            it.
+            (little exploration), small (20,000 events of 500 users on 5,000 items) or living (items are born and fade;
+            tables of items and users beside the log). What is given beside it overrides it.
         policy: bundle that serves, or the directory of one; it was trained on logs of this world.
         after: directory of the world that goes on; or a list of it and of the days that were served since, in order.
         exploration: how the policy's slates are drawn; None = the best items in their order.
