@@ -27,6 +27,9 @@ class Policy(nn.Module, ABC):
         max_history: ``H``, the most history events it can read; callers keep the most recent ones.
         has_exact_log_prob: False where ``log_prob`` is an estimate (a sampled normalizer).
         reads_timestamps: it uses ``Histories.timestamps``, so whoever serves it must hand them over too.
+        reads_behaviors: it uses ``Histories.behaviors``.
+        reads_user: it uses ``Histories.user``.
+        reads_context: it uses ``Histories.context``.
         catalog_checksum: of the items that it was built for, where that is fixed before training (semantic ids);
             None = any catalog of ``num_items``.
     """
@@ -36,6 +39,9 @@ class Policy(nn.Module, ABC):
     num_tokens: int = 1
     has_exact_log_prob: bool = True
     reads_timestamps: bool = False
+    reads_behaviors: bool = False
+    reads_user: bool = False
+    reads_context: bool = False
     catalog_checksum: str | None = None
 
     def set_item_counts(self, counts: Tensor) -> None:

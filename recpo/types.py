@@ -7,26 +7,117 @@ for a catalog softmax, the codebook depth for semantic ids), ``k`` recommended i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class Features(NamedTuple):
+    """Features of items, users or requests (``recpo.features.schema``), each field in the order of the schema.
+
+    Attributes:
+        codes: ``[..., C]`` int64, one for each ``Category``; 0 missing, 1 unknown, 2.. the vocabulary.
+        lists: for each ``Categories`` ``[..., L]`` int64, different codes of its vocabulary, 0 pads; all 0 = missing.
+        numbers: ``[..., N]`` float32, one for each ``Number``, standardized; nan = missing.
+        vectors: for each ``Vector`` ``[..., w]`` float32; a row of nan = missing.
+    """
+
+    codes: Tensor
+    lists: tuple[Tensor, ...]
+    numbers: Tensor
+    vectors: tuple[Tensor, ...]
+
+    def rows(self, index: Tensor) -> Features:
+        """The rows ``index``, of any shape: row 0 of item features is that of no item, all missing."""
+        return self.map(lambda column: column[index])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Features:
+        """``change`` of every tensor."""
+        return Features(
+            change(self.codes), tuple(map(change, self.lists)), change(self.numbers), tuple(map(change, self.vectors))
+        )
+
+    def where(self, kept: Tensor) -> Features:
+        """The rows that are ``kept`` (bool, of the leading shape); the others are missing in every feature."""
+
+        def masked(column: Tensor) -> Tensor:
+            missing = float("nan") if column.is_floating_point() else 0
+            return column.masked_fill(~kept[..., None], missing)
+
+        return self.map(masked)
+
+
 class Histories(NamedTuple):
     """What the policy knows of each context, oldest event first, padded on the right.
+
+    What follows ``timestamps`` is there where the policy reads it (``Policy.reads_behaviors`` and so on) and the log
+    has it.
 
     Attributes:
         item_ids: ``[B, H]`` int64, 0 pads.
         lengths: ``[B]`` int64, number of events, 0..H.
         feedback: ``[B, H]`` int64 feedback levels (see ``recpo.feedback.FeedbackDefinition``), 0 = unknown or padding.
         timestamps: ``[B, H]`` int64, milliseconds since the epoch.
+        behaviors: ``[B, H]`` int64 bit sets: bit b is the b-th behavior of the prepared data (``Prepared.behaviors``).
+        user: features of the users, leading shape ``[B]``.
+        context: features of the requests, leading shape ``[B, H + 1]``: row j < H is the one in which event j was
+            shown, known when event j is to be predicted; the row at ``lengths`` is that of the request that is
+            answered now. Rows after it are missing.
     """
 
     item_ids: Tensor
     lengths: Tensor
     feedback: Tensor | None = None
     timestamps: Tensor | None = None
+    behaviors: Tensor | None = None
+    user: Features | None = None
+    context: Features | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Histories:
+        """``change`` of every tensor: to another device, to other rows."""
+        user, context = (None if part is None else part.map(change) for part in (self.user, self.context))
+        return self._events(change, change(self.lengths), user, context)
+
+    def rows(self, index: Tensor) -> Histories:
+        """The contexts ``index [N]``."""
+        return self.map(lambda column: column[index])
+
+    def first(self, size: int) -> Histories:
+        """The first ``size`` events of every history."""
+        context = None if self.context is None else self.context.map(lambda column: column[:, : size + 1])
+        return self._events(lambda column: column[:, :size], self.lengths.clamp_max(size), self.user, context)
+
+    def up_to(self, lengths: Tensor) -> Histories:
+        """The first ``lengths [B]`` events of the histories, in as many columns as before."""
+        place = torch.arange(self.item_ids.shape[1] + 1, device=lengths.device)
+        kept = place[:-1] < lengths[:, None]
+        context = None if self.context is None else self.context.where(place <= lengths[:, None])
+        return self._events(lambda column: column * kept, lengths, self.user, context)
+
+    def recent(self, size: int) -> Histories:
+        """The last ``size`` events of every history."""
+        width = self.item_ids.shape[1]
+        if width <= size:
+            return self
+        lengths = self.lengths.clamp_max(size)
+        place = torch.arange(size + 1, device=lengths.device)
+        index = ((self.lengths - lengths)[:, None] + place).clamp_max(width)
+        kept, at, context = place[:-1] < lengths[:, None], index[:, :-1].clamp_max(width - 1), None
+        if self.context is not None:
+            row = torch.arange(len(lengths), device=lengths.device)[:, None]
+            context = self.context.map(lambda column: column[row, index]).where(place <= lengths[:, None])
+        return self._events(lambda column: column.gather(1, at) * kept, lengths, self.user, context)
+
+    def _events(
+        self, change: Callable[[Tensor], Tensor], lengths: Tensor, user: Features | None, context: Features | None
+    ) -> Histories:
+        """``change`` of what is there for every event."""
+        feedback, timestamps, behaviors = (
+            None if column is None else change(column) for column in (self.feedback, self.timestamps, self.behaviors)
+        )
+        return Histories(change(self.item_ids), lengths, feedback, timestamps, behaviors, user, context)
 
 
 class Slates(NamedTuple):
@@ -49,6 +140,8 @@ class Slates(NamedTuple):
             position of a slate does not end its session, what follows was not recorded.
         chosen: ``[B, S]`` bool, the preferred item of a preference list, one at most; every other kept position is
             rejected. None = the slate is no preference list.
+        behaviors: ``[B, S]`` int64 bit sets of what the user did with the item, as in ``Histories``; 0 = nothing, or
+            nothing known. None = nobody reads them, or the log has none.
     """
 
     item_ids: Tensor
@@ -64,6 +157,7 @@ class Slates(NamedTuple):
     is_random: Tensor | None = None
     ends_session: Tensor | None = None
     chosen: Tensor | None = None
+    behaviors: Tensor | None = None
 
 
 def catalog_slates(histories: Histories, num_items: int) -> Slates:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "recpo"
-BASE = {"types", "contracts", "errors", "feedback", "frames", "artifacts", "semantic_codes"}
+BASE = {"types", "contracts", "errors", "feedback", "frames", "artifacts", "semantic_codes", "features"}
 L1 = {"ops"}
 MAY_IMPORT = {
     **dict.fromkeys(BASE, BASE),

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -24,12 +24,20 @@ from recpo.data.id_map import IdMap
 from recpo.data.locations import Place, locate, readable
 from recpo.data.schema import Derived
 from recpo.errors import RecpoError
+from recpo.features.arrays import FeatureArrays, missing_features, read_features
+from recpo.features.schema import FeatureSchema, Side
 from recpo.feedback import FEEDBACK_KINDS, FeedbackDefinition
+
+if TYPE_CHECKING:
+    from recpo.types import Features
 
 Period = Literal["train", "valid", "test"]
 MANIFEST = "manifest.json"
 _REMEDY = "copy the directory again, or prepare the log again"
 _ITEMS, _USERS = "items.parquet", "users.parquet"
+#: Tables of features: row v - 1 is item v, row u is user u.
+ITEM_FEATURES: Final = "item_features.parquet"
+USER_FEATURES: Final = "user_features.parquet"
 _Source: TypeAlias = Path | pa.NativeFile | pa.BufferReader
 #: files that this process has compared: path, size and time of the change, checksum
 _COMPARED: set[tuple[object, ...]] = set()
@@ -199,6 +207,57 @@ class Prepared:
         """Identifies the users by their number (``FeedbackBatch.user_ids``)."""
         return str(self.manifest["files"][_USERS])
 
+    @cached_property
+    def feature_schema(self) -> FeatureSchema:
+        """The features of items, users and requests, fitted to the train period; without any where there are none."""
+        return FeatureSchema.from_json(self.manifest.get("features"), f"{self.root / MANIFEST}, features")
+
+    @property
+    def behaviors(self) -> tuple[str, ...]:
+        """Names of the behaviors; that of number b is bit b of the bit sets in shards and batches."""
+        return tuple(self.manifest.get("behaviors", ()))
+
+    def item_features(self) -> Features:
+        """The features of the catalog, leading shape ``[V + 1]``; row 0, that of no item, is missing throughout."""
+        features = self.feature_schema.item
+        if not features:
+            return missing_features(features, (self.num_items + 1,)).tensors()
+        names = [feature.name for feature in features]
+        return read_features(features, self.table(ITEM_FEATURES, names), first_missing=True).tensors()
+
+    def user_features(self, first: int = 0, last: int | None = None) -> FeatureArrays:
+        """The features of the users ``first .. last``; only the row groups that hold them are read.
+
+        Args:
+            first: number of the first user, from 0.
+            last: number of the last one; None = the last of all.
+        """
+        features = self.feature_schema.user
+        stop = (self.manifest["num_users"] if last is None else last + 1) - first
+        if not features:
+            return missing_features(features, (stop,))
+        file, begins, chosen = self.root / USER_FEATURES, 0, list[int]()
+        with _decoding(file):
+            parquet = pq.ParquetFile(self._compared(USER_FEATURES))
+            for number in range(parquet.num_row_groups):
+                rows = parquet.metadata.row_group(number).num_rows
+                if begins <= first:
+                    start = begins  # of the first group that is read
+                if begins + rows > first and begins < first + stop:
+                    chosen.append(number)
+                begins += rows
+            table = parquet.read_row_groups(chosen, columns=[feature.name for feature in features])
+        return read_features(features, table.slice(first - start, stop))
+
+    def vocabulary(self, side: Side, name: str) -> pa.Array:
+        """The values of a category: place i has the code i + 2.
+
+        Args:
+            side: whose feature it is.
+            name: of a ``Category`` or ``Categories`` of ``feature_schema``.
+        """
+        return self.table(vocabulary_file(side, name), ["value"]).column(0).combine_chunks()
+
     def num_shards(self, split: Period) -> int:
         """Number of shards of ``split``."""
         return len(self.manifest["shards"][split])
@@ -289,6 +348,11 @@ class Prepared:
         """Some columns of one shard, by name (``recpo.data.schema.EVENT_SCHEMA``)."""
         table = self.table(self.manifest["shards"][split][shard]["file"], names)
         return {name: table.column(name).to_numpy() for name in names}
+
+
+def vocabulary_file(side: Side, name: str) -> str:
+    """Where the vocabulary of a category is, relative to the directory: ``value`` and its ``count``, by code."""
+    return f"vocabularies/{side}_{name}.parquet"
 
 
 def write_manifest(root: Path, content: dict[str, Any]) -> dict[str, Any]:

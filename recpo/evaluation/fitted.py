@@ -114,21 +114,16 @@ def recommender_of(model: Model, name: str, score: Callable[[FeedbackBatch], Ten
 
     def recommend(histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
         device = histories.item_ids.device
-        found = model.recommend(_on_cpu(histories), k, None if exclude is None else exclude.cpu())
+        found = model.recommend(histories.map(Tensor.cpu), k, None if exclude is None else exclude.cpu())
         return Recommendations(*(part.to(device) for part in found))
 
     def scored(batch: FeedbackBatch) -> Tensor:
         assert score is not None
         device = batch.slates.item_ids.device
         slates = batch.slates._replace(item_ids=batch.slates.item_ids.cpu())
-        return score(batch._replace(histories=_on_cpu(batch.histories), slates=slates)).to(device)
+        return score(batch._replace(histories=batch.histories.map(Tensor.cpu), slates=slates)).to(device)
 
     return Recommender(recommend, name=name, score=None if score is None else scored)
-
-
-def _on_cpu(histories: Histories) -> Histories:
-    feedback, timestamps = (None if part is None else part.cpu() for part in histories[2:])
-    return Histories(histories.item_ids.cpu(), histories.lengths.cpu(), feedback, timestamps)
 
 
 def of_items(scores: Tensor, batch: FeedbackBatch) -> Tensor:

@@ -20,7 +20,7 @@ from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy, shared_states
-from recpo.policies.encoder import most_recent_places, readable_ids
+from recpo.policies.encoder import readable_ids
 from recpo.policies.grade_factors import GradeFactors
 from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
 
@@ -198,7 +198,7 @@ class TiltedPolicy(StatePolicy):
     def _last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the whole history."""
         readable_ids(histories, self.max_history)
-        states = self.base.last_states(most_recent(histories, self.base.max_history))
+        states = self.base.last_states(histories.recent(self.base.max_history))
         return self._joined(states, self.factors.fold_in(histories))
 
     def _states_at(self, histories: Histories, rows: Tensor) -> Tensor:
@@ -208,12 +208,12 @@ class TiltedPolicy(StatePolicy):
         window = self.base.max_history
         # one causal pass has every state up to what the blocks attend to
         attended = min(self.base.encoder.attention_length, width)
-        encoded = self.base.scaled(self.base.encode(first_events(histories, attended)))
+        encoded = self.base.scaled(self.base.encode(histories.first(attended)))
         states = take_rows(encoded, context * (attended + 1) + visible.clamp_max(attended))
         longer = (visible > attended).nonzero().squeeze(1)
         if len(longer):
             parts = prefixes(histories, context[longer], visible[longer])
-            last = torch.cat([self.base.last_states(most_recent(part, window)) for part in parts])
+            last = torch.cat([self.base.last_states(part.recent(window)) for part in parts])
             states = states.index_copy(0, longer, last)
         users = [self.factors.fold_in(part) for part in prefixes(histories, context, visible)]
         return self._joined(states, torch.cat(users))
@@ -327,7 +327,7 @@ class RerankedPolicy(Policy):
 
     def _ranked(self, histories: Histories, size: int | None = None, exclude: Tensor | None = None) -> _Ranked:
         size = min(self.num_items, self.candidates if size is None else size)
-        listed = self.base.recommend(most_recent(histories, self.base.max_history), size, exclude)
+        listed = self.base.recommend(histories.recent(self.base.max_history), size, exclude)
         users = self.factors.fold_in(histories)
         scores = listed.scores + self.factors.relative_grades(users, listed.item_ids) / self.beta
         # finite also where no item is left
@@ -338,7 +338,7 @@ class RerankedPolicy(Policy):
         """Log-probabilities ``[N, T]`` of items ``[N]``, each after a prefix of its own."""
         width = histories.item_ids.shape[1] + 1
         (prefix,) = prefixes(histories, rows // width, rows % width)
-        recent, one = most_recent(prefix, self.base.max_history), items[:, None]
+        recent, one = prefix.recent(self.base.max_history), items[:, None]
         slates = Slates(one, recent.lengths[:, None], torch.ones_like(one, dtype=torch.bool))
         tokens = self.base.log_prob(FeedbackBatch(recent, slates, torch.arange(len(items), device=items.device)))[:, 0]
         grade = self.factors.relative_grades(ranked.users[state], one)[:, 0] / self.beta
@@ -371,31 +371,7 @@ def validate_beta(beta: float) -> None:
         raise RecpoError(f"beta is {beta}, expected a number above 0: small follows the factor model, large the policy")
 
 
-def most_recent(histories: Histories, size: int) -> Histories:
-    """The last ``size`` events of every history."""
-    width = histories.item_ids.shape[1]
-    if width <= size:
-        return histories
-    index, lengths = most_recent_places(histories.lengths, size), histories.lengths.clamp_max(size)
-    kept = torch.arange(size, device=lengths.device) < lengths[:, None]
-    item_ids, feedback, timestamps = (
-        None if values is None else values.gather(1, index) * kept
-        for values in (histories.item_ids, histories.feedback, histories.timestamps)
-    )
-    assert item_ids is not None
-    return Histories(item_ids, lengths, feedback, timestamps)
-
-
-def first_events(histories: Histories, size: int) -> Histories:
-    """The first ``size`` events of every history."""
-    item_ids, lengths, *rest = histories
-    return Histories(item_ids[:, :size], lengths.clamp_max(size), *(v if v is None else v[:, :size] for v in rest))
-
-
 def prefixes(histories: Histories, context: Tensor, visible: Tensor) -> Iterator[Histories]:
     """The first ``visible [N]`` events of the histories ``context [N]``, some at a time."""
-    place = torch.arange(histories.item_ids.shape[1], device=visible.device)
-    item_ids, _, *rest = histories
     for rows, lengths in zip(context.split(_AT_ONCE), visible.split(_AT_ONCE), strict=True):
-        kept = place < lengths[:, None]
-        yield Histories(item_ids[rows] * kept, lengths, *(v if v is None else v[rows] * kept for v in rest))
+        yield histories.rows(rows).up_to(lengths)

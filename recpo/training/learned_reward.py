@@ -60,13 +60,7 @@ class RewardModel(nn.Module):
                 f"the reward model reads {most} events and is asked about positions in the middle of longer histories: "
                 f"set data.layout.init_args.history_length to {most}, or train it with a larger max_history"
             )
-        place = dropped + torch.arange(most, device=lengths.device)
-        place = place.clamp_max(histories.item_ids.shape[1] - 1)
-        kept = [None if column is None else column.gather(1, place) for column in (histories.item_ids, *histories[2:])]
-        item_ids = kept[0]
-        assert item_ids is not None
-        recent = Histories(item_ids, histories.lengths.clamp_max(most), *kept[1:])
-        return recent, slates._replace(visible=(slates.visible - dropped).clamp_min(0))
+        return histories.recent(most), slates._replace(visible=(slates.visible - dropped).clamp_min(0))
 
 
 class Calibration(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recpo.contracts import Policy
-from recpo.types import FeedbackBatch, Histories, Slates
+from recpo.types import FeedbackBatch, Slates
 
 
 class Candidates(NamedTuple):
@@ -58,7 +58,7 @@ def first_occurrences(item_ids: Tensor) -> Tensor:
 def take_rows(batch: FeedbackBatch, rows: Tensor) -> FeedbackBatch:
     """The contexts ``rows`` of a batch."""
     return batch._replace(
-        histories=batch.histories._replace(**_changed(batch.histories, lambda column: column[rows])),
+        histories=batch.histories.rows(rows),
         slates=batch.slates._replace(**_changed(batch.slates, lambda column: column[rows])),
         context_ids=batch.context_ids[rows],
         known_positives=None if batch.known_positives is None else batch.known_positives[rows],
@@ -74,7 +74,7 @@ def put_rows(candidates: Candidates, rows: Tensor, others: Candidates) -> Candid
     return Candidates(candidates.slates._replace(**put), candidates.logp.index_copy(0, rows, others.logp))
 
 
-def _changed(columns: Histories | Slates, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def _changed(columns: Slates, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """The columns that there are, each changed."""
     return {name: change(column) for name, column in columns._asdict().items() if column is not None}
 

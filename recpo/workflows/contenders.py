@@ -158,7 +158,10 @@ def _load_bundle(name: str, bundle: Bundle) -> Loaded:
             )
         ids, feedback, times = (
             torch.nn.functional.pad(values, (0, length - values.shape[1])).cpu().numpy()
-            for values in (histories.item_ids, *(_or_zeros(v, histories) for v in histories[2:]))
+            for values in (
+                histories.item_ids,
+                *(_or_zeros(v, histories) for v in (histories.feedback, histories.timestamps)),
+            )
         )
         excluded = torch.nn.functional.pad(exclude, (0, int(exclude.shape[1] == 0))).cpu().numpy()
         top_items, scores = bundle.runtime.recommend(EncodedHistories(ids, feedback, excluded, times), k)

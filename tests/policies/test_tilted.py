@@ -20,7 +20,7 @@ from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.grade_factors import GradeFactors
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.policies.tilted import RerankedPolicy, TiltedPolicy, first_events, most_recent
+from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.semantic_codes import SemanticCodes
 from recpo.types import FeedbackBatch, Histories, SamplingOptions, Slates
 
@@ -180,7 +180,7 @@ def test_the_log_ratio_to_the_base_is_the_grade_over_beta_but_for_a_constant(
     policy, known = tilted(bound=bound, **options), histories([H, 6, 2, 0])
     logp = policy.log_prob(whole_catalog(known))[..., 0]
     torch.testing.assert_close(logp.exp().sum(1), torch.ones(4))
-    reference = policy.base.log_prob(whole_catalog(most_recent(known, policy.base.max_history)))[..., 0]
+    reference = policy.base.log_prob(whole_catalog(known.recent(policy.base.max_history)))[..., 0]
     grades = expected_grades(policy.factors, known, bound)
     rest = (logp - reference).detach().double().numpy() - grades / BETA
     np.testing.assert_allclose(rest - rest.mean(1, keepdims=True), 0, atol=2e-5)
@@ -200,7 +200,7 @@ def test_every_prefix_is_scored_as_a_history_of_its_own(options: dict[str, Any],
     torch.testing.assert_close(again, logp)
     entropy = policy.entropy(FeedbackBatch(known, slates, torch.arange(3)))
     for seen in range(H + 1):
-        prefix = first_events(known, seen)
+        prefix = known.first(seen)
         alone = policy.log_prob(whole_catalog(prefix))[..., 0]
         torch.testing.assert_close(
             alone.gather(1, items[:, seen : seen + 1] - 1)[:, 0], logp[:, seen], rtol=0, atol=2e-5
@@ -234,7 +234,7 @@ def test_lists_draws_and_divergence_are_those_of_the_log_probabilities(
     torch.testing.assert_close(drawn[..., 0], logp.gather(1, ids - 1), rtol=0, atol=1e-5)
     share = torch.stack([row.bincount(minlength=V + 1)[1:] for row in ids]) / ids.shape[1]
     torch.testing.assert_close(share, logp.exp(), rtol=0, atol=0.03)
-    base_logp = policy.base.log_prob(whole_catalog(most_recent(known, READS)))[..., 0]
+    base_logp = policy.base.log_prob(whole_catalog(known.recent(READS)))[..., 0]
     expected = (logp.exp() * (logp - base_logp)).sum(1)
     torch.testing.assert_close(policy.kl_from_base(known), expected, rtol=1e-4, atol=1e-5)
     for options in (SamplingOptions(temperature=0.5, replacement=False), SamplingOptions(top_p=0.7)):
@@ -253,7 +253,7 @@ def test_lists_draws_and_divergence_are_those_of_the_log_probabilities(
 def test_beta_goes_from_the_factor_model_to_the_base() -> None:
     known = histories([H, 6, 2])
     far, near = tilted(1e6), tilted(1e-3)
-    recent = most_recent(known, READS)
+    recent = known.recent(READS)
     torch.testing.assert_close(far.recommend(known, V).scores, far.base.recommend(recent, V).scores, rtol=0, atol=1e-4)
     grades = expected_grades(near.factors, known)
     # one nat of the base is worth a thousandth of a grade
@@ -306,7 +306,7 @@ def test_gradients_reach_the_base_and_not_the_factors(bound: float) -> None:
 
 def test_the_most_recent_events_are_kept() -> None:
     known = histories([H, 6, 2, 0], padding=0)
-    recent = most_recent(known, READS)
+    recent = known.recent(READS)
     for row, length in enumerate(known.lengths.tolist()):
         begin, end = max(0, length - READS), length
         for now, before in zip((recent.item_ids, recent.feedback, recent.timestamps), (known[0], known[2], known[3]),
@@ -333,7 +333,7 @@ def test_a_reranked_beam_of_all_items_is_the_tilted_policy(reranked: RerankedPol
     known = histories([H, 6, 2, 0])
     logp = reranked.log_prob(whole_catalog(known)).sum(-1)
     torch.testing.assert_close(logp.exp().sum(1), torch.ones(4))
-    reference = reranked.base.log_prob(whole_catalog(most_recent(known, READS))).sum(-1)
+    reference = reranked.base.log_prob(whole_catalog(known.recent(READS))).sum(-1)
     grades = expected_grades(reranked.factors, known, reranked.factors.lower_bound)
     rest = (logp - reference).detach().double().numpy() - grades / BETA
     np.testing.assert_allclose(rest - rest.mean(1, keepdims=True), 0, atol=5e-5)
@@ -353,7 +353,7 @@ def test_few_candidates_bound_what_a_reranked_policy_lists(reranked: RerankedPol
     try:
         reranked.candidates = 4
         lists = reranked.recommend(known, 3)
-        beam = reranked.base.recommend(most_recent(known, READS), 4)
+        beam = reranked.base.recommend(known.recent(READS), 4)
         assert all(
             set(row.tolist()) <= set(found.tolist()) for row, found in zip(lists.item_ids, beam.item_ids, strict=True)
         )

@@ -1,0 +1,219 @@
+"""The features of items, users and requests: what a column means, and what was fitted to it.
+
+A feature is declared with a name and, where it differs, a column. ``recpo prepare`` fits it (vocabulary, mean and
+standard deviation, width) on the train period alone and writes the result to the manifest, from which everybody who
+reads features learns their order, codes and sizes.
+
+Codes of categories: 0 missing, 1 unknown (a value that the train period did not hold), from 2 on the values of the
+vocabulary by descending count, then by value.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Final, Literal, TypeVar
+
+from recpo.errors import RecpoError
+
+Side = Literal["item", "user", "context"]
+"""Whose feature it is: an item's, a user's, or that of the request in which an event was shown."""
+SIDES: Final[tuple[Side, ...]] = ("item", "user", "context")
+
+MISSING, UNKNOWN, FIRST_CODE = 0, 1, 2
+_REMEDY: Final = "prepare the log again"
+_F = TypeVar("_F", bound="Feature")
+
+
+class Feature(ABC):
+    """A column with a meaning; implementations are frozen dataclasses.
+
+    Attributes:
+        name: what the feature is called in the manifest and on disk.
+        column: its column in the table or log; None = ``name``.
+        fitted: fields that ``recpo prepare`` fills in and nobody else gives.
+    """
+
+    name: str
+    column: str | None
+    fitted: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def source(self) -> str:
+        """The column that it is read from."""
+        return self.name if self.column is None else self.column
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether ``recpo prepare`` has filled in what it fits."""
+        return all(getattr(self, field) is not None for field in self.fitted)
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``feature_from_json`` reads."""
+        return {"type": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Category(Feature):
+    """One value out of a vocabulary: an author, a language, a device; integers, strings or booleans.
+
+    Args:
+        name: what the feature is called.
+        column: its column; null = ``name``.
+        min_count: values with fewer items (users, events) in the train period are unknown.
+        num_codes: fitted, leave it out; missing, unknown and the vocabulary.
+    """
+
+    name: str
+    column: str | None = None
+    min_count: int = 1
+    num_codes: int | None = None
+
+    fitted: ClassVar[tuple[str, ...]] = ("num_codes",)
+
+
+@dataclass(frozen=True)
+class Categories(Feature):
+    """A set of values out of one vocabulary: genres, tags. A list of none is missing.
+
+    Args:
+        name: what the feature is called.
+        column: its column, of lists, or of strings with a separator; null = ``name``.
+        separator: what stands between the values of a string, such as ``|``; null = the column holds lists.
+        length: most values that are kept; the most frequent ones come first.
+        min_count: values with fewer items (users, events) in the train period are unknown.
+        num_codes: fitted, leave it out; missing, unknown and the vocabulary.
+    """
+
+    name: str
+    column: str | None = None
+    separator: str | None = None
+    length: int = 16
+    min_count: int = 1
+    num_codes: int | None = None
+
+    fitted: ClassVar[tuple[str, ...]] = ("num_codes",)
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise RecpoError(f"feature {self.name}: length {self.length} must be at least 1")
+        if self.separator == "":
+            raise RecpoError(f"feature {self.name}: the separator is empty; null = the column holds lists")
+
+
+@dataclass(frozen=True)
+class Number(Feature):
+    """A number, standardized: ``(x - mean) / std``; nan = missing.
+
+    Args:
+        name: what the feature is called.
+        column: its column; null = ``name``.
+        log: take ``sign(x) * log(1 + |x|)`` first, for counts and durations over several orders of magnitude.
+        mean: fitted, leave it out.
+        std: fitted, leave it out; standard deviation of the population, 1 where all values are equal.
+    """
+
+    name: str
+    column: str | None = None
+    log: bool = False
+    mean: float | None = None
+    std: float | None = None
+
+    fitted: ClassVar[tuple[str, ...]] = ("mean", "std")
+
+
+@dataclass(frozen=True)
+class Vector(Feature):
+    """A dense vector, such as an embedding of text or of an image, as it is; a row of nan = missing.
+
+    Args:
+        name: what the feature is called.
+        column: its column, of lists of numbers of one length; null = ``name``.
+        width: numbers in a vector; null = that of the first one.
+    """
+
+    name: str
+    column: str | None = None
+    width: int | None = None
+
+    fitted: ClassVar[tuple[str, ...]] = ("width",)
+
+
+FEATURE_TYPES: Final[tuple[type[Feature], ...]] = (Category, Categories, Number, Vector)
+
+
+@dataclass(frozen=True)
+class FeatureSchema:
+    """The features of a prepared directory, in the order in which ``recpo.types.Features`` holds them.
+
+    Attributes:
+        item: features of items.
+        user: features of users.
+        context: features of the request in which an event was shown.
+    """
+
+    item: tuple[Feature, ...] = ()
+    user: tuple[Feature, ...] = ()
+    context: tuple[Feature, ...] = ()
+
+    def __post_init__(self) -> None:
+        for side in SIDES:
+            names = [feature.name for feature in self.of(side)]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise RecpoError(f"features: two {side} features are called {twice[0]!r}; rename one")
+
+    def of(self, side: Side) -> tuple[Feature, ...]:
+        """The features of one side."""
+        found: tuple[Feature, ...] = getattr(self, side)
+        return found
+
+    def __bool__(self) -> bool:
+        """Whether there is any feature."""
+        return bool(self.item or self.user or self.context)
+
+    def to_json(self) -> dict[str, list[dict[str, Any]]]:
+        """What ``from_json`` reads: the features by side."""
+        return {side: [feature.to_json() for feature in self.of(side)] for side in SIDES}
+
+    @classmethod
+    def from_json(cls, content: Any, source: str = "features") -> FeatureSchema:
+        """The schema that ``to_json`` described; None describes one without features.
+
+        Args:
+            content: the parsed JSON.
+            source: where it stands, for the message.
+
+        Raises:
+            RecpoError: a key is missing, or a type or field is unknown.
+        """
+        if content is None:
+            return cls()
+        try:
+            sides = {side: tuple(feature_from_json(one) for one in content[side]) for side in SIDES}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RecpoError(f"{source} is damaged ({error!r}): {_REMEDY}") from error
+        return cls(**sides)
+
+
+def feature_from_json(content: dict[str, Any]) -> Feature:
+    """The feature that ``Feature.to_json`` described.
+
+    Raises:
+        ValueError: the type is unknown.
+        TypeError: a field is unknown or missing.
+    """
+    kinds = {kind.__name__: kind for kind in FEATURE_TYPES}
+    if content["type"] not in kinds:
+        raise ValueError(f"type {content['type']!r}, expected one of {', '.join(kinds)}")
+    kind = kinds[content["type"]]
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    if missing := known - content.keys():
+        raise ValueError(f"{content['type']} without {', '.join(sorted(missing))}")
+    return kind(**{name: value for name, value in content.items() if name != "type"})
+
+
+def of_type(features: Sequence[Feature], kind: type[_F]) -> tuple[_F, ...]:
+    """Those of ``features`` that are of one type, in their order."""
+    return tuple(feature for feature in features if isinstance(feature, kind))
