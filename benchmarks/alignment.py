@@ -2,15 +2,15 @@
 
     python benchmarks/alignment.py --work runs/alignment
 
-Simulates a log, prepares it, and for every seed pre-trains a policy, trains and calibrates a reward model, and then
-continues the policy in every way of ``METHODS`` for ``--steps`` optimizer steps: supervised (the likelihood of every
-exposure, the pre-training objective, is the baseline), on the log, and on-policy with the *learned* reward. Everything
-runs through ``recpo train``. What is there already is not made again.
+Simulates a log, prepares it, fits the reward models of ``--rewards``, and for every seed pre-trains a policy and then
+continues it in every way of ``METHODS`` for ``--steps`` optimizer steps: supervised (the likelihood of every exposure,
+the pre-training objective, is the baseline), on the log, and on-policy with each of the rewards. Everything runs
+through ``recpo train``. What is there already is not made again.
 
-Prints one JSON line per method and seed, and a table: true value and disliked share of the top-10 lists (the whole
-catalog is ranked without the user's earlier items) of the users of the test period, the share of the catalog on any
-list, the recall of positives in the tail, with the paired difference to continued supervised training and its Student
-95 % interval over the seeds. ``--throughput`` measures what a step costs instead.
+Prints one JSON line per method, reward and seed, and a table: true value and disliked share of the top-10 lists (the
+whole catalog is ranked without the user's earlier items) of the users of the test period, the share of the catalog on
+any list, the recall of positives in the tail, with the paired difference to continued supervised training and its
+Student 95 % interval over the seeds. ``--throughput`` measures what a step costs instead.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from rich.table import Table
 
 from recpo.artifacts import write_json
 from recpo.cli.calibrate import calibrate
+from recpo.cli.factorize import factorize
 from recpo.cli.main import run
 from recpo.cli.prepare import prepare
 from recpo.cli.simulate import simulate
@@ -63,6 +64,13 @@ METHODS = {
     "CISPO": "cispo",
     "iterative DPO": "iterative_dpo",
 }
+REWARDS = {
+    "factors, bound 1": ("variational", 1.0),
+    "factors": ("variational", 0.0),
+    "als, bound 2": ("als", 2.0),
+    "als": ("als", 0.0),
+    "learned": None,
+}
 METRICS = ("true value", "disliked", "coverage", "tail recall", "NDCG")
 
 
@@ -81,25 +89,47 @@ def world(options):
 
 
 def start(seed, prepared, options):
-    """The pre-trained policy and the reward model of a seed."""
-    pretrained, reward = options.work / f"pretrain-{seed}", options.work / f"reward-{seed}"
+    """The pre-trained policy of a seed."""
+    pretrained = options.work / f"pretrain-{seed}"
     quick = {"trainer__max_epochs": 1} if options.quick else {}
     common = {"data__prepared": prepared, "seed": seed, "data__seed": seed, "trainer__enable_progress_bar": "false"}
     if not (pretrained / "run.json").is_file():
         call(train, config=options.configs / "pretrain.yaml", out=pretrained, **common, **quick)
-    if not (reward / "calibration.json").is_file():
-        call(train, config=options.configs / "reward_model.yaml", init_from=pretrained, out=reward, **common, **quick)
-        call(calibrate, run=reward, prepared=prepared)
-    return pretrained, reward
+    return pretrained
 
 
-def align(name, seed, prepared, truth, options):
+def reward_of(name, seed, prepared, options):
+    """A reward model as ``recpo train`` takes it."""
+    if REWARDS[name] is not None:
+        method, bound = REWARDS[name]
+        factors = options.work / f"factors-{method}"
+        if not factors.is_dir():
+            call(factorize, prepared=prepared, method=method, out=factors)
+        return {"class_path": "FactorReward", "init_args": {"factors": str(factors), "lower_bound": bound}}
+    run = options.work / f"reward-{seed}"
+    if not (run / "calibration.json").is_file():
+        own = {"data__prepared": prepared, "seed": seed, "data__seed": seed, "trainer__enable_progress_bar": "false"}
+        own |= {"trainer__max_epochs": 1} if options.quick else {}
+        first = start(seed, prepared, options)
+        call(train, config=options.configs / "reward_model.yaml", init_from=first, out=run, **own)
+        call(calibrate, run=run, prepared=prepared)
+    return {"class_path": "LearnedReward", "init_args": {"run": str(run), "grade_weight": 1.0, "dislike_cost": 1.0}}
+
+
+def reads_reward(name, options):
+    """Whether a method learns from a reward model; the others learn from the log."""
+    text = (options.configs / f"{METHODS[name]}.yaml").read_text(encoding="utf-8")
+    return "\nreward:" in text and "LoggedReward" not in text
+
+
+def align(name, reward, seed, prepared, truth, options):
     """Continues one policy in one way; returns its metrics and the seconds that training took."""
-    out = options.work / f"{METHODS[name]}-{options.steps}-{seed}"
+    kind = METHODS[name] if reward is None else f"{METHODS[name]}-{reward.replace(', ', '-').replace(' ', '')}"
+    out = options.work / f"{kind}-{options.steps}-{seed}"
     kept = out.with_suffix(".json")
     if kept.is_file():
         return json.loads(kept.read_text())
-    pretrained, reward = start(seed, prepared, options)
+    pretrained = start(seed, prepared, options)
     config = options.configs / f"{METHODS[name]}.yaml"
     arguments = {
         "config": config,
@@ -109,7 +139,6 @@ def align(name, seed, prepared, truth, options):
         "overwrite": "true",
         "seed": seed,
         "data__seed": seed,
-        "optimizer__init_args__lr": options.learning_rate,
         "trainer__max_steps": options.steps,
         "trainer__max_epochs": -1,
         "trainer__limit_val_batches": 0,
@@ -117,8 +146,10 @@ def align(name, seed, prepared, truth, options):
         "trainer__enable_progress_bar": "false",
         "patience": "null",
     }
-    if "LearnedReward" in config.read_text():
-        arguments["reward__init_args__run"] = reward
+    if options.learning_rate is not None:
+        arguments["optimizer__init_args__lr"] = options.learning_rate
+    if reward is not None:
+        arguments["reward"] = json.dumps(reward_of(reward, seed, prepared, options))
     started = time.perf_counter()
     call(train, **arguments)
     seconds = time.perf_counter() - started
@@ -191,7 +222,8 @@ class StepTimes(Callback):
 
 def throughput(prepared, options):
     """Prints what a step costs: pre-training, GRPO on the log, GRPO with its rollout on first and later visits."""
-    pretrained, reward = start(options.seeds[0], prepared, options)
+    pretrained = start(options.seeds[0], prepared, options)
+    reward = json.dumps(reward_of(options.rewards[0], options.seeds[0], prepared, options))
     contenders = {
         "pre-training": {"config": options.configs / "pretrain.yaml"},
         "GRPO, log": {"config": options.configs / "grpo.yaml", "rollout": "null"},
@@ -199,7 +231,7 @@ def throughput(prepared, options):
     }
     for name, arguments in contenders.items():
         out = options.work / "throughput"
-        learned = {} if name == "pre-training" else {"reward__init_args__run": reward}
+        learned = {} if name == "pre-training" else {"reward": reward}
         arguments |= {"data__prepared": prepared, "init_from": pretrained, "out": out, "overwrite": "true", **learned}
         arguments |= {"trainer__max_steps": 33, "trainer__max_epochs": -1, "trainer__limit_val_batches": 0}
         arguments |= {"trainer__num_sanity_val_steps": 0, "trainer__enable_progress_bar": "false"}
@@ -211,7 +243,7 @@ def throughput(prepared, options):
             first = (np.arange(1, 24) % 8) < 4
             line["ms of first visits"] = round(float(np.median(steps.milliseconds[first])), 1)
             line["ms of later visits"] = round(float(np.median(steps.milliseconds[~first])), 1)
-            line["candidates per second"] = round(1000 * 128 * 8 / np.mean(steps.milliseconds))
+            line["candidates per second"] = round(1000 * 128 * 64 / np.mean(steps.milliseconds))
         print(json.dumps(line), flush=True)
         print(
             steps.profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=10, max_name_column_width=48)
@@ -229,8 +261,9 @@ def main():
     parser.add_argument(
         "--world-seed", type=int, default=0, help="of the simulation; the configurations were made on 0"
     )
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--steps", type=int, default=846, help="846 are three epochs of an on-policy file")
+    parser.add_argument("--learning-rate", type=float, help="of every method, in place of that of its file")
+    parser.add_argument("--rewards", nargs="+", choices=REWARDS, default=[next(iter(REWARDS))])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--throughput", action="store_true", help="measure steps instead of values")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
@@ -245,14 +278,17 @@ def main():
         return
     results = {}
     for name in ["pre-trained", *options.methods]:
-        results[name] = {}
-        for seed in options.seeds:
-            if name == "pre-trained":
-                metrics = measured(Run.open(start(seed, prepared, options)[0]).policy(), prepared, truth)
-            else:
-                metrics = align(name, seed, prepared, truth, options)
-            results[name][seed] = metrics
-            print(json.dumps({"policy": name, "seed": seed, **metrics}), flush=True)
+        learns = name != "pre-trained" and reads_reward(name, options)
+        for reward in options.rewards if learns else [None]:
+            shown = name if reward is None else f"{name}, {reward}"
+            results[shown] = {}
+            for seed in options.seeds:
+                if name == "pre-trained":
+                    metrics = measured(Run.open(start(seed, prepared, options)).policy(), prepared, truth)
+                else:
+                    metrics = align(name, reward, seed, prepared, truth, options)
+                results[shown][seed] = metrics
+                print(json.dumps({"policy": name, "reward": reward, "seed": seed, **metrics}), flush=True)
     print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count()}))
     if len(options.seeds) > 1:
         table(results, options.seeds, options.steps)

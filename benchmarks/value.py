@@ -4,9 +4,10 @@
     python benchmarks/value.py --work runs/tuning --worlds default:0      # one of those that may be looked at
 
 For every world: simulates a log, prepares it, fits a factorization, and for every training seed pre-trains a policy,
-aligns it with GBPO from the log, with MPO toward a variational factorization, with every method of ``--methods`` and
-the same reward, and tilts the MPO policy by it. Then one evaluation of all of them, with the baselines, the lists of
-the reward model itself (``factors``) and the oracle. What is there already is not made again.
+aligns it with GBPO from the log, with MPO toward a variational factorization, with every method of ``--methods``
+(configurations with the same reward; of ``semantic_grpo`` from a pre-trained policy of semantic ids) for the training
+seeds of ``--method-seeds``, and tilts the MPO policy by it. Then one evaluation of all of them, with the
+baselines, the lists of the reward model itself (``factors``) and the oracle. What is there already is not made again.
 
 Prints one JSON line per contender, world and seed, and a table per kind of world: true value and true dislikes of the
 top-10 lists of the test period (the whole catalog is ranked without the user's earlier items), NDCG, coverage, the
@@ -37,6 +38,7 @@ from recpo.cli.main import run
 from recpo.cli.prepare import prepare
 from recpo.cli.simulate import simulate
 from recpo.cli.tilt import tilt
+from recpo.cli.tokenize import tokenize
 from recpo.cli.train import train
 from recpo.evaluation.estimates import estimate_over_seeds
 
@@ -81,25 +83,35 @@ def prepared_world(world, root, options):
     return log, prepared, factors
 
 
+def codes_of(root, prepared):
+    """The semantic ids of a world's items."""
+    codes = root / "codes"
+    if not codes.is_dir():
+        call(tokenize, prepared=prepared, out=codes)
+    return codes
+
+
 def trained(root, seed, prepared, factors, options):
     """The runs of one training seed, by the names of their configurations."""
     quick = {"trainer__max_epochs": 1} if options.quick else {}
     common = {"data__prepared": prepared, "seed": seed, "data__seed": seed, "progress": "false", **quick}
-    runs = {name: root / f"{name}-{seed}" for name in ("pretrain", "gbpo", "mpo", *options.methods)}
+    further = options.methods if seed in options.method_seeds else []
+    before = ["semantic_pretrain"] if any(name.startswith("semantic_") for name in further) else []
+    runs = {name: root / f"{name}-{seed}" for name in ("pretrain", "gbpo", "mpo", *before, *further)}
     for name, out in runs.items():
         if (out / "run.json").is_file():
             continue
-        start = {} if name == "pretrain" else {"init_from": runs["pretrain"]}
-        text = (options.configs / f"{name}.yaml").read_text(encoding="utf-8")
-        if name == "mpo" or name in options.methods:
-            reward = {"class_path": "FactorReward", "init_args": {"factors": str(factors)}}
-            start |= (
-                {"reward__init_args__factors": factors} if "FactorReward" in text else {"reward": json.dumps(reward)}
-            )
+        prefix = "semantic_" if name.startswith("semantic_") else ""
+        start = {} if name == f"{prefix}pretrain" else {"init_from": runs[f"{prefix}pretrain"]}
+        if prefix:
+            start["policy__init_args__codes"] = codes_of(root, prepared)
+        if name == "mpo" or name in further:
+            start["reward__init_args__factors"] = factors
         call(train, config=options.configs / f"{name}.yaml", out=out, overwrite="true", **common, **start)
     tilted = root / f"tilted-{seed}"
     if not (tilted / "run.json").is_file():
-        call(tilt, run=runs["mpo"], factors=factors, prepared=prepared, out=tilted, overwrite="true")
+        named = {"run": runs["mpo"], "factors": factors, "prepared": prepared}
+        call(tilt, **named, lower_bound=1.0, out=tilted, overwrite="true")
     return [*runs.values(), tilted]
 
 
@@ -145,7 +157,7 @@ def table(kind, worlds, seeds):
         shown.add_column(column, justify="left" if column == "contender" else "right")
     of_runs = {name.rsplit("-", 1)[0] for name in first if name.rsplit("-", 1)[-1].isdigit()}
     for name in [*(name for name in first if name.rsplit("-", 1)[0] not in of_runs), *sorted(of_runs)]:
-        members = [f"{name}-{seed}" for seed in seeds] if name in of_runs else [name]
+        members = [f"{name}-{seed}" for seed in seeds if f"{name}-{seed}" in first] if name in of_runs else [name]
         values = {metric: [found[one][metric] for found in worlds.values() for one in members] for metric in METRICS}
         cells = [f"{np.mean(column):.4f}" for column in values.values()]
         for reference in references:
@@ -178,7 +190,8 @@ def main():
     worlds = ["default:11", "default:12", "default:13", "confounded:14", "confounded:15"]
     parser.add_argument("--worlds", type=World.parse, nargs="+", default=[World.parse(world) for world in worlds])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of training")
-    parser.add_argument("--methods", nargs="*", default=[], help="further configurations, such as grpo, ppo and gspo")
+    parser.add_argument("--methods", nargs="*", default=[], help="further configurations: grpo, ppo, semantic_grpo...")
+    parser.add_argument("--method-seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of those")
     parser.add_argument("--quick", action="store_true", help="tiny worlds and one epoch, to see that it runs")
     options = parser.parse_args()
     if options.quick:

@@ -61,9 +61,7 @@ def codes(prepared, tmp_path_factory):
 def options(prepared, codes):
     def of(config, out, semantic=False):
         pairs = {"config": config, "data.prepared": prepared, "out": out, **SMALL}
-        # the weights of semantic_pretrain.yaml, which has no profile and no fold-in, must fit
-        without = {"policy.init_args.profile": "false", "policy.init_args.fold_in": 0}
-        pairs |= {"policy.class_path": "SemanticIdPolicy", **without} if semantic else {}
+        pairs |= {"policy.class_path": "SemanticIdPolicy"} if semantic else {}
         pairs |= {"policy.init_args.codes": codes, **SEMANTIC} if semantic or is_semantic(config) else {}
         return [word for key, value in pairs.items() for word in (f"--{key}", str(value))]
 

@@ -116,7 +116,8 @@ def demo(
             runs += _train(out, configs, family, seed, common)
             if "mpo" in family.road:
                 tilted = out / f"{_TILTED}-{seed}"
-                _step(tilt, "--run", out / f"mpo-{seed}", "--factors", factors, "--prepared", prepared, "--out", tilted)
+                named = ("--run", out / f"mpo-{seed}", "--factors", factors, "--prepared", prepared)
+                _step(tilt, *named, "--lower_bound", 1.0, "--out", tilted)
                 runs.append(tilted)
     listed = [str(path) for path in runs]
     evaluation = out / "evaluation"
@@ -190,8 +191,8 @@ def _summary(document: dict[str, Any], families: list[_Family], seeds: int) -> d
         if last == "mpo":
             values = partial(of, _TILTED)
             summary["tilted"] = over_seeds(values)
-            gain = partial(_differences, values, partial(of_baseline, "reward model"))
-            summary["tilted - reward model"] = over_seeds(gain)
+            for other in ("factorization", "reward model"):
+                summary[f"tilted - {other}"] = over_seeds(partial(_differences, values, partial(of_baseline, other)))
     return summary
 
 

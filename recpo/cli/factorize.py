@@ -58,6 +58,6 @@ def _print(factors: Factors, out: Path) -> None:
     terminal.print(table)
     terminal.print(
         f"{out}: rank {factors.rank}, ridge {factors.ridge:.3g}, {factors.num_items:,} items, "
-        f"{factors.facts['train_events']:,} graded events; squared error {factors.noise:.5f} on the training period",
+        f"{factors.facts['events']:,} graded events; squared error {factors.noise:.5f} on them",
         soft_wrap=True,
     )

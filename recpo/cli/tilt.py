@@ -14,6 +14,7 @@ from recpo.workflows.tilt import BETAS, Tilt
 from recpo.workflows.tilt import tilt as _tilt
 
 _NAMES = {
+    "grade": "grade of the lists by a factorization of this period",
     "top_k": "off-policy value of the lists (SNIPS)",
     "policy": "off-policy value of the policy (SNIPS)",
     "auc": "AUC of positives against other exposures",
@@ -77,12 +78,12 @@ def _table(found: Tilt) -> Table:
         box=None,
         padding=(0, 1, 0, 0),
     )
-    for column in ("beta", "value", "±", "behind", "±", "rows", "policy", "AUC", "NDCG", "coverage", "KL"):
+    for column in ("beta", "value", "±", "behind", "±", "rows", "grade", "SNIPS", "AUC", "NDCG", "coverage", "KL"):
         table.add_column(column, justify="right", no_wrap=True)
     for trial in found.trials:
         name = "base" if trial.beta == math.inf else f"{trial.beta:g}{' *' if trial.beta == found.beta else ''}"
         numbers = (trial.value, trial.half_width, trial.loss, trial.loss_error)
-        others = (trial.policy, trial.auc, trial.ndcg, trial.coverage)
+        others = (trial.grade, trial.top_k, trial.auc, trial.ndcg, trial.coverage)
         rows = "-" if math.isnan(trial.effective_rows) else f"{trial.effective_rows:,.0f}"
         kl = "-" if math.isnan(trial.kl) else f"{trial.kl:.2f}"
         table.add_row(name, *map(_shown, numbers), rows, *map(_shown, others), kl)

@@ -21,7 +21,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import torch
 
-from recpo.data.prepared import Prepared, run_change
+from recpo.data.prepared import Period, Prepared, run_change
 from recpo.errors import RecpoError
 from recpo.factorization.factors import Factors
 from recpo.factorization.normal_equations import Equations, Pairs, inverses, no_equations, solve
@@ -47,6 +47,9 @@ class FactorOptions:
         uncertainty: keep what bounds need: ``V (r + 1)^2`` numbers.
         lower_bound: lists rank by the expected grade less so many standard deviations of its posterior; 0 without
             ``uncertainty``. One constant for all data: the estimate of its gain from a log is noisier than the gain.
+        period: whose events are fitted. A model of "valid" or "test" knows nothing of what others were trained on, so
+            it can compare them; nothing is left to choose its rank by, so there is one, and the method is
+            "variational".
     """
 
     method: Literal["variational", "als"] = "variational"
@@ -57,6 +60,7 @@ class FactorOptions:
     max_history: int | None = None
     uncertainty: bool = True
     lower_bound: float = 2.0
+    period: Period = "train"
 
     def __post_init__(self) -> None:
         if self.method not in ("variational", "als"):
@@ -73,12 +77,19 @@ class FactorOptions:
             raise RecpoError(f"lower_bound is {self.lower_bound}; it is at least 0")
         if self.lower_bound and not self.uncertainty:
             raise RecpoError(f"lower_bound {self.lower_bound:g} needs uncertainty: true; set one of the two")
+        if self.period not in ("train", "valid", "test"):
+            raise RecpoError(f"period is {self.period!r}; it is train, valid or test")
+        if self.period != "train" and (self.method != "variational" or len(self.grid) > 1):
+            raise RecpoError(
+                f"period is {self.period}: what is tried is compared on the validation period, which is no comparison "
+                "for a model of held-out events; set method to variational, and one rank or null"
+            )
 
     @property
     def grid(self) -> list[tuple[int, float | None]]:
         """The pairs of rank and ridge to try; None = the ridge is learned."""
         if self.method == "variational":
-            return [(rank, None) for rank in self.ranks or (8, 16)]
+            return [(rank, None) for rank in self.ranks or ((8, 16) if self.period == "train" else (8,))]
         return list(product(self.ranks or (4, 8, 16), self.ridges))
 
 
@@ -109,18 +120,21 @@ class Items(NamedTuple):
     bias: np.ndarray
 
 
-def chunks(data: Prepared, finished: Callable[[int], object] = lambda _: None) -> Iterator[Chunk]:
-    """The training events whose grade is known, shard by shard, in chunks of whole users.
+def chunks(
+    data: Prepared, finished: Callable[[int], object] = lambda _: None, period: Period = "train"
+) -> Iterator[Chunk]:
+    """The events of a period whose grade is known, shard by shard, in chunks of whole users.
 
     Args:
         data: prepared data.
         finished: called with the number of events that were read.
+        period: which period; of a held-out one, the events that are known as context do not count.
     """
-    grades = np.array(GRADES)
-    for shard in range(data.num_shards("train")):
-        user, item, level = data.columns("train", shard, ["user_index", "item_index", "feedback"]).values()
+    grades, names = np.array(GRADES), ["user_index", "item_index", "feedback", "is_target"]
+    for shard in range(data.num_shards(period)):
+        user, item, level, is_target = data.columns(period, shard, names).values()
         grade = grades[level]
-        known = ~np.isnan(grade)
+        known = ~np.isnan(grade) & is_target
         yield from chunks_of(user[known], item[known] - 1, grade[known], data.num_items)
         finished(len(user))
 
@@ -208,19 +222,19 @@ def plain_factors(
     )
 
 
-def mean_grade(data: Prepared) -> tuple[float, int]:
-    """Mean and number of the known grades of the training period.
+def mean_grade(data: Prepared, period: Period = "train") -> tuple[float, int]:
+    """Mean and number of the known grades of a period.
 
     Raises:
         RecpoError: there is none.
     """
     total, count = 0.0, 0
-    for chunk in chunks(data):
+    for chunk in chunks(data, period=period):
         total, count = total + float(chunk.grade.sum()), count + len(chunk.grade)
     if not count:
         raise RecpoError(
-            f"{data.root}: no training event has a grade, so there is nothing to fit: prepare the log with watch times "
-            "or labels"
+            f"{data.root}: no event of the period {period} has a grade, so there is nothing to fit: prepare the log "
+            "with watch times or labels"
         )
     return total / count, count
 

@@ -29,7 +29,7 @@ def fit_factors(
     *,
     progress: bool = False,
 ) -> Factors:
-    """Fits a factor model of grades on the training period.
+    """Fits a factor model of grades on the training period, or on the one that ``options`` names.
 
     Of several ranks and ridges that with the smallest squared error on the validation events is taken, every user
     folded in from the history before the period (``Factors.fold_in``, as it is served). The model stays the one of the
@@ -41,15 +41,16 @@ def fit_factors(
         progress: show a progress bar on a terminal.
 
     Raises:
-        RecpoError: no training event has a grade, or no validation event has one and there is something to choose.
+        RecpoError: no event has a grade, or no validation event has one and there is something to choose.
     """
-    mean, count = mean_grade(data)
+    mean, count = mean_grade(data, options.period)
     grid = options.grid
-    events = sum(int(shard["rows"]) for shard in data.manifest["shards"]["train"])
+    events = sum(int(shard["rows"]) for shard in data.manifest["shards"][options.period])
     total = events * (len(grid) * options.sweeps + 1)
     with tqdm(total=total, desc="factorize", unit="event", unit_scale=True, disable=None if progress else True) as bar:
         trials = [_fit(data, mean, rank, ridge, options, bar.update) for rank, ridge in grid]
-        errors, targets = validation_errors(data, [trial.model for trial in trials])
+        compared = [trial.model for trial in trials] if options.period == "train" else []
+        errors, targets = validation_errors(data, compared) if compared else ([], 0)
         if not targets and len(grid) > 1:
             raise RecpoError(
                 f"{data.root}: no validation event has a grade, so nothing says which of the {len(grid)} models is "
@@ -76,20 +77,19 @@ def _fit(
     finished: Callable[[int], object],
 ) -> _Trial:
     if ridge is None:
-        model = variational.plain_factors(
-            data, variational.fit_items(data, mean, rank, options, finished), mean, options
-        )
-        return _Trial(model, partial(variational.finish, data, model))
+        fit = variational.fit_items(data, mean, rank, options, finished, options.period)
+        model = variational.plain_factors(data, fit, mean, options)
+        return _Trial(model, partial(variational.finish, data, model, period=options.period))
     items = graded.fit_items(data, mean, rank, ridge, options, finished)
     model = graded.plain_factors(data, items, mean, ridge, options)
     return _Trial(model, partial(graded.finish, data, items, mean, ridge, options))
 
 
 def _facts(options: FactorOptions, errors: list[float], targets: int, count: int) -> dict[str, Any]:
-    known = errors if targets else [None] * len(errors)
+    known = errors if targets else [None] * len(options.grid)
     return {
         "options": plain(options),
-        "train_events": count,
+        "events": count,
         "validation_events": targets,
         "tried": [
             {"rank": rank, "ridge": ridge, "squared_error": error}

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from recpo.data.prepared import Prepared
+from recpo.data.prepared import Period, Prepared
 from recpo.factorization.factors import Factors
 from recpo.factorization.graded import Chunk, FactorOptions, Items, chunks, first_items, user_weights
 from recpo.factorization.normal_equations import Equations, no_equations, normal_matrices
@@ -102,8 +102,15 @@ def learned(total: np.ndarray, second: np.ndarray, count: int) -> Prior:
     return Prior(mean, second / count - np.outer(mean, mean) + 1e-9 * np.eye(len(mean)))
 
 
-def fit_items(data: Prepared, mean: float, rank: int, options: FactorOptions, finished: Callable[[int], object]) -> Fit:
-    """All sweeps over the training events.
+def fit_items(
+    data: Prepared,
+    mean: float,
+    rank: int,
+    options: FactorOptions,
+    finished: Callable[[int], object],
+    period: Period = "train",
+) -> Fit:
+    """All sweeps over the events of a period.
 
     Args:
         data: prepared data.
@@ -111,17 +118,18 @@ def fit_items(data: Prepared, mean: float, rank: int, options: FactorOptions, fi
         rank: the most factors.
         options: number of sweeps and seed.
         finished: called with the number of events that were read.
+        period: which period.
     """
     width, start = rank + 1, first_items(data.num_items, rank, options.seed)
     items = Gaussians(
         np.concatenate([start.rows[:, :-1], start.bias[:, None]], 1), np.zeros((data.num_items, width, width))
     )
-    noise = grade_variance(data, mean)
+    noise = grade_variance(data, mean, period)
     users = of_items = Prior(np.zeros(width), noise / _FIRST_RIDGE * np.eye(width))
     for sweep in range(options.sweeps):
         table, total = moments(items), no_equations(data.num_items, width + 1)
         summed, second, squared, count, events = np.zeros(width), np.zeros((width, width)), 0.0, 0, 0
-        for chunk in chunks(data, finished):
+        for chunk in chunks(data, finished, period):
             sums = user_sums(chunk, table, mean)
             part = posterior(sums, users, noise)
             add_item_sums(total, chunk, part, mean)
@@ -151,10 +159,10 @@ def add_item_sums(total: Equations, chunk: Chunk, users: Gaussians, mean: float)
     total.right[chunk.items] += part.right
 
 
-def grade_variance(data: Prepared, mean: float) -> float:
-    """Variance of the known grades of the training period."""
+def grade_variance(data: Prepared, mean: float, period: Period) -> float:
+    """Variance of the known grades of a period."""
     squared, count = 0.0, 0
-    for chunk in chunks(data):
+    for chunk in chunks(data, period=period):
         squared, count = squared + float(np.square(chunk.grade - mean).sum()), count + len(chunk.grade)
     # of grades that are all equal any noise explains the data
     return max(squared / count, 1e-6)
@@ -194,13 +202,15 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions)
     )
 
 
-def finish(data: Prepared, model: Factors, finished: Callable[[int], object] = lambda _: None) -> Factors:
-    """The model with the users of the training period, each folded in from all of their events there."""
+def finish(
+    data: Prepared, model: Factors, finished: Callable[[int], object] = lambda _: None, period: Period = "train"
+) -> Factors:
+    """The model with the users of a period, each folded in from all of their events there."""
     rows = np.concatenate([model.item_factors.double().numpy(), np.ones((model.num_items, 1))], 1)
     items, variance = Items(rows, model.item_bias.double().numpy()), model.factor_variance.double().numpy()
     prior = np.array([model.ridge] * model.rank + [model.bias_ridge])
     users = np.zeros((int(data.manifest["num_users"]), model.rank + 1), np.float32)
-    for chunk in chunks(data, finished):
+    for chunk in chunks(data, finished, period):
         uncertain = np.zeros((len(chunk.users), model.rank + 1))
         np.add.at(uncertain[:, :-1], chunk.user, variance[chunk.items][chunk.item])
         users[chunk.users] = user_weights(chunk, items, model.mean, prior + uncertain)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from recpo.artifacts import output_directory
-from recpo.data.prepared import Prepared
+from recpo.data.prepared import Period, Prepared
 from recpo.factorization.factors import Factors
 from recpo.factorization.graded import FactorOptions
 from recpo.factorization.selection import fit_factors
@@ -26,6 +26,7 @@ def factorize(
     max_history: int | None = None,
     uncertainty: bool = True,
     lower_bound: float = FactorOptions.lower_bound,
+    period: Period = FactorOptions.period,
     overwrite: bool = False,
     progress: bool = False,
 ) -> Factors:
@@ -40,7 +41,7 @@ def factorize(
         out: directory to make; None = the model is in memory only.
         method: "variational" keeps a posterior of every user and item and learns their priors from the data (Lim and
             Teh, 2007); "als" is alternating least squares with one ridge.
-        ranks: numbers of factors to try; None = 8 and 16, and 4 too with "als".
+        ranks: numbers of factors to try; None = 8 and 16, and 4 too with "als"; of a held-out period 8.
         ridges: ridges that "als" tries: the weight of the squared factors and biases, against one per event.
         sweeps: passes over the training events per model.
         seed: of the first item factors.
@@ -48,6 +49,8 @@ def factorize(
         uncertainty: keep the covariances that lower bounds need.
         lower_bound: its own lists rank by the expected grade less so many standard deviations; 0 without uncertainty.
             ``tilt`` and ``FactorReward`` have bounds of their own.
+        period: whose events are fitted. A model of "valid" knows nothing of what policies and rewards learned from
+            "train": as a ``FactorReward`` it tells which of them has the better lists.
         overwrite: replace ``out`` where it exists.
         progress: show a progress bar on a terminal.
 
@@ -58,7 +61,7 @@ def factorize(
         RecpoError: ``out`` exists, no event has a grade, or nothing says which rank and ridge is best.
     """
     tried = None if ranks is None else tuple(ranks)
-    options = FactorOptions(method, tried, tuple(ridges), sweeps, seed, max_history, uncertainty, lower_bound)
+    options = FactorOptions(method, tried, tuple(ridges), sweeps, seed, max_history, uncertainty, lower_bound, period)
     data = prepared if isinstance(prepared, Prepared) else Prepared.open(str(prepared))
     if out is None:
         return fit_factors(data, options, progress=progress)

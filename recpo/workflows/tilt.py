@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 import yaml
@@ -29,6 +29,8 @@ from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import POLICY, OffPolicyResult
 from recpo.evaluation.off_policy.setting import OffPolicySetting, has_propensities, off_policy_setting
 from recpo.factorization.factors import Factors
+from recpo.factorization.graded import FactorOptions, chunks
+from recpo.factorization.selection import fit_factors
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy, validate_beta
 from recpo.rewards import LoggedReward
@@ -54,7 +56,7 @@ from recpo.workflows.devices import compute_device
 if TYPE_CHECKING:
     import pandas as pd
 
-Criterion = Literal["top_k", "policy", "auc", "monitor_reward"]
+Criterion = Literal["grade", "top_k", "policy", "auc", "monitor_reward"]
 
 #: Betas that are tried, in grades per nat: a difference of so much in grade moves the log-odds by 1.
 BETAS = (0.0125, 0.025, 0.035, 0.05, 0.07, 0.1, 0.2, 0.4)
@@ -72,6 +74,7 @@ class TiltTrial:
         loss_error: standard error of that difference.
         top_k: off-policy value (SNIPS) of an item of the list of k.
         policy: off-policy value (SNIPS) of an item drawn from the policy.
+        grade: mean grade of the lists of k, as a factorization of the validation period's own events expects it.
         auc: mean over users of ``AUC_other``: their positives against their other exposures.
         monitor_reward: mean reward of the lists of k.
         effective_rows: so many exposures of equal weight say as much about ``top_k``.
@@ -87,6 +90,7 @@ class TiltTrial:
     loss_error: float
     top_k: float
     policy: float
+    grade: float
     auc: float
     monitor_reward: float
     effective_rows: float
@@ -186,9 +190,10 @@ def tilt(
             the nearest to the base, whose value is within one standard error of the best (of the difference, on the
             same users).
         betas: what is tried where beta is auto.
-        criterion: what a beta is worth: top_k (off-policy value of its lists, SNIPS), policy (of items drawn from it),
-            auc (mean per-user AUC of positives against other exposures) or monitor_reward. null = monitor_reward where
-            it is given, else top_k where the log has propensities, else auc.
+        criterion: what a beta is worth: grade (mean grade of its lists, as a factorization of the validation period's
+            own events expects it, which shares no noise with the factors), top_k (off-policy value of its lists,
+            SNIPS), policy (of items drawn from it), auc (mean per-user AUC of positives against other exposures) or
+            monitor_reward. null = monitor_reward where it is given, else grade where the period has grades, else auc.
         k: list length.
         candidates: of policies of semantic ids, how many items of the beam are ranked again.
         lower_bound: take so many standard deviations from the grade, so that items of which little is known are listed
@@ -229,13 +234,14 @@ def tilt(
             base.validate_items(data)
             if monitor_reward is not None:
                 validate_identity(monitor_reward, "monitor_reward", data)
-            used = criterion or _default_criterion(data, off_policy, monitor_reward)
+            used = criterion or _default_criterion(data, monitor_reward)
             where = compute_device(device)
             shared = _Validation(
                 data=data,
                 criterion=used,
                 k=min(k, data.num_items),
                 setting=_setting(data, used, off_policy, reward, k),
+                held_out=_held_out_factors(data, used),
                 monitor_reward=monitor_reward,
                 batch_size=batch_size,
                 device=where,
@@ -257,10 +263,25 @@ def _validate(betas: Sequence[float], k: int, batch_size: int) -> None:
         raise RecpoError(f"k is {k} and batch_size is {batch_size}, expected at least 1 each")
 
 
-def _default_criterion(data: Prepared, options: OffPolicyOptions, monitor: RewardFunction | None) -> Criterion:
+def _default_criterion(data: Prepared, monitor: RewardFunction | None) -> Criterion:
     if monitor is not None:
         return "monitor_reward"
-    return "top_k" if options.propensity != "logged" or has_propensities(data, "valid") else "auc"
+    return "grade" if _has_grades(data) else "auc"
+
+
+def _has_grades(data: Prepared) -> bool:
+    return any(len(chunk.grade) for chunk in chunks(data, period="valid"))
+
+
+def _held_out_factors(data: Prepared, criterion: Criterion) -> Factors | None:
+    """A factorization of the events of the validation period; None where they have no grades, and none is needed.
+
+    Raises:
+        RecpoError: they have none, and it is needed.
+    """
+    if not _has_grades(data) and criterion != "grade":
+        return None
+    return fit_factors(data, FactorOptions(period="valid", uncertainty=False, lower_bound=0.0))
 
 
 def _setting(
@@ -275,6 +296,10 @@ def _setting(
             )
         return None
     return off_policy_setting(options, data, reward, [min(k, data.num_items)])
+
+
+#: criteria that are a mean over users
+_OF_USERS: Final = ("grade", "auc", "monitor_reward")
 
 
 class _Measured(NamedTuple):
@@ -293,6 +318,7 @@ class _Validation:
     criterion: Criterion
     k: int
     setting: OffPolicySetting | None
+    held_out: Factors | None
     monitor_reward: RewardFunction | None
     batch_size: int
     device: torch.device
@@ -328,6 +354,7 @@ class _Validation:
         value = None if self.setting is None else self.setting.measure()
         measures: list[Measure] = [_Divergence(policy)] if isinstance(policy, TiltedPolicy | RerankedPolicy) else []
         measures += [_MonitorReward(self.monitor_reward, self.k)] if self.monitor_reward is not None else []
+        measures += [] if self.held_out is None else [_Grade(self.held_out.to(self.device), self.k)]
         measures += [] if value is None else [value]
         # ranks within a user are all that is read of what is an estimate
         scores = policy.has_exact_log_prob or self.criterion == "auc"
@@ -350,11 +377,11 @@ class _Validation:
         return POLICY if self.criterion == "policy" else f"top_{self.k}"
 
     def _metric(self) -> str:
-        return "AUC_other" if self.criterion == "auc" else "monitor_reward"
+        return "AUC_other" if self.criterion == "auc" else self.criterion
 
     def _value(self, one: _Measured) -> tuple[float, float]:
         """Value by the criterion and half of its interval."""
-        if self.criterion in ("auc", "monitor_reward"):
+        if self.criterion in _OF_USERS:
             found = one.ranking.estimate(self._metric())
             return found.mean, found.half_width
         assert one.off_policy is not None
@@ -364,7 +391,7 @@ class _Validation:
         """What ``best`` is worth more, and the standard error of it."""
         if one is best:
             return 0.0, 0.0
-        if self.criterion in ("auc", "monitor_reward"):
+        if self.criterion in _OF_USERS:
             difference = best.ranking.difference(one.ranking, self._metric())
             return difference.mean, difference.half_width / Z95
         assert one.off_policy is not None
@@ -377,7 +404,8 @@ class _Validation:
     def _trial(self, one: _Measured, best: _Measured) -> TiltTrial:
         value, half_width = self._value(one)
         loss, loss_error = self._loss(one, best)
-        means = {name: _mean(one.ranking, name) for name in ("AUC_other", "monitor_reward", "kl", f"NDCG@{self.k}")}
+        shown = ("AUC_other", "grade", "monitor_reward", "kl", f"NDCG@{self.k}")
+        means = {name: _mean(one.ranking, name) for name in shown}
         of_list = None if one.off_policy is None else one.off_policy.estimate(f"top_{self.k}", SNIPS.name)
         return TiltTrial(
             beta=one.beta,
@@ -387,6 +415,7 @@ class _Validation:
             loss_error=loss_error,
             top_k=math.nan if of_list is None else of_list.value,
             policy=math.nan if one.off_policy is None else _snips(one.off_policy, POLICY)[0],
+            grade=means["grade"],
             auc=means["AUC_other"],
             monitor_reward=means["monitor_reward"],
             effective_rows=math.nan if of_list is None else of_list.effective_sample_size,
@@ -422,6 +451,27 @@ class _Divergence:
     def update(self, observed: Observed) -> dict[str, Tensor]:
         """See ``Measure.update``."""
         return {"kl": self.policy.kl_from_base(observed.batch.feedback.histories)}
+
+    def totals(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+
+@dataclass(frozen=True)
+class _Grade:
+    """Adds ``grade``, the mean that ``factors`` expect of the first k places; nan for users whom they do not know."""
+
+    factors: Factors
+    k: int
+
+    def update(self, observed: Observed) -> dict[str, Tensor]:
+        """See ``Measure.update``."""
+        assert self.factors.user_factors is not None
+        items, known = observed.lists.item_ids[:, : self.k], observed.batch.feedback.slates.grade
+        grades = self.factors.grades(self.factors.user_factors[observed.batch.user_ids], items)
+        mean = grades.masked_fill(items == 0, torch.nan).nanmean(1)
+        assert known is not None
+        return {"grade": mean.masked_fill(known.isnan().all(1), torch.nan)}
 
     def totals(self) -> dict[str, float]:
         """None."""

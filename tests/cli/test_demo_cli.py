@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 VERBS = ("simulate", "prepare", "factorize", "train", "tilt", "evaluate", "export", "recommend")
 ROWS = ["pre-trained", "GBPO-aligned", "value-aligned", "GBPO-aligned - pre-trained", "value-aligned - factorization"]
-ROWS += ["tilted", "tilted - reward model"]
+ROWS += ["tilted", "tilted - factorization", "tilted - reward model"]
 SEMANTIC = ["pre-trained", "GBPO-aligned", "GBPO-aligned - pre-trained", "GBPO-aligned - factorization"]
 SEMANTIC = [f"semantic ids, {row}" for row in SEMANTIC]
 

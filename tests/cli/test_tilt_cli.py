@@ -17,6 +17,7 @@ import torch
 import recpo
 from recpo.artifacts import write_json
 from recpo.cli.main import main
+from recpo.data.datamodule import evaluation_batches
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.workflows import tilt as verb
@@ -53,7 +54,7 @@ def road(world, prepared, tmp_path_factory):
 def test_the_verb_shows_every_beta_and_takes_the_nearest_to_the_base_that_is_as_good(road):
     origin = json.loads((road.root / "run" / "origin.json").read_text())
     choice = origin["choice"]
-    assert choice["criterion"] == "top_k"
+    assert choice["criterion"] == "grade"
     base, *trials = choice["trials"]
     assert base["beta"] is None
     assert base["kl"] == 0
@@ -79,7 +80,7 @@ def test_the_function_says_the_same_and_prints_nothing(road, tmp_path, capfd):
     frame = found.to_pandas()
     assert frame["beta"].tolist() == [math.inf, 1.0, 0.1, 0.02]
     written = json.loads((road.root / "run" / "origin.json").read_text())["choice"]
-    assert (found.beta, found.criterion, found.k) == (written["beta"], "top_k", 10)
+    assert (found.beta, found.criterion, found.k) == (written["beta"], "grade", 10)
     assert frame["value"].tolist() == [trial["value"] for trial in written["trials"]]
     for name in ("resolved.yaml", "checkpoints/best.ckpt", "items.parquet", "feedback.json"):
         assert (tmp_path / "run" / name).read_bytes() == (road.root / "run" / name).read_bytes()
@@ -99,7 +100,7 @@ def test_a_tilted_run_is_evaluated_beside_its_base(road, tmp_path, capfd):
         "value"
     ]
     chosen = recpo.load(road.root / "run").results
-    assert on_valid["top_10"] == pytest.approx(chosen["tilt/value"], abs=1e-6)
+    assert on_valid["top_10"] == pytest.approx(chosen["tilt/top_k"], abs=1e-6)
     assert on_valid["policy"] == pytest.approx(chosen["tilt/policy"], abs=1e-6)
     assert len(trials) == 4
 
@@ -188,12 +189,38 @@ def test_the_criterion_is_what_the_log_allows(road, tmp_path, monkeypatch, world
     assert found.criterion == "monitor_reward"
     assert all(trial.value == trial.monitor_reward for trial in found.trials)
     monkeypatch.setattr(verb, "has_propensities", lambda data, split: False)
+    monkeypatch.setattr(verb, "_has_grades", lambda data: False)
     found = recpo.tilt(**options, out=tmp_path / "auc", betas=BETAS)
     assert found.criterion == "auc"
-    assert all(trial.value == trial.auc and math.isnan(trial.top_k) for trial in found.trials)
+    assert all(trial.value == trial.auc for trial in found.trials)
+    assert all(math.isnan(trial.top_k) and math.isnan(trial.grade) for trial in found.trials)
     with pytest.raises(recpo.RecpoError, match="criterion top_k needs propensities"):
         recpo.tilt(**options, out=tmp_path / "no", criterion="top_k")
+    monkeypatch.setattr("recpo.factorization.graded.GRADES", (float("nan"),) * 6)
+    with pytest.raises(recpo.RecpoError, match="no event of the period valid has a grade"):
+        recpo.tilt(**options, out=tmp_path / "no", criterion="grade")
     assert not (tmp_path / "no").exists()
+
+
+def test_the_grade_is_that_of_a_factorization_of_the_validation_events_alone(road, tmp_path):
+    options = {"run": road.root / "base", "factors": road.root / "factors", "prepared": road.prepared}
+    found = recpo.tilt(**options, out=tmp_path / "run", betas=BETAS)
+    judge = recpo.factorize(road.prepared, period="valid", uncertainty=False, lower_bound=0.0)
+    data = recpo.load(road.prepared)
+    untilted, means = recpo.load(road.root / "base").policy(), []
+    for batch in evaluation_batches(data.root, "valid", untilted.max_history, 7):
+        lists = untilted.recommend(batch.feedback.histories, 10, batch.exclude).item_ids
+        for user, items, grades in zip(batch.user_ids, lists, batch.feedback.slates.grade, strict=True):
+            if not grades.isnan().all():
+                weights = judge.user_factors[user]
+                rows = [i for i in items.tolist() if i > 0]
+                own = [
+                    judge.mean + weights[-1] + judge.item_bias[i - 1] + weights[:-1] @ judge.item_factors[i - 1]
+                    for i in rows
+                ]
+                means.append(sum(map(float, own)) / len(own))
+    assert len(means) > 10
+    assert found.trials[0].grade == pytest.approx(sum(means) / len(means), abs=1e-5)
 
 
 def test_what_cannot_be_tilted_is_said_before_anything_is_written(road, tmp_path):
@@ -231,7 +258,7 @@ def test_a_policy_of_semantic_ids_is_reranked(road, tmp_path):
     found = recpo.tilt(
         tmp_path / "base", road.root / "factors", road.prepared, out=tmp_path / "run", betas=BETAS, candidates=30
     )
-    assert found.criterion == "top_k"
+    assert found.criterion == "grade"
     shutil.rmtree(tmp_path / "codes")
     shutil.rmtree(tmp_path / "base")
     run = recpo.load(tmp_path / "run")

@@ -145,9 +145,27 @@ def test_a_log_without_validation_events_leaves_nothing_to_choose(data, factors,
     assert alone.facts["tried"] == [{"rank": 2, "ridge": 1.0, "squared_error": None}]
 
 
+def test_a_period_has_the_grades_of_its_own_events(data):
+    expected = []
+    for batch in validation_batches(data, 5):
+        known = batch.feedback.slates.grade[batch.feedback.slates.mask]
+        expected += known[~known.isnan()].tolist()
+    found = np.concatenate([chunk.grade for chunk in chunks(data, period="valid")])
+    assert sorted(found) == pytest.approx(sorted(expected))
+    mean, count = mean_grade(data, "valid")
+    assert (mean, count) == (pytest.approx(np.mean(expected)), len(expected))
+    model = fit_factors(data, FactorOptions(period="valid", sweeps=4))
+    assert (model.rank, model.facts["events"]) == (8, count)
+    assert model.facts["tried"] == [{"rank": 8, "ridge": None, "squared_error": None}]
+    here = np.unique(np.concatenate([chunk.users for chunk in chunks(data, period="valid")]))
+    elsewhere = np.setdiff1d(np.arange(len(model.user_factors)), here)
+    assert not model.user_factors[elsewhere].any()
+    assert model.user_factors[here].any(1).all()
+
+
 def test_a_log_without_grades_is_refused(data, monkeypatch):
     monkeypatch.setattr(graded, "GRADES", (float("nan"),) * 6)
-    with pytest.raises(RecpoError, match="no training event has a grade"):
+    with pytest.raises(RecpoError, match="no event of the period train has a grade"):
         fit_factors(data, FactorOptions("als", ranks=(2,), ridges=(1.0,), sweeps=1))
 
 
@@ -162,6 +180,9 @@ def test_a_log_without_grades_is_refused(data, monkeypatch):
         ({"ridges": (float("nan"),)}, "ridges is"),
         ({"sweeps": 0}, "sweeps is"),
         ({"max_history": 0}, "max_history is"),
+        ({"period": "night"}, "period is"),
+        ({"period": "valid", "method": "als"}, "no comparison"),
+        ({"period": "valid", "ranks": (2, 4)}, "no comparison"),
     ],
 )
 def test_options_out_of_range_are_refused(options, said):
