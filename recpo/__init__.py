@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from recpo.workflows.evaluate import evaluate as evaluate
     from recpo.workflows.factorize import factorize as factorize
     from recpo.workflows.load import load as load
+    from recpo.workflows.loop import Loop as Loop, loop as loop
     from recpo.workflows.prepare import prepare as prepare
     from recpo.workflows.serve import serve as serve
     from recpo.workflows.simulate import simulate as simulate
@@ -190,6 +191,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.workflows.evaluate": ("evaluate",),
     "recpo.workflows.factorize": ("factorize",),
     "recpo.workflows.load": ("load",),
+    "recpo.workflows.loop": ("Loop", "loop"),
     "recpo.workflows.prepare": ("prepare",),
     "recpo.workflows.serve": ("serve",),
     "recpo.workflows.simulate": ("simulate",),

@@ -26,7 +26,17 @@ import yaml
 from recpo.errors import RecpoError
 
 Kind = Literal[
-    "simulation", "prepared", "codes", "run", "checkpoint", "evaluation", "bundle", "demo", "factors", "comparison"
+    "simulation",
+    "prepared",
+    "codes",
+    "run",
+    "checkpoint",
+    "evaluation",
+    "bundle",
+    "demo",
+    "factors",
+    "comparison",
+    "loop",
 ]
 
 MARKER: Final = "recpo.json"

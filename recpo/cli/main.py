@@ -38,6 +38,7 @@ VERBS = {
     "recommend": "run a bundle over a Parquet file of histories",
     "compare": "hold a new bundle against the old one on logged requests, as the gate of a swap",
     "serve": "answer requests with a bundle over HTTP, and log what was shown",
+    "loop": "rounds of serving and training on simulated users",
     "plan": "say what training needs: memory and exchange per rank, and which rank holds what",
     "demo": "the whole road on a simulated log",
     "doctor": "say what is installed and whether it works",

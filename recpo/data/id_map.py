@@ -77,6 +77,10 @@ class IdMap:
         """Type of the external ids."""
         return self._external.type
 
+    def equals(self, other: IdMap) -> bool:
+        """Whether item 1, item 2 and so on are the same here and there."""
+        return self._is_text == other._is_text and self._index.equals(other._index)
+
     def to_internal(self, values: Iterable[Any]) -> np.ndarray:
         """Internal ids, int64, one for each value; unknown and null values become 0.
 

@@ -145,6 +145,69 @@ class Exploration:
         Raises:
             RecpoError: wrong shapes, repeated items, nan or +inf, k below 1, or no pool for uniform slates.
         """
+        ids, scores, pools = self._prepared(items, logp, k, allowed)
+        lengths = np.minimum((scores > -np.inf).sum(1), k)
+        best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        drawn = best if self.temperature == 0 else _gumbel_top(self._logits(scores), k, generator)
+        is_random = (generator.random(len(ids)) < self.epsilon) & (lengths > 0)
+        shown = np.arange(drawn.shape[1]) < lengths[:, None]
+        positions = np.where(shown, drawn, -1)
+        listed = np.where(shown, np.take_along_axis(ids, drawn, 1), 0)
+        for row in np.flatnonzero(is_random).tolist():
+            pool = pools[row] if pools else Pool.of(int(ids[row].max()), ids=ids[row][scores[row] > -np.inf])
+            n = lengths[row]
+            listed[row, :n] = pool.at(generator.choice(len(pool), n, replace=False))
+            positions[row, :n] = _places(ids[row], listed[row, :n])
+        propensity = self._propensities(scores, best, positions, lengths, pools)
+        explored = shown & ~(positions[:, :, None] == np.where(shown, best, -2)[:, None, :]).any(2)
+        return _padded(SlateBatch(listed, propensity, explored, is_random, positions, lengths), k)
+
+    def probabilities(
+        self,
+        items: ArrayLike,
+        logp: ArrayLike,
+        k: int,
+        asked: ArrayLike,
+        allowed: Sequence[Pool] | None = None,
+    ) -> FloatArray:
+        """Propensities of given items, shown or not: what ``Slate.propensity`` is where one of them is drawn.
+
+        Args:
+            items: ``[B, M]`` shortlists, as in ``sample_batch``.
+            logp: ``[B, M]``.
+            k: length of the slates.
+            asked: ``[B, S]`` internal ids; 0 = none.
+            allowed: what may be listed, as in ``sample_batch``.
+
+        Returns:
+            ``[B, S]``, 0 where an item is never shown.
+
+        Raises:
+            RecpoError: see ``sample_batch``.
+        """
+        ids, scores, pools = self._prepared(items, logp, k, allowed)
+        lengths = np.minimum((scores > -np.inf).sum(1), k)
+        if self.temperature == 0:
+            place = np.argsort(np.argsort(-scores, axis=1, kind="stable"), axis=1)
+            included = (place < lengths[:, None]).astype(np.float64)
+        else:
+            included = inclusion_probabilities(self._logits(scores), min(k, scores.shape[1]))
+        wanted = np.asarray(asked, np.int64)
+        found = np.zeros(wanted.shape)
+        for row in np.flatnonzero(lengths).tolist():
+            places, known = _places(ids[row], wanted[row]), wanted[row] > 0
+            listed = known & (places >= 0) & (scores[row, places] > -np.inf)
+            found[row] = (1 - self.epsilon) * np.where(listed, included[row, places], 0.0) / lengths[row]
+            if self.epsilon > 0:
+                can = listed if pools is None else known & pools[row].contains(wanted[row])
+                size = (scores[row] > -np.inf).sum() if pools is None else len(pools[row])
+                found[row] += self.epsilon * can / size
+        return found
+
+    def _prepared(
+        self, items: ArrayLike, logp: ArrayLike, k: int, allowed: Sequence[Pool] | None
+    ) -> tuple[IntArray, FloatArray, Sequence[Pool] | None]:
+        """Shortlists without what may not be listed, and what uniform slates are drawn from; None = the shortlists."""
         ids, scores = _validated(items, logp, k)
         if self.epsilon > 0 and self.uniform_over == "catalog" and allowed is None:
             raise RecpoError(
@@ -154,22 +217,7 @@ class Exploration:
         if allowed is not None:
             kept = np.stack([pool.contains(row) for pool, row in zip(allowed, ids, strict=True)])
             scores = np.where(kept, scores, -np.inf)
-        lengths = np.minimum((scores > -np.inf).sum(1), k)
-        best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-        drawn = best if self.temperature == 0 else _gumbel_top(self._logits(scores), k, generator)
-        is_random = (generator.random(len(ids)) < self.epsilon) & (lengths > 0)
-        shown = np.arange(drawn.shape[1]) < lengths[:, None]
-        positions = np.where(shown, drawn, -1)
-        listed = np.where(shown, np.take_along_axis(ids, drawn, 1), 0)
-        pools = allowed if allowed is not None and self.uniform_over == "catalog" else None
-        for row in np.flatnonzero(is_random).tolist():
-            pool = pools[row] if pools else Pool.of(int(ids[row].max()), ids=ids[row][scores[row] > -np.inf])
-            n = lengths[row]
-            listed[row, :n] = pool.at(generator.choice(len(pool), n, replace=False))
-            positions[row, :n] = _places(ids[row], listed[row, :n])
-        propensity = self._propensities(scores, best, positions, lengths, pools)
-        explored = shown & ~(positions[:, :, None] == np.where(shown, best, -2)[:, None, :]).any(2)
-        return _padded(SlateBatch(listed, propensity, explored, is_random, positions, lengths), k)
+        return ids, scores, allowed if allowed is not None and self.uniform_over == "catalog" else None
 
     def _logits(self, scores: FloatArray) -> FloatArray:
         with np.errstate(invalid="ignore"):

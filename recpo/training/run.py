@@ -176,10 +176,12 @@ class Run:
 
     def validate_items(self, data: Prepared) -> None:
         """Raises ``RecpoError`` where prepared data holds other items than the run was trained on."""
-        if self.catalog_checksum != data.catalog_checksum:
+        if self.catalog_checksum == data.catalog_checksum:
+            return
+        if not self.items.equals(data.item_ids()):  # a longer log of the same items has other counts in the file
             raise RecpoError(
                 f"{self.root} was trained on other items than {data.root} holds (items.parquet differs): name the "
-                "prepared directory it was trained on"
+                "prepared directory it was trained on, or one with the same items in the same order"
             )
 
     def checkpoint(self, name: str = "best") -> Path:

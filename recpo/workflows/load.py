@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from recpo.tokenizer.tokenization import Codes
     from recpo.training.run import Run
     from recpo.workflows.compare import Comparison
+    from recpo.workflows.loop import Loop
 
-_READABLE = "prepared data, codes, factors, a run, a bundle, an evaluation, a comparison or a simulation"
+_READABLE = "prepared data, codes, factors, a run, a bundle, an evaluation, a comparison, a loop or a simulation"
 
 
 def load(
     path: str | PathLike[str], trust: Sequence[str] = ()
-) -> Prepared | Run | Codes | Factors | Bundle | Evaluation | Comparison | Simulation:
+) -> Prepared | Run | Codes | Factors | Bundle | Evaluation | Comparison | Loop | Simulation:
     """Opens a directory that recpo wrote, whichever kind it is of; ``recpo.json`` in it says which.
 
     Only what the kind needs is imported: a bundle is opened where torch is not installed.
@@ -69,6 +70,10 @@ def load(
         from recpo.workflows.compare import Comparison
 
         return Comparison.open(fspath(path))
+    if kind == "loop":
+        from recpo.workflows.loop import Loop
+
+        return Loop.open(fspath(path))
     if kind == "simulation":
         from recpo.simulation.log import Simulation
 

@@ -16,7 +16,7 @@ from recpo.simulation.next_days import Shown
 from recpo.simulation.preferences import IntArray
 from recpo.simulation.truth import Truth
 
-_BEST = Exploration(temperature=0.0, epsilon=0.0, shortlist=1)  # the best items in their order, each with 1 / n
+BEST = Exploration(temperature=0.0, epsilon=0.0, shortlist=1)  # the best items in their order, each with 1 / n
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class BundleService:
     ) -> Shown:
         """See ``ShowSlates``."""
         bundle, longest = self.bundle, int(sizes.max())
-        exploration = _BEST if self.exploration is None else self.exploration
+        exploration = BEST if self.exploration is None else self.exploration
         width = min(max(longest, exploration.shortlist), bundle.k)
         found = Shown(
             item_ids=np.zeros((len(sizes), longest), np.int64),

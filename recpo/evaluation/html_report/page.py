@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from recpo.evaluation.html_report import charts, tables
@@ -26,7 +28,28 @@ def html_report(document: Document) -> str:
     Args:
         document: see ``recpo.evaluation.document.evaluation_document``.
     """
-    sections = [section for section in _sections(document) if section.blocks]
+    setting = document["setting"]
+    counts = tables.ranked(document)[0][1]["counts"]
+    names = ", ".join(contender["name"] for contender in document["contenders"])
+    return render_page(
+        f"Offline evaluation, {setting['split']} period",
+        f"{names}: {counts['users']:,} users, {setting['num_items']:,} items, every item ranked",
+        _sections(document),
+        version=setting["recpo_version"],
+        numbers="metrics.json",
+    )
+
+
+def render_page(title: str, subtitle: str, sections: Sequence[Section], *, version: str, numbers: str) -> str:
+    """A page of sections; those without blocks are left out.
+
+    Args:
+        title: its heading.
+        subtitle: below it.
+        sections: in their order.
+        version: of the recpo that wrote it.
+        numbers: name of the file that has the same numbers.
+    """
     environment = Environment(
         loader=PackageLoader("recpo.evaluation", "html_report"),
         autoescape=True,
@@ -34,14 +57,12 @@ def html_report(document: Document) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    setting = document["setting"]
-    counts = tables.ranked(document)[0][1]["counts"]
-    names = ", ".join(contender["name"] for contender in document["contenders"])
     return environment.get_template("report.html.jinja").render(
-        title=f"Offline evaluation, {setting['split']} period",
-        subtitle=f"{names}: {counts['users']:,} users, {setting['num_items']:,} items, every item ranked",
-        sections=sections,
-        version=setting["recpo_version"],
+        title=title,
+        subtitle=subtitle,
+        sections=[section for section in sections if section.blocks],
+        version=version,
+        numbers=numbers,
     )
 
 

@@ -1,0 +1,300 @@
+"""The verb ``loop``: rounds of serve, prepare, train, evaluate and export on simulated users."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from recpo.artifacts import (
+    kind_of,
+    locked_directory,
+    output_directory,
+    output_file,
+    parse_json,
+    read_json,
+    seal,
+    unseal,
+    write_json,
+)
+from recpo.errors import Interrupted, RecpoError
+from recpo.exploration import Exploration
+from recpo.rewards import LoggedReward
+from recpo.serving.bundle import Bundle
+from recpo.simulation.parameters import WORLDS, SimulationParameters, World
+from recpo.workflows.loop_recipe import Recipe
+from recpo.workflows.loop_report import loop_report
+from recpo.workflows.loop_rounds import BUNDLE, Round, RoundOptions, as_json, make_round, round_directory
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LOOP: Final = "loop.json"
+REPORT: Final = "report.html"
+FORMAT_VERSION: Final = 1
+
+_LEAST_DAYS: Final = 3  # one to train on, one to validate on, one to test on
+_REMEDY: Final = "run the loop again with overwrite"
+
+
+class Outcome(NamedTuple):
+    """What a policy was expected to earn, and what it then earned; both by the labels of the round that expected it.
+
+    Attributes:
+        number: of the round whose policy it is.
+        value: the estimate before the day; None = not known.
+        low: lower end of its 95 % interval.
+        high: upper end.
+        earned: mean logged reward of the day that the policy then served. Labels are quantiles of the train period,
+            which grows by a day a round; so what they moved on the day before is taken back.
+    """
+
+    number: int
+    value: float | None
+    low: float | None
+    high: float | None
+    earned: float | None
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Rounds of the loop, on disk.
+
+    Attributes:
+        root: the directory: ``rounds/NN/``, ``loop.json`` and ``report.html``.
+        options: what they were asked for.
+        rounds: those that are whole, in their order.
+    """
+
+    root: Path
+    options: Mapping[str, Any]
+    rounds: tuple[Round, ...]
+
+    @classmethod
+    def open(cls, root: Path | str) -> Loop:
+        """Opens a directory that ``loop`` wrote, finished or not.
+
+        Raises:
+            RecpoError: it is none, of another version, or damaged.
+        """
+        file = Path(root) / LOOP
+        if not file.is_file():
+            raise RecpoError(f"{root} is no loop: {LOOP} is missing; make one with `recpo loop`")
+        content = unseal(read_json(file, _REMEDY), file, _REMEDY)
+        if (found := content.get("format_version")) != FORMAT_VERSION:
+            raise RecpoError(f"{file}: format version {found}, this recpo reads {FORMAT_VERSION}: {_REMEDY}")
+        try:
+            return cls(Path(root), content["options"], tuple(Round.from_json(one) for one in content["rounds"]))
+        except (KeyError, TypeError) as error:
+            raise RecpoError(f"{file} is damaged ({error}): {_REMEDY}") from error
+
+    @property
+    def bundle(self) -> Bundle:
+        """The bundle of the last round.
+
+        Raises:
+            RecpoError: no round is whole.
+        """
+        if not self.rounds:
+            raise RecpoError(f"{self.root}: no round is whole: go on with resume")
+        return Bundle.load(round_directory(self.root, self.rounds[-1].number) / BUNDLE)
+
+    @property
+    def report(self) -> Path:
+        """One HTML file that opens offline."""
+        return self.root / REPORT
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """The policies that have been served, what they were expected to earn and what they then earned."""
+        return outcomes(self.rounds)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row per round: ``round``, columns of the day that was served, of the lists and of the estimate."""
+        import pandas as pd
+
+        rows = []
+        for one in self.rounds:
+            row: dict[str, Any] = {"round": one.number}
+            row |= {} if one.served is None else dataclasses.asdict(one.served)
+            row |= {f"lists_{name}": value for name, value in dataclasses.asdict(one.lists).items()}
+            parts = {} if one.estimate is None else dataclasses.asdict(one.estimate)
+            row |= {f"estimate_{name}": value for name, value in parts.items() if name != "warnings"}
+            rows.append(row | {"earned": one.earned})
+        return pd.DataFrame(rows)
+
+    def write(self) -> None:
+        """Writes ``loop.json``, then the report of it."""
+        rounds = [as_json(one) for one in self.rounds]
+        write_json(self.root / LOOP, seal({**_content(self.options), "rounds": rounds}))
+        with output_file(self.root / REPORT) as working:
+            working.write_text(loop_report(self.options, self.rounds, self.outcomes), encoding="utf-8")
+
+
+def loop(
+    out: Path | str,
+    *,
+    recipe: Sequence[Path | str | Mapping[str, Any]],
+    rounds: int = 8,
+    world: World = "default",
+    seed: int = 0,
+    exploration: Exploration | None = None,
+    log_propensities: bool = True,
+    tilt: float | Literal["auto"] | None = None,
+    warm_start: bool = True,
+    warm_epochs: int | None = None,
+    k: int = 10,
+    trust: Sequence[str] = (),
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = False,
+    on_round: Callable[[Round], None] | None = None,
+    **parameters: Any,
+) -> Loop:
+    """Closes the loop on simulated users: each round's policy is trained on what the policies before it showed.
+
+    Round 0 simulates a world with its log, prepares it, trains a policy, exports it as a bundle and evaluates it. Every
+    further round first lets the bundle of the round before serve the users for a day; the log so far, that day
+    included, is then prepared, trained on and so on. Writes ``out/rounds/NN/{log, prepared, factors, runs, bundle,
+    evaluation}``, ``out/loop.json`` with every number and ``out/report.html``. Equal arguments give equal numbers, also
+    where a loop was killed and went on.
+
+    Of a log the last day is the test period and the day before it validates, so a day is trained on two rounds later.
+
+    Args:
+        out: directory to make.
+        recipe: training configurations, as files or their contents. The first trains from nothing, and from its own run
+            of the round before where there is one; each of the others starts from the run of the one before it. Data,
+            ``init_from``, ``out`` and seeds are those of the round. A ``FactorReward`` reads a factorization of the
+            round's log, which is made where one is named.
+        rounds: days that are served, beside round 0; a loop that is resumed may go on for more.
+        world: preset of parameters, see ``recpo.simulate``.
+        seed: of the world, of the days and of training.
+        exploration: how the slates of the served days are drawn; None = the best items in their order.
+        log_propensities: whether the logs have the columns ``propensity`` and ``is_random``; without them nothing is
+            estimated off-policy, and nothing can be trained on them.
+        tilt: beta with which the last policy of the recipe is tilted by the round's factorization; "auto" = chosen on
+            the validation period; None = not tilted.
+        warm_start: whether the first configuration starts from the round before; where the catalog has changed, it
+            starts from nothing all the same.
+        warm_epochs: its epochs then; None = as it says itself.
+        k: length of the lists whose true value is reported.
+        trust: packages beside recpo whose classes the configurations may name.
+        resume: go on with a loop in ``out`` that was made with the same options; where there is none, start it.
+        overwrite: replace a loop in ``out``.
+        progress: show progress bars on a terminal.
+        on_round: called with every round that has been made.
+        **parameters: users, items, events (of the whole log of the start), days and the others of
+            ``recpo.simulation.parameters.SimulationParameters``.
+
+    Raises:
+        RecpoError: an option is out of range or does not fit; ``out`` exists, or is resumed with other options.
+        Interrupted: training was told to stop; the loop goes on with ``resume``.
+    """
+    chosen = Recipe.of(recipe, tilt, warm_start, warm_epochs)
+    if world not in WORLDS:
+        raise RecpoError(f"loop: world is {world!r}, expected one of {', '.join(WORLDS)}")
+    parameters = {**WORLDS[world], **parameters}
+    described = SimulationParameters(seed=seed, **parameters)
+    _validate(rounds, k, described)
+    shared = RoundOptions(
+        world=world,
+        parameters={name: value for name, value in dataclasses.asdict(described).items() if name != "seed"},
+        seed=seed,
+        exploration=exploration,
+        log_propensities=log_propensities,
+        k=k,
+        reward=LoggedReward(),
+    )
+    options = _options(shared, chosen)
+    root = Path(out)
+    _begin(root, options, resume=resume, overwrite=overwrite)
+    with locked_directory(root), _interrupted(root):
+        done = Loop.open(root)
+        for number in range(len(done.rounds), rounds + 1):
+            made = make_round(root, number, shared, chosen, trust, progress)
+            done = dataclasses.replace(done, rounds=(*done.rounds, made))
+            done.write()
+            if on_round is not None:
+                on_round(made)
+    return done
+
+
+def outcomes(rounds: Sequence[Round]) -> list[Outcome]:
+    """See ``Loop.outcomes``."""
+    found = []
+    for before, after in pairwise(rounds):
+        known = None not in (before.earned, after.earned, after.earned_before)
+        moved = (after.earned_before or 0.0) - (before.earned or 0.0)
+        earned = (after.earned or 0.0) - moved if known else None
+        ends = before.estimate
+        if ends is None:
+            found.append(Outcome(before.number, None, None, None, earned))
+        else:
+            found.append(Outcome(before.number, ends.value, ends.low, ends.high, earned))
+    return found
+
+
+def _validate(rounds: int, k: int, parameters: SimulationParameters) -> None:
+    checks = {
+        "rounds": (rounds, not isinstance(rounds, bool) and rounds >= 1, "at least 1"),
+        "k": (k, not isinstance(k, bool) and k >= 1, "at least 1"),
+        "days": (parameters.days, parameters.days >= _LEAST_DAYS, f"at least {_LEAST_DAYS}: train, validation, test"),
+    }
+    for name, (value, holds, expected) in checks.items():
+        if not holds:
+            raise RecpoError(f"loop: {name} is {value!r}, expected {expected}")
+
+
+def _options(shared: RoundOptions, recipe: Recipe) -> dict[str, Any]:
+    """Every option that a number depends on, as JSON has it."""
+    content = {
+        **{name: value for name, value in vars(shared).items() if name not in ("exploration", "reward")},
+        "exploration": None if shared.exploration is None else dataclasses.asdict(shared.exploration),
+        "reward": dataclasses.asdict(shared.reward),
+        "recipe": recipe.configs,
+        "tilt": recipe.tilt,
+        "warm_start": recipe.warm_start,
+        "warm_epochs": recipe.warm_epochs,
+    }
+    return parse_json(_dumped(content), "the options of the loop", "use plain values in the recipe")
+
+
+def _dumped(content: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(content, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise RecpoError(f"loop: an option is no plain value ({error}): name classes by their class_path") from error
+
+
+def _content(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {"format_version": FORMAT_VERSION, "options": dict(options)}
+
+
+def _begin(root: Path, options: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
+    """Makes the directory with ``loop.json`` in it, or checks the one that is resumed."""
+    if resume and kind_of(root) == "loop":
+        stands = Loop.open(root)
+        changed = sorted(name for name in {*options, *stands.options} if options.get(name) != stands.options.get(name))
+        if changed:
+            raise RecpoError(
+                f"{root} was begun with other options: {', '.join(changed)} differ. Resume it with the same ones "
+                "(rounds may be more), or choose another output"
+            )
+        return
+    with output_directory(root, kind="loop", overwrite=overwrite) as working:
+        write_json(working / LOOP, seal({**_content(options), "rounds": []}))
+
+
+@contextmanager
+def _interrupted(root: Path) -> Iterator[None]:
+    """Says how the loop goes on, not the run of it that was interrupted."""
+    try:
+        yield
+    except Interrupted as error:
+        raise Interrupted(f"stopped; {root} goes on with the same options and --resume true", error.status) from error

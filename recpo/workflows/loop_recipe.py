@@ -1,0 +1,178 @@
+"""How a round of the loop trains: a list of training configurations, each of which starts from the one before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from recpo.artifacts import kind_of, read_yaml
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.factorization.factors import Factors
+from recpo.policies.tilted import validate_beta
+from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
+from recpo.workflows.factorize import factorize
+from recpo.workflows.tilt import tilt
+from recpo.workflows.train import train
+
+FACTORS: Final = "factors"
+RUNS: Final = "runs"
+
+_REWARD: Final = "FactorReward"
+_DEFAULT_OBJECTIVE: Final = "Likelihood"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What trains the policy of a round.
+
+    Attributes:
+        configs: contents of training configurations. The first starts from its own run of the round before where
+            ``warm_start`` says so and the items are the same, otherwise from nothing; each of the others starts from
+            the run of the one before it in the same round.
+        tilt: beta with which the last policy is tilted by a factorization of the round, "auto" = chosen on the
+            validation period; None = not tilted.
+        warm_start: see ``configs``.
+        warm_epochs: epochs of the first configuration where it starts from the round before; None = as it says itself.
+    """
+
+    configs: tuple[Mapping[str, Any], ...]
+    tilt: float | Literal["auto"] | None = None
+    warm_start: bool = True
+    warm_epochs: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        named: Sequence[Path | str | Mapping[str, Any]],
+        tilt: float | Literal["auto"] | None,
+        warm_start: bool,
+        warm_epochs: int | None,
+    ) -> Recipe:
+        """Reads the configurations; what the loop itself says (``data.prepared``, ``init_from``, ``out``) is left out.
+
+        Raises:
+            RecpoError: there are none, one cannot be read, or an option is out of range.
+        """
+        if isinstance(named, str | Path | Mapping) or not named:
+            raise RecpoError(
+                f"loop: recipe is {named!r}, expected a list of training configurations, such as "
+                "[configs/pretrain.yaml, configs/mpo.yaml]"
+            )
+        if tilt is not None and tilt != "auto":
+            validate_beta(float(tilt))
+        if warm_epochs is not None and warm_epochs < 1:
+            raise RecpoError(f"loop: warm_epochs is {warm_epochs}, expected at least 1, or null")
+        return cls(tuple(_own_part(one) for one in named), tilt, warm_start, warm_epochs)
+
+    @property
+    def needs_factors(self) -> bool:
+        """Whether a factorization of each round's log is read: by a reward or by the tilt."""
+        return self.tilt is not None or any(_factor_rewards(config) for config in self.configs)
+
+    @property
+    def names(self) -> list[str]:
+        """Directories of the runs: number and objective of every configuration."""
+        return [f"{number}-{_objective(config)}" for number, config in enumerate(self.configs)]
+
+    def train(
+        self, root: Path, data: Prepared, before: Path | None, *, seed: int, trust: Sequence[str], progress: bool
+    ) -> Training:
+        """Trains the policy of a round; what is there already and whole is not made again.
+
+        Args:
+            root: directory of the round.
+            data: its prepared log.
+            before: directory of the round before; None = this is the first one.
+            seed: of all random numbers.
+            trust: packages whose classes the configurations may name.
+            progress: show progress bars on a terminal.
+        """
+        factors = self._factors(root / FACTORS, data, seed, progress) if self.needs_factors else None
+        start = self._start(data, before, trust)
+        run = start
+        for number, (name, given) in enumerate(zip(self.names, self.configs, strict=True)):
+            config = copy.deepcopy(dict(given))
+            for reward in _factor_rewards(config):
+                reward.setdefault("init_args", {})["factors"] = str(root / FACTORS)
+            options: dict[str, Any] = {"seed": seed, "data.seed": seed, "progress": progress}
+            if number == 0 and start is not None and self.warm_epochs is not None:
+                options["trainer.max_epochs"] = self.warm_epochs
+            run = _trained(root / RUNS / name, data, config, run, options, trust)
+        assert run is not None
+        if self.tilt is not None:
+            assert factors is not None
+            run = self._tilted(root / RUNS / "tilted", run, factors, data, trust, progress)
+        return Training(run, start is not None)
+
+    def _start(self, data: Prepared, before: Path | None, trust: Sequence[str]) -> Run | None:
+        """The run of the round before that the first configuration starts from; None = it starts from nothing."""
+        if before is None or not self.warm_start:
+            return None
+        run = Run.open(before / RUNS / self.names[0], trust)
+        return run if run.items.equals(data.item_ids()) else None
+
+    @staticmethod
+    def _factors(out: Path, data: Prepared, seed: int, progress: bool) -> Factors:
+        if kind_of(out) == "factors":
+            return Factors.open(out)
+        return factorize(data, out, seed=seed, progress=progress)
+
+    def _tilted(
+        self, out: Path, run: Run, factors: Factors, data: Prepared, trust: Sequence[str], progress: bool
+    ) -> Run:
+        if (out / FINISHED).is_file():
+            return Run.open(out, trust)
+        beta = self.tilt if self.tilt is not None else "auto"
+        return tilt(run, factors, data, out=out, beta=beta, trust=trust, progress=progress).run
+
+
+@dataclass(frozen=True)
+class Training:
+    """What came of a round's training.
+
+    Attributes:
+        run: the policy that is served next.
+        warm_start: whether its first run started from the round before.
+    """
+
+    run: Run
+    warm_start: bool
+
+
+def _trained(
+    out: Path, data: Prepared, config: Mapping[str, Any], start: Run | None, options: Mapping[str, Any], trust: Any
+) -> Run:
+    """A finished run, a run that goes on from its last checkpoint, or a new one."""
+    if (out / FINISHED).is_file():
+        return Run.open(out, trust)
+    goes_on = checkpoint_path(out, "last").exists()
+    again = not goes_on and (out / RESOLVED).is_file()
+    return train(data, config=config, out=out, init_from=start, resume=goes_on, overwrite=again, trust=trust, **options)
+
+
+def _own_part(named: Path | str | Mapping[str, Any]) -> Mapping[str, Any]:
+    content = named if isinstance(named, Mapping) else read_yaml(Path(named), "name a training configuration")
+    config = {key: copy.deepcopy(value) for key, value in content.items() if key not in ("out", "init_from", "resume")}
+    if isinstance(config.get("data"), dict):
+        config["data"].pop("prepared", None)
+    return config
+
+
+def _objective(config: Mapping[str, Any]) -> str:
+    objective = config.get("objective")
+    named = objective.get("class_path", _DEFAULT_OBJECTIVE) if isinstance(objective, Mapping) else objective
+    return str(named or _DEFAULT_OBJECTIVE).rsplit(".", 1)[-1]
+
+
+def _factor_rewards(part: Any) -> list[dict[str, Any]]:
+    """Every ``FactorReward`` of a configuration, wherever it stands."""
+    if isinstance(part, list):
+        return [found for one in part for found in _factor_rewards(one)]
+    if not isinstance(part, Mapping):
+        return []
+    own = [part] if str(part.get("class_path", "")).rsplit(".", 1)[-1] == _REWARD else []
+    return [*own, *(found for value in part.values() for found in _factor_rewards(value))]  # type: ignore[list-item]
