@@ -222,3 +222,16 @@ def test_a_pool_refuses_ids_that_are_none():
     for options in ({"exclude": [6]}, {"ids": [0, 1]}, {"exclude": [-1]}):
         with pytest.raises(RecpoError, match=r"expected [01]\.\.5"):
             Pool.of(5, **options)
+
+
+@pytest.mark.parametrize(("exploration", "pool"), CASES)
+@pytest.mark.parametrize("k", [1, 3, 9])
+def test_probabilities_of_given_items_are_the_propensities_of_slates(exploration, pool, k):
+    """Every item of the catalog at once: those that are drawn have their slates' propensity, and all sum to 1."""
+    asked = np.arange(10)[None]
+    pools = None if pool is None else [pool]
+    found = exploration.probabilities(ITEMS[None], LOGP[None], k, asked, pools)[0]
+    assert found.sum() == pytest.approx(1)
+    assert found[0] == 0
+    for item, propensity in propensities(exploration, k, pool, draws=60).items():
+        assert found[item] == pytest.approx(propensity, rel=1e-9)

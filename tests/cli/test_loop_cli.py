@@ -1,0 +1,274 @@
+"""The loop: rounds over simulated users, from the command line and from Python, interrupted and not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+import recpo
+from recpo.artifacts import output_directory
+from recpo.cli.main import main
+from recpo.data.prepared import Prepared
+from recpo.evaluation.measures import Recommender
+from recpo.exploration import Pool
+from recpo.rewards import LoggedReward
+from recpo.serving.bundle import Bundle
+from recpo.simulation.served import DayReport
+from recpo.types import Recommendations
+from recpo.workflows.loop import Loop
+from recpo.workflows.loop_estimates import NEXT, NextEstimate, _Slates, as_served, logged_reward
+from recpo.workflows.loop_recipe import Recipe
+from recpo.workflows.loop_rounds import ListValue, Round
+
+WORLD = {"users": 60, "items": 80, "events": 3000, "days": 6}
+EXPLORE = recpo.Exploration(temperature=0.5, epsilon=0.1, shortlist=20)
+PRETRAIN = {
+    "policy": {
+        "class_path": "CatalogSoftmaxPolicy",
+        "init_args": {"dim": 16, "layers": 1, "heads": 2, "max_history": 40, "attention_length": 20},
+    },
+    "data": {"batch_size": 32, "layout": {"class_path": "SequenceLayout", "init_args": {"history_length": 20}}},
+    "objective": {"class_path": "Likelihood"},
+    "trainer": {"max_epochs": 1},
+}
+VALUE = {
+    "data": {
+        "batch_size": 64,
+        "layout": {"class_path": "ImpressionLayout", "init_args": {"history_length": 40, "slate_length": 20}},
+    },
+    "objective": {"class_path": "MPO", "init_args": {"base": "reference", "candidates_are_draws": False}},
+    "reward": {"class_path": "recpo.rewards.FactorReward", "init_args": {"users": "trained"}},
+    "rollout": {"candidates": "catalog", "batches": 1, "epochs": 1},
+    "old_policy": "snapshot",
+    "reference": "frozen",
+    "trainer": {"max_epochs": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A loop from Python that nothing interrupts."""
+    out = tmp_path_factory.mktemp("loop") / "whole"
+    return recpo.loop(out, recipe=[PRETRAIN, VALUE], rounds=1, exploration=EXPLORE, **WORLD)
+
+
+def value_of(evaluation, name, target, estimator="SNIPS"):
+    (one,) = (contender for contender in evaluation.document["contenders"] if contender["name"] == name)
+    entries = {(entry["target"], entry["estimator"]): entry for entry in one["off_policy"]}
+    return entries[target, estimator]
+
+
+def made_round(number, **changes):
+    day = DayReport(number + 5, 10, 0, 60, 0.5, 0.01, 0.0, 0.3, 0.02, 0.9, 0.4, 0.7, 0.8, 0.1, 0.05)
+    lists = ListValue(0.6, 0.01, 0.8, 0.004, None, 0.5)
+    estimate = NextEstimate(0.4, 0.3, 0.5, 12.0, ("few rows",))
+    made = Round(number, number + 5, day if number else None, 80, number > 0, lists, estimate, 0.35, 0.3)
+    return dataclasses.replace(made, **changes)
+
+
+def made_loop(root, rounds=()):
+    """A loop on disk whose rounds were never run."""
+    parameters = dataclasses.asdict(recpo.simulation.parameters.SimulationParameters(**WORLD))
+    parameters.pop("seed")
+    options = {"world": "default", "seed": 0, "exploration": None, "log_propensities": True, "k": 10}
+    options |= {"parameters": parameters, "reward": dataclasses.asdict(LoggedReward()), "tilt": None}
+    options |= {"recipe": [PRETRAIN], "warm_start": True, "warm_epochs": None}
+    with output_directory(root, kind="loop"):
+        pass
+    done = Loop(root, options, tuple(rounds))
+    done.write()
+    return done
+
+
+def test_the_value_of_the_best_items_as_served_is_that_of_the_bundles_lists(road):
+    data, bundle = Prepared.open(road / "prepared"), Bundle.load(road / "bundle")
+    own = recpo.evaluate(data, [as_served(bundle, data, None, 6, [6])], ks=[6], segments=False)
+    plain = recpo.evaluate(data, [bundle], ks=[6], segments=False)
+    served, listed = value_of(own, NEXT, "policy"), value_of(plain, "bundle", "top_6")
+    for name in ("value", "effective_sample_size", "rows"):
+        assert served[name] == pytest.approx(listed[name], rel=1e-6)
+    assert served["intervals"]["bootstrap"] == pytest.approx(listed["intervals"]["bootstrap"], rel=1e-6)
+    assert NextEstimate.of(own.document).value == served["value"]
+    assert logged_reward(data, "test", LoggedReward()) == pytest.approx(
+        value_of(own, "logging policy", "logging policy", "mean")["value"]
+    )
+
+
+def test_probabilities_as_served_are_those_of_drawn_slates(road):
+    """As often as the exploration shows an item, for a request whose shortlist is given."""
+    import torch
+
+    from recpo.types import FeedbackBatch, Histories, Slates
+
+    bundle = Bundle.load(road / "bundle")
+    items = torch.arange(11, 31)[None]
+    scores = torch.linspace(-1, -6, 20)[None]
+    slates = _Slates(Recommender(lambda *_: Recommendations(items, scores)), bundle, EXPLORE, 6)
+    past = torch.tensor([[1, 2, 0]])
+    slates.recommend(Histories(past, torch.tensor([2])), 6, past)
+    everything = torch.arange(1, 81)[None]
+    zeros = torch.zeros_like(everything)
+    batch = FeedbackBatch(
+        Histories(past, torch.tensor([2])), Slates(everything, zeros, everything > 0), torch.tensor([0])
+    )
+    found = slates.log_prob(batch)[0, :, 0].exp().numpy()
+    assert found.sum() == pytest.approx(1)
+    assert found[0] == found[1] == 0
+    pool, generator = [Pool.of(80, exclude=[1, 2])], np.random.default_rng(0)
+    counts = np.zeros(80)
+    for _ in range(4000):
+        drawn = EXPLORE.sample_batch(items.numpy(), scores.numpy(), 6, generator, pool)
+        counts[drawn.items[0] - 1] += 1 / 6
+    error = np.sqrt(found * (1 - found) / 4000) + 1e-3
+    assert (np.abs(counts / 4000 - found) < 4 * error).all()
+
+
+def test_an_outcome_takes_back_what_the_labels_moved(tmp_path):
+    first, second = made_round(0, earned=0.35), made_round(1, earned=0.5, earned_before=0.3)
+    done = made_loop(tmp_path / "loop", [first, second])
+    (found,) = done.outcomes
+    assert found == (0, 0.4, 0.3, 0.5, pytest.approx(0.5 - (0.3 - 0.35)))
+    again = recpo.load(tmp_path / "loop")
+    assert again.rounds == done.rounds
+    assert again.to_pandas()["value"].tolist()[1] == 0.5
+    page = again.report.read_text(encoding="utf-8")
+    assert "expected and earned" in page
+    assert "loop.json" in page
+    assert "few rows" in page
+    content = json.loads((tmp_path / "loop" / "loop.json").read_text())
+    content["rounds"][1]["earned"] = 0.9
+    (tmp_path / "loop" / "loop.json").write_text(json.dumps(content))
+    with pytest.raises(recpo.RecpoError, match="not as it was written"):
+        recpo.load(tmp_path / "loop")
+
+
+def test_a_recipe_is_what_its_files_say_without_what_the_loop_says(tmp_path):
+    content = {**VALUE, "out": "runs/mpo", "init_from": "runs/pretrain", "data": {**VALUE["data"], "prepared": "x"}}
+    (tmp_path / "mpo.yaml").write_text(yaml.safe_dump(content))
+    found = Recipe.of([PRETRAIN, tmp_path / "mpo.yaml"], None, True, 2)
+    assert found.configs == (PRETRAIN, VALUE)
+    assert found.names == ["0-Likelihood", "1-MPO"]
+    assert found.needs_factors
+    assert not Recipe.of([PRETRAIN], None, True, None).needs_factors
+    assert Recipe.of([PRETRAIN], 0.05, True, None).needs_factors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": []}, "recipe is .*expected a list"),
+        ({"recipe": "configs/pretrain.yaml"}, "expected a list"),
+        ({"recipe": ["nowhere.yaml"]}, "nowhere.yaml"),
+        ({"recipe": [{**PRETRAIN, "trainer": {"max_epochs": float("nan")}}]}, "no plain value"),
+        ({"rounds": 0}, "rounds is 0"),
+        ({"k": 0}, "k is 0"),
+        ({"days": 2}, "days is 2, expected at least 3"),
+        ({"world": "strange"}, "world is 'strange'"),
+        ({"users": 0}, "users is 0"),
+        ({"tilt": -1.0}, "beta"),
+        ({"warm_epochs": 0}, "warm_epochs is 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, options, message):
+    with pytest.raises(recpo.RecpoError, match=message):
+        recpo.loop(tmp_path / "out", **{"recipe": [PRETRAIN], **WORLD, **options})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loop_takes_the_place_of_nothing_but_a_loop_and_goes_on_with_its_own_options(tmp_path, capsys):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("mine")
+    made_loop(tmp_path / "loop", [made_round(0)])
+    before = (tmp_path / "loop" / "loop.json").read_bytes()
+    for out, options, message in (
+        ("loop", {}, "exists already"),
+        ("precious", {"overwrite": True}, "what recpo did not write"),
+        ("precious", {"resume": True}, "exists already"),
+        ("loop", {"resume": True, "k": 5, "tilt": 0.1}, "begun with other options: k, tilt differ"),
+    ):
+        with pytest.raises(recpo.RecpoError, match=message):
+            recpo.loop(tmp_path / out, **{"recipe": [PRETRAIN], **WORLD, **options})
+    assert (tmp_path / "loop" / "loop.json").read_bytes() == before
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(PRETRAIN))
+    assert main(["loop", f"--out={tmp_path / 'loop'}", f"--recipe=[{tmp_path / 'one.yaml'}]", "--resume=true"]) == 1
+    assert "begun with other options: parameters differ" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_loop_goes_on_to_the_same_result(whole, tmp_path):
+    for name, content in (("pretrain", PRETRAIN), ("value", VALUE)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    out = tmp_path / "loop"
+    command = [sys.executable, "-m", "recpo.cli.main", "loop", f"--out={out}", "--rounds=1"]
+    command += [f"--recipe=[{tmp_path / 'pretrain.yaml'}, {tmp_path / 'value.yaml'}]"]
+    command += ["--exploration.temperature=0.5", "--exploration.epsilon=0.1", "--exploration.shortlist=20"]
+    command += [f"--{name}={value}" for name, value in WORLD.items()]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 600
+    while not (out / "rounds" / "00" / "runs" / "1-MPO" / "checkpoints").is_dir() and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert recpo.load(out).rounds == ()
+    done = subprocess.run([*command, "--resume=true"], capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "round 1: day 6 as served: true value" in done.stdout
+    assert "policy of round 0: expected" in done.stdout
+    assert (out / "loop.json").read_bytes() == (whole.root / "loop.json").read_bytes()
+    for name in ("model.onnx", "policy.safetensors"):
+        same = [root / "rounds" / "01" / "bundle" / name for root in (out, whole.root)]
+        assert same[0].read_bytes() == same[1].read_bytes()
+
+
+@pytest.mark.slow
+def test_the_numbers_of_a_round_are_those_of_its_parts(whole):
+    start, last = whole.rounds
+    here = whole.root / "rounds" / "01"
+    assert (start.last_day, last.last_day, start.warm_start, last.warm_start) == (5, 6, False, True)
+    assert last.served == recpo.load(here / "log").served.days[-1]
+    evaluation, data = recpo.load(here / "evaluation"), recpo.load(here / "prepared")
+    recorded = value_of(evaluation, NEXT, "policy")
+    assert (last.estimate.value, last.estimate.low) == (recorded["value"], recorded["intervals"]["bootstrap"]["low"])
+    plain = recpo.evaluate(data, [here / "bundle"], truth=whole.root / "rounds" / "00" / "log", ks=[10], segments=False)
+    frame = plain.to_pandas()
+    listed = frame[(frame["contender"] == "bundle") & (frame["metric"] == "true_reward@10")]["mean"].item()
+    assert last.lists.true_reward == pytest.approx(listed)
+    earned = value_of(evaluation, "logging policy", "logging policy", "mean")["value"]
+    assert last.earned == pytest.approx(earned)
+    # the served day is the test period, with the propensities of the exploration
+    day = recpo.load(here / "log").to_pandas()
+    shards = pd.concat([data.table(shard["file"]).to_pandas() for shard in data.manifest["shards"]["test"]])
+    kept = shards[shards["is_target"]]
+    assert kept["propensity"].isin(day["propensity"]).all()
+    assert len(kept) > 0.9 * len(day)
+    assert whole.bundle.root == here / "bundle"
+    run = recpo.load(here / "runs" / "0-Likelihood")
+    assert run.configuration["init_from"].endswith("rounds/00/runs/0-Likelihood")
+
+
+@pytest.mark.slow
+def test_without_logged_propensities_nothing_is_estimated(tmp_path):
+    options = {"recipe": [PRETRAIN], "log_propensities": False, "tilt": 0.1, "warm_start": False}
+    done = recpo.loop(tmp_path / "out", rounds=1, **options, **WORLD)
+    assert [one.estimate for one in done.rounds] == [None, None]
+    assert done.outcomes[0].value is None
+    assert done.outcomes[0].earned is not None
+    assert not done.rounds[1].warm_start
+    assert done.bundle.manifest.origin["run"] == "tilted"
+    for one in ("00", "01"):
+        data = recpo.load(tmp_path / "out" / "rounds" / one / "prepared")
+        rows = [
+            data.table(shard["file"]).to_pandas() for period in data.manifest["shards"].values() for shard in period
+        ]
+        assert pd.concat(rows)["propensity"].isna().all()
+    assert "the log has no propensities" in done.report.read_text(encoding="utf-8")
