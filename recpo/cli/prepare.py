@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -9,11 +10,19 @@ from rich.table import Table
 from recpo.cli.output import console
 from recpo.data.prepared import Prepared
 from recpo.data.schema import LogColumns
+from recpo.features.schema import SIDES, Categories, Category, Feature, Vector
 from recpo.feedback import FEEDBACK_KINDS
 from recpo.workflows.prepare import prepare as _prepare
 
 
-def prepare(log: str | list[str], out: str, progress: bool = True, **options: Any) -> None:
+def prepare(
+    log: str | list[str],
+    out: str,
+    items: str | list[str] | None = None,
+    users: str | list[str] | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> None:
     """Checks an interaction log and writes it as indexed, labeled, split and sorted shards.
 
     One error lists every fault of the log. Refused: files that cannot be read, missing columns, wrong types, null
@@ -27,10 +36,14 @@ def prepare(log: str | list[str], out: str, progress: bool = True, **options: An
         log: Parquet or CSV file (``.csv``, ``.csv.gz``), directory of such files, or glob pattern; or a list of them.
             With a scheme (s3://, gs://, abfs://, hdfs://) in an object store.
         out: directory to make, here or in an object store.
+        items: table with features of items, one row for each: files as ``log``. Which column is which feature,
+            ``features`` says; without it, the preset or the types of the columns (docs/features.md). Rows of items that
+            are not in the catalog are counted.
+        users: table with features of users, one row for each: files as ``log``.
         progress: show a progress bar on a terminal.
         **options: those of ``recpo.workflows.prepare.prepare``.
     """
-    _report(_prepare(log, out, progress=progress, **options))
+    _report(_prepare(log, out, items=items, users=users, progress=progress, **options))
 
 
 def _report(data: Prepared) -> None:
@@ -42,6 +55,10 @@ def _report(data: Prepared) -> None:
     terminal.print(_events_table(counts))
     terminal.print(_periods_table(counts["splits"]))
     terminal.print(_feedback_table(counts["splits"]))
+    if data.behaviors:
+        terminal.print(_behaviors_table(counts["splits"], data.behaviors))
+    if data.feature_schema or "feature_tables" in data.manifest:
+        terminal.print(_features_table(data))
     for warning in data.manifest["warnings"]:
         terminal.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     users, items = data.manifest["num_users"], data.num_items
@@ -71,6 +88,36 @@ def _periods_table(periods: dict[str, dict[str, int]]) -> Table:
         cells = (period[key] for key in ("users", "targets", "rows"))
         table.add_row(name, *(f"{cell:,}" for cell in cells))
     return table
+
+
+def _behaviors_table(periods: dict[str, dict[str, Any]], behaviors: Sequence[str]) -> Table:
+    table = Table(title="behaviors of the events", title_justify="left")
+    for name in ("period", *behaviors):
+        table.add_column(name, justify="left" if name == "period" else "right")
+    for name, period in periods.items():
+        table.add_row(name, *(f"{period['behaviors'][behavior]:,}" for behavior in behaviors))
+    return table
+
+
+def _features_table(data: Prepared) -> Table:
+    table = Table(title="features", title_justify="left")
+    for name in ("of", "features", "left alone", "rows", "not in the data", "without a row"):
+        table.add_column(name, justify="left" if name in ("of", "features", "left alone") else "right")
+    for side in SIDES:
+        shown = ", ".join(_shown(feature) for feature in data.feature_schema.of(side))
+        found = data.manifest["feature_tables"].get(side)
+        if found is not None:
+            cells = (f"{found['counts'][key]:,}" for key in ("rows", "unused", "without"))
+            table.add_row(f"{side}s", shown, ", ".join(found["left_alone"]), *cells)
+        elif shown:
+            table.add_row(side, shown, "", "", "", "")
+    return table
+
+
+def _shown(feature: Feature) -> str:
+    if isinstance(feature, Category | Categories):
+        return f"{feature.name} ({feature.num_codes:,} codes)"
+    return f"{feature.name} ({feature.width} wide)" if isinstance(feature, Vector) else feature.name
 
 
 def _feedback_table(periods: dict[str, dict[str, int]]) -> Table:

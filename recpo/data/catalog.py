@@ -11,20 +11,33 @@ from recpo.data.engine import Engine
 from recpo.data.schema import PERIODS, TRAIN, Derived, LogColumns
 from recpo.feedback import FeedbackRule
 
-CatalogScope = Literal["train", "log"]
+CatalogScope = Literal["train", "log", "items"]
+"""Which items are kept: those of the train period, of the whole log, or of the train period and the table of items."""
 
 
-def item_indices(events: ir.Table, scope: CatalogScope, min_events: int) -> ir.Table:
-    """``item_id`` and ``item_index`` 1..V: items of the train period by external id, then (scope "log") later ones.
+def item_indices(events: ir.Table, scope: CatalogScope, min_events: int, listed: ir.Column | None = None) -> ir.Table:
+    """``item_id`` and ``item_index`` 1..V: items of the train period by external id, then all others by external id.
 
     Args:
         events: standard events with their period.
-        scope: "train" counts events of the train period, so that nothing is known of the future; "log" counts all.
+        scope: "train" counts events of the train period, so that nothing is known of the future; "log" counts all;
+            "items" counts those of the train period, and has the items of the table whatever their events.
         min_events: least number of counted events of an item.
+        listed: ids in the table of items, each once; None = there is none.
     """
     trained = (events[Derived.PERIOD] == TRAIN).cast("int64").sum()
     items = events.group_by(LogColumns.ITEM_ID).aggregate(trained=trained, total=events.count())
-    items = items.filter((items.trained if scope == "train" else items.total) >= max(1, min_events))
+    counted = (items.total if scope == "log" else items.trained) >= max(1, min_events)
+    if scope == "items" and listed is not None:
+        table = listed.name("listed").as_table()
+        items = items.outer_join(table, items[LogColumns.ITEM_ID] == table["listed"])
+        counted = counted.fill_null(False) | items["listed"].notnull()
+        items = items.filter(counted).select(
+            items[LogColumns.ITEM_ID].coalesce(items["listed"]).name(LogColumns.ITEM_ID),
+            trained=items.trained.fill_null(0),
+        )
+    else:
+        items = items.filter(counted)
     order = [(items.trained == 0).cast("int8"), items[LogColumns.ITEM_ID]]
     index = (ibis.row_number().over(order_by=order) + 1).cast("int32")
     return items.select(LogColumns.ITEM_ID, index.name(Derived.ITEM_INDEX))
@@ -63,10 +76,16 @@ def _by_period(engine: Engine, events: ir.Table) -> dict[int, int]:
     return counts | {row[Derived.PERIOD]: row["rows"] for row in rows}
 
 
-def item_table(items: ir.Table, events: ir.Table, rule: FeedbackRule) -> ir.Table:
+def item_table(items: ir.Table, events: ir.Table, rule: FeedbackRule, available: ir.Table | None = None) -> ir.Table:
     """``items.parquet``: index, external id, train events, train positives, median duration in seconds.
 
     The median of an even number of durations is the lower of the two middle ones.
+
+    Args:
+        items: ids and indices.
+        events: labeled events.
+        rule: what makes an event positive.
+        available: ``item_index`` and ``available_from`` (``available_from``), a column more; None = no such column.
     """
     train = events.filter(events[Derived.PERIOD] == TRAIN)
     liked = rule.positive(train[Derived.LABEL].cast("float32"), train[LogColumns.DISLIKE])
@@ -75,13 +94,39 @@ def item_table(items: ir.Table, events: ir.Table, rule: FeedbackRule) -> ir.Tabl
     )
     joined = items.left_join(counts, Derived.ITEM_INDEX).drop(f"{Derived.ITEM_INDEX}_right")
     joined = joined.left_join(_median_duration(train), Derived.ITEM_INDEX)
+    if available is not None:
+        joined = joined.drop(f"{Derived.ITEM_INDEX}_right").left_join(available, Derived.ITEM_INDEX)
     return joined.select(
         Derived.ITEM_INDEX,
         LogColumns.ITEM_ID,
         train_count=joined.train_count.fill_null(0),
         train_positives=joined.train_positives.fill_null(0),
         duration=(joined.median_ms.cast("float64") / 1000.0).cast("float32"),
+        **({} if available is None else {Derived.AVAILABLE_FROM: joined[Derived.AVAILABLE_FROM]}),
     ).order_by(Derived.ITEM_INDEX)
+
+
+def available_from(items: ir.Table, events: ir.Table, given: ir.Table) -> ir.Table:
+    """From when on each item may be recommended: ``item_index``, ``available_from`` in ms, and ``earlier``.
+
+    An item that was shown before the time that the table gives was available then: the earlier of both counts, and
+    ``earlier`` says so.
+
+    Args:
+        items: ids and indices.
+        events: all events of kept items.
+        given: ``item_id`` and ``available_from`` of the table of items, null = always.
+    """
+    known = given.filter(given[Derived.AVAILABLE_FROM].notnull()).inner_join(items, LogColumns.ITEM_ID)
+    shown = events.group_by(Derived.ITEM_INDEX).aggregate(shown=events[LogColumns.TIMESTAMP].min())
+    joined = known.left_join(shown, Derived.ITEM_INDEX)
+    time = joined[Derived.AVAILABLE_FROM]
+    earlier = (joined["shown"] < time).fill_null(False)
+    return joined.select(
+        Derived.ITEM_INDEX,
+        ibis.ifelse(earlier, joined["shown"], time).name(Derived.AVAILABLE_FROM),
+        earlier=earlier,
+    )
 
 
 def _median_duration(train: ir.Table) -> ir.Table:

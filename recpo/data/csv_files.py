@@ -20,6 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from recpo.data.faults import Example, Fault
+from recpo.data.feature_columns import BEHAVIOR, CONTEXT, FEATURE
 from recpo.data.locations import Place, writable
 from recpo.data.schema import LogColumns
 from recpo.errors import RecpoError
@@ -28,6 +29,8 @@ SUFFIXES: Final = (".csv", ".csv.gz")
 
 _IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
 _FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL)
+#: columns of features have the type that all of their values have, whatever it is
+_ANY_TYPE: Final = (CONTEXT, FEATURE)
 _WHOLE: Final = r"^-?(0|[1-9][0-9]{0,17}|[1-8][0-9]{18})$"  # what int64 holds, without leading zeros
 _NUMBER: Final = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(inf|Inf|INF|infinity|Infinity)$"
 _ABSENT: Final = pa.array(["", "nan", "NaN", "NAN", "NA", "N/A", "n/a", "null", "NULL", "Null", "None", "none"])
@@ -78,10 +81,10 @@ def csv_to_parquet(path: Place, staged: Place, mapping: Mapping[str, str]) -> tu
     Raises:
         RecpoError: the file is not in UTF-8, or has no line of names.
     """
-    names = _header(path)
+    names = header(path)
     used = {column: name for column, name in mapping.items() if names.count(name) == 1}
     reader = _Reader(path, names, sorted({names.index(name) for name in used.values()}))
-    facts = {name: _ColumnFacts(column in _FLAGS) for column, name in used.items()}
+    facts = {name: _ColumnFacts(_takes_flags(column)) for column, name in used.items()}
     row = 0
     for batch in reader.batches():
         for name in facts:
@@ -151,7 +154,12 @@ def open_text(path: Place) -> Any:
     return pa.CompressedInputStream(source, "gzip") if is_gzip else source
 
 
-def _header(path: Place) -> list[str]:
+def header(path: Place) -> list[str]:
+    """The names in the first line of a file.
+
+    Raises:
+        RecpoError: the line is empty, or not UTF-8 text.
+    """
     with closing(open_text(path)) as source:
         start = source.read(_HEADER_BYTES)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\x00" in start[:100]:
@@ -166,12 +174,18 @@ def _header(path: Place) -> list[str]:
     return names
 
 
+def _takes_flags(column: str) -> bool:
+    return column in _FLAGS or column.startswith((BEHAVIOR, *_ANY_TYPE))
+
+
 def _kind(column: str, facts: _ColumnFacts) -> pa.DataType:
     if column in _IDS:
         return pa.int64() if facts.values and facts.whole == facts.values else pa.string()
     if column == LogColumns.TIMESTAMP and 2 * facts.numbers < facts.values:
         return pa.string()
-    if column in _FLAGS and facts.values and facts.flags == facts.values:
+    if column.startswith(_ANY_TYPE) and facts.words:
+        return pa.string()
+    if _takes_flags(column) and facts.values and facts.flags == facts.values:
         return pa.bool_()
     return pa.int64() if facts.values and facts.whole == facts.values else pa.float64()
 
@@ -212,7 +226,7 @@ def _word_faults(
 ) -> list[Fault]:
     if column in _IDS or pa.types.is_string(kind) or not facts.words:
         return []
-    expected = "a number, or true and false" if column in _FLAGS else "a number"
+    expected = "a number, or true and false" if _takes_flags(column) else "a number"
     fix = f"expected {expected}: fix or empty these values"
     examples = [Example(path.name, row_in_file(row, ragged), value) for row, value in facts.first_words]
     return [Fault(path.name, name, "not a number", fix, facts.words, examples)]

@@ -80,17 +80,18 @@ class DuckDBEngine(Engine):
 
     def read_parquet(self, files: Sequence[Place], columns: Sequence[str]) -> ir.Table:
         """See ``Engine.read_parquet``; files of an object store are copied into ``work``, the columns in use."""
+        first = len(self._given)  # files of an earlier call keep their names
         paths = [
             self._linked(file, number)
             if isinstance(file, Path)
             else self._copied(file, columns, self._work / f"copy-{number}.parquet")
-            for number, file in enumerate(files)
+            for number, file in enumerate(files, first)
         ]
-        self._given = {str(path): str(file) for path, file in zip(paths, files, strict=True)}
+        self._given |= {str(path): str(file) for path, file in zip(paths, files, strict=True)}
         # Parquet's statistics know nothing of nan: unless told, DuckDB takes isnan for false where they are finite.
         options = {"filename": True, "file_row_number": True, "union_by_name": True, "can_have_nan": True}
         options["hive_partitioning"] = False  # names of directories are no columns
-        log = self._connection.read_parquet(list(self._given), **options)
+        log = self._connection.read_parquet([str(path) for path in paths], **options)
         return log.rename({self.FILE: "filename", self.ROW: "file_row_number"})
 
     def _linked(self, file: Path, number: int) -> Path:

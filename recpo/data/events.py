@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import reduce
+from operator import add
 from typing import Final
 
 import ibis
@@ -9,7 +12,9 @@ import ibis.expr.datatypes as dt
 import ibis.expr.types as ir
 
 from recpo.data.engine import Engine
+from recpo.data.feature_columns import BEHAVIOR, CONTEXT, EventColumns
 from recpo.data.schema import MILLISECONDS_PER_UNIT, TIE_RULE, Columns, Derived, LogColumns
+from recpo.features.schema import Feature, Number
 
 #: Times outside 1971-01-01 .. 2100-01-01 UTC come from a wrong unit: seconds read as milliseconds fall into 1970.
 EARLIEST_MS: Final = 31_536_000_000
@@ -66,7 +71,12 @@ def _numeric_ms(column: ir.NumericColumn, unit: str) -> ir.IntegerColumn:
     return _plausible(whole * int(factor) if factor >= 1 else (whole // round(1 / factor)).cast("int64"))
 
 
-def standardize(raw: ir.Table, mapping: Columns, max_watch_time: float) -> ir.Table:
+def standardize(
+    raw: ir.Table,
+    mapping: Columns,
+    max_watch_time: float,
+    more: EventColumns = EventColumns(),  # noqa: B008  frozen
+) -> ir.Table:
     """Standard events of raw rows that passed the checks of ``recpo.data.validate``.
 
     Values that cannot be true (and missing ones) become null, dislike and is_random become False: such an event stays,
@@ -76,10 +86,12 @@ def standardize(raw: ir.Table, mapping: Columns, max_watch_time: float) -> ir.Ta
         raw: rows under standard names.
         mapping: units.
         max_watch_time: longest possible watch time in seconds.
+        more: behaviors and features of requests that ``raw`` has.
 
     Returns:
         ``user_id``, ``item_id``, ``timestamp`` (int64 ms), ``watch_ms``, ``duration_ms`` (int64), ``dislike``,
-        ``is_random`` (bool), ``label``, ``propensity`` (float64), ``request_id``.
+        ``is_random`` (bool), ``label``, ``propensity`` (float64), ``request_id``; ``behaviors`` (int32) where there are
+        any, and the plain form (``recpo.features.columns``) of every feature of requests.
     """
     watch = length_ms(raw, LogColumns.WATCH_TIME, mapping.watch_time_unit)
     duration = length_ms(raw, LogColumns.DURATION, mapping.duration_unit)
@@ -95,7 +107,27 @@ def standardize(raw: ir.Table, mapping: Columns, max_watch_time: float) -> ir.Ta
         propensity=_kept(propensity, (propensity > 0) & (propensity <= 1)),
         is_random=_flag(raw, LogColumns.IS_RANDOM),
         request_id=raw[LogColumns.REQUEST_ID] if LogColumns.REQUEST_ID in raw.columns else ibis.null("int64"),
+        **({Derived.BEHAVIORS: _bits(raw, more.behaviors)} if more.behaviors else {}),
+        **{CONTEXT + one.name: _context(raw[CONTEXT + one.name], one) for one in more.context},
     )
+
+
+def _bits(raw: ir.Table, behaviors: Iterable[str]) -> ir.IntegerColumn:
+    """Bit b is set where the b-th behavior is 1."""
+    bits = [_flag(raw, BEHAVIOR + name).cast("int32") * (1 << bit) for bit, name in enumerate(behaviors)]
+    return reduce(add, bits).cast("int32")
+
+
+def _context(column: ir.Value, feature: Feature) -> ir.Value:
+    """The plain form of a feature of requests."""
+    if isinstance(feature, Number):
+        value = number(column)
+        return _kept(value, ~value.isinf())
+    if column.type().is_string():
+        return column
+    if column.type().is_floating():
+        column = ibis.ifelse(column.isnan(), ibis.null(column.type()), column)
+    return column.cast("int64")
 
 
 def length_ms(raw: ir.Table, column: str, unit: str | None) -> ir.FloatingColumn:
@@ -118,8 +150,13 @@ def _flag(raw: ir.Table, column: str) -> ir.BooleanColumn:
 
 def time_order(events: ir.Table, *, newest_first: bool = False) -> list[ir.Column]:
     """Sort keys that put a user's events into their one order (``TIE_RULE``)."""
-    keys = [events[column] for column in TIE_RULE]
+    keys = [events[column] for column in (*TIE_RULE, *more_columns(events))]
     return [key.desc() if newest_first else key.asc(nulls_first=True) for key in keys]
+
+
+def more_columns(events: ir.Table) -> list[str]:
+    """Behaviors and features of requests among the columns of standard events."""
+    return [name for name in events.columns if name == Derived.BEHAVIORS or name.startswith(CONTEXT)]
 
 
 def bucket(events: ir.Table, base: float) -> ir.IntegerColumn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath, PurePosixPath
@@ -17,9 +17,11 @@ import pyarrow.parquet as pq
 from recpo.data import csv_files
 from recpo.data.engine import Engine
 from recpo.data.faults import Fault
+from recpo.data.feature_columns import BEHAVIOR, CONTEXT, EventColumns
 from recpo.data.locations import Location, Place, locate, readable, writable
 from recpo.data.schema import Columns, LogColumns
 from recpo.errors import RecpoError
+from recpo.features.columns import expected_type
 
 _SUFFIXES: Final = (".parquet", *csv_files.SUFFIXES)
 #: columns that the engines add to what they read
@@ -66,7 +68,7 @@ class Log:
         return self.files[0].shown if len(self.files) == 1 else f"the log ({len(self.files)} files)"
 
 
-def find_files(log: str | Sequence[str]) -> list[Place]:
+def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
     """The files that ``log`` means: files, directories (their .parquet and .csv files) and glob patterns.
 
     Hidden files and those whose name begins with an underscore are left out of directories. A name with a scheme, such
@@ -81,7 +83,7 @@ def find_files(log: str | Sequence[str]) -> list[Place]:
         files = _local_files(place) if isinstance(place, Path) else _stored_files(name)
         if not files:
             raise RecpoError(
-                f"log {name}: no such file, directory with {' or '.join(_SUFFIXES)} files, or matching glob"
+                f"{what} {name}: no such file, directory with {' or '.join(_SUFFIXES)} files, or matching glob"
             )
         # One file under two names is read once.
         found |= {os.path.realpath(file) if isinstance(file, Path) else file: file for file in files}
@@ -124,7 +126,13 @@ def _belongs(file: PurePath) -> bool:
     return file.name.lower().endswith(_SUFFIXES) and not any(part[0] in "._" for part in file.parts)
 
 
-def open_log(paths: Sequence[Place], mapping: Columns, chosen: Columns, work: Place) -> tuple[Log, list[Fault]]:
+def open_log(
+    paths: Sequence[Place],
+    mapping: Columns,
+    chosen: Columns,
+    work: Place,
+    more: EventColumns = EventColumns(),  # noqa: B008  frozen
+) -> tuple[Log, list[Fault]]:
     """Reads the schema of every file and settles which columns are used.
 
     CSV files are turned into Parquet under ``work`` first, and so are Parquet files with columns that an engine would
@@ -135,20 +143,23 @@ def open_log(paths: Sequence[Place], mapping: Columns, chosen: Columns, work: Pl
         mapping: what the columns are called, with the preset's names.
         chosen: what the user named; these columns must exist.
         work: a directory for temporary files.
+        more: behaviors and features of requests.
 
     Returns:
         The log, and the faults of its files and columns. With faults, the log is as complete as it can be.
     """
     faults: list[Fault] = []
     files, empty, schemas = [], [], []
+    wanted = mapping.named() | more.named()
+    needed = {*LogColumns.REQUIRED, *chosen.named(), *more.chosen}
     for number, path in enumerate(paths):
         try:
-            file, rows, schema, found = _open_file(path, mapping.named(), work / f"log-{number}.parquet")
+            file, rows, schema, found = open_file(path, wanted, work / f"log-{number}.parquet")
         except RecpoError as error:
             faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out"))
             continue
         except (pa.ArrowException, OSError, ValueError) as error:
-            faults.append(_unreadable(path, error))
+            faults.append(unreadable(path, error))
             continue
         faults += found
         if schema is None:
@@ -160,18 +171,27 @@ def open_log(paths: Sequence[Place], mapping: Columns, chosen: Columns, work: Pl
             empty.append(file.shown)
     if schemas and not files:
         faults.append(Fault(", ".join(empty), None, "the file is empty: it has no rows", "give a log with events"))
-    columns, missing = _settle_columns(schemas, mapping, chosen)
-    types, mistyped = _settle_types(schemas, columns)
+    columns, missing = _settle_columns(schemas, wanted, needed)
+    types, mistyped = _settle_types(schemas, columns, more)
     faulty = missing.keys() | (columns.keys() - types.keys())
     columns = {column: name for column, name in columns.items() if column in types}
     faults += [*missing.values(), *mistyped]
     return Log(tuple(files), tuple(empty), columns, types, frozenset(faulty)), faults
 
 
-def _open_file(
+def open_file(
     path: Place, mapping: dict[str, str], staged: Place
 ) -> tuple[LogFile, int, pa.Schema | None, list[Fault]]:
-    """The Parquet file to read, its rows, its columns (those of the user's file; None if confused), and faults."""
+    """One file of a log or table: a CSV file becomes Parquet first.
+
+    Args:
+        path: the file.
+        mapping: standard name -> name in the file, of the columns that are wanted.
+        staged: where a temporary file may be written.
+
+    Returns:
+        The Parquet file to read, its rows, its columns (those of the user's file; None if confused), and faults.
+    """
     faults: list[Fault] = []
     if path.name.lower().endswith(csv_files.SUFFIXES):
         names, faults, left_out = csv_files.csv_to_parquet(path, staged, mapping)
@@ -223,72 +243,82 @@ def _copy_columns(path: Place, columns: Sequence[str], staged: Place) -> Place:
     return staged
 
 
-def write_frame(frame: pa.Table, work: Place) -> Place:
-    """Writes the rows of a frame as a file of the log."""
-    place = work / "frame.parquet"
+def write_frame(frame: pa.Table, work: Place, name: str = "frame.parquet") -> Place:
+    """Writes the rows of a frame as a file of the log, or of a table."""
+    place = work / name
     with writable(place) as sink:
         pq.write_table(frame, sink)
     return place
 
 
-def _unreadable(path: Place, error: Exception) -> Fault:
+def unreadable(path: Place, error: Exception) -> Fault:
+    """The fault of a file that cannot be opened."""
     size = path.stat().st_size if isinstance(path, Path) else path.size()
     if size == 0:
         problem = "the file is empty: 0 bytes"
     elif path.name.lower().endswith(csv_files.SUFFIXES):
         is_encoding = isinstance(error, UnicodeError) or "UTF8" in str(error)
-        problem = f"{'not UTF-8 text' if is_encoding else 'not a readable CSV file'} ({_first_line(error)})"
+        problem = f"{'not UTF-8 text' if is_encoding else 'not a readable CSV file'} ({first_line(error)})"
     else:
         with path.open("rb") if isinstance(path, Path) else path.open_input() as handle:
             starts_well = handle.read(4) == b"PAR1"
         kind = "a truncated or damaged Parquet file" if starts_well else "not a Parquet file"
-        problem = f"{kind}, {size:,} bytes ({_first_line(error)})"
+        problem = f"{kind}, {size:,} bytes ({first_line(error)})"
     return Fault(path.name, None, problem, "write or copy the file again, or leave it out")
 
 
 def _settle_columns(
-    schemas: Sequence[tuple[str, pa.Schema]], mapping: Columns, chosen: Columns
+    schemas: Sequence[tuple[str, pa.Schema]], wanted: Mapping[str, str], needed: Set[str]
 ) -> tuple[dict[str, str], dict[str, Fault]]:
     """Standard name -> name in the log, and the fault of each column that is needed and missing."""
     columns, faults = {}, {}
-    needed = {column for column in LogColumns.ALL if column in LogColumns.REQUIRED or column in chosen.named()}
-    for column, name in mapping.named().items():
+    for column, name in wanted.items():
         lacking = [(shown, schema) for shown, schema in schemas if name not in schema.names]
         if not lacking:
             columns[column] = name
         elif column in needed or len(lacking) < len(schemas):
             shown, schema = lacking[0]
             where = shown if len(lacking) == 1 else f"{shown} and {len(lacking) - 1} more"
-            free = [known for known in schema.names if known not in mapping.named().values()]
-            fix = _fix_missing(column, name, schema, free)
-            faults[column] = Fault(where, name, f"no such column (wanted as {column})", fix)
+            used, plain = set(wanted.values()), column in LogColumns.ALL
+            remedy = f"choose another preset or pass --columns.{column} NAME" if plain else _REMEDY
+            faults[column] = missing_column(where, name, column, schema, remedy, used)
     return columns, faults
 
 
-def _fix_missing(column: str, name: str, schema: pa.Schema, free: Sequence[str]) -> str:
-    wanted = (name.lower(), column.lower(), column.removesuffix("_id"))
+_REMEDY: Final = "name its column in --behaviors or --features.context"
+
+
+def missing_column(
+    where: str, name: str, wanted_as: str, schema: pa.Schema, remedy: str, used: Set[str] = frozenset()
+) -> Fault:
+    """The fault of a column that is needed and missing; columns of like names that are not ``used`` are proposed."""
+    wanted = (name.lower(), wanted_as.lower(), wanted_as.removesuffix("_id"))
+    free = [known for known in schema.names if known not in used]
     likeness = {
         known: max(difflib.SequenceMatcher(None, known.lower(), word).ratio() for word in wanted) for known in free
     }
     near = sorted((known for known in free if likeness[known] >= _LIKE), key=lambda known: -likeness[known])
     hint = f"near: {', '.join(near)}; " if near else ""
-    return f"{hint}the file has {', '.join(schema.names)}; choose another preset or pass --columns.{column} NAME"
+    fix = f"{hint}the file has {', '.join(schema.names)}; {remedy}"
+    return Fault(where, name, f"no such column (wanted as {wanted_as})", fix)
 
 
 def _settle_types(
-    schemas: Sequence[tuple[str, pa.Schema]], columns: dict[str, str]
+    schemas: Sequence[tuple[str, pa.Schema]], columns: dict[str, str], more: EventColumns
 ) -> tuple[dict[str, pa.DataType], list[Fault]]:
     types: dict[str, pa.DataType] = {}
     faults = []
     mistyped: set[str] = set()
+    context = {CONTEXT + feature.name: feature for feature in more.context}
     for column, name in columns.items():
         for shown, schema in schemas:
             kind = schema.field(name).type
-            expected = _expected_type(column, kind)
+            feature = context.get(column)
+            expected = _expected_type(column, kind) if feature is None else expected_type(feature, kind)
             if expected is not None:
                 mistyped.add(column)
                 faults.append(Fault(shown, name, f"type {kind}, wanted as {column}", f"expected {expected}: cast it"))
-            elif column in types and _is_text(kind) != _is_text(types[column]):
+            elif column in types and is_text(kind) != is_text(types[column]):
                 mistyped.add(column)
                 fix = f"{schemas[0][0]} has {types[column]}: cast one of them"
                 faults.append(Fault(shown, name, f"type {kind} differs between files", fix))
@@ -299,7 +329,7 @@ def _settle_types(
 
 def _wider(first: pa.DataType, second: pa.DataType) -> pa.DataType:
     """The type that holds the values of both; ``first`` where there is none."""
-    if _is_text(first):
+    if is_text(first):
         return pa.string()
     try:
         both = [pa.schema([("column", kind)]) for kind in (first, second)]
@@ -312,20 +342,23 @@ def _expected_type(column: str, kind: pa.DataType) -> str | None:
     """None where ``kind`` suits ``column``, otherwise what would."""
     number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if column in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID):
-        return None if pa.types.is_integer(kind) or _is_text(kind) else "integers or strings"
+        return None if pa.types.is_integer(kind) or is_text(kind) else "integers or strings"
     if column == LogColumns.TIMESTAMP:
-        suits = number or _is_text(kind) or pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+        suits = number or is_text(kind) or pa.types.is_timestamp(kind) or pa.types.is_date(kind)
         return None if suits else "a number, a time or a string"
-    if column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL) and pa.types.is_boolean(kind):
+    is_flag = column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL) or column.startswith(BEHAVIOR)
+    if is_flag and pa.types.is_boolean(kind):
         return None
     return None if number else "a number"
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds strings."""
     if pa.types.is_dictionary(kind):
-        return _is_text(kind.value_type)
+        return is_text(kind.value_type)
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
     return str(error).strip().splitlines()[0][:200] if str(error) else type(error).__name__

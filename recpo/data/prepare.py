@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import ibis.expr.types as ir
 import pyarrow as pa
@@ -15,6 +15,7 @@ from recpo import __version__
 from recpo.data.catalog import (
     CatalogScope,
     add_positions,
+    available_from,
     count_dropped,
     item_indices,
     item_table,
@@ -23,11 +24,14 @@ from recpo.data.catalog import (
 )
 from recpo.data.duckdb_engine import DuckDBEngine
 from recpo.data.engine import Engine, EngineOptions
-from recpo.data.events import select_columns, standardize, time_order
+from recpo.data.events import select_columns, standardize, time_order, timestamp_ms
 from recpo.data.faults import Fault, validate_no_faults
+from recpo.data.feature_columns import CONTEXT, PRESET_FEATURES, EventColumns, FeatureColumns, event_columns
+from recpo.data.feature_files import describe_table, fit_context, write_table
+from recpo.data.feature_tables import AVAILABLE, ID, FeatureTable, TableSide, open_table, table_faults
 from recpo.data.files import Log, find_files, open_log, write_frame
 from recpo.data.locations import Place, locate
-from recpo.data.prepared import FORMAT_VERSION, write_manifest
+from recpo.data.prepared import FORMAT_VERSION, ITEM_FEATURES, USER_FEATURES, vocabulary_file, write_manifest
 from recpo.data.publishing import prepared_directory, work_directory
 from recpo.data.schema import (
     PERIODS,
@@ -47,11 +51,15 @@ from recpo.data.splits import Split, TemporalSplit, last_events, past_items, per
 from recpo.data.validate import check_rows
 from recpo.data.writing import write_past, write_rows, write_shards
 from recpo.errors import RecpoError
+from recpo.features.columns import plain_type
+from recpo.features.encoding import FittedFeatures
+from recpo.features.schema import SIDES, Categories, Category, Feature, FeatureSchema
 from recpo.feedback import FEEDBACK_KINDS, FeedbackDefinition, FeedbackRule
 
 #: From this share of equal watch times on, no quantile separates a quarter of the events from the rest.
 _MANY_TIES: Final = 0.25
-_STAGES: Final = ("reading", "checking", "splitting", "shaping", *PERIODS, "histories")
+_STAGES: Final = ("reading", "checking", "splitting", "shaping", "features", *PERIODS, "histories")
+Source: TypeAlias = str | Sequence[str] | pa.Table
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,8 @@ class Preparation:
     catalog: CatalogScope = "train"
     max_watch_time: float = 86_400.0
     strict: bool = False
+    features: FeatureColumns = field(default_factory=FeatureColumns)
+    behaviors: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -79,11 +89,17 @@ class Preparation:
                 raise RecpoError(f"{name} {getattr(self, name)} must be at least {least}")
         if not self.max_watch_time > 0:
             raise RecpoError(f"max_watch_time {self.max_watch_time} must be positive (seconds)")
+        self.more  # noqa: B018  names of behaviors are checked
 
     @property
     def mapping(self) -> Columns:
         """The preset with the user's columns over it."""
         return self.columns.over(PRESETS[self.preset])
+
+    @property
+    def more(self) -> EventColumns:
+        """Behaviors and features of requests: the preset's with the user's over them."""
+        return event_columns(self.preset, self.features, self.behaviors)
 
     def describe(self, log: Log) -> dict[str, Any]:
         """The arguments as they are, with the mapping in full and the log's files by name."""
@@ -95,13 +111,17 @@ class Preparation:
             "split": describe(self.split),
             "label": describe(self.label),
             "feedback": asdict(self.feedback),
+            "features": self.features.to_json(),
+            "behaviors": None if self.behaviors is None else dict(self.behaviors),
         }
 
     def run(
         self,
-        log: str | Sequence[str] | pa.Table,
+        log: Source,
         out: str | Path,
         *,
+        items: Source | None = None,
+        users: Source | None = None,
         engine: EngineOptions = EngineOptions(),  # noqa: B008  frozen
         work: str | Path | None = None,
         overwrite: bool = False,
@@ -112,6 +132,8 @@ class Preparation:
         Args:
             log: names of files, directories and patterns, or the rows themselves, which go through a file in ``work``.
             out: directory to make, here or in an object store.
+            items: a table with features of items, as ``log``; None = there is none.
+            users: a table with features of users, as ``log``; None = there is none.
             engine: what runs the expressions.
             work: where temporary files go; None = beside ``out``.
             overwrite: replace ``out``, if it is a prepared directory.
@@ -120,20 +142,36 @@ class Preparation:
         Raises:
             RecpoError: the log has faults (all of them in one message), cannot be split, or ``out`` exists.
         """
-        names = [] if isinstance(log, pa.Table) else [log] if isinstance(log, str) else log
-        paths = find_files(names)
+        self._validate_tables(items, users)
+        sources: dict[str, Source | None] = {"log": log, "items": items, "users": users}
+        names = {what: _names(source) for what, source in sources.items()}
+        found = {what: find_files(listed, what) for what, listed in names.items()}
         place = None if work is None else locate(work)
-        inputs = [*paths, *map(locate, names)]
+        inputs = [path for paths in found.values() for path in paths]
+        inputs += [locate(name) for listed in names.values() for name in listed]
         with prepared_directory(locate(out), place, overwrite=overwrite, inputs=inputs) as partial:
             with (
                 work_directory(place, partial) as temporary,
                 start_engine(engine, temporary) as started,
                 tqdm(total=len(_STAGES), desc="prepare", unit="stage", disable=None if progress else True) as bar,
             ):
-                if isinstance(log, pa.Table):
-                    paths = [write_frame(log, temporary)]
-                manifest = _Run(self, started, engine.writers, partial, temporary, bar).manifest(paths)
+                for what, source in sources.items():
+                    if isinstance(source, pa.Table):
+                        frame = "frame.parquet" if what == "log" else f"{what}-frame.parquet"
+                        found[what] = [write_frame(source, temporary, frame)]
+                run = _Run(self, started, engine.writers, partial, temporary, bar)
+                manifest = run.manifest(found["log"], {"item": found["items"], "user": found["users"]})
             return write_manifest(partial, manifest)
+
+    def _validate_tables(self, items: Source | None, users: Source | None) -> None:
+        given = {"item": items is not None, "user": users is not None}
+        for side in ("item", "user"):
+            if self.features.of(side) and not given[side]:
+                raise RecpoError(
+                    f"features.{side} names features, and there is no table of {side}s: pass --{side}s FILE"
+                )
+        if self.catalog == "items" and not given["item"]:
+            raise RecpoError("catalog items takes the items of a table, and there is none: pass --items FILE")
 
 
 class _Run:
@@ -145,20 +183,26 @@ class _Run:
         self.choice, self.engine, self.partial, self.work, self.bar = choice, engine, partial, work, bar
         self.writers = writers
         self.stages = iter(_STAGES)
+        self.tables: dict[TableSide, FeatureTable] = {}
+        self.more = choice.more
+        self.features = FeatureSchema()
+        self.feature_tables: dict[str, Any] = {}
         self.counts: dict[str, Any] = {}
         self.dropped: dict[str, int] = {}
         self.rows_written = 0
 
-    def manifest(self, paths: Sequence[Place]) -> dict[str, Any]:
+    def manifest(self, paths: Sequence[Place], tables: Mapping[TableSide, Sequence[Place]]) -> dict[str, Any]:
         self._stage()
-        log, events = self._read(paths)
+        log, events = self._read(paths, tables)
         self._stage()
         events, boundaries = self._split(events)
         items, users, events = self._keep(events)
         self._stage()
         events, feedback = self._shape(events)
         sizes = self._write_tables(log, items, users, events)
-        shards = {name: self._write_period(events, number, feedback) for number, name in enumerate(PERIODS)}
+        self._stage()
+        context = self._write_features(items, users, events)
+        shards = {name: self._write_period(events, number, feedback, context) for number, name in enumerate(PERIODS)}
         self._write_histories(log, items, users, events)
         past = [shard["past"] for listed in shards.values() for shard in listed if "past" in shard]
         files = ("items.parquet", "users.parquet", "quantiles.parquet", "histories.parquet", *past)
@@ -171,10 +215,11 @@ class _Run:
             "boundaries": boundaries,
             "label": describe(self.choice.label),
             "feedback": feedback.to_json(),
-            "counts": {**self.counts, "dropped": self.dropped, "splits": _totals(shards)},
+            "counts": {**self.counts, "dropped": self.dropped, "splits": _totals(shards, self.more.behaviors)},
             "warnings": tie_warnings(self.choice.label, self.counts["watch_time_ties"]),
             "shards": shards,
-            "files": files,
+            "files": (*files, *self._feature_files()),
+            **self._feature_entries(),
             **sizes,
         }
 
@@ -184,16 +229,19 @@ class _Run:
             self.bar.update()
         self.bar.set_description(f"prepare: {name}")
 
-    def _read(self, paths: Sequence[Place]) -> tuple[Log, ir.Table]:
+    def _read(self, paths: Sequence[Place], tables: Mapping[TableSide, Sequence[Place]]) -> tuple[Log, ir.Table]:
         choice, mapping = self.choice, self.choice.mapping
-        log, faults = open_log(paths, mapping, choice.columns, self.work)
+        log, faults = open_log(paths, mapping, choice.columns, self.work, self.more)
+        self.more = self.more.among(log.columns)
         faults += _label_faults(choice.label, log)
+        for side, files in tables.items():
+            faults += self._read_table(side, files, log)
         self._stage()
         if log.files and log.columns:
             rows = self.engine.read_parquet([file.path for file in log.files], list(log.columns.values()))
             raw = select_columns(rows, log.columns)
             read, neutralized, row_faults = check_rows(
-                self.engine, raw, log, mapping, choice.label, choice.max_watch_time, choice.strict
+                self.engine, raw, log, mapping, choice.label, choice.max_watch_time, choice.strict, self.more
             )
             faults += row_faults
         validate_no_faults(faults)
@@ -202,7 +250,20 @@ class _Run:
         self.counts = {"read": read, "empty_files": len(log.empty_files), "neutralized": neutralized}
         if read > kept:
             self.dropped["exact duplicate of another event"] = read - kept
-        return log, standardize(distinct, mapping, choice.max_watch_time)
+        return log, standardize(distinct, mapping, choice.max_watch_time, self.more)
+
+    def _read_table(self, side: TableSide, files: Sequence[Place], log: Log) -> list[Fault]:
+        """Opens a table of features, where there is one."""
+        if not files:
+            return []
+        choice, key = self.choice, LogColumns.ITEM_ID if side == "item" else LogColumns.USER_ID
+        columns = choice.features.over(PRESET_FEATURES[choice.preset])
+        name, kind = choice.mapping.named()[key], log.types.get(key)
+        table, faults = open_table(files, side, name, kind, columns, choice.features, self.work)
+        if table is None:
+            return faults
+        self.tables[side] = table
+        return faults + table_faults(self.engine, table, columns.available_from_unit)
 
     def _split(self, events: ir.Table) -> tuple[ir.Table, dict[str, Any]]:
         time = events[LogColumns.TIMESTAMP]
@@ -216,7 +277,8 @@ class _Run:
 
     def _keep(self, events: ir.Table) -> tuple[ir.Table, ir.Table, ir.Table]:
         choice, engine = self.choice, self.engine
-        items = engine.materialize("items", item_indices(events, choice.catalog, choice.min_item_events))
+        listed = self.tables["item"].rows(engine)[ID] if choice.catalog == "items" else None
+        items = engine.materialize("items", item_indices(events, choice.catalog, choice.min_item_events, listed))
         known = events.semi_join(items, LogColumns.ITEM_ID)
         users = engine.materialize("users", user_indices(known, choice.min_user_events))
         self.dropped |= count_dropped(engine, events, known, "item outside the catalog")
@@ -239,29 +301,86 @@ class _Run:
     def _write_tables(self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table) -> dict[str, int]:
         item_ids, user_ids = log.types[LogColumns.ITEM_ID], log.types[LogColumns.USER_ID]
         user_rows = users.select(Derived.USER_INDEX, LogColumns.USER_ID).order_by(Derived.USER_INDEX)
+        available = self._available(items, events)
+        rows = item_table(items, events, self.choice.feedback, available)
         return {
-            "num_items": self._write_rows(
-                item_table(items, events, self.choice.feedback), item_schema(item_ids), "items.parquet"
-            ),
+            "num_items": self._write_rows(rows, item_schema(item_ids, available is not None), "items.parquet"),
             "num_users": self._write_rows(user_rows, user_schema(user_ids), "users.parquet"),
         }
 
+    def _available(self, items: ir.Table, events: ir.Table) -> ir.Table | None:
+        table = self.tables.get("item")
+        if table is None or not table.has_available:
+            return None
+        unit = self.choice.features.over(PRESET_FEATURES[self.choice.preset]).available_from_unit
+        rows = table.rows(self.engine)
+        given = rows.select(
+            rows[ID].name(LogColumns.ITEM_ID), timestamp_ms(rows[AVAILABLE], unit).name(Derived.AVAILABLE_FROM)
+        )
+        found = self.engine.materialize("available", available_from(items, events, given))
+        count = self.engine.row(found.aggregate(earlier=found["earlier"].cast("int64").sum().fill_null(0)))["earlier"]
+        self.counts["shown_before_available_from"] = int(count)
+        return found
+
+    def _write_features(self, items: ir.Table, users: ir.Table, events: ir.Table) -> FittedFeatures | None:
+        """Writes the tables of features; returns what encodes those of requests."""
+        found: dict[str, tuple[Feature, ...]] = {}
+        for side, indices in (("item", items), ("user", users)):
+            table = self.tables.get(side)  # type: ignore[call-overload]
+            if table is not None:
+                fitted, counts = write_table(self.engine, table, indices, events, self.partial)
+                found[side], self.feature_tables[side] = fitted.features, describe_table(table, counts)
+        context = None
+        if self.more.context:
+            context = fit_context(self.engine, self.more.context, events, self.partial)
+            found["context"] = context.features
+        self.features = FeatureSchema(**found)
+        return context
+
+    def _feature_files(self) -> list[str]:
+        files = [name for side, name in (("item", ITEM_FEATURES), ("user", USER_FEATURES)) if side in self.tables]
+        coded = [
+            (side, one) for side in SIDES for one in self.features.of(side) if isinstance(one, Category | Categories)
+        ]
+        return files + [vocabulary_file(side, feature.name) for side, feature in coded]
+
+    def _feature_entries(self) -> dict[str, Any]:
+        """What the manifest says of features and behaviors; nothing where there are none."""
+        entries: dict[str, Any] = {}
+        if self.features or self.tables:
+            entries |= {"features": self.features.to_json(), "feature_tables": self.feature_tables}
+        if self.more.behaviors:
+            entries["behaviors"] = list(self.more.behaviors)
+        return entries
+
     def _write_histories(self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table) -> None:
         self._stage()
-        schema = history_schema(log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID])
-        rows = last_events(events, items, users, self.choice.max_context)
+        plain = {one.name: plain_type(one, log.types[CONTEXT + one.name]) for one in self.more.context}
+        schema = history_schema(
+            log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID], self.more.behaviors, plain
+        )
+        rows = last_events(events, items, users, self.choice.max_context, self.more.behaviors)
         self._written(self._write_rows(rows, schema, "histories.parquet"))
         self.bar.update()
 
     def _write_rows(self, rows: ir.Table, schema: pa.Schema, file: str) -> int:
         return write_rows(self.engine.stream(rows), schema, self.partial / file)
 
-    def _write_period(self, events: ir.Table, period: int, feedback: FeedbackDefinition) -> list[dict[str, Any]]:
+    def _write_period(
+        self, events: ir.Table, period: int, feedback: FeedbackDefinition, context: FittedFeatures | None
+    ) -> list[dict[str, Any]]:
         self._stage()
         rows = period_rows(events, period, self.choice.max_context)
         directory = self.partial / PERIODS[period]
         shards = write_shards(
-            self.engine.stream(rows), directory, self.choice.rows_per_shard, feedback, self._written, self.writers
+            self.engine.stream(rows),
+            directory,
+            self.choice.rows_per_shard,
+            feedback,
+            self._written,
+            self.writers,
+            tuple(self.more.behaviors),
+            context,
         )
         if not any(shard["targets"] for shard in shards):
             dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
@@ -284,9 +403,23 @@ def describe(choice: Any) -> dict[str, Any]:
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": asdict(choice)}
 
 
-def _totals(shards: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, int]]:
+def _totals(shards: dict[str, list[dict[str, Any]]], behaviors: Iterable[str]) -> dict[str, dict[str, Any]]:
     keys = ("rows", "targets", "users", *FEEDBACK_KINDS)
-    return {period: {key: sum(shard[key] for shard in own) for key in keys} for period, own in shards.items()}
+    totals: dict[str, dict[str, Any]] = {
+        period: {key: sum(shard[key] for shard in own) for key in keys} for period, own in shards.items()
+    }
+    if behaviors:
+        for period, own in shards.items():
+            by_shard = zip(*(shard[Derived.BEHAVIORS] for shard in own), strict=True)
+            totals[period][Derived.BEHAVIORS] = dict(zip(behaviors, map(sum, by_shard), strict=True))
+    return totals
+
+
+def _names(source: Source | None) -> list[str]:
+    """The names of files that a source has."""
+    if source is None or isinstance(source, pa.Table):
+        return []
+    return [source] if isinstance(source, str) else list(source)
 
 
 def tie_warnings(label: Label, ties: dict[str, int]) -> list[str]:

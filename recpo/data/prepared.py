@@ -41,7 +41,7 @@ USER_FEATURES: Final = "user_features.parquet"
 _Source: TypeAlias = Path | pa.NativeFile | pa.BufferReader
 #: files that this process has compared: path, size and time of the change, checksum
 _COMPARED: set[tuple[object, ...]] = set()
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # what training batches are made of; shards also hold columns for people: watch_time, duration
 _EVENT_COLUMNS = (
     "user_index",
@@ -225,29 +225,28 @@ class Prepared:
         names = [feature.name for feature in features]
         return read_features(features, self.table(ITEM_FEATURES, names), first_missing=True).tensors()
 
-    def user_features(self, first: int = 0, last: int | None = None) -> FeatureArrays:
-        """The features of the users ``first .. last``; only the row groups that hold them are read.
+    def user_features(self, users: np.ndarray | None = None) -> FeatureArrays:
+        """The features of some users, leading shape ``[U]``; one row group at a time is in memory.
 
         Args:
-            first: number of the first user, from 0.
-            last: number of the last one; None = the last of all.
+            users: ``[U]`` numbers of users, ascending; None = all.
         """
         features = self.feature_schema.user
-        stop = (self.manifest["num_users"] if last is None else last + 1) - first
+        users = np.arange(self.manifest["num_users"]) if users is None else users
         if not features:
-            return missing_features(features, (stop,))
-        file, begins, chosen = self.root / USER_FEATURES, 0, list[int]()
+            return missing_features(features, (len(users),))
+        file, begin, parts = self.root / USER_FEATURES, 0, list[pa.Table]()
         with _decoding(file):
             parquet = pq.ParquetFile(self._compared(USER_FEATURES))
+            names = [feature.name for feature in features]
             for number in range(parquet.num_row_groups):
-                rows = parquet.metadata.row_group(number).num_rows
-                if begins <= first:
-                    start = begins  # of the first group that is read
-                if begins + rows > first and begins < first + stop:
-                    chosen.append(number)
-                begins += rows
-            table = parquet.read_row_groups(chosen, columns=[feature.name for feature in features])
-        return read_features(features, table.slice(first - start, stop))
+                end = begin + parquet.metadata.row_group(number).num_rows
+                first, last = np.searchsorted(users, [begin, end])
+                if last > first:
+                    parts.append(parquet.read_row_group(number, columns=names).take(users[first:last] - begin))
+                begin = end
+            table = pa.concat_tables(parts or [parquet.schema_arrow.empty_table()])
+        return read_features(features, table)
 
     def vocabulary(self, side: Side, name: str) -> pa.Array:
         """The values of a category: place i has the code i + 2.

@@ -7,7 +7,9 @@ layout of the prepared shards.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Final, Literal
 
 import pyarrow as pa
@@ -61,6 +63,8 @@ class Derived:
         LABEL: how good the event was, in [0, 1]; null = unknown.
         FEEDBACK: feedback level 0..5 (``recpo.feedback.FeedbackDefinition``).
         POSITION: place of the event in its user's history, from 0.
+        BEHAVIORS: bit set of what the user did with the item: bit b is the b-th behavior of the manifest.
+        AVAILABLE_FROM: time in ms from which an item may be recommended, null = always.
     """
 
     WATCH_MS: Final = "watch_ms"
@@ -74,6 +78,8 @@ class Derived:
     ITEM_INDEX: Final = "item_index"
     REQUEST: Final = "request"
     IS_TARGET: Final = "is_target"
+    BEHAVIORS: Final = "behaviors"
+    AVAILABLE_FROM: Final = "available_from"
 
 
 TRAIN, VALID, TEST = 0, 1, 2
@@ -118,7 +124,7 @@ QUANTILE_SCHEMA: Final = pa.schema(
 PAST_SCHEMA: Final = pa.schema([(Derived.USER_INDEX, pa.int32()), (Derived.ITEM_INDEX, pa.int32())])
 
 
-def item_schema(item_id: pa.DataType) -> pa.Schema:
+def item_schema(item_id: pa.DataType, has_available: bool = False) -> pa.Schema:
     """Layout of ``items.parquet``, with the type of the external ids."""
     return pa.schema(
         [
@@ -127,6 +133,7 @@ def item_schema(item_id: pa.DataType) -> pa.Schema:
             ("train_count", pa.int64()),
             ("train_positives", pa.int64()),
             (LogColumns.DURATION, pa.float32()),
+            *[(Derived.AVAILABLE_FROM, pa.int64())] * has_available,
         ]
     )
 
@@ -136,8 +143,20 @@ def user_schema(user_id: pa.DataType) -> pa.Schema:
     return pa.schema([(Derived.USER_INDEX, pa.int32()), (LogColumns.USER_ID, user_id)])
 
 
-def history_schema(user_id: pa.DataType, item_id: pa.DataType) -> pa.Schema:
-    """Layout of ``histories.parquet``: raw events with external ids, for ``recpo recommend``; null = unknown."""
+def history_schema(
+    user_id: pa.DataType,
+    item_id: pa.DataType,
+    behaviors: Iterable[str] = (),
+    context: Mapping[str, pa.DataType] = MappingProxyType({}),
+) -> pa.Schema:
+    """Layout of ``histories.parquet``: raw events with external ids, for ``recpo recommend``; null = unknown.
+
+    Args:
+        user_id: type of the users' ids.
+        item_id: type of the items' ids.
+        behaviors: names of behaviors, a flag each.
+        context: names of features of requests and the types of their values.
+    """
     return pa.schema(
         [
             (LogColumns.USER_ID, user_id),
@@ -147,6 +166,8 @@ def history_schema(user_id: pa.DataType, item_id: pa.DataType) -> pa.Schema:
             (LogColumns.DURATION, pa.float64()),
             (LogColumns.DISLIKE, pa.bool_()),
             (Derived.LABEL, pa.float32()),
+            *((name, pa.bool_()) for name in behaviors),
+            *context.items(),
         ]
     )
 

@@ -54,7 +54,8 @@ class SparkEngine(Engine):
     """
 
     def __init__(self, work: Place, options: EngineOptions) -> None:
-        self._work, self._given, self._tables, self._streams = work, dict[str, str](), dict[str, Place](), 0
+        self._work, self._given, self._tables = work, dict[str, str](), dict[str, Place]()
+        self._streams, self._reads = 0, 0
         self._session, self._is_ours = _session(work, options)
         self._connection = ibis.pyspark.connect(self._session)
 
@@ -70,7 +71,8 @@ class SparkEngine(Engine):
 
     def read_parquet(self, files: Sequence[Place], columns: Sequence[str]) -> ir.Table:
         """See ``Engine.read_parquet``; executors read the files where they are."""
-        self._given = {_plain(quote(_spark_uri(file), safe=":/")): str(file) for file in files}
+        self._reads += 1
+        self._given |= {_plain(quote(_spark_uri(file), safe=":/")): str(file) for file in files}
         alike: dict[pa.Schema, list[Place]] = {}
         for file in files:
             with pq.ParquetFile(readable(file)) as parquet:
@@ -81,7 +83,7 @@ class SparkEngine(Engine):
         log, *others = (self._read_alike(schema, group) for schema, group in alike.items())
         for other in others:
             log = log.unionByName(other, allowMissingColumns=True)
-        return self._view("log", log)
+        return self._view(f"log_{self._reads}", log)
 
     def _read_alike(self, schema: pa.Schema, files: Sequence[Place]) -> DataFrame:
         rows = self._session.read.parquet(*[_pattern(file) for file in files])

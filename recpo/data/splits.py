@@ -6,6 +6,7 @@ Beside the rules themselves: which rows the shards of a period and the serving h
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from typing import Any, ClassVar, Final
@@ -14,7 +15,8 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 import ibis
 import ibis.expr.types as ir
 
-from recpo.data.events import time_order
+from recpo.data.events import more_columns, time_order
+from recpo.data.feature_columns import CONTEXT
 from recpo.data.schema import EVENT_SCHEMA, TEST, TRAIN, VALID, Derived, LogColumns
 from recpo.errors import RecpoError
 
@@ -176,7 +178,9 @@ def past_items(events: ir.Table, period: int) -> ir.Table:
     return before.select(user, item).distinct().order_by([user, item])
 
 
-def last_events(events: ir.Table, items: ir.Table, users: ir.Table, max_context: int) -> ir.Table:
+def last_events(
+    events: ir.Table, items: ir.Table, users: ir.Table, max_context: int, behaviors: Iterable[str] = ()
+) -> ir.Table:
     """Each user's last ``max_context`` events as raw events (``history_schema``), sorted by user and time."""
     lengths = events.group_by(Derived.USER_INDEX).aggregate(length=events[Derived.POSITION].max() + 1)
     near = events.inner_join(lengths, Derived.USER_INDEX)
@@ -188,7 +192,10 @@ def last_events(events: ir.Table, items: ir.Table, users: ir.Table, max_context:
         LogColumns.DURATION: named[Derived.DURATION_MS].cast("float64") / 1000.0,
     }
     names = [LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.TIMESTAMP, *seconds, LogColumns.DISLIKE, Derived.LABEL]
-    return named.order_by(order).select(**{name: seconds[name] if name in seconds else named[name] for name in names})
+    more = {name: (named[Derived.BEHAVIORS] & (1 << bit)) != 0 for bit, name in enumerate(behaviors)}
+    more |= {name.removeprefix(CONTEXT): named[name] for name in more_columns(named) if name.startswith(CONTEXT)}
+    chosen = {name: seconds[name] if name in seconds else named[name] for name in names}
+    return named.order_by(order).select(**chosen, **more)
 
 
 def _layout(events: ir.Table, period: int) -> dict[str, ir.Value]:
@@ -200,9 +207,8 @@ def _layout(events: ir.Table, period: int) -> dict[str, ir.Value]:
         LogColumns.PROPENSITY: events[LogColumns.PROPENSITY].fill_null(nan).cast("float32"),
         Derived.IS_TARGET: ibis.literal(True) if period == TRAIN else events[Derived.PERIOD] == period,
     }
-    return {
-        name: made[name] if name in made else events[name] for name in EVENT_SCHEMA.names if name != Derived.FEEDBACK
-    }
+    names = [name for name in (*EVENT_SCHEMA.names, *more_columns(events)) if name != Derived.FEEDBACK]
+    return {name: made[name] if name in made else events[name] for name in names}
 
 
 def _zone(name: str) -> tzinfo:

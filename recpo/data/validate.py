@@ -13,9 +13,11 @@ from recpo.data.csv_files import row_in_file
 from recpo.data.engine import Engine
 from recpo.data.events import length_ms, number, timestamp_ms
 from recpo.data.faults import Example, Fault
+from recpo.data.feature_columns import BEHAVIOR, CONTEXT, EventColumns
 from recpo.data.files import Log
 from recpo.data.schema import Columns, LogColumns
 from recpo.data.shaping import Label
+from recpo.features.schema import Feature, Number
 
 #: fatal: the log is refused. impossible: the value is neutralized and counted, or fatal if strict. missing: neutralized
 #: and counted.
@@ -56,6 +58,7 @@ def check_rows(
     label: Label,
     max_watch_time: float = 86_400.0,
     strict: bool = False,
+    more: EventColumns = EventColumns(),  # noqa: B008  frozen
 ) -> tuple[int, dict[str, int], list[Fault]]:
     """Counts the offending rows of every check.
 
@@ -67,11 +70,12 @@ def check_rows(
         label: the label method, which may refuse values of the label column.
         max_watch_time: longest possible watch time in seconds.
         strict: impossible values and exact duplicates are fatal instead of neutralized or dropped.
+        more: behaviors and features of requests.
 
     Returns:
         Number of rows, neutralized values by reason, faults.
     """
-    checks = [*row_checks(raw, mapping, max_watch_time), *_label_checks(raw, label)]
+    checks = [*row_checks(raw, mapping, max_watch_time, more), *_label_checks(raw, label)]
     counts = {f"c{number}": check.offends.fill_null(False).sum() for number, check in enumerate(checks)}
     found = engine.row(raw.aggregate(rows=raw.count(), **counts))
     neutralized, faults = {}, []
@@ -80,8 +84,8 @@ def check_rows(
         if not count:
             continue
         if check.severity == "fatal" or (strict and check.severity == "impossible"):
-            examples = _examples(engine, raw.filter(check.offends), check.column, log)
-            faults.append(Fault(log.name, log.columns[check.column], check.problem, check.fix, count, examples))
+            first = examples(engine, raw.filter(check.offends), check.column, log)
+            faults.append(Fault(log.name, log.columns[check.column], check.problem, check.fix, count, first))
         else:
             neutralized[check.reason] = count
     if strict:
@@ -89,7 +93,12 @@ def check_rows(
     return int(found["rows"]), neutralized, faults
 
 
-def row_checks(raw: ir.Table, mapping: Columns, max_watch_time: float) -> list[Check]:
+def row_checks(
+    raw: ir.Table,
+    mapping: Columns,
+    max_watch_time: float,
+    more: EventColumns = EventColumns(),  # noqa: B008  frozen
+) -> list[Check]:
     """All checks that apply to the columns which ``raw`` has."""
     return [
         *_key_checks(raw),
@@ -97,6 +106,7 @@ def row_checks(raw: ir.Table, mapping: Columns, max_watch_time: float) -> list[C
         *_length_checks(raw, mapping, max_watch_time),
         *_flag_checks(raw),
         *_number_checks(raw),
+        *_context_checks(raw, more.context),
     ]
 
 
@@ -158,7 +168,8 @@ def _length_checks(raw: ir.Table, mapping: Columns, max_watch_time: float) -> li
 
 def _flag_checks(raw: ir.Table) -> list[Check]:
     checks = []
-    for column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM):
+    behaviors = [column for column in raw.columns if column.startswith(BEHAVIOR)]
+    for column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, *behaviors):
         if column in raw.columns:
             value, fix = number(raw[column]), "expected a boolean, or 0 and 1"
             absent = value.isnull() | value.isnan()
@@ -193,6 +204,26 @@ def _number_checks(raw: ir.Table) -> list[Check]:
     return checks
 
 
+def _context_checks(raw: ir.Table, context: Sequence[Feature]) -> list[Check]:
+    checks = []
+    for feature in context:
+        column = CONTEXT + feature.name
+        if column not in raw.columns:
+            continue
+        value, fix = raw[column], "a request of which it is not known has the value missing"
+        absent = value.isnull()
+        if value.type().is_floating():
+            absent |= value.isnan()
+            if isinstance(feature, Number):
+                finite = "a number is finite"
+                checks.append(Check(column, "infinite", "impossible", finite, value.isinf()))
+            else:
+                whole = ~absent & ((value != value.floor()) | value.isinf())
+                checks.append(Check(column, "a number that is not whole", "fatal", "declare it a Number", whole))
+        checks.append(Check(column, "missing", "missing", fix, absent))
+    return checks
+
+
 def _label_checks(raw: ir.Table, label: Label) -> list[Check]:
     if LogColumns.LABEL not in raw.columns:
         return []
@@ -205,7 +236,8 @@ def _label_checks(raw: ir.Table, label: Label) -> list[Check]:
     return [Check(LogColumns.LABEL, f"a value that {name} cannot read", "fatal", fix, unreadable & ~value.isnan())]
 
 
-def _examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> list[Example]:
+def examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> list[Example]:
+    """The first offending rows of a log or table, with the file and number by which their owner knows them."""
     first = offending.order_by([Engine.FILE, Engine.ROW]).limit(_EXAMPLES)
     rows = engine.table(first.select(file=first[Engine.FILE], row=first[Engine.ROW], value=first[column])).to_pylist()
     files = {str(file.path): file for file in log.files}
@@ -214,7 +246,7 @@ def _examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> lis
 
 
 def _duplicates(engine: Engine, raw: ir.Table, log: Log) -> Sequence[Fault]:
-    columns = [column for column in raw.columns if column in LogColumns.ALL]
+    columns = [column for column in raw.columns if column not in (Engine.FILE, Engine.ROW)]
     if not set(LogColumns.REQUIRED) <= set(columns):
         return []
     place = ibis.row_number().over(group_by=columns, order_by=[raw[Engine.FILE], raw[Engine.ROW]])
@@ -222,6 +254,6 @@ def _duplicates(engine: Engine, raw: ir.Table, log: Log) -> Sequence[Fault]:
     count = engine.row(again.aggregate(rows=again.count()))["rows"]
     if not count:
         return []
-    examples = _examples(engine, again, LogColumns.ITEM_ID, log)
+    first = examples(engine, again, LogColumns.ITEM_ID, log)
     fix = "remove the copies, or leave strict off and they are dropped and counted"
-    return [Fault(log.name, None, "exact duplicates of an earlier event", fix, count, examples)]
+    return [Fault(log.name, None, "exact duplicates of an earlier event", fix, count, first)]

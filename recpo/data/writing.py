@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -14,11 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts import sha256
+from recpo.data.feature_columns import CONTEXT
 from recpo.data.schema import EVENT_SCHEMA, PAST_SCHEMA, Derived, LogColumns
+from recpo.features.encoding import FittedFeatures
 from recpo.feedback import FeedbackDefinition
 
 _ROW_GROUP: Final = 1 << 16
-_REPEATING: Final = (Derived.USER_INDEX, Derived.ITEM_INDEX, Derived.FEEDBACK, LogColumns.DURATION)
+_REPEATING: Final = (Derived.USER_INDEX, Derived.ITEM_INDEX, Derived.FEEDBACK, LogColumns.DURATION, Derived.BEHAVIORS)
 
 
 def user_blocks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
@@ -54,10 +56,19 @@ def write_parquet(table: pa.Table, file: Path) -> None:
         writer.write_table(table, row_group_size=_ROW_GROUP)
 
 
-def write_rows(batches: Iterable[pa.RecordBatch], schema: pa.Schema, file: Path) -> int:
-    """Writes a table that need not fit in memory, one row group at a time, and returns its number of rows."""
+def write_rows(
+    batches: Iterable[pa.RecordBatch | pa.Table], schema: pa.Schema, file: Path, repeating: Sequence[str] = ()
+) -> int:
+    """Writes a table that need not fit in memory, one row group at a time, and returns its number of rows.
+
+    Args:
+        batches: rows with the columns of ``schema``.
+        schema: names and types of the columns.
+        file: where to.
+        repeating: columns with few different values, beside those that always have.
+    """
     rows, held, pending = 0, 0, list[pa.Table]()
-    with _writer(file, schema) as writer:
+    with _writer(file, schema, repeating) as writer:
         for batch in batches:
             pending.append(pa.table(batch).select(schema.names).cast(schema))
             held += batch.num_rows
@@ -71,9 +82,9 @@ def write_rows(batches: Iterable[pa.RecordBatch], schema: pa.Schema, file: Path)
     return rows + held
 
 
-def _writer(file: Path, schema: pa.Schema) -> pq.ParquetWriter:
+def _writer(file: Path, schema: pa.Schema, more: Sequence[str] = ()) -> pq.ParquetWriter:
     # A dictionary of values that hardly repeat costs time and space.
-    repeating = [name for name in schema.names if name in _REPEATING]
+    repeating = [name for name in schema.names if name in (*_REPEATING, *more) or name.startswith(CONTEXT)]
     return pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=repeating)
 
 
@@ -84,6 +95,8 @@ def write_shards(
     feedback: FeedbackDefinition,
     progress: Callable[[int], object],
     threads: int = 1,
+    behaviors: tuple[str, ...] = (),
+    context: FittedFeatures | None = None,
 ) -> list[dict[str, Any]]:
     """Writes ``00000.parquet``, ``00001.parquet`` and so on; in memory are at most ``threads + 1`` shards.
 
@@ -94,10 +107,12 @@ def write_shards(
         feedback: gives the levels, and says what counts as positive, skipped, disliked and unknown.
         progress: called with the number of rows written.
         threads: shards that are encoded at the same time.
+        behaviors: names of the bits in ``behaviors``.
+        context: features of requests, plain in ``batches`` and encoded in shards.
 
     Returns:
         For each shard its file (relative to the directory's parent), rows, users, targets, the targets of each of
-        ``FEEDBACK_KINDS``, sha256.
+        ``FEEDBACK_KINDS``, those with each behavior, sha256.
     """
     directory.mkdir()
     shards: list[dict[str, Any]] = []
@@ -111,7 +126,9 @@ def write_shards(
         for number, block in enumerate(user_blocks(batches, rows_per_shard)):
             if len(pending) == threads:
                 finish_one()
-            pending.append(pool.submit(_write_shard, block, directory / f"{number:05d}.parquet", feedback))
+            pending.append(
+                pool.submit(_write_shard, block, directory / f"{number:05d}.parquet", feedback, behaviors, context)
+            )
         while pending:
             finish_one()
     return shards
@@ -149,14 +166,25 @@ def write_past(batches: Iterable[pa.RecordBatch], shards: list[dict[str, Any]], 
     return [{**shard, "past": file} for shard, file in zip(shards, files, strict=True)]
 
 
-def _write_shard(block: pa.Table, file: Path, feedback: FeedbackDefinition) -> dict[str, Any]:
+def _write_shard(
+    block: pa.Table,
+    file: Path,
+    feedback: FeedbackDefinition,
+    behaviors: tuple[str, ...],
+    context: FittedFeatures | None,
+) -> dict[str, Any]:
     names = (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.DISLIKE, Derived.LABEL, Derived.IS_TARGET)
     watch_time, duration, dislike, label, is_target = (block[name].to_numpy() for name in names)
     levels = feedback.levels(watch_time, duration, dislike, label)
     table = block.append_column(Derived.FEEDBACK, pa.array(levels))
-    table = table.select(EVENT_SCHEMA.names).cast(EVENT_SCHEMA).combine_chunks()
+    schema = EVENT_SCHEMA if not behaviors else EVENT_SCHEMA.append(pa.field(Derived.BEHAVIORS, pa.int32()))
+    table = table.select(schema.names).cast(schema)
+    if context is not None:
+        table = _with_context(table, block, context)
+    table = table.combine_chunks()
     write_parquet(table, file)
     users = table[Derived.USER_INDEX].to_numpy()
+    did = table[Derived.BEHAVIORS].to_numpy()[is_target] if behaviors else np.zeros(0, np.int32)
     return {
         "file": f"{file.parent.name}/{file.name}",
         "rows": table.num_rows,
@@ -164,5 +192,19 @@ def _write_shard(block: pa.Table, file: Path, feedback: FeedbackDefinition) -> d
         "last_user": int(users[-1]),
         "targets": int(np.count_nonzero(is_target)),
         **feedback.rule.counts(label[is_target], dislike[is_target]),
+        **(
+            {Derived.BEHAVIORS: [int(np.count_nonzero(did >> b & 1)) for b in range(len(behaviors))]}
+            if behaviors
+            else {}
+        ),
         "sha256": sha256(file),
     }
+
+
+def _with_context(table: pa.Table, block: pa.Table, context: FittedFeatures) -> pa.Table:
+    """The columns ``context_<name>`` of a shard."""
+    names = [feature.name for feature in context.features]
+    encoded = context.encode(block.select([CONTEXT + name for name in names]).rename_columns(names))
+    for name in names:
+        table = table.append_column(CONTEXT + name, encoded[name])
+    return table

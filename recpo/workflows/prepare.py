@@ -9,6 +9,7 @@ from typing import Literal
 import pyarrow as pa
 
 from recpo.data.engine import EngineOptions
+from recpo.data.feature_columns import FeatureColumns
 from recpo.data.locations import locate
 from recpo.data.prepare import Preparation
 from recpo.data.prepared import Prepared
@@ -25,6 +26,7 @@ from recpo.data.shaping import (
 )
 from recpo.data.splits import LeaveLastOut, Split, TemporalSplit
 from recpo.errors import RecpoError
+from recpo.features.schema import Categories, Category, Number, Vector
 from recpo.feedback import FeedbackRule
 from recpo.frames import Frame, to_arrow
 
@@ -32,9 +34,13 @@ from recpo.frames import Frame, to_arrow
 __all__ = [
     "D2Q",
     "BinaryColumn",
+    "Categories",
+    "Category",
     "EveryEvent",
     "LeaveLastOut",
+    "Number",
     "NumericColumn",
+    "Vector",
     "WatchRatio",
     "WatchTimeGain",
     "prepare",
@@ -47,6 +53,8 @@ def prepare(
     log: Path | Sequence[Path] | Frame,
     out: Path,
     *,
+    items: Path | Sequence[Path] | Frame | None = None,
+    users: Path | Sequence[Path] | Frame | None = None,
     preset: PresetName = "plain",
     columns: Columns = Columns(),  # noqa: B008 frozen
     split: Split = TemporalSplit(),  # noqa: B008 frozen
@@ -56,9 +64,11 @@ def prepare(
     rows_per_shard: int = 500_000,
     min_user_events: int = 0,
     min_item_events: int = 1,
-    catalog: Literal["train", "log"] = "train",
+    catalog: Literal["train", "log", "items"] = "train",
     max_watch_time: float = 86_400.0,
     strict: bool = False,
+    features: FeatureColumns = FeatureColumns(),  # noqa: B008 frozen
+    behaviors: dict[str, str] | None = None,
     engine: Literal["duckdb", "spark"] = "duckdb",
     memory_limit: str = "4GB",
     threads: int | None = None,
@@ -82,7 +92,11 @@ def prepare(
             With a scheme (s3://, gs://, abfs://, hdfs://) in an object store. Or a frame (pandas, polars, pyarrow),
             which is written to a temporary file in ``work`` first, as the engines read the log several times.
         out: directory to make, here or in an object store.
-        preset: column names and units to start from.
+        items: table with features of items, one row for each; files or a frame, as ``log``. Which column is which
+            feature, ``features`` says; without it, the preset or the types of the columns (docs/features.md). Rows of
+            items that are not in the catalog are counted in the manifest.
+        users: table with features of users, one row for each; files or a frame, as ``log``.
+        preset: column names and units to start from, features and behaviors among them.
         columns: columns and units that differ from the preset.
         split: TemporalSplit or LeaveLastOut.
         label: how the preference label is made: WatchQuantiles, WatchRatio, D2Q, WatchTimeGain, BinaryColumn,
@@ -92,9 +106,13 @@ def prepare(
         rows_per_shard: a shard ends with the user who reaches this number of rows.
         min_user_events: drop users with fewer train events; 0 keeps users who first appear later.
         min_item_events: drop items with fewer events in the period that ``catalog`` names; counted before users.
-        catalog: items of the train period, so that nothing is known of the future, or of the whole log.
+        catalog: items of the train period (train), so that nothing is known of the future; of the whole log (log); or
+            of the train period and of the table ``items``, which may be recommended before their first event (items).
         max_watch_time: longest possible watch time in seconds.
         strict: refuse impossible values and exact duplicates instead of neutralizing or dropping them.
+        features: features of items, users and requests, and the columns that they are read from.
+        behaviors: named feedback beside label and dislike: name -> column of the log (bool or 0/1), such as
+            ``{"like": "is_like"}``; null = the preset's.
         engine: duckdb inside this process, or spark for logs beyond one machine; the result is the same.
         memory_limit: what DuckDB, Spark's local process or each Spark executor may hold before it writes to disk.
         threads: worker threads of DuckDB or of Spark's local process; null = one for each core.
@@ -125,19 +143,30 @@ def prepare(
         catalog=catalog,
         max_watch_time=max_watch_time,
         strict=strict,
+        features=features,
+        behaviors=behaviors,
     )
     options = EngineOptions(engine, memory_limit, threads, spark_master, spark_conf)
     place = fspath(out)
-    preparation.run(_source(log), place, engine=options, work=work, overwrite=overwrite, progress=progress)
+    preparation.run(
+        _source(log, "log"),
+        place,
+        items=None if items is None else _source(items, "items"),
+        users=None if users is None else _source(users, "users"),
+        engine=options,
+        work=work,
+        overwrite=overwrite,
+        progress=progress,
+    )
     return Prepared.open(locate(place))
 
 
-def _source(log: Path | Sequence[Path] | Frame) -> list[str] | pa.Table:
+def _source(log: Path | Sequence[Path] | Frame, what: str) -> list[str] | pa.Table:
     """Names of files, or the frame's table."""
     if isinstance(log, str | PathLike):
         return [fspath(log)]
     if isinstance(log, Sequence):
         if not all(isinstance(name, str | PathLike) for name in log):
-            raise RecpoError("log: a list holds names of files; a frame is given alone")
+            raise RecpoError(f"{what}: a list holds names of files; a frame is given alone")
         return [fspath(name) for name in log]
-    return to_arrow(log, "log")
+    return to_arrow(log, what)

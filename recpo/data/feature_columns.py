@@ -1,0 +1,191 @@
+"""Which columns of a log and of its tables are features and behaviors, and those of well-known logs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from recpo.data.schema import Derived, LogColumns, PresetName, TimeUnit
+from recpo.errors import RecpoError
+from recpo.features.schema import SIDES, Categories, Category, Feature, FeatureSchema, Number, Side
+
+#: Columns of events that stand for a behavior or a feature of the request begin so while a log is prepared.
+BEHAVIOR, CONTEXT = "behavior_", "context_"
+#: Columns of tables that stand for a feature begin so while a file is read.
+FEATURE: Final = "feature_"
+_MOST_BEHAVIORS: Final = 31  # bits of an int32
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_TAKEN: Final = frozenset({*LogColumns.ALL, Derived.FEEDBACK, "behaviors", "exclude", "k"})
+
+
+@dataclass(frozen=True)
+class FeatureColumns:
+    """Features of items, users and requests, and the columns that they are read from.
+
+    Args:
+        item: features in the table of items; null = the preset's, or all columns of the table, as their types suggest.
+        user: features in the table of users; null = the preset's, or all columns of the table, as their types suggest.
+        context: features in the log, ``Category`` or ``Number``: the surface, the hour, the device of the request in
+            which an event was shown; null = the preset's, or none.
+        item_id: column of the item's id in the table of items; null = as in the log.
+        user_id: column of the user's id in the table of users; null = as in the log.
+        available_from: column of the table of items with the time from which an item may be recommended; it is no
+            feature. null = the preset's, or none.
+        available_from_unit: unit of a numeric ``available_from``.
+    """
+
+    item: tuple[Feature, ...] | None = None
+    user: tuple[Feature, ...] | None = None
+    context: tuple[Feature, ...] | None = None
+    item_id: str | None = None
+    user_id: str | None = None
+    available_from: str | None = None
+    available_from_unit: TimeUnit = "ms"
+
+    def __post_init__(self) -> None:
+        for side in SIDES:
+            for feature in self.of(side) or ():
+                _validate(feature, side)
+        FeatureSchema(*(self.of(side) or () for side in SIDES))
+
+    def of(self, side: Side) -> tuple[Feature, ...] | None:
+        """The features of one side; None = nothing is said."""
+        found: tuple[Feature, ...] | None = getattr(self, side)
+        return found
+
+    def over(self, preset: FeatureColumns) -> FeatureColumns:
+        """These columns where they say something, ``preset`` elsewhere."""
+        said: dict[str, Any] = {side: self.of(side) for side in SIDES if self.of(side) is not None}
+        if self.available_from is not None:
+            said |= {"available_from": self.available_from, "available_from_unit": self.available_from_unit}
+        said |= {name: getattr(self, name) for name in ("item_id", "user_id") if getattr(self, name) is not None}
+        return replace(preset, **said)
+
+    def to_json(self) -> dict[str, Any]:
+        """The columns as they were given, for the manifest."""
+        sides: dict[str, Any] = dict.fromkeys(SIDES)
+        for side in SIDES:
+            features = self.of(side)
+            if features is not None:
+                sides[side] = [feature.to_json() for feature in features]
+        return {**asdict(self), **sides}
+
+
+def _validate(feature: Feature, side: Side) -> None:
+    where = f"features.{side}: {feature.name!r}"
+    if not _NAME.fullmatch(feature.name):
+        raise RecpoError(f"{where}: a name has letters, digits, and . _ - between them; set `column` for the column")
+    given = [name for name in feature.fitted if name != "width" and getattr(feature, name) is not None]
+    if given:
+        raise RecpoError(f"{where}: {', '.join(given)} is fitted by prepare: leave it out")
+    if side == "context" and not isinstance(feature, Category | Number):
+        raise RecpoError(f"{where}: a feature of a request is a Category or a Number, not {type(feature).__name__}")
+    if side == "context" and feature.name in _TAKEN:
+        raise RecpoError(f"{where}: the column {feature.name} of an event has a meaning already; choose another name")
+
+
+def validate_behaviors(behaviors: Mapping[str, str], context: tuple[Feature, ...]) -> None:
+    """Raises ``RecpoError`` where behaviors have names that events cannot carry beside their other columns."""
+    if len(behaviors) > _MOST_BEHAVIORS:
+        raise RecpoError(f"behaviors: {len(behaviors)} of them, at most {_MOST_BEHAVIORS} are kept")
+    taken = _TAKEN | {feature.name for feature in context}
+    for name in behaviors:
+        if not _NAME.fullmatch(name) or name in taken:
+            raise RecpoError(
+                f"behaviors: {name!r} is no name for one: letters, digits, and . _ - between them, and not the name of "
+                "another column of events (a dislike is columns.dislike)"
+            )
+
+
+def _categories(*names: str) -> tuple[Feature, ...]:
+    return tuple(Category(name) for name in names)
+
+
+_KUAIRAND: Final = FeatureColumns(
+    item=(
+        *_categories("author_id", "video_type", "upload_type", "music_id", "music_type"),
+        Categories("tag", separator=",", length=8),
+        Number("video_duration", log=True),
+        Number("server_width"),
+        Number("server_height"),
+    ),
+    user=(
+        *_categories("user_active_degree", "is_lowactive_period", "is_live_streamer", "is_video_author"),
+        *(Number(name, log=True) for name in ("follow_user_num", "fans_user_num", "friend_user_num", "register_days")),
+        *_categories("follow_user_num_range", "fans_user_num_range", "friend_user_num_range", "register_days_range"),
+        *_categories(*(f"onehot_feat{number}" for number in range(18))),
+    ),
+    context=(Category("tab"), Category("hour", column="hourmin")),
+    available_from="upload_dt",
+)
+_MOVIELENS: Final = FeatureColumns(item=(Categories("genres", separator="|"),))
+
+#: Features of well-known logs; a column that a table or log lacks is left out.
+PRESET_FEATURES: Final[dict[PresetName, FeatureColumns]] = {
+    "plain": FeatureColumns(),
+    # video_features_basic_*.csv, user_features_*.csv; hourmin is the hour times 100
+    "kuairand": _KUAIRAND,
+    # movies.csv
+    "movielens": _MOVIELENS,
+}
+
+#: Behaviors of well-known logs: name -> column; a column that a log lacks is left out.
+PRESET_BEHAVIORS: Final[dict[PresetName, dict[str, str]]] = {
+    "plain": {},
+    "kuairand": {
+        "click": "is_click",
+        "like": "is_like",
+        "follow": "is_follow",
+        "comment": "is_comment",
+        "share": "is_forward",
+        "profile": "is_profile_enter",
+    },
+    "movielens": {},
+}
+
+
+@dataclass(frozen=True)
+class EventColumns:
+    """Columns of the log beside the standard ones: behaviors and features of requests.
+
+    Attributes:
+        behaviors: name -> column; that of number b is bit b.
+        context: features of requests.
+        chosen: standard names of those that the user named; these must exist.
+    """
+
+    behaviors: dict[str, str] = field(default_factory=dict)
+    context: tuple[Feature, ...] = ()
+    chosen: frozenset[str] = frozenset()
+
+    def named(self) -> dict[str, str]:
+        """Name while the log is prepared -> name in the log."""
+        behaviors = {BEHAVIOR + name: column for name, column in self.behaviors.items()}
+        return behaviors | {CONTEXT + feature.name: feature.source for feature in self.context}
+
+    def among(self, columns: Mapping[str, str]) -> EventColumns:
+        """Those that a log has, by the names of ``named``."""
+        behaviors = {name: column for name, column in self.behaviors.items() if BEHAVIOR + name in columns}
+        context = tuple(feature for feature in self.context if CONTEXT + feature.name in columns)
+        return EventColumns(behaviors, context, self.chosen)
+
+
+def event_columns(preset: PresetName, features: FeatureColumns, behaviors: Mapping[str, str] | None) -> EventColumns:
+    """What is read of every event, out of a preset and what the user says over it.
+
+    Args:
+        preset: name of the preset.
+        features: what the user says.
+        behaviors: name -> column; None = the preset's.
+
+    Raises:
+        RecpoError: a behavior has a name that it cannot have.
+    """
+    named = PRESET_BEHAVIORS[preset] if behaviors is None else dict(behaviors)
+    context = features.over(PRESET_FEATURES[preset]).context or ()
+    chosen = {BEHAVIOR + name for name in behaviors or ()}
+    chosen |= {CONTEXT + feature.name for feature in features.context or ()}
+    validate_behaviors(named, context)
+    return EventColumns(named, context, frozenset(chosen))

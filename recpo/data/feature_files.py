@@ -1,0 +1,134 @@
+"""Fits features to the train period and writes them: vocabularies, the table of items, the table of users."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+from typing import Any, Final
+
+import ibis
+import ibis.expr.types as ir
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recpo.data.engine import Engine
+from recpo.data.feature_columns import CONTEXT
+from recpo.data.feature_tables import ID, FeatureTable
+from recpo.data.prepared import ITEM_FEATURES, USER_FEATURES, vocabulary_file
+from recpo.data.schema import TRAIN, Derived, LogColumns
+from recpo.data.writing import write_rows
+from recpo.features.encoding import FittedFeatures, Moments, Vocabulary, scaled
+from recpo.features.schema import Categories, Category, Feature, Number, Side, of_type
+
+_FILES: Final = {"item": ITEM_FEATURES, "user": USER_FEATURES}
+_KEYS: Final = {"item": (LogColumns.ITEM_ID, Derived.ITEM_INDEX), "user": (LogColumns.USER_ID, Derived.USER_INDEX)}
+
+
+def fit_features(
+    engine: Engine, side: Side, features: tuple[Feature, ...], rows: ir.Table, columns: Mapping[str, str], root: Path
+) -> FittedFeatures:
+    """Vocabularies, written to ``root``, and moments of the rows of the train period.
+
+    Args:
+        engine: runs the expressions.
+        side: whose features they are.
+        features: vectors with their widths.
+        rows: those of the train period, with plain columns.
+        columns: name of a feature -> its column in ``rows``.
+        root: the directory that is prepared.
+    """
+    (root / "vocabularies").mkdir(exist_ok=True)
+    moments = _moments(engine, [(one, columns[one.name]) for one in of_type(features, Number)], rows)
+    fitted, vocabularies = list[Feature](), dict[str, Vocabulary]()
+    for feature in features:
+        if isinstance(feature, Category | Categories):
+            values = _write_vocabulary(
+                engine, feature, rows, columns[feature.name], root / vocabulary_file(side, feature.name)
+            )
+            vocabularies[feature.name] = Vocabulary(values)
+            feature = replace(feature, num_codes=vocabularies[feature.name].num_codes)
+        elif isinstance(feature, Number):
+            mean, std = moments[feature.name]
+            feature = replace(feature, mean=mean, std=std)
+        fitted.append(feature)
+    return FittedFeatures(tuple(fitted), vocabularies)
+
+
+def _write_vocabulary(
+    engine: Engine, feature: Category | Categories, rows: ir.Table, column: str, file: Path
+) -> pa.Array:
+    values = rows.select(value=rows[column].unnest() if isinstance(feature, Categories) else rows[column])
+    counts = values.filter(values["value"].notnull()).group_by("value").aggregate(count=ibis._.count())
+    kept = counts.filter(counts["count"] >= feature.min_count)
+    ordered = kept.order_by([kept["count"].desc(), kept["value"].asc()])
+    kind = pa.string() if values["value"].type().is_string() else pa.int64()
+    write_rows(engine.stream(ordered), pa.schema([("value", kind), ("count", pa.int64())]), file)
+    return pq.read_table(file, columns=["value"]).column(0).combine_chunks()
+
+
+def _moments(engine: Engine, numbers: list[tuple[Number, str]], rows: ir.Table) -> dict[str, tuple[float, float]]:
+    """Mean and deviation (of the population) of every number, in two passes, whatever the order of the rows."""
+    if not numbers:
+        return {}
+    chosen = rows.select(*{column: rows[column] for _, column in numbers})
+
+    def pass_over(centers: Mapping[str, float] | None) -> dict[str, float]:
+        sums = {number.name: Moments() for number, _ in numbers}
+        for batch in engine.stream(chosen):
+            for number, column in numbers:
+                values = batch.column(column).drop_null().to_numpy(zero_copy_only=False)
+                values = scaled(number, values)
+                sums[number.name].add(values if centers is None else (values - centers[number.name]) ** 2)
+        return {name: total.mean for name, total in sums.items()}
+
+    means = pass_over(None)
+    return {name: (means[name], sqrt(variance) or 1.0) for name, variance in pass_over(means).items()}
+
+
+def write_table(
+    engine: Engine, table: FeatureTable, indices: ir.Table, events: ir.Table, root: Path
+) -> tuple[FittedFeatures, dict[str, int]]:
+    """Fits the features of a table to the items or users of the train period, and writes them by index.
+
+    Args:
+        engine: runs the expressions.
+        table: the table.
+        indices: external id and index of everything that is kept.
+        events: events with their period; who has one in the train period is of that period.
+        root: the directory that is prepared.
+
+    Returns:
+        The fitted features; how many rows the table has, how many of them are ``unused`` as their ids are not kept, and
+        how many of those that are kept it is ``without``.
+    """
+    key, index = _KEYS[table.side]
+    columns = {feature.name: f"f{place}" for place, feature in enumerate(table.features)}
+    rows = table.rows(engine)
+    placed = rows.inner_join(indices, rows[ID] == indices[key]).select(index, *columns.values())
+    trained = events.filter(events[Derived.PERIOD] == TRAIN).select(index).distinct()
+    fitted = fit_features(engine, table.side, table.features, placed.semi_join(trained, index), columns, root)
+    joined = indices.left_join(placed, index).drop(f"{index}_right").order_by(index)
+    plain = joined.select(**{name: joined[column] for name, column in columns.items()})
+    names = [feature.name for feature in of_type(table.features, Category)]
+    kept = write_rows(_encoded(engine, plain, fitted), fitted.schema, root / _FILES[table.side], names)
+    read, used = (engine.row(some.aggregate(rows=some.count()))["rows"] for some in (rows, placed))
+    return fitted, {"rows": read, "unused": read - used, "without": kept - used}
+
+
+def _encoded(engine: Engine, plain: ir.Table, fitted: FittedFeatures) -> Iterator[pa.Table]:
+    for batch in engine.stream(plain):
+        yield fitted.encode(batch)
+
+
+def fit_context(engine: Engine, features: tuple[Feature, ...], events: ir.Table, root: Path) -> FittedFeatures:
+    """Fits the features of requests to the events of the train period."""
+    columns = {feature.name: CONTEXT + feature.name for feature in features}
+    train = events.filter(events[Derived.PERIOD] == TRAIN)
+    return fit_features(engine, "context", features, train, columns, root)
+
+
+def describe_table(table: FeatureTable, counts: Mapping[str, int]) -> dict[str, Any]:
+    """A table and what became of its rows, for the manifest."""
+    return {**table.describe(), "counts": dict(counts)}

@@ -1,0 +1,233 @@
+"""From values to codes: what was fitted to the train period, applied to any table of items, users or requests.
+
+Prepare, extensions, refreshed bundles and servers all come through here. NumPy, pandas and Arrow only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from recpo.errors import RecpoError
+from recpo.features.arrays import FeatureArrays, read_features
+from recpo.features.columns import expected_type, plain_column, plain_type
+from recpo.features.schema import FIRST_CODE, MISSING, UNKNOWN, Categories, Category, Feature, Number, Vector
+
+
+class Vocabulary:
+    """The values of a category, in the order of their codes.
+
+    Args:
+        values: int64 or strings, different ones; place i has the code i + 2.
+    """
+
+    def __init__(self, values: pa.Array) -> None:
+        self.values = values
+
+    @cached_property
+    def _index(self) -> pd.Index:
+        # an index keeps its hash table: a request with a few values does not cost a pass over the vocabulary
+        return _hashable(self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def num_codes(self) -> int:
+        """Missing, unknown, and the values."""
+        return len(self) + FIRST_CODE
+
+    def codes(self, values: pa.Array) -> np.ndarray:
+        """``[N]`` int32: 0 where the value is null, 1 where the vocabulary does not hold it.
+
+        Raises:
+            RecpoError: strings where the vocabulary has integers, or the other way round.
+        """
+        known = values.is_valid().to_numpy(zero_copy_only=False)
+        codes = np.full(len(values), MISSING, np.int32)
+        if not known.any():
+            return codes
+        codes[known] = UNKNOWN
+        if not len(self):
+            return codes
+        if pa.types.is_string(values.type) != pa.types.is_string(self.values.type):
+            raise RecpoError(f"values are {values.type}, the vocabulary has {self.values.type}: cast them")
+        place = self._index.get_indexer(_hashable(values.filter(values.is_valid())))
+        codes[known] = np.where(place >= 0, place + FIRST_CODE, UNKNOWN)
+        return codes
+
+
+def _hashable(values: pa.Array) -> pd.Index:
+    found: np.ndarray = values.to_numpy(zero_copy_only=False)
+    return pd.Index(found.astype(object) if pa.types.is_string(values.type) else found)
+
+
+@dataclass(frozen=True)
+class FittedFeatures:
+    """The features of one side and all that was fitted to them.
+
+    Attributes:
+        features: fitted features.
+        vocabularies: of each ``Category`` and ``Categories``, by name.
+    """
+
+    features: tuple[Feature, ...]
+    vocabularies: Mapping[str, Vocabulary]
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns of ``encode``."""
+        return pa.schema([(feature.name, stored_type(feature)) for feature in self.features])
+
+    def encode(self, plain: pa.Table | pa.RecordBatch) -> pa.Table:
+        """What prepared files hold of the plain columns (``recpo.features.columns``), named as the features."""
+        columns = [self._encoded(feature, _one(plain[feature.name])) for feature in self.features]
+        return pa.Table.from_arrays(columns, schema=self.schema)
+
+    def read(self, table: pa.Table, name: str) -> FeatureArrays:
+        """The features of the rows of a table, as their owner has it; a column that it lacks is missing throughout.
+
+        Args:
+            table: columns as in the tables that were prepared.
+            name: what the caller calls the table, for messages.
+
+        Raises:
+            RecpoError: a column has another type, or values that the feature cannot have.
+        """
+        columns = [self._plain(feature, table, name) for feature in self.features]
+        plain = pa.table(columns, names=[feature.name for feature in self.features]) if columns else pa.table({})
+        return read_features(self.features, self.encode(plain)) if columns else _nothing(len(table))
+
+    def _plain(self, feature: Feature, table: pa.Table, name: str) -> pa.Array:
+        if feature.source not in table.column_names:
+            return pa.nulls(len(table), self._plain_type(feature))
+        column = _one(table[feature.source])
+        expected = expected_type(feature, column.type)
+        if expected is not None:
+            raise RecpoError(f"{name}: column {feature.source!r} is {column.type}, expected {expected}")
+        plain, offenses = plain_column(feature, column)
+        for offense in offenses:
+            raise RecpoError(
+                f"{name}: column {feature.source!r}: {offense.problem} in {len(offense.rows)} rows, the first is row "
+                f"{offense.rows[0]} ({offense.values[0]!r:.40}); {offense.fix}"
+            )
+        if isinstance(feature, Category | Categories) and plain.null_count < len(plain):
+            wanted = self._plain_type(feature)
+            if plain.type != wanted and len(self.vocabularies[feature.name]):
+                raise RecpoError(f"{name}: column {feature.source!r} is {column.type}, prepared was {wanted}: cast it")
+        return plain
+
+    def _plain_type(self, feature: Feature) -> pa.DataType:
+        if isinstance(feature, Category):
+            return self.vocabularies[feature.name].values.type
+        if isinstance(feature, Categories):
+            return pa.list_(self.vocabularies[feature.name].values.type)
+        return plain_type(feature, pa.float64())
+
+    def _encoded(self, feature: Feature, column: pa.Array) -> pa.Array:
+        if isinstance(feature, Category):
+            return pa.array(self.vocabularies[feature.name].codes(column))
+        if isinstance(feature, Categories):
+            return _lists(self.vocabularies[feature.name], column, feature.length)
+        if isinstance(feature, Number):
+            return pa.array(standardized(feature, _floats(column)))
+        assert isinstance(feature, Vector)
+        width = feature.width or 0
+        rows = np.full((len(column), width), np.nan, np.float32)
+        kept = column.is_valid().to_numpy(zero_copy_only=False)
+        rows[kept] = column.filter(column.is_valid()).flatten().to_numpy(zero_copy_only=False).reshape(-1, width)
+        return pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), width)
+
+
+def stored_type(feature: Feature) -> pa.DataType:
+    """Type of a feature's column in prepared files."""
+    if isinstance(feature, Category):
+        return pa.int32()
+    if isinstance(feature, Categories):
+        return pa.list_(pa.int32())
+    return pa.float32() if isinstance(feature, Number) else pa.list_(pa.float32(), feature.width or 0)  # type: ignore[attr-defined]
+
+
+def scaled(feature: Number, values: np.ndarray) -> np.ndarray:
+    """The numbers whose mean and deviation are taken, float64."""
+    return np.sign(values) * np.log1p(np.abs(values)) if feature.log else values
+
+
+def standardized(feature: Number, values: np.ndarray) -> np.ndarray:
+    """``(x - mean) / std`` in float32; nan = missing."""
+    assert feature.mean is not None
+    assert feature.std is not None
+    result: np.ndarray = ((scaled(feature, values) - feature.mean) / feature.std).astype(np.float32)
+    return result
+
+
+class Moments:
+    """Mean and deviation of numbers that come in any order and any pieces, with one result.
+
+    Sums are exact: every float64 is a whole number times a power of two, and whole numbers are summed.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sums: dict[int, int] = {}
+
+    def add(self, values: np.ndarray) -> None:
+        """Counts finite float64 ``[N]``."""
+        for begin in range(0, len(values), 1 << 16):  # so many halves of 27 bits sum exactly in a float64
+            self._add(values[begin : begin + (1 << 16)])
+
+    def _add(self, values: np.ndarray) -> None:
+        self.count += len(values)
+        fraction, exponent = np.frexp(values)
+        whole = np.ldexp(fraction, 53).astype(np.int64)
+        low = whole & ((1 << 26) - 1)
+        found, place = np.unique(exponent, return_inverse=True)
+        highs, lows = (np.bincount(place, weights=part, minlength=len(found)) for part in ((whole - low) >> 26, low))
+        for power, high, rest in zip(found.tolist(), highs.tolist(), lows.tolist(), strict=True):
+            self._sums[power] = self._sums.get(power, 0) + (int(high) << 26) + int(rest)
+
+    @property
+    def mean(self) -> float:
+        """The mean, 0 of no numbers."""
+        total = sum((Fraction(whole) * Fraction(2) ** (power - 53) for power, whole in self._sums.items()), Fraction(0))
+        return float(total / self.count) if self.count else 0.0
+
+
+def _lists(vocabulary: Vocabulary, column: pa.Array, length: int) -> pa.Array:
+    """Codes of each row, every one once, the most frequent first and unknown last, at most ``length``."""
+    lengths = column.value_lengths().fill_null(0).to_numpy()
+    row = np.repeat(np.arange(len(column)), lengths)
+    codes = vocabulary.codes(column.flatten()).astype(np.int64)
+    row, codes = row[codes != MISSING], codes[codes != MISSING]
+    stride = vocabulary.num_codes + 1
+    pairs = np.unique(row * stride + np.where(codes == UNKNOWN, vocabulary.num_codes, codes))
+    row, rank = pairs // stride, pairs % stride
+    starts = np.searchsorted(row, np.arange(len(column)))
+    kept = np.arange(len(row)) - starts[row] < length
+    codes = np.where(rank == vocabulary.num_codes, UNKNOWN, rank)[kept].astype(np.int32)
+    offsets = np.searchsorted(row[kept], np.arange(len(column) + 1)).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(codes))
+
+
+def _floats(column: pa.Array) -> np.ndarray:
+    values: np.ndarray = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    return values
+
+
+def _one(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
+def _nothing(rows: int) -> FeatureArrays:
+    return read_features((), pa.table({"rows": np.zeros(rows)}))
+
+
+def of_side(features: Sequence[Feature], vocabularies: Mapping[str, pa.Array]) -> FittedFeatures:
+    """Features with the values of their vocabularies, by name."""
+    return FittedFeatures(tuple(features), {name: Vocabulary(values) for name, values in vocabularies.items()})
