@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from recpo.data.slates import ImpressionLayout as ImpressionLayout, SequenceLayout as SequenceLayout
     from recpo.data.splits import LeaveLastOut as LeaveLastOut, TemporalSplit as TemporalSplit
     from recpo.errors import RecpoError as RecpoError
+    from recpo.evaluation.candidates import CandidateTable as CandidateTable
     from recpo.evaluation.evaluation import Evaluation as Evaluation
     from recpo.factorization.factors import Factors as Factors
     from recpo.evaluation.lists import Lists as Lists
@@ -133,6 +134,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.data.slates": ("ImpressionLayout", "SequenceLayout"),
     "recpo.data.splits": ("LeaveLastOut", "TemporalSplit"),
     "recpo.errors": ("RecpoError",),
+    "recpo.evaluation.candidates": ("CandidateTable",),
     "recpo.evaluation.evaluation": ("Evaluation",),
     "recpo.factorization.factors": ("Factors",),
     "recpo.evaluation.lists": ("Lists",),

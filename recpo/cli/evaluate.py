@@ -12,10 +12,13 @@ from rich.text import Text
 
 from recpo.cli.output import console
 from recpo.data.prepared import Prepared
+from recpo.evaluation.candidates import CandidateTable
 from recpo.evaluation.contenders import Baseline, default_baselines
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.headroom import shares_at
+from recpo.evaluation.html_report.new_items_section import candidates_sentence
 from recpo.evaluation.lists import Lists
+from recpo.evaluation.new_items import NEW_METRICS
 from recpo.evaluation.reading import Document, best_first
 from recpo.reranking import Reranker
 from recpo.workflows.evaluate import evaluate as evaluate_contenders
@@ -37,6 +40,7 @@ def evaluate(
     ks: list[int] = [10, 50],  # noqa: B006
     baseline_cache: Path | None = None,
     truth: Path | None = None,
+    candidates: CandidateTable | Path | None = None,
     rerank: list[Reranker] | Reranker = [],  # noqa: B006
     trust: list[str] = [],  # noqa: B006
     **options: Any,
@@ -68,6 +72,10 @@ def evaluate(
         truth: directory that ``recpo simulate`` wrote: adds the true expected reward and the true probability of a
             dislike, means over the first k places, on the first day of the period; the oracle, which lists every user's
             best items; and each contender's share of what the oracle has above the pre-trained policy.
+        candidates: which items could be listed at the begin of the period: a Parquet file of items (item_id and, where
+            there are such columns, available_from and available_until), a CandidateTable with other names of columns,
+            or the word all. null = the times of the prepared data, and every item where they have none. What was not
+            available is in no list and no target.
         rerank: also evaluate every run, bundle and factor model with re-ranked lists, slates of the first k:
             MaximalMarginalRelevance, Determinantal, AttributeCap or Calibration of ``recpo.reranking``, or a list of
             them (``docs/exploration.md``).
@@ -86,6 +94,7 @@ def evaluate(
         ks=ks,
         baseline_cache=baseline_cache,
         truth=truth,
+        candidates=candidates,
         rerank=_listed(rerank),
         trust=trust,
         progress=True,
@@ -107,9 +116,11 @@ def print_evaluation(evaluation: Evaluation) -> None:
     terminal.print(metrics_table(document))
     if document["differences"]:
         terminal.print(differences_table(document))
-    for table in (headroom_table(document), value_table(document)):
+    for table in (headroom_table(document), new_items_table(document), value_table(document)):
         if table is not None:
             terminal.print(table)
+    if document["candidates"] is not None:
+        terminal.print(f"candidates: {candidates_sentence(document)}", soft_wrap=True)
     removed = counts["positive_events_excluded"]
     past = f"excluded ({removed:,} positive events of them removed)" if setting["exclude_past"] else "kept"
     terminal.print(
@@ -175,6 +186,22 @@ def headroom_table(document: Document) -> Table | None:
     for name, value in shares:
         width = "" if value["half_width"] is None else f" ±{100 * value['half_width']:.1f}"
         table.add_row(Text(name), _cell(rewards[name]), f"{100 * value['mean']:.1f}{width} %")
+    return table
+
+
+def new_items_table(document: Document) -> Table | None:
+    """What the contenders make of candidates without a training event; None where there are none."""
+    k, new = document["setting"]["ks"][0], document["new_items"]["items"]
+    names = _shown(_ranked(document), NEW_METRICS, k)
+    if not new or not names:
+        return None
+    title = f"{new:,} new items, candidates without an event in training; lists of {k}"
+    table = _table(title, "true reward: of the best new items as the contender ranks them")
+    table.add_column("contender")
+    for name in names:
+        table.add_column(_heading(name), justify="right")
+    for contender in _ranked(document):
+        table.add_row(Text(contender["name"]), *(_cell(contender["metrics"].get(name)) for name in names))
     return table
 
 

@@ -22,12 +22,13 @@ _SMOOTHING = 0.01  # Steck's alpha
 class Exposure:
     """How often every item is shown: ``coverage@k`` and ``gini@k`` over all lists.
 
-    ``coverage@k`` is the share of the catalog that is among the first k items of at least one list. Keeps one count
+    ``coverage@k`` is the share of the candidates that is among the first k items of at least one list. Keeps one count
     per item and k, whatever the number of users.
     """
 
-    def __init__(self, num_items: int, ks: Sequence[int]) -> None:
-        self._ks = tuple(ks)
+    def __init__(self, num_items: int, ks: Sequence[int], is_candidate: Tensor | None = None) -> None:
+        """``is_candidate [V + 1]`` bool: the items that could be listed; None = all."""
+        self._ks, self._is_candidate = tuple(ks), is_candidate
         self._shown = torch.zeros(len(self._ks), num_items + 1, dtype=torch.int64)
 
     def update(self, observed: Observed) -> dict[str, Tensor]:
@@ -44,7 +45,7 @@ class Exposure:
 
     def totals(self) -> dict[str, float]:
         """Coverage and Gini for each k."""
-        shown = self._shown[:, 1:]
+        shown = self._shown[:, 1:] if self._is_candidate is None else self._shown[:, self._is_candidate]
         coverage = {f"coverage@{k}": (row > 0).double().mean().item() for k, row in zip(self._ks, shown, strict=True)}
         return coverage | {f"gini@{k}": gini(row) for k, row in zip(self._ks, shown, strict=True)}
 

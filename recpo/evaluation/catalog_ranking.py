@@ -12,6 +12,7 @@ from torch import Tensor
 
 from recpo.errors import RecpoError
 from recpo.evaluation.beyond_accuracy import Exposure
+from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.estimates import Estimate, estimate
 from recpo.evaluation.exposures import exposure_auc
 from recpo.evaluation.measures import Measure, Observed, Recommender
@@ -114,6 +115,8 @@ def evaluate_ranking(
     measures: Sequence[Measure] = (),
     user_segments: Sequence[UserSegment] = (),
     item_segments: Sequence[ItemSegment] = (),
+    candidates: Candidates | None = None,
+    new_items_among: Tensor | None = None,
 ) -> RankingResult:
     """Ranks the whole catalog for every held-out user, in one pass over the batches.
 
@@ -131,23 +134,45 @@ def evaluate_ranking(
         measures: metrics beside these; instances that have not seen a pass yet.
         user_segments: labels every user.
         item_segments: HitRate, Recall and NDCG of each bin's targets.
+        candidates: items that may be listed; held-out events of others are removed from the targets and counted. None =
+            every item of the catalog.
+        new_items_among: ``[O]`` items that are not new: the measures also get lists of the others alone
+            (``Observed.new_lists``). None = they do not.
 
     Raises:
         RecpoError: no user, ``ks`` that are no list lengths, or an answer that ``validate_answer`` does not accept.
         ValueError: two measures give a metric of the same name.
     """
     validate_ks(ks)
-    collected = _Collected(ks, gain, [Exposure(num_items, ks), *measures], user_segments, item_segments)
+    exposure = Exposure(num_items, ks, None if candidates is None else candidates.is_candidate)
+    collected = _Collected(ks, gain, [exposure, *measures], user_segments, item_segments)
+    size = min(max(ks), num_items)
     for batch in batches:
         with torch.inference_mode():
-            exclude = batch.exclude if exclude_past else None
-            lists = recommender.lists(batch, min(max(ks), num_items), exclude)
+            past = batch.exclude if exclude_past else None
+            absent = None if candidates is None else candidates.unavailable(batch.user_ids)
+            lists = recommender.lists(batch, size, past, absent)
             logp = recommender.log_prob(batch.feedback).sum(-1) if recommender.log_prob else None
             scores = recommender.score(batch.feedback) if recommender.score else None
-            validate_answer(recommender, lists, exclude, logp, batch.feedback.slates.mask)
-            targets = collected.rankable(held_out_targets(batch), exclude)
-            collected.add(Observed(batch, lists, targets, logp, scores))
+            validate_answer(recommender, lists, past, logp, batch.feedback.slates.mask)
+            if absent is not None and bool(is_member(lists.item_ids, absent).any()):
+                raise RecpoError(
+                    f"{recommender.name} returned items that are no candidates; leave them out of its lists"
+                )
+            targets = collected.rankable(held_out_targets(batch), past, absent)
+            new = (
+                None if new_items_among is None else _new_lists(recommender, batch, size, past, absent, new_items_among)
+            )
+            collected.add(Observed(batch, lists, targets, logp, scores, absent, new))
     return collected.result()
+
+
+def _new_lists(
+    recommender: Recommender, batch: EvaluationBatch, k: int, past: Tensor | None, absent: Tensor | None, others: Tensor
+) -> Recommendations:
+    """Lists of the items that are not among ``others [O]``."""
+    known = others.to(batch.exclude.device).expand(len(batch.exclude), -1)
+    return recommender.lists(batch, k, past, known if absent is None else torch.cat([known, absent], 1))
 
 
 def validate_ks(ks: Sequence[int]) -> None:
@@ -228,14 +253,16 @@ class _Collected:
         self._labels: _Parts = defaultdict(list)
         self._per_bin: dict[tuple[str, str], _Parts] = defaultdict(lambda: defaultdict(list))
 
-    def rankable(self, targets: Targets, exclude: Tensor | None) -> Targets:
-        """The targets that a list can hold; counts what is removed."""
-        kept = targets if exclude is None else targets.without(exclude)
-        for kind, before, after in (
-            ("positive", targets.positive, kept.positive),
-            ("disliked", targets.disliked, kept.disliked),
+    def rankable(self, targets: Targets, past: Tensor | None, absent: Tensor | None) -> Targets:
+        """The targets that a list can hold; counts what is removed, first those that were no candidates."""
+        there = targets if absent is None else targets.without(absent)
+        kept = there if past is None else there.without(past)
+        for kind, logged, before, after in (
+            ("positive", targets.positive, there.positive, kept.positive),
+            ("disliked", targets.disliked, there.disliked, kept.disliked),
         ):
-            self._counts[f"{kind}_events"] += int(before.sum())
+            self._counts[f"{kind}_events"] += int(logged.sum())
+            self._counts[f"{kind}_events_unavailable"] += int(logged.sum()) - int(before.sum())
             self._counts[f"{kind}_events_excluded"] += int(before.sum()) - int(after.sum())
         return kept
 

@@ -21,7 +21,7 @@ from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
 from recpo.evaluation.reading import Document
 from recpo.evaluation.true_rewards import TrueRewards
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 Kind = Literal["run", "bundle", "factors", "lists", "baseline", "oracle", "reranked"]
 
@@ -53,6 +53,8 @@ def evaluation_document(
     runs: Document,
     training: Mapping[str, Any],
     setting: Document,
+    candidates: Document | None = None,
+    new_items: Document | None = None,
     warnings: Sequence[str] = (),
     bootstrap_resamples: int = 0,
 ) -> Document:
@@ -71,6 +73,8 @@ def evaluation_document(
                         histogram}]}}: labels by duration of the item
         training        {run: {metric: [[step, value]]}}
         provenance      {data: {...}, runs: {name: {...}}}
+        candidates      ``Candidates.as_json``; null = every item was a candidate
+        new_items       ``NewItems.as_json``: candidates without an event in training; the metrics new_* are of them
 
     Args:
         contenders: everybody, with the logging policy where it is known.
@@ -79,6 +83,8 @@ def evaluation_document(
         runs: where the runs and bundles come from; those of equal ``weights_sha256`` are the same policy.
         training: curves of the runs.
         setting: what every number depends on.
+        candidates: which items could be listed.
+        new_items: which of them are new.
         warnings: more sentences that a reader must know before the numbers.
         bootstrap_resamples: see ``metrics_document``.
     """
@@ -105,6 +111,8 @@ def evaluation_document(
         },
         "training": dict(training),
         "provenance": {"data": _data_facts(data), "runs": runs},
+        "candidates": candidates,
+        "new_items": new_items or {"items": 0, "remark": None},
     }
     document["warnings"] = [*cautions(document), *warnings]
     return document
@@ -121,13 +129,14 @@ def metrics_document(
 
     ::
 
-        schema_version  4
+        schema_version  5
         setting         split, ks, positive_threshold, exclude_past, ... as given
         conventions     {topic: how to read the numbers, in words}
         warnings        [sentence], what a reader must know before the numbers
         contenders      [{name, kind: ``Kind``,
-                          counts: {users, users_with_positives, users_with_dislikes, positive_events,
-                                   positive_events_excluded, disliked_events, disliked_events_excluded},
+                          counts: {users, users_with_positives, users_with_dislikes, and for positive and disliked
+                                   events: positive_events, positive_events_unavailable (their items were no
+                                   candidates), positive_events_excluded (of the rest, items of the past)},
                           metrics: {metric: estimate},            per-user metrics, such as NDCG@10, AUC_other
                           totals: {metric: number},               of all lists together, such as coverage@10, gini@10
                           segments: {segment: {bin: {metric: estimate}}},
@@ -173,7 +182,11 @@ def conventions(exclude_past: bool, positive_threshold: float) -> dict[str, str]
         else "kept: they may be recommended, and held-out events of such items are targets"
     )
     return {
-        "catalog": "every item is ranked, no sampled negatives",
+        "catalog": "every candidate is ranked, no sampled negatives",
+        "candidates": "items that could be listed when lists are made, by default all; held-out events of others are "
+        "no targets and are counted; as logged exposures they have weight 0 and stay occasions to choose",
+        "new_items": "candidates without an event in the training period; new_true_reward@k is that of the k best new "
+        "items as the contender ranks them, whatever it lists above them",
         "past_items": f"every item that a user had before the period is {past}",
         "positives": f"distinct held-out items with label >= {positive_threshold:g} that were not disliked",
         "disliked": "distinct held-out items that were disliked; disliked@k is their share of the k places",

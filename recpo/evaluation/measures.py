@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from recpo.evaluation.targets import Targets
@@ -26,6 +27,8 @@ class Recommender:
             depend on who the user is and not on a history: given lists, an oracle.
         score: ``batch -> [B, S]`` of the held-out slates by one that gives no probabilities: any numbers, higher =
             better. For the metrics of scores only; None = it cannot.
+        recommend_with_past: ``(histories, k, exclude, past [B, M]) -> Recommendations``, in the place of ``recommend``
+            where lists also depend on what else the user had: re-ranked ones.
     """
 
     recommend: Callable[[Histories, int, Tensor | None], Recommendations] | None = None
@@ -34,13 +37,27 @@ class Recommender:
     scores_are_logp: bool = False
     recommend_to_users: Callable[[Tensor, int, Tensor | None], Recommendations] | None = None
     score: Callable[[FeedbackBatch], Tensor] | None = None
+    recommend_with_past: Callable[[Histories, int, Tensor | None, Tensor], Recommendations] | None = None
 
-    def lists(self, batch: EvaluationBatch, k: int, exclude: Tensor | None) -> Recommendations:
+    def lists(
+        self, batch: EvaluationBatch, k: int, past: Tensor | None, unavailable: Tensor | None = None
+    ) -> Recommendations:
         """The lists of a batch of held-out users.
+
+        Args:
+            batch: the users.
+            k: length of the lists.
+            past: ``[B, M]`` items of the users' past that are not listed, 0 pads; None = they may be.
+            unavailable: ``[B, N]`` items that are no candidates, 0 pads; None = every item is one.
 
         Raises:
             ValueError: it can answer neither for histories nor for users.
         """
+        excluded = [part for part in (past, unavailable) if part is not None]
+        exclude = torch.cat(excluded, 1) if excluded else None
+        if self.recommend_with_past is not None:
+            histories = batch.feedback.histories
+            return self.recommend_with_past(histories, k, exclude, histories.item_ids if past is None else past)
         if self.recommend_to_users is not None:
             return self.recommend_to_users(batch.user_ids, k, exclude)
         if self.recommend is None:
@@ -58,6 +75,8 @@ class Observed(NamedTuple):
         logp: ``[B, S]`` log-probability of every held-out slate item (its tokens summed), None where the recommender
             gives none.
         scores: ``[B, S]`` scores of the held-out slate items by one that gives no log-probabilities.
+        unavailable: ``[B, N]`` items that were no candidates, 0 pads; in no list and no target. None = all items were.
+        new_lists: lists of new items alone, see ``recpo.evaluation.new_items``; None = nobody asked for them.
     """
 
     batch: EvaluationBatch
@@ -65,6 +84,8 @@ class Observed(NamedTuple):
     targets: Targets
     logp: Tensor | None
     scores: Tensor | None = None
+    unavailable: Tensor | None = None
+    new_lists: Recommendations | None = None
 
 
 class Measure(Protocol):

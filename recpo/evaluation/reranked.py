@@ -60,16 +60,20 @@ def _load(
         known = known.with_vectors(vectors)
 
     def recommend(histories: Histories, length: int, exclude: Tensor | None) -> Recommendations:
+        return recommend_with_past(histories, length, exclude, histories.item_ids if exclude is None else exclude)
+
+    def recommend_with_past(histories: Histories, length: int, exclude: Tensor | None, past: Tensor) -> Recommendations:
         assert ranked.recommend is not None
         lists = ranked.recommend(histories, max(length, shortlist), exclude)
-        past = (histories.item_ids if exclude is None else exclude).cpu().numpy()
         items, scores = lists.item_ids.cpu().numpy().copy(), lists.scores.cpu().numpy().copy()
-        for row, history in enumerate(past):
+        for row, history in enumerate(past.cpu().numpy()):
             first = (row, slice(shortlist))
             items[first], scores[first] = rerank(reranker, items[first], scores[first], k, known, history)
         device = lists.item_ids.device
         chosen = (torch.from_numpy(np.ascontiguousarray(part[:, :length])).to(device) for part in (items, scores))
         return Recommendations(*chosen)
 
-    recommender = Recommender(recommend, name=ranked.name, scores_are_logp=ranked.scores_are_logp)
+    recommender = Recommender(
+        recommend, name=ranked.name, scores_are_logp=ranked.scores_are_logp, recommend_with_past=recommend_with_past
+    )
     return loaded._replace(recommender=recommender, policy=None)

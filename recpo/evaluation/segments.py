@@ -97,6 +97,6 @@ def item_duration(duration: Tensor, bounds: Sequence[float] | None = None) -> It
 
 
 def item_segments(facts: ItemFacts) -> list[ItemSegment]:
-    """All divisions of the items that the facts allow."""
+    """The divisions of the items by popularity, and by duration where it is known."""
     by_duration = [] if facts.duration is None else [item_duration(facts.duration)]
     return [item_popularity(facts.train_count), *by_duration]

@@ -61,7 +61,8 @@ class TrueRewards:
 
         def recommend(users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
             strangers = len(truth.item_ids) - num_items  # of the simulation, and in no event of the log
-            depth = min(len(truth.item_ids), k + strangers + (0 if exclude is None else exclude.shape[1]))
+            available = int(truth.available(self.day).sum())
+            depth = min(available, k + strangers + (0 if exclude is None else exclude.shape[1]))
             best = truth.oracle_top_k(self.user_ids[users.cpu().numpy()], depth, self.day)
             place = np.searchsorted(ascending, best).clip(max=num_items - 1)
             known = ascending[place] == best

@@ -19,19 +19,22 @@ from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy
+from recpo.evaluation.candidates import Candidates, CandidateTable, Given, candidates_of, table_of
 from recpo.evaluation.catalog_ranking import Gain, evaluate_ranking, validate_ks
 from recpo.evaluation.contenders import BaselineOptions, Contender, baseline, oracle, validate_names
 from recpo.evaluation.document import ContenderResult, evaluation_document, logging_policy
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.fitted import BASELINES_DIRECTORY, BaselineCache
+from recpo.evaluation.item_ages import item_age, item_ages
 from recpo.evaluation.item_facts import ItemFacts, ItemFeatures, item_facts
 from recpo.evaluation.lists import Lists
 from recpo.evaluation.measures import Measure
+from recpo.evaluation.new_items import NewItems, new_items
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyResult
 from recpo.evaluation.off_policy.setting import OffPolicySetting, has_propensities, off_policy_setting
 from recpo.evaluation.reading import Document
-from recpo.evaluation.segments import history_length, item_segments
+from recpo.evaluation.segments import ItemSegment, history_length, item_segments
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.reranking import Reranker, RerankOptions
 from recpo.rewards import LoggedReward
@@ -42,6 +45,8 @@ from recpo.workflows.devices import compute_device
 from recpo.workflows.reranked import as_options, reranked_contenders
 
 HeldOut = Literal["valid", "test"]
+
+_EXCLUDED_AT_ONCE = 1 << 24  # of a users x items matrix: 128 MiB
 
 _NO_PROPENSITIES = (
     "The log of this period has no propensities, so there are no off-policy values, and the metrics give no credit for "
@@ -60,6 +65,7 @@ def evaluate(
     exclude_past: bool = True,
     gain: Gain = "linear",
     segments: bool = True,
+    candidates: Given = None,
     bootstrap_resamples: int = 0,
     item_features: ItemFeatures | None = None,
     off_policy: OffPolicyOptions | None = OffPolicyOptions(),  # noqa: B008  frozen
@@ -92,7 +98,11 @@ def evaluate(
         ks: list lengths; the tables show the first.
         exclude_past: leave the items of a user's past out of the lists, and such held-out events out of the targets.
         gain: of the graded NDCG: the label (linear), or 0, 1, 3, 7 for its quarters (exponential).
-        segments: also by length of the history, popularity and duration of the items.
+        segments: also by length of the history, popularity, duration and age of the items.
+        candidates: which items could be listed at the begin of the period: a table (its columns item_id and, where
+            there are such, available_from and available_until), ``CandidateTable`` with other names of columns, or
+            all. null = the times of the prepared data, and every item where they have none. What was not available is
+            in no list and no target.
         bootstrap_resamples: also bootstrap intervals over users of every per-user metric, from so many resamples.
         item_features: tags or vectors of the items, for diversity and calibration.
         off_policy: how the value is estimated from the log; null = not at all. With logged propensities it is left out
@@ -125,6 +135,7 @@ def evaluate(
             "at least 0"
         )
     data = prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)
+    table = table_of(candidates)
     with ExitStack() as stack:
         target = None
         if out is not None:
@@ -136,6 +147,7 @@ def evaluate(
                 item_features and item_features.file,
                 baseline_cache,
                 rerank_options.attributes,
+                table and table.path,
             ]
             target = stack.enter_context(
                 output_directory(out, kind="evaluation", overwrite=overwrite, inputs=[one for one in inputs if one])
@@ -146,10 +158,13 @@ def evaluate(
         compared = contenders_of(contenders, data, ks, checkpoint, where, trust, counted)
         compared += reranked_contenders(compared, rerank, rerank_options, data, ks)
         validate_names(compared)
+        available = candidates_of(data, split, candidates)
         known = None if truth is None else true_rewards(Path(truth), data, split, ks)
         if known is not None:
             compared.append(oracle(known))
             validate_names(compared)
+        facts = item_facts(data, item_features)
+        is_new = new_items(facts.train_count, None if available is None else available.is_candidate)
         shared = _Pass(
             data=data,
             split=split,
@@ -157,8 +172,11 @@ def evaluate(
             exclude_past=exclude_past,
             gain=gain,
             bootstrap_resamples=bootstrap_resamples,
-            facts=item_facts(data, item_features),
+            facts=facts,
+            item_segments=_item_segments(data, split, facts, available) if segments else [],
             segments=segments,
+            candidates=available,
+            new_items=NewItems(is_new, ks, known),
             truth=known,
             off_policy=_off_policy(data, split, off_policy, reward, ks),
             batch_size=batch_size,
@@ -176,6 +194,7 @@ def evaluate(
             "exclude_past": exclude_past,
             "gain": gain,
             "segments": segments,
+            "candidates": _candidate_option(candidates),
             "bootstrap_resamples": bootstrap_resamples,
             "item_features": item_features,
             "off_policy": off_policy,
@@ -204,6 +223,22 @@ def _cache(given: Path | str | None, out: Path | str | None, target: Path | None
     if out is None or target is None:
         return BaselineCache()
     return BaselineCache(Path(out) / BASELINES_DIRECTORY, target / BASELINES_DIRECTORY)
+
+
+def _item_segments(
+    data: Prepared, split: HeldOut, facts: ItemFacts, candidates: Candidates | None
+) -> list[ItemSegment]:
+    ages = item_ages(data, split, candidates)
+    return [*item_segments(facts), *([] if ages is None else [item_age(ages)])]
+
+
+def _candidate_option(given: Given) -> Any:
+    """As YAML has it; a frame is named as one, and cannot be repeated from there."""
+    table = table_of(given)
+    if table is None:
+        return given
+    name = table.path or "a frame in memory"
+    return replace(table, source=name) if isinstance(given, CandidateTable) else name
 
 
 def _off_policy(
@@ -253,7 +288,10 @@ class _Pass:
     gain: Gain
     bootstrap_resamples: int
     facts: ItemFacts
+    item_segments: Sequence[ItemSegment]
     segments: bool
+    candidates: Candidates | None
+    new_items: NewItems
     truth: TrueRewards | None
     off_policy: OffPolicySetting | None
     batch_size: int
@@ -266,7 +304,9 @@ class _Pass:
         estimated_too = self.off_policy is not None and contender.kind != "oracle"
         value = self.off_policy.measure(policy) if self.off_policy is not None and estimated_too else None
         measures: list[Measure] = [BeyondAccuracy(self.facts, self.ks)]
-        measures += [measure for measure in (self.truth, value) if measure is not None]
+        has_new = bool(self.new_items.is_new.any())
+        optional = (self.truth, value, self.new_items if has_new else None)
+        measures += [measure for measure in optional if measure is not None]
         result = evaluate_ranking(
             recommender,
             self._batches(max_history, contender.name),
@@ -276,7 +316,9 @@ class _Pass:
             gain=self.gain,
             measures=measures,
             user_segments=[history_length()] if self.segments else [],
-            item_segments=item_segments(self.facts) if self.segments else [],
+            item_segments=self.item_segments,
+            candidates=self.candidates,
+            new_items_among=self.new_items.others if has_new else None,
         )
         result = replace(result, counts={**result.counts, **counts()})
         estimated = None if value is None else value.result()
@@ -289,9 +331,17 @@ class _Pass:
         users = sum(shard["users"] for shard in self.data.manifest["shards"][self.split])
         hidden = None if self.progress else True  # None: hidden where there is no terminal
         with tqdm(total=users, desc=f"evaluate {name}", unit="user", disable=hidden, leave=False) as bar:
-            for batch in evaluation_batches(self.data.root, self.split, max_history, self.batch_size):
+            for batch in evaluation_batches(self.data.root, self.split, max_history, self._users_at_once):
                 yield move_data_to_device(batch, self.device)
                 bar.update(len(batch.exclude))
+
+    @property
+    def _users_at_once(self) -> int:
+        """The batch size, less where the items that are excluded for every user are many."""
+        absent = 0 if self.candidates is None else self.candidates.most_unavailable
+        others = self.new_items.others if self.new_items.is_new.any() else None
+        width = absent + (0 if others is None else len(others))
+        return max(1, min(self.batch_size, _EXCLUDED_AT_ONCE // max(1, width)))
 
     def document(
         self,
@@ -328,6 +378,8 @@ class _Pass:
             },
             training={contender.name: contender.curves for contender in contenders if contender.curves},
             setting=described | setting,
+            candidates=None if self.candidates is None else self.candidates.as_json(),
+            new_items=self.new_items.as_json(),
             warnings=warnings,
             bootstrap_resamples=self.bootstrap_resamples,
         )

@@ -66,6 +66,8 @@ def document_of(contenders):
             differences.append({**names, "metrics": metrics, "off_policy": [value("policy", "SNIPS", 0.5)]})
     group = {"name": HOSTILE, "events": 10, "positive": 4, "neutral": 3, "negative": 2, "unlabeled": 1}
     return {
+        "candidates": None,
+        "new_items": {"items": 0, "remark": None},
         "setting": {
             "recpo_version": "1",
             "split": "test",

@@ -8,7 +8,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from recpo.evaluation.html_report import charts, tables
 from recpo.evaluation.html_report.blocks import Block, Details, Figures, Lines, Listing, Section, Text
+from recpo.evaluation.html_report.new_items_section import new_item_blocks
 from recpo.evaluation.html_report.off_policy_section import value_blocks
+from recpo.evaluation.new_items import NEW_METRICS
 from recpo.evaluation.reading import Document, reading
 
 _KINDS = {
@@ -76,6 +78,7 @@ def _sections(document: Document) -> list[Section]:
         Section("differences", "Paired differences", _differences(document) if several else []),
         Section("plots", "Plots", _plots(document)),
         Section("segments", "Segments", _segments(document)),
+        Section("new-items", "New items", new_item_blocks(document)),
         Section("beyond-accuracy", "Beyond accuracy", _beyond_accuracy(document)),
         Section("off-policy", "Off-policy value", value_blocks(document)),
         Section("labels", "Reward shaping", _labels(document["labels"])),
@@ -151,7 +154,7 @@ def _segments(document: Document) -> list[Block]:
 
 def _beyond_accuracy(document: Document) -> list[Block]:
     ks = document["setting"]["ks"]
-    known = {*tables.ACCURACY, *tables.DISLIKES, *tables.TRUE}
+    known = {*tables.ACCURACY, *tables.DISLIKES, *tables.TRUE, *NEW_METRICS}
     own = [m for m in tables.every_metric(document) if "@" in m and m.split("@")[0] not in known]
     totals = list(dict.fromkeys(total for _, contender in tables.ranked(document) for total in contender["totals"]))
     found: list[Block] = []

@@ -31,7 +31,7 @@ class OffPolicyMeasure:
     The policy is frozen at the start of the period: its choices depend on the user's history up to there, and every
     exposure of the period is one occasion to choose. That is a valid context for any logging policy, whatever it
     learned in between. Two targets: ``policy``, an item drawn from the policy, where it gives exact probabilities (a
-    draw that is no item shows nothing and earns 0); and
+    draw that is no item, or no candidate, shows nothing and earns 0); and
     ``top_k``, an item drawn uniformly from its list of k, whose value is the mean reward over the k places.
 
     Memory: some numbers per user and per item. ``result`` has the estimates; ``update`` and ``totals`` give none.
@@ -125,9 +125,14 @@ class OffPolicyMeasure:
         batch, lists = observed.batch.feedback, observed.lists.item_ids
         choices = {}
         if observed.logp is not None:
-            drawn = self._draw(batch.histories)
-            # a policy may draw no item (codes of none, where they are normalized over the codebook): that earns nothing
-            choices[POLICY] = _Choice(observed.logp.double().exp(), drawn, self._value(observed.batch.user_ids, drawn))
+            drawn, probability = self._draw(batch.histories), observed.logp.double().exp()
+            if observed.unavailable is not None:
+                absent = is_member(batch.slates.item_ids, observed.unavailable)
+                probability = probability.masked_fill(absent, 0.0)
+                drawn = None if drawn is None else drawn * ~is_member(drawn, observed.unavailable)
+            # a draw may be no item (codes of none, where they are normalized over the codebook; an item that was no
+            # candidate): that earns nothing
+            choices[POLICY] = _Choice(probability, drawn, self._value(observed.batch.user_ids, drawn))
         for k in self._ks:
             if lists.shape[1] < min(k, self._num_items):
                 raise RecpoError(f"off-policy value: top_k asks for {k} places, the lists have {lists.shape[1]}")

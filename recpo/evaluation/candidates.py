@@ -1,0 +1,223 @@
+"""Which items could be listed when: what did not exist yet when a user asked is neither a candidate nor a target.
+
+Lists are made once per user, at the begin of the held-out period; where every user has a period of its own (a split
+without a common begin), at the user's first held-out event. An item is a candidate for a user where
+
+    available_from <= begin < available_until
+
+and lists, targets and baselines know no other items.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike, fspath
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.frames import FrameOrPath, first_values, id_column, read_frame, require_columns, time_column
+
+#: Every item is a candidate.
+ALL: Final = "all"
+ITEM_ID, AVAILABLE_FROM, AVAILABLE_UNTIL = "item_id", "available_from", "available_until"
+ALWAYS: Final = np.iinfo(np.int64).min
+NEVER: Final = np.iinfo(np.int64).max
+
+HeldOutPeriod = Literal["valid", "test"]
+
+
+@dataclass(frozen=True)
+class CandidateTable:
+    """A table of the items that were available, and when.
+
+    Items that it does not list are no candidates; listed items that the prepared data do not know are left out.
+
+    Attributes:
+        source: Parquet file, directory of such files, or any frame; one row per item.
+        item_id: column of the item ids of the log.
+        available_from: column of the times from which on items are available (times, or milliseconds since the epoch;
+            missing = always); null = the column available_from, where there is one.
+        available_until: column of the first times at which items are no longer available (missing = for ever); null =
+            the column available_until, where there is one.
+    """
+
+    source: FrameOrPath
+    item_id: str = ITEM_ID
+    available_from: str | None = None
+    available_until: str | None = None
+
+    @property
+    def path(self) -> str | None:
+        """Where it is read; None = it is a frame in memory."""
+        return fspath(self.source) if isinstance(self.source, str | PathLike) else None
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """When each item may be listed, and when each user asks.
+
+    Attributes:
+        available_from: ``[V + 1]`` int64, milliseconds since the epoch, of item 1, 2, ..., V (place 0 is unused).
+        available_until: ``[V + 1]`` int64, the first moment at which the item may not be listed any more.
+        begin: milliseconds since the epoch at which lists are made: one number, or ``[users]`` int64.
+        source: where this is known from, for the document.
+    """
+
+    available_from: NDArray[np.int64]
+    available_until: NDArray[np.int64]
+    begin: int | NDArray[np.int64]
+    source: str
+
+    @cached_property
+    def is_candidate(self) -> Tensor:
+        """``[V + 1]`` bool, the items that may be listed for somebody; place 0 is False."""
+        first, last = np.min(self.begin), np.max(self.begin)
+        found = torch.from_numpy((self.available_from <= last) & (self.available_until > first))
+        found[0] = False
+        return found
+
+    @property
+    def most_unavailable(self) -> int:
+        """An upper bound on the columns of ``unavailable``."""
+        return len(self._doubtful)
+
+    def unavailable(self, users: Tensor) -> Tensor:
+        """The items ``[B, N]`` that may not be listed for ``users [B]``, 0 pads."""
+        items = torch.from_numpy(self._doubtful).to(users.device)
+        if isinstance(self.begin, int):
+            return items.expand(len(users), -1)
+        at = self.begin[users.cpu().numpy()][:, None]
+        gone = (self.available_from[self._doubtful] > at) | (self.available_until[self._doubtful] <= at)
+        return items * torch.from_numpy(gone).to(users.device)
+
+    @cached_property
+    def _doubtful(self) -> NDArray[np.int64]:
+        """Items that are unavailable for somebody."""
+        first, last = np.min(self.begin), np.max(self.begin)
+        doubtful = (self.available_from > first) | (self.available_until <= last)
+        doubtful[0] = False
+        return np.flatnonzero(doubtful)
+
+    def as_json(self) -> dict[str, Any]:
+        """What the document says of it."""
+        return {
+            "source": self.source,
+            "begin": self.begin if isinstance(self.begin, int) else "the first held-out event of every user",
+            "items": int(self.is_candidate.sum()),
+            "items_left_out": len(self.is_candidate) - 1 - int(self.is_candidate.sum()),
+        }
+
+
+#: How candidates are given: a table, "all", or None for what the prepared data say.
+Given: TypeAlias = CandidateTable | FrameOrPath | None
+
+
+def table_of(given: Given) -> CandidateTable | None:
+    """The table; None where there is none: "all", or what the prepared data say."""
+    if given is None or isinstance(given, CandidateTable):
+        return given
+    return None if isinstance(given, str | PathLike) and fspath(given) == ALL else CandidateTable(given)
+
+
+def candidates_of(data: Prepared, split: HeldOutPeriod, given: Given) -> Candidates | None:
+    """The candidates of a held-out period; None = every item of the catalog.
+
+    Args:
+        data: prepared data.
+        split: the period.
+        given: a table; "all" = every item; None = what the prepared data say (``available_from`` of their item table),
+            or every item where they say nothing.
+
+    Raises:
+        RecpoError: the table cannot be read, lacks a column, names an item twice or no item of the catalog; the log
+            has positions for times.
+    """
+    table = table_of(given)
+    times = available_from(data) if given is None else None
+    if table is not None:
+        times, until = _read(table, data)
+        source = table.path or "a frame in memory"
+    elif times is not None:
+        until, source = np.full(len(times), NEVER), "available_from of the prepared data"
+    else:
+        return None
+    if has_positions(data) and ((times[1:] > ALWAYS) & (times[1:] < NEVER)).any():
+        raise RecpoError(
+            f"candidates: {source} has times, but the log of {data.root} has positions (time_unit order): name a table "
+            "without times, or prepare the log with its clock"
+        )
+    return Candidates(times, until, begin_of(data, split), source)
+
+
+def available_from(data: Prepared) -> NDArray[np.int64] | None:
+    """``[V + 1]`` milliseconds since the epoch from which on items are available; None = the data do not say."""
+    items = data.table("items.parquet")
+    if AVAILABLE_FROM not in items.column_names:
+        return None
+    times = items.column(AVAILABLE_FROM).cast(pa.int64()).fill_null(ALWAYS).to_numpy()
+    return np.concatenate([[ALWAYS], times])
+
+
+def has_positions(data: Prepared) -> bool:
+    """The log has bare positions for times, so that nothing has an age."""
+    return bool(data.manifest["config"]["columns"].get("time_unit") == "order")
+
+
+def begin_of(data: Prepared, split: HeldOutPeriod) -> int | NDArray[np.int64]:
+    """When lists are made, milliseconds since the epoch: the begin of the period, or ``[users]`` where each has one."""
+    begin = data.manifest["boundaries"].get(f"{split}_start_ms")
+    if begin is not None:
+        return int(begin)
+    found = np.full(int(data.manifest["num_users"]), NEVER)
+    for shard in range(data.num_shards(split)):
+        columns = data.columns(split, shard, ["user_index", "timestamp", "is_target"])
+        held_out = columns["is_target"]
+        np.minimum.at(found, columns["user_index"][held_out], columns["timestamp"][held_out])
+    # a user without held-out events asks for nothing
+    found[found == NEVER] = int(data.manifest["boundaries"]["last_ms"])
+    return found
+
+
+def _read(table: CandidateTable, data: Prepared) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """``available_from`` and ``available_until`` ``[V + 1]``."""
+    name = table.path or "candidates"
+    frame, size = read_frame(table.source, name), data.num_items + 1
+    require_columns(frame, [one for one in (table.available_from, table.available_until) if one is not None], name)
+    ids = id_column(frame, table.item_id, name)
+    try:
+        index = data.item_ids().to_internal(ids)
+    except RecpoError as error:
+        raise RecpoError(f"{name}, column {table.item_id}: {error}") from error
+    if not (index > 0).any():
+        raise RecpoError(
+            f"{name}: none of its {len(ids):,} rows names an item of {data.root}; its items are "
+            f"{first_values(ids[:4].to_pylist())}: give the external ids of the same log"
+        )
+    known = index[index > 0]
+    if (again := np.flatnonzero(np.bincount(known, minlength=size) > 1)).size:
+        which = data.item_ids().to_external(again[:1])[0].as_py()
+        raise RecpoError(f"{name}: item {which!r} has several rows, expected one per item: keep one of them")
+    begin, end = np.full(size, NEVER), np.full(size, ALWAYS)
+    begin[index] = _times(frame, table.available_from, AVAILABLE_FROM, ALWAYS, name)
+    end[index] = _times(frame, table.available_until, AVAILABLE_UNTIL, NEVER, name)
+    return begin, end
+
+
+def _times(frame: pa.Table, named: str | None, usual: str, missing: int, name: str) -> NDArray[np.int64]:
+    """A column of times; ``missing`` where there is none, or no such column and nobody named it."""
+    column = usual if named is None else named
+    if column not in frame.column_names:
+        return np.full(len(frame), missing)
+    times = np.full(len(frame), missing)
+    given = pc.is_valid(frame.column(column)).to_numpy()
+    times[given] = time_column(frame.filter(frame.column(column).is_valid()), column, name)
+    return times
