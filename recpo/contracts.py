@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from recpo.features.schema import FeatureSchema
 from recpo.types import (
+    Features,
     FeedbackBatch,
     Histories,
     LossOutput,
@@ -30,6 +33,7 @@ class Policy(nn.Module, ABC):
         reads_behaviors: it uses ``Histories.behaviors``.
         reads_user: it uses ``Histories.user``.
         reads_context: it uses ``Histories.context``.
+        reads_item_features: it is to be given the features of its items (``set_item_features``).
         catalog_checksum: of the items that it was built for, where that is fixed before training (semantic ids);
             None = any catalog of ``num_items``.
     """
@@ -42,10 +46,30 @@ class Policy(nn.Module, ABC):
     reads_behaviors: bool = False
     reads_user: bool = False
     reads_context: bool = False
+    reads_item_features: bool = False
     catalog_checksum: str | None = None
 
     def set_item_counts(self, counts: Tensor) -> None:
         """Hands over the training counts ``[V]`` of the items 1..V, for policies that use them; others ignore them."""
+
+    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
+        """Makes the parts of a policy that read features or behaviors: after its construction, before its weights.
+
+        Policies that read neither ignore it.
+
+        Args:
+            schema: the fitted features of the prepared data.
+            behaviors: its behaviors, in the order of their bits.
+
+        Raises:
+            RecpoError: the policy reads what the data does not have.
+        """
+
+    def set_item_features(self, features: Features) -> None:
+        """Hands over the features of the items, leading shape ``[V + 1]``, for policies that read them; see above."""
+
+    def precompute_item_vectors(self) -> None:
+        """Replaces id rows and encoded features by their sum, for serving: the policy reads no item features then."""
 
     def begin_step(self, seed: int) -> None:
         """Says that a training step begins; what must be drawn alike on every rank is drawn from ``seed``."""

@@ -8,16 +8,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.contracts import StatePolicy
 from recpo.errors import RecpoError
 from recpo.ops.kernels import take_rows
 from recpo.ops.sampled_softmax import draw_from_cdf, draw_uniform, proposal_cdf, sampled_logprob
 from recpo.policies.encoder import HistoryEncoder, readable_ids
+from recpo.policies.feature_policy import FeaturePolicy
+from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable, TableUse
 from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
 
 
-class CatalogSoftmaxPolicy(StatePolicy):
+class CatalogSoftmaxPolicy(FeaturePolicy):
     """``pi(item | history) = softmax_v(state · vector_v / temperature)`` over every item of the catalog.
 
     Args:
@@ -47,6 +48,11 @@ class CatalogSoftmaxPolicy(StatePolicy):
         num_negatives: K, sampled items per batch.
         proposal: what they are drawn from: "uniform", or "popularity", ``(count + 1)^0.75`` of the counts given to
             ``set_item_counts``.
+        item_features: add the features of the items to their vectors; null = ids alone.
+        user_features: the features of the user join the states.
+        context_features: the features of the requests are parts of the events, and join the states.
+        behaviors: what the user did beside watching (``like``, ``follow``, ...) is a part of the events.
+        time_gaps: the time since the event before is a part of each event.
     """
 
     cdf: Tensor | None
@@ -73,6 +79,11 @@ class CatalogSoftmaxPolicy(StatePolicy):
         normalizer: Literal["full", "sampled"] = "full",
         num_negatives: int = 1024,
         proposal: Literal["uniform", "popularity"] = "uniform",
+        item_features: ItemFeatureOptions | None = None,
+        user_features: bool = False,
+        context_features: bool = False,
+        behaviors: bool = False,
+        time_gaps: bool = False,
     ) -> None:
         if dim < 1 or not temperature > 0:
             raise RecpoError(
@@ -100,19 +111,31 @@ class CatalogSoftmaxPolicy(StatePolicy):
             profile=profile,
             fold_in=fold_in,
         )
-        self.reads_timestamps = self.encoder.reads_time
+        self._read_features(
+            item_features,
+            user_features=user_features,
+            context_features=context_features,
+            behaviors=behaviors,
+            time_gaps=time_gaps,
+        )
         # a buffer, so that a checkpoint brings its proposal along; zero until the counts are set
         unset = torch.zeros(num_items + 1, dtype=torch.float64) if proposal == "popularity" else None
         self.register_buffer("cdf", unset)
 
     def set_item_counts(self, counts: Tensor) -> None:
-        """Sets the popularity proposal from the training counts ``[V]`` of the items 1..V; others ignore them."""
+        """Sets the popularity proposal from the training counts ``[V]`` of the items 1..V, and who has any."""
+        super().set_item_counts(counts)
         if self.cdf is not None:
             self.cdf.copy_(proposal_cdf(counts, 0.75))
 
     def begin_step(self, seed: int) -> None:
         """See ``Policy.begin_step``: the negatives of the step come from ``seed``, so all ranks have the same."""
+        super().begin_step(seed)
         self._step_seed = seed
+
+    def item_tables(self) -> tuple[ItemTable, ...]:
+        """See ``FeaturePolicy.item_tables``."""
+        return (self.item_table,) if self.output_table is None else (self.item_table, self.output_table)
 
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.log_prob``. Positions that share a state share its normalizer.
@@ -164,8 +187,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``."""
-        vectors = self.item_table(readable_ids(histories, self.max_history))
-        return self.encoder(vectors, histories.feedback, histories.timestamps, histories.lengths)
+        return self.encoded(self.item_table(readable_ids(histories, self.max_history)), histories)
 
     def item_vectors(self, item_ids: Tensor) -> Tensor:
         """See ``StatePolicy.item_vectors``."""
@@ -208,8 +230,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
 
     def last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the whole history, as ``scaled`` makes them."""
-        vectors = self.item_table(readable_ids(histories, self.max_history))
-        return self.scaled(self.encoder.last(vectors, histories.feedback, histories.timestamps, histories.lengths))
+        return self.scaled(self.encoded_last(self.item_table(readable_ids(histories, self.max_history)), histories))
 
     def scaled(self, states: Tensor) -> Tensor:
         """States of ``encode`` as the softmax multiplies them with ``output_vectors``: divided by the temperature."""
@@ -218,8 +239,8 @@ class CatalogSoftmaxPolicy(StatePolicy):
 
     def output_vectors(self) -> Tensor:
         """What states are multiplied with, ``[V + 1, d]``; row 0 is no item."""
-        weight = self._output.weight
-        return F.normalize(weight, dim=-1) if self._cosine else weight
+        vectors = self._output.vectors()
+        return F.normalize(vectors, dim=-1) if self._cosine else vectors
 
     @property
     def _output(self) -> ItemTable:
@@ -245,8 +266,7 @@ class CatalogSoftmaxPolicy(StatePolicy):
             history_vectors, output = vectors[: history.numel()], vectors[history.numel() :]
         else:
             history_vectors, output = self.item_table(history.reshape(-1)), self.output_table(output_ids)
-        history_vectors = history_vectors.view(*history.shape, -1)
-        encoded = self.encoder(history_vectors, histories.feedback, histories.timestamps, histories.lengths)
+        encoded = self.encoded(history_vectors.view(*history.shape, -1), histories)
         states = self._scored_states(histories, encoded)
         output = F.normalize(output, dim=-1) if self._cosine else output
         rows, state_index = shared_states(slates, positions, states.shape[1])

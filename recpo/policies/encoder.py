@@ -117,7 +117,7 @@ class FoldIn(nn.Module):
 
 
 class HistoryEncoder(nn.Module):
-    """Sums item vector, position and feedback level of every event and runs causal blocks over them.
+    """Sums item vector, position, feedback level and further parts of every event and runs causal blocks over them.
 
     State ``v`` is what is known after the first ``v`` events: state 0 is a learned start state, state v > 0 the output
     at event v - 1. It depends on no later event and, histories being padded on the right, on no padding.
@@ -190,6 +190,7 @@ class HistoryEncoder(nn.Module):
         feedback: Tensor | None = None,
         timestamps: Tensor | None = None,
         lengths: Tensor | None = None,
+        parts: Tensor | None = None,
     ) -> Tensor:
         """States ``[B, H + 1, d]`` of histories.
 
@@ -198,15 +199,17 @@ class HistoryEncoder(nn.Module):
             feedback: ``[B, H]`` feedback levels; None = unknown.
             timestamps: ``[B, H]`` milliseconds; HSTU blocks read them, None = no time bias.
             lengths: ``[B]`` numbers of events; SASRec blocks then skip the padding, HSTU blocks do not.
+            parts: ``[B, min(H, attention_length), d]``, what else is known of the events that the blocks read
+                (``recpo.policies.history_features``); None = nothing.
 
         Raises:
             RecpoError: H exceeds ``attention_length`` and ``lengths`` are missing. With them, only the rows 0 and
                 ``lengths`` of a longer history are computed, and the others are nan.
         """
         if items.shape[1] > self.attention_length:
-            return self._last_only(items, feedback, timestamps, lengths)
+            return self._last_only(items, feedback, timestamps, lengths, parts)
         packing = self._packing(items, lengths)
-        states, gaps = self._embedded(items, feedback, timestamps, packing)
+        states, gaps = self._embedded(items, feedback, timestamps, packing, parts)
         for block in self.blocks:
             states = block(states, gaps, packing)
         states = states if packing is None else packing.unpack(states)
@@ -215,23 +218,35 @@ class HistoryEncoder(nn.Module):
         states = states if self.profile is None else states + self.profile(scaled, feedback)
         return states if self.fold_in is None or feedback is None else states + self.fold_in(scaled, feedback)
 
-    def last(self, items: Tensor, feedback: Tensor | None, timestamps: Tensor | None, lengths: Tensor) -> Tensor:
+    def last(
+        self,
+        items: Tensor,
+        feedback: Tensor | None,
+        timestamps: Tensor | None,
+        lengths: Tensor,
+        parts: Tensor | None = None,
+    ) -> Tensor:
         """The state after the whole history, ``[B, d]``: row ``lengths`` of ``forward``, at less cost."""
         recent = self._recent(items, feedback, timestamps, lengths)
-        state = self._last_attended(*recent)
+        state = self._last_attended(*recent, parts)
         scaled = items * self.item_scale
         state = state if self.profile is None else state + self.profile.last(scaled, feedback, lengths)
         return state if self.fold_in is None or feedback is None else state + self.fold_in.last(scaled, feedback)
 
     def _last_only(
-        self, items: Tensor, feedback: Tensor | None, timestamps: Tensor | None, lengths: Tensor | None
+        self,
+        items: Tensor,
+        feedback: Tensor | None,
+        timestamps: Tensor | None,
+        lengths: Tensor | None,
+        parts: Tensor | None,
     ) -> Tensor:
         if lengths is None:
             raise RecpoError(
                 f"the blocks read {self.attention_length} events, and of histories of {items.shape[1]} only the last "
                 "state is computed: that takes their lengths"
             )
-        last = self.last(items, feedback, timestamps, lengths)
+        last = self.last(items, feedback, timestamps, lengths, parts)
         first = self.norm(self.start)
         if self.profile is not None:
             first = first + self.profile.last(items.new_zeros(1, 1, items.shape[2]), None, lengths.new_zeros(1))
@@ -254,11 +269,16 @@ class HistoryEncoder(nn.Module):
         return near, levels, times, lengths.clamp_max(kept)
 
     def _last_attended(
-        self, items: Tensor, feedback: Tensor | None, timestamps: Tensor | None, lengths: Tensor
+        self,
+        items: Tensor,
+        feedback: Tensor | None,
+        timestamps: Tensor | None,
+        lengths: Tensor,
+        parts: Tensor | None,
     ) -> Tensor:
         """The blocks' state after the whole of a history that they can read, ``[B, d]``."""
         packing = self._packing(items, lengths)
-        states, gaps = self._embedded(items, feedback, timestamps, packing)
+        states, gaps = self._embedded(items, feedback, timestamps, packing, parts)
         for block in self.blocks[:-1]:
             states = block(states, gaps, packing)
         behind = torch.arange(items.shape[0], device=lengths.device) * items.shape[1] + lengths
@@ -271,10 +291,16 @@ class HistoryEncoder(nn.Module):
         return None if self.reads_time or lengths is None else Packing.of(lengths, items.shape[1])
 
     def _embedded(
-        self, items: Tensor, feedback: Tensor | None, timestamps: Tensor | None, packing: Packing | None
+        self,
+        items: Tensor,
+        feedback: Tensor | None,
+        timestamps: Tensor | None,
+        packing: Packing | None,
+        parts: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """What the first block reads, and the buckets of the time between events."""
         states = items * self.item_scale + self.position[: items.shape[1]]
+        states = states if parts is None else states + parts
         if self.feedback is not None and feedback is not None:
             states = states + self.feedback(feedback)
         gaps = time_gap_buckets(timestamps) if self.reads_time and timestamps is not None else None

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
+from recpo.policies.item_features import ItemFeatures
 from recpo.types import Recommendations, SamplingOptions
 
 #: What training does with a table: it looks rows up ("lookup"), multiplies states with all of it ("softmax"), or reads
@@ -23,6 +24,8 @@ TableUse = Literal["lookup", "softmax", "whole"]
 
 _ON_META: ContextVar[bool] = ContextVar("tables_on_meta", default=False)
 _BLOCK_ROWS = 1 << 16
+# A step that looks up an item for every so many of the catalog, or more, takes them from the matrix of its softmax.
+_LOOKUPS_WORTH = 8
 
 
 @contextmanager
@@ -88,11 +91,47 @@ class SavedRows:
         return self._rows[rows]
 
 
+class _StepMatrix:
+    """The vectors of all items in a training step, with their gradient, until the backward pass has gone through them.
+
+    Attributes:
+        announced: a step has begun; without that there is nothing to share.
+    """
+
+    def __init__(self) -> None:
+        self.announced = False
+        self._matrix: Tensor | None = None
+        self._state: tuple[int, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StepMatrix:
+        return _StepMatrix()
+
+    def renew(self) -> None:
+        """Begins a step."""
+        self.announced, self._matrix = True, None
+
+    def of(self, weight: Tensor, features: ItemFeatures) -> Tensor:
+        """The matrix of these id rows and features as they are now."""
+        state = (weight._version, *(parameter._version for parameter in features.encoder.parameters()))
+        if self._matrix is None or state != self._state:
+            matrix = features.matrix(weight)
+            if not self.announced:
+                return matrix
+            self._matrix, self._state = matrix, state
+            if matrix.requires_grad:
+                matrix.register_hook(self._used)
+        return self._matrix
+
+    def _used(self, grad: Tensor) -> None:
+        self._matrix = None
+
+
 class ItemTable(nn.Module):
     """Vectors of the items 1..V; row 0 is the padding item, which is zero and stays zero.
 
     A policy looks its items up once per step through ``forward``, and a softmax over the catalog runs over the rows
-    1..V; a sharded table takes the place of this module in both.
+    1..V; a sharded table takes the place of this module in both. With ``features`` a vector is the sum of an id row, a
+    row of ``weight``, and what the item's features say; sharding cuts the id rows and nothing else.
 
     Args:
         num_items: catalog size V.
@@ -103,9 +142,12 @@ class ItemTable(nn.Module):
         use: what training does with it, which decides how it may be sharded.
 
     Attributes:
+        weight: ``[V + 1, d]``, the id rows.
+        features: what item features add to them; None = nothing.
         initial: where a table made inside ``tables_on_meta`` gets its values from; None elsewhere.
     """
 
+    features: ItemFeatures | None
     initial: Rows | None = None
 
     def __init__(
@@ -113,6 +155,7 @@ class ItemTable(nn.Module):
     ) -> None:
         super().__init__()
         self.num_items, self.dim, self.sparse, self.use = num_items, dim, sparse, use
+        self.features, self._of_step = None, _StepMatrix()
         if _ON_META.get() and use != "whole":
             self.weight = nn.Parameter(torch.empty(num_items + 1, dim, device="meta"))
             self.initial = RandomRows(int(torch.randint(2**62, ())), dim, std)
@@ -122,9 +165,41 @@ class ItemTable(nn.Module):
             nn.init.normal_(self.weight, std=std)
             self.weight[0] = 0
 
+    def begin_step(self, seed: int) -> None:
+        """Says that a training step begins: which id rows it leaves out is drawn from ``seed``."""
+        if self.features is not None:
+            self.features.begin_step(seed)
+            self._of_step.renew()
+
     def forward(self, ids: Tensor) -> Tensor:
         """Vectors ``[..., d]`` of item ids ``[...]``; zero, without gradient, for id 0."""
+        if self.features is None:
+            return self.id_rows(ids)
+        if self._shares_matrix(ids.numel()):
+            return F.embedding(ids, self.vectors(), padding_idx=0)
+        return self.features.added_to(self.id_rows(ids), ids)
+
+    def id_rows(self, ids: Tensor) -> Tensor:
+        """``forward`` without what the features add."""
         return F.embedding(ids, self.weight, padding_idx=0, sparse=self.sparse)
+
+    def vectors(self) -> Tensor:
+        """The vectors of all items, ``[V + 1, d]``; row 0 is no item.
+
+        With features they are computed here: in a training step that ``begin_step`` announced once, for whoever asks,
+        until its backward pass.
+        """
+        if self.features is None:
+            return self.weight
+        if not (self.training and torch.is_grad_enabled()):
+            return self.features.matrix(self.weight)
+        return self._of_step.of(self.weight, self.features)
+
+    def _shares_matrix(self, lookups: int) -> bool:
+        """Whether so many look-ups are worth the matrix of all items, which the softmax of the step takes as well."""
+        if not (self.training and torch.is_grad_enabled()) or self.use != "softmax":
+            return False
+        return self._of_step.announced and lookups * _LOOKUPS_WORTH >= self.num_items
 
     def log_prob(
         self,
@@ -157,7 +232,7 @@ class ItemTable(nn.Module):
         return sampling.draw(states, self._scored_rows(cosine), group_size, options)
 
     def _scored_rows(self, cosine: bool) -> Tensor:
-        return F.normalize(self.weight, dim=-1) if cosine else self.weight
+        return F.normalize(self.vectors(), dim=-1) if cosine else self.vectors()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if self.initial is not None and prefix + "weight" in state_dict:
@@ -180,6 +255,11 @@ class PlacedTable(ItemTable):
 
     is_block: bool
     optimizer: Optimizer | None = None
+
+    def __init__(self, table: ItemTable, *, sparse: bool = False) -> None:
+        nn.Module.__init__(self)
+        self.num_items, self.dim, self.sparse, self.use = table.num_items, table.dim, sparse, table.use
+        self.features, self._of_step = table.features, _StepMatrix()
 
     def changed(self) -> None:
         """Must be called after the weights were changed in place; a table may keep something computed from them."""

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.contracts import StatePolicy
 from recpo.errors import RecpoError
 from recpo.policies import semantic_search
 from recpo.policies.encoder import HistoryEncoder, readable_ids
+from recpo.policies.feature_policy import FeaturePolicy
+from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import Cache, Context, LazyDecoder, Placement
 from recpo.policies.trie import Trie
@@ -82,7 +83,7 @@ def semantic_network(
     )
 
 
-class SemanticIdPolicy(StatePolicy):
+class SemanticIdPolicy(FeaturePolicy):
     """``pi(item | history) = prod_t pi(code_t | codes before it, history)``, every factor a softmax over a codebook.
 
     A causal history encoder reads items and their codes; a lazy decoder (``recpo.policies.lazy_decoder``) attends to
@@ -111,6 +112,11 @@ class SemanticIdPolicy(StatePolicy):
         beam_width: beams of ``recommend``; it takes ``k`` where that is more.
         profile: add to every state a profile of all events (``recpo.policies.encoder.Profile``): long-term taste.
         fold_in: rank of a ridge regression of all feedback, added too (``recpo.policies.encoder.FoldIn``); 0 = none.
+        item_features: add the features of the items to the vectors that the encoder reads of them; null = nothing.
+        user_features: the features of the user join the states.
+        context_features: the features of the requests are parts of the events, and join the states.
+        behaviors: what the user did beside watching (``like``, ``follow``, ...) is a part of the events.
+        time_gaps: the time since the event before is a part of each event.
     """
 
     codes_checksum: Tensor
@@ -137,6 +143,11 @@ class SemanticIdPolicy(StatePolicy):
         beam_width: int = 50,
         profile: bool = False,
         fold_in: int = 0,
+        item_features: ItemFeatureOptions | None = None,
+        user_features: bool = False,
+        context_features: bool = False,
+        behaviors: bool = False,
+        time_gaps: bool = False,
     ) -> None:
         super().__init__()
         table = SemanticCodes.load(codes)
@@ -144,6 +155,11 @@ class SemanticIdPolicy(StatePolicy):
             raise RecpoError(
                 f"{codes} has codes of {table.num_items} items, the catalog has {num_items}: make them for the "
                 "prepared data at hand with `recpo tokenize`"
+            )
+        if item_features is not None and not item_vectors:
+            raise RecpoError(
+                "policy.item_features adds to the vectors of items, and policy.item_vectors is false: set it to true, "
+                "or leave item_features out"
             )
         if beam_width < 1:
             raise RecpoError(f"beam_width must be at least 1, got {beam_width}")
@@ -174,7 +190,17 @@ class SemanticIdPolicy(StatePolicy):
             fold_in=fold_in,
         )
         self.item_table, self.code_table, self.encoder, self.decoder = network
-        self.reads_timestamps = self.encoder.reads_time
+        self._read_features(
+            item_features,
+            user_features=user_features,
+            context_features=context_features,
+            behaviors=behaviors,
+            time_gaps=time_gaps,
+        )
+
+    def item_tables(self) -> tuple[ItemTable, ...]:
+        """See ``FeaturePolicy.item_tables``: that of the items, not that of the codes."""
+        return () if self.item_table is None else (self.item_table,)
 
     def tokens(self, item_ids: Tensor) -> Tensor:
         """See ``Policy.tokens``: the codes ``[..., T]``, 0 for padding."""
@@ -196,8 +222,7 @@ class SemanticIdPolicy(StatePolicy):
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``."""
-        vectors = self.item_vectors(readable_ids(histories, self.max_history))
-        return self.encoder(vectors, histories.feedback, histories.timestamps, histories.lengths)
+        return self.encoded(self.item_vectors(readable_ids(histories, self.max_history)), histories)
 
     def item_vectors(self, item_ids: Tensor) -> Tensor:
         """See ``StatePolicy.item_vectors``: those of the item's codes, and its own."""

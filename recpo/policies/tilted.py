@@ -7,7 +7,7 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from recpo.contracts import Policy, StatePolicy
 from recpo.errors import RecpoError
+from recpo.features.schema import FeatureSchema
 from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy, shared_states
 from recpo.policies.encoder import readable_ids
 from recpo.policies.grade_factors import GradeFactors
-from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
+from recpo.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
 
 # Histories that are encoded or folded in at once, where every prefix of a history is one.
 _AT_ONCE = 1 << 10
@@ -74,11 +75,24 @@ class TiltedPolicy(StatePolicy):
         )
         self.num_items, self.dim = num_items, self.base.dim + rank + 1 + self.factors.rooted
         self.max_history = max(self.base.max_history, max_history)
-        self.reads_timestamps = self.base.reads_timestamps
+        _reads_as(self, self.base)
 
     def set_item_counts(self, counts: Tensor) -> None:
         """See ``Policy.set_item_counts``."""
         self.base.set_item_counts(counts)
+
+    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
+        """See ``Policy.set_schema``."""
+        self.base.set_schema(schema, behaviors)
+
+    def set_item_features(self, features: Features) -> None:
+        """See ``Policy.set_item_features``."""
+        self.base.set_item_features(features)
+
+    def precompute_item_vectors(self) -> None:
+        """See ``Policy.precompute_item_vectors``."""
+        self.base.precompute_item_vectors()
+        _reads_as(self, self.base)
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``; prefixes longer than what the base attends to are encoded one by one."""
@@ -268,7 +282,21 @@ class RerankedPolicy(Policy):
         )
         self.num_items, self.num_tokens = num_items, self.base.num_tokens
         self.max_history = max(self.base.max_history, max_history)
-        self.reads_timestamps, self.catalog_checksum = self.base.reads_timestamps, self.base.catalog_checksum
+        self.catalog_checksum = self.base.catalog_checksum
+        _reads_as(self, self.base)
+
+    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
+        """See ``Policy.set_schema``."""
+        self.base.set_schema(schema, behaviors)
+
+    def set_item_features(self, features: Features) -> None:
+        """See ``Policy.set_item_features``."""
+        self.base.set_item_features(features)
+
+    def precompute_item_vectors(self) -> None:
+        """See ``Policy.precompute_item_vectors``."""
+        self.base.precompute_item_vectors()
+        _reads_as(self, self.base)
 
     def tokens(self, item_ids: Tensor) -> Tensor:
         """See ``Policy.tokens``."""
@@ -363,6 +391,13 @@ class _Ranked(NamedTuple):
     base: Tensor
     scores: Tensor
     lse: Tensor
+
+
+def _reads_as(policy: Policy, base: Policy) -> None:
+    """Whoever hands histories and features to the policy hands them to its base."""
+    policy.reads_timestamps, policy.reads_behaviors = base.reads_timestamps, base.reads_behaviors
+    policy.reads_user, policy.reads_context = base.reads_user, base.reads_context
+    policy.reads_item_features = base.reads_item_features
 
 
 def validate_beta(beta: float) -> None:

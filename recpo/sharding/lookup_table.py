@@ -69,8 +69,7 @@ class LookupTable(ShardedTable):
         blocks: Sequence[TableBlock],
         group: dist.ProcessGroup,
     ) -> None:
-        nn.Module.__init__(self)
-        self.num_items, self.dim, self.sparse, self.use = table.num_items, table.dim, True, table.use
+        super().__init__(table, sparse=True)
         self._key, self._blocks, self._group = key, blocks, group
         # not a submodule: its parameters are the memory of ``weight`` under other names
         object.__setattr__(self, "_collection", collection)
@@ -104,8 +103,8 @@ class LookupTable(ShardedTable):
         """Says that the weights are others now."""
         self._rows = None
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """See ``ItemTable.forward``; every id is asked for once, however often it occurs."""
+    def id_rows(self, ids: Tensor) -> Tensor:
+        """See ``ItemTable.id_rows``; every id is asked for once, however often it occurs."""
         asked, place = ids.reshape(-1).unique(return_inverse=True)
         if ((asked < 0) | (asked > self.num_items)).any():  # the kernel would take row 0 for it
             raise IndexError(f"ids outside of the table of {self.num_items + 1} rows: {asked[0]} to {asked[-1]}")
@@ -200,8 +199,12 @@ class LookupTable(ShardedTable):
             in_rows = [block.num_columns for block in self._blocks] == [self.dim] * len(cuts)
             weight = self.weight.detach()
             self._rows = weight if in_rows else redistribute(weight, self._blocks, cuts, self.dim, self._group)
-        rows = F.normalize(self._rows, dim=-1) if cosine else self._rows
-        return RowShard(rows, cuts[rank][0], self.num_items + 1, self._group)
+        first, rows = cuts[rank][0], self._rows
+        if self.features is not None:
+            with torch.no_grad():
+                rows = self.features.matrix(rows, first)
+        rows = F.normalize(rows, dim=-1) if cosine else rows
+        return RowShard(rows, first, self.num_items + 1, self._group)
 
     def train(self, mode: bool = True) -> LookupTable:
         """Also forgets lookups whose gradient nobody asked for."""

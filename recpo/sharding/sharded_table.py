@@ -47,6 +47,17 @@ class ShardedTable(PlacedTable):
 
     is_block = True
 
+    def vectors(self) -> Tensor:
+        """Refused: no rank has the whole table.
+
+        Raises:
+            RecpoError: always.
+        """
+        raise RecpoError("the vectors of all items need a whole item table on every rank, and this one is sharded")
+
+    def _shares_matrix(self, lookups: int) -> bool:
+        return False
+
     @abstractmethod
     def row_shard(self, *, learns: bool, cosine: bool = False) -> RowShard:
         """This rank's rows.
@@ -107,8 +118,7 @@ class RowTable(ShardedTable):
     """
 
     def __init__(self, table: ItemTable, mesh: DeviceMesh) -> None:
-        nn.Module.__init__(self)
-        self.num_items, self.dim, self.sparse, self.use = table.num_items, table.dim, False, table.use
+        super().__init__(table)
         self._group: dist.ProcessGroup = mesh.get_group()
         cuts = row_blocks(self.num_items + 1, mesh.size())
         self._first, rows = cuts[dist.get_rank(self._group)]
@@ -120,15 +130,25 @@ class RowTable(ShardedTable):
         self.weight: nn.Parameter = nn.Parameter(whole, requires_grad=table.weight.requires_grad)
         self.train(table.training)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """See ``ItemTable.forward``."""
-        return sharded_lookup(ids, self.row_shard(learns=True))
+    def id_rows(self, ids: Tensor) -> Tensor:
+        """See ``ItemTable.id_rows``."""
+        return sharded_lookup(ids, self._shard_of(self._local))
 
     def row_shard(self, *, learns: bool, cosine: bool = False) -> RowShard:
-        """See ``ShardedTable.row_shard``."""
+        """See ``ShardedTable.row_shard``; every rank encodes the features of its own rows."""
+        rows = self._local
+        if self.features is not None:
+            # DDP takes the mean over the ranks of what the encoder gets: here each has the whole gradient of its rows
+            rows = self.features.matrix(rows, self._first, weight=dist.get_world_size(self._group))
+        return self._shard_of(F.normalize(rows, dim=-1) if cosine else rows)
+
+    @property
+    def _local(self) -> Tensor:
         weight: Any = self.weight
-        rows = weight.to_local()
-        rows = F.normalize(rows, dim=-1) if cosine else rows
+        rows: Tensor = weight.to_local()
+        return rows
+
+    def _shard_of(self, rows: Tensor) -> RowShard:
         return RowShard(rows, self._first, self.num_items + 1, self._group)
 
 
@@ -143,8 +163,7 @@ class ReplicatedTable(PlacedTable):
     is_block = False
 
     def __init__(self, table: ItemTable, device: torch.device) -> None:
-        nn.Module.__init__(self)
-        self.num_items, self.dim, self.sparse, self.use = table.num_items, table.dim, False, table.use
+        super().__init__(table)
         self.weight = whole_weight(table, device)
         self.train(table.training)
 

@@ -1,0 +1,173 @@
+"""What features say, as a vector: one encoder for the features of items, of users and of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from recpo.errors import RecpoError
+from recpo.features.schema import UNKNOWN, Categories, Category, Feature, Number, Vector, of_type
+from recpo.ops import kernels
+from recpo.policies.layers import Linear
+from recpo.types import Features
+
+
+class FeatureInputs(NamedTuple):
+    """Features as the encoder multiplies them; what does not change is computed once.
+
+    Attributes:
+        rows: ``[..., M]`` rows of the table of codes: one per category, ``L_i`` per list.
+        weights: ``[..., M]`` their weights; None = 1.
+        dense: ``[..., D]`` numbers, which of them are missing, and every vector with a column that says so.
+    """
+
+    rows: Tensor
+    weights: Tensor | None
+    dense: Tensor
+
+    def at(self, index: Tensor | slice) -> FeatureInputs:
+        """Those of the rows ``index`` of the leading axis."""
+        weights = None if self.weights is None else self.weights[index]
+        return FeatureInputs(self.rows[index], weights, self.dense[index])
+
+
+class FeatureEncoder(nn.Module):
+    """``P gelu(b + sum_c E_c[code_c] + sum_l mean_j E_l[code_lj] + A [x, is missing] + sum_i (B_i v_i or m_i))``.
+
+    ``c`` runs over categories, ``l`` over lists of them, ``x`` are the numbers (0 where missing) and ``v_i`` the
+    vectors, each divided by the root mean square of its own entries: an embedding of text or images speaks by its
+    direction, and the scale of no source counts more than that of another. What is missing (code 0, an empty list, a
+    number or vector of nan) has a learned row of its own, as has what is unknown (code 1). A code beyond the vocabulary
+    that the encoder was made for is unknown.
+
+    ``P`` starts at zero: an untrained encoder adds nothing to what it is added to. The parts before it start so that
+    the argument of the GELU has about the variance 1, whatever features there are.
+
+    Args:
+        features: fitted features of one side of a ``FeatureSchema``.
+        dim: d, width of the result.
+        hidden: width of what is summed.
+        starts_at_zero: False starts ``P`` as ``torch.nn.Linear`` does, for what goes through another layer of zeros.
+
+    Raises:
+        RecpoError: no features, or one that was not fitted.
+    """
+
+    _offsets: Tensor
+    _sizes: Tensor
+
+    def __init__(self, features: Sequence[Feature], dim: int, *, hidden: int = 64, starts_at_zero: bool = True) -> None:
+        super().__init__()
+        _validate_features(features, hidden)
+        self.features = tuple(features)
+        coded = (*of_type(features, Category), *of_type(features, Categories))
+        numbers, vectors = of_type(features, Number), of_type(features, Vector)
+        sizes = [int(one.num_codes or 0) for one in coded]
+        self.table = nn.Parameter(torch.empty(sum(sizes), hidden)) if sizes else None
+        scales = [1.0] * (2 * len(numbers))
+        for one in vectors:
+            scales += [float(one.width or 1) ** -0.5] * int(one.width or 0) + [1.0]
+        self.bias = nn.Parameter(torch.zeros(hidden))
+        self.dense = nn.Parameter(torch.empty(hidden, len(scales))) if scales else None
+        self.output = Linear(hidden, dim)
+        places = torch.tensor([one.length if isinstance(one, Categories) else 1 for one in coded], dtype=torch.long)
+        size = torch.tensor(sizes, dtype=torch.long)
+        self.register_buffer("_sizes", size.repeat_interleave(places), persistent=False)
+        self.register_buffer("_offsets", (size.cumsum(0) - size).repeat_interleave(places), persistent=False)
+        std = len(features) ** -0.5
+        with torch.no_grad():
+            if self.table is not None:
+                nn.init.normal_(self.table, std=std)
+            if self.dense is not None:
+                nn.init.normal_(self.dense, std=std).mul_(torch.tensor(scales))
+            if starts_at_zero:
+                nn.init.zeros_(self.output.weight)
+                nn.init.zeros_(self.output.bias)
+
+    def forward(self, features: Features) -> Tensor:
+        """``[..., d]`` of features with the leading shape ``[...]``."""
+        return self.encode(self.inputs(features))
+
+    def encode(self, inputs: FeatureInputs) -> Tensor:
+        """``[..., d]`` float32 of ``inputs``, under autocast too."""
+        with torch.autocast(inputs.dense.device.type, enabled=False):
+            summed = self.bias if self.dense is None else kernels.linear(inputs.dense, self.dense, self.bias)
+            if self.table is not None:
+                summed = summed + self._bags(inputs)
+            encoded: Tensor = self.output(F.gelu(summed))
+        return encoded
+
+    def inputs(self, features: Features) -> FeatureInputs:
+        """What ``encode`` reads of ``features``; nothing of it is learned."""
+        dtype, lists = self.bias.dtype, features.lists
+        self._validate_widths(features)
+        codes = torch.cat([features.codes, *lists], -1)
+        rows = torch.where((codes >= 0) & (codes < self._sizes), codes, UNKNOWN) + self._offsets
+        weights = None
+        if lists:
+            weights = torch.cat(
+                [torch.ones_like(features.codes, dtype=dtype), *(_list_weights(one, dtype) for one in lists)], -1
+            )
+        absent = features.numbers.isnan()
+        dense = [features.numbers.nan_to_num(0.0), absent, *(_directed(one) for one in features.vectors)]
+        return FeatureInputs(rows, weights, torch.cat([part.to(dtype) for part in dense], -1))
+
+    def _bags(self, inputs: FeatureInputs) -> Tensor:
+        """The weighted sum of the rows of every bag, ``[..., hidden]``."""
+        assert self.table is not None
+        rows, weights = inputs.rows, inputs.weights
+        if torch.compiler.is_exporting():  # a sum of look-ups is what every runtime has
+            found = F.embedding(rows, self.table)
+            return (found if weights is None else found * weights[..., None]).sum(-2)
+        width = rows.shape[-1]
+        flat = None if weights is None else weights.reshape(-1, width)
+        bags = F.embedding_bag(rows.reshape(-1, width), self.table, per_sample_weights=flat, mode="sum")
+        return bags.view(*rows.shape[:-1], -1)
+
+    def _validate_widths(self, features: Features) -> None:
+        """Raises where the features are others than the encoder was made for."""
+        expected = (
+            len(of_type(self.features, Category)),
+            *(one.length for one in of_type(self.features, Categories)),
+            len(of_type(self.features, Number)),
+            *(one.width for one in of_type(self.features, Vector)),
+        )
+        columns = (features.codes, *features.lists, features.numbers, *features.vectors)
+        found = tuple(column.shape[-1] for column in columns)
+        if found != expected:
+            raise RecpoError(
+                f"features have the widths {list(found)} (categories, lists, numbers, vectors), the encoder was made "
+                f"for {list(expected)}: hand over the features of the schema that the policy was given"
+            )
+
+
+def _list_weights(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """``1 / n`` for each of the n codes of a list ``[..., L]``, 0 for its padding.
+
+    Of an empty list 1 in the first place, where the code is 0: the row for what is missing.
+    """
+    named = (codes > 0).to(dtype)
+    weights = named / named.sum(-1, keepdim=True).clamp_min(1.0)
+    empty = (~(codes > 0).any(-1, keepdim=True)).to(dtype)
+    return torch.cat([weights[..., :1] + empty, weights[..., 1:]], -1)
+
+
+def _directed(vectors: Tensor) -> Tensor:
+    """Vectors ``[..., w]`` whose entries have a mean square of 1, and a column that says which are missing (nan)."""
+    missing = vectors.isnan().any(-1, keepdim=True)
+    values = torch.where(missing, 0.0, vectors)
+    size = values.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
+    return torch.cat([values / size, missing.to(values.dtype)], -1)
+
+
+def _validate_features(features: Sequence[Feature], hidden: int) -> None:
+    if not features:
+        raise RecpoError("a FeatureEncoder was asked for, and there are no features to encode")
+    if hidden < 1:
+        raise RecpoError(f"the hidden width of a FeatureEncoder must be at least 1, got {hidden}")
+    if unfitted := [one.name for one in features if not one.is_fitted]:
+        raise RecpoError(f"feature {unfitted[0]} was not fitted: take the schema that `recpo prepare` wrote")

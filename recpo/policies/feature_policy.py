@@ -1,0 +1,135 @@
+"""A policy on item tables and a history encoder, and what features and behaviors add to both."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from recpo.contracts import StatePolicy
+from recpo.errors import RecpoError
+from recpo.features.schema import FeatureSchema
+from recpo.policies.encoder import HistoryEncoder
+from recpo.policies.history_features import HistoryFeatures, history_features
+from recpo.policies.item_features import ItemFeatureOptions, ItemFeatures
+from recpo.policies.item_table import ItemTable
+from recpo.types import Features, Histories
+
+
+class FeaturePolicy(StatePolicy):
+    """A ``StatePolicy`` that may read features; what it reads is said in ``_read_features``, at construction.
+
+    The parts that read them are made by ``set_schema``, which knows how many codes and numbers there are.
+
+    Attributes:
+        encoder: of histories.
+        history_features: what the encoder reads beside items and feedback; None = nothing.
+    """
+
+    encoder: HistoryEncoder
+    history_features: HistoryFeatures | None
+    _item_options: ItemFeatureOptions | None
+    _schema_missing: bool
+
+    @abstractmethod
+    def item_tables(self) -> tuple[ItemTable, ...]:
+        """The tables of vectors of items."""
+
+    def _read_features(
+        self,
+        item_features: ItemFeatureOptions | None,
+        *,
+        user_features: bool,
+        context_features: bool,
+        behaviors: bool,
+        time_gaps: bool,
+    ) -> None:
+        """Keeps the options; called by the constructor, once the encoder is there."""
+        self._item_options, self.history_features = item_features, None
+        self.reads_item_features = item_features is not None
+        self.reads_user, self.reads_context, self.reads_behaviors = user_features, context_features, behaviors
+        self._time_gaps = time_gaps
+        self.reads_timestamps = self.encoder.reads_time or time_gaps
+        self._schema_missing = self.reads_item_features or user_features or context_features or behaviors
+        if time_gaps and not self._schema_missing:  # no schema says anything about them
+            self.set_schema(FeatureSchema())
+
+    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
+        """See ``Policy.set_schema``."""
+        if self._item_options is not None:
+            if not schema.item:
+                raise RecpoError(
+                    "policy.item_features is set and the prepared log has no item features: prepare it with --items, "
+                    "or leave the option out"
+                )
+            for table in self.item_tables():
+                table.features = ItemFeatures(schema.item, self.num_items, table.dim, self._item_options)
+        self.history_features = history_features(
+            self.dim,
+            schema,
+            behaviors,
+            reads_behaviors=self.reads_behaviors,
+            time_gaps=self._time_gaps,
+            user=self.reads_user,
+            context=self.reads_context,
+        )
+        self._schema_missing = False
+
+    def set_item_features(self, features: Features) -> None:
+        """See ``Policy.set_item_features``."""
+        for table in self.item_tables():
+            if table.features is not None:
+                table.features.assign(features)
+
+    def set_item_counts(self, counts: Tensor) -> None:
+        """Says which items had training events ``[V]``: the id rows of the others count nothing beside features."""
+        for table in self.item_tables():
+            if table.features is not None:
+                table.features.trained[1:] = counts > 0
+
+    def begin_step(self, seed: int) -> None:
+        """See ``Policy.begin_step``."""
+        for table in self.item_tables():
+            table.begin_step(seed)
+
+    @torch.no_grad()
+    def precompute_item_vectors(self) -> None:
+        """See ``Policy.precompute_item_vectors``."""
+        for table in self.item_tables():
+            if table.features is not None:
+                training, table.training = table.training, False
+                table.features.eval()
+                table.weight = nn.Parameter(table.vectors(), requires_grad=table.weight.requires_grad)
+                table.features, table.training = None, training
+        self._item_options, self.reads_item_features = None, False
+
+    def encoded(self, vectors: Tensor, histories: Histories) -> Tensor:
+        """States ``[B, H + 1, d]`` of histories with the item vectors ``[B, H, d]``."""
+        feedback, times, lengths = histories.feedback, histories.timestamps, histories.lengths
+        if not self._joins():
+            return self.encoder(vectors, feedback, times, lengths)
+        assert self.history_features is not None
+        parts = self.history_features.of_events(histories, self.encoder.attention_length)
+        states = self.encoder(vectors, feedback, times, lengths, parts)
+        return self.history_features.joined(states, histories)
+
+    def encoded_last(self, vectors: Tensor, histories: Histories) -> Tensor:
+        """The state after the whole history, ``[B, d]``."""
+        feedback, times, lengths = histories.feedback, histories.timestamps, histories.lengths
+        if not self._joins():
+            return self.encoder.last(vectors, feedback, times, lengths)
+        assert self.history_features is not None
+        parts = self.history_features.of_events(histories, self.encoder.attention_length)
+        state = self.encoder.last(vectors, feedback, times, lengths, parts)
+        return self.history_features.joined_last(state, histories)
+
+    def _joins(self) -> bool:
+        """Whether the encoder reads more than items, feedback and time."""
+        if self._schema_missing:
+            raise RecpoError(
+                "the policy reads features or behaviors and does not know them yet: call set_schema with those of the "
+                "prepared data, before weights are loaded"
+            )
+        return self.history_features is not None

@@ -1,0 +1,145 @@
+"""What a history says beside items and feedback: behaviors, time, the requests of its events, and whose it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from recpo.errors import RecpoError
+from recpo.features.schema import FeatureSchema
+from recpo.policies.feature_encoder import FeatureEncoder
+from recpo.policies.layers import TIME_BUCKETS, Linear
+from recpo.types import Features, Histories
+
+_T = TypeVar("_T", Tensor, Features)
+
+
+class HistoryFeatures(nn.Module):
+    """Two additions to a history encoder: parts of the events, and what is known when a state is asked.
+
+    Into the token of event j go ``sum_{b in behaviors_j} e_b + g[bucket of the time since event j - 1] +
+    encoder(context_j)``. They are summed with item vector, position and feedback level.
+
+    User features and the request that is answered join at the state: ``state_v + C gelu(A state_v + user + request_v)``
+    with an encoder for each. No token has them: the request of a prediction comes after all events that its state
+    attends to, users without an event have a state as well, and the blocks then depend on no request, so that one pass
+    still serves all positions. The hidden layer lets both choose what of the state matters.
+
+    Everything starts at zero: untrained it adds nothing.
+
+    Args:
+        dim: d, width of tokens and states.
+        schema: whose user and context features are read.
+        behaviors: number of behaviors; 0 = they are not read.
+        time_gaps: read the time between neighbors; of the first event that is read it counts as 0.
+        user: read the features of the user.
+        context: read the features of the requests.
+        hidden: width of the hidden layers.
+
+    Raises:
+        RecpoError: the schema has no such features.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        schema: FeatureSchema,
+        *,
+        behaviors: int = 0,
+        time_gaps: bool = False,
+        user: bool = False,
+        context: bool = False,
+        hidden: int = 64,
+    ) -> None:
+        super().__init__()
+        self.behaviors = nn.Parameter(torch.zeros(behaviors, dim)) if behaviors else None
+        self.time_gaps = nn.Parameter(torch.zeros(TIME_BUCKETS, dim)) if time_gaps else None
+        self.event_context = FeatureEncoder(schema.context, dim, hidden=hidden) if context else None
+        self.user = FeatureEncoder(schema.user, hidden, hidden=hidden, starts_at_zero=False) if user else None
+        self.request = FeatureEncoder(schema.context, hidden, hidden=hidden, starts_at_zero=False) if context else None
+        joins = user or context
+        self.expand, self.contract = (Linear(dim, hidden), Linear(hidden, dim)) if joins else (None, None)
+        if self.contract is not None:
+            nn.init.zeros_(self.contract.weight)
+            nn.init.zeros_(self.contract.bias)
+
+    def of_events(self, histories: Histories, most: int) -> Tensor | None:
+        """The parts ``[B, min(H, most), d]`` of the most recent events; None where nothing of the kind is read."""
+        recent = histories.recent(most)
+        parts = []
+        if self.behaviors is not None:
+            bits = torch.arange(len(self.behaviors), device=recent.lengths.device)
+            named = _given(recent.behaviors, "behaviors")[..., None].bitwise_right_shift(bits).bitwise_and(1)
+            parts.append(named.to(self.behaviors.dtype) @ self.behaviors)
+        if self.time_gaps is not None:
+            parts.append(F.embedding(gap_buckets(_given(recent.timestamps, "timestamps")), self.time_gaps))
+        if self.event_context is not None:
+            context = _given(recent.context, "context")
+            parts.append(self.event_context(context.map(lambda column: column[:, :-1])))
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def joined(self, states: Tensor, histories: Histories) -> Tensor:
+        """States ``[B, H + 1, d]`` with user and requests; those that the encoder left out (nan) stay so."""
+        if self.expand is None or self.contract is None:
+            return states
+        hidden = self.expand(states.nan_to_num(0.0))
+        if self.user is not None:
+            hidden = hidden + self.user(_given(histories.user, "user"))[:, None]
+        if self.request is not None:
+            hidden = hidden + self.request(_given(histories.context, "context"))
+        return states + self.contract(F.gelu(hidden))
+
+    def joined_last(self, states: Tensor, histories: Histories) -> Tensor:
+        """States ``[B, d]`` after the whole history with the user and the request that is answered."""
+        if self.request is not None:
+            place = histories.lengths[:, None, None]
+            answered = _given(histories.context, "context").map(
+                lambda column: column.gather(1, place.expand(-1, 1, column.shape[-1]))
+            )
+            histories = histories._replace(context=answered)
+        return self.joined(states[:, None], histories)[:, 0]
+
+
+def gap_buckets(timestamps: Tensor) -> Tensor:
+    """Buckets ``floor(log2(1 + gap))`` of the milliseconds since the event before, ``[B, H]``; 0 for the first one."""
+    gaps = F.pad(timestamps[:, 1:] - timestamps[:, :-1], (1, 0)).double().clamp_min(0)
+    # the half keeps powers of 2 on their side, as in ``time_gap_buckets``
+    return (gaps + 1.5).log2().long().clamp_max(TIME_BUCKETS - 1)
+
+
+def history_features(
+    dim: int,
+    schema: FeatureSchema,
+    behaviors: Sequence[str],
+    *,
+    reads_behaviors: bool,
+    time_gaps: bool,
+    user: bool,
+    context: bool,
+) -> HistoryFeatures | None:
+    """What a policy with these options adds to its encoder; None where it reads nothing of the kind.
+
+    Raises:
+        RecpoError: it reads what the log does not have.
+    """
+    if not (reads_behaviors or time_gaps or user or context):
+        return None
+    for asked, found, name, remedy in (
+        (reads_behaviors, behaviors, "behaviors", "map its behaviors in `recpo prepare`"),
+        (user, schema.user, "user_features", "prepare it with --users and user features"),
+        (context, schema.context, "context_features", "prepare it with context features"),
+    ):
+        if asked and not found:
+            raise RecpoError(f"policy.{name} is true and the prepared log has none: {remedy}, or set it to false")
+    count = len(behaviors) if reads_behaviors else 0
+    return HistoryFeatures(dim, schema, behaviors=count, time_gaps=time_gaps, user=user, context=context)
+
+
+def _given(values: _T | None, name: str) -> _T:
+    if values is None:
+        raise RecpoError(f"the policy reads Histories.{name}, and it is not there: hand it over with the histories")
+    return values
