@@ -64,7 +64,7 @@ class FeatureEncoder(nn.Module):
         super().__init__()
         _validate_features(features, hidden)
         self.features = tuple(features)
-        coded = (*of_type(features, Category), *of_type(features, Categories))
+        coded: list[Category | Categories] = [*of_type(features, Category), *of_type(features, Categories)]
         numbers, vectors = of_type(features, Number), of_type(features, Vector)
         sizes = [int(one.num_codes or 0) for one in coded]
         self.table = nn.Parameter(torch.empty(sum(sizes), hidden)) if sizes else None

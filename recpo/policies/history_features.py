@@ -62,7 +62,8 @@ class HistoryFeatures(nn.Module):
         self.user = FeatureEncoder(schema.user, hidden, hidden=hidden, starts_at_zero=False) if user else None
         self.request = FeatureEncoder(schema.context, hidden, hidden=hidden, starts_at_zero=False) if context else None
         joins = user or context
-        self.expand, self.contract = (Linear(dim, hidden), Linear(hidden, dim)) if joins else (None, None)
+        self.expand = Linear(dim, hidden) if joins else None
+        self.contract = Linear(hidden, dim) if joins else None
         if self.contract is not None:
             nn.init.zeros_(self.contract.weight)
             nn.init.zeros_(self.contract.bias)

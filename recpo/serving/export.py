@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -73,6 +74,7 @@ def export_bundle(
 ) -> None:
     """Exports ``policy`` to the directory ``out``, which appears only when it is complete and verified.
 
+    Item features are encoded here, once: the bundle has the sum of id rows and features for every item.
     Every engine must give the policy's own lists and scores, within 1e-4, on random histories, empty and full ones
     among them.
 
@@ -95,7 +97,7 @@ def export_bundle(
     if len(items) != policy.num_items:
         raise RecpoError(f"{len(items)} items are named, the policy has {policy.num_items}: hand over its own items")
     k = validate_k(k, policy.num_items)
-    policy = policy.cpu().eval()
+    policy = _servable(policy).cpu().eval()
     manifest = BundleManifest(
         num_items=policy.num_items,
         max_history=policy.max_history,
@@ -116,6 +118,24 @@ def export_bundle(
             save_policy(policy, items, root)
             verify_runtime(load_runtime(root, manifest, "torch"), policy, k)
         manifest.write(root)
+
+
+def _servable(policy: Policy) -> Policy:
+    """The policy with precomputed item vectors: serving costs the same with item features and without.
+
+    Raises:
+        RecpoError: it reads of a user what a bundle is not given.
+    """
+    reads = {"user_features": policy.reads_user, "context_features": policy.reads_context}
+    if asked := [name for name, read in {**reads, "behaviors": policy.reads_behaviors}.items() if read]:
+        raise RecpoError(
+            f"the policy reads {', '.join(asked)}, which the programs of a bundle are not given yet: train it with "
+            f"policy.{asked[0]} false to serve it from a bundle, or recommend with the run"
+        )
+    if policy.reads_item_features:
+        policy = copy.deepcopy(policy)
+        policy.precompute_item_vectors()
+    return policy
 
 
 def verify_runtime(runtime: Runtime, policy: Policy, k: int, *, seed: int = 0) -> None:

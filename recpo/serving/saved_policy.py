@@ -31,7 +31,8 @@ _OWN: dict[str, type[Policy]] = {
     f"{own.__module__}.{own.__qualname__}": own
     for own in (CatalogSoftmaxPolicy, SemanticIdPolicy, TiltedPolicy, RerankedPolicy)
 }
-_GIVEN = ("num_items", "codes")  # constructor arguments that are no options of a bundle: it has them itself
+# constructor arguments that are no options of a bundle: it has them itself, and item features are precomputed
+_GIVEN = ("num_items", "codes", "item_features")
 _BASE = "base"  # the option that is a policy itself
 _TILTED = (TiltedPolicy, RerankedPolicy)
 

@@ -6,6 +6,7 @@
     run/items.parquet      external item ids of 1..V
     run/feedback.json      how feedback levels are computed from raw events
     run/codes/             the item codes of a policy of semantic ids
+    run/features.json      and item_features.parquet: what a policy that reads features has of them (run_features.py)
     run/origin.json        what the run depends on (prepared data, init_from, reward models), with checksums
     run/checkpoints/       best.ckpt (by the validation metric) and last.ckpt: plain tensors and numbers, read with
                            torch.load(weights_only=True); of a sharded run directories of safetensors
@@ -42,6 +43,7 @@ from recpo.serving.recommending import recommend_lists, score_candidates
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.training.checkpoints import saved_tensors
 from recpo.training.options import PolicyFactory
+from recpo.training.run_features import FEATURE_FILES, hand_over_kept, write_features
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -221,6 +223,7 @@ class Run:
         """
         factory: PolicyFactory = self.option("policy", PolicyFactory)
         policy = factory(self.num_items)
+        hand_over_kept(policy, self.root)
         load_weights(policy, self.checkpoint(checkpoint))
         return policy.eval()
 
@@ -342,13 +345,16 @@ def differences(before: Any, after: Any, prefix: str = "") -> Iterator[str]:
         yield prefix.rstrip(".").replace("init_args.", "")
 
 
-def write_start(root: Path, resolved: str, data: Prepared, codes: Path | None, origin: dict[str, Any]) -> None:
+def write_start(
+    root: Path, resolved: str, data: Prepared, policy: Policy, codes: Path | None, origin: dict[str, Any]
+) -> None:
     """Writes what a run holds before its first step.
 
     Args:
         root: the run directory.
         resolved: every option, as YAML.
         data: what it is trained on.
+        policy: what is trained.
         codes: directory of the item codes of its policy.
         origin: what it depends on.
     """
@@ -356,6 +362,7 @@ def write_start(root: Path, resolved: str, data: Prepared, codes: Path | None, o
     write_text(root / RESOLVED, resolved)
     data.item_ids().save(root / ITEMS)
     write_json(root / FEEDBACK, data.feedback.to_json())
+    write_features(root, policy, data)
     if codes is not None:
         ignore = shutil.ignore_patterns(CODEBOOKS)  # which only new items would need
         shutil.copytree(codes, root / CODES, ignore=ignore, dirs_exist_ok=True)
@@ -374,7 +381,7 @@ def mark_finished(
         results: metrics of the last step and the last validation.
         monitor: the metric that chose the best checkpoint.
     """
-    kept = [file for file in (RESOLVED, ITEMS, FEEDBACK, ORIGIN) if (root / file).is_file()]
+    kept = [file for file in (RESOLVED, ITEMS, FEEDBACK, ORIGIN, *FEATURE_FILES) if (root / file).is_file()]
     kept += [str(file.relative_to(root)) for part in (CODES, CHECKPOINTS) for file in _files_in(root / part)]
     content = {
         "format_version": FORMAT_VERSION,

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from recpo.artifacts import kind_of, read_json, read_yaml
+from recpo.contracts import Policy
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.factorization.factors import MANIFEST as FACTORS_MANIFEST
@@ -168,7 +169,7 @@ def _validate_no_input(out: Path, text: str) -> None:
 
 @contextmanager
 def opened(
-    out: Path, text: str, data: Prepared, codes: Path | None, now: dict[str, Any], *, resume: bool
+    out: Path, text: str, data: Prepared, policy: Policy, codes: Path | None, now: dict[str, Any], *, resume: bool
 ) -> Iterator[Callback]:
     """Makes the run directory, or opens it again; a failure before the first step leaves what was there.
 
@@ -176,6 +177,7 @@ def opened(
         out: the run directory, as ``validate`` found it good.
         text: every option, as YAML.
         data: what it is trained on.
+        policy: what is trained.
         codes: directory of the item codes of its policy.
         now: what it depends on.
         resume: go on in ``out``, if it exists.
@@ -197,7 +199,7 @@ def opened(
     watch.actions.append(lambda: _commit(out, text if goes_on else None, replaced))
     try:
         if not goes_on:
-            write_start(out, text, data, codes, now)
+            write_start(out, text, data, policy, codes, now)
         yield watch
     except BaseException:
         if not watch.taken and not goes_on:

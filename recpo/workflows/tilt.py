@@ -50,6 +50,7 @@ from recpo.training.run import (
     mark_finished,
     write_text,
 )
+from recpo.training.run_features import copy_features
 from recpo.types import EvaluationBatch, Slates
 from recpo.workflows.devices import compute_device
 
@@ -520,6 +521,7 @@ def _write(
         shutil.copy2(base.root / name, root / name)
     if (base.root / CODES).is_dir():
         shutil.copytree(base.root / CODES, root / CODES)
+    copy_features(base.root, root)
     candidates = policy.candidates if isinstance(policy, RerankedPolicy) else 0
     below = read_yaml(base.root / RESOLVED, REMEDY)["policy"]
     arguments = {"base": below, **_arguments(policy.base, factors, how.beta, candidates, policy.factors.lower_bound)}

@@ -49,7 +49,7 @@ class VectorsFromRun(VectorSource):
         table = getattr(run.policy(self.checkpoint), "item_table", None)
         if table is None:
             raise RecpoError(f"{self.run}: its policy has no item table to take vectors from")
-        return ItemVectors(table.weight.detach()[1:].float().numpy(), {})
+        return ItemVectors(table.vectors().detach()[1:].float().numpy(), {})
 
     def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
         """See ``VectorSource.read_new``: refused, the vectors of every run lie in a space of their own."""

@@ -34,6 +34,7 @@ from recpo.training.module import PreferenceModule
 from recpo.training.monitor import default_monitor, held_out_facts, validate_monitor
 from recpo.training.options import TrainOptions
 from recpo.training.run import CHECKPOINTS, RESOLVED, Run, class_paths, load_weights
+from recpo.training.run_features import hand_over
 from recpo.training.trainer import Throughput
 
 
@@ -124,7 +125,8 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
         out, text, origin, options, resume=configuration.resume, overwrite=configuration.overwrite
     )
     codes = run_directory.codes_of(text)
-    with run_directory.opened(out, text, options.data.prepared, codes, origin, resume=configuration.resume) as opened:
+    data = options.data.prepared
+    with run_directory.opened(out, text, data, module.policy, codes, origin, resume=configuration.resume) as opened:
         hooks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # behind what may stop the first step, before what writes a checkpoint of it
         hooks.insert(sum(not isinstance(hook, Checkpoint) for hook in hooks), opened)
@@ -161,15 +163,16 @@ def _module(options: TrainOptions, base: Run | None) -> PreferenceModule:
     torch.manual_seed(options.seed)
     with tables_on_meta() if options.trainer.shards_tables else nullcontext():
         model = options.policy(data.prepared.num_items)
+    hand_over(model, data.prepared)
     _validate_identity(model, options)
     counts = data.prepared.feedback_counts["train"]
     for warning in feedback_warnings(options.objective, options.advantage, options.reward, counts):
         warnings.warn(warning, stacklevel=2)
     item_counts = torch.from_numpy(data.prepared.item_counts())
-    model.set_item_counts(item_counts)
     if base is not None:
         base.validate_items(data.prepared)
         load_weights(model, base.checkpoint())
+    model.set_item_counts(item_counts)  # of this log, whatever the weights came from
     module = PreferenceModule(model, options, slates=data.layout.traits, item_counts=item_counts)
     try:
         module.configure_optimizers()  # is made again when training begins
