@@ -6,6 +6,7 @@ A writer owns a slot, a directory that it keeps locked, so that no two processes
     slot-000/01789abcdef0.wal      complete: no record is added any more
     slot-000/01789abcdef0.closing  being published (recpo.server.settling): no outcome is taken for it any more
     slot-000/01789abcdef0.done     published; kept while outcomes in it belong to segments that are not
+    slot-000/01789abcdef0.damaged  its begin cannot be read, so nothing of it is published; kept for people
 
 The number of a segment is the time of its beginning in milliseconds. A file begins with ``MAGIC``; a record is its
 length, its CRC-32 (4 bytes each, little-endian) and its bytes. A process that dies leaves at most a cut record at the
@@ -29,7 +30,7 @@ from typing import Final, NamedTuple
 from recpo.artifacts import describe_os_error
 from recpo.errors import RecpoError
 
-OPEN, COMPLETE, CLOSING, DONE = ".open", ".wal", ".closing", ".done"
+OPEN, COMPLETE, CLOSING, DONE, DAMAGED = ".open", ".wal", ".closing", ".done", ".damaged"
 _STATES: Final = (OPEN, COMPLETE, CLOSING, DONE)
 MAGIC: Final = b"recpo-segment-1\n"
 MAX_SLOTS: Final = 512
@@ -251,14 +252,23 @@ def segment_path(journal: Path, slot: int, segment: int, suffix: str) -> Path:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Offset and bytes of the records of a segment, its header first; ends at the first one that is not whole."""
+    """Offset and bytes of the records of a segment, its header first.
+
+    Bytes that are no whole record are passed over: the cut end of a process that died, and what a disk has damaged,
+    behind which acknowledged records may stand.
+    """
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             return
-        offset = len(MAGIC)
-        while (payload := _next_record(file.read(_FRAME.size), file)) is not None:
-            yield offset, payload
-            offset += _FRAME.size + len(payload)
+        offset: int | None = len(MAGIC)
+        while offset is not None:
+            while (payload := _next_record(file.read(_FRAME.size), file)) is not None:
+                yield offset, payload
+                offset += _FRAME.size + len(payload)
+            file.seek(offset)
+            offset = _next_whole(file.read(), offset)
+            if offset is not None:
+                file.seek(offset)
 
 
 def read_record(journal: Path, address: Address) -> bytes | None:
@@ -282,6 +292,18 @@ def sync_directory(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _next_whole(content: bytes, begin: int) -> int | None:
+    """Offset in the file of the first whole record of ``content``, which begins at ``begin`` with what is none."""
+    for place in range(1, len(content) - _FRAME.size):
+        length = int.from_bytes(content[place : place + 4], "little")
+        if not 0 < length <= min(_LARGEST_RECORD, len(content) - place - _FRAME.size):
+            continue
+        checksum = int.from_bytes(content[place + 4 : place + 8], "little")
+        if zlib.crc32(content[place + 8 : place + 8 + length]) == checksum:
+            return begin + place
+    return None
 
 
 def _framed(payload: bytes) -> bytes:

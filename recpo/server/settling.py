@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from recpo.artifacts import output_file
 from recpo.server.impressions import (
+    HEADER,
     IMPRESSION,
     JOURNAL,
     OUTCOME,
@@ -36,6 +37,7 @@ from recpo.server.impressions import (
 from recpo.server.segments import (
     CLOSING,
     COMPLETE,
+    DAMAGED,
     DONE,
     MAGIC,
     MAX_SLOTS,
@@ -58,8 +60,7 @@ class Settled:
         impressions: slates in them.
         rows: items in them.
         outcomes: rows with an outcome.
-        lost_bytes: what stood behind a record that was not whole; of a process that was killed it was never
-            acknowledged.
+        lost_bytes: what is no whole record: of a process that was killed, what was never acknowledged; else damage.
     """
 
     files: int = 0
@@ -118,18 +119,21 @@ def file_name(slot: int, segment: int) -> str:
 
 def _publish(root: Path, segment: _Segment, outcomes: Mapping[Address, Sequence[Outcome]]) -> Settled:
     place = segment_path(root / JOURNAL, *segment, CLOSING)
-    layout, rows, impressions, end = None, [], 0, len(MAGIC)
+    layout, rows, impressions, whole = None, [], 0, len(MAGIC)
     for offset, payload in read_records(place):
-        end = offset + 8 + len(payload)
-        if layout is None:
+        whole += 8 + len(payload)
+        if payload[:1] == HEADER:
             layout = LogLayout.from_header(payload)
-        elif payload[:1] == IMPRESSION:
+        elif layout is not None and payload[:1] == IMPRESSION:
             impressions += 1
             impression = Impression.from_payload(payload)
             rows += joined_rows(impression, outcomes.get(Address(*segment, offset), ()), layout)
-    lost = max(0, place.stat().st_size - end)
+    lost = max(0, place.stat().st_size - whole)
     if lost:
-        _LOG.warning("%s: %d bytes behind the last whole record are left out", place, lost)
+        _LOG.warning("%s: %d bytes that are no whole record are left out", place, lost)
+    if lost and layout is None:
+        _rename(root, segment, CLOSING, DAMAGED)
+        return Settled(lost_bytes=lost)
     if layout is not None and rows:
         with output_file(root / file_name(*segment)) as working:
             pq.write_table(pa.Table.from_pylist(rows, layout.schema), working)

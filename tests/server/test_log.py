@@ -196,11 +196,11 @@ def crashed(tmp_path_factory):
 
 
 @given(st.data())
-def test_a_cut_or_damaged_record_is_dropped_and_all_before_it_are_kept(crashed, data):
+def test_a_cut_or_damaged_record_is_dropped_and_all_others_are_kept(crashed, data):
     path, ends = crashed
     content = path.read_bytes()
-    cut = data.draw(st.integers(0, len(content)))
-    if data.draw(st.booleans()):
+    cut, is_cut = data.draw(st.integers(0, len(content))), data.draw(st.booleans())
+    if is_cut:
         altered = content[:cut]
     else:
         cut = min(cut, len(content) - 1)
@@ -209,8 +209,38 @@ def test_a_cut_or_damaged_record_is_dropped_and_all_before_it_are_kept(crashed, 
     place.write_bytes(altered)
     whole = list(read_records(path))
     kept = list(read_records(place))
-    assert kept == whole[: len(kept)]
-    assert len(kept) == (sum(end <= cut for end in ends) if cut >= len(MAGIC) else 0) or cut < ends[0]
+    begins = [len(MAGIC), *ends[:-1]]
+    if cut < len(MAGIC):
+        expected = []
+    elif is_cut:
+        expected = [record for record, end in zip(whole, ends, strict=True) if end <= cut]
+    else:
+        zipped = zip(whole, begins, ends, strict=True)
+        expected = [record for record, begin, end in zipped if not begin <= cut < end]
+    assert kept == expected
+
+
+def test_records_behind_a_damaged_sector_are_published(crashed, tmp_path):
+    slot = tmp_path / JOURNAL / "slot-003"
+    slot.mkdir(parents=True)
+    content, (_, second, third, *_) = bytearray(crashed[0].read_bytes()), crashed[1]
+    content[second + 9 : third + 30] = bytes(third + 30 - second - 9)  # two of the five impressions
+    (slot / crashed[0].name).write_bytes(content)
+    settled = settle(tmp_path)
+    assert (settled.impressions, settled.rows) == (3, 6)
+    assert settled.lost_bytes > third - second
+    assert {row["user_id"] for row in rows(tmp_path)} < {0, 1, 2, 3, 4}
+
+
+def test_a_segment_whose_begin_is_damaged_is_kept(crashed, tmp_path):
+    slot = tmp_path / JOURNAL / "slot-003"
+    slot.mkdir(parents=True)
+    content = bytearray(crashed[0].read_bytes())
+    content[len(MAGIC) + 12] ^= 1
+    (slot / crashed[0].name).write_bytes(content)
+    assert settle(tmp_path).rows == 0
+    (kept,) = slot.iterdir()
+    assert (kept.suffix, kept.read_bytes()) == (".damaged", bytes(content))
 
 
 def test_a_slot_of_a_process_that_died_is_published(crashed, tmp_path):
