@@ -26,6 +26,7 @@ import recpo.policies.semantic_id
 import recpo.rewards
 import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name
 from recpo.advantages import TernaryAdvantage
+from recpo.artifacts import validate_configuration_files
 from recpo.contracts import AdvantageEstimator, Objective, RewardFunction
 from recpo.data.prepared import Prepared
 from recpo.data.slates import Layout
@@ -83,8 +84,9 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
         ArgumentError: an unknown option, or a value of a wrong type.
         RecpoError: the run of ``init_from`` cannot be opened.
     """
-    parser = train_parser()
-    given = parser.parse_args(list(arguments), defaults=False)
+    validate_configuration_files(arguments)
+    parser, arguments = train_parser(), _readable_nulls(arguments)
+    given = parser.parse_args(arguments, defaults=False)
     if given.get("init_from") is not None:
         with suppress(*[RecpoError] * bool(given.get("resume"))):  # a run that goes on needs nothing of it any more
             base = Run.open(given.init_from, trust=given.get("trust") or ()).configuration
@@ -104,6 +106,22 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     if not isinstance(trainer, Namespace) or not says_when_to_stop(trainer.get("init_args", Namespace())):
         configuration = parser.parse_args([*arguments, "--trainer.max_epochs", str(DEFAULT_EPOCHS)])
     return configuration
+
+
+def _readable_nulls(arguments: Sequence[str]) -> list[str]:
+    """``--a.b.c null`` as ``--a.b {c: null}``: jsonargparse takes the former for text two levels below an option."""
+    readable: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        group, _, name = flag.rpartition(".")
+        if not flag.startswith("--") or flag.count(".") < 2 or group.endswith(".init_args"):
+            readable.append(word)
+            continue
+        value = value if equals else next(words, "")
+        is_null = value in ("null", "~")
+        readable += [group, json.dumps({name: None})] if is_null else [word] if equals else [flag, value]
+    return readable
 
 
 def instantiate(configuration: Namespace) -> TrainOptions:

@@ -1,0 +1,66 @@
+"""What becomes of a run of several processes when one of them ends.
+
+Lightning looks every five seconds whether the ranks that rank 0 has started are alive, and kills all of them, rank 0
+too, where one is not: by SIGKILL, so that nobody says why. Usually rank 0 has found out by itself before, since its
+next collective fails; on a busy machine it has not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from recpo.training.run import RESOLVED
+
+_OBSERVER: Final = "child-process-observer"  # the name of Lightning's thread
+#: in which rank 0 reports the failure by itself; one that waits in a collective for ever does not
+GRACE_S: Final = 30.0
+
+
+class ReportLostRanks(Callback):
+    """Lets rank 0 say that another rank has ended, where Lightning would kill it without a word.
+
+    Rank 0 has ``GRACE_S`` seconds to end by itself, as it does where a collective fails. Then it says what happened,
+    and all ranks of this machine are ended.
+
+    Args:
+        out: the run directory.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Once the ranks have been started."""
+        for thread in threading.enumerate():
+            if thread.name == _OBSERVER and hasattr(thread, "_terminate_all"):
+                thread._terminate_all = lambda observer=thread: self._end(observer)
+
+    def _end(self, observer: Any) -> None:
+        children = observer._child_processes
+        time.sleep(GRACE_S)
+        ended = next((process for process in children if process.returncode), None)
+        for process in children:
+            with suppress(OSError):
+                process.send_signal(signal.SIGKILL)
+        how = "" if ended is None else f" (process {ended.pid} ended with status {ended.returncode})"
+        print(f"error: {lost_rank(self._out, 0)}{how}", file=sys.stderr, flush=True)
+        os._exit(1)  # the main thread hangs in a collective, where no exception reaches it
+
+
+def lost_rank(out: Path, rank: int) -> str:
+    """What to say where a rank has lost another one."""
+    again = f"recpo train --config {out}/{RESOLVED} --resume true"
+    return (
+        f"rank {rank} has lost another rank of this run, which ended or does not answer (see what that one wrote, or "
+        "whether its machine ran out of memory); once it is fixed, go on from the last checkpoint: " + again
+    )
