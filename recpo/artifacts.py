@@ -14,10 +14,12 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -40,8 +42,14 @@ Kind = Literal[
 ]
 
 MARKER: Final = "recpo.json"
+#: YAML of every option of the running verb, defaults included; None when a verb is called from Python
+RESOLVED: ContextVar[str | None] = ContextVar("resolved_configuration", default=None)
 _UNFINISHED: Final = ".recpo-unfinished-"
 _REPLACED: Final = ".recpo-replaced-"
+_ASIDE: Final = ".recpo-aside-"  # stands for what is filled in its place until that is worth keeping
+_LEAVINGS: Final = (_REPLACED, _ASIDE, _UNFINISHED)
+#: ends the name of a file that is written beside its target by something that names its own files, such as Lightning
+PARTIAL: Final = ".partial"
 _EXCHANGE: Final = 2  # RENAME_EXCHANGE of renameat2(2)
 _AT_FDCWD: Final = -100
 
@@ -70,7 +78,12 @@ _WRITING: Final = (
 
 @contextmanager
 def output_directory(
-    target: Path | str, *, kind: Kind, overwrite: bool = False, inputs: Iterable[object] = ()
+    target: Path | str,
+    *,
+    kind: Kind,
+    overwrite: bool = False,
+    inputs: Iterable[object] = (),
+    sealed: Iterable[str] = (),
 ) -> Iterator[Path]:
     """Yields an empty directory that becomes ``target`` when the block ends without an error.
 
@@ -83,6 +96,7 @@ def output_directory(
         kind: what the directory will be.
         overwrite: replace a ``target`` of the same kind; the old one goes only after the new one is complete.
         inputs: files and directories that are read meanwhile; what is no path (an object store) is left alone.
+        sealed: names of files whose checksums ``recpo.json`` shall hold, for ``verify_sealed``.
 
     Raises:
         RecpoError: before anything is touched, ``target`` exists and ``overwrite`` is False; is a file, or a directory
@@ -94,6 +108,9 @@ def output_directory(
     _check_inputs(place, target, inputs)
     with _os_errors(place, _WRITING), _parents(place), _claimed(place, target, kind, overwrite) as working:
         yield working
+        if names := [name for name in sealed if (working / name).is_file()]:
+            content = seal({"kind": kind, "files": {name: sha256(working / name) for name in names}})
+            (working / MARKER).write_text(json.dumps(content) + "\n", encoding="utf-8")
         _flush_tree(working)
         _publish(working, place, target, kind, overwrite)
 
@@ -126,12 +143,65 @@ def output_file(target: Path | str, *, overwrite: bool = True, inputs: Iterable[
             _try_lock(lock)
             _remove_leavings(place, working)
             yield working
-            _flush(working)
+            flush(working)
             os.replace(working, place)
-            _flush(place.parent)
+            flush(place.parent)
         finally:
             working.unlink(missing_ok=True)
             _unlock(lock)
+
+
+@contextmanager
+def directory_in_place(
+    target: Path | str,
+    *,
+    kind: Kind,
+    start: Callable[[Path], None] | None,
+    check: Callable[[], object],
+) -> Iterator[Callable[[], None]]:
+    """Keeps other writers out of a directory that is filled where it stands, such as a run while it is trained.
+
+    A new one takes the place of what stands there, which is kept aside and comes back where the block fails or the
+    process is killed (then by the next call for the same target) before the function that is yielded was called.
+
+    Args:
+        target: the directory; of a symbolic link, what it points to.
+        kind: what the directory will be.
+        start: writes the first files of a new directory; None = ``target`` exists and is gone on with.
+        check: raises where ``target`` may not be made, replaced or gone on with; called once nobody else can write it.
+
+    Yields:
+        A function to call once the new directory is worth keeping: what it replaces is removed.
+
+    Raises:
+        RecpoError: another process writes the directory, or it cannot be written.
+    """
+    place = Path(os.path.realpath(target))
+    with _os_errors(place, _WRITING), _parents(place), ExitStack() as locks:
+        with _locked_parent(place):
+            _settle_leavings(place)
+            check()
+            if start is None:
+                _lock(place, place, locks)
+                _remove_unfinished(place)
+                aside = None
+            else:
+                aside = _begin(place, kind, start, locks)
+        kept = False
+
+        def keep() -> None:
+            nonlocal kept
+            kept = True
+            if aside is not None:
+                _discard(aside, place)
+
+        try:
+            yield keep
+        except BaseException:
+            if start is not None and not kept:
+                with suppress(OSError):
+                    _discard(place, place, aside)
+            raise
 
 
 @contextmanager
@@ -144,7 +214,7 @@ def locked_directory(directory: Path) -> Iterator[None]:
     handle = os.open(directory, os.O_RDONLY)
     try:
         if not _try_lock(handle):
-            raise RecpoError(f"{directory}: another process is writing it; wait for its end, or choose another output")
+            raise _taken(directory)
         yield
     finally:
         _unlock(handle)
@@ -164,11 +234,43 @@ def marker(kind: Kind) -> str:
     return json.dumps({"kind": kind}) + "\n"
 
 
+def verify_sealed(directory: Path, names: Iterable[str], remedy: str) -> None:
+    """Compares files of a directory with the checksums that ``recpo.json`` in it holds.
+
+    A directory without that file is a part of something else, which has checksums of its own.
+
+    Args:
+        directory: as ``output_directory`` made it with ``sealed``.
+        names: the files; one that was not written is not there either.
+        remedy: what to do where they differ; ends the message.
+
+    Raises:
+        RecpoError: ``recpo.json`` has no checksums or was changed, or a file is missing or differs.
+    """
+    file = directory / MARKER
+    if not file.exists():
+        return
+    content = read_json(file, remedy)
+    if not isinstance(content.get("files"), dict):
+        raise RecpoError(f"{file} holds no checksums: it was written by an older recpo, or is damaged; {remedy}")
+    files = unseal(content, file, remedy)["files"]
+    wanted = [name for name in names if name in files or (directory / name).exists()]
+    verify(directory, {name: str(files.get(name)) for name in wanted}, remedy)
+
+
 def write_json(target: Path, value: Any) -> None:
     """Writes ``value`` as indented JSON with sorted keys, whole or not at all; nan and infinities are refused."""
     content = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
     with output_file(target) as working:
         working.write_text(content, encoding="utf-8")
+
+
+def write_resolved(file: Path) -> None:
+    """Writes the running verb's options to ``file``; nothing where a verb was called from Python."""
+    resolved = RESOLVED.get()
+    if resolved is not None:
+        with output_file(file) as partial:
+            partial.write_text(resolved, encoding="utf-8")
 
 
 def read_json(file: Path, remedy: str) -> dict[str, Any]:
@@ -200,13 +302,23 @@ def read_yaml(file: Path, remedy: str) -> dict[str, Any]:
     """
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        json.dumps(content, default=str, skipkeys=True)  # raises where an anchor holds itself
     except OSError as error:
         raise RecpoError(f"{describe_os_error(error, file)}; {remedy}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, AttributeError, yaml.YAMLError) as error:  # PyYAML lets them all through
         raise RecpoError(f"{file} is damaged: no YAML ({' '.join(str(error).split())}); {remedy}") from error
     if not isinstance(content, dict):
         raise RecpoError(f"{file} is damaged: a mapping is expected; {remedy}")
     return content
+
+
+def validate_configuration_files(arguments: Sequence[str]) -> None:
+    """Raises ``RecpoError`` where a file of ``--config`` is no YAML: the parser of options would end in a traceback."""
+    for place, word in enumerate(arguments):
+        flag, equals, value = word.partition("=")
+        name = value if equals else next(iter(arguments[place + 1 : place + 2]), "")
+        if flag == "--config" and os.path.isfile(name):
+            read_yaml(Path(name), "expected a YAML mapping of options")
 
 
 def parse_json(content: bytes, shown: object, remedy: str) -> dict[str, Any]:
@@ -232,7 +344,11 @@ def unseal(content: Mapping[str, Any], shown: object, remedy: str) -> dict[str, 
         RecpoError: there is no checksum, or that of other values.
     """
     values = {key: value for key, value in content.items() if key != "sha256"}
-    if content.get("sha256") != _checksum_of_values(values):
+    try:
+        same = content.get("sha256") == _checksum_of_values(values)
+    except (ValueError, RecursionError):  # nan, which JSON has not and Python reads; lists a thousand deep
+        same = False
+    if not same:
         raise RecpoError(f"{shown} is not as it was written (its checksum differs); {remedy}")
     return values
 
@@ -342,51 +458,130 @@ def _parents(place: Path) -> Iterator[None]:
 def _claimed(place: Path, target: Path | str, kind: Kind, overwrite: bool) -> Iterator[Path]:
     """Yields a new working directory, whose lock keeps other writers of ``place`` out."""
     working = _unused(place, _UNFINISHED)
-    handle: int | None = None
-    try:
-        parent = os.open(place.parent, os.O_RDONLY)
+    with ExitStack() as locks:
         try:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(parent, fcntl.LOCK_EX)  # so that of two writers one sees the other
-            _settle_leavings(place)
-            _check_directory(place, target, kind, overwrite)
-            working.mkdir()
-            handle = os.open(working, os.O_RDONLY)
-            _try_lock(handle)
-            (working / MARKER).write_text(marker(kind), encoding="utf-8")
+            with _locked_parent(place):
+                _settle_leavings(place)
+                _check_directory(place, target, kind, overwrite)
+                working.mkdir()
+                _lock(working, place, locks)
+                (working / MARKER).write_text(marker(kind), encoding="utf-8")
+            yield working
         finally:
-            _unlock(parent)
-        yield working
+            _remove_tree(working)
+
+
+@contextmanager
+def _locked_parent(place: Path) -> Iterator[None]:
+    """Of two processes that claim ``place`` one sees what the other has done."""
+    parent = os.open(place.parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(parent, fcntl.LOCK_EX)
+        yield
     finally:
-        shutil.rmtree(working, ignore_errors=True)
-        if handle is not None:
-            _unlock(handle)
+        _unlock(parent)
+
+
+def _lock(directory: Path, place: Path, locks: ExitStack) -> None:
+    """Locks a directory until ``locks`` ends; ``place`` is its name for messages."""
+    handle = os.open(directory, os.O_RDONLY)
+    locks.callback(_unlock, handle)
+    if not _try_lock(handle):
+        raise _taken(place)
+
+
+def _taken(place: Path) -> RecpoError:
+    return RecpoError(f"{place}: another process is writing it; wait for its end, or choose another output")
+
+
+def _begin(place: Path, kind: Kind, start: Callable[[Path], None], locks: ExitStack) -> Path | None:
+    """Puts a new directory into ``place``; where what stood there was set aside, None if nothing did."""
+    working, aside = _unused(place, _UNFINISHED), None
+    working.mkdir()
+    try:
+        _lock(working, place, locks)
+        (working / MARKER).write_text(marker(kind), encoding="utf-8")
+        start(working)
+        _flush_tree(working)
+        if place.exists() and any(place.iterdir()):
+            _lock(place, place, locks)  # so that nobody takes it for what a dead process has left
+            aside = _unused(place, _ASIDE)
+            os.rename(place, aside)
+        try:
+            os.rename(working, place)
+        except OSError:
+            if aside is not None:
+                os.rename(aside, place)
+            raise
+        flush(place.parent)
+    except BaseException:
+        _remove_tree(working)
+        raise
+    return aside
+
+
+def _discard(directory: Path, place: Path, successor: Path | None = None) -> None:
+    """Removes a directory, which ``successor`` follows in its place; a kill in between leaves no part of it there."""
+    unfinished = _unused(place, _UNFINISHED)
+    os.rename(directory, unfinished)
+    if successor is not None:
+        os.rename(successor, directory)
+    _remove_tree(unfinished)
+
+
+def _remove_tree(directory: Path) -> None:
+    """Removes a directory of recpo's, ``recpo.json`` last: after a kill in between, the next call knows what it is."""
+    with suppress(OSError):
+        for entry in directory.iterdir():
+            if entry.name == MARKER:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _remove_unfinished(directory: Path) -> None:
+    """Removes what a killed process had begun to write in a directory that is locked."""
+    for entry in list(directory.rglob("*")):
+        if _UNFINISHED in entry.name or entry.name.endswith(PARTIAL):
+            with suppress(OSError):
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def _settle_leavings(place: Path) -> None:
     """Brings back what a killed process had set aside, removes what it left, and refuses a second writer."""
     for entry in [*_siblings(place), place]:
-        if entry.is_symlink() or kind_of(entry) is None:
+        if entry.is_symlink() or (kind_of(entry) is None and not (entry != place and _is_barely_begun(entry))):
             continue
         handle = os.open(entry, os.O_RDONLY)
         try:
             if not _try_lock(handle):
-                raise RecpoError(f"{place}: another process is writing it; wait for its end, or choose another output")
+                raise _taken(place)
             if entry == place:
                 continue
             if _REPLACED in entry.name and not place.exists():
                 entry.rename(place)
+            elif _ASIDE in entry.name:
+                _discard(place, place, entry) if place.exists() else entry.rename(place)
             else:
-                shutil.rmtree(entry, ignore_errors=True)
+                _remove_tree(entry)
         finally:
             _unlock(handle)
+
+
+def _is_barely_begun(entry: Path) -> bool:
+    """Whether a process was killed before it had said in ``recpo.json`` that the directory is its own."""
+    return entry.is_dir() and all(path.name == MARKER for path in entry.iterdir())
 
 
 def _siblings(place: Path) -> list[Path]:
     """What stands beside ``place`` under the names that are made here, what was set aside first."""
     found = [entry for entry in place.parent.iterdir() if entry.name.startswith(place.name + ".recpo-")]
-    aside = [entry for entry in found if entry.name.startswith(place.name + _REPLACED)]
-    return aside + [entry for entry in found if entry.name.startswith(place.name + _UNFINISHED)]
+    parts = [[entry for entry in found if entry.name.startswith(place.name + part)] for part in _LEAVINGS]
+    return [entry for part in parts for entry in part]
 
 
 def _remove_leavings(place: Path, own: Path) -> None:
@@ -431,7 +626,7 @@ def _publish(working: Path, place: Path, target: Path | str, kind: Kind, overwri
         _check_directory(place, target, kind, overwrite)
         if not place.exists() or not any(place.iterdir()):
             os.rename(working, place)  # also over an empty directory, which cannot fill up in between
-            _flush(place.parent)
+            flush(place.parent)
             return
     except (RecpoError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -442,7 +637,7 @@ def _publish(working: Path, place: Path, target: Path | str, kind: Kind, overwri
             f"{target} was made by somebody else meanwhile; what was to go there is whole in {kept}"
         ) from error
     if _exchange(working, place):
-        _flush(place.parent)
+        flush(place.parent)
         return  # ``working`` is now the old one, which ``_claimed`` removes
     old = _unused(place, _REPLACED)
     os.rename(place, old)
@@ -451,8 +646,8 @@ def _publish(working: Path, place: Path, target: Path | str, kind: Kind, overwri
     except OSError:
         os.rename(old, place)
         raise
-    _flush(place.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    flush(place.parent)
+    _remove_tree(old)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -468,11 +663,11 @@ def _exchange(first: Path, second: Path) -> bool:
 def _flush_tree(directory: Path) -> None:
     for path in directory.rglob("*"):
         if path.is_file() or path.is_dir():
-            _flush(path)
-    _flush(directory)
+            flush(path)
+    flush(directory)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Waits until a file, or the names in a directory, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -489,7 +684,14 @@ def _os_errors(path: Path, errors: Container[int]) -> Iterator[None]:
     """Turns those of ``errors`` that the operating system reports into a message that names ``path``."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in errors:
+    except Exception as error:
+        reported = error if isinstance(error, OSError) else _reported_by(error)
+        if reported is None or reported.errno not in errors:
             raise
-        raise RecpoError(describe_os_error(error, path)) from error
+        raise RecpoError(describe_os_error(reported, path)) from error
+
+
+def _reported_by(error: Exception) -> OSError | None:
+    """What the operating system told a library that raises no ``OSError``: safetensors."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return None if number is None or type(error).__name__ != "SafetensorError" else OSError(int(number[1]), "")

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.artifacts import write_json
+from recpo.artifacts import read_json, verify_sealed, write_json
 from recpo.errors import RecpoError
 
 FORMAT_VERSION = 1
 CODES, MANIFEST, CODEBOOKS = "codes.parquet", "manifest.json", "codebooks.safetensors"
+FILES = (CODES, MANIFEST, CODEBOOKS)
+_REMEDY = "run `recpo tokenize` again"
 
 
 @dataclass(frozen=True)
@@ -71,19 +72,20 @@ class SemanticCodes:
         root = Path(root)
         if not (root / MANIFEST).is_file():
             raise RecpoError(f"{root} holds no codes: {MANIFEST} is missing; make them with `recpo tokenize`")
+        manifest = read_json(root / MANIFEST, _REMEDY)
+        if manifest.get("format_version") != FORMAT_VERSION:
+            raise RecpoError(
+                f"{root}: format_version {manifest.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; "
+                f"{_REMEDY}"
+            )
+        verify_sealed(root, [CODES, MANIFEST], _REMEDY)
         try:
-            manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
-            if manifest["format_version"] != FORMAT_VERSION:
-                raise RecpoError(
-                    f"{root}: format_version {manifest['format_version']!r}, this recpo reads {FORMAT_VERSION}; "
-                    "run `recpo tokenize` again"
-                )
             sizes = tuple(int(size) for size in manifest["codebook_sizes"])
             columns = pq.read_table(root / CODES, columns=[f"code_{level}" for level in range(len(sizes))])
             codes = np.stack([column.to_numpy() for column in columns.columns], 1).astype(np.int64)
             return cls(codes, sizes, str(manifest["catalog_checksum"]))
-        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-            raise RecpoError(f"{root} is damaged ({error!r}): run `recpo tokenize` again") from error
+        except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
+            raise RecpoError(f"{root} is damaged ({error!r}): {_REMEDY}") from error
 
     def save(self, root: Path, item_ids: pa.ChunkedArray | pa.Array, description: dict[str, Any]) -> None:
         """Writes ``codes.parquet`` and, last, ``manifest.json`` into the existing directory ``root``.

@@ -7,12 +7,19 @@ import pytest
 import torch
 from hypothesis import settings
 
+from recpo.artifacts import seal
+
 settings.register_profile("recpo", deadline=None, max_examples=40)
 settings.load_profile("recpo")
 # the suite runs on shared two-core machines: more threads than cores per worker only get in each other's way
 THREADS = max(1, (os.cpu_count() or 1) // max(1, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 torch.set_num_threads(THREADS)
 os.environ["OMP_NUM_THREADS"] = str(THREADS)  # of the processes that tests start
+
+
+def resealed(content):
+    """A sealed document that a test has changed, with the checksum of its values."""
+    return seal({name: value for name, value in content.items() if name != "sha256"})
 
 
 def pytest_collection_modifyitems(items):

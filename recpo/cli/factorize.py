@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from recpo.cli.config import write_resolved
 from recpo.cli.output import console
 from recpo.factorization.factors import Factors
 from recpo.workflows.factorize import factorize as _factorize
@@ -38,7 +37,6 @@ def factorize(
         **options: those of ``recpo.workflows.factorize.factorize``.
     """
     factors = _factorize(prepared, out, method=method, ranks=ranks, ridges=ridges, progress=progress, **options)
-    write_resolved(out / "resolved.yaml")
     _print(factors, out)
 
 

@@ -21,8 +21,7 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from recpo import __version__
-from recpo.artifacts import describe_os_error
-from recpo.cli.config import RESOLVED
+from recpo.artifacts import RESOLVED, describe_os_error, validate_configuration_files
 from recpo.errors import GateClosedError, RecpoError
 
 VERBS = {
@@ -150,6 +149,7 @@ def run(function: Callable[..., None], options: Sequence[str]) -> None:
     if _own_parser(function) is not None:
         function(options)
         return
+    validate_configuration_files(options)
     parser = parser_of(function)
     configuration = parser.parse_args(list(options))
     defaults: Callable[[Namespace], dict[str, Any]] | None = _of_module(function, "defaults")

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.table import Table
 
-from recpo.cli.config import write_resolved
 from recpo.cli.output import console
 from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence
 from recpo.tokenizer.report import MANY_MOVED
@@ -44,7 +43,6 @@ def tokenize(
         **options: those of ``recpo.workflows.tokenize.tokenize``.
     """
     codes = _tokenize(prepared, out, vectors=vectors, codebooks=codebooks, progress=progress, **options)
-    write_resolved(out / "resolved.yaml")
     _print(codes)
 
 

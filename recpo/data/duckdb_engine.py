@@ -21,6 +21,13 @@ from recpo.errors import RecpoError
 
 _BATCH_ROWS: Final = 1 << 17
 _PATTERN: Final = frozenset("*?[]{}")
+#: what DuckDB says of a disk that it cannot write to, and what to say of it
+_DISK_FAULTS: Final = {
+    "No space left": "the disk is full: free space",
+    "Disk quota exceeded": "your disk quota is used up: free space",
+    "Read-only file system": "the file system is read-only: make it writable",
+    "Permission denied": "permission denied: change the permissions",
+}
 
 
 class DuckDBEngine(Engine):
@@ -70,10 +77,8 @@ class DuckDBEngine(Engine):
         if not (interrupted or isinstance(error, duckdb.Error | pa.ArrowException)):
             return
         said = _first_line(error)
-        if "No space left" in said:
-            raise RecpoError(
-                f"{self._work}: the disk is full: free space, or choose another --work ({said})"
-            ) from error
+        if fault := next((text for known, text in _DISK_FAULTS.items() if known in said), None):
+            raise RecpoError(f"{self._work}: {fault}, or choose another --work ({said})") from error
         if isinstance(error, duckdb.OutOfMemoryException):
             raise RecpoError(f"the engine ran out of memory: raise memory_limit ({said})") from error
         raise RecpoError(f"the engine could not read the log, a file of which may be damaged: {said}") from error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from recpo.artifacts import output_directory, read_json, read_yaml, write_json
+from recpo.artifacts import output_directory, read_json, read_yaml, verify_sealed, write_json
 from recpo.errors import RecpoError
 from recpo.evaluation.document import SCHEMA_VERSION
 from recpo.evaluation.html_report.page import html_report
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 #: Files of the directory: every number, the report, and the options that repeat the evaluation.
 METRICS, REPORT, RESOLVED = "metrics.json", "report.html", "resolved.yaml"
+SEALED = (METRICS, RESOLVED)
 
 Rows = Literal["metrics", "differences", "off_policy"]
 
@@ -54,6 +55,7 @@ class Evaluation:
             raise RecpoError(
                 f"{root / METRICS} has the format version {version}, this recpo reads {SCHEMA_VERSION}: evaluate again"
             )
+        verify_sealed(root, SEALED, "evaluate again")
         return cls(document, read_yaml(root / RESOLVED, "evaluate again"), root)
 
     @property
@@ -84,7 +86,7 @@ class Evaluation:
             RecpoError: it exists and ``overwrite`` is False.
         """
         root = Path(path)
-        with output_directory(root, kind="evaluation", overwrite=overwrite) as partial:
+        with output_directory(root, kind="evaluation", overwrite=overwrite, sealed=SEALED) as partial:
             self.write_files(partial)
         return Evaluation(self.document, self.options, root)
 

@@ -51,7 +51,8 @@ def save(tensors: dict[str, Any], rest: dict[str, Any], path: Path) -> None:
         with output_directory(path, kind="checkpoint", overwrite=True) as partial:
             dist.broadcast_object_list([str(partial)], src=0)
             _write(tensors, partial)
-            torch.save(skeleton, partial / META)
+            with (partial / META).open("wb") as file:  # torch itself says nothing of a full disk
+                torch.save(skeleton, file)
             dist.barrier()
     else:
         shared: list[Any] = [None]

@@ -14,20 +14,23 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from recpo.artifacts import output_directory
+from recpo.artifacts import output_directory, verify_sealed
 from recpo.errors import RecpoError
 from recpo.frames import to_pandas
 from recpo.simulation.logging_policy import LoggingPolicy
 from recpo.simulation.parameters import MILLISECONDS_PER_DAY, World
 from recpo.simulation.preferences import FloatArray, IntArray, Preferences
-from recpo.simulation.served import ServedDays
+from recpo.simulation.served import SERVED, ServedDays
 from recpo.simulation.side_information import ITEM_TABLE, USER_TABLE, write_side_information
+from recpo.simulation.truth import SEALED as TRUTH_FILES
 from recpo.simulation.truth import Truth
 
 if TYPE_CHECKING:
     import pandas as pd
 
 LOG = "log"
+#: what nothing but its checksum protects; the rows of the log are read as any log's
+SEALED = (*TRUTH_FILES, SERVED)
 SCHEMA = pa.schema(
     [
         pa.field("user_id", pa.int64(), nullable=False),
@@ -94,7 +97,9 @@ class Simulation:
         root = Path(root)
         if not (root / LOG).is_dir():
             raise RecpoError(f"{root} is no simulation: {LOG}/ is missing; make one with `recpo simulate`")
-        return cls(root, Truth.load(root), ServedDays.load(root))
+        truth, served = Truth.load(root), ServedDays.load(root)
+        verify_sealed(root, SEALED, "simulate again")
+        return cls(root, truth, served)
 
     @property
     def log(self) -> Path:
@@ -168,7 +173,7 @@ def write_simulation(
         RecpoError: ``out`` exists and ``overwrite`` is False.
     """
     truth = Truth(preferences, LoggingPolicy.of(preferences), world)
-    with output_directory(out, kind="simulation", overwrite=overwrite) as partial:
+    with output_directory(out, kind="simulation", overwrite=overwrite, sealed=SEALED) as partial:
         truth.save(partial / "truth")
         write_side_information(preferences, partial, preferences.parameters.days - 1)
         write_parts(draw_log(truth), partial / LOG, preferences.parameters.events, progress)

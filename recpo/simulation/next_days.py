@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from recpo.artifacts import output_directory
 from recpo.errors import RecpoError
-from recpo.simulation.log import LOG, PAUSE_MS, SCHEMA, Simulation, draw_sessions, draw_watch_time, write_parts
+from recpo.simulation.log import LOG, PAUSE_MS, SCHEMA, SEALED, Simulation, draw_sessions, draw_watch_time, write_parts
 from recpo.simulation.parameters import MILLISECONDS_PER_DAY
 from recpo.simulation.preferences import FloatArray, IntArray, Preferences
 from recpo.simulation.request_values import RequestValues, Slates, request_values
@@ -137,7 +137,11 @@ def write_next_days(
     first = validate_worlds(worlds)
     truth = worlds[0].truth
     with output_directory(
-        out, kind="simulation", overwrite=overwrite, inputs=[*inputs, *(world.root for world in worlds)]
+        out,
+        kind="simulation",
+        overwrite=overwrite,
+        inputs=[*inputs, *(world.root for world in worlds)],
+        sealed=SEALED,
     ) as partial:
         past = pa.concat_tables([pq.read_table(world.log, schema=SCHEMA) for world in worlds])
         numbers = range(first, first + days)

@@ -12,13 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
-from recpo.artifacts import write_json
+from recpo.artifacts import kind_of, verify_sealed, write_json
 from recpo.errors import RecpoError
 from recpo.simulation.logging_policy import LoggingPolicy
 from recpo.simulation.parameters import MILLISECONDS_PER_DAY, SimulationParameters
 from recpo.simulation.preferences import FloatArray, IntArray, Items, Preferences, Users
 
 FORMAT_VERSION = 1
+#: the files in the directory of a simulation whose checksums its recpo.json holds
+SEALED = ("truth/truth.json", "truth/users.parquet", "truth/items.parquet")
 _CELLS_PER_CHUNK = 1 << 20  # of a users x items matrix: 8 MiB each, whatever the size of the catalog
 _DAYS_IN_MEMORY = 64  # of logging policies; those of a log of two months are made once
 _SUM_TOLERANCE = 1e-3  # a float32 softmax over a million items sums to 1 within this
@@ -62,13 +64,15 @@ class Truth:
             if content.get("format_version") != FORMAT_VERSION:
                 found = content.get("format_version")
                 raise RecpoError(f"{directory}: format version {found}, expected {FORMAT_VERSION}: simulate again")
+            if directory.name == "truth" and kind_of(directory.parent) == "simulation":
+                verify_sealed(directory.parent, SEALED, "simulate again")
             parameters = SimulationParameters(**content["parameters"])
             world = str(content.get("world", "default"))  # earlier simulations know one world
             users = Users(**_read_arrays(directory / "users.parquet"))
             items = Items(**_read_arrays(directory / "items.parquet"))
         except FileNotFoundError as error:
             raise RecpoError(f"{error.filename} is missing: {path} was not written by `recpo simulate`") from error
-        except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OSError, RecursionError, NotImplementedError) as error:
             raise RecpoError(f"{directory} is damaged ({error}): simulate again") from error
         whole = (len(users.user_id), len(items.item_id)) == (parameters.users, parameters.items)
         if not whole or (items.born is not None) != parameters.lives:

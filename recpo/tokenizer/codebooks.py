@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from recpo.artifacts import verify_sealed
 from recpo.errors import RecpoError
 from recpo.semantic_codes import CODEBOOKS
 
@@ -90,6 +91,7 @@ class Codebooks:
             raise RecpoError(
                 f"{root} has no {CODEBOOKS}: its codes were not made from vectors, so nothing encodes items"
             )
+        verify_sealed(Path(root), [CODEBOOKS], "run `recpo tokenize` again")
         try:
             return cls(**load_file(file))
         except (SafetensorError, TypeError) as error:

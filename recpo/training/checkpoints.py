@@ -13,6 +13,7 @@ from collections import defaultdict
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from zipfile import ZipFile
 
 import torch
 from lightning import LightningModule, Trainer
@@ -20,9 +21,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors import safe_open
 from torch import Tensor
 
+from recpo.artifacts import PARTIAL, describe_os_error, flush
 from recpo.errors import RecpoError
 
-PARTIAL = ".partial"
 META = "meta.pt"
 """What a checkpoint directory holds beside tensors; a directory without it is none."""
 
@@ -100,6 +101,37 @@ def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer_states.")}
 
 
+def validate_checkpoint(checkpoint: Path) -> None:
+    """Raises where a checkpoint that training goes on from is not as it was written.
+
+    That of an unfinished run is in no ``run.json``, and torch does not look at the checksums that its own format has:
+    without this, a weight with a changed bit would be trained on.
+
+    Args:
+        checkpoint: the file; of the directory of a sharded run only what is missing is noticed.
+
+    Raises:
+        RecpoError: it is damaged.
+    """
+    remedy = "copy it again, or train again with --overwrite true"
+    if checkpoint.is_dir():
+        saved_tensors(checkpoint)
+        return
+    try:
+        with ZipFile(checkpoint) as file:
+            wrong = file.testzip()
+        if wrong is not None:
+            raise RecpoError(f"{checkpoint} is damaged ({wrong}: its checksum differs); {remedy}")
+        torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)["state_dict"]
+    except RecpoError:
+        raise
+    except OSError as error:
+        raise RecpoError(f"{describe_os_error(error, checkpoint)}; {remedy}") from error
+    except Exception as error:  # zipfile, pickle and torch have classes of their own, and more than a few
+        reason = " ".join(str(error).split())[:200]
+        raise RecpoError(f"{checkpoint} is damaged ({type(error).__name__}: {reason}); {remedy}") from error
+
+
 def _numbers(blocks: list[_Block]) -> int:
     return sum(prod(block.shape) for block in blocks)
 
@@ -116,6 +148,7 @@ class _WholeCheckpoint(ModelCheckpoint):
             with open(filepath + PARTIAL, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(filepath + PARTIAL, filepath)
+            flush(Path(filepath).parent)
         self._last_checkpoint_saved = filepath
         trainer.strategy.barrier("checkpoint")
 

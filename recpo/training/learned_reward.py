@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from recpo.artifacts import read_json, unseal
 from recpo.contracts import Objective, RewardFunction, StatePolicy
 from recpo.errors import RecpoError
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
@@ -119,7 +119,7 @@ def load_calibration(run: Path, checkpoint: Checkpoint = "best") -> Calibration:
     file = Path(run) / CALIBRATION
     if not file.is_file():
         raise RecpoError(f"{run} is not calibrated: its scores are no probabilities yet; {fix}")
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = unseal(read_json(file, fix), file, fix)
     if content["checkpoint_sha256"] != checkpoint_sha256(run, checkpoint):
         raise RecpoError(f"{file} belongs to other weights than {checkpoint_path(run, checkpoint)}; {fix}")
     if set(content["targets"]) != set(TARGETS):

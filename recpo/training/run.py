@@ -11,7 +11,7 @@
     run/checkpoints/       best.ckpt (by the validation metric) and last.ckpt: plain tensors and numbers, read with
                            torch.load(weights_only=True); of a sharded run directories of safetensors
     run/logs/              metrics.csv and TensorBoard events
-    run/run.json           written last: the run is finished; checksums of the above
+    run/run.json           written last: the run is finished; checksums of the above and of itself
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import pandas as pd
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 
-from recpo.artifacts import MARKER, marker, output_file, read_json, read_yaml, sha256, write_json
+from recpo.artifacts import MARKER, marker, output_file, read_json, read_yaml, seal, sha256, unseal, write_json
 from recpo.contracts import Policy
 from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
@@ -48,7 +48,7 @@ from recpo.training.run_features import FEATURE_FILES, hand_over_kept, write_fea
 if TYPE_CHECKING:
     import pandas as pd
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.json", "checkpoints"
 REMEDY = "copy the whole run again, or train it again"
 ITEMS, FEEDBACK, CODES = "items.parquet", "feedback.json", "codes"
@@ -106,6 +106,7 @@ class Run:
                 f"{root}: format_version {facts.get('format_version')!r}, this recpo reads {FORMAT_VERSION}; train it "
                 f"again: recpo train --config {root}/{RESOLVED} --out <another directory>"
             )
+        facts = unseal(facts, root / FINISHED, REMEDY)
         missing = {"num_items", "catalog_checksum", "results", "files"} - facts.keys()
         if missing:
             raise RecpoError(f"{root / FINISHED} is damaged: {', '.join(sorted(missing))} missing; train the run again")
@@ -391,7 +392,7 @@ def mark_finished(
         "monitor": monitor,
         "files": {name: sha256(root / name) for name in kept},
     }
-    write_json(root / FINISHED, content)
+    write_json(root / FINISHED, seal(content))
 
 
 def _files_in(directory: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
-from recpo.artifacts import kind_of, read_json, read_yaml
+from recpo.artifacts import PARTIAL, directory_in_place, kind_of, read_json, read_yaml
 from recpo.contracts import Policy
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
@@ -52,7 +52,6 @@ _OF_THE_SAME_CONTENT = (  # directories that may have moved
     *("validation_reward.run", "validation_reward.factors"),
 )
 _OF_THE_SAME_STEP = ("data.batch_size", "trainer.accumulate_grad_batches")  # if the optimizer step stays as large
-_REPLACED = ".replaced"
 
 
 def origin(text: str, options: TrainOptions, base: Path | None, world_size: int) -> dict[str, Any]:
@@ -169,9 +168,20 @@ def _validate_no_input(out: Path, text: str) -> None:
 
 @contextmanager
 def opened(
-    out: Path, text: str, data: Prepared, policy: Policy, codes: Path | None, now: dict[str, Any], *, resume: bool
+    out: Path,
+    text: str,
+    data: Prepared,
+    policy: Policy,
+    codes: Path | None,
+    now: dict[str, Any],
+    *,
+    resume: bool,
+    check: Callable[[], object],
 ) -> Iterator[Callback]:
     """Makes the run directory, or opens it again; a failure before the first step leaves what was there.
+
+    No other process that asks writes in it meanwhile. A run that is replaced is kept aside until the first step of the
+    new one is done; where this process is killed before, the next one brings it back.
 
     Args:
         out: the run directory, as ``validate`` found it good.
@@ -181,40 +191,33 @@ def opened(
         codes: directory of the item codes of its policy.
         now: what it depends on.
         resume: go on in ``out``, if it exists.
+        check: ``validate``, once more: another process may have made a run here meanwhile.
 
     Yields:
         A callback that has to watch the training.
+
+    Raises:
+        RecpoError: another process trains here, or what ``check`` raises.
     """
     watch = _FirstStep()
     if _is_other_rank():
         yield watch
         return
     goes_on = resume and (out / RESOLVED).is_file()
-    replaced = None
-    if not goes_on:
-        if out.exists() and any(out.iterdir()):
-            replaced = out.with_name(f"{out.name}{_REPLACED}-{os.getpid()}")
-            out.rename(replaced)
-        out.mkdir(parents=True, exist_ok=True)
-    watch.actions.append(lambda: _commit(out, text if goes_on else None, replaced))
-    try:
-        if not goes_on:
-            write_start(out, text, data, policy, codes, now)
+
+    def start(directory: Path) -> None:
+        write_start(directory, text, data, policy, codes, now)
+
+    with directory_in_place(out, kind="run", start=None if goes_on else start, check=check) as keep:
+        watch.actions.append(keep)
+        if goes_on:
+            watch.actions.append(lambda: _commit(out, text))
         yield watch
-    except BaseException:
-        if not watch.taken and not goes_on:
-            shutil.rmtree(out, ignore_errors=True)
-            if replaced is not None:
-                replaced.rename(out)
-        raise
 
 
-def _commit(out: Path, text: str | None, replaced: Path | None) -> None:
-    if text is not None:
-        (out / FINISHED).unlink(missing_ok=True)
-        write_text(out / RESOLVED, text)
-    if replaced is not None:
-        shutil.rmtree(replaced)
+def _commit(out: Path, text: str) -> None:
+    (out / FINISHED).unlink(missing_ok=True)
+    write_text(out / RESOLVED, text)
 
 
 class _FirstStep(Callback):
@@ -240,7 +243,10 @@ def finish(out: Path, module: PreferenceModule, data: Prepared) -> None:
         return
     best, last = (checkpoint_path(out, name) for name in ("best", "last"))
     if not best.exists() and last.exists():  # nothing was validated
-        (shutil.copytree if last.is_dir() else shutil.copy2)(last, best)
+        partial = best.with_name(best.name + PARTIAL)  # a kill in between must not leave a part of it as the best one
+        shutil.rmtree(partial, ignore_errors=True)
+        (shutil.copytree if last.is_dir() else shutil.copy2)(last, partial)
+        os.replace(partial, best)
     metrics = {name: float(value) for name, value in module.trainer.callback_metrics.items()} or module.results
     results = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     mark_finished(out, module.policy, data, results, module.monitor)

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 
-from recpo.artifacts import kind_of, write_json
+from recpo.artifacts import kind_of, seal, write_json
 from recpo.contracts import RewardFunction
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Period, Prepared
@@ -218,7 +218,7 @@ def _calibrate_run(run: RewardFunction | Run, setting: _Setting, checkpoint: Che
         "exposures": {"valid": len(valid.user), "test": len(test.user), "test_random": int(test.is_random.sum())},
         "targets": targets,
     }
-    write_json(run.root / CALIBRATION, content)
+    write_json(run.root / CALIBRATION, seal(content))
     return content
 
 

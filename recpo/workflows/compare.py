@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recpo import __version__
-from recpo.artifacts import output_directory, read_json, sha256, write_json
+from recpo.artifacts import output_directory, read_json, sha256, verify_sealed, write_json
 from recpo.data.held_out import HeldOutHistories
 from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
@@ -70,6 +70,7 @@ class Comparison:
                 f"{root / COMPARE} has the format version {document.get('schema_version')}, this recpo reads "
                 f"{SCHEMA_VERSION}: compare again"
             )
+        verify_sealed(root, [COMPARE], "compare again")
         return cls(document, root)
 
     @property
@@ -150,7 +151,9 @@ def compare(
         target = None
         if out is not None:
             inputs = [data.root, *(bundle.root for bundle in bundles.values())]
-            target = stack.enter_context(output_directory(out, kind="comparison", overwrite=overwrite, inputs=inputs))
+            target = stack.enter_context(
+                output_directory(out, kind="comparison", overwrite=overwrite, inputs=inputs, sealed=[COMPARE])
+            )
         items = _SharedItems.of(data.item_ids(), bundles)
         answers = {name: _Answers.of(bundle, items.numbers[name], data, split) for name, bundle in bundles.items()}
         evaluated = evaluate(

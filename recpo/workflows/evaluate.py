@@ -23,7 +23,7 @@ from recpo.evaluation.candidates import Candidates, CandidateTable, Given, candi
 from recpo.evaluation.catalog_ranking import Gain, evaluate_ranking, validate_ks
 from recpo.evaluation.contenders import BaselineOptions, Contender, baseline, oracle, validate_names
 from recpo.evaluation.document import ContenderResult, evaluation_document, logging_policy
-from recpo.evaluation.evaluation import Evaluation
+from recpo.evaluation.evaluation import SEALED, Evaluation
 from recpo.evaluation.fitted import BASELINES_DIRECTORY, BaselineCache
 from recpo.evaluation.item_ages import item_age, item_ages
 from recpo.evaluation.item_facts import ItemFacts, ItemFeatures, item_facts
@@ -150,7 +150,13 @@ def evaluate(
                 table and table.path,
             ]
             target = stack.enter_context(
-                output_directory(out, kind="evaluation", overwrite=overwrite, inputs=[one for one in inputs if one])
+                output_directory(
+                    out,
+                    kind="evaluation",
+                    overwrite=overwrite,
+                    inputs=[one for one in inputs if one],
+                    sealed=SEALED,
+                )
             )
         where = compute_device(device)
         cache = _cache(baseline_cache, out, target)

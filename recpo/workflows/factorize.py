@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal
 
-from recpo.artifacts import output_directory
+from recpo.artifacts import output_directory, write_resolved
 from recpo.data.prepared import Period, Prepared
 from recpo.factorization.factors import Factors
 from recpo.factorization.graded import FactorOptions
@@ -68,4 +68,5 @@ def factorize(
     with output_directory(Path(out), kind="factors", overwrite=overwrite, inputs=[data.root]) as partial:
         factors = fit_factors(data, options, progress=progress)
         factors.write_files(partial)
+        write_resolved(partial / "resolved.yaml")
     return factors

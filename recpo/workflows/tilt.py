@@ -544,7 +544,8 @@ def _write(
     write_json(root / ORIGIN, origin)
     (root / CHECKPOINTS).mkdir()
     weights = {f"policy.{name}": value for name, value in policy.state_dict().items()}
-    torch.save({"state_dict": weights}, checkpoint_path(root))
+    with checkpoint_path(root).open("wb") as file:  # torch itself says nothing of a full disk
+        torch.save({"state_dict": weights}, file)
     chosen = next((_finite(trial) for trial in how.trials if trial.beta == how.beta), {"beta": how.beta})
     mark_finished(root, policy, base, {f"tilt/{name}": value for name, value in chosen.items()}, how.criterion)
 

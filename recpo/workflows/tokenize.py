@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from recpo.artifacts import output_directory
+from recpo.artifacts import output_directory, write_resolved
 from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.frames import ArrowStream, Frame
-from recpo.semantic_codes import SemanticCodes
+from recpo.semantic_codes import FILES, SemanticCodes
 from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence
 from recpo.tokenizer.residual_kmeans import ResidualKMeans
 from recpo.tokenizer.sources import CodesFromFile, EarlierCodes, ItemVectors, VectorsFromFrame, VectorSource
@@ -107,7 +107,7 @@ def tokenize(
     read = [data.root, codebooks, getattr(source, "file", None), getattr(source, "run", None)]
     inputs = [given for given in read if isinstance(given, str | PathLike)]
     with (
-        output_directory(out, kind="codes", overwrite=overwrite, inputs=inputs) as partial,
+        output_directory(out, kind="codes", overwrite=overwrite, inputs=inputs, sealed=FILES) as partial,
         tqdm(total=kmeans.levels + 3, desc="tokenize", unit="stage", disable=None if progress else True) as bar,
     ):
         result = make_codes(
@@ -126,5 +126,6 @@ def tokenize(
         semantic = SemanticCodes(result.codes.cpu().numpy(), result.codebook_sizes, data.catalog_checksum)
         facts = {"source": type(source).__name__, "seed": seed, **result.facts, "report": report_of(result)}
         semantic.save(partial, items.to_external(range(1, len(items) + 1)), facts)
+        write_resolved(partial / "resolved.yaml")
         bar.update(bar.total - bar.n)
     return Codes.open(out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,6 +20,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from recpo.artifacts import describe_os_error
 from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
 from recpo.data.datamodule import Phases
 from recpo.data.prepared import Prepared
@@ -26,10 +29,11 @@ from recpo.policies.item_table import tables_on_meta
 from recpo.rewards.identity import validate_identity
 from recpo.training import run_directory
 from recpo.training.allocator import tune_allocator
-from recpo.training.checkpoints import BestCheckpoint, LastCheckpoint
+from recpo.training.checkpoints import BestCheckpoint, LastCheckpoint, validate_checkpoint
 from recpo.training.configuration import as_arguments, instantiate, parse_arguments, resolved
 from recpo.training.contradictions import feedback_warnings
 from recpo.training.guards import CollapseGuard, FiniteGuard
+from recpo.training.lost_ranks import ReportLostRanks, lost_rank
 from recpo.training.module import PreferenceModule
 from recpo.training.monitor import default_monitor, held_out_facts, validate_monitor
 from recpo.training.options import TrainOptions
@@ -121,16 +125,21 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
     trainer = options.trainer.build(out, callbacks=callbacks, progress=options.progress)
     text = resolved(configuration)
     origin = run_directory.origin(text, options, base, trainer.world_size)
-    last = run_directory.validate(
-        out, text, origin, options, resume=configuration.resume, overwrite=configuration.overwrite
-    )
+    resume, overwrite = bool(configuration.resume), bool(configuration.overwrite)
+
+    def check() -> Path | None:
+        return run_directory.validate(out, text, origin, options, resume=resume, overwrite=overwrite)
+
+    last = check()
+    if last is not None:
+        validate_checkpoint(last)
     codes = run_directory.codes_of(text)
-    data = options.data.prepared
-    with run_directory.opened(out, text, data, module.policy, codes, origin, resume=configuration.resume) as opened:
+    data, policy = options.data.prepared, module.policy
+    with run_directory.opened(out, text, data, policy, codes, origin, resume=resume, check=check) as opened:
         hooks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # behind what may stop the first step, before what writes a checkpoint of it
         hooks.insert(sum(not isinstance(hook, Checkpoint) for hook in hooks), opened)
-        with _matmul_precision(trainer, options), _faults(out, trainer):
+        with _matmul_precision(trainer, options), _quiet_loggers(), _faults(out, trainer):
             trainer.fit(module, datamodule=options.data, ckpt_path=last, weights_only=True)
         if trainer.global_step == 0:
             raise RecpoError(
@@ -201,7 +210,7 @@ def _validate_identity(model: Policy, options: TrainOptions) -> None:
 
 def _callbacks(options: TrainOptions, module: PreferenceModule, out: Path) -> list[Callback]:
     checkpoints = out / CHECKPOINTS
-    callbacks: list[Callback] = [FiniteGuard(), ValidateAtEnd(), Throughput()]
+    callbacks: list[Callback] = [ReportLostRanks(out), FiniteGuard(), ValidateAtEnd(), Throughput()]
     if options.rollout is not None:
         callbacks.append(CollapseGuard(options.rollout.collapse, module.ranking_metric))
     if options.patience is not None:
@@ -233,6 +242,24 @@ def _matmul_precision(trainer: Trainer, options: TrainOptions) -> Iterator[None]
 
 
 @contextmanager
+def _quiet_loggers() -> Iterator[None]:
+    """A thread that cannot write its log (TensorBoard's, on a full disk) says so in one line instead of a traceback."""
+    before = threading.excepthook
+
+    def report(fault: threading.ExceptHookArgs) -> None:
+        if isinstance(fault.exc_value, OSError):
+            print(f"a log is not written any more: {describe_os_error(fault.exc_value)}", file=sys.stderr)
+        else:
+            before(fault)
+
+    threading.excepthook = report
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+@contextmanager
 def _faults(out: Path, trainer: Trainer) -> Iterator[None]:
     """Says in one line what ended a run: a signal, another rank, or a callback without its metric."""
     again = f"recpo train --config {out}/{RESOLVED} --resume true"
@@ -254,11 +281,8 @@ def _faults(out: Path, trainer: Trainer) -> Iterator[None]:
             raise RecpoError(f"trainer.callbacks: {str(error).strip()}") from error
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        raise RecpoError(
-            f"rank {getattr(rank_zero_only, 'rank', 0)} has lost another rank of this run, which ended or does not "
-            "answer (see what that one wrote, or whether its machine ran out of memory); once it is fixed, go on from "
-            f"the last checkpoint: {again} ({str(error).strip().splitlines()[0]})"
-        ) from error
+        reason = str(error).strip().splitlines()[0]
+        raise RecpoError(f"{lost_rank(out, getattr(rank_zero_only, 'rank', 0))} ({reason})") from error
 
 
 def _kept(out: Path, signal: str, trainer: Trainer, again: str) -> str:

@@ -20,6 +20,7 @@ import recpo
 from recpo import Lists, Prepared, Run
 from recpo.cli.main import main
 from recpo.data.datamodule import evaluation_batches
+from tests.conftest import resealed
 
 SECTIONS = (
     "warnings",
@@ -314,7 +315,7 @@ def test_the_same_run_twice_and_contenders_of_other_items_are_refused(road, tmp_
     assert "named twice" in capsys.readouterr().err
     other = shutil.copytree(road / "run-0", tmp_path / "other")
     finished = json.loads((other / "run.json").read_text())
-    (other / "run.json").write_text(json.dumps(finished | {"catalog_checksum": "0"}))
+    (other / "run.json").write_text(json.dumps(resealed(finished | {"catalog_checksum": "0"})))
     assert run_on(road, out, "--run", str(other)) == 1
     assert "other items" in capsys.readouterr().err
     prepared = shutil.copytree(road / "prepared", tmp_path / "prepared")

@@ -21,6 +21,7 @@ from recpo.data.datamodule import evaluation_batches
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.workflows import tilt as verb
+from tests.conftest import resealed
 
 TINY = {"data.batch_size": 16, "trainer.accelerator": "cpu", "trainer.max_epochs": 1, "trainer.limit_train_batches": 4}
 TINY |= {"data.layout": recpo.SequenceLayout(history_length=10)}
@@ -158,7 +159,7 @@ def test_a_changed_checkpoint_and_a_foreign_class_are_refused(road, tmp_path):
     (copy / "resolved.yaml").write_text(text)
     facts = json.loads((copy / "run.json").read_text())
     facts["files"]["resolved.yaml"] = verb_sha256(copy / "resolved.yaml")
-    write_json(copy / "run.json", facts)
+    write_json(copy / "run.json", resealed(facts))
     with pytest.raises(recpo.RecpoError, match=r"names os\.path\.join"):
         recpo.load(copy)
 

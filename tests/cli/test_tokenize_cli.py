@@ -21,6 +21,7 @@ from recpo.semantic_codes import SemanticCodes
 from recpo.tokenizer.codebooks import Codebooks
 from recpo.training.run import Run
 from recpo.workflows.prepare import prepare
+from tests.conftest import resealed
 
 SMALL = ["--levels", "2", "--codebook_size", "8", "--capacity_slack", "null"]
 
@@ -142,7 +143,7 @@ def test_vectors_of_a_run(prepared, tmp_path, capsys):
     moved = json.loads((tmp_path / "codes/manifest.json").read_text())["report"]["moved"]
     assert int((wanted != SemanticCodes.load(tmp_path / "codes").codes).any(1).sum()) == moved
     other = json.loads((run / "run.json").read_text()) | {"catalog_checksum": "other"}
-    (run / "run.json").write_text(json.dumps(other))
+    (run / "run.json").write_text(json.dumps(resealed(other)))
     assert tokenize(prepared, tmp_path / "refused", *source, *SMALL) == 1
     assert "was trained on other items than" in capsys.readouterr().err
     assert tokenize(prepared, tmp_path / "refused", *source, "--codebooks", tmp_path / "codes") == 1

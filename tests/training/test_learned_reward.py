@@ -18,6 +18,7 @@ from recpo.rewards import WeightedSum
 from recpo.simulation.truth import Truth
 from recpo.training.learned_reward import CALIBRATION, LearnedReward, load_reward_model
 from recpo.types import Slates
+from tests.conftest import resealed
 
 HISTORY = 20
 POLICY = {"dim": 16, "layers": 1, "heads": 1, "max_history": HISTORY, "dropout": 0.0}
@@ -207,13 +208,13 @@ def test_wrong_runs_are_refused(world, policy_run, pairwise_run, pointwise_run, 
     shutil.copytree(pointwise_run, stale)
     fitted = json.loads((stale / CALIBRATION).read_text())
     fitted["targets"]["long_watch"] = fitted["targets"].pop("grade")
-    write_json(stale / CALIBRATION, fitted)
+    write_json(stale / CALIBRATION, resealed(fitted))
     with pytest.raises(RecpoError, match=r"of other targets \(dislike, long_watch\), expected grade, dislike"):
         LearnedReward(stale)
     other = tmp_path / "other"
     shutil.copytree(pointwise_run, other)
     finished = json.loads((other / "run.json").read_text())
-    write_json(other / "run.json", {**finished, "catalog_checksum": "another"})
+    write_json(other / "run.json", resealed({**finished, "catalog_checksum": "another"}))
     assert main(["calibrate", f"--run={other}", f"--prepared={world / 'prepared'}"]) == 1
     assert "other items" in capsys.readouterr().err
     with pytest.raises(RecpoError, match="different items"):

@@ -24,6 +24,7 @@ from recpo.training.options import CriticOptions, LearningOptions
 from recpo.training.run import Run
 from recpo.training.trainer import TrainerOptions
 from recpo.workflows.train import train
+from tests.conftest import resealed
 
 SIZES = {"dim": 8, "layers": 1, "heads": 1, "max_history": 12}
 QUICK = {"max_epochs": 1, "accelerator": "cpu", "num_sanity_val_steps": 0, "logger": False}
@@ -114,7 +115,7 @@ def test_a_flipped_bit_is_refused(copy, file):
 
 def test_other_formats_are_refused_with_what_to_do(copy):
     (copy.root / "run.json").write_text(json.dumps({"num_items": 60, "catalog_checksum": "x", "results": {}}))
-    with pytest.raises(RecpoError, match=r"format_version None, this recpo reads 2; train it again"):
+    with pytest.raises(RecpoError, match=r"format_version None, this recpo reads 3; train it again"):
         Run.open(copy.root)
 
 
@@ -133,7 +134,7 @@ def test_a_handed_over_run_imports_nothing_of_its_own(copy, name, monkeypatch):
     (copy.root / "resolved.yaml").write_text(yaml.safe_dump(configuration))
     facts = json.loads((copy.root / "run.json").read_text())
     facts["files"]["resolved.yaml"] = recpo.artifacts.sha256(copy.root / "resolved.yaml")
-    (copy.root / "run.json").write_text(json.dumps(facts))
+    recpo.artifacts.write_json(copy.root / "run.json", resealed(facts))
     monkeypatch.chdir(copy.root)
     monkeypatch.syspath_prepend(str(copy.root))
     with pytest.raises(RecpoError, match=r"names payload\.P, which is not a part of recpo.*--trust '\[\"payload\"\]'"):
@@ -200,7 +201,7 @@ def test_a_diverged_run_stops_at_once_and_keeps_what_was_good(prepared, base, tm
     torch.save(state, checkpoint)
     facts = json.loads((spoiled / "run.json").read_text())
     facts["files"]["checkpoints/best.ckpt"] = recpo.artifacts.sha256(checkpoint)
-    (spoiled / "run.json").write_text(json.dumps(facts))
+    recpo.artifacts.write_json(spoiled / "run.json", resealed(facts))
     with pytest.raises(RecpoError, match=r"weights that are not numbers \(item_table\.weight\)"):
         train(prepared, init_from=spoiled, out=tmp_path / "next", trainer=QUICK, allocator=False)
 

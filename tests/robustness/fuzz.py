@@ -1,0 +1,576 @@
+"""Mutates every file that recpo reads, and asks its reader.
+
+::
+
+    python -m tests.robustness.fuzz --seconds 600                    # the whole campaign, seed and targets: --help
+    python -m tests.robustness.fuzz --engine atheris --target yaml   # guided by coverage (pip install atheris)
+
+Two kinds of targets:
+
+- what recpo wrote and reads again, with checksums: a changed file gives a ``RecpoError`` or exactly what was there;
+- what people write (logs, histories, lists, tables of items, configurations): the command ends with status 0, 1 or 2,
+  that is with a result or one message.
+
+Never another exception, never a hang, never a process that dies. Batches of inputs run in forked children with limits
+on time and memory, so that the input that kills one is known: target, seed and number repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from recpo.errors import RecpoError
+
+_BATCH = 20  # inputs of a child
+_LONGEST_S = 60  # of CPU time, one input; the slowest whole ones take 2
+_MEMORY = 6 << 30  # on top of what the process has
+_TOKENS = [b"null", b"NaN", b"-1", b"1e999", b"[]", b"{}", b'""', b"true", b"9" * 30, b"0", b"[" * 300, b"\xff\xfe"]
+_TOKENS += [b"\x00", b"!!python/object/apply:os.system [id]", b"&a [*a]", b"../../etc", b"\n", b",", b'"']
+
+
+class Target(NamedTuple):
+    """Something that reads files.
+
+    Attributes:
+        files: of a directory, which of them are changed; patterns.
+        read: reads the directory, and returns what it found there as comparable text.
+        sealed: what was changed must be noticed.
+    """
+
+    files: tuple[str, ...]
+    read: Callable[[Path], str]
+    sealed: bool
+
+
+def mutations(content: bytes, choose: random.Random) -> bytes:
+    """``content`` with one to four changes."""
+    changed = bytearray(content)
+    for _ in range(choose.choice((1, 1, 1, 2, 4))):
+        _mutate(changed, choose)
+    return bytes(changed)
+
+
+def _mutate(content: bytearray, choose: random.Random) -> None:
+    size = len(content)
+    place, length = choose.randrange(size + 1), min(choose.choice((1, 2, 4, 8, 64, 1024)), size)
+    how = choose.randrange(8)
+    if not size:
+        content[:] = choose.choice(_TOKENS)
+    elif how <= 1:
+        content[place % size] ^= 1 << choose.randrange(8)
+    elif how == 2:
+        content[place % size] = choose.choice((0, 1, 0x7F, 0x80, 0xFF, choose.randrange(256)))
+    elif how == 3:
+        del content[place : place + length]
+    elif how == 4:
+        content[place:place] = content[place : place + length]
+    elif how == 5:
+        content[place:place] = choose.choice(_TOKENS)
+    elif how == 6:
+        content[place : place + length] = choose.choice(
+            (bytes(length), choose.randbytes(length), choose.choice(_TOKENS))
+        )
+    else:
+        del content[choose.choice((place, 0, size - length)) :]
+
+
+def targets(base: Path) -> dict[str, Target]:
+    """Every reader, on what ``make_base`` made."""
+    return {
+        "prepared": Target(("prepared/**/*",), _prepared, True),
+        "run": Target(("run/*.json", "run/*.yaml", "run/*.parquet", "run/checkpoints/*"), _run, True),
+        "reward": Target(("reward/*.json", "reward/checkpoints/best.ckpt"), _reward, True),
+        "checkpoint": Target(("run/checkpoints/last.ckpt",), _checkpoint, True),
+        "codes": Target(("codes/*",), _codes, True),
+        "factors": Target(("factors/*",), _factors, True),
+        "bundle": Target(("bundle/*",), _bundle, True),
+        "evaluation": Target(("evaluation/*.json", "evaluation/*.yaml"), _evaluation, True),
+        "comparison": Target(("comparison/*.json",), _comparison, True),
+        "simulation": Target(("log/recpo.json", "log/truth/*"), _simulation, True),
+        "journal": Target(("served/_journal/*/*",), _journal, False),
+        "parquet log": Target(("log/log/*.parquet",), _parquet_log, False),
+        "csv log": Target(("log.csv",), _csv_log, False),
+        "histories": Target(("histories.parquet",), _histories, False),
+        "lists": Target(("lists.parquet", "lists.csv"), _lists, False),
+        "item table": Target(("items.parquet",), _item_table, False),
+        "yaml": Target(("train.yaml", "resolved.yaml"), _yaml, False),
+    }
+
+
+def make_base(base: Path, configs: Path, models: bool = True) -> None:
+    """One output of every kind, and files as people have them, below ``base``.
+
+    Args:
+        base: an existing directory.
+        configs: directory of the YAML files.
+        models: also trained runs, and what is made of them.
+    """
+    from tests.robustness.crashes import import_everything, make_inputs
+
+    if models:
+        import_everything()
+    make_inputs(base, configs, None if models else ["prepare"])
+    prepared, bundles = str(base / "prepared"), ["--old", str(base / "bundle"), "--new", str(base / "bundle")]
+    commands = [
+        ["tokenize", "--prepared", prepared, "--out", str(base / "codes"), "--codebook_size", "8"],
+        ["evaluate", "--prepared", prepared, "--baselines", "[popularity,random]", "--out", str(base / "evaluation")],
+    ]
+    if models:
+        commands += [
+            ["calibrate", "--run", str(base / "reward"), "--prepared", prepared, "--resamples", "5"],
+            ["compare", *bundles, "--prepared", prepared, "--out", str(base / "comparison"), "--off_policy", "null"],
+        ]
+    for command in commands:
+        if "--out" not in command or not Path(command[command.index("--out") + 1]).exists():
+            status, said = quiet(command)
+            assert status == 0, said
+    _make_files(base)
+    _make_journal(base / "served")
+    shutil.copy2(configs / "gbpo.yaml", base / "train.yaml")
+    shutil.copy2(base / "run" / "resolved.yaml" if models else configs / "pretrain.yaml", base / "resolved.yaml")
+    if not models:
+        _make_checkpoint(base / "run" / "checkpoints")
+
+
+def _make_files(base: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.csv
+    import pyarrow.parquet as pq
+
+    from recpo.data.prepared import Prepared
+
+    log = pq.read_table(base / "log" / "log").slice(0, 300)
+    pyarrow.csv.write_csv(log, base / "log.csv")
+    data = Prepared.open(base / "prepared")
+    events = data.table("histories.parquet").slice(0, 200)
+    pq.write_table(events, base / "histories.parquet")
+    ids = data.item_ids().to_external(range(1, 11))
+    users = data.table("users.parquet", ["user_id"]).column(0).slice(0, 5)
+    lists = pa.table({"user_id": [u for u in users.to_pylist() for _ in range(10)], "item_id": ids.to_pylist() * 5})
+    lists = lists.append_column("rank", pa.array(list(range(1, 11)) * 5))
+    pq.write_table(lists, base / "lists.parquet")
+    pyarrow.csv.write_csv(lists, base / "lists.csv")
+    pq.write_table(pa.table({"item_id": ids, "tags": [f"tag {n % 3}" for n in range(10)]}), base / "items.parquet")
+
+
+def _make_checkpoint(directory: Path) -> None:
+    import torch
+
+    directory.mkdir(parents=True)
+    weights = {"policy.table": torch.arange(60.0).view(20, 3), "policy.bias": torch.ones(3)}
+    content = {"state_dict": weights, "global_step": 7, "optimizer_states": [{"state": {}, "lr": 0.1}]}
+    torch.save(content, directory / "last.ckpt")
+
+
+def _make_journal(root: Path) -> None:
+    from recpo.server.impressions import ImpressionLog, LogLayout
+
+    log = ImpressionLog(root, LogLayout("integer", "integer"), outcome_window_s=1e9, sync=False)
+    for user in range(20):
+        identifier, written = log.add(user, [user + 1, user + 2], [0.5, 0.5], [False, False])
+        written.result(10)
+        found = log.find(identifier)
+        assert found is not None
+        log.add_outcomes(found[0], {user + 1: {"watch_time": 3.0, "duration": 5.0}}).result(10)
+    log.close()
+
+
+def quiet(arguments: Sequence[str]) -> tuple[int, str]:
+    """Status of a verb and what it said; a traceback raises, as nothing may end in one."""
+    from recpo.cli.main import main
+
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        status = main(list(arguments))
+    if "Traceback (most recent call last)" in said.getvalue():
+        raise AssertionError(f"a traceback is no message: {said.getvalue()[-2000:]}")
+    return status, said.getvalue()
+
+
+def _text(*values: Any) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def _arrays(values: Any) -> list[bytes]:
+    return [value.tobytes() for value in values if value is not None]
+
+
+def _tensors(weights: Any) -> list[tuple[str, bytes]]:
+    return [(name, value.numpy().tobytes()) for name, value in sorted(weights.items())]
+
+
+def _prepared(root: Path) -> str:
+    from recpo.data.prepared import Prepared
+
+    data = Prepared.open(root / "prepared")
+    read: list[Any] = [json.dumps(data.manifest, sort_keys=True), str(data.feedback), data.num_items]
+    read += [data.item_ids().to_external(range(1, data.num_items + 1)).to_pylist(), data.item_counts().tobytes()]
+    data.verify()
+    for period in ("train", "valid", "test"):
+        for shard in range(data.num_shards(period)):  # type: ignore[arg-type]
+            read += _arrays(data.load(period, shard)[:8])  # type: ignore[arg-type]
+    return _text(read)
+
+
+def _run(root: Path) -> str:
+    from recpo.training.run import Run
+
+    run = Run.open(root / "run")
+    configuration = {name: part for name, part in run.configuration.items() if name != "out"}
+    weights = [_tensors(run.policy(name).state_dict()) for name in ("best", "last")]
+    return _text(run.facts, configuration, str(run.feedback), run.items.to_external([1, 2]).to_pylist(), weights)
+
+
+def _reward(root: Path) -> str:
+    from recpo.training.learned_reward import load_calibration, load_reward_model
+    from recpo.training.run import Run
+
+    model = load_reward_model(Run.open(root / "reward"), "best")
+    return _text(load_calibration(root / "reward"), _tensors(model.policy.state_dict()))
+
+
+def _checkpoint(root: Path) -> str:
+    import torch
+
+    from recpo.training.checkpoints import validate_checkpoint
+
+    file = root / "run" / "checkpoints" / "last.ckpt"
+    validate_checkpoint(file)
+    content = torch.load(file, weights_only=True)
+    return _text(_tensors(content["state_dict"]), content["global_step"], str(content["optimizer_states"]))
+
+
+def _codes(root: Path) -> str:
+    from recpo.tokenizer.codebooks import Codebooks
+    from recpo.tokenizer.tokenization import Codes
+
+    codes = Codes.open(root / "codes")
+    books = Codebooks.load(root / "codes")
+    rows = codes.to_pandas().to_csv()
+    return _text(codes.semantic_codes.codes.tobytes(), rows, codes.manifest, books.centroids.numpy().tobytes())
+
+
+def _factors(root: Path) -> str:
+    from recpo.factorization.factors import Factors
+
+    factors = Factors.open(root / "factors")
+    return _text(
+        _tensors(factors.tensors), factors.mean, factors.ridge, factors.noise, factors.lower_bound, factors.facts
+    )
+
+
+def _bundle(root: Path) -> str:
+    from recpo.serving.bundle import Bundle
+    from recpo.serving.golden import check_golden
+
+    bundle = Bundle.load(root / "bundle", threads=1)
+    check_golden(bundle)
+    return _text(bundle.manifest, bundle.recommend_one([]), Bundle.load(root / "bundle", "torch").recommend_one([]))
+
+
+def _evaluation(root: Path) -> str:
+    from recpo.evaluation.evaluation import Evaluation
+
+    evaluation = Evaluation.open(root / "evaluation")
+    return _text(json.dumps(evaluation.document, sort_keys=True), evaluation.options)
+
+
+def _comparison(root: Path) -> str:
+    from recpo.workflows.compare import Comparison
+
+    return _text(json.dumps(Comparison.open(root / "comparison").document, sort_keys=True))
+
+
+def _simulation(root: Path) -> str:
+    from recpo.simulation.log import Simulation
+
+    truth = Simulation.open(root / "log").truth
+    arrays = [_arrays(part) for part in (truth.preferences.users, truth.preferences.items)]
+    return _text(truth.world, truth.preferences.parameters, arrays)
+
+
+def _journal(root: Path) -> str:
+    import pyarrow.parquet as pq
+
+    from recpo.server.settling import settle
+
+    settle(root / "served")
+    files = sorted((root / "served").glob("*.parquet"))
+    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
+    written = {
+        (user, user + 1 + place): (3.0, 5.0) if not place else (None, None) for user in range(20) for place in (0, 1)
+    }
+    for (
+        row
+    ) in rows:  # what is published was logged: an impression may be missing, or an outcome of it, and nothing else
+        outcome = (row["watch_time"], row["duration"])
+        known = written.get((row["user_id"], row["item_id"]))
+        assert known is not None, row
+        assert outcome in (known, (None, None)), row
+        assert row["propensity"] == 0.5, row
+    return str(len(rows))
+
+
+def _parquet_log(root: Path) -> str:
+    out = ["--out", str(root / "out"), "--progress", "false", "--overwrite", "true"]
+    return _status(quiet(["prepare", "--log", str(root / "log" / "log"), *out]))
+
+
+def _csv_log(root: Path) -> str:
+    out = ["--out", str(root / "out"), "--progress", "false", "--overwrite", "true"]
+    return _status(quiet(["prepare", "--log", str(root / "log.csv"), *out]))
+
+
+def _histories(root: Path) -> str:
+    out = ["--histories", str(root / "histories.parquet"), "--out", str(root / "answer.parquet"), "--k", "3"]
+    return _status(quiet(["recommend", "--bundle", str(_BASE[0] / "bundle"), *out]))
+
+
+def _lists(root: Path) -> str:
+    from recpo.data.prepared import Prepared
+    from recpo.evaluation.lists import Lists, read_lists
+
+    data = Prepared.open(_BASE[0] / "prepared")
+    read = [read_lists(Lists("mine", str(root / name)), data) for name in ("lists.parquet", "lists.csv")]
+    for listed in read:
+        assert len(listed.items) == 0 or 1 <= listed.items.min() <= listed.items.max() <= data.num_items
+    return "read"
+
+
+def _item_table(root: Path) -> str:
+    from recpo.data.prepared import Prepared
+    from recpo.evaluation.item_facts import ItemFeatures, item_facts
+    from recpo.tokenizer.sources import CodesFromFile, VectorsFromParquet
+
+    data, file = Prepared.open(_BASE[0] / "prepared"), root / "items.parquet"
+    item_facts(data, ItemFeatures(file=file, tags="tags"))
+    with suppress(RecpoError):
+        VectorsFromParquet(file=file).read(data, data.item_ids(), 0)
+    with suppress(RecpoError):
+        CodesFromFile(file=file).read(data.item_ids())
+    return "read"
+
+
+def _yaml(root: Path) -> str:
+    from jsonargparse import ArgumentError
+
+    from recpo.training.configuration import parse_arguments, resolved
+
+    found = []
+    for name in ("train.yaml", "resolved.yaml"):
+        try:
+            found.append(resolved(parse_arguments(["--config", str(root / name), "--init_from", "null"])))
+        except ArgumentError:
+            found.append("refused")
+    return _text(found)
+
+
+def _status(ended: tuple[int, str]) -> str:
+    status, said = ended
+    assert status in (0, 1, 2), said
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(lines) == int(status > 0), (status, said[-2000:])
+    return str(status)
+
+
+_BASE = [Path()]
+
+
+class Fault(NamedTuple):
+    """An input that a reader did not stand."""
+
+    target: str
+    number: int
+    file: str
+    reason: str
+
+
+class Fuzzer:
+    """Changes the files of a target, one at a time, and reads them.
+
+    Args:
+        name: of the target.
+        base: what ``make_base`` made.
+        work: a directory for the copies.
+        seed: with the number of an input it gives the same input again.
+    """
+
+    def __init__(self, name: str, base: Path, work: Path, seed: int) -> None:
+        self.name, self.target, self.base, self.seed = name, targets(base)[name], base, seed
+        _BASE[0] = base
+        self.root = work / name.replace(" ", "-")
+        self.files = sorted({f for pattern in self.target.files for f in base.glob(pattern) if f.is_file()})
+        assert self.files, f"{name}: {self.target.files} matches nothing"
+        self.fresh()
+        self.whole = self.target.read(self.root)
+
+    def fresh(self) -> None:
+        """Copies what the target reads."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        for part in sorted({pattern.split("/")[0] for pattern in self.target.files}):
+            (self.root / part).parent.mkdir(parents=True, exist_ok=True)
+            source = self.base / part
+            (shutil.copytree if source.is_dir() else shutil.copy2)(source, self.root / part)
+
+    def attempt(self, number: int) -> tuple[str, Fault | None]:
+        """Input ``number``: its outcome in a word, and the fault that it shows."""
+        choose = random.Random(f"{self.name} {self.seed} {number}")
+        file = choose.choice(self.files)
+        content = mutations(file.read_bytes(), choose)
+        return self.read(number, file, content)
+
+    def read(self, number: int, file: Path, content: bytes) -> tuple[str, Fault | None]:
+        """Reads the target with another content of one file."""
+        shown = file.relative_to(self.base)
+        if self.name == "journal":
+            self.fresh()  # reading moves its files
+        (self.root / shown).write_bytes(content)
+        try:
+            found = self.target.read(self.root)
+        except RecpoError as error:
+            message = str(error)
+            fault = None if message.strip() else Fault(self.name, number, str(shown), "an empty message")
+            return "refused", fault
+        except BaseException:
+            return "raised", Fault(self.name, number, str(shown), traceback.format_exc()[-1500:])
+        finally:
+            shutil.copy2(file, self.root / shown)
+        if self.target.sealed and found != self.whole:
+            return "wrong", Fault(self.name, number, str(shown), "read as other data")
+        return "same" if found == self.whole else "read", None
+
+    def batch(self, numbers: Sequence[int]) -> Iterator[tuple[str, Fault | None]]:
+        """The inputs ``numbers``, in a child of their own; one that does not come back is the fault of the last one."""
+        with tempfile.TemporaryFile() as results:
+            child = os.fork()
+            if not child:
+                self._in_child(numbers, results.fileno())
+            _, status = os.waitpid(child, 0)
+            results.seek(0)
+            lines = [json.loads(line) for line in results.read().splitlines()]
+        for _, outcome, fault in (line for line in lines if len(line) == 3):
+            yield outcome, None if fault is None else Fault(*fault)
+        begun, done = ([line[0] for line in lines if len(line) == size] for size in (1, 3))
+        if status or len(done) < len(numbers):
+            self.fresh()
+            lost = next(iter(set(begun) - set(done)), -1)
+            yield (
+                "died",
+                Fault(self.name, lost, "?", f"the process ended with status {os.waitstatus_to_exitcode(status)}"),
+            )
+
+    def _in_child(self, numbers: Sequence[int], results: int) -> None:
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, used + _MEMORY))
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        for number in numbers:
+            spent = resource.getrusage(resource.RUSAGE_SELF)
+            limit = int(spent.ru_utime + spent.ru_stime) + _LONGEST_S
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+            os.write(results, (json.dumps([number]) + "\n").encode())
+            outcome, fault = self.attempt(number)
+            os.write(results, (json.dumps([number, outcome, fault]) + "\n").encode())
+        os._exit(0)
+
+
+def campaign(names: Sequence[str], base: Path, work: Path, seconds: float, seed: int) -> int:
+    """Shares the time among the targets; prints what each did and returns the number of faults."""
+    faults = 0
+    for name in names:
+        fuzzer = Fuzzer(name, base, work, seed)
+        outcomes, begun, number = Counter[str](), _cpu_seconds(), 0
+        while _cpu_seconds() - begun < seconds / len(names):
+            for outcome, fault in fuzzer.batch(range(number, number + _BATCH)):
+                outcomes[outcome] += 1
+                if fault is not None:
+                    faults += 1
+                    print(
+                        f"FAULT {fault.target} seed {seed} input {fault.number} {fault.file}\n{fault.reason}",
+                        flush=True,
+                    )
+            number += _BATCH
+        print(f"{name}: {sum(outcomes.values())} inputs, {dict(outcomes)}", flush=True)
+    return faults
+
+
+def _cpu_seconds() -> float:
+    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+def guided(name: str, base: Path, work: Path, seconds: float, seed: int) -> None:
+    """Lets atheris choose the bytes of the target's first file, by the branches of recpo that they reach."""
+    import atheris
+
+    with atheris.instrument_imports(include=["recpo", "jsonargparse", "yaml"]):
+        import recpo.server.segments
+        import recpo.serving.manifest
+        import recpo.training.configuration  # noqa: F401
+    fuzzer = Fuzzer(name, base, work, seed)
+    seeds = work / "corpus"
+    seeds.mkdir(exist_ok=True)
+    shutil.copy2(fuzzer.files[0], seeds / "whole")
+
+    def one(content: bytes) -> None:
+        _, fault = fuzzer.read(0, fuzzer.files[0], content)
+        if fault is not None:
+            raise AssertionError(fault)
+
+    atheris.Setup([sys.argv[0], f"-max_total_time={int(seconds)}", f"-seed={seed + 1}", str(seeds)], one)
+    atheris.Fuzz()
+
+
+def main() -> int:
+    """Parses the options and runs a campaign."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600, help="CPU seconds of all targets together")
+    parser.add_argument("--target", nargs="*", default=None)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--input", type=int, default=None, help="this input of --target only, in this process")
+    parser.add_argument("--engine", choices=["mutation", "atheris"], default="mutation")
+    parser.add_argument("--work", type=Path, default=None, help="directory of the inputs; kept and used again")
+    given = parser.parse_args()
+    configs = Path(__file__).parents[2] / "configs"
+    with tempfile.TemporaryDirectory(prefix="recpo-fuzz-") as temporary:
+        root = Path(temporary) if given.work is None else given.work
+        base, work = root / "base", root / "work"
+        if not (root / "complete").exists():
+            for directory in (base, work):
+                directory.mkdir(parents=True, exist_ok=True)
+            child = os.fork()  # so that no thread of Arrow or torch stands in the process that forks
+            if not child:
+                make_base(base, configs)
+                (root / "complete").touch()
+                os._exit(0)
+            if os.waitpid(child, 0)[1]:
+                return 1
+        names = given.target or list(targets(base))
+        if given.engine == "atheris":
+            guided(names[0], base, work, given.seconds, given.seed)
+        if given.input is not None:
+            print(Fuzzer(names[0], base, work, given.seed).attempt(given.input))
+            return 0
+        return int(campaign(names, base, work, given.seconds, given.seed) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

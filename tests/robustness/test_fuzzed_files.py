@@ -1,0 +1,68 @@
+"""A sample of ``fuzz.py``: files with changed, missing and added bytes, and their readers."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recpo.artifacts import read_json, seal, unseal, write_json
+from recpo.errors import RecpoError
+from tests.robustness.fuzz import Fuzzer, make_base
+
+#: inputs of each target that needs no trained model
+INPUTS = {
+    "codes": 40,
+    "evaluation": 60,
+    "simulation": 30,
+    "checkpoint": 60,
+    "journal": 25,
+    "csv log": 4,
+    "parquet log": 4,
+    "lists": 20,
+    "item table": 20,
+    "yaml": 6,
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, request):
+    place = tmp_path_factory.mktemp("fuzz") / "base"
+    place.mkdir()
+    make_base(place, request.config.rootpath / "configs", models=False)
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INPUTS)
+def test_mutated_files_are_refused_or_read_as_what_they_are(base, tmp_path, name):
+    fuzzer = Fuzzer(name, base, tmp_path, seed=0)
+    outcomes = [fuzzer.attempt(number) for number in range(INPUTS[name])]
+    assert [fault for _, fault in outcomes if fault is not None] == []
+    if fuzzer.target.sealed:
+        assert {"refused"} <= {outcome for outcome, _ in outcomes} <= {"refused", "same"}
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_a_sealed_document_is_read_as_it_was_written_or_refused(tmp_path_factory, data):
+    file = tmp_path_factory.getbasetemp() / "sealed.json"
+    content = {"scale": 0.5, "names": ["a", None], "deep": {"x": [1, {"y": True}]}}
+    write_json(file, seal(content))
+    whole = file.read_bytes()
+    place = data.draw(st.integers(0, len(whole)))
+    token = data.draw(st.sampled_from([b"NaN", b"Infinity", b"-", b"0", b"null", b"[" * 2000, b'"', b"\xff", b" "]))
+    removed = data.draw(st.integers(0, 5))
+    file.write_bytes(whole[:place] + token + whole[place + removed :])
+    try:
+        found = unseal(read_json(file, "make it again"), file, "make it again")
+    except RecpoError as error:
+        found = content if "make it again" in str(error) else {}
+    assert found == content
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_has_not_are_a_changed_document(tmp_path, value):
+    file = tmp_path / "calibration.json"
+    write_json(file, seal({"scale": 0.5}))
+    file.write_text(file.read_text().replace("0.5", value))
+    with pytest.raises(RecpoError, match=r"calibration\.json is not as it was written"):
+        unseal(read_json(file, "again"), file, "again")

@@ -1,0 +1,48 @@
+"""Configuration files that are no YAML, or YAML that PyYAML itself does not stand: one message, no traceback."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recpo.artifacts import read_yaml, validate_configuration_files
+from recpo.cli.main import main
+from recpo.errors import RecpoError
+
+HOSTILE = {
+    "bytes": b"\xff\xfe\x00",
+    "date": b"seed: 2024-13-45\n",
+    "digits": b"seed: " + b"9" * 5000,
+    "itself": b"trainer: &x {y: *x}\n",
+    "deep": b"[" * 3000,
+    "tag int": b"seed: !!int x\n",
+    "tag time": b"out: !!timestamp x\n",
+    "object": b"out: !!python/object/apply:os.system [id]\n",
+    "list": b"- 1\n",
+    "text": b"hello",
+}
+
+
+@pytest.mark.parametrize("verb", ["train", "simulate"])
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_one_message(tmp_path, capsys, verb, content):
+    (tmp_path / "options.yaml").write_bytes(content)
+    assert main([verb, "--config", str(tmp_path / "options.yaml"), "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}/options.yaml")
+    assert "expected a YAML mapping of options" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["options.yaml"]
+
+
+@given(st.one_of(st.binary(max_size=40), st.text(alphabet="ab1:-&*![]{}?|>#%@`'\" \n.,~<=eE+_", max_size=40)))
+def test_any_content_is_a_mapping_or_a_message(tmp_path_factory, content):
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    try:
+        found = read_yaml(file, "write it again")
+    except RecpoError as error:
+        found = {"said": str(error)}
+    assert isinstance(found, dict)
+
+
+def test_text_that_is_no_file_is_left_to_the_parser(tmp_path):
+    validate_configuration_files(["--config", '{"seed": 1}', "--config=nowhere.yaml", "--config"])

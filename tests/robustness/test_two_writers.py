@@ -1,0 +1,72 @@
+"""Two commands write the same output at the same time: one does, the other one says that it cannot."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from recpo.artifacts import kind_of
+from recpo.data.prepared import Prepared
+
+SMALL = ["--policy.init_args.dim", "8", "--policy.init_args.layers", "1", "--policy.init_args.max_history", "12"]
+SMALL += ["--data.layout.init_args.history_length", "12", "--allocator", "false", "--progress", "false"]
+TAKEN = "another process is writing it; wait for its end, or choose another output"
+
+
+def begin(*options):
+    command = [sys.executable, "-m", "recpo.cli.main", *map(str, options)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process):
+    _, said = process.communicate(timeout=600)
+    assert "Traceback" not in said
+    return process.returncode, said
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overwrite", ["false", "true"])
+def test_two_preparations(world, tmp_path, overwrite):
+    out = tmp_path / "prepared"
+    both = [begin("prepare", "--log", world / "log", "--out", out, "--overwrite", overwrite) for _ in range(2)]
+    results = [ended(process) for process in both]
+    refused = [said for status, said in results if status == 1]
+    assert [status for status, _ in results].count(0) >= 1
+    for said in refused:  # while the other one wrote, or after it
+        assert TAKEN in said or (overwrite == "false" and ("exists already" in said or "somebody else" in said))
+    if overwrite == "false":
+        assert len(refused) == 1
+    Prepared.open(out).verify()
+    assert [path.name for path in tmp_path.iterdir()] == ["prepared"]
+
+
+@pytest.mark.slow
+def test_two_trainings_and_two_resumptions(prepared, tmp_path, request):
+    config, out = request.config.rootpath / "configs" / "pretrain.yaml", tmp_path / "run"
+    train = ["train", "--config", config, "--data.prepared", prepared, "--out", out, *SMALL, "--checkpoint_every", "5"]
+    for options in ([], ["--resume", "true"]):
+        first = begin(*train, "--trainer.max_epochs", "100000", *options)
+        written = (out / "checkpoints" / "last.ckpt").stat().st_mtime_ns if options else 0
+        wait_for(lambda w=written: (out / "checkpoints/last.ckpt").exists() and _age(out) > w, first)
+        for more in (["--overwrite", "true"], ["--resume", "true"]):
+            status, said = ended(begin(*train, "--trainer.max_epochs", "100000", *more))
+            assert (status, TAKEN in said) == (1, True), said
+        assert first.poll() is None
+        first.send_signal(signal.SIGTERM)
+        assert ended(first)[0] == 143
+    assert kind_of(out) == "run"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def _age(out):
+    return (out / "checkpoints" / "last.ckpt").stat().st_mtime_ns
