@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from recpo.features.schema import FeatureSchema
+from recpo.features.schema import FeatureSchema, Reads
 from recpo.types import (
     Features,
     FeedbackBatch,
@@ -48,6 +48,11 @@ class Policy(nn.Module, ABC):
     reads_context: bool = False
     reads_item_features: bool = False
     catalog_checksum: str | None = None
+
+    @property
+    def reads(self) -> Reads:
+        """What batches have to hold for it beyond items, feedback and times."""
+        return Reads(self.reads_behaviors, self.reads_user, self.reads_context)
 
     def set_item_counts(self, counts: Tensor) -> None:
         """Hands over the training counts ``[V]`` of the items 1..V, for policies that use them; others ignore them."""
@@ -277,6 +282,19 @@ class RewardFunction(ABC):
     def reads_ranks(self) -> bool:
         """Candidates of a group must stand in descending probability."""
         return False
+
+    @property
+    def reads(self) -> Reads:
+        """What batches have to hold for it beyond items, feedback and times."""
+        return Reads()
+
+    def for_behaviors(self, names: tuple[str, ...]) -> RewardFunction:
+        """Itself for data whose behavior number b is ``names[b]``.
+
+        Raises:
+            RecpoError: it weighs a behavior that the data lacks.
+        """
+        return self
 
     @abstractmethod
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:

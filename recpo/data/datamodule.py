@@ -16,6 +16,7 @@ from recpo.data.prepared import Period, Prepared
 from recpo.data.slates import Layout, SequenceLayout
 from recpo.data.train_batches import Assign, Phases, ResumableLoader, TrainBatches
 from recpo.errors import RecpoError
+from recpo.features.schema import Reads
 from recpo.types import EvaluationBatch
 
 
@@ -43,10 +44,12 @@ class FeedbackDataModule(LightningDataModule):
     Attributes:
         phases: how training goes through the epoch; set by whoever trains.
         step_labels: training reads ``FeedbackBatch.step_labels``; set by whoever trains.
+        reads: what batches hold beyond items, feedback and times; set by whoever trains.
     """
 
     phases = Phases()
     step_labels = False
+    reads = Reads()
 
     def __init__(
         self,
@@ -83,17 +86,20 @@ class FeedbackDataModule(LightningDataModule):
             self._sum_over_ranks,
             self._assign,
             step_labels=self.step_labels,
+            reads=self.reads,
         )
         return ResumableLoader(batches, self._num_workers, self._current_epoch if self.trainer else None)
 
     def every_context(self) -> TrainBatches:
         """Every context of the training period once, on every rank."""
-        return TrainBatches(self.prepared, self.layout, self._batch_size, self._seed, Rank())
+        return TrainBatches(self.prepared, self.layout, self._batch_size, self._seed, Rank(), reads=self.reads)
 
     def val_dataloader(self) -> DataLoader[EvaluationBatch]:
         """Held-out users of the validation period."""
         length, size = self.layout.history_length, self._evaluation_batch_size
-        held_out = HeldOutBatches(self.prepared, "valid", length, size, self._rank(), self._max_validation_users)
+        held_out = HeldOutBatches(
+            self.prepared, "valid", length, size, self._rank(), self._max_validation_users, self.reads
+        )
         return DataLoader(held_out, batch_size=None)
 
     def _sum_over_ranks(self, counts: np.ndarray) -> np.ndarray:
@@ -116,7 +122,11 @@ class FeedbackDataModule(LightningDataModule):
 
 
 def evaluation_batches(
-    prepared: Place | str, split: Period, history_length: int, batch_size: int
+    prepared: Place | str,
+    split: Period,
+    history_length: int,
+    batch_size: int,
+    reads: Reads = Reads(),  # noqa: B008  immutable
 ) -> Iterator[EvaluationBatch]:
     """Streams the held-out users of ``split`` with their last ``history_length`` earlier events."""
-    return iter(HeldOutBatches(Prepared.open(prepared), split, history_length, batch_size, Rank()))
+    return iter(HeldOutBatches(Prepared.open(prepared), split, history_length, batch_size, Rank(), reads=reads))

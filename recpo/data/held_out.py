@@ -13,8 +13,9 @@ from torch.utils.data import IterableDataset
 
 from recpo.data.prepared import Events, Period, Prepared
 from recpo.data.schema import LogColumns
-from recpo.data.slates import grades, histories_of, logp_behavior, padded, ranges
+from recpo.data.slates import grades, histories_of, logp_behavior, padded, ranges, slate_behaviors
 from recpo.errors import RecpoError
+from recpo.features.schema import Reads
 from recpo.types import EvaluationBatch, FeedbackBatch, Slates
 
 MOST_PLACES = 1 << 20
@@ -47,7 +48,9 @@ class HeldOutBatches(IterableDataset[EvaluationBatch]):
         batch_size: int,
         rank: Rank,
         max_users: int | None = None,
+        reads: Reads = Reads(),  # noqa: B008  immutable
     ) -> None:
+        self._reads = reads
         self._prepared, self._split, self._history_length = prepared, split, history_length
         self._batch_size, self._rank, self._max_users = batch_size, rank, max_users
 
@@ -56,7 +59,7 @@ class HeldOutBatches(IterableDataset[EvaluationBatch]):
         for turn in range(self._rank.rank, -(-len(plan) // world_size) * world_size, world_size):
             shard, users = plan[min(turn, len(plan) - 1)]
             if shard != loaded:
-                events, loaded = self._prepared.load(self._split, shard), shard
+                events, loaded = self._prepared.load(self._split, shard, self._reads), shard
             if turn < len(plan):
                 yield self._batch(events, shard, users)
             else:
@@ -123,6 +126,7 @@ def evaluation_batch(
         logp_behavior=padded(logp_behavior(events, index), valid, np.nan),
         is_logged=torch.from_numpy(valid),
         is_random=None if events.is_random is None else padded(events.is_random[index], valid),
+        behaviors=slate_behaviors(events, index, valid),
     )
     place, is_past = ranges(np.cumsum(past_counts) - past_counts, np.cumsum(past_counts))
     exclude = padded(np.append(past_items, 0)[place], is_past)

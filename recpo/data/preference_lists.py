@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from recpo.data.prepared import Events
-from recpo.data.slates import BatchMaker, Catalog, Layout, Windows, grades, histories_of, preceding
+from recpo.data.slates import BatchMaker, Catalog, Layout, Windows, grades, histories_of, preceding, slate_behaviors
 from recpo.errors import RecpoError
 from recpo.types import FeedbackBatch, Slates, SlateTraits
 
@@ -174,6 +174,7 @@ class _PreferenceBatches:
             grade=torch.from_numpy(np.where(logged, grades(events.feedback[source]), np.float32(np.nan))),
             is_logged=torch.from_numpy(logged),
             chosen=torch.from_numpy((items > 0) & (np.arange(items.shape[1]) == 0)),
+            behaviors=slate_behaviors(events, source, logged),
         )
         histories = histories_of(events, windows.history_start, windows.history_stop)
         known = torch.from_numpy(self._positives_of(self._index, user)) if self._layout.hard else None

@@ -20,12 +20,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts import describe_os_error, parse_json, seal, sha256, unseal, write_json
+from recpo.data.feature_columns import CONTEXT
 from recpo.data.id_map import IdMap
 from recpo.data.locations import Place, locate, readable
 from recpo.data.schema import Derived
 from recpo.errors import RecpoError
 from recpo.features.arrays import FeatureArrays, missing_features, read_features
-from recpo.features.schema import FeatureSchema, Side
+from recpo.features.schema import Feature, FeatureSchema, Reads, Side
 from recpo.feedback import FEEDBACK_KINDS, FeedbackDefinition
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Events(NamedTuple):
     the order of time where requests of a user overlap.
     ``positive`` and ``skipped`` are those of the directory's ``FeedbackRule``.
     ``is_random`` is read for the held-out periods only: no training batch uses it.
+    ``behaviors [N]`` are bit sets, ``context [N]`` features of requests, ``users [U]`` features of users; None where
+    nobody reads them, or there are none.
     """
 
     user_index: np.ndarray
@@ -82,6 +85,9 @@ class Events(NamedTuple):
     by_request: np.ndarray
     offsets: np.ndarray
     is_random: np.ndarray | None = None
+    behaviors: np.ndarray | None = None
+    context: FeatureArrays | None = None
+    users: FeatureArrays | None = None
 
 
 @dataclass(frozen=True)
@@ -261,9 +267,19 @@ class Prepared:
         """Number of shards of ``split``."""
         return len(self.manifest["shards"][split])
 
-    def load(self, split: Period, shard: int) -> Events:
-        """Reads one shard into memory."""
-        columns = self.columns(split, shard, _EVENT_COLUMNS if split == "train" else _HELD_OUT_COLUMNS)
+    def load(self, split: Period, shard: int, reads: Reads = Reads()) -> Events:  # noqa: B008  immutable
+        """Reads one shard into memory.
+
+        Args:
+            split: the period.
+            shard: its number.
+            reads: what to read beyond the columns that every batch has.
+        """
+        names = list(_EVENT_COLUMNS if split == "train" else _HELD_OUT_COLUMNS)
+        names += [Derived.BEHAVIORS] * bool(reads.behaviors and self.behaviors)
+        context = self.feature_schema.context if reads.context else ()
+        table = self.table(self._shard_file(split, shard), names + [CONTEXT + feature.name for feature in context])
+        columns = {name: table.column(name).to_numpy() for name in names}
         user, request = columns["user_index"], columns["request"]
         label, dislike, rule = columns["label"], columns["dislike"], self.feedback.rule
         offsets, request_start = _run_offsets(user), request_starts(user, request)
@@ -282,6 +298,9 @@ class Prepared:
             by_request=request_order(request_start),
             offsets=offsets,
             is_random=columns.get("is_random"),
+            behaviors=columns[Derived.BEHAVIORS].astype(np.int64) if Derived.BEHAVIORS in columns else None,
+            context=read_features(context, _context_table(table, context)) if context else None,
+            users=self.user_features(user[offsets[:-1]]) if reads.user and self.feature_schema.user else None,
         )
 
     def keys(self, split: Period, shard: int, positive: bool = False) -> tuple[np.ndarray, ...]:
@@ -345,8 +364,17 @@ class Prepared:
 
     def columns(self, split: Period, shard: int, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Some columns of one shard, by name (``recpo.data.schema.EVENT_SCHEMA``)."""
-        table = self.table(self.manifest["shards"][split][shard]["file"], names)
+        table = self.table(self._shard_file(split, shard), names)
         return {name: table.column(name).to_numpy() for name in names}
+
+    def _shard_file(self, split: Period, shard: int) -> str:
+        return str(self.manifest["shards"][split][shard]["file"])
+
+
+def _context_table(table: pa.Table, features: Sequence[Feature]) -> pa.Table:
+    """The columns of a shard with the features of requests, by their names."""
+    columns = [table[CONTEXT + feature.name] for feature in features]
+    return pa.table(columns, names=[feature.name for feature in features])
 
 
 def vocabulary_file(side: Side, name: str) -> str:

@@ -232,6 +232,7 @@ def feedback_batch(events: Events, windows: Windows, context_ids: np.ndarray) ->
         logp_behavior=padded(logp_behavior(events, index), valid, np.nan),
         is_logged=torch.from_numpy(valid),
         ends_session=padded(_ends_session(events, place), valid),
+        behaviors=slate_behaviors(events, index, valid),
     )
     return FeedbackBatch(
         histories_of(events, windows.history_start, windows.history_stop),
@@ -262,14 +263,28 @@ def _ends_session(events: Events, place: np.ndarray) -> np.ndarray:
     return ends
 
 
+def slate_behaviors(events: Events, index: np.ndarray, valid: np.ndarray) -> Tensor | None:
+    """Bit sets of the events ``index [B, S]``, 0 where not ``valid``; None where the events have none."""
+    return None if events.behaviors is None else padded(events.behaviors[index], valid)
+
+
 def histories_of(events: Events, start: np.ndarray, stop: np.ndarray) -> Histories:
-    """Gathers the events ``[start, stop)`` of every context."""
+    """Gathers the events ``[start, stop)`` of every context; event ``stop`` is the first of the request after them."""
     index, valid = ranges(start, stop)
+    user = context = None
+    if events.users is not None:
+        user = events.users.rows(np.searchsorted(events.offsets, stop, side="right") - 1).tensors()
+    if events.context is not None:
+        request, known = ranges(start, stop + 1)
+        context = events.context.rows(request).where(known).tensors()
     return Histories(
         item_ids=padded(events.item_index[index], valid),
         lengths=torch.from_numpy(stop - start),
         feedback=padded(events.feedback[index], valid),
         timestamps=padded(events.timestamp[index], valid),
+        behaviors=None if events.behaviors is None else padded(events.behaviors[index], valid),
+        user=user,
+        context=context,
     )
 
 

@@ -29,6 +29,7 @@ from recpo.data.locations import Location
 from recpo.data.prepared import Events, Prepared
 from recpo.data.slates import Catalog, Layout, Windows
 from recpo.errors import RecpoError
+from recpo.features.schema import Reads
 from recpo.types import FeedbackBatch
 
 Assign = Literal["batches", "shards"]
@@ -70,6 +71,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         sum_over_ranks: adds up arrays of all ranks; with it every rank counts the windows of its share of the shards.
         assign: what is assigned to the ranks; to one rank both are the same.
         step_labels: whether batches carry the labels of their whole optimizer step (``FeedbackBatch.step_labels``).
+        reads: what batches hold beyond items, feedback and times.
 
     Raises:
         RecpoError: nothing to train on, or fewer shards than ranks that are to have some.
@@ -92,7 +94,9 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         assign: Assign = "batches",
         *,
         step_labels: bool = False,
+        reads: Reads = Reads(),  # noqa: B008  immutable
     ) -> None:
+        self._reads = reads
         self.prepared, self._layout, self._batch_size = prepared, layout, batch_size
         self._seed, self._rank, self._phases, self._with_labels = seed, rank, phases, step_labels
         # the shards are divided into so many parts, and so many ranks share the batches of a part
@@ -222,7 +226,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
             yield from repeat(_Planned(events, windows.empty(1), np.zeros(1, np.int64)), short)
 
     def _load(self, shard: int) -> tuple[Events, Windows]:
-        events = self.prepared.load("train", int(shard))
+        events = self.prepared.load("train", int(shard), self._reads)
         return events, self._layout.windows_of(events)
 
 

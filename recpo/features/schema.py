@@ -13,13 +13,32 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Final, Literal, TypeVar
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 
 from recpo.errors import RecpoError
 
 Side = Literal["item", "user", "context"]
 """Whose feature it is: an item's, a user's, or that of the request in which an event was shown."""
 SIDES: Final[tuple[Side, ...]] = ("item", "user", "context")
+
+
+class Reads(NamedTuple):
+    """What batches hold of histories and slates beyond items, feedback and times; what nobody reads is not loaded.
+
+    Attributes:
+        behaviors: bit sets of behaviors.
+        user: features of users.
+        context: features of requests.
+    """
+
+    behaviors: bool = False
+    user: bool = False
+    context: bool = False
+
+    def __or__(self, other: tuple[object, ...]) -> Reads:
+        """What either reads."""
+        return Reads(*(bool(own or their) for own, their in zip(self, other, strict=True)))
+
 
 MISSING, UNKNOWN, FIRST_CODE = 0, 1, 2
 _REMEDY: Final = "prepare the log again"

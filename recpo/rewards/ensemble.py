@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
 
 from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
+from recpo.features.schema import Reads
 from recpo.rewards.identity import common_checksum
 from recpo.types import FeedbackBatch, Slates
 
@@ -49,6 +52,15 @@ class EnsembleReward(RewardFunction):
     def learns_from(self) -> frozenset[str]:
         """See ``RewardFunction.learns_from``: what any of the members cannot do without."""
         return frozenset().union(*(member.learns_from for member in self.members))
+
+    @property
+    def reads(self) -> Reads:
+        """See ``RewardFunction.reads``: what any of the members reads."""
+        return reduce(or_, (member.reads for member in self.members))
+
+    def for_behaviors(self, names: tuple[str, ...]) -> RewardFunction:
+        """See ``RewardFunction.for_behaviors``."""
+        return replace(self, members=[member.for_behaviors(names) for member in self.members])
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
 
 from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
+from recpo.features.schema import Reads
 from recpo.rewards.identity import common_checksum
 from recpo.types import FeedbackBatch, Slates
 
@@ -56,6 +59,15 @@ class WeightedSum(RewardFunction):
     def reads_ranks(self) -> bool:
         """See ``RewardFunction.reads_ranks``."""
         return any(term.reads_ranks for term in self.rewards)
+
+    @property
+    def reads(self) -> Reads:
+        """See ``RewardFunction.reads``: what any of the terms reads."""
+        return reduce(or_, (term.reads for term in self.rewards))
+
+    def for_behaviors(self, names: tuple[str, ...]) -> RewardFunction:
+        """See ``RewardFunction.for_behaviors``."""
+        return replace(self, rewards=[term.for_behaviors(names) for term in self.rewards])
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from recpo.artifacts import read_json, unseal
 from recpo.contracts import Objective, RewardFunction, StatePolicy
 from recpo.errors import RecpoError
+from recpo.features.schema import Reads
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.policies.critic import ItemScore
 from recpo.training.networks import item_scores
@@ -164,6 +165,11 @@ class LearnedReward(RewardFunction):
     def catalog_checksum(self) -> str | None:
         """See ``RewardFunction.catalog_checksum``."""
         return self._opened.catalog_checksum
+
+    @property
+    def reads(self) -> Reads:
+        """See ``RewardFunction.reads``."""
+        return self.model.policy.reads
 
     @cached_property
     def _opened(self) -> Run:

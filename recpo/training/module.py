@@ -26,7 +26,7 @@ from recpo.training.optimizers import (
     needs_own_clipping,
     scale_gradients,
 )
-from recpo.training.options import LearningOptions
+from recpo.training.options import LearningOptions, reads_of
 from recpo.training.validation import ScoreMetrics, ValidationMetrics
 from recpo.types import EvaluationBatch, FeedbackBatch, SlateTraits
 
@@ -116,6 +116,8 @@ class PreferenceModule(LightningModule):
         A policy whose states are only read is frozen for the time of the training: a parallel strategy would wait for
         its gradients.
         """
+        if self.trainer.datamodule is not None:  # type: ignore[attr-defined]
+            self.trainer.datamodule.reads = reads_of(self.policy, self._options)  # type: ignore[attr-defined]
         if stage != "fit":
             return
         if self._options.advantage is not None and self._options.advantage.reads_step_labels:

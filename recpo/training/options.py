@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
 from recpo.data.datamodule import FeedbackDataModule
 from recpo.errors import RecpoError
+from recpo.features.schema import Reads
 from recpo.objectives.likelihood import Likelihood
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.trainer import TrainerOptions
@@ -263,6 +264,24 @@ class LearningOptions:
         _validate_at_least("", self, snapshot_every=1, validation_k=1, seed=0)
         if not 0.0 <= self.anchor_coef < float("inf"):
             raise RecpoError(f"anchor_coef is a weight of at least 0, got {self.anchor_coef}")
+
+
+def rewards_of(options: LearningOptions) -> dict[str, RewardFunction]:
+    """The rewards that are given, by the names of their options."""
+    rewards = {
+        "reward": options.reward,
+        "validation_reward": options.validation_reward,
+        "rollout.monitor_reward": None if options.rollout is None else options.rollout.monitor_reward,
+    }
+    return {name: reward for name, reward in rewards.items() if reward is not None}
+
+
+def reads_of(policy: Policy, options: LearningOptions) -> Reads:
+    """What batches have to hold for the policy and the rewards."""
+    reads = policy.reads
+    for reward in rewards_of(options).values():
+        reads |= reward.reads
+    return reads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ from recpo.evaluation.off_policy.results import LOGGING_POLICY, OffPolicyEstimat
 from recpo.evaluation.off_policy.setting import has_propensities
 from recpo.evaluation.targets import held_out_targets
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
+from recpo.features.schema import Reads
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.rewards import FactorReward, LoggedReward
 from recpo.rewards.identity import validate_identity
@@ -283,7 +284,7 @@ class _Setting:
     def batches(self, split: Period, batch_size: int) -> Iterator[EvaluationBatch]:
         """Held-out users with the longest history that the data hold: models take from it what they read."""
         length = int(self.data.manifest["max_context"])
-        for batch in evaluation_batches(self.data.root, split, length, batch_size):
+        for batch in evaluation_batches(self.data.root, split, length, batch_size, Reads(True, True, True)):
             yield move_data_to_device(batch, self.device)
 
     def collect(self, split: Period, columns: Callable[[FeedbackBatch], list[Tensor]]) -> list[Any]:

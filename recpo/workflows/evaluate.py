@@ -18,6 +18,7 @@ from recpo.artifacts import output_directory
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
+from recpo.evaluation.behavior_rates import BehaviorRates
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy
 from recpo.evaluation.candidates import Candidates, CandidateTable, Given, candidates_of, table_of
 from recpo.evaluation.catalog_ranking import Gain, evaluate_ranking, validate_ks
@@ -36,6 +37,7 @@ from recpo.evaluation.off_policy.setting import OffPolicySetting, has_propensiti
 from recpo.evaluation.reading import Document
 from recpo.evaluation.segments import ItemSegment, history_length, item_segments
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
+from recpo.features.schema import Reads
 from recpo.reranking import Reranker, RerankOptions
 from recpo.rewards import LoggedReward
 from recpo.training.learned_reward import Checkpoint
@@ -313,9 +315,11 @@ class _Pass:
         has_new = bool(self.new_items.is_new.any())
         optional = (self.truth, value, self.new_items if has_new else None)
         measures += [measure for measure in optional if measure is not None]
+        measures += [BehaviorRates(self.data.behaviors, max(self.ks))] * bool(self.data.behaviors)
+        reads = Reads(behaviors=bool(self.data.behaviors)) | (Reads() if policy is None else policy.reads)
         result = evaluate_ranking(
             recommender,
-            self._batches(max_history, contender.name),
+            self._batches(max_history, contender.name, reads),
             num_items=self.data.num_items,
             ks=self.ks,
             exclude_past=self.exclude_past,
@@ -333,11 +337,11 @@ class _Pass:
         )
         return _Evaluated(ContenderResult(contender.name, contender.kind, result, off_policy), estimated, max_history)
 
-    def _batches(self, max_history: int, name: str) -> Iterator[EvaluationBatch]:
+    def _batches(self, max_history: int, name: str, reads: Reads) -> Iterator[EvaluationBatch]:
         users = sum(shard["users"] for shard in self.data.manifest["shards"][self.split])
         hidden = None if self.progress else True  # None: hidden where there is no terminal
         with tqdm(total=users, desc=f"evaluate {name}", unit="user", disable=hidden, leave=False) as bar:
-            for batch in evaluation_batches(self.data.root, self.split, max_history, self._users_at_once):
+            for batch in evaluation_batches(self.data.root, self.split, max_history, self._users_at_once, reads):
                 yield move_data_to_device(batch, self.device)
                 bar.update(len(batch.exclude))
 

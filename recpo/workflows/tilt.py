@@ -31,6 +31,7 @@ from recpo.evaluation.off_policy.setting import OffPolicySetting, has_propensiti
 from recpo.factorization.factors import Factors
 from recpo.factorization.graded import FactorOptions, chunks
 from recpo.factorization.selection import fit_factors
+from recpo.features.schema import Reads
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy, validate_beta
 from recpo.rewards import LoggedReward
@@ -362,15 +363,15 @@ class _Validation:
         recommender = Recommender(policy.recommend, policy.log_prob if scores else None, f"beta {beta:g}")
         ranking = evaluate_ranking(
             recommender,
-            self._batches(policy.max_history, bar),
+            self._batches(policy.max_history, bar, policy.reads),
             num_items=self.data.num_items,
             ks=[self.k],
             measures=measures,
         )
         return _Measured(beta, ranking, None if value is None else value.result())
 
-    def _batches(self, max_history: int, bar: Any) -> Iterator[EvaluationBatch]:
-        for batch in evaluation_batches(self.data.root, "valid", max_history, self.batch_size):
+    def _batches(self, max_history: int, bar: Any, reads: Reads) -> Iterator[EvaluationBatch]:
+        for batch in evaluation_batches(self.data.root, "valid", max_history, self.batch_size, reads):
             yield move_data_to_device(batch, self.device)
             bar.update(len(batch.exclude))
 

@@ -36,7 +36,7 @@ from recpo.training.guards import CollapseGuard, FiniteGuard
 from recpo.training.lost_ranks import ReportLostRanks, lost_rank
 from recpo.training.module import PreferenceModule
 from recpo.training.monitor import default_monitor, held_out_facts, validate_monitor
-from recpo.training.options import TrainOptions
+from recpo.training.options import TrainOptions, rewards_of
 from recpo.training.run import CHECKPOINTS, RESOLVED, Run, class_paths, load_weights
 from recpo.training.run_features import hand_over
 from recpo.training.trainer import Throughput
@@ -158,12 +158,21 @@ def with_monitor(configuration: Namespace) -> TrainOptions:
     Raises:
         RecpoError: an option is refused, or the monitor cannot be computed.
     """
-    options = instantiate(configuration)
+    options = _for_behaviors(instantiate(configuration))
     facts = held_out_facts(options.data.prepared)
     monitor = default_monitor(options, facts) if options.monitor is None else options.monitor
     validate_monitor(monitor, options, facts)
     configuration.monitor = monitor
     return replace(options, monitor=monitor)
+
+
+def _for_behaviors(options: TrainOptions) -> TrainOptions:
+    """The options with rewards that know which bit of the data is which behavior."""
+    names = options.data.prepared.behaviors
+    known = {name: reward.for_behaviors(names) for name, reward in rewards_of(options).items()}
+    monitor = known.pop("rollout.monitor_reward", None)
+    rollout = None if options.rollout is None else replace(options.rollout, monitor_reward=monitor)
+    return replace(options, rollout=rollout, **known)  # type: ignore[arg-type]
 
 
 def _module(options: TrainOptions, base: Run | None) -> PreferenceModule:
@@ -193,14 +202,8 @@ def _module(options: TrainOptions, base: Run | None) -> PreferenceModule:
 def _validate_identity(model: Policy, options: TrainOptions) -> None:
     """Raises where a reward or the policy was made for other items, or a reward for other users."""
     data = options.data.prepared
-    rewards = {
-        "reward": options.reward,
-        "validation_reward": options.validation_reward,
-        "rollout.monitor_reward": None if options.rollout is None else options.rollout.monitor_reward,
-    }
-    for name, reward in rewards.items():
-        if reward is not None:
-            validate_identity(reward, name, data)
+    for name, reward in rewards_of(options).items():
+        validate_identity(reward, name, data)
     if model.catalog_checksum not in (None, data.catalog_checksum):
         raise RecpoError(
             f"policy: its codes were made for other items than {data.root} holds (items.parquet differs); make them "

@@ -64,10 +64,11 @@ def off_policy_setting(
     Raises:
         RecpoError: no training event has a reward.
     """
+    reward = reward.for_behaviors(data.behaviors)
 
     def training() -> Iterator[RewardedExposures]:
         for shard in range(data.num_shards("train")):
-            yield rewarded(data.load("train", shard), reward)
+            yield rewarded(data.load("train", shard, reward.reads), reward)
 
     propensities: Propensities = {
         "logged": LoggedPropensities,
@@ -91,6 +92,8 @@ def rewarded(events: Events, reward: RewardFunction) -> RewardedExposures:
     items, quantile, dislike = (torch.tensor(column)[:, None] for column in columns)
     mask = torch.ones_like(items, dtype=torch.bool)
     slates = Slates(items, torch.zeros_like(items), mask, quantile, dislike, is_logged=mask)
+    if events.behaviors is not None:
+        slates = slates._replace(behaviors=torch.tensor(events.behaviors)[:, None])
     nothing = torch.zeros_like(items[:, :0])
     batch = FeedbackBatch(Histories(nothing, torch.zeros(len(items), dtype=torch.long)), slates, items[:, 0])
     return RewardedExposures(events.user_index, events.item_index, reward(batch, slates)[:, 0].double().numpy())
