@@ -110,7 +110,8 @@ def output_directory(
         yield working
         if names := [name for name in sealed if (working / name).is_file()]:
             content = seal({"kind": kind, "files": {name: sha256(working / name) for name in names}})
-            (working / MARKER).write_text(json.dumps(content) + "\n", encoding="utf-8")
+            with output_file(working / MARKER) as whole:  # half of it would be nobody's
+                whole.write_text(json.dumps(content) + "\n", encoding="utf-8")
         _flush_tree(working)
         _publish(working, place, target, kind, overwrite)
 

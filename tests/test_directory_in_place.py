@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -218,3 +219,22 @@ def test_missing_parents_and_links_without_a_target(tmp_path):
         assert found(tmp_path / name) == "new"
     assert (tmp_path / "link").is_symlink()
     assert found(tmp_path / "elsewhere") == "new"
+
+
+def test_killed_while_checksums_are_written(tmp_path, monkeypatch):
+    write = Path.write_text
+
+    def half(file, text, **options):
+        write(file, text[: len(text) // 2] if "files" in text else text, **options)
+        if "files" in text:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(Path, "write_text", half)
+        with output_directory(tmp_path / "codes", kind="codes", sealed=["a"]) as working:
+            (working / "a").touch()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    written(tmp_path / "codes")
+    assert [path.name for path in tmp_path.iterdir()] == ["codes"]

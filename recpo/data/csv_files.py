@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -124,6 +125,7 @@ class _Reader:
         names = [f"c{position}" for position in range(len(self.names))]
         chosen = [f"c{position}" for position in self.positions] or names[:1]
         with (
+            _quiet_decoding(),
             closing(open_text(self.path)) as source,
             pa.csv.open_csv(
                 source,
@@ -144,6 +146,25 @@ class _Reader:
     def _set_aside(self, row: Any) -> str:
         self.ragged[row.number - 2] = (row.actual_columns, row.text)  # Arrow counts from 1, with the line of names
         return "skip"
+
+
+@contextmanager
+def _quiet_decoding() -> Iterator[None]:
+    """Arrow decodes a row of another width before it hands it over, and Python prints a traceback where that fails.
+
+    The file is refused then in any case.
+    """
+    before = sys.unraisablehook
+
+    def report(fault: sys.UnraisableHookArgs) -> None:
+        if not isinstance(fault.exc_value, UnicodeDecodeError):
+            before(fault)
+
+    sys.unraisablehook = report
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def open_text(path: Place) -> Any:

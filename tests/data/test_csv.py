@@ -117,3 +117,12 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path):
 def test_a_file_without_names_is_refused(tmp_path, text):
     with pytest.raises(RecpoError, match="its first line, the column names, is empty"):
         read(tmp_path, text)
+
+
+@pytest.mark.parametrize("width", ["7,a\xc7,1,extra", "7,a\xc7,1"])
+def test_bytes_that_are_no_utf_8_are_refused_without_a_traceback(tmp_path, capfd, width):
+    """Arrow decodes rows of another width in a callback, where Python can only print what fails."""
+    content = b"user_id,item_id,timestamp\n" + width.encode("latin-1") + b"\n8,b,2\n"
+    with pytest.raises((pa.ArrowInvalid, RecpoError)):
+        read(tmp_path, content)
+    assert "Traceback" not in capfd.readouterr().err
