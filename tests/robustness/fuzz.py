@@ -109,8 +109,13 @@ def targets(base: Path) -> dict[str, Target]:
         "histories": Target(("histories.parquet",), _histories, False),
         "lists": Target(("lists.parquet", "lists.csv"), _lists, False),
         "item table": Target(("items.parquet",), _item_table, False),
+        "feature table": Target(("items.parquet",), _feature_table, False),
         "yaml": Target(("train.yaml", "resolved.yaml"), _yaml, False),
     }
+
+
+#: targets that need trained runs
+MODELS = frozenset({"run", "reward", "factors", "bundle", "comparison", "histories"})
 
 
 def make_base(base: Path, configs: Path, models: bool = True) -> None:
@@ -166,7 +171,11 @@ def _make_files(base: Path) -> None:
     lists = lists.append_column("rank", pa.array(list(range(1, 11)) * 5))
     pq.write_table(lists, base / "lists.parquet")
     pyarrow.csv.write_csv(lists, base / "lists.csv")
-    pq.write_table(pa.table({"item_id": ids, "tags": [f"tag {n % 3}" for n in range(10)]}), base / "items.parquet")
+    number = range(data.num_items)
+    items = {"item_id": data.item_ids().to_external([n + 1 for n in number]), "tags": [f"tag {n % 3}" for n in number]}
+    items |= {"code_0": list(number), "code_1": [f"<a_{n % 7}>" for n in number], "age": [n / 7 for n in number]}
+    items |= {"vector": pa.array([[n / 7.0, 1.0, -float(n)] for n in number], pa.list_(pa.float32()))}
+    pq.write_table(pa.table(items), base / "items.parquet")
 
 
 def _make_checkpoint(directory: Path) -> None:
@@ -361,10 +370,16 @@ def _item_table(root: Path) -> str:
     data, file = Prepared.open(_BASE[0] / "prepared"), root / "items.parquet"
     item_facts(data, ItemFeatures(file=file, tags="tags"))
     with suppress(RecpoError):
-        VectorsFromParquet(file=file).read(data, data.item_ids(), 0)
+        VectorsFromParquet(file=file, missing="mean").read(data, data.item_ids(), 0)
     with suppress(RecpoError):
-        CodesFromFile(file=file).read(data.item_ids())
+        CodesFromFile(file=file, codes=["code_0", "code_1"]).read(data.item_ids())
     return "read"
+
+
+def _feature_table(root: Path) -> str:
+    out = ["--out", str(root / "out"), "--progress", "false", "--overwrite", "true"]
+    log = str(_BASE[0] / "log.csv")
+    return _status(quiet(["prepare", "--log", log, "--items", str(root / "items.parquet"), *out]))
 
 
 def _yaml(root: Path) -> str:
@@ -547,9 +562,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--input", type=int, default=None, help="this input of --target only, in this process")
     parser.add_argument("--engine", choices=["mutation", "atheris"], default="mutation")
+    parser.add_argument("--models", choices=["true", "false"], default="true", help="false: without trained runs")
     parser.add_argument("--work", type=Path, default=None, help="directory of the inputs; kept and used again")
     given = parser.parse_args()
-    configs = Path(__file__).parents[2] / "configs"
+    configs, models = Path(__file__).parents[2] / "configs", given.models == "true"
     with tempfile.TemporaryDirectory(prefix="recpo-fuzz-") as temporary:
         root = Path(temporary) if given.work is None else given.work
         base, work = root / "base", root / "work"
@@ -558,12 +574,12 @@ def main() -> int:
                 directory.mkdir(parents=True, exist_ok=True)
             child = os.fork()  # so that no thread of Arrow or torch stands in the process that forks
             if not child:
-                make_base(base, configs)
+                make_base(base, configs, models)
                 (root / "complete").touch()
                 os._exit(0)
             if os.waitpid(child, 0)[1]:
                 return 1
-        names = given.target or list(targets(base))
+        names = given.target or [name for name in targets(base) if models or name not in MODELS]
         if given.engine == "atheris":
             guided(names[0], base, work, given.seconds, given.seed)
         if given.input is not None:
