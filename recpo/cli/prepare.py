@@ -20,6 +20,7 @@ def prepare(
     out: str,
     items: str | list[str] | None = None,
     users: str | list[str] | None = None,
+    extends: str | None = None,
     progress: bool = True,
     **options: Any,
 ) -> None:
@@ -40,10 +41,13 @@ def prepare(
             ``features`` says; without it, the preset or the types of the columns (docs/features.md). Rows of items that
             are not in the catalog are counted.
         users: table with features of users, one row for each: files as ``log``.
+        extends: prepared directory of the days before ``log``, of which ``out`` then holds everything as well: items
+            and users keep their numbers, the periods roll forward, and what was fitted is kept. The other options are
+            those that it was prepared with.
         progress: show a progress bar on a terminal.
         **options: those of ``recpo.workflows.prepare.prepare``.
     """
-    _report(_prepare(log, out, items=items, users=users, progress=progress, **options))
+    _report(_prepare(log, out, items=items, users=users, extends=extends, progress=progress, **options))
 
 
 def _report(data: Prepared) -> None:

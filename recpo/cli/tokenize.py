@@ -23,7 +23,7 @@ def tokenize(
     prepared: str,
     out: Path,
     vectors: VectorSource | CodesFromFile = VectorsFromCooccurrence(),  # noqa: B008 frozen
-    codebooks: Path | None = None,
+    extends: Path | None = None,
     progress: bool = True,
     **options: Any,
 ) -> None:
@@ -37,12 +37,12 @@ def tokenize(
         out: directory to make.
         vectors: what codes are made from: VectorsFromCooccurrence, VectorsFromParquet, VectorsFromRun, or codes that
             exist already: CodesFromFile.
-        codebooks: directory that this verb wrote for an earlier catalog: its items keep their codes, new items get
+        extends: directory that this verb wrote for an earlier catalog: its items keep their codes, new items get
             free tuples by its codebooks.
         progress: show a progress bar on a terminal.
         **options: those of ``recpo.workflows.tokenize.tokenize``.
     """
-    codes = _tokenize(prepared, out, vectors=vectors, codebooks=codebooks, progress=progress, **options)
+    codes = _tokenize(prepared, out, vectors=vectors, extends=extends, progress=progress, **options)
     _print(codes)
 
 

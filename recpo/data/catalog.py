@@ -58,7 +58,7 @@ def user_indices(events: ir.Table, min_events: int) -> ir.Table:
     )
     users = users.filter(users.trained >= min_events)
     index = ibis.row_number().over(order_by=[users["first"], users[LogColumns.USER_ID]]).cast("int32")
-    return users.select(LogColumns.USER_ID, index.name(Derived.USER_INDEX))
+    return users.select(LogColumns.USER_ID, index.name(Derived.USER_INDEX), train_count=users.trained)
 
 
 def count_dropped(engine: Engine, before: ir.Table, after: ir.Table, reason: str) -> dict[str, int]:
@@ -147,13 +147,28 @@ def place_events(events: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table
 
 
 def add_positions(events: ir.Table, order: list[ir.Column]) -> ir.Table:
-    """Adds ``position`` (0.. within the user) and ``request``, which is the same when later events are added."""
+    """Adds ``position`` (0.. within the user) and ``request``, which is the same when later events are added.
+
+    ``request_id`` is left to the held-out events only: an extension goes on from there.
+    """
     user = events[Derived.USER_INDEX]
     placed = events.mutate(**{Derived.POSITION: ibis.row_number().over(group_by=user, order_by=order)})
     position, request = placed[Derived.POSITION], placed[LogColumns.REQUEST_ID]
     first = position.min().over(group_by=[placed[Derived.USER_INDEX], request])
+    return name_requests(placed, first)
+
+
+def name_requests(placed: ir.Table, first: ir.IntegerValue) -> ir.Table:
+    """Adds ``request`` to events with their positions.
+
+    Args:
+        placed: events with ``position``.
+        first: position of the first event of each event's request, read where it has a ``request_id``.
+    """
+    position, request = placed[Derived.POSITION], placed[LogColumns.REQUEST_ID]
     # A request is named after its first event: user index in the upper, position in the lower 32 bits.
     name = placed[Derived.USER_INDEX].cast("int64") * (1 << 32) + ibis.ifelse(request.isnull(), position, first)
-    named = placed.mutate(**{Derived.REQUEST: name.cast("int64")})
+    held_out = ibis.ifelse(placed[Derived.PERIOD] > TRAIN, request, ibis.null(request.type()))
+    named = placed.mutate(**{Derived.REQUEST: name.cast("int64"), LogColumns.REQUEST_ID: held_out})
     # The indices stand for the external ids from here on; less to sort and to spill.
-    return named.drop(LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
+    return named.drop(LogColumns.USER_ID, LogColumns.ITEM_ID)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from recpo.data.held_out import HeldOutBatches, Rank
 from recpo.data.locations import Place
 from recpo.data.prepared import Period, Prepared
 from recpo.data.slates import Layout, SequenceLayout
-from recpo.data.train_batches import Assign, Phases, ResumableLoader, TrainBatches
+from recpo.data.train_batches import Assign, Phases, ResumableLoader, Segments, TrainBatches
 from recpo.errors import RecpoError
 from recpo.features.schema import Reads
 from recpo.types import EvaluationBatch
@@ -40,6 +41,10 @@ class FeedbackDataModule(LightningDataModule):
             depends on W, the labels of a step (TernaryAdvantage) are those of the rank's own part of it, and a run goes
             on in mid-epoch only on as many ranks. Ranks with fewer batches than the first get empty ones. With one rank
             both are the same.
+        segments: of data that was extended (``recpo prepare --extends``), go through all of it, or through the events
+            that the last extension added: a nightly run that starts from yesterday's, at a cost that does not grow
+            with the log.
+        replay: with segments newest, so many batches of older events for each batch of new ones, others in each epoch.
 
     Attributes:
         phases: how training goes through the epoch; set by whoever trains.
@@ -61,8 +66,15 @@ class FeedbackDataModule(LightningDataModule):
         evaluation_batch_size: int = 512,
         max_validation_users: int | None = None,
         assign: Assign = "batches",
+        segments: Literal["all", "newest"] = "all",
+        replay: float = 0.0,
     ) -> None:
         super().__init__()
+        if not 0.0 <= replay < float("inf") or (replay and segments == "all"):
+            raise RecpoError(
+                f"data.replay is a number of at least 0, and above 0 only with data.segments newest; got {replay} and "
+                f"{segments}"
+            )
         sizes = {"batch_size": batch_size, "evaluation_batch_size": evaluation_batch_size}
         sizes |= {} if max_validation_users is None else {"max_validation_users": max_validation_users}
         for name, size, least in [*((n, s, 1) for n, s in sizes.items()), ("num_workers", num_workers, 0)]:
@@ -71,7 +83,7 @@ class FeedbackDataModule(LightningDataModule):
         self.prepared = Prepared.open(prepared)
         self.layout = layout
         self._batch_size, self._num_workers, self._seed = batch_size, num_workers, seed
-        self._assign = assign
+        self._assign, self._segments = assign, Segments(segments == "newest", replay)
         self._evaluation_batch_size, self._max_validation_users = evaluation_batch_size, max_validation_users
 
     def train_dataloader(self) -> ResumableLoader:
@@ -87,11 +99,18 @@ class FeedbackDataModule(LightningDataModule):
             self._assign,
             step_labels=self.step_labels,
             reads=self.reads,
+            segments=self._segments,
         )
         return ResumableLoader(batches, self._num_workers, self._current_epoch if self.trainer else None)
 
     def every_context(self) -> TrainBatches:
-        """Every context of the training period once, on every rank."""
+        """Every context of the training period once, on every rank.
+
+        Raises:
+            RecpoError: training goes through the newest segment only.
+        """
+        if self._segments.newest_only:
+            raise RecpoError("reference: cached needs every context: set reference to frozen, or data.segments to all")
         return TrainBatches(self.prepared, self.layout, self._batch_size, self._seed, Rank(), reads=self.reads)
 
     def val_dataloader(self) -> DataLoader[EvaluationBatch]:

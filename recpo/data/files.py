@@ -323,11 +323,11 @@ def _settle_types(
                 fix = f"{schemas[0][0]} has {types[column]}: cast one of them"
                 faults.append(Fault(shown, name, f"type {kind} differs between files", fix))
             else:
-                types[column] = _wider(types.get(column, kind), kind)
+                types[column] = wider_type(types.get(column, kind), kind)
     return {column: kind for column, kind in types.items() if column not in mistyped}, faults
 
 
-def _wider(first: pa.DataType, second: pa.DataType) -> pa.DataType:
+def wider_type(first: pa.DataType, second: pa.DataType) -> pa.DataType:
     """The type that holds the values of both; ``first`` where there is none."""
     if is_text(first):
         return pa.string()

@@ -38,6 +38,7 @@ class HeldOutBatches(IterableDataset[EvaluationBatch]):
     Every rank yields the same number of batches, as a lookup in a sharded table is one of all ranks: those that would
     fall short go on with a user who was counted already, and without that user's held-out events.
     With ``max_users`` so many of them, evenly spaced: the first ones of a log may be quite unlike the others.
+    Retired items are excluded for every user, beside the items of the user's past.
     """
 
     def __init__(
@@ -67,7 +68,11 @@ class HeldOutBatches(IterableDataset[EvaluationBatch]):
 
     def _batch(self, events: Events, shard: int, users: np.ndarray) -> EvaluationBatch:
         past = self._prepared.past_items(self._split, shard, events.user_index[events.offsets[users]])
-        return evaluation_batch(events, users, self._history_length, *past)
+        batch = evaluation_batch(events, users, self._history_length, *past)
+        retired = torch.from_numpy(self._prepared.retired_items)
+        if not len(retired):
+            return batch
+        return batch._replace(exclude=torch.cat([batch.exclude, retired.expand(len(users), -1)], 1))
 
     @cached_property
     def _plan(self) -> list[tuple[int, np.ndarray]]:

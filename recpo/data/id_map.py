@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recpo.artifacts import output_file
+from recpo.data.schema import RETIRED
 from recpo.errors import RecpoError
 
 
@@ -21,12 +22,14 @@ class IdMap:
 
     Args:
         external: the external ids (integers or strings) of item 1, item 2 and so on; distinct, without nulls.
+        retired: internal ids of the items that are no candidates any more, ascending; None = there are none.
 
     Raises:
         RecpoError: nulls, repeated ids, or ids that are neither integers nor strings.
     """
 
-    def __init__(self, external: pa.Array) -> None:
+    def __init__(self, external: pa.Array, retired: np.ndarray | None = None) -> None:
+        self.retired = np.zeros(0, np.int64) if retired is None else retired
         if not pa.types.is_integer(external.type) and not _is_text(external.type):
             raise RecpoError(f"item ids are integers or strings, got {external.type}")
         if external.null_count:
@@ -49,25 +52,33 @@ class IdMap:
 
     @classmethod
     def load(cls, path: Path | pa.NativeFile) -> IdMap:
-        """Reads ``items.parquet``: ``item_index`` (1..V, ascending) and ``item_id``; other columns are left alone.
+        """Reads ``items.parquet``: ``item_index`` (1..V, ascending), ``item_id`` and, if it is there, ``retired``.
 
         Raises:
             RecpoError: the file cannot be read or its indices are not 1..V.
         """
         try:
-            table = pq.read_table(path, columns=["item_index", "item_id"])
+            with pq.ParquetFile(path) as file:
+                named = [name for name in ("item_index", "item_id", RETIRED) if name in file.schema_arrow.names]
+                table = file.read(named)
+            if not {"item_index", "item_id"} <= set(named):
+                raise pa.ArrowKeyError(f"it has {', '.join(file.schema_arrow.names)}")
         except (OSError, pa.ArrowException) as error:
             raise RecpoError(f"{path}: expected a Parquet file with item_index and item_id ({error})") from error
         index = table["item_index"].to_numpy()
         if not np.array_equal(index, np.arange(1, len(index) + 1)):
             raise RecpoError(f"{path}: item_index must count 1..{len(index)} in ascending order")
-        return cls(table["item_id"].combine_chunks())
+        retired = np.flatnonzero(table[RETIRED].to_numpy()) + 1 if RETIRED in named else None
+        return cls(table["item_id"].combine_chunks(), retired)
 
     def save(self, path: Path) -> None:
-        """Writes ``item_index`` int32 and ``item_id`` in its own type."""
-        index = pa.array(np.arange(1, len(self) + 1, dtype=np.int32))
+        """Writes ``item_index`` int32, ``item_id`` in its own type and, where items are retired, ``retired`` bool."""
+        index = np.arange(1, len(self) + 1, dtype=np.int32)
+        columns = {"item_index": pa.array(index), "item_id": self._external}
+        if len(self.retired):
+            columns[RETIRED] = pa.array(np.isin(index, self.retired))
         with output_file(path) as partial:
-            pq.write_table(pa.table({"item_index": index, "item_id": self._external}), partial)
+            pq.write_table(pa.table(columns), partial)
 
     def __len__(self) -> int:
         return len(self._external)

@@ -31,9 +31,18 @@ from recpo.data.feature_files import describe_table, fit_context, write_table
 from recpo.data.feature_tables import AVAILABLE, ID, FeatureTable, TableSide, open_table, table_faults
 from recpo.data.files import Log, find_files, open_log, write_frame
 from recpo.data.locations import Place, locate
-from recpo.data.prepared import FORMAT_VERSION, ITEM_FEATURES, USER_FEATURES, vocabulary_file, write_manifest
+from recpo.data.prepared import (
+    FORMAT_VERSION,
+    HELD_OUT,
+    ITEM_FEATURES,
+    TRAIN_PAST,
+    USER_FEATURES,
+    vocabulary_file,
+    write_manifest,
+)
 from recpo.data.publishing import prepared_directory, work_directory
 from recpo.data.schema import (
+    PAST_SCHEMA,
     PERIODS,
     PRESETS,
     QUANTILE_SCHEMA,
@@ -42,12 +51,21 @@ from recpo.data.schema import (
     Derived,
     LogColumns,
     PresetName,
+    held_out_schema,
     history_schema,
     item_schema,
     user_schema,
 )
 from recpo.data.shaping import Label, WatchQuantiles, cutoff_table, definition, quantile_table, watch_ties
-from recpo.data.splits import Split, TemporalSplit, last_events, past_items, period_rows
+from recpo.data.splits import (
+    Split,
+    TemporalSplit,
+    held_out_events,
+    last_events,
+    past_items,
+    period_rows,
+    train_items,
+)
 from recpo.data.validate import check_rows
 from recpo.data.writing import write_past, write_rows, write_shards
 from recpo.errors import RecpoError
@@ -159,7 +177,7 @@ class Preparation:
                     if isinstance(source, pa.Table):
                         frame = "frame.parquet" if what == "log" else f"{what}-frame.parquet"
                         found[what] = [write_frame(source, temporary, frame)]
-                run = _Run(self, started, engine.writers, partial, temporary, bar)
+                run = PrepareRun(self, started, engine.writers, partial, temporary, bar)
                 manifest = run.manifest(found["log"], {"item": found["items"], "user": found["users"]})
             return write_manifest(partial, manifest)
 
@@ -174,8 +192,8 @@ class Preparation:
             raise RecpoError("catalog items takes the items of a table, and there is none: pass --items FILE")
 
 
-class _Run:
-    """One pass from files to shards."""
+class PrepareRun:
+    """One pass from files to shards; an extension (``recpo.data.extension``) goes another way through its parts."""
 
     def __init__(
         self, choice: Preparation, engine: Engine, writers: int, partial: Path, work: Place, bar: tqdm[Any]
@@ -192,20 +210,27 @@ class _Run:
         self.rows_written = 0
 
     def manifest(self, paths: Sequence[Place], tables: Mapping[TableSide, Sequence[Place]]) -> dict[str, Any]:
+        """Writes every file but the manifest, whose content it returns.
+
+        Args:
+            paths: files of the log.
+            tables: files of the tables of features.
+        """
         self._stage()
         log, events = self._read(paths, tables)
         self._stage()
         events, boundaries = self._split(events)
-        items, users, events = self._keep(events)
+        items, users, kept = self._keep(events)
         self._stage()
-        events, feedback = self._shape(events)
-        sizes = self._write_tables(log, items, users, events)
+        shaped, feedback = self._shape(kept)
+        sizes = self._write_tables(log, items, users, shaped)
         self._stage()
-        context = self._write_features(items, users, events)
-        shards = {name: self._write_period(events, number, feedback, context) for number, name in enumerate(PERIODS)}
-        self._write_histories(log, items, users, events)
+        context = self._write_features(items, users, shaped)
+        shards = {name: self._write_period(shaped, number, feedback, context) for number, name in enumerate(PERIODS)}
+        self._write_histories(log, items, users, shaped)
+        later = self._write_for_extension(log, events, shaped, items, users)
         past = [shard["past"] for listed in shards.values() for shard in listed if "past" in shard]
-        files = ("items.parquet", "users.parquet", "quantiles.parquet", "histories.parquet", *past)
+        files = ("items.parquet", "users.parquet", "quantiles.parquet", "histories.parquet", *past, *later)
         return {
             "format_version": FORMAT_VERSION,
             "recpo_version": __version__,
@@ -215,9 +240,10 @@ class _Run:
             "boundaries": boundaries,
             "label": describe(self.choice.label),
             "feedback": feedback.to_json(),
-            "counts": {**self.counts, "dropped": self.dropped, "splits": _totals(shards, self.more.behaviors)},
+            "counts": {**self.counts, "dropped": self.dropped, "splits": totals(shards, self.more.behaviors)},
             "warnings": tie_warnings(self.choice.label, self.counts["watch_time_ties"]),
             "shards": shards,
+            "segments": [len(shards["train"])],
             "files": (*files, *self._feature_files()),
             **self._feature_entries(),
             **sizes,
@@ -300,7 +326,7 @@ class _Run:
 
     def _write_tables(self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table) -> dict[str, int]:
         item_ids, user_ids = log.types[LogColumns.ITEM_ID], log.types[LogColumns.USER_ID]
-        user_rows = users.select(Derived.USER_INDEX, LogColumns.USER_ID).order_by(Derived.USER_INDEX)
+        user_rows = users.order_by(Derived.USER_INDEX)
         available = self._available(items, events)
         rows = item_table(items, events, self.choice.feedback, available)
         return {
@@ -363,11 +389,27 @@ class _Run:
         self._written(self._write_rows(rows, schema, "histories.parquet"))
         self.bar.update()
 
+    def _write_for_extension(
+        self, log: Log, events: ir.Table, shaped: ir.Table, items: ir.Table, users: ir.Table
+    ) -> list[str]:
+        """What ``prepare --extends`` reads in place of the train shards, where the split can be rolled forward."""
+        if not self.choice.split.is_per_event or self.more.behaviors or self.more.context:
+            return []
+        (self.partial / TRAIN_PAST).mkdir()
+        past = f"{TRAIN_PAST}/00000.parquet"
+        self._write_rows(train_items(shaped), PAST_SCHEMA, past)
+        self._write_rows(held_out_events(events, shaped, items, users), self._held_out_schema(log), HELD_OUT)
+        return [HELD_OUT, past]
+
+    def _held_out_schema(self, log: Log) -> pa.Schema:
+        request_id = log.types.get(LogColumns.REQUEST_ID, pa.int64())
+        return held_out_schema(log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID], request_id)
+
     def _write_rows(self, rows: ir.Table, schema: pa.Schema, file: str) -> int:
         return write_rows(self.engine.stream(rows), schema, self.partial / file)
 
     def _write_period(
-        self, events: ir.Table, period: int, feedback: FeedbackDefinition, context: FittedFeatures | None
+        self, events: ir.Table, period: int, feedback: FeedbackDefinition, context: FittedFeatures | None = None
     ) -> list[dict[str, Any]]:
         self._stage()
         rows = period_rows(events, period, self.choice.max_context)
@@ -390,7 +432,10 @@ class _Run:
             )
         if period == TRAIN:
             return shards
-        return write_past(self.engine.stream(past_items(events, period)), shards, self.partial)
+        return write_past(self.engine.stream(self._past(events, period)), shards, self.partial)
+
+    def _past(self, events: ir.Table, period: int) -> ir.Table:
+        return past_items(events, period)
 
     def _written(self, rows: int) -> None:
         self.rows_written += rows
@@ -403,16 +448,17 @@ def describe(choice: Any) -> dict[str, Any]:
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": asdict(choice)}
 
 
-def _totals(shards: dict[str, list[dict[str, Any]]], behaviors: Iterable[str]) -> dict[str, dict[str, Any]]:
+def totals(shards: dict[str, list[dict[str, Any]]], behaviors: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+    """Rows, targets, users and kinds of feedback of each period, summed over its shards; and its behaviors."""
     keys = ("rows", "targets", "users", *FEEDBACK_KINDS)
-    totals: dict[str, dict[str, Any]] = {
+    found: dict[str, dict[str, Any]] = {
         period: {key: sum(shard[key] for shard in own) for key in keys} for period, own in shards.items()
     }
     if behaviors:
         for period, own in shards.items():
             by_shard = zip(*(shard[Derived.BEHAVIORS] for shard in own), strict=True)
-            totals[period][Derived.BEHAVIORS] = dict(zip(behaviors, map(sum, by_shard), strict=True))
-    return totals
+            found[period][Derived.BEHAVIORS] = dict(zip(behaviors, map(sum, by_shard), strict=True))
+    return found
 
 
 def _names(source: Source | None) -> list[str]:

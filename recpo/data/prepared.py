@@ -8,7 +8,7 @@ its headers and its footer unprotected.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,7 @@ from recpo.artifacts import describe_os_error, parse_json, seal, sha256, unseal,
 from recpo.data.feature_columns import CONTEXT
 from recpo.data.id_map import IdMap
 from recpo.data.locations import Place, locate, readable
-from recpo.data.schema import Derived
+from recpo.data.schema import RETIRED, Derived
 from recpo.errors import RecpoError
 from recpo.features.arrays import FeatureArrays, missing_features, read_features
 from recpo.features.schema import Feature, FeatureSchema, Reads, Side
@@ -39,6 +39,8 @@ _ITEMS, _USERS = "items.parquet", "users.parquet"
 #: Tables of features: row v - 1 is item v, row u is user u.
 ITEM_FEATURES: Final = "item_features.parquet"
 USER_FEATURES: Final = "user_features.parquet"
+#: What ``prepare --extends`` reads: the events of the held-out periods, and the pairs of users and items before them.
+HELD_OUT, TRAIN_PAST = "held_out.parquet", "train_past"
 _Source: TypeAlias = Path | pa.NativeFile | pa.BufferReader
 #: files that this process has compared: path, size and time of the change, checksum
 _COMPARED: set[tuple[object, ...]] = set()
@@ -89,6 +91,24 @@ class Events(NamedTuple):
     context: FeatureArrays | None = None
     users: FeatureArrays | None = None
 
+    @property
+    def keys(self) -> Keys:
+        """What windows are cut by."""
+        order = self.by_request
+        return Keys(self.user_index, self.request_start[order], self.positive[order], self.is_target[order])
+
+
+class Keys(NamedTuple):
+    """What windows are cut by: the events of a shard in the order of requests (``Events.by_request``), each ``[N]``.
+
+    ``request_start`` is ascending; ``positive`` is None where it was not asked for, ``is_target`` where all are.
+    """
+
+    user: np.ndarray
+    request_start: np.ndarray
+    positive: np.ndarray | None = None
+    is_target: np.ndarray | None = None
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -134,13 +154,16 @@ class Prepared:
         shards = [shard for period in self.manifest["shards"].values() for shard in period]
         return self.manifest["files"] | {shard["file"]: shard["sha256"] for shard in shards}
 
-    def verify(self) -> None:
-        """Compares every file with its checksum.
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Compares files with their checksums.
+
+        Args:
+            names: of the files; None = every file.
 
         Raises:
             RecpoError: a file is missing or its bytes differ.
         """
-        for name in sorted(self.checksums):
+        for name in sorted(self.checksums if names is None else names):
             self._compared(name, again=True)
 
     def _check_sizes(self) -> None:
@@ -202,6 +225,15 @@ class Prepared:
     def item_ids(self) -> IdMap:
         """The bridge between external item ids and 1..V."""
         return IdMap.load(self._compared(_ITEMS))
+
+    @cached_property
+    def retired_items(self) -> np.ndarray:
+        """Internal ids of the items that are no candidates any more, ascending; they stay in histories."""
+        place = self.root / _ITEMS
+        with _decoding(place), pq.ParquetFile(self._compared(_ITEMS)) as file:
+            if RETIRED not in file.schema_arrow.names:
+                return np.zeros(0, np.int64)
+            return np.flatnonzero(file.read([RETIRED]).column(0).to_numpy()) + 1
 
     @property
     def catalog_checksum(self) -> str:
@@ -267,6 +299,11 @@ class Prepared:
         """Number of shards of ``split``."""
         return len(self.manifest["shards"][split])
 
+    @property
+    def segments(self) -> list[int]:
+        """Training shards of the first preparation and of every extension since, in this order."""
+        return list(self.manifest.get("segments", [self.num_shards("train")]))
+
     def load(self, split: Period, shard: int, reads: Reads = Reads()) -> Events:  # noqa: B008  immutable
         """Reads one shard into memory.
 
@@ -303,19 +340,22 @@ class Prepared:
             users=self.user_features(user[offsets[:-1]]) if reads.user and self.feature_schema.user else None,
         )
 
-    def keys(self, split: Period, shard: int, positive: bool = False) -> tuple[np.ndarray, ...]:
-        """``(user_index, request_start)`` of one shard, by request: enough to plan an epoch without reading the rest.
+    def keys(self, split: Period, shard: int, positive: bool = False) -> Keys:
+        """The keys of one shard: enough to plan an epoch without reading the rest.
 
         With ``positive``, also which events are positive.
         """
-        names = ["user_index", "request"] + ["label", "dislike"] * positive
+        has_context = split == "train" and shard >= self.segments[0]
+        names = ["user_index", "request"] + ["label", "dislike"] * positive + ["is_target"] * has_context
         # Not compared with the checksum, which would need all bytes of all shards before the first step; loading does.
-        file = self.root / self.manifest["shards"][split][shard]["file"]
+        file = self.root / self._shard_file(split, shard)
         table = _decoded(readable(file), file, names)
-        user, request, *feedback = (table.column(name).to_numpy() for name in names)
-        start = request_starts(user, request)
+        columns = {name: table.column(name).to_numpy() for name in names}
+        start = request_starts(columns["user_index"], columns["request"])
         order = request_order(start)
-        return (user, start[order], self.feedback.rule.positive(*feedback)[order]) if positive else (user, start[order])
+        liked = self.feedback.rule.positive(columns["label"], columns["dislike"])[order] if positive else None
+        is_target = columns["is_target"][order] if has_context else None
+        return Keys(columns["user_index"], start[order], liked, is_target)
 
     def past_items(self, split: Period, shard: int, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What some users of a held-out shard had before the period: every item once, however long ago.
@@ -362,8 +402,40 @@ class Prepared:
                 if users is None or (users.min <= last and users.max >= first):
                     yield file.read_row_group(number)
 
+    def train_columns(self, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
+        """Some columns of the training events, each event once, in pieces of whole users.
+
+        A piece is a shard; where the data was extended, what several segments hold of the same users comes together,
+        in the order of time, and a shard of every segment is in memory.
+        """
+        segments, first = list[Iterator[int]](), 0
+        for count in self.segments:
+            segments.append(iter(range(first, first + count)))
+            first += count
+        if len(segments) == 1:
+            yield from (self.columns("train", shard, names) for shard in segments[0])
+            return
+        wanted = list(dict.fromkeys([Derived.USER_INDEX, Derived.IS_TARGET, *names]))
+        held: list[dict[str, np.ndarray] | None] = [None] * len(segments)
+        while True:
+            for number, shards in enumerate(segments):
+                if held[number] is None and (shard := next(shards, None)) is not None:
+                    held[number] = self.columns("train", shard, wanted)
+            loaded = [columns for columns in held if columns is not None]
+            if not loaded:
+                return
+            last = min(columns[Derived.USER_INDEX][-1] for columns in loaded)
+            pieces = []
+            for number, columns in enumerate(held):
+                if columns is not None:
+                    stop = int(np.searchsorted(columns[Derived.USER_INDEX], last, side="right"))
+                    pieces.append({name: values[:stop] for name, values in columns.items()})
+                    rest = {name: values[stop:] for name, values in columns.items()}
+                    held[number] = rest if stop < len(columns[Derived.USER_INDEX]) else None
+            yield _merged(pieces, names)
+
     def columns(self, split: Period, shard: int, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Some columns of one shard, by name (``recpo.data.schema.EVENT_SCHEMA``)."""
+        """Some columns of one shard, by name (``recpo.data.schema.EVENT_SCHEMA``), its context rows included."""
         table = self.table(self._shard_file(split, shard), names)
         return {name: table.column(name).to_numpy() for name in names}
 
@@ -382,18 +454,19 @@ def vocabulary_file(side: Side, name: str) -> str:
     return f"vocabularies/{side}_{name}.parquet"
 
 
-def write_manifest(root: Path, content: dict[str, Any]) -> dict[str, Any]:
+def write_manifest(root: Path, content: dict[str, Any], known: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Completes a prepared directory: adds the size of every shard, checksums that are not there yet, and its own.
 
     Args:
         root: a directory with all the files that ``content`` names.
         content: ``shards`` by period, each with ``file``; ``files``, names of the others; and whatever else.
+        known: checksums of files that were not written now.
 
     Returns:
         The manifest, as ``Prepared.open`` reads it.
     """
     shards = {period: [_completed(root, shard) for shard in listed] for period, listed in content["shards"].items()}
-    files = {name: sha256(root / name) for name in content["files"]}
+    files = {name: (known or {}).get(name) or sha256(root / name) for name in content["files"]}
     manifest = {**content, "shards": shards, "files": files}
     write_json(root / MANIFEST, seal(manifest))
     return manifest
@@ -436,6 +509,14 @@ def _decoding(place: Place) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowException) as error:
         raise RecpoError(f"{place} is damaged ({str(error).strip().splitlines()[0]}); {_REMEDY}") from error
+
+
+def _merged(pieces: list[dict[str, np.ndarray]], names: Sequence[str]) -> dict[str, np.ndarray]:
+    """The targets of ``pieces``, by user, those of an earlier piece first."""
+    whole = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+    order = np.argsort(whole[Derived.USER_INDEX], kind="stable")
+    order = order[whole[Derived.IS_TARGET][order]]
+    return {name: whole[name][order] for name in names}
 
 
 def run_change(*keys: np.ndarray) -> np.ndarray:

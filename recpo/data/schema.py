@@ -80,6 +80,7 @@ class Derived:
     IS_TARGET: Final = "is_target"
     BEHAVIORS: Final = "behaviors"
     AVAILABLE_FROM: Final = "available_from"
+    IS_PLACED: Final = "is_placed"
 
 
 TRAIN, VALID, TEST = 0, 1, 2
@@ -138,9 +139,38 @@ def item_schema(item_id: pa.DataType, has_available: bool = False) -> pa.Schema:
     )
 
 
+#: Column of ``items.parquet`` that is there once an item was retired: it is no candidate any more.
+RETIRED: Final = "retired"
+
+
 def user_schema(user_id: pa.DataType) -> pa.Schema:
-    """Layout of ``users.parquet``, with the type of the external ids."""
-    return pa.schema([(Derived.USER_INDEX, pa.int32()), (LogColumns.USER_ID, user_id)])
+    """Layout of ``users.parquet``, with the type of the external ids; ``train_count`` counts events."""
+    return pa.schema([(Derived.USER_INDEX, pa.int32()), (LogColumns.USER_ID, user_id), ("train_count", pa.int64())])
+
+
+def held_out_schema(user_id: pa.DataType, item_id: pa.DataType, request_id: pa.DataType) -> pa.Schema:
+    """Layout of ``held_out.parquet``: the standard events of the held-out periods, which an extension reads again.
+
+    Events of items and users outside the catalog are among them: they may enter it later. ``label`` and ``request`` are
+    known where ``is_placed``, of events that the shards hold.
+    """
+    return pa.schema(
+        [
+            (LogColumns.USER_ID, user_id),
+            (LogColumns.ITEM_ID, item_id),
+            (LogColumns.TIMESTAMP, pa.int64()),
+            (Derived.WATCH_MS, pa.int64()),
+            (Derived.DURATION_MS, pa.int64()),
+            (LogColumns.DISLIKE, pa.bool_()),
+            (Derived.VALUE, pa.float64()),
+            (LogColumns.PROPENSITY, pa.float64()),
+            (LogColumns.IS_RANDOM, pa.bool_()),
+            (LogColumns.REQUEST_ID, request_id),
+            (Derived.LABEL, pa.float64()),
+            (Derived.REQUEST, pa.int64()),
+            (Derived.IS_PLACED, pa.bool_()),
+        ]
+    )
 
 
 def history_schema(

@@ -49,6 +49,18 @@ class Label(ABC):
             events: standard events with ``user_index`` and ``period``.
         """
 
+    def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
+        """As ``add``, with what was fitted to all users before in place of what the events would give.
+
+        Args:
+            events: standard events with ``user_index`` and ``period``, the recent past of their users among them.
+            fitted: the kept ``quantile_table``.
+
+        Raises:
+            RecpoError: what this label fits is not kept.
+        """
+        return self.add(events)
+
     def unreadable(self, label: ir.FloatingColumn) -> ir.BooleanColumn | None:
         """Where the log's ``label`` has a value that this method cannot read; None = it reads any number."""
         return None
@@ -96,8 +108,15 @@ class WatchQuantiles(Label):
 
     def add(self, events: ir.Table) -> ir.Table:
         """The user's share, or the bucket's where the user has too few watch times, or null."""
+        return self._labeled(events, None)
+
+    def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
+        """The bucket's shares are the kept ones; the user's own are of the train events among ``events``."""
+        return self._labeled(events, fitted)
+
+    def _labeled(self, events: ir.Table, kept: ir.Table | None) -> ir.Table:
         keyed = events.mutate(bucket=bucket(events, self.base))
-        table = watch_counts(keyed, ["bucket"])
+        table = watch_counts(keyed, ["bucket"], kept=kept)
         share_of_all = _share(table.at_most, table["count"], table.total, self.ties)
         table = table.select("bucket", Derived.WATCH_MS, share_of_all=share_of_all, total_of_all=table.total)
         keyed = keyed.left_join(table, ["bucket", Derived.WATCH_MS])
@@ -167,6 +186,10 @@ class D2Q(Label):
         if self.groups < 1:
             raise RecpoError(f"label D2Q: groups {self.groups} must be at least 1")
 
+    def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
+        """See ``Label.extend``: refused."""
+        raise _not_kept(self)
+
     def add(self, events: ir.Table) -> ir.Table:
         """Groups are the quantiles of the train durations; a later, unknown duration falls where it would stand."""
         durations = _train_counts(events, [Derived.DURATION_MS])
@@ -210,6 +233,10 @@ class WatchTimeGain(Label):
     def duration_base(self) -> float:
         """Base of the duration buckets."""
         return self.base
+
+    def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
+        """See ``Label.extend``: refused."""
+        raise _not_kept(self)
 
     def add(self, events: ir.Table) -> ir.Table:
         """Moments are summed as whole numbers, so that they do not depend on the order of summation."""
@@ -289,18 +316,25 @@ class NumericColumn(Label):
         return events.mutate(**{Derived.LABEL: label})
 
 
-def watch_counts(keyed: ir.Table, by: Sequence[str], value: str = Derived.WATCH_MS) -> ir.Table:
+def watch_counts(
+    keyed: ir.Table, by: Sequence[str], value: str = Derived.WATCH_MS, kept: ir.Table | None = None
+) -> ir.Table:
     """Train events per group and value, and how many of the group have at most that value.
 
     Args:
         keyed: events with the columns ``by`` and ``value``.
         by: columns of the group.
         value: column of whole numbers.
+        kept: counts of train events that take the place of those of ``keyed``.
 
     Returns:
         ``by``, ``value``, ``count``, ``at_most``, ``total`` (int64); values of later events alone have count 0.
     """
     counts = _train_counts(keyed, [*by, value])
+    if kept is not None:
+        values = counts.mutate(count=ibis.literal(0, "int64"))
+        values = values.union(kept.select(*(kept[name].cast(kind) for name, kind in counts.schema().items())))
+        counts = values.group_by([*by, value]).aggregate(count=values["count"].sum().cast("int64"))
     count = counts["count"]
     return counts.mutate(
         at_most=count.sum().over(ibis.cumulative_window(group_by=by, order_by=value)).cast("int64"),
@@ -343,6 +377,13 @@ def _unwatched_is_zero(keyed: ir.Table, label: ir.FloatingColumn, ties: Ties) ->
 
 def _with_label(events: ir.Table, computed: ir.Table, label: ir.FloatingColumn) -> ir.Table:
     return computed.select(*[computed[name] for name in events.columns], label.name(Derived.LABEL))
+
+
+def _not_kept(label: Label) -> RecpoError:
+    return RecpoError(
+        f"label {type(label).__name__}: what it fits is not kept, so that a directory with it cannot be extended; "
+        "prepare the whole log again, or take another --label"
+    )
 
 
 def _check_base(base: float) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.data.prepared import Events, run_change
+from recpo.data.prepared import Events, Keys, run_change
 from recpo.errors import RecpoError
 from recpo.feedback import GRADES
 from recpo.types import FeedbackBatch, Histories, Slates, SlateTraits
@@ -88,8 +88,15 @@ class Layout(ABC):
 
     def windows_of(self, events: Events) -> Windows:
         """The windows of a shard that is in memory."""
-        order = events.by_request
-        return self.windows(events.user_index, events.request_start[order], events.positive[order])
+        return self.scoring_windows(events.keys)
+
+    def scoring_windows(self, keys: Keys) -> Windows:
+        """The windows of a shard that score something: an extension's shards have context rows, which are only read."""
+        windows = self.windows(keys.user, keys.request_start, keys.positive)
+        if keys.is_target is None:
+            return windows
+        before = np.concatenate([[0], np.cumsum(keys.is_target)])
+        return windows.take(np.flatnonzero(before[windows.slate_stop] > before[windows.slate_start]))
 
     @property
     def traits(self) -> SlateTraits:
@@ -219,6 +226,7 @@ def feedback_batch(events: Events, windows: Windows, context_ids: np.ndarray) ->
     """Gathers windows into right-padded tensors; H and S are the longest of these windows."""
     place, valid = ranges(windows.slate_start, windows.slate_stop)
     index, lengths = events.by_request[place], windows.history_stop - windows.history_start
+    valid &= events.is_target[index]  # context rows of an extension's shards are no positions
     # the history reaches to where the event's request began: what was shown together was chosen together
     visible = np.clip(events.request_start[index] - windows.history_start[:, None], 0, lengths[:, None])
     slates = Slates(

@@ -17,7 +17,7 @@ import ibis.expr.types as ir
 
 from recpo.data.events import more_columns, time_order
 from recpo.data.feature_columns import CONTEXT
-from recpo.data.schema import EVENT_SCHEMA, TEST, TRAIN, VALID, Derived, LogColumns
+from recpo.data.schema import EVENT_SCHEMA, TEST, TIE_RULE, TRAIN, VALID, Derived, LogColumns
 from recpo.errors import RecpoError
 
 _MILLISECOND: Final = timedelta(milliseconds=1)
@@ -146,20 +146,21 @@ class LeaveLastOut(Split):
         return events.mutate(**{Derived.PERIOD: period.cast("int8")})
 
 
-def period_rows(events: ir.Table, period: int, max_context: int) -> ir.Table:
+def period_rows(events: ir.Table, period: int, max_context: int, *, has_context: bool | None = None) -> ir.Table:
     """The rows of one period for ``recpo.data.writing.write_shards``, sorted by user and time.
 
     They have the columns of ``EVENT_SCHEMA`` but the feedback level; times in seconds are float64 here.
 
-    Train: every event, all of them targets. Valid and test: for each user with an event in the period, the last
-    ``max_context`` earlier events as context, then the period's events as targets.
+    Train: every event, all of them targets. Valid and test, and train in an extension: for each user with an event in
+    the period, the last ``max_context`` earlier events as context, then the period's events as targets.
 
     Args:
         events: labeled events with ``position`` and ``period``.
         period: 0, 1 or 2.
         max_context: number of context events.
+        has_context: whether there are context events; None = in the held-out periods.
     """
-    if period == TRAIN:
+    if not (period != TRAIN if has_context is None else has_context):
         chosen = events.filter(events[Derived.PERIOD] == TRAIN)
     else:
         targets = events.filter(events[Derived.PERIOD] == period)
@@ -170,23 +171,66 @@ def period_rows(events: ir.Table, period: int, max_context: int) -> ir.Table:
     return chosen.order_by(order).select(**_layout(chosen, period))
 
 
-def past_items(events: ir.Table, period: int) -> ir.Table:
-    """The items that the users of a held-out period had before it: ``PAST_SCHEMA``, each pair once, in that order."""
+def past_items(events: ir.Table, period: int, earlier: ir.Table | None = None) -> ir.Table:
+    """The items that the users of a held-out period had before it: ``PAST_SCHEMA``, each pair once, in that order.
+
+    Args:
+        events: events with their period.
+        period: 1 or 2.
+        earlier: pairs of ``PAST_SCHEMA`` that count as well.
+    """
     user, item = Derived.USER_INDEX, Derived.ITEM_INDEX
     held_out = events.filter(events[Derived.PERIOD] == period).select(user).distinct()
-    before = events.filter(events[Derived.PERIOD] < period).semi_join(held_out, user)
-    return before.select(user, item).distinct().order_by([user, item])
+    before = events.filter(events[Derived.PERIOD] < period).select(user, item)
+    before = (before if earlier is None else before.union(earlier.select(user, item))).semi_join(held_out, user)
+    return before.distinct().order_by([user, item])
+
+
+def train_items(events: ir.Table) -> ir.Table:
+    """The items that users had in the train period: ``PAST_SCHEMA``, each pair once, in that order."""
+    user, item = Derived.USER_INDEX, Derived.ITEM_INDEX
+    return events.filter(events[Derived.PERIOD] == TRAIN).select(user, item).distinct().order_by([user, item])
+
+
+def held_out_events(events: ir.Table, placed: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
+    """The standard events of the held-out periods (``held_out_schema``), in one order.
+
+    Args:
+        events: all standard events with their period.
+        placed: those of kept items and users, with their labels and requests.
+        items: kept items.
+        users: kept users.
+    """
+    later = placed.filter(placed[Derived.PERIOD] > TRAIN)
+    kept = later.inner_join(items, Derived.ITEM_INDEX).inner_join(users, Derived.USER_INDEX)
+    others = events.filter(events[Derived.PERIOD] > TRAIN)
+    outside = others.anti_join(items, LogColumns.ITEM_ID)
+    outside = outside.union(others.semi_join(items, LogColumns.ITEM_ID).anti_join(users, LogColumns.USER_ID))
+    names = [LogColumns.USER_ID, *TIE_RULE]
+    unknown = {Derived.LABEL: ibis.null("float64"), Derived.REQUEST: ibis.null("int64")}
+    rows = kept.select(*names, Derived.LABEL, Derived.REQUEST, **{Derived.IS_PLACED: ibis.literal(True)}).union(
+        outside.select(*names, **unknown, **{Derived.IS_PLACED: ibis.literal(False)})
+    )
+    return rows.order_by([rows[name].asc(nulls_first=True) for name in names])
 
 
 def last_events(
     events: ir.Table, items: ir.Table, users: ir.Table, max_context: int, behaviors: Iterable[str] = ()
 ) -> ir.Table:
     """Each user's last ``max_context`` events as raw events (``history_schema``), sorted by user and time."""
+    rows = recent_events(events, items, users, max_context, behaviors)
+    order = [rows[Derived.USER_INDEX], rows[Derived.POSITION]]
+    return rows.order_by(order).drop(Derived.USER_INDEX, Derived.POSITION)
+
+
+def recent_events(
+    events: ir.Table, items: ir.Table, users: ir.Table, max_context: int, behaviors: Iterable[str] = ()
+) -> ir.Table:
+    """Each user's last ``max_context`` events as raw events with ``user_index`` and ``position``, in no order."""
     lengths = events.group_by(Derived.USER_INDEX).aggregate(length=events[Derived.POSITION].max() + 1)
     near = events.inner_join(lengths, Derived.USER_INDEX)
     near = near.filter(near[Derived.POSITION] >= near.length - max_context)
     named = near.inner_join(items, Derived.ITEM_INDEX).inner_join(users, Derived.USER_INDEX)
-    order = [named[Derived.USER_INDEX], named[Derived.POSITION]]
     seconds = {
         LogColumns.WATCH_TIME: named[Derived.WATCH_MS].cast("float64") / 1000.0,
         LogColumns.DURATION: named[Derived.DURATION_MS].cast("float64") / 1000.0,
@@ -194,8 +238,8 @@ def last_events(
     names = [LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.TIMESTAMP, *seconds, LogColumns.DISLIKE, Derived.LABEL]
     more = {name: (named[Derived.BEHAVIORS] & (1 << bit)) != 0 for bit, name in enumerate(behaviors)}
     more |= {name.removeprefix(CONTEXT): named[name] for name in more_columns(named) if name.startswith(CONTEXT)}
-    chosen = {name: seconds[name] if name in seconds else named[name] for name in names}
-    return named.order_by(order).select(**chosen, **more)
+    names += [Derived.USER_INDEX, Derived.POSITION]
+    return named.select(**{name: seconds[name] if name in seconds else named[name] for name in names}, **more)
 
 
 def _layout(events: ir.Table, period: int) -> dict[str, ir.Value]:
@@ -205,7 +249,7 @@ def _layout(events: ir.Table, period: int) -> dict[str, ir.Value]:
         LogColumns.WATCH_TIME: (events[Derived.WATCH_MS].cast("float64") / 1000.0).fill_null(nan),
         LogColumns.DURATION: (events[Derived.DURATION_MS].cast("float64") / 1000.0).fill_null(nan),
         LogColumns.PROPENSITY: events[LogColumns.PROPENSITY].fill_null(nan).cast("float32"),
-        Derived.IS_TARGET: ibis.literal(True) if period == TRAIN else events[Derived.PERIOD] == period,
+        Derived.IS_TARGET: events[Derived.PERIOD] == period,
     }
     names = [name for name in (*EVENT_SCHEMA.names, *more_columns(events)) if name != Derived.FEEDBACK]
     return {name: made[name] if name in made else events[name] for name in names}

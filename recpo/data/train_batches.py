@@ -16,6 +16,7 @@ more than any other, and the others are filled up with empty batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import count, islice, repeat
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +51,19 @@ class Phases(NamedTuple):
     passes: int = 1
 
 
+class Segments(NamedTuple):
+    """Which of the training shards an epoch goes through, where the data was extended.
+
+    Attributes:
+        newest_only: those of the last extension, instead of all.
+        replay: with ``newest_only``, batches of older shards for each batch of the newest ones. An epoch takes whole
+            shards in a random order until it has as many, and of the last one a part.
+    """
+
+    newest_only: bool = False
+    replay: float = 0.0
+
+
 class _Planned(NamedTuple):
     """A batch before it is gathered: windows of one shard."""
 
@@ -70,6 +84,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         phases: how the epoch is gone through.
         sum_over_ranks: adds up arrays of all ranks; with it every rank counts the windows of its share of the shards.
         assign: what is assigned to the ranks; to one rank both are the same.
+        segments: which shards an epoch goes through.
         step_labels: whether batches carry the labels of their whole optimizer step (``FeedbackBatch.step_labels``).
         reads: what batches hold beyond items, feedback and times.
 
@@ -95,8 +110,13 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         *,
         step_labels: bool = False,
         reads: Reads = Reads(),  # noqa: B008  immutable
+        segments: Segments = Segments(),  # noqa: B008  immutable
     ) -> None:
-        self._reads = reads
+        self._reads, older = reads, 0
+        if segments.newest_only:
+            self._validate_segments(assign, prepared)
+            older = sum(prepared.segments[:-1])
+        self._older = np.arange(older)
         self.prepared, self._layout, self._batch_size = prepared, layout, batch_size
         self._seed, self._rank, self._phases, self._with_labels = seed, rank, phases, step_labels
         # the shards are divided into so many parts, and so many ranks share the batches of a part
@@ -110,10 +130,11 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
                 + (f"context for {layout}: no event is positive" if layout.cuts_by_label else "events")
             )
         batches = -(-self._windows // batch_size)
-        by_size = np.argsort(-batches, kind="stable")
+        by_size = older + np.argsort(-batches[older:], kind="stable")
         self._shards = np.sort(by_size[rank.rank % self._num_parts :: self._num_parts])
-        self._num_batches = int(batches[self._shards].sum())
-        self._most_batches = int(batches[by_size[:: self._num_parts]].sum())
+        self._replayed = round(segments.replay * int(batches[older:].sum())) if older else 0
+        self._num_batches = int(batches[self._shards].sum()) + self._replayed
+        self._most_batches = int(batches[by_size[:: self._num_parts]].sum()) + self._replayed
         counts = prepared.item_counts() if layout.samples_by_popularity else None
         self._make_batch = layout.batch_maker(Catalog(prepared.num_items, counts), seed)
         self.epoch = 0
@@ -131,14 +152,37 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
     def _count_windows(self, sum_over_ranks: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
         counts = np.zeros(self.prepared.num_shards("train"), np.int64)
         first, step = (0, 1) if sum_over_ranks is None else (self._rank.rank, self._rank.world_size)
-        for shard in range(first, len(counts), step):
-            keys = self.prepared.keys("train", shard, self._layout.cuts_by_label)
-            counts[shard] = len(self._layout.windows(*keys).slate_start)
+        for shard in range(len(self._older) + first, len(counts), step):
+            counts[shard] = self._windows_of_shard(shard)
         return counts if sum_over_ranks is None else sum_over_ranks(counts)
+
+    def _windows_of_shard(self, shard: int) -> int:
+        keys = self.prepared.keys("train", shard, self._layout.cuts_by_label)
+        return len(self._layout.scoring_windows(keys).slate_start)
+
+    @staticmethod
+    def _validate_segments(assign: Assign, prepared: Prepared) -> None:
+        if len(prepared.segments) < 2:
+            raise RecpoError(
+                f"data.segments newest: {prepared.root} was never extended, so that all of it is one segment: set "
+                "data.segments to all"
+            )
+        if assign == "shards":
+            raise RecpoError(
+                "data.segments newest: the few shards of a segment are read by every rank: set data.assign to batches"
+            )
+
+    @cached_property
+    def _first_context(self) -> np.ndarray:
+        """Of every shard its first context id; older shards that are replayed are counted by rows, unread."""
+        if not len(self._older):
+            return np.concatenate([[0], np.cumsum(self._windows)])
+        rows = [shard["rows"] for shard in self.prepared.manifest["shards"]["train"]]
+        return np.concatenate([[0], np.cumsum(rows)])
 
     @property
     def num_contexts(self) -> int:
-        """Number of windows; context ids are 0 .. num_contexts - 1."""
+        """Number of windows; context ids are 0 .. num_contexts - 1, unless older shards are only replayed."""
         return int(self._windows.sum())
 
     def __len__(self) -> int:
@@ -208,13 +252,16 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
     def _part(self, consumed: int) -> Iterator[_Planned]:
         """The batches of the part without the first ``consumed``; a shard of which nothing is left is not read."""
         order = np.random.Generator(np.random.PCG64([self._seed, self.epoch]).jumped(self._rank.rank % self._num_parts))
-        first_context = np.concatenate([[0], np.cumsum(self._windows)])
+        first_context = self._first_context
         short = self._length - max(self._num_batches, consumed)
         loaded: tuple[Events, Windows] | None = None
-        for shard in self._shards[order.permutation(len(self._shards))]:
-            contexts = order.permutation(self._windows[shard])  # drawn in any case: the next shard's order follows it
-            begins = range(0, len(contexts), self._batch_size)[consumed:]
-            consumed = max(0, consumed - -(-len(contexts) // self._batch_size))
+        pieces = [*((int(shard), int(self._windows[shard]), None) for shard in self._shards), *self._replay()]
+        for place in order.permutation(len(pieces)):
+            shard, count, limit = pieces[place]
+            contexts = order.permutation(count)  # drawn in any case: the next shard's order follows it
+            every = range(0, len(contexts), self._batch_size)[:limit]
+            begins = every[consumed:]
+            consumed = max(0, consumed - len(every))
             if not begins:
                 continue
             loaded = events, windows = self._load(shard)
@@ -225,6 +272,23 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
             events, windows = loaded or self._load(self._shards[0])
             yield from repeat(_Planned(events, windows.empty(1), np.zeros(1, np.int64)), short)
 
+    def _replay(self) -> list[tuple[int, int, int | None]]:
+        """Older shards of this epoch: number, windows, and how many batches of it are taken."""
+        order, left = np.random.default_rng([self._seed, self.epoch, len(self._older)]), self._replayed
+        pieces: list[tuple[int, int, int | None]] = []
+        while left:
+            before = left
+            for shard in order.permutation(self._older).tolist():
+                count = self._windows_of_shard(shard)
+                taken = min(-(-count // self._batch_size), left)
+                pieces += [(shard, count, taken)] * (taken > 0)
+                left -= taken
+                if not left:
+                    break
+            if left == before:  # no older shard has a window
+                break
+        return pieces
+
     def _load(self, shard: int) -> tuple[Events, Windows]:
         events = self.prepared.load("train", int(shard), self._reads)
         return events, self._layout.windows_of(events)
@@ -233,9 +297,10 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
 def _step_labels(step: list[_Planned]) -> Tensor:
     """The known labels of a whole optimizer step, so that its threshold does not depend on how it is split."""
     labels = [
-        batch.events.label[batch.events.by_request[begin:end]]
+        batch.events.label[rows[batch.events.is_target[rows]]]
         for batch in step
         for begin, end in zip(batch.windows.slate_start, batch.windows.slate_stop, strict=True)
+        for rows in [batch.events.by_request[begin:end]]
     ]
     known = np.concatenate(labels)
     return torch.from_numpy(known[~np.isnan(known)])

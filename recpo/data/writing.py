@@ -97,24 +97,26 @@ def write_shards(
     threads: int = 1,
     behaviors: tuple[str, ...] = (),
     context: FittedFeatures | None = None,
+    first: int = 0,
 ) -> list[dict[str, Any]]:
     """Writes ``00000.parquet``, ``00001.parquet`` and so on; in memory are at most ``threads + 1`` shards.
 
     Args:
         batches: rows with the columns of ``EVENT_SCHEMA`` but the feedback level, sorted by user and time.
-        directory: made here.
+        directory: made here, unless ``first`` is above 0.
         rows_per_shard: a shard ends at the first change of user after this many rows.
         feedback: gives the levels, and says what counts as positive, skipped, disliked and unknown.
         progress: called with the number of rows written.
         threads: shards that are encoded at the same time.
         behaviors: names of the bits in ``behaviors``.
         context: features of requests, plain in ``batches`` and encoded in shards.
+        first: number of the first shard; the earlier ones are in ``directory`` already.
 
     Returns:
         For each shard its file (relative to the directory's parent), rows, users, targets, the targets of each of
         ``FEEDBACK_KINDS``, those with each behavior, sha256.
     """
-    directory.mkdir()
+    directory.mkdir(exist_ok=first > 0)
     shards: list[dict[str, Any]] = []
     pending: deque[Future[dict[str, Any]]] = deque()
 
@@ -123,7 +125,7 @@ def write_shards(
         progress(shards[-1]["rows"])
 
     with ThreadPoolExecutor(threads) as pool:
-        for number, block in enumerate(user_blocks(batches, rows_per_shard)):
+        for number, block in enumerate(user_blocks(batches, rows_per_shard), start=first):
             if len(pending) == threads:
                 finish_one()
             pending.append(

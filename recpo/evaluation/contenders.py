@@ -183,24 +183,22 @@ def _load_fitted(
 
 
 def _training_events(data: Prepared) -> Iterator[EventChunk]:
-    for shard in range(data.num_shards("train")):
-        yield EventChunk(*data.columns("train", shard, ["user_index", "item_index"]).values())
+    for columns in data.train_columns(["user_index", "item_index"]):
+        yield EventChunk(*columns.values())
 
 
 def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
     """Training events of the items 1..V, newer ones counting more (``decayed_counts``): ``[V]``.
 
-    Two passes, one shard in memory at a time: the first finds the begin and the end of the training period.
+    Two passes, one piece in memory at a time: the first finds the begin and the end of the training period.
     """
-    shards = range(data.num_shards("train"))
     first, last = np.inf, -np.inf
-    for shard in shards:
-        time = data.columns("train", shard, ["timestamp"])["timestamp"]
+    for columns in data.train_columns(["timestamp"]):
+        time = columns["timestamp"]
         if len(time):
             first, last = min(first, float(time.min())), max(last, float(time.max()))
     half_life = max(1.0, (last - first) / 10) if half_life_days is None else half_life_days * _MILLISECONDS_PER_DAY
     counts = np.zeros(data.num_items)
-    for shard in shards:
-        item, time = data.columns("train", shard, ["item_index", "timestamp"]).values()
+    for item, time in (columns.values() for columns in data.train_columns(["item_index", "timestamp"])):
         counts += decayed_counts(item, time, num_items=data.num_items, end=int(last), half_life=half_life)
     return counts

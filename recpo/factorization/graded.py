@@ -13,7 +13,7 @@ holds the whole matrix in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final, Literal, NamedTuple
@@ -123,7 +123,7 @@ class Items(NamedTuple):
 def chunks(
     data: Prepared, finished: Callable[[int], object] = lambda _: None, period: Period = "train"
 ) -> Iterator[Chunk]:
-    """The events of a period whose grade is known, shard by shard, in chunks of whole users.
+    """The events of a period whose grade is known, in chunks of whole users.
 
     Args:
         data: prepared data.
@@ -131,12 +131,17 @@ def chunks(
         period: which period; of a held-out one, the events that are known as context do not count.
     """
     grades, names = np.array(GRADES), ["user_index", "item_index", "feedback", "is_target"]
-    for shard in range(data.num_shards(period)):
-        user, item, level, is_target = data.columns(period, shard, names).values()
+    pieces = data.train_columns(names) if period == "train" else _shards(data, period, names)
+    for columns in pieces:
+        user, item, level, is_target = columns.values()
         grade = grades[level]
         known = ~np.isnan(grade) & is_target
         yield from chunks_of(user[known], item[known] - 1, grade[known], data.num_items)
         finished(len(user))
+
+
+def _shards(data: Prepared, period: Period, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
+    return (data.columns(period, shard, names) for shard in range(data.num_shards(period)))
 
 
 def chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items: int) -> Iterator[Chunk]:

@@ -134,7 +134,7 @@ def fit_implicit(
     """
     grid = list(product(options.unobserved, options.ridges))
     first, others = options.ranks[0], options.ranks[1:]
-    events = sum(int(shard["rows"]) for shard in data.manifest["shards"]["train"])
+    events = sum(int(shard["targets"]) for shard in data.manifest["shards"]["train"])
     total = events * (len(grid) + len(others)) * options.sweeps
     with tqdm(total=total, desc=_KIND, unit="event", unit_scale=True, disable=None if progress else True) as bar:
         models = [_fit_one(data, first, *pair, options, bar.update) for pair in grid]

@@ -39,9 +39,11 @@ class HistoryRecommender(Protocol):
 
 
 def positive_pairs(data: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Of every training shard the users and the items (from 0) of the distinct positive pairs, and the events read."""
-    for shard in range(data.num_shards("train")):
-        columns = data.columns("train", shard, ["user_index", "item_index", "label", "dislike"])
+    """Users and items (from 0) of the distinct positive pairs of the training events, and the events read.
+
+    They come in the pieces of ``Prepared.train_columns``.
+    """
+    for columns in data.train_columns(["user_index", "item_index", "label", "dislike"]):
         positive = data.feedback.rule.positive(columns["label"], columns["dislike"])
         user = columns["user_index"][positive].astype(np.int64)
         item = columns["item_index"][positive].astype(np.int64) - 1

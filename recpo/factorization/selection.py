@@ -45,7 +45,7 @@ def fit_factors(
     """
     mean, count = mean_grade(data, options.period)
     grid = options.grid
-    events = sum(int(shard["rows"]) for shard in data.manifest["shards"][options.period])
+    events = sum(int(shard["targets"]) for shard in data.manifest["shards"][options.period])
     total = events * (len(grid) * options.sweeps + 1)
     with tqdm(total=total, desc="factorize", unit="event", unit_scale=True, disable=None if progress else True) as bar:
         trials = [_fit(data, mean, rank, ridge, options, bar.update) for rank, ridge in grid]

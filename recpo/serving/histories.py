@@ -117,6 +117,7 @@ class UserHistories:
         exclude: items that must not be listed, those that are too old to be read among them; each once, ascending.
         max_history: H.
         reads_timestamps: whether the batches have times.
+        retired: items that are listed for nobody.
     """
 
     users: pa.Array
@@ -125,6 +126,7 @@ class UserHistories:
     exclude: _PerUser
     max_history: int
     reads_timestamps: bool
+    retired: np.ndarray
 
     def batches(self, size: int) -> Iterator[tuple[slice, EncodedHistories]]:
         """``size`` users at a time: which users, and what a policy reads of them."""
@@ -138,6 +140,8 @@ class UserHistories:
         )
         width = max(1, int(np.diff(self.exclude.offsets[begin : end + 1]).max()))
         exclude = self.exclude.padded(begin, end, 0, width)
+        if len(self.retired):
+            exclude = np.concatenate([exclude, np.tile(self.retired, (end - begin, 1))], 1)
         return EncodedHistories(item_ids, feedback, exclude, timestamps if self.reads_timestamps else None)
 
 
@@ -160,7 +164,7 @@ class HistoryReader:
     ``recpo prepare`` computed those of training.
 
     Attributes:
-        items: external ids of the catalog.
+        items: external ids of the catalog; retired ones are read in histories and excluded from every list.
         feedback: what prepare fitted.
         max_history: H, how many events the policy reads; the most recent ones count.
         reads_timestamps: the policy reads the time of events, not only their order.
@@ -199,7 +203,8 @@ class HistoryReader:
             unknown_excluded=excluded[1],
         )
         by_user = _PerUser.of(len(served), events.user, events.item, events.level, events.time)
-        return UserHistories(served, counts, by_user, excluded[0], self.max_history, self.reads_timestamps)
+        retired = self.items.retired
+        return UserHistories(served, counts, by_user, excluded[0], self.max_history, self.reads_timestamps, retired)
 
     def read_request(self, events: Sequence[Mapping[str, Any]], exclude: Sequence[Any] = ()) -> EncodedHistories:
         """What the policy reads of one user, as a server has it.

@@ -11,7 +11,7 @@ from scipy import sparse
 from sklearn.utils.extmath import randomized_svd
 
 from recpo.data.id_map import IdMap
-from recpo.data.prepared import Prepared
+from recpo.data.prepared import Prepared, run_change
 from recpo.errors import RecpoError
 from recpo.tokenizer.sources import EarlierCodes, ItemVectors, VectorSource
 
@@ -158,9 +158,9 @@ class VectorsFromCooccurrence(VectorSource):
 
 
 def _sequences(data: Prepared) -> Iterator[Sequences]:
-    for shard in range(data.num_shards("train")):
-        events = data.load("train", shard)
-        yield Sequences(events.item_index, events.offsets)
+    for columns in data.train_columns(["user_index", "item_index"]):
+        changes = np.flatnonzero(run_change(columns["user_index"]))
+        yield Sequences(columns["item_index"].astype(np.int64), np.append(changes, len(columns["user_index"])))
 
 
 def _facts(pairs: Pairs, vectors: np.ndarray) -> dict[str, Any]:

@@ -59,8 +59,15 @@ def train_parser() -> ArgumentParser:
         "--init_from",
         type=Path | None,
         default=None,
-        help="run directory whose best policy training starts from: the same items; options of policy that are not "
-        "given, and data.layout, are those of that run",
+        help="run directory whose best policy training starts from: the same items, or the first of today's (see "
+        "recpo prepare --extends); options of policy that are not given, and data.layout, are those of that run",
+    )
+    parser.add_argument(
+        "--init_training",
+        type=bool | None,
+        default=None,
+        help="take over the critic heads and the optimizer's state of the run of init_from too; null = where the "
+        "catalog has grown since, and objective and optimizers are the same",
     )
     parser.add_argument("--resume", type=bool, default=False, help="go on from last.ckpt in out")
     parser.add_argument("--overwrite", type=bool, default=False, help="replace the run in out once training has begun")

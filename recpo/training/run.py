@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -411,13 +411,19 @@ def write_text(file: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def load_weights(module: nn.Module, checkpoint: Path, prefix: str = "policy.") -> None:
+def load_weights(
+    module: nn.Module,
+    checkpoint: Path,
+    prefix: str = "policy.",
+    adapt: Callable[[dict[str, Any], Mapping[str, Tensor]], dict[str, Any]] | None = None,
+) -> None:
     """Copies the weights of the trained policy in ``checkpoint`` into ``module``; nothing is unpickled.
 
     Args:
         module: the policy, or another network of the training.
         checkpoint: the file, or the directory of a sharded run.
         prefix: of the network's weights: ``policy.``, ``critic.score.`` and so on.
+        adapt: makes of the saved tensors and the network's own what is loaded; None = they are loaded as they are.
 
     Raises:
         RecpoError: the file is missing, or a weight is missing, left over, of another shape, or not a number.
@@ -425,6 +431,7 @@ def load_weights(module: nn.Module, checkpoint: Path, prefix: str = "policy.") -
     saved = saved_tensors(checkpoint)
     weights = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
     own, part = module.state_dict(), prefix.rstrip(".")
+    weights = weights if adapt is None else adapt(weights, own)
     faults = [f"{name}: only in the checkpoint" for name in weights.keys() - own.keys()]
     faults += [f"{name}: only in the {part}" for name in own.keys() - weights.keys()]
     faults += [

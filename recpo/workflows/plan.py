@@ -79,7 +79,7 @@ def catalog_of(num_items: int | None, prepared: str | Path | None, events: int |
         assert num_items is not None
         return num_items, events
     data = Prepared.open(prepared)
-    return data.num_items, sum(shard["rows"] for shard in data.manifest["shards"]["train"])
+    return data.num_items, sum(shard["targets"] for shard in data.manifest["shards"]["train"])
 
 
 def _placements(

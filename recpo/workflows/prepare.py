@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike, fspath
-from typing import Literal
+from pathlib import Path as FilePath
+from typing import Any, Literal
 
 import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import csv
 
 from recpo.data.engine import EngineOptions
+from recpo.data.extension import extend
 from recpo.data.feature_columns import FeatureColumns
 from recpo.data.locations import locate
 from recpo.data.prepare import Preparation
@@ -55,6 +59,8 @@ def prepare(
     *,
     items: Path | Sequence[Path] | Frame | None = None,
     users: Path | Sequence[Path] | Frame | None = None,
+    extends: Prepared | Path | None = None,
+    retire: list[int] | list[str] | Path = [],  # noqa: B006  never changed
     preset: PresetName = "plain",
     columns: Columns = Columns(),  # noqa: B008 frozen
     split: Split = TemporalSplit(),  # noqa: B008 frozen
@@ -96,6 +102,11 @@ def prepare(
             feature, ``features`` says; without it, the preset or the types of the columns (docs/features.md). Rows of
             items that are not in the catalog are counted in the manifest.
         users: table with features of users, one row for each; files or a frame, as ``log``.
+        extends: prepared directory of the days before ``log``, of which ``out`` then holds everything as well: items
+            and users keep their numbers, the periods roll forward, and what was fitted is kept
+            (``recpo.data.extension.extend``). The other options are those that it was prepared with.
+        retire: with ``extends``, items that are no candidates any more: their ids, or a Parquet or CSV file with a
+            column ``item_id``. They keep their numbers and stay in histories; no evaluation and no bundle lists them.
         preset: column names and units to start from, features and behaviors among them.
         columns: columns and units that differ from the preset.
         split: TemporalSplit or LeaveLastOut.
@@ -127,8 +138,9 @@ def prepare(
         The prepared directory; what became of the events stands in ``manifest["counts"]``.
 
     Raises:
-        RecpoError: the log has faults (all of them in one message), or cannot be split; an option is out of range;
-            ``out`` exists and ``overwrite`` is False, or is no prepared directory, or holds the log.
+        RecpoError: the log has faults (all of them in one message), or cannot be split; an option is out of range, or
+            another one than that of ``extends``; ``log`` is not later than ``extends``; ``out`` exists and
+            ``overwrite`` is False, or is no prepared directory, or holds the log.
     """
     preparation = Preparation(
         preset=preset,
@@ -148,17 +160,30 @@ def prepare(
     )
     options = EngineOptions(engine, memory_limit, threads, spark_master, spark_conf)
     place = fspath(out)
-    preparation.run(
-        _source(log, "log"),
-        place,
-        items=None if items is None else _source(items, "items"),
-        users=None if users is None else _source(users, "users"),
-        engine=options,
-        work=work,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    common: dict[str, Any] = {"engine": options, "work": work, "overwrite": overwrite, "progress": progress}
+    common |= {"items": None if items is None else _source(items, "items")}
+    common |= {"users": None if users is None else _source(users, "users")}
+    if extends is None:
+        if retire != []:
+            raise RecpoError("retire: an item is retired where the catalog goes on: name the directory with --extends")
+        preparation.run(_source(log, "log"), place, **common)
+    else:
+        kept = extends if isinstance(extends, Prepared) else Prepared.open(fspath(extends))
+        extend(kept, preparation, _source(log, "log"), place, retire=_item_ids(retire), **common)
     return Prepared.open(locate(place))
+
+
+def _item_ids(given: list[int] | list[str] | Path) -> list[Any]:
+    """The ids themselves, or the column ``item_id`` of a file."""
+    if isinstance(given, list):
+        return list(given)
+    file = FilePath(given)
+    try:
+        table = csv.read_csv(file) if file.suffix == ".csv" else pq.read_table(file)
+        ids: list[Any] = table["item_id"].to_pylist()
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise RecpoError(f"retire: {file} is no Parquet or CSV file with a column item_id ({error})") from error
+    return ids
 
 
 def _source(log: Path | Sequence[Path] | Frame, what: str) -> list[str] | pa.Table:

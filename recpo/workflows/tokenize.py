@@ -64,7 +64,7 @@ def tokenize(
     out: str | PathLike[str],
     *,
     vectors: VectorSource | CodesFromFile | Frame = VectorsFromCooccurrence(),  # noqa: B008 frozen
-    codebooks: str | PathLike[str] | None = None,
+    extends: str | PathLike[str] | None = None,
     collisions: Collisions | None = None,
     device: str = "cpu",
     seed: int = 0,
@@ -82,7 +82,7 @@ def tokenize(
         out: directory to make.
         vectors: what codes are made from: VectorsFromCooccurrence, VectorsFromParquet, VectorsFromRun, a frame with
             the columns ``item_id`` and ``vector`` (or VectorsFromFrame), or codes that exist already: CodesFromFile.
-        codebooks: codes that were made for an earlier catalog: its items keep their codes, new items get free tuples
+        extends: codes that were made for an earlier catalog: its items keep their codes, new items get free tuples
             by its codebooks.
         collisions: how items that share a tuple are told apart: nearest (the last code moves to the nearest free one
             under the same prefix; a full prefix overflows to the nearest one with room), extra (everybody gets one more
@@ -104,7 +104,7 @@ def tokenize(
     data = prepared if isinstance(prepared, Prepared) else Prepared.open(str(prepared))
     source = VectorsFromFrame(vectors) if isinstance(vectors, ArrowStream | Mapping) else vectors
     items, place, out = data.item_ids(), compute_device(device), Path(out)
-    read = [data.root, codebooks, getattr(source, "file", None), getattr(source, "run", None)]
+    read = [data.root, extends, getattr(source, "file", None), getattr(source, "run", None)]
     inputs = [given for given in read if isinstance(given, str | PathLike)]
     with (
         output_directory(out, kind="codes", overwrite=overwrite, inputs=inputs, sealed=FILES) as partial,
@@ -116,7 +116,7 @@ def tokenize(
             items,
             kmeans,
             collisions=collisions,
-            codebooks=None if codebooks is None else Path(codebooks),
+            codebooks=None if extends is None else Path(extends),
             device=place,
             seed=seed,
             finished=bar.update,

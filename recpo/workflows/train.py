@@ -37,9 +37,10 @@ from recpo.training.lost_ranks import ReportLostRanks, lost_rank
 from recpo.training.module import PreferenceModule
 from recpo.training.monitor import default_monitor, held_out_facts, validate_monitor
 from recpo.training.options import TrainOptions, rewards_of
-from recpo.training.run import CHECKPOINTS, RESOLVED, Run, class_paths, load_weights
+from recpo.training.run import CHECKPOINTS, RESOLVED, Run, class_paths
 from recpo.training.run_features import hand_over
 from recpo.training.trainer import Throughput
+from recpo.training.warm_start import StartingState, WarmStart, growth_of, same_training
 
 
 def train(
@@ -79,7 +80,9 @@ def train(
             by advantages alone (GBPO, Reinforce) ``TernaryAdvantage(positive_fraction=0.25)``.
         reward: turns feedback into rewards.
         init_from: run whose best policy training starts from; its policy options and data layout hold where none are
-            given.
+            given. Its items are those of ``data``, or the first of them (``prepare(..., extends=...)``): rows of new
+            items start from the mean of the known ones. With ``init_training`` the critic heads and the state of the
+            optimizer go along; None = where the catalog has grown, and objective and optimizers are the same.
         resume: go on from the last checkpoint in ``out``.
         overwrite: replace a run in ``out``, once the first step of the new one is done.
         trust: packages whose classes the run of ``init_from`` may name, besides those of recpo.
@@ -118,7 +121,11 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
     if options.allocator:
         tune_allocator()
     base = None if configuration.init_from is None else Path(configuration.init_from)
-    module = _module(options, None if base is None or configuration.resume else Run.open(base, trust=trust))
+    start = None if base is None or configuration.resume else _warm_start(configuration, options, base, trust)
+    module = _module(options, start)
+    if start is not None and start.with_training:
+        start.load_critic(module)
+        callbacks = [*callbacks, StartingState(start)]
     if options.rollout is not None:
         options.data.phases = Phases(options.rollout.batches, options.rollout.epochs)
     callbacks = [*callbacks, *_callbacks(options, module, out)]
@@ -175,7 +182,19 @@ def _for_behaviors(options: TrainOptions) -> TrainOptions:
     return replace(options, rollout=rollout, **known)  # type: ignore[arg-type]
 
 
-def _module(options: TrainOptions, base: Run | None) -> PreferenceModule:
+def _warm_start(configuration: Namespace, options: TrainOptions, path: Path, trust: Sequence[str]) -> WarmStart:
+    base = Run.open(path, trust=trust)
+    growth, asked = growth_of(base, options.data.prepared), configuration.init_training
+    if asked and (options.trainer.shards_tables or base.checkpoint().is_dir()):
+        raise RecpoError(
+            "init_training: the optimizer state of sharded tables is not taken over: leave it out, or train without "
+            "ShardedStrategy"
+        )
+    same = not options.trainer.shards_tables and same_training(base, growth, yaml.safe_load(resolved(configuration)))
+    return WarmStart(base, growth, same if asked is None else asked)
+
+
+def _module(options: TrainOptions, start: WarmStart | None) -> PreferenceModule:
     """The policy with the weights that it starts from, and what trains it."""
     data = options.data
     torch.manual_seed(options.seed)
@@ -187,9 +206,8 @@ def _module(options: TrainOptions, base: Run | None) -> PreferenceModule:
     for warning in feedback_warnings(options.objective, options.advantage, options.reward, counts):
         warnings.warn(warning, stacklevel=2)
     item_counts = torch.from_numpy(data.prepared.item_counts())
-    if base is not None:
-        base.validate_items(data.prepared)
-        load_weights(model, base.checkpoint())
+    if start is not None:
+        start.load_policy(model)
     model.set_item_counts(item_counts)  # of this log, whatever the weights came from
     module = PreferenceModule(model, options, slates=data.layout.traits, item_counts=item_counts)
     try:

@@ -146,7 +146,7 @@ def test_vectors_of_a_run(prepared, tmp_path, capsys):
     (run / "run.json").write_text(json.dumps(resealed(other)))
     assert tokenize(prepared, tmp_path / "refused", *source, *SMALL) == 1
     assert "was trained on other items than" in capsys.readouterr().err
-    assert tokenize(prepared, tmp_path / "refused", *source, "--codebooks", tmp_path / "codes") == 1
+    assert tokenize(prepared, tmp_path / "refused", *source, "--extends", tmp_path / "codes") == 1
     assert "a space of their own" in capsys.readouterr().err
 
 
@@ -190,7 +190,7 @@ def test_the_shipped_configuration_on_a_small_catalog(prepared, tmp_path):
         (["--levels", "4"], "CodesFromFile has its codes already: leave out levels"),
         (["--vectors.codebook_size", "3"], "does not fit into a codebook of 3"),
         (["--collisions", "first_free"], "items do not fit into"),
-        (["--codebooks", "anything"], "not CodesFromFile"),
+        (["--extends", "anything"], "not CodesFromFile"),
     ],
 )
 def test_what_codes_of_a_file_cannot_do(prepared, tmp_path, capsys, options, message):
@@ -243,7 +243,7 @@ def test_old_items_keep_their_codes_and_new_ones_get_free_ones(grown, tmp_path, 
     options = from_file(write_vectors(tmp_path / "vectors.parquet", everything)) if source == "file" else []
     first = [*options, *SMALL, "--normalize", "standardize", "--collisions", collisions]
     assert tokenize(grown / "old", tmp_path / "old", *first) == 0
-    assert tokenize(grown / "new", tmp_path / "new", *options, "--codebooks", tmp_path / "old") == 0
+    assert tokenize(grown / "new", tmp_path / "new", *options, "--extends", tmp_path / "old") == 0
     old, new = SemanticCodes.load(tmp_path / "old"), SemanticCodes.load(tmp_path / "new")  # loading checks uniqueness
     given = dict(zip(old_ids, old.codes.tolist(), strict=True))
     found = dict(zip(new_ids, new.codes.tolist(), strict=True))
@@ -262,7 +262,7 @@ def test_only_new_items_need_a_vector(grown, tmp_path, capsys):
     file = write_vectors(tmp_path / "old.parquet", old_ids)
     assert tokenize(grown / "old", tmp_path / "old", *from_file(file), *SMALL) == 0
     added = sorted({*new_ids} - {*old_ids})
-    frozen = ["--codebooks", tmp_path / "old"]
+    frozen = ["--extends", tmp_path / "old"]
     file = write_vectors(tmp_path / "new.parquet", added)
     assert tokenize(grown / "new", tmp_path / "new", *from_file(file), *frozen) == 0
     file = write_vectors(tmp_path / "fewer.parquet", added[1:])
@@ -283,16 +283,16 @@ def test_only_new_items_need_a_vector(grown, tmp_path, capsys):
 )
 def test_frozen_codebooks_take_no_options(grown, tmp_path, capsys, options, message):
     assert tokenize(grown / "old", tmp_path / "old", *SMALL) == 0
-    assert tokenize(grown / "new", tmp_path / "new", "--codebooks", tmp_path / "old", *options) == 1
+    assert tokenize(grown / "new", tmp_path / "new", "--extends", tmp_path / "old", *options) == 1
     assert message in capsys.readouterr().err
 
 
 def test_directories_that_hold_no_codebooks(prepared, tmp_path, capsys):
-    assert tokenize(prepared, tmp_path / "new", "--codebooks", tmp_path / "nowhere") == 1
+    assert tokenize(prepared, tmp_path / "new", "--extends", tmp_path / "nowhere") == 1
     assert "holds no codes" in capsys.readouterr().err
     assert tokenize(prepared, tmp_path / "old", *SMALL) == 0
     (tmp_path / "old/codebooks.safetensors").unlink()
-    assert tokenize(prepared, tmp_path / "new", "--codebooks", tmp_path / "old") == 1
+    assert tokenize(prepared, tmp_path / "new", "--extends", tmp_path / "old") == 1
     assert "has no codebooks.safetensors" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "old")
     assert tokenize(tmp_path, tmp_path / "new") == 1
@@ -317,7 +317,7 @@ def test_from_python_frames_in_and_an_object_out_in_silence(prepared, tmp_path, 
     assert frame["item_id"].tolist() == ids
     assert np.array_equal(frame[["code_0", "code_1"]], codes.semantic_codes.codes)
     assert codes.report["items"] == len(ids)
-    again = recpo.tokenize(str(prepared), tmp_path / "again", vectors=pd.read_parquet(file), codebooks=codes)
+    again = recpo.tokenize(str(prepared), tmp_path / "again", vectors=pd.read_parquet(file), extends=codes)
     assert np.array_equal(again.semantic_codes.codes, codes.semantic_codes.codes)
     with pytest.raises(RecpoError, match="the table of vectors has no vector for 1"):
         recpo.tokenize(prepared, tmp_path / "x", vectors={"item_id": ids[1:], "vector": [[1.0]] * (len(ids) - 1)})

@@ -45,7 +45,7 @@ def everything(root):
     for period in ("train", "valid", "test"):
         for shard in range(data.num_shards(period)):
             read += [column.tobytes() for column in data.load(period, shard) if column is not None]
-            read += [column.tobytes() for column in data.keys(period, shard)]
+            read += [column.tobytes() for column in data.keys(period, shard) if column is not None]
     return read
 
 

@@ -68,7 +68,9 @@ def off_policy_setting(
 
     def training() -> Iterator[RewardedExposures]:
         for shard in range(data.num_shards("train")):
-            yield rewarded(data.load("train", shard, reward.reads), reward)
+            events = data.load("train", shard, reward.reads)
+            exposures = rewarded(events, reward)
+            yield RewardedExposures(*(column[events.is_target] for column in exposures))
 
     propensities: Propensities = {
         "logged": LoggedPropensities,
