@@ -209,6 +209,7 @@ def _read(table: CandidateTable, data: Prepared) -> tuple[NDArray[np.int64], NDA
     begin, end = np.full(size, NEVER), np.full(size, ALWAYS)
     begin[index] = _times(frame, table.available_from, AVAILABLE_FROM, ALWAYS, name)
     end[index] = _times(frame, table.available_until, AVAILABLE_UNTIL, NEVER, name)
+    begin[0], end[0] = ALWAYS, NEVER  # rows of items that the data do not know were written there
     return begin, end
 
 

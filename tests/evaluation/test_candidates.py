@@ -14,6 +14,7 @@ import yaml
 
 import recpo
 from recpo.cli.main import main
+from recpo.data.feature_columns import FeatureColumns
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.candidates import ALWAYS, NEVER, Candidates, CandidateTable, begin_of, candidates_of
@@ -25,6 +26,7 @@ from recpo.evaluation.off_policy.measure import OffPolicyMeasure
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.off_policy.propensities import LoggedPropensities
 from recpo.evaluation.true_rewards import true_rewards
+from recpo.features.schema import Category
 from recpo.simulation.log import Simulation
 from recpo.types import Recommendations
 from recpo.workflows.evaluate import evaluate
@@ -207,8 +209,14 @@ def living(tmp_path_factory):
     root = tmp_path_factory.mktemp("living")
     options = {"users": 60, "items": 80, "events": 4000, "days": 8, "births": 0.06}
     world = recpo.simulate(root / "world", world="living", **options)
-    recpo.prepare(world.log, root / "prepared", split=recpo.TemporalSplit(valid_days=1, test_days=2))
-    return world, Prepared.open(root / "prepared")
+    return world, recpo.prepare(
+        world.log,
+        root / "prepared",
+        items=world.items,
+        catalog="items",
+        features=FeatureColumns(item=(Category("category"),), available_from="available_from"),
+        split=recpo.TemporalSplit(valid_days=1, test_days=2),
+    )
 
 
 def test_a_table_of_candidates_is_read_by_its_columns(living):
@@ -220,6 +228,8 @@ def test_a_table_of_candidates_is_read_by_its_columns(living):
     assert known.begin == begin == begin_of(data, "test")
     assert known.is_candidate[1:].tolist() == [births[item] <= begin for item in ids]
     assert known.source == "a frame in memory"
+    default = candidates_of(data, "test", None)
+    assert np.array_equal(default.available_from, known.available_from), "the prepared data say the same"
     renamed = table.rename_columns(["video", "born", *table.column_names[2:]])
     other = candidates_of(data, "test", CandidateTable(renamed, "video", "born"))
     assert torch.equal(other.is_candidate, known.is_candidate)
@@ -255,18 +265,28 @@ def test_an_item_with_two_rows_is_refused(living):
 
 def test_no_list_of_candidates_is_worth_more_than_the_oracles(living):
     world, data = living
-    found = evaluate(data, ["popularity", "recency", "random"], ks=[5], truth=world.root, candidates=world.items)
-    values = {one["name"]: one["metrics"]["true_reward@5"]["mean"] for one in found.document["contenders"]}
-    assert values["oracle"] > max(value for name, value in values.items() if name != "oracle")
+    found = evaluate(data, ["popularity", "recency", "random"], ks=[5], truth=world.root)
+    contenders = found.document["contenders"]
+    for metric in ("true_reward@5", "new_true_reward@5"):
+        values = {one["name"]: one["metrics"][metric]["mean"] for one in contenders if metric in one["metrics"]}
+        assert values["oracle"] > max(value for name, value in values.items() if name != "oracle")
+        assert {"popularity", "random"} <= values.keys()
+    assert found.document["new_items"]["items"] > 2
+    shares = {
+        one["name"]: one["metrics"]["new_share@5"]["mean"] for one in contenders if one["metrics"].get("new_share@5")
+    }
+    assert shares["popularity"] == 0 < shares["random"] < shares["oracle"], "users like what is fresh"
+    assert found.document["candidates"]["source"] == "available_from of the prepared data"
+    assert found.options["candidates"] is None
     left_out = found.document["candidates"]["items_left_out"]
     born = np.array(pq.read_table(world.items)["available_from"])
     begin = data.manifest["boundaries"]["test_start_ms"]
     ids = data.item_ids().to_external(np.arange(1, data.num_items + 1)).to_numpy()
     later = np.isin(ids, pq.read_table(world.items)["item_id"].to_numpy()[born > begin])
     assert left_out == later.sum()
-    assert found.options["candidates"] == str(world.items)
     shown = found.html()
     assert f"{left_out:,} were not" in shown
+    assert "have no event in training" in shown
     segments = found.document["setting"]["segments"]["item age"]
     assert segments[-1] in ("7 to 30 days", "30 days and more")
 
