@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from jsonargparse import ArgumentError
+
 from recpo.artifacts import kind_of, read_yaml
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.factorization.factors import Factors
 from recpo.policies.tilted import validate_beta
+from recpo.training.configuration import as_arguments, train_parser
 from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
 from recpo.workflows.factorize import factorize
 from recpo.workflows.tilt import tilt
@@ -66,7 +69,10 @@ class Recipe:
             validate_beta(float(tilt))
         if warm_epochs is not None and warm_epochs < 1:
             raise RecpoError(f"loop: warm_epochs is {warm_epochs}, expected at least 1, or null")
-        return cls(tuple(_own_part(one) for one in named), tilt, warm_start, warm_epochs)
+        configs = tuple(_own_part(one) for one in named)
+        for number, config in enumerate(configs):
+            _validate(number, config)
+        return cls(configs, tilt, warm_start, warm_epochs)
 
     @property
     def needs_factors(self) -> bool:
@@ -95,9 +101,7 @@ class Recipe:
         start = self._start(data, before, trust)
         run = start
         for number, (name, given) in enumerate(zip(self.names, self.configs, strict=True)):
-            config = copy.deepcopy(dict(given))
-            for reward in _factor_rewards(config):
-                reward.setdefault("init_args", {})["factors"] = str(root / FACTORS)
+            config = _with_factors(given, root / FACTORS)
             options: dict[str, Any] = {"seed": seed, "data.seed": seed, "progress": progress}
             if number == 0 and start is not None and self.warm_epochs is not None:
                 options["trainer.max_epochs"] = self.warm_epochs
@@ -162,10 +166,27 @@ def _own_part(named: Path | str | Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def _validate(number: int, config: Mapping[str, Any]) -> None:
+    """Checks names and types before anything is simulated; what depends on the data is checked when training begins."""
+    try:
+        arguments = [*as_arguments(_with_factors(config, Path(FACTORS))), "--out", "run", "--data.prepared", "prepared"]
+        train_parser().parse_args(arguments, defaults=False)
+    except ArgumentError as error:
+        raise RecpoError(f"loop: recipe, configuration {number} ({_objective(config)}): {error}") from error
+
+
 def _objective(config: Mapping[str, Any]) -> str:
     objective = config.get("objective")
     named = objective.get("class_path", _DEFAULT_OBJECTIVE) if isinstance(objective, Mapping) else objective
     return str(named or _DEFAULT_OBJECTIVE).rsplit(".", 1)[-1]
+
+
+def _with_factors(config: Mapping[str, Any], factors: Path) -> dict[str, Any]:
+    """The configuration whose every ``FactorReward`` reads ``factors``."""
+    found = copy.deepcopy(dict(config))
+    for reward in _factor_rewards(found):
+        reward.setdefault("init_args", {})["factors"] = str(factors)
+    return found
 
 
 def _factor_rewards(part: Any) -> list[dict[str, Any]]:

@@ -168,7 +168,12 @@ def test_a_recipe_is_what_its_files_say_without_what_the_loop_says(tmp_path):
         ({"recipe": []}, "recipe is .*expected a list"),
         ({"recipe": "configs/pretrain.yaml"}, "expected a list"),
         ({"recipe": ["nowhere.yaml"]}, "nowhere.yaml"),
-        ({"recipe": [{**PRETRAIN, "trainer": {"max_epochs": float("nan")}}]}, "no plain value"),
+        ({"recipe": [PRETRAIN, {**VALUE, "objectve": "MPO"}]}, r"configuration 1 \(MPO\): .*objectve"),
+        (
+            {"recipe": [{**PRETRAIN, "objective": {"class_path": "Likelihood", "init_args": {"x": 1}}}]},
+            "'x' is not accep",
+        ),
+        ({"recipe": [{**PRETRAIN, "seed": object()}]}, "cannot be written into the configuration"),
         ({"rounds": 0}, "rounds is 0"),
         ({"k": 0}, "k is 0"),
         ({"days": 2}, "days is 2, expected at least 3"),
