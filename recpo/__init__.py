@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         WeightedLikelihood as WeightedLikelihood,
     )
     from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy as CatalogSoftmaxPolicy
+    from recpo.policies.item_features import ItemFeatureOptions as ItemFeatureOptions
     from recpo.policies.semantic_id import SemanticIdPolicy as SemanticIdPolicy
     from recpo.policies.tilted import RerankedPolicy as RerankedPolicy, TiltedPolicy as TiltedPolicy
     from recpo.reranking import (
@@ -164,6 +165,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "WeightedLikelihood",
     ),
     "recpo.policies.catalog_softmax": ("CatalogSoftmaxPolicy",),
+    "recpo.policies.item_features": ("ItemFeatureOptions",),
     "recpo.policies.semantic_id": ("SemanticIdPolicy",),
     "recpo.policies.tilted": ("RerankedPolicy", "TiltedPolicy"),
     "recpo.reranking": (
