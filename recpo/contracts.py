@@ -170,7 +170,7 @@ class Objective(ABC):
         """What the module must compute beyond ``logp.policy``.
 
         Out of ``{"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score",
-        "labels", "grades"}``; it may depend on the fields (no reference policy is scored for a KL penalty of 0).
+        "labels", "grades", "behaviors"}``; it may depend on the fields (no reference is scored for a KL penalty of 0).
         """
         return frozenset()
 
@@ -178,6 +178,19 @@ class Objective(ABC):
     def num_scores(self) -> int:
         """``K``, how many scores per item it asks for with "score"."""
         return 1
+
+    @property
+    def reads(self) -> Reads:
+        """What batches have to hold for it beyond items, feedback and times."""
+        return Reads()
+
+    def for_behaviors(self, names: tuple[str, ...]) -> Objective:
+        """Itself for data whose behavior number b is ``names[b]``.
+
+        Raises:
+            RecpoError: it learns from a behavior that the data lacks.
+        """
+        return self
 
     @property
     def reads_log_prob(self) -> bool:

@@ -19,8 +19,8 @@ from recpo.contracts import Objective
 from recpo.data.datamodule import evaluation_batches
 
 FILES = (Path(__file__).parent.parent / "configs").glob("*.yaml")
-# test_tokenize_cli.py has the first and test_sharded_cli.py, which starts processes for it, the last
-ELSEWHERE = ("tokenize", "beauty_prepare", "sharded")
+# in this order: test_tokenize_cli.py, nowhere, test_sharded_cli.py (it starts processes), test_run_features.py
+ELSEWHERE = ("tokenize", "beauty_prepare", "sharded", "features")
 CONFIGS = sorted(path for path in FILES if not path.stem.startswith(ELSEWHERE))
 SMALL = {
     "data.batch_size": 16,

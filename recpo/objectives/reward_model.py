@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from recpo.contracts import Objective
 from recpo.errors import RecpoError
+from recpo.features.schema import Reads
 from recpo.objectives.health import masked_mean
 from recpo.objectives.inputs import required
 from recpo.objectives.preference import preference_lists
@@ -17,7 +18,7 @@ from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
 from recpo.types import LossOutput, ObjectiveInputs
 
 TARGETS = ("grade", "dislike")
-"""What the scores of a pointwise reward model are about, in their order."""
+"""What the first scores of a pointwise reward model are about, in their order; behaviors follow."""
 
 
 def pairwise_reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float | None = None) -> Tensor:
@@ -120,47 +121,87 @@ def pointwise_reward_loss(
 
 @dataclass(frozen=True)
 class PointwiseReward(Objective):
-    """Pointwise reward model: cross-entropy of two scores per item, for the targets of ``TARGETS``.
+    """Pointwise reward model: cross-entropy of one score per item and target: grade, dislike, and named behaviors.
 
     ``sigmoid`` of the first score is the expected grade of the event (``recpo.feedback.GRADES``), a number in [0, 1]
-    that enters the cross-entropy as a soft label; that of the second is the probability of a dislike, which the log
-    says of every event. A disliked event has the grade 0. The loss is the mean over the known targets of the kept
-    positions. It trains the score head and, through it, the encoder; log-probabilities are not read.
+    that enters the cross-entropy as a soft label; that of the second is the probability of a dislike, those of the
+    others of one behavior each, which the log says of every event. A disliked event has the grade 0. The loss is the
+    mean over the known targets of the kept positions. It trains the score head and, through it, the encoder;
+    log-probabilities are not read.
 
     Attributes:
         positive_weight: weight of a dislike against an event without one, above 0; with another weight than 1 the
             probabilities are true only after ``recpo calibrate``.
+        behaviors: what else is predicted, by its name in the prepared data (``like``, ``follow``, ...).
     """
 
     positive_weight: float = 1.0
+    behaviors: tuple[str, ...] = ()
+    _bits: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if len(set(self.target_names)) < len(self.target_names):
+            raise RecpoError(
+                f"PointwiseReward: behaviors are {', '.join(self.behaviors)}; name each once, and none of "
+                f"{', '.join(TARGETS)}, which are predicted anyway"
+            )
         if not 0.0 < self.positive_weight < float("inf"):
             raise RecpoError(f"PointwiseReward: positive_weight must be above 0, got {self.positive_weight}")
 
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return frozenset({"score", "labels", "grades"})
+        return frozenset({"score", "labels", "grades"}) | ({"behaviors"} if self.behaviors else frozenset())
+
+    @property
+    def reads(self) -> Reads:
+        """See ``Objective.reads``."""
+        return Reads(behaviors=bool(self.behaviors))
+
+    def for_behaviors(self, names: tuple[str, ...]) -> PointwiseReward:
+        """See ``Objective.for_behaviors``."""
+        if unknown := [name for name in self.behaviors if name not in names]:
+            raise RecpoError(
+                f"PointwiseReward predicts the behavior {unknown[0]!r}, which the data lacks (it has "
+                f"{', '.join(names) or 'none'}); name its column in `behaviors` of recpo prepare"
+            )
+        known = replace(self)
+        object.__setattr__(known, "_bits", tuple(names.index(name) for name in self.behaviors))
+        return known
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """What the scores are about, in their order."""
+        return (*TARGETS, *self.behaviors)
 
     @property
     def num_scores(self) -> int:
         """One per target."""
-        return len(TARGETS)
+        return len(self.target_names)
 
     @property
     def reads_log_prob(self) -> bool:
         """False: only scores are trained."""
         return False
 
-    def targets(self, grade: Tensor, dislike: Tensor) -> tuple[Tensor, Tensor]:
+    def targets(self, grade: Tensor, dislike: Tensor, behaviors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The targets ``[..., K]`` of events ``[...]``, and which of them are known, bool.
 
         The target of an unknown grade (nan) is 0.
+
+        Args:
+            grade: ``[...]``, nan = unknown.
+            dislike: ``[...]`` bool.
+            behaviors: ``[...]`` bit sets (``Slates.behaviors``), where behaviors are predicted.
         """
-        graded = ~grade.isnan()
-        targets = torch.stack([torch.where(graded, grade, 0.0), dislike.bool().to(grade.dtype)], -1)
-        return targets, torch.stack([graded, torch.ones_like(graded)], -1)
+        graded, columns = ~grade.isnan(), [dislike.bool()]
+        if self.behaviors:
+            bits = required(behaviors, "behaviors", self)
+            if self._bits is None:
+                raise RecpoError("PointwiseReward: call for_behaviors with the names of the data's behaviors")
+            columns += [(bits >> bit & 1).bool() for bit in self._bits]
+        targets = torch.stack([torch.where(graded, grade, 0.0), *(column.to(grade.dtype) for column in columns)], -1)
+        return targets, torch.stack([graded, *(torch.ones_like(graded) for _ in columns)], -1)
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
         """Known targets of the kept positions."""
@@ -168,7 +209,8 @@ class PointwiseReward(Objective):
 
     def losses(self, scores: Tensor, targets: Tensor, known: Tensor) -> Tensor:
         """``pointwise_reward_loss`` with the weight of dislikes, ``[..., K]``."""
-        weight = torch.tensor([1.0, self.positive_weight], dtype=scores.dtype, device=scores.device)
+        weights = [1.0, self.positive_weight, *[1.0] * len(self.behaviors)]
+        weight = torch.tensor(weights, dtype=scores.dtype, device=scores.device)
         return pointwise_reward_loss(scores, targets, known, weight)
 
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
@@ -179,7 +221,7 @@ class PointwiseReward(Objective):
         with torch.no_grad():
             predicted = zero_masked(scores, mask).sigmoid()
             metrics = {}
-            for k, name in enumerate(TARGETS):
+            for k, name in enumerate(self.target_names):
                 known = mask[..., k]
                 metrics[f"{name}_loss"] = masked_mean(losses[..., k], known)
                 metrics[f"{name}_mean"] = masked_mean(targets[..., k], known)
@@ -188,5 +230,5 @@ class PointwiseReward(Objective):
 
     def _targets(self, inputs: ObjectiveInputs) -> tuple[Tensor, Tensor]:
         grade = required(inputs.grades, "grades", self).detach()
-        targets, known = self.targets(grade, required(inputs.dislike, "dislike", self))
+        targets, known = self.targets(grade, required(inputs.dislike, "dislike", self), inputs.behaviors)
         return targets, known & inputs.logp.mask.bool().any(-1, keepdim=True)

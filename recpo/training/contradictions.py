@@ -23,6 +23,7 @@ from recpo.types import SlateTraits
 
 KNOWN = frozenset(
     {"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score", "labels", "grades"}
+    | {"behaviors"}
 )
 OF_STATES = frozenset({"value", "entropy", "q_value", "score"})
 """Requirements that are computed from the states of the policy."""

@@ -230,6 +230,8 @@ class InputBuilder:
             inputs = inputs._replace(label=slates.label, dislike=slates.dislike)
         if "grades" in self._requires:
             inputs = inputs._replace(grades=slates.grade)
+        if "behaviors" in self._requires:
+            inputs = inputs._replace(behaviors=slates.behaviors)
         chosen = None
         if "chosen" in self._requires:
             assert slates.chosen is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -110,8 +110,13 @@ def checkpoint_sha256(run: Path, checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def load_calibration(run: Path, checkpoint: Checkpoint = "best") -> Calibration:
+def load_calibration(run: Path, checkpoint: Checkpoint = "best", names: tuple[str, ...] = TARGETS) -> Calibration:
     """What ``recpo calibrate`` fitted.
+
+    Args:
+        run: of the reward model.
+        checkpoint: which one of the run.
+        names: its targets (``PointwiseReward.target_names``).
 
     Raises:
         RecpoError: nothing was fitted, or to other weights.
@@ -123,10 +128,10 @@ def load_calibration(run: Path, checkpoint: Checkpoint = "best") -> Calibration:
     content = unseal(read_json(file, fix), file, fix)
     if content["checkpoint_sha256"] != checkpoint_sha256(run, checkpoint):
         raise RecpoError(f"{file} belongs to other weights than {checkpoint_path(run, checkpoint)}; {fix}")
-    if set(content["targets"]) != set(TARGETS):
-        found, expected = ", ".join(content["targets"]), ", ".join(TARGETS)
+    if set(content["targets"]) != set(names):
+        found, expected = ", ".join(content["targets"]), ", ".join(names)
         raise RecpoError(f"{file} is of a reward model of other targets ({found}), expected {expected}; train it again")
-    fitted = [content["targets"][name]["calibration"] for name in TARGETS]
+    fitted = [content["targets"][name]["calibration"] for name in names]
     return Calibration(tuple(f["scale"] for f in fitted), tuple(f["shift"] for f in fitted))
 
 
@@ -134,8 +139,8 @@ def load_calibration(run: Path, checkpoint: Checkpoint = "best") -> Calibration:
 class LearnedReward(RewardFunction):
     """What a trained reward model expects of a candidate, logged or generated; it is never trained here.
 
-    Of a run of ``PointwiseReward``: ``grade_weight E[grade] - dislike_cost P(dislike)``, as ``recpo calibrate`` fitted
-    the two. Of a run of ``PairwiseReward``: its score, whose zero and unit mean
+    Of a run of ``PointwiseReward``: ``grade_weight E[grade] + sum_b behaviors_b P(b) - dislike_cost P(dislike)``, as
+    ``recpo calibrate`` fitted them. Of a run of ``PairwiseReward``: its score, whose zero and unit mean
     nothing; only differences within a context do. A candidate that is no item (id 0) has no reward (nan).
 
     Attributes:
@@ -143,6 +148,7 @@ class LearnedReward(RewardFunction):
         grade_weight: weight of the expected grade, in [0, 1] (``recpo.feedback.GRADES``).
         dislike_cost: what a certain dislike takes away, beside the grade of 0 that it has; 1 is the whole range of
             grades.
+        behaviors: what a certain behavior adds, by its name, out of those that the model was trained for.
         calibrated: false takes the model's own numbers, so that no ``recpo calibrate`` is needed.
         checkpoint: which one of the run.
         trust: packages whose classes that run's configuration may name, besides those of recpo.
@@ -151,6 +157,7 @@ class LearnedReward(RewardFunction):
     run: Path
     grade_weight: float = 1.0
     dislike_cost: float = 1.0
+    behaviors: dict[str, float] = field(default_factory=dict)
     calibrated: bool = True
     checkpoint: Checkpoint = "best"
     trust: tuple[str, ...] = ()
@@ -158,8 +165,14 @@ class LearnedReward(RewardFunction):
     def __post_init__(self) -> None:
         # what is wrong is said before training starts
         objective = _objective_of(self._opened)
+        predicted = objective.behaviors if isinstance(objective, PointwiseReward) else ()
+        if unknown := sorted(self.behaviors.keys() - set(predicted)):
+            raise RecpoError(
+                f"LearnedReward weighs the behavior {unknown[0]!r}, and {self.run} predicts "
+                f"{', '.join(predicted) or 'none'}: train it with objective.init_args.behaviors"
+            )
         if self.calibrated and isinstance(objective, PointwiseReward):
-            load_calibration(self.run, self.checkpoint)
+            load_calibration(self.run, self.checkpoint, objective.target_names)
 
     @property
     def catalog_checksum(self) -> str | None:
@@ -182,9 +195,11 @@ class LearnedReward(RewardFunction):
 
     @cached_property
     def _calibration(self) -> Calibration:
+        objective = self.model.objective
+        assert isinstance(objective, PointwiseReward)
         if self.calibrated:
-            return load_calibration(self.run, self.checkpoint)
-        targets = len(TARGETS)
+            return load_calibration(self.run, self.checkpoint, objective.target_names)
+        targets = objective.num_scores
         return Calibration((1.0,) * targets, (0.0,) * targets)
 
     @property
@@ -193,7 +208,7 @@ class LearnedReward(RewardFunction):
         return isinstance(self.model.objective, PointwiseReward)
 
     def predictions(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
-        """Expected grade and probability of a dislike ``[B, S, 2]`` (``TARGETS``); a pairwise score ``[B, S, 1]``."""
+        """Expected grade and probabilities ``[B, S, K]`` (``target_names``); a pairwise score ``[B, S, 1]``."""
         model = self.model.to(candidates.item_ids.device)
         is_item = candidates.mask & (candidates.item_ids > 0)
         scores: Tensor = model(batch.histories, candidates._replace(mask=is_item))
@@ -204,6 +219,10 @@ class LearnedReward(RewardFunction):
         predicted = self.predictions(batch, candidates)
         if self.predicts_dislikes:
             reward = self.grade_weight * predicted[..., 0] - self.dislike_cost * predicted[..., 1]
+            objective = self.model.objective
+            assert isinstance(objective, PointwiseReward)
+            for name, weight in self.behaviors.items():
+                reward = reward + weight * predicted[..., objective.target_names.index(name)]
         else:
             reward = predicted[..., 0]
         return reward.masked_fill(~candidates.mask | (candidates.item_ids == 0), torch.nan)

@@ -277,8 +277,8 @@ def rewards_of(options: LearningOptions) -> dict[str, RewardFunction]:
 
 
 def reads_of(policy: Policy, options: LearningOptions) -> Reads:
-    """What batches have to hold for the policy and the rewards."""
-    reads = policy.reads
+    """What batches have to hold for the policy, the objective and the rewards."""
+    reads = policy.reads | options.objective.reads
     for reward in rewards_of(options).values():
         reads |= reward.reads
     return reads

@@ -197,14 +197,16 @@ def _calibrate_run(run: RewardFunction | Run, setting: _Setting, checkpoint: Che
     """Fits the calibration of a run of ``PointwiseReward`` and writes it into the run."""
     assert isinstance(run, Run)
     model = load_reward_model(run, checkpoint).to(setting.device)
+    assert isinstance(model.objective, PointwiseReward)
+    model.objective = model.objective.for_behaviors(setting.data.behaviors)
     valid, test = (_exposures(model, setting, split) for split in ("valid", "test"))
     targets = {}
-    for column, name in enumerate(TARGETS):
+    for column, name in enumerate(model.objective.target_names):
         known = valid.known[:, column]
         if not known.any():
             raise RecpoError(f"target {name}: no exposure of the validation period is graded, so nothing can be fitted")
         fitted = fit_platt(valid.score[known, column], valid.target[known, column])
-        report = assess_target if column == _DISLIKE else assess_grade_target
+        report = assess_target if column else assess_grade_target  # of all but the grade a probability
         targets[name] = {
             "calibration": fitted._asdict(),
             "test": {
@@ -232,7 +234,7 @@ def _exposures(model: RewardModel, setting: _Setting, split: Period) -> Exposure
         slates = feedback.slates
         assert slates.grade is not None
         assert slates.dislike is not None
-        targets, known = objective.targets(slates.grade, slates.dislike)
+        targets, known = objective.targets(slates.grade, slates.dislike, slates.behaviors)
         return [model(feedback.histories, slates).double(), targets.double(), known]
 
     return Exposures(*setting.collect(split, columns))

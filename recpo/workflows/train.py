@@ -174,12 +174,13 @@ def with_monitor(configuration: Namespace) -> TrainOptions:
 
 
 def _for_behaviors(options: TrainOptions) -> TrainOptions:
-    """The options with rewards that know which bit of the data is which behavior."""
+    """The options with an objective and rewards that know which bit of the data is which behavior."""
     names = options.data.prepared.behaviors
     known = {name: reward.for_behaviors(names) for name, reward in rewards_of(options).items()}
     monitor = known.pop("rollout.monitor_reward", None)
     rollout = None if options.rollout is None else replace(options.rollout, monitor_reward=monitor)
-    return replace(options, rollout=rollout, **known)  # type: ignore[arg-type]
+    objective = options.objective.for_behaviors(names)
+    return replace(options, objective=objective, rollout=rollout, **known)  # type: ignore[arg-type]
 
 
 def _warm_start(configuration: Namespace, options: TrainOptions, path: Path, trust: Sequence[str]) -> WarmStart:

@@ -81,3 +81,33 @@ def test_the_weight_is_that_of_dislikes_alone():
 def test_weights_without_sense_are_refused(weight):
     with pytest.raises(RecpoError, match="positive_weight must be above 0"):
         PointwiseReward(weight)
+
+
+def test_behaviors_are_targets_of_their_own_by_name():
+    bits = torch.tensor([[0b101, 0b010, 0b000]])
+    grade, dislike = torch.tensor([[0.875, NAN, 0.0]]), torch.tensor([[False, False, True]])
+    objective = PointwiseReward(positive_weight=2.0, behaviors=("share", "like")).for_behaviors(("like", "-", "share"))
+    assert objective.target_names == ("grade", "dislike", "share", "like")
+    assert objective.num_scores == 4
+    assert objective.reads.behaviors
+    assert not PointwiseReward().reads.behaviors
+    targets, known = objective.targets(grade, dislike, bits)
+    assert targets[..., 2:].tolist() == [[[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]]
+    assert known[..., 1:].all()
+    assert known[..., 0].tolist() == [[True, False, True]]
+    inputs = inputs_of(grade, dislike, torch.randn(1, 3, 4))._replace(behaviors=bits)
+    found = objective(inputs)
+    weight = torch.tensor([1.0, 2.0, 1.0, 1.0])
+    losses = binary_cross_entropy_with_logits(inputs.scores, targets, pos_weight=weight, reduction="none")
+    torch.testing.assert_close(found.loss, losses[known].sum() / known.sum())
+    assert {"share_loss", "like_predicted"} <= found.metrics.keys()
+    with pytest.raises(RecpoError, match="'share', which the data lacks"):
+        objective.for_behaviors(("like",))
+    with pytest.raises(RecpoError, match="name each once"):
+        PointwiseReward(behaviors=("like", "like"))
+    with pytest.raises(RecpoError, match="name each once"):
+        PointwiseReward(behaviors=("dislike",))
+    with pytest.raises(RecpoError, match="for_behaviors"):
+        PointwiseReward(behaviors=("like",)).targets(grade, dislike, bits)
+    with pytest.raises(RecpoError, match="behaviors"):
+        objective(inputs._replace(behaviors=None))
