@@ -31,6 +31,8 @@ def recommend(
     k: int | None = None,
     exclude: Path | None = None,
     users: Path | None = None,
+    user_features: Path | None = None,
+    context: Path | None = None,
     engine: Literal["onnx", "torch"] = "onnx",
     batch_size: int = 256,
     show: int = 0,
@@ -50,6 +52,10 @@ def recommend(
         k: list length; null = the longest that the bundle serves, of a run 10, or all of a smaller catalog.
         exclude: Parquet file of user_id and item_id: what must not be listed.
         users: Parquet file with user_id: who is served, new users among them; null = the users of the histories.
+        user_features: Parquet file of user_id and features as in the table of users that was prepared; only where the
+            policy reads them.
+        context: Parquet file of user_id and features of the requests that are answered now; only where the policy reads
+            them.
         engine: onnx (ONNX Runtime, without torch) or torch.
         batch_size: users ranked at once.
         show: print the lists of the first so many users.
@@ -61,7 +67,16 @@ def recommend(
     k = k if k is not None else source.k if isinstance(source, Bundle) else min(_K_OF_A_RUN, source.num_items)
     with tqdm(desc="recommend", unit="event", disable=None, leave=False) as bar:
         counts = write_recommendations(
-            source, histories, out, k, exclude=exclude, users=users, batch_size=batch_size, progress=bar.update
+            source,
+            histories,
+            out,
+            k,
+            exclude=exclude,
+            users=users,
+            user_features=user_features,
+            context=context,
+            batch_size=batch_size,
+            progress=bar.update,
         )
     save_resolved(out)
     if show > 0:

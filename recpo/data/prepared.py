@@ -26,7 +26,8 @@ from recpo.data.locations import Place, locate, readable
 from recpo.data.schema import RETIRED, Derived
 from recpo.errors import RecpoError
 from recpo.features.arrays import FeatureArrays, missing_features, read_features
-from recpo.features.schema import Feature, FeatureSchema, Reads, Side
+from recpo.features.encoding import FittedFeatures, of_side
+from recpo.features.schema import Categories, Category, Feature, FeatureSchema, Reads, Side
 from recpo.feedback import FEEDBACK_KINDS, FeedbackDefinition
 
 if TYPE_CHECKING:
@@ -294,6 +295,12 @@ class Prepared:
             name: of a ``Category`` or ``Categories`` of ``feature_schema``.
         """
         return self.table(vocabulary_file(side, name), ["value"]).column(0).combine_chunks()
+
+    def fitted_features(self, side: Side) -> FittedFeatures:
+        """What encodes the raw features of further items, users or requests as those of this directory."""
+        features = self.feature_schema.of(side)
+        coded = [feature.name for feature in features if isinstance(feature, Category | Categories)]
+        return of_side(features, {name: self.vocabulary(side, name) for name in coded})
 
     def num_shards(self, split: Period) -> int:
         """Number of shards of ``split``."""

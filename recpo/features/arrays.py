@@ -48,6 +48,16 @@ class FeatureArrays(NamedTuple):
             tuple(np.where(by_row, one, np.float32(np.nan)) for one in self.vectors),
         )
 
+    def joined(self, *others: FeatureArrays) -> FeatureArrays:
+        """These rows and those of ``others`` behind them."""
+        every = (self, *others)
+        return FeatureArrays(
+            np.concatenate([one.codes for one in every]),
+            tuple(map(np.concatenate, zip(*(one.lists for one in every), strict=True))),
+            np.concatenate([one.numbers for one in every]),
+            tuple(map(np.concatenate, zip(*(one.vectors for one in every), strict=True))),
+        )
+
     def tensors(self) -> Features:
         """As tensors that share the memory of the arrays."""
         import torch  # servers without torch read features too

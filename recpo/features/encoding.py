@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from recpo.errors import RecpoError
 from recpo.features.arrays import FeatureArrays, read_features
-from recpo.features.columns import expected_type, plain_column, plain_type
+from recpo.features.columns import expected_type, plain_column
 from recpo.features.schema import FIRST_CODE, MISSING, UNKNOWN, Categories, Category, Feature, Number, Vector
 
 
@@ -90,45 +90,49 @@ class FittedFeatures:
         columns = [self._encoded(feature, _one(plain[feature.name])) for feature in self.features]
         return pa.Table.from_arrays(columns, schema=self.schema)
 
-    def read(self, table: pa.Table, name: str) -> FeatureArrays:
+    def read(self, table: pa.Table, name: str, by_name: bool = False) -> FeatureArrays:
         """The features of the rows of a table, as their owner has it; a column that it lacks is missing throughout.
 
         Args:
             table: columns as in the tables that were prepared.
             name: what the caller calls the table, for messages.
+            by_name: its columns are called as the features, not as in the tables that were prepared.
 
         Raises:
             RecpoError: a column has another type, or values that the feature cannot have.
         """
-        columns = [self._plain(feature, table, name) for feature in self.features]
+        columns = [self._plain(one, table, name, one.name if by_name else one.source) for one in self.features]
         plain = pa.table(columns, names=[feature.name for feature in self.features]) if columns else pa.table({})
         return read_features(self.features, self.encode(plain)) if columns else _nothing(len(table))
 
-    def _plain(self, feature: Feature, table: pa.Table, name: str) -> pa.Array:
-        if feature.source not in table.column_names:
-            return pa.nulls(len(table), self._plain_type(feature))
-        column = _one(table[feature.source])
+    def _plain(self, feature: Feature, table: pa.Table, name: str, source: str) -> pa.Array:
+        wanted = self._plain_type(feature)
+        if source not in table.column_names or pa.types.is_null(table[source].type):
+            return pa.nulls(len(table), wanted)
+        column = _one(table[source])
         expected = expected_type(feature, column.type)
         if expected is not None:
-            raise RecpoError(f"{name}: column {feature.source!r} is {column.type}, expected {expected}")
+            raise RecpoError(f"{name}: column {source!r} is {column.type}, expected {expected}")
         plain, offenses = plain_column(feature, column)
         for offense in offenses:
             raise RecpoError(
-                f"{name}: column {feature.source!r}: {offense.problem} in {len(offense.rows)} rows, the first is row "
+                f"{name}: column {source!r}: {offense.problem} in {len(offense.rows)} rows, the first is row "
                 f"{offense.rows[0]} ({offense.values[0]!r:.40}); {offense.fix}"
             )
-        if isinstance(feature, Category | Categories) and plain.null_count < len(plain):
-            wanted = self._plain_type(feature)
-            if plain.type != wanted and len(self.vocabularies[feature.name]):
-                raise RecpoError(f"{name}: column {feature.source!r} is {column.type}, prepared was {wanted}: cast it")
-        return plain
+        if plain.type != wanted and plain.null_count < len(plain):
+            raise RecpoError(f"{name}: column {source!r} is {column.type}, and it was {wanted} in training: cast it")
+        return plain.cast(wanted) if plain.null_count == len(plain) else plain
 
     def _plain_type(self, feature: Feature) -> pa.DataType:
         if isinstance(feature, Category):
             return self.vocabularies[feature.name].values.type
         if isinstance(feature, Categories):
             return pa.list_(self.vocabularies[feature.name].values.type)
-        return plain_type(feature, pa.float64())
+        return pa.float64() if isinstance(feature, Number) else pa.list_(pa.float32())
+
+    def __bool__(self) -> bool:
+        """Whether there is any feature."""
+        return bool(self.features)
 
     def _encoded(self, feature: Feature, column: pa.Array) -> pa.Array:
         if isinstance(feature, Category):

@@ -16,11 +16,13 @@ import pyarrow.compute as pc
 
 from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
+from recpo.features.arrays import FeatureArrays, missing_features
+from recpo.features.encoding import FittedFeatures
 from recpo.feedback import UNKNOWN, FeedbackDefinition
 from recpo.frames import Frame, flag_column, id_column, number_column, time_column, to_arrow
 
 USER_ID, ITEM_ID, TIMESTAMP = "user_id", "item_id", "timestamp"
-#: What is read of an event; any other column is ignored.
+#: What is read of every event (``HistoryReader.columns`` has more of some policies); any other column is ignored.
 EVENT_COLUMNS = (USER_ID, ITEM_ID, TIMESTAMP, "watch_time", "duration", "dislike", "label")
 #: Whole numbers between these are times in seconds that were taken for milliseconds (they would lie in January 1970
 #: or soon after), whole numbers beyond the last one are microseconds; smaller ones may count events ("order").
@@ -36,12 +38,19 @@ class EncodedHistories(NamedTuple):
         feedback: ``[B, H]`` feedback levels (``recpo.feedback``).
         exclude: ``[B, M]`` internal ids that must not be listed, beside those in ``item_ids``.
         timestamps: ``[B, H]`` milliseconds since the epoch; None where the policy does not read them.
+        behaviors: ``[B, H]`` bit sets; None where the policy does not read them.
+        user: features of the users, ``[B]``; None where the policy does not read them.
+        context: features of requests, ``[B, H + 1]``, as in ``recpo.types.Histories``; None where the policy does not
+            read them.
     """
 
     item_ids: np.ndarray
     feedback: np.ndarray
     exclude: np.ndarray
     timestamps: np.ndarray | None = None
+    behaviors: np.ndarray | None = None
+    user: FeatureArrays | None = None
+    context: FeatureArrays | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,9 @@ class UserHistories:
         max_history: H.
         reads_timestamps: whether the batches have times.
         retired: items that are listed for nobody.
+        reads_behaviors: whether the batches have behaviors.
+        user: features of the users ``[U]``; None = the policy does not read them.
+        context: features of requests: that of no event, those of ``events``, those of the users now; None as before.
     """
 
     users: pa.Array
@@ -127,6 +139,9 @@ class UserHistories:
     max_history: int
     reads_timestamps: bool
     retired: np.ndarray
+    reads_behaviors: bool = False
+    user: FeatureArrays | None = None
+    context: FeatureArrays | None = None
 
     def batches(self, size: int) -> Iterator[tuple[slice, EncodedHistories]]:
         """``size`` users at a time: which users, and what a policy reads of them."""
@@ -135,14 +150,30 @@ class UserHistories:
             yield slice(begin, end), self._encoded(begin, end)
 
     def _encoded(self, begin: int, end: int) -> EncodedHistories:
-        item_ids, feedback, timestamps = (
-            self.events.padded(begin, end, column, self.max_history) for column in range(3)
+        item_ids, feedback, timestamps, behaviors = (
+            self.events.padded(begin, end, column, self.max_history) for column in range(4)
         )
         width = max(1, int(np.diff(self.exclude.offsets[begin : end + 1]).max()))
         exclude = self.exclude.padded(begin, end, 0, width)
         if len(self.retired):
             exclude = np.concatenate([exclude, np.tile(self.retired, (end - begin, 1))], 1)
-        return EncodedHistories(item_ids, feedback, exclude, timestamps if self.reads_timestamps else None)
+        return EncodedHistories(
+            item_ids,
+            feedback,
+            exclude,
+            timestamps if self.reads_timestamps else None,
+            behaviors if self.reads_behaviors else None,
+            None if self.user is None else self.user.rows(np.arange(begin, end)),
+            None if self.context is None else self.context.rows(self._requests(begin, end)),
+        )
+
+    def _requests(self, begin: int, end: int) -> np.ndarray:
+        """Rows of ``context``, ``[B, H + 1]``: those of the events, and behind the last that of the user now."""
+        rows = np.pad(self.events.padded(begin, end, 4, self.max_history), ((0, 0), (0, 1)))
+        lengths = np.minimum(np.diff(self.events.offsets[begin : end + 1]), self.max_history)
+        now = 1 + len(self.events.values[0]) + np.arange(begin, end)
+        np.put_along_axis(rows, lengths[:, None], now[:, None], 1)
+        return rows
 
 
 class _Events(NamedTuple):
@@ -152,6 +183,8 @@ class _Events(NamedTuple):
     item: np.ndarray
     level: np.ndarray
     time: np.ndarray
+    behaviors: np.ndarray
+    row: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -160,7 +193,8 @@ class HistoryReader:
 
     A history is a frame of events, one per row, in any order: ``user_id``, ``item_id``, ``timestamp`` (times, or whole
     milliseconds since 1970) and, as the log had them, ``watch_time`` and ``duration`` in seconds, ``dislike`` (true and
-    false, or 1 and 0) and ``label`` in [0, 1]; other columns are ignored. Feedback levels are computed here, as
+    false, or 1 and 0) and ``label`` in [0, 1]; flags of behaviors and features of requests by their names, where the
+    policy reads them; other columns are ignored. Feedback levels are computed here, as
     ``recpo prepare`` computed those of training.
 
     Attributes:
@@ -168,15 +202,27 @@ class HistoryReader:
         feedback: what prepare fitted.
         max_history: H, how many events the policy reads; the most recent ones count.
         reads_timestamps: the policy reads the time of events, not only their order.
+        behaviors: names of the behaviors that it reads, by their bits.
+        user: what encodes features of users; None = it does not read them.
+        context: what encodes features of requests; None = it does not read them.
     """
 
     items: IdMap
     feedback: FeedbackDefinition
     max_history: int
     reads_timestamps: bool = False
+    behaviors: tuple[str, ...] = ()
+    user: FittedFeatures | None = None
+    context: FittedFeatures | None = None
 
     def read(
-        self, histories: Frame, *, exclude: Frame | None = None, users: Iterable[Any] | None = None
+        self,
+        histories: Frame,
+        *,
+        exclude: Frame | None = None,
+        users: Iterable[Any] | None = None,
+        user_features: Frame | None = None,
+        context: Frame | None = None,
     ) -> UserHistories:
         """Sorts the events by user and time and finds items and feedback levels.
 
@@ -185,6 +231,9 @@ class HistoryReader:
             exclude: ``user_id`` and ``item_id`` of what must not be listed, beside the items of the history.
             users: who is served, and in which order; who has no event is served as a new user. None = the users of
                 ``histories``, in the order of their first rows.
+            user_features: ``user_id`` and columns as in the table of users that was prepared; users without a row, and
+                columns that it lacks, are missing. Ignored by policies that do not read features of users.
+            context: ``user_id`` and, by their names, features of the request that is answered now; missing as above.
 
         Raises:
             RecpoError: a column is missing or of a wrong type, an id or a time is null, a label lies outside [0, 1],
@@ -202,9 +251,21 @@ class HistoryReader:
             truncated_histories=int((lengths > self.max_history).sum()),
             unknown_excluded=excluded[1],
         )
-        by_user = _PerUser.of(len(served), events.user, events.item, events.level, events.time)
-        retired = self.items.retired
-        return UserHistories(served, counts, by_user, excluded[0], self.max_history, self.reads_timestamps, retired)
+        number = np.arange(1, len(events.user) + 1)
+        columns = (events.item, events.level, events.time, events.behaviors, number)
+        by_user = _PerUser.of(len(served), events.user, *columns)
+        return UserHistories(
+            served,
+            counts,
+            by_user,
+            excluded[0],
+            self.max_history,
+            self.reads_timestamps,
+            self.items.retired,
+            bool(self.behaviors),
+            None if self.user is None else _of_users(self.user, user_features, served, "user_features"),
+            None if self.context is None else self._contexts(self.context, table, events.row, context, served),
+        )
 
     def read_request(self, events: Sequence[Mapping[str, Any]], exclude: Sequence[Any] = ()) -> EncodedHistories:
         """What the policy reads of one user, as a server has it.
@@ -219,12 +280,20 @@ class HistoryReader:
         ((_, encoded),) = self.read_requests([(events, exclude)]).batches(1)
         return encoded
 
-    def read_requests(self, requests: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Any]]]) -> UserHistories:
+    def read_requests(
+        self,
+        requests: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Any]]],
+        *,
+        user_features: Sequence[Mapping[str, Any]] | None = None,
+        context: Sequence[Mapping[str, Any]] | None = None,
+    ) -> UserHistories:
         """What the policy reads of the users of some requests, as a server has them.
 
         Args:
             requests: of each user the events and the items to exclude, as in ``read_request``. The users of the result
                 are their numbers.
+            user_features: of each user the features, by the columns of the table of users that was prepared.
+            context: of each request its features, by their names.
 
         Raises:
             RecpoError: as in ``read``; one request with a fault fails all of them.
@@ -232,7 +301,7 @@ class HistoryReader:
         events = [event for history, _ in requests for event in history]
         columns = {
             name: [event.get(name) for event in events]
-            for name in EVENT_COLUMNS[1:]
+            for name in self.columns[1:]
             if name in (ITEM_ID, TIMESTAMP) or any(name in event for event in events)
         }
         numbers = np.arange(len(requests))
@@ -241,7 +310,13 @@ class HistoryReader:
             USER_ID: np.repeat(numbers, [len(items) for _, items in requests]),
             ITEM_ID: [item for _, items in requests for item in items],
         }
-        return self.read({USER_ID: owner, **columns}, exclude=excluded, users=numbers)
+        return self.read(
+            {USER_ID: owner, **columns},
+            exclude=excluded,
+            users=numbers,
+            user_features=None if user_features is None else _rows(user_features),
+            context=None if context is None else _rows(context),
+        )
 
     def known_items(self, table: pa.Table, name: str) -> np.ndarray:
         """Internal ids ``[N]`` of the column ``item_id`` of a table that is called ``name``; 0 where unknown.
@@ -254,6 +329,33 @@ class HistoryReader:
         except (RecpoError, OverflowError, pa.ArrowException) as error:
             shown = str(error) if str(error).startswith(name) else f"{name}: column {ITEM_ID!r}: {error}"
             raise RecpoError(shown) from error
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What is read of an event."""
+        return (*EVENT_COLUMNS, *self.behaviors, *self._context_names)
+
+    @property
+    def _context_names(self) -> tuple[str, ...]:
+        return () if self.context is None else tuple(feature.name for feature in self.context.features)
+
+    @staticmethod
+    def _contexts(
+        fitted: FittedFeatures, table: pa.Table, rows: np.ndarray, context: Frame | None, served: pa.Array
+    ) -> FeatureArrays:
+        """Features of requests: that of no event, those of the events at ``rows`` of ``table``, those of now."""
+        of_events = fitted.read(table.take(pa.array(rows)), "histories", by_name=True)
+        now = _of_users(fitted, context, served, "context", by_name=True)
+        return missing_features(fitted.features, (1,)).joined(of_events, now)
+
+    def _behaviors(self, table: pa.Table) -> np.ndarray:
+        """Bit sets ``[N]``; a behavior without a column was not done."""
+        bits = np.zeros(len(table), np.int64)
+        for bit, name in enumerate(self.behaviors):
+            flags = flag_column(table, name, "histories")
+            if flags is not None:
+                bits |= flags.astype(np.int64) << bit
+        return bits
 
     def _events(self, table: pa.Table, user: np.ndarray, num_users: int) -> tuple[_Events, ServingCounts]:
         """The events of known items, sorted; what counts of the others."""
@@ -270,7 +372,8 @@ class HistoryReader:
         )
         kept = np.flatnonzero(served & known)
         kept = kept[np.lexsort((time[kept], user[kept]))]
-        return _Events(user[kept], item[kept], level[kept].astype(np.int64), time[kept]), counts
+        bits = self._behaviors(table)[kept]
+        return _Events(user[kept], item[kept], level[kept].astype(np.int64), time[kept], bits, kept), counts
 
     def _levels(self, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
         """Feedback levels ``[N]``, and how many impossible values ``[N]`` they were computed without."""
@@ -322,6 +425,29 @@ def _asked_for(users: Iterable[Any]) -> pa.Array:
     if len(asked.unique()) < len(asked):
         raise RecpoError(f"users: {len(asked) - len(asked.unique())} users are named twice; name each once")
     return asked
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A frame of what is known of users 0, 1, ..."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {**{name: [row.get(name) for row in rows] for name in names}, USER_ID: np.arange(len(rows))}
+
+
+def _of_users(
+    fitted: FittedFeatures, frame: Frame | None, served: pa.Array, name: str, by_name: bool = False
+) -> FeatureArrays:
+    """The features of the users ``served [U]``; missing where ``frame`` has no row."""
+    nothing = missing_features(fitted.features, (1,))
+    if frame is None:
+        return nothing.rows(np.zeros(len(served), np.int64))
+    table = to_arrow(frame, name)
+    owner = rows_of_users(id_column(table, USER_ID, name), served, name)
+    known = np.flatnonzero(owner >= 0)
+    if len(np.unique(owner[known])) < len(known):
+        raise RecpoError(f"{name}: a user has several rows; give one row for each")
+    place = np.zeros(len(served), np.int64)
+    place[owner[known]] = known + 1
+    return nothing.joined(fitted.read(table, name, by_name)).rows(place)
 
 
 def rows_of_users(owner: pa.Array, served: pa.Array, name: str) -> np.ndarray:

@@ -46,6 +46,8 @@ def recommend_lists(
     k: int | None = None,
     exclude: Frame | None = None,
     users: Iterable[Any] | None = None,
+    user_features: Frame | None = None,
+    context: Frame | None = None,
     batch_size: int = BATCH_SIZE,
 ) -> Served:
     """The best items of every user, without those of the history and those to exclude.
@@ -57,13 +59,15 @@ def recommend_lists(
         k: list length; None = the longest that the runtime serves.
         exclude: ``user_id`` and ``item_id`` of what must not be listed for whatever reason.
         users: who is served, in this order, new users among them; None = the users of ``histories``.
+        user_features: features of users, see ``HistoryReader.read``.
+        context: features of the requests that are answered now, see ``HistoryReader.read``.
         batch_size: users ranked at once.
 
     Raises:
         RecpoError: see ``HistoryReader.read``; k or batch_size is no whole number in its range.
     """
     k = validate_k(runtime.k if k is None else k, runtime.k)
-    read = reader.read(histories, exclude=exclude, users=users)
+    read = reader.read(histories, exclude=exclude, users=users, user_features=user_features, context=context)
     items, scores = [], []
     for _, inputs in read.batches(_validate_batch_size(batch_size)):
         top_items, top_scores = runtime.recommend(inputs, k)

@@ -172,7 +172,13 @@ class PolicyRuntime(Runtime):
 
         item_ids = self._tensor(inputs.item_ids)
         times = self._tensor(inputs.timestamps) if self.reads_timestamps else None
-        return Histories(item_ids, (item_ids != 0).sum(1), self._tensor(inputs.feedback), times)
+        behaviors = None if inputs.behaviors is None else self._tensor(inputs.behaviors)
+        user, context = (
+            None if part is None else part.tensors().map(lambda column: column.to(item_ids.device))
+            for part in (inputs.user, inputs.context)
+        )
+        lengths, feedback = (item_ids != 0).sum(1), self._tensor(inputs.feedback)
+        return Histories(item_ids, lengths, feedback, times, behaviors, user, context)
 
     def _tensor(self, values: np.ndarray | None) -> Any:
         import torch

@@ -43,7 +43,7 @@ from recpo.serving.recommending import recommend_lists, score_candidates
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.training.checkpoints import saved_tensors
 from recpo.training.options import PolicyFactory
-from recpo.training.run_features import FEATURE_FILES, hand_over_kept, write_features
+from recpo.training.run_features import FEATURE_FILES, VOCABULARIES, hand_over_kept, kept_readers, write_features
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -235,6 +235,8 @@ class Run:
         *,
         exclude: Frame | None = None,
         users: Iterable[Any] | None = None,
+        user_features: Frame | None = None,
+        context: Frame | None = None,
     ) -> pd.DataFrame:
         """The best items for every user, by the best checkpoint; see ``recpo.serving.recommending.recommend_lists``.
 
@@ -244,12 +246,23 @@ class Run:
             k: list length; None = 10, or all of a smaller catalog.
             exclude: ``user_id`` and ``item_id`` of what must not be listed, besides the items of the history.
             users: who is served, in this order, new users among them; None = the users of ``histories``.
+            user_features: ``user_id`` and columns as in the table of users that was prepared, if the policy reads it.
+            context: ``user_id`` and the features of the requests that are answered now, where the policy reads them.
 
         Returns:
             ``user_id``, ``rank``, ``item_id``, ``score``; ``attrs["counts"]`` says what was left out, as of a bundle.
         """
         k = min(10, self.num_items) if k is None else k
-        return recommend_lists(self.runtime, self.reader, histories, k=k, exclude=exclude, users=users).to_pandas()
+        return recommend_lists(
+            self.runtime,
+            self.reader,
+            histories,
+            k=k,
+            exclude=exclude,
+            users=users,
+            user_features=user_features,
+            context=context,
+        ).to_pandas()
 
     def score(self, histories: Frame, candidates: Frame) -> pd.DataFrame:
         """Log-probabilities of given items; see ``recpo.serving.recommending.score_candidates``.
@@ -271,7 +284,9 @@ class Run:
     @cached_property
     def reader(self) -> HistoryReader:
         """Reads histories for this policy."""
-        return HistoryReader(self.items, self.feedback, self.runtime.max_history, self.runtime.reads_timestamps)
+        policy = self.runtime.policy
+        parts = kept_readers(policy, self.root)
+        return HistoryReader(self.items, self.feedback, policy.max_history, policy.reads_timestamps, *parts)
 
     def export(self, out: Path | str, k: int = 100, *, checkpoint: str = "best", overwrite: bool = False) -> Bundle:
         """Writes the policy as a bundle for serving; nothing but the run is needed.
@@ -383,7 +398,9 @@ def mark_finished(
         monitor: the metric that chose the best checkpoint.
     """
     kept = [file for file in (RESOLVED, ITEMS, FEEDBACK, ORIGIN, *FEATURE_FILES) if (root / file).is_file()]
-    kept += [str(file.relative_to(root)) for part in (CODES, CHECKPOINTS) for file in _files_in(root / part)]
+    kept += [
+        str(file.relative_to(root)) for part in (CODES, CHECKPOINTS, VOCABULARIES) for file in _files_in(root / part)
+    ]
     content = {
         "format_version": FORMAT_VERSION,
         "num_items": policy.num_items,

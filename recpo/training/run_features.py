@@ -4,25 +4,30 @@
 
     run/features.json          the fitted schema, and the behaviors in the order of their bits
     run/item_features.parquet  the features of the items, row v - 1 is item v
+    run/vocabularies/          of the categories of users and requests, for raw features in serving
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts import describe_os_error, read_json, write_json
 from recpo.contracts import Policy
-from recpo.data.prepared import ITEM_FEATURES, Prepared
+from recpo.data.prepared import ITEM_FEATURES, Prepared, vocabulary_file
 from recpo.errors import RecpoError
 from recpo.features.arrays import read_features
-from recpo.features.schema import FeatureSchema
+from recpo.features.encoding import FittedFeatures, of_side
+from recpo.features.schema import Categories, Category, Feature, FeatureSchema, Side
 
 SCHEMA: Final = "features.json"
 FEATURE_FILES: Final = (SCHEMA, ITEM_FEATURES)
+VOCABULARIES: Final = "vocabularies"
 _REMEDY: Final = "copy the whole run again, or train it again"
 
 
@@ -45,10 +50,52 @@ def write_features(root: Path, policy: Policy, data: Prepared) -> None:
     if policy.reads_item_features:
         names = [feature.name for feature in data.feature_schema.item]
         pq.write_table(data.table(ITEM_FEATURES, names), root / ITEM_FEATURES)
+    for side in _sides(policy):
+        for name in _coded(data.feature_schema.of(side)):
+            (root / VOCABULARIES).mkdir(exist_ok=True)
+            values = data.vocabulary(side, name)
+            pq.write_table(pa.table({"value": values}), root / vocabulary_file(side, name))
+
+
+def kept_readers(policy: Policy, root: Path) -> tuple[tuple[str, ...], FittedFeatures | None, FittedFeatures | None]:
+    """What reads behaviors, features of users and of requests for a policy, out of what its run ``root`` keeps.
+
+    Raises:
+        RecpoError: a file is missing or damaged.
+    """
+    if not (_sides(policy) or policy.reads_behaviors):
+        return (), None, None
+    content = read_json(root / SCHEMA, _REMEDY)
+    schema = FeatureSchema.from_json(content.get("features"), str(root / SCHEMA))
+    found: dict[Side, FittedFeatures] = {}
+    for side in _sides(policy):
+        files = {name: root / vocabulary_file(side, name) for name in _coded(schema.of(side))}
+        found[side] = of_side(schema.of(side), {name: _vocabulary(file) for name, file in files.items()})
+    behaviors = tuple(content.get("behaviors", ())) if policy.reads_behaviors else ()
+    return behaviors, found.get("user"), found.get("context")
+
+
+def _vocabulary(file: Path) -> pa.Array:
+    try:
+        return pq.read_table(file, columns=["value"]).column(0).combine_chunks()
+    except (OSError, pa.ArrowException) as error:
+        raise RecpoError(f"{file} cannot be read ({error}); {_REMEDY}") from error
+
+
+def _sides(policy: Policy) -> list[Side]:
+    """Whose raw features come with a request."""
+    sides: list[Side] = ["user"] if policy.reads_user else []
+    return [*sides, "context"] if policy.reads_context else sides
+
+
+def _coded(features: Iterable[Feature]) -> list[str]:
+    return [feature.name for feature in features if isinstance(feature, Category | Categories)]
 
 
 def copy_features(base: Path, root: Path) -> None:
     """Copies the features of the run ``base`` into the run directory ``root``."""
+    if (base / VOCABULARIES).is_dir():
+        shutil.copytree(base / VOCABULARIES, root / VOCABULARIES, dirs_exist_ok=True)
     for name in FEATURE_FILES:
         if (base / name).is_file():
             shutil.copy2(base / name, root / name)

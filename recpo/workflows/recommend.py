@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Union
 
 import numpy as np
 import pandas as pd
@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 
 from recpo.artifacts import kind_of, output_file
 from recpo.errors import RecpoError
-from recpo.frames import FrameOrPath, id_column, read_frame, require_columns, to_arrow
+from recpo.frames import Frame, FrameOrPath, id_column, read_frame, require_columns, to_arrow
 from recpo.serving.bundle import Bundle
-from recpo.serving.histories import EVENT_COLUMNS, ITEM_ID, TIMESTAMP, USER_ID, HistoryReader, ServingCounts
+from recpo.serving.histories import ITEM_ID, TIMESTAMP, USER_ID, HistoryReader, ServingCounts
 from recpo.serving.recommending import BATCH_SIZE, recommend_lists, validate_k
 from recpo.serving.runtimes import EngineName, Runtime
 
@@ -46,6 +46,8 @@ def recommend(
     *,
     exclude: FrameOrPath | None = None,
     users: Iterable[Any] | None = None,
+    user_features: FrameOrPath | None = None,
+    context: FrameOrPath | None = None,
     engine: EngineName = "onnx",
     batch_size: int = BATCH_SIZE,
     trust: Sequence[str] = (),
@@ -58,6 +60,8 @@ def recommend(
         k: list length; None = the longest that is served.
         exclude: ``user_id`` and ``item_id`` of what must not be listed.
         users: who is served, in this order, new users among them; None = the users of ``histories``.
+        user_features: of users, ``user_id`` and columns as in the table that was prepared, if the policy reads it.
+        context: ``user_id`` and the features of the requests that are answered now, if the policy reads them.
         engine: of a bundle that is given by its directory.
         batch_size: users ranked at once.
         trust: packages beside recpo whose classes the configuration of a run may name.
@@ -68,7 +72,9 @@ def recommend(
     server = _server(source, engine, trust)
     excluded = None if exclude is None else read_frame(exclude, "exclude")
     events = read_frame(histories, "histories")
-    return recommend_lists(*server, events, k=k, exclude=excluded, users=users, batch_size=batch_size).to_pandas()
+    more = _features(user_features, context)
+    served = recommend_lists(*server, events, k=k, exclude=excluded, users=users, batch_size=batch_size, **more)
+    return served.to_pandas()
 
 
 def write_recommendations(
@@ -79,6 +85,8 @@ def write_recommendations(
     *,
     exclude: FrameOrPath | None = None,
     users: FrameOrPath | None = None,
+    user_features: FrameOrPath | None = None,
+    context: FrameOrPath | None = None,
     engine: EngineName = "onnx",
     batch_size: int = BATCH_SIZE,
     progress: Callable[[int], object] | None = None,
@@ -94,6 +102,9 @@ def write_recommendations(
         exclude: ``user_id`` and ``item_id`` of what must not be listed; held in memory.
         users: frame or Parquet file with ``user_id``: who is served; those with events come first, in the order of the
             histories. None = the users of ``histories``.
+        user_features: of users, ``user_id`` and columns as in the table that was prepared, if the policy reads it;
+            held in memory, as ``context`` is.
+        context: ``user_id`` and the features of the requests that are answered now, if the policy reads them.
         engine: of a bundle that is given by its directory.
         batch_size: users ranked at once.
         progress: called with the number of events read.
@@ -110,13 +121,17 @@ def write_recommendations(
     excluded = None if exclude is None else read_frame(exclude, "exclude")
     asked = None if users is None else id_column(read_frame(users, "users"), USER_ID, "users")
     events = _open(Path(histories))
+    more = _features(user_features, context)
     counts, writer = ServingCounts(), None
     given = [source if isinstance(source, str | PathLike) else source.root, histories, exclude, users]
+    given += [user_features, context]
     inputs = [Path(path) for path in given if isinstance(path, str | PathLike)]
     with output_file(Path(out), inputs=inputs) as partial:
         try:
-            for block, served in _blocks(events, asked, Path(histories), progress):
-                answer = recommend_lists(*server, block, k=k, exclude=excluded, users=served, batch_size=batch_size)
+            for block, served in _blocks(events, asked, Path(histories), server.reader.columns, progress):
+                answer = recommend_lists(
+                    *server, block, k=k, exclude=excluded, users=served, batch_size=batch_size, **more
+                )
                 counts += answer.counts
                 writer = writer or pq.ParquetWriter(partial, answer.table.schema, compression="zstd")
                 writer.write_table(answer.table)
@@ -124,6 +139,17 @@ def write_recommendations(
             if writer is not None:
                 writer.close()
     return counts
+
+
+class _Features(TypedDict):
+    user_features: Frame | None
+    context: Frame | None
+
+
+def _features(user_features: FrameOrPath | None, context: FrameOrPath | None) -> _Features:
+    given = {"user_features": user_features, "context": context}
+    read = {name: None if source is None else read_frame(source, name) for name, source in given.items()}
+    return {"user_features": read["user_features"], "context": read["context"]}
 
 
 def _server(source: Source, engine: EngineName, trust: Sequence[str]) -> Server:
@@ -152,11 +178,15 @@ def _no_events(source: ds.Dataset, path: Path) -> pa.Table:
 
 
 def _blocks(
-    source: ds.Dataset, asked: pa.Array | None, path: Path, progress: Callable[[int], object] | None
+    source: ds.Dataset,
+    asked: pa.Array | None,
+    path: Path,
+    read: Sequence[str],
+    progress: Callable[[int], object] | None,
 ) -> Iterator[tuple[pa.Table, pa.Array]]:
     """Events of whole users and the users to serve from them; at last those who were asked for and have no events."""
     served: set[Any] = set()
-    for block in _whole_users(_batches(source, path, progress)):
+    for block in _whole_users(_batches(source, path, read, progress)):
         users = id_column(block, USER_ID, str(path)).unique()
         if again := served.intersection(users.to_pylist()):
             raise RecpoError(
@@ -173,8 +203,10 @@ def _blocks(
         yield nobody, rest
 
 
-def _batches(source: ds.Dataset, path: Path, progress: Callable[[int], object] | None) -> Iterator[pa.Table]:
-    columns = [name for name in EVENT_COLUMNS if name in source.schema.names]
+def _batches(
+    source: ds.Dataset, path: Path, read: Sequence[str], progress: Callable[[int], object] | None
+) -> Iterator[pa.Table]:
+    columns = [name for name in read if name in source.schema.names]
     try:
         for batch in source.to_batches(columns=columns, batch_size=_ROWS_AT_ONCE):
             if batch.num_rows:

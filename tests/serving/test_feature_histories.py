@@ -1,0 +1,94 @@
+"""Raw behaviors, features of users and context at serving become what batches of the same events hold."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from recpo.data.held_out import HeldOutBatches
+from recpo.data.train_batches import Rank
+from recpo.errors import RecpoError
+from recpo.features.schema import Reads
+from recpo.serving.histories import HistoryReader
+from tests.data.test_features import prepare, rich_log, user_rows
+
+LENGTH = 6
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("served") / "out")
+
+
+@pytest.fixture(scope="module")
+def reader(data):
+    parts = [data.fitted_features(side) for side in ("user", "context")]
+    return HistoryReader(data.item_ids(), data.feedback, LENGTH, False, data.behaviors, *parts)
+
+
+def raw_history(data, period_start):
+    """The log before a time, as a server's client has it: standard names."""
+    log = rich_log().filter(pa.compute.less(rich_log()["timestamp"], period_start))
+    names = {"is_like": "like", "is_share": "share"}
+    return log.rename_columns([names.get(name, name) for name in log.column_names])
+
+
+def test_a_served_history_is_that_of_the_held_out_batch(data, reader):
+    start = data.manifest["boundaries"]["test_start_ms"]
+    history, ids = raw_history(data, start), data.table("users.parquet")["user_id"].to_pylist()
+    (batch,) = HeldOutBatches(data, "test", LENGTH, 512, Rank(), reads=Reads(True, True, True))
+    expected = batch.feedback.histories
+    asked = [ids[user] for user in batch.user_ids.tolist()]
+    # the context of now, out of the log: that of the first event of the period
+    later = rich_log().filter(pa.compute.greater_equal(rich_log()["timestamp"], start)).to_pylist()
+    first = {}
+    for row in later:
+        if row["item_id"] in data.item_ids()._external.to_pylist():
+            first.setdefault(row["user_id"], row)
+    now = pa.table({name: [first[user][name] for user in asked] for name in ("user_id", "surface", "hour")})
+    read = reader.read(history, users=asked, user_features=user_rows(), context=now)
+    ((_, found),) = read.batches(len(asked))
+    lengths = expected.lengths.numpy()
+    assert (found.item_ids != 0).sum(1).tolist() == lengths.tolist()
+    for row, length in enumerate(lengths):
+        assert found.item_ids[row, :length].tolist() == expected.item_ids[row, :length].tolist()
+        assert found.behaviors[row, :length].tolist() == expected.behaviors[row, :length].tolist()
+        assert (
+            found.context.codes[row, : length + 1, 0].tolist() == expected.context.codes[row, : length + 1, 0].tolist()
+        )
+        np.testing.assert_array_equal(
+            found.context.numbers[row, : length + 1], expected.context.numbers[row, : length + 1].numpy()
+        )
+        assert not found.context.codes[row, length + 1 :].any()
+    assert found.user.codes.tolist() == expected.user.codes.tolist()
+    np.testing.assert_array_equal(found.user.numbers, expected.user.numbers.numpy())
+
+
+def test_requests_without_features_and_with_unknown_values(data, reader):
+    item = data.item_ids()._external[0].as_py()
+    event = {"item_id": item, "timestamp": 1_700_100_000_000, "share": True, "surface": "search"}
+    ((_, found),) = reader.read_requests(
+        [([event], []), ([], [])],
+        user_features=[{"country": "de", "age": 30}, {"country": "atlantis"}],
+        context=[{"surface": "moon", "hour": None}, {}],
+    ).batches(2)
+    assert found.behaviors[:, 0].tolist() == [0b10, 0]
+    assert found.user.codes[:, 0].tolist() == [data.vocabulary("user", "country").to_pylist().index("de") + 2, 1]
+    assert np.isnan(found.user.numbers[:, 0]).tolist() == [False, True]
+    search = data.vocabulary("context", "surface").to_pylist().index("search") + 2
+    assert found.context.codes[:, :2, 0].tolist() == [[search, 1], [0, 0]]
+    ((_, bare),) = reader.read_requests([([event], [])]).batches(1)
+    assert bare.user.codes.tolist() == [[0]]
+    assert bare.context.codes[0, :, 0].tolist() == [search] + [0] * LENGTH
+    plain = HistoryReader(data.item_ids(), data.feedback, LENGTH).read_request([event])
+    assert (plain.behaviors, plain.user, plain.context) == (None, None, None)
+
+
+def test_what_a_feature_cannot_be_is_refused(reader):
+    for frame, said in (
+        ({"user_id": [0, 0], "country": ["de", "us"]}, "several rows"),
+        ({"user_id": [0], "country": [3]}, "was string in training"),
+        ({"user_id": [0], "age": ["old"]}, "expected a number"),
+        ({"user_id": [0], "age": [float("inf")]}, "an infinite number"),
+    ):
+        with pytest.raises(RecpoError, match=said):
+            reader.read({"user_id": [0], "item_id": [1], "timestamp": [1]}, user_features=frame)
