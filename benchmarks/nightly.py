@@ -33,10 +33,11 @@ K, DAY_MS = 10, 86_400_000
 
 
 def days_of(log):
-    """The log in one table per day."""
+    """The log in one table per calendar day."""
     rows = ds.dataset(log, format="parquet").to_table()
     time_ms = rows["timestamp"].cast(pa.int64()) if pa.types.is_timestamp(rows["timestamp"].type) else rows["timestamp"]
-    day = pc.divide(pc.subtract(time_ms, pc.min(time_ms)), DAY_MS).combine_chunks().to_numpy()
+    day = pc.divide(time_ms, DAY_MS)
+    day = pc.subtract(day, pc.min(day)).to_numpy()
     return [rows.filter(pa.array(day == number)) for number in range(int(day.max()) + 1)]
 
 

@@ -28,7 +28,7 @@ _NEEDED = {
     "factorize": ("prepared", "out"),
     "tilt": ("run", "factors", "prepared", "out"),
     "evaluate": ("prepared", "out"),
-    "export": ("run", "out"),
+    "export": ("out",),
     "recommend": ("histories", "out"),
 }
 _FOLDERS = ("recpo", "configs", "data", "docs", "notebooks", "benchmarks", "tests", "requirements", ".ci")

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recpo.artifacts import output_file
-from recpo.data.schema import RETIRED
+from recpo.data.schema import RETIRED as RETIRED
 from recpo.errors import RecpoError
 
 

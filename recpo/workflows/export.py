@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from recpo.serving.bundle import Bundle
+from recpo.serving.refresh import Refreshed, refresh_bundle
 from recpo.training.run import Run
 
 
@@ -36,3 +37,22 @@ def export(
             from the policy.
     """
     return Run.open(run, trust).export(out, k, checkpoint=checkpoint, overwrite=overwrite)
+
+
+def refresh(bundle: Bundle | Path | str, items: Path | str, out: Path | str, *, overwrite: bool = False) -> Refreshed:
+    """A bundle with the candidates of today out of one that stands, without its run and without training.
+
+    Items that the table does not name, or names as retired, are listed no more. Items that the bundle does not know are
+    counted and left out: it has the vectors of its own items only.
+
+    Args:
+        bundle: the bundle, or its directory.
+        items: Parquet file with ``item_id`` and, as ``prepare`` writes it, ``retired``.
+        out: bundle directory to make.
+        overwrite: replace ``out`` where it is a bundle.
+
+    Raises:
+        RecpoError: no bundle, no such table, no candidate left, or ``out`` is in the way.
+    """
+    root = bundle.root if isinstance(bundle, Bundle) else Path(bundle)
+    return refresh_bundle(root, Path(items), Path(out), overwrite=overwrite)
