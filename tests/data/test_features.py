@@ -1,6 +1,7 @@
 """Feature tables, behaviors and context of a log: what ``recpo prepare`` fits, writes and refuses."""
 
 import json
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -329,3 +330,13 @@ def test_csv_tables_and_the_movielens_preset(tmp_path):
     assert data.item_features().lists[0][:, :2].tolist() == [[0, 0], [2, 4], [3, 0], [2, 0]]
     assert data.manifest["feature_tables"]["item"]["left_alone"] == ["title"]
     json.dumps(data.manifest)
+
+
+@pytest.mark.slow
+def test_spark_writes_the_same_bytes(data, tmp_path):
+    pytest.importorskip("pyspark")
+    if shutil.which("java") is None:
+        pytest.skip("Spark needs Java")
+    settings = {"spark.sql.shuffle.partitions": 2}
+    spark = EngineOptions("spark", memory_limit="1GB", threads=2, spark_master="local[2]", spark_conf=settings)
+    assert prepare(tmp_path / "out", engine=spark).checksums == data.checksums
