@@ -15,7 +15,7 @@ with what one request costs below HTTP: reading the history, the session alone, 
 machine's bandwidth (a product of table and vector).
 
     python benchmarks/serving.py                      10^4 and 10^5 items; some ten minutes
-    python benchmarks/serving.py --items 1000000      slow: the export alone takes minutes
+    python benchmarks/serving.py --items 1000000
 """
 
 from __future__ import annotations

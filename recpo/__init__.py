@@ -85,6 +85,7 @@ if TYPE_CHECKING:
         WeightedSum as WeightedSum,
     )
     from recpo.serving.bundle import Bundle as Bundle
+    from recpo.serving.item_index import IndexOptions as IndexOptions
     from recpo.simulation.log import Simulation as Simulation
     from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence as VectorsFromCooccurrence
     from recpo.tokenizer.sources import (
@@ -186,6 +187,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "WeightedSum",
     ),
     "recpo.serving.bundle": ("Bundle",),
+    "recpo.serving.item_index": ("IndexOptions",),
     "recpo.simulation.log": ("Simulation",),
     "recpo.tokenizer.cooccurrence": ("VectorsFromCooccurrence",),
     "recpo.tokenizer.sources": ("CodesFromFile", "VectorsFromFrame", "VectorsFromParquet"),

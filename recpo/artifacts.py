@@ -39,6 +39,7 @@ Kind = Literal[
     "factors",
     "comparison",
     "loop",
+    "triton",
 ]
 
 MARKER: Final = "recpo.json"

@@ -121,6 +121,16 @@ def test_scaling_measures_steps_by_catalog_and_epochs_by_log():
     assert all(line["plan_ns_per_event"] > 0 and line["read_ns_per_event"] > 0 for line in epochs)
 
 
+def test_catalog_programs_measures_every_form_of_the_program():
+    forms = ["plain", "blocks", "int8"]
+    lines = {line["form"]: line for line in lines_of("catalog_programs.py", "--forms", *forms, "--repeats", "1")}
+    assert list(lines) == forms
+    for line in lines.values():
+        assert min(line["cpu_ms_1"], line["cpu_ms_32"], line["read_cpu_ms"], line["file_mb"]) > 0
+    assert lines["int8"]["file_mb"] < lines["blocks"]["file_mb"] / 3
+    assert lines["int8"]["overlap_10"] > 0.8
+
+
 def test_serving_measures_every_contender_over_http_and_what_lies_below():
     lines = lines_of("serving.py", "--contenders", "recpo", "recpo, logging", "plain", "eager")
     below, *measured = lines

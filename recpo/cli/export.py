@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from recpo.errors import RecpoError
+from recpo.policies.blocked_table import Precision
+from recpo.serving.item_index import IndexOptions
+from recpo.serving.manifest import BundleManifest
 from recpo.workflows.export import export as _export
 from recpo.workflows.export import refresh as _refresh
 
@@ -17,6 +20,9 @@ def export(
     items: Path | None = None,
     k: int = 100,
     checkpoint: Literal["best", "last"] = "best",
+    item_precision: Precision = "float32",
+    index: IndexOptions | None = None,
+    triton: Path | None = None,
     overwrite: bool = False,
     trust: list[str] = [],  # noqa: B006  jsonargparse prints it
 ) -> None:
@@ -33,6 +39,10 @@ def export(
         items: with ``refresh``, Parquet file with ``item_id`` and, as ``recpo prepare`` writes it, ``retired``.
         k: length of the lists that the bundle serves; a smaller catalog caps it.
         checkpoint: which checkpoint of the run.
+        item_precision: how the program stores the item vectors: float32, float16, or int8 with a scale for each item.
+        index: an approximate index (faiss) in place of the search of the whole catalog: recall, lists, oversampling.
+            Scores are then log-probabilities but for a constant of each user. null = the whole catalog is scored.
+        triton: also make this directory, a model repository for the Triton Inference Server.
         overwrite: replace ``out`` where it is a bundle.
         trust: packages beside recpo whose classes the configuration of the run may name.
     """
@@ -46,5 +56,34 @@ def export(
         )
         return
     assert run is not None
-    bundle = _export(run, out, k=k, checkpoint=checkpoint, overwrite=overwrite, trust=trust)
-    print(f"{out}: {len(bundle.items):,} items, lists of {bundle.k}; every engine gives the policy's lists and scores")
+    bundle = _export(
+        run,
+        out,
+        k=k,
+        checkpoint=checkpoint,
+        item_precision=item_precision,
+        index=index,
+        triton=triton,
+        overwrite=overwrite,
+        trust=trust,
+    )
+    print(f"{out}: {len(bundle.items):,} items, lists of {bundle.k}; {_verified(bundle.manifest)}")
+    if triton is not None:
+        print(f"{triton}: model repository for Triton")
+
+
+def _verified(manifest: BundleManifest) -> str:
+    if manifest.index is not None:
+        facts = manifest.index
+        return (
+            f"the index looks into {facts['probes']} of {facts['lists']} lists and finds {facts['recall_10']:.3f} of "
+            f"the 10 best items of {facts['users']} random histories"
+        )
+    if manifest.agreement is not None:
+        facts = manifest.agreement
+        return (
+            f"{manifest.item_precision}: of the 10 best items of {facts['users']} random histories "
+            f"{facts['overlap_10']:.3f} are the policy's; log-probabilities differ by up to "
+            f"{facts['largest_difference']:.2g}"
+        )
+    return "every engine gives the policy's lists and scores"

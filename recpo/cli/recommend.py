@@ -34,6 +34,7 @@ def recommend(
     user_features: Path | None = None,
     context: Path | None = None,
     engine: Literal["onnx", "torch"] = "onnx",
+    provider: str = "CPUExecutionProvider",
     batch_size: int = 256,
     show: int = 0,
     trust: list[str] = [],  # noqa: B006  jsonargparse prints it
@@ -57,13 +58,14 @@ def recommend(
         context: Parquet file of user_id and features of the requests that are answered now; only where the policy reads
             them.
         engine: onnx (ONNX Runtime, without torch) or torch.
+        provider: execution provider of ONNX Runtime; it must be in ``onnxruntime.get_available_providers()``.
         batch_size: users ranked at once.
         show: print the lists of the first so many users.
         trust: packages beside recpo whose classes the configuration of ``run`` may name.
     """
     if (bundle is None) == (run is None):
         raise RecpoError("recommend takes one of --bundle and --run")
-    source = Bundle.load(bundle, engine) if bundle is not None else _open_run(run, trust)
+    source = Bundle.load(bundle, engine, provider=provider) if bundle is not None else _open_run(run, trust)
     k = k if k is not None else source.k if isinstance(source, Bundle) else min(_K_OF_A_RUN, source.num_items)
     with tqdm(desc="recommend", unit="event", disable=None, leave=False) as bar:
         counts = write_recommendations(

@@ -134,7 +134,7 @@ class TiltedPolicy(StatePolicy):
         """See ``StatePolicy.catalog_log_prob``."""
         histories = batch.histories
         if states is None:
-            last = self._last_states(histories)
+            last = self.last_states(histories)
         else:
             last = states[torch.arange(len(states), device=states.device), histories.lengths]
         if self.factors.rooted:
@@ -145,7 +145,7 @@ class TiltedPolicy(StatePolicy):
         """See ``Policy.recommend``; the catalog is scored in blocks where ``B x V`` is large."""
         if not 1 <= k <= self.num_items:
             raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
-        states, rooted = self._last_states(histories), self.factors.rooted
+        states, rooted = self.last_states(histories), self.factors.rooted
         return catalog_search.top_k(states, self.output_vectors(), k, exclude, rooted)
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class TiltedPolicy(StatePolicy):
         options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``."""
-        states = self._last_states(histories)
+        states = self.last_states(histories)
         if not self.factors.rooted:
             ids, logp = sampling.draw(states, self.output_vectors(), group_size, options)
             return ids, logp[..., None]
@@ -170,7 +170,7 @@ class TiltedPolicy(StatePolicy):
     @torch.no_grad()
     def kl_from_base(self, histories: Histories) -> Tensor:
         """``KL(pi || base)`` in nats after the whole history, exact over the catalog: ``[B]``."""
-        states, own = self._last_states(histories), self.base.dim
+        states, own = self.last_states(histories), self.base.dim
         table, parts = self.base.output_vectors()[1:], []
         for part, scores in zip(states.split(self._at_once), self._scores(states), strict=True):
             logp, base = scores.log_softmax(1), (part[:, :own] @ table.T).log_softmax(1)
@@ -209,7 +209,7 @@ class TiltedPolicy(StatePolicy):
         scored = self._states_at(batch.histories, rows) if states is None else take_rows(states, rows)
         return wanted, positions, scored, state_index
 
-    def _last_states(self, histories: Histories) -> Tensor:
+    def last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the whole history."""
         readable_ids(histories, self.max_history)
         states = self.base.last_states(histories.recent(self.base.max_history))

@@ -31,6 +31,7 @@ from recpo.serving.bundle import Bundle
 from recpo.serving.golden import check_golden
 from recpo.serving.histories import HistoryReader
 from recpo.serving.manifest import MANIFEST
+from recpo.serving.runtimes import CPU_PROVIDER
 
 ACTIVE: Final = "active.json"
 _KEPT: Final = 100  # names in the list of those that served before
@@ -62,15 +63,21 @@ class LoadedBundle:
 
     @classmethod
     def load(
-        cls, path: Path, name: str, version: str | None = None, threads: int = 0, reranking: Reranking | None = None
+        cls,
+        path: Path,
+        name: str,
+        version: str | None = None,
+        threads: int = 0,
+        reranking: Reranking | None = None,
+        provider: str = CPU_PROVIDER,
     ) -> LoadedBundle:
-        """Verifies, loads and tries a bundle; ``threads`` of ONNX Runtime, 0 = one per core.
+        """Verifies, loads and tries a bundle; ``threads`` (0 = one per core) and ``provider`` of ONNX Runtime.
 
         Raises:
             RecpoError: it is none, or altered, or answers its golden requests otherwise than when it was exported, or
                 re-ranking lacks what it reads of the items.
         """
-        bundle = Bundle.load(path, threads=threads)
+        bundle = Bundle.load(path, threads=threads, provider=provider)
         checksum = sha256(path / MANIFEST)
         golden = check_golden(bundle)
         known = None if reranking is None else reranking.known(bundle)
@@ -87,6 +94,7 @@ class Versions:
         threads: of ONNX Runtime; 0 = one per core.
         shortlist: how many items a bundle must list at least, for exploration and re-ranking.
         reranking: how slates are chosen as a whole; None = by the policy's order.
+        provider: execution provider of ONNX Runtime.
 
     Raises:
         RecpoError: there is no bundle, or the one that should serve cannot.
@@ -100,6 +108,7 @@ class Versions:
         threads: int = 0,
         shortlist: int = 0,
         reranking: Reranking | None = None,
+        provider: str = CPU_PROVIDER,
     ) -> None:
         self.path = path
         self.name = name or path.resolve().name
@@ -107,7 +116,7 @@ class Versions:
         self._loading = threading.Lock()
         self._on_change = on_change
         self._tried: str | None = None
-        self._threads, self._shortlist, self._reranking = threads, shortlist, reranking
+        self._threads, self._shortlist, self._reranking, self._provider = threads, shortlist, reranking, provider
         self.current = self._load(None if self._alone else self._wanted())
         on_change(self.current)
 
@@ -186,7 +195,7 @@ class Versions:
     def _load(self, version: str | None) -> LoadedBundle:
         with self._loading:
             place = self.path if version is None else self.path / version
-            loaded = LoadedBundle.load(place, self.name, version, self._threads, self._reranking)
+            loaded = LoadedBundle.load(place, self.name, version, self._threads, self._reranking, self._provider)
         if loaded.bundle.k < self._shortlist:
             raise RecpoError(
                 f"{place} lists {loaded.bundle.k} items, exploration or re-ranking takes {self._shortlist}: set "

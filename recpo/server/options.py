@@ -12,6 +12,7 @@ from recpo.exploration import Exploration
 from recpo.reranking import Reranker, RerankOptions
 from recpo.server.impressions import IdType
 from recpo.server.reranking import Reranking
+from recpo.serving.runtimes import CPU_PROVIDER
 
 _SHORTEST_KEY = 16
 
@@ -49,6 +50,7 @@ class ServerOptions:
         publish_on_stop: publish at the end whatever is complete, without waiting for more outcomes.
         drain_s: seconds between "not ready" and the end of listening when the server is told to stop.
         threads: threads of ONNX Runtime in a worker; 0 = one per core.
+        provider: execution provider of ONNX Runtime; it must be in ``onnxruntime.get_available_providers()``.
     """
 
     host: str = "127.0.0.1"
@@ -76,6 +78,7 @@ class ServerOptions:
     publish_on_stop: bool = False
     drain_s: float = 0.0
     threads: int = 0
+    provider: str = CPU_PROVIDER
 
     def __post_init__(self) -> None:
         for name in ("log", "api_keys", "admin_keys"):

@@ -146,7 +146,7 @@ def _end_with(parent: int) -> None:
 def _supervise(bundle: Path, options: ServerOptions, listening: socket.socket) -> None:
     """Keeps ``options.workers`` processes alive until it is told to stop."""
     Versions(
-        bundle, options.name, shortlist=options.shortlist, reranking=options.reranking
+        bundle, options.name, shortlist=options.shortlist, reranking=options.reranking, provider=options.provider
     )  # its faults are told here, once
     with tempfile.TemporaryDirectory(prefix="recpo-metrics-") as shared:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared

@@ -59,6 +59,7 @@ class Service:
             threads=options.threads,
             shortlist=options.shortlist,
             reranking=options.reranking,
+            provider=options.provider,
         )
         self._ranker = Ranker(options.exploration, self.metrics.of_histories, options.reranking)
         self.log = None if options.log is None else _open_log(options.log, self.versions.current, options)

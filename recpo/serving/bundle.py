@@ -3,6 +3,7 @@
 ::
 
     bundle/model.onnx           the program for ONNX Runtime (and model.onnx.data beside it where it exceeds 2 GB)
+    bundle/index.faiss          an approximate index, of recpo export --index, and vectors.npy, the item vectors
     bundle/policy.safetensors   weights for the torch engine, for policies of recpo's own; codes/ with semantic ids
     bundle/items.parquet        item_index 1..V and item_id, the external id
     bundle/manifest.json        sizes, feedback definition, origin, SHA-256 of every file and of itself; written last
@@ -24,9 +25,10 @@ from recpo.errors import RecpoError
 from recpo.feedback import FeedbackDefinition
 from recpo.frames import Frame
 from recpo.serving.histories import HistoryReader
+from recpo.serving.item_index import IndexRuntime
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
 from recpo.serving.recommending import BATCH_SIZE, Served, recommend_lists, score_candidates, validate_k
-from recpo.serving.runtimes import EngineName, OnnxRuntime, Runtime, validate_engine
+from recpo.serving.runtimes import CPU_PROVIDER, EngineName, OnnxRuntime, Runtime, validate_engine
 
 
 @dataclass(frozen=True)
@@ -46,28 +48,38 @@ class Bundle:
     runtime: Runtime
 
     @classmethod
-    def load(cls, path: Path | str, engine: EngineName = "onnx", threads: int = 0) -> Bundle:
+    def load(
+        cls, path: Path | str, engine: EngineName = "onnx", threads: int = 0, provider: str = CPU_PROVIDER
+    ) -> Bundle:
         """Verifies every checksum, then loads. No code of the bundle is run; see ``docs/security.md``.
 
         Args:
             path: directory written by ``recpo export``.
             engine: ``onnx`` (ONNX Runtime, without torch) or ``torch`` (recpo's own policy; it also scores candidates).
             threads: of ONNX Runtime, 0 = one per core.
+            provider: execution provider of ONNX Runtime (``onnxruntime.get_available_providers()``); what it cannot run
+                runs on the CPU.
 
         Raises:
-            RecpoError: no such engine, no bundle, an incomplete or altered one, or one of another format version.
+            RecpoError: no such engine or provider, no bundle, an incomplete or altered one, or one of another format
+                version.
         """
         root, engine = Path(path), validate_engine(engine)
         manifest = BundleManifest.read(root)
         items = IdMap.load(root / ITEMS)
         if len(items) != manifest.num_items:
             raise RecpoError(f"{root / ITEMS} has {len(items)} items, the program {manifest.num_items}: export again")
-        return cls(root, manifest, items, load_runtime(root, manifest, engine, threads))
+        return cls(root, manifest, items, load_runtime(root, manifest, engine, threads, provider))
 
     @property
     def k(self) -> int:
         """Length of the longest list."""
         return self.manifest.k
+
+    @property
+    def scores_are_log_probabilities(self) -> bool:
+        """False where an index searches: scores are then log-probabilities but for a constant of each request."""
+        return not isinstance(self.runtime, IndexRuntime)
 
     @property
     def feedback(self) -> FeedbackDefinition:
@@ -103,8 +115,8 @@ class Bundle:
             users: who is served, in this order, new users among them; None = the users of ``histories``.
 
         Returns:
-            ``user_id``, ``rank`` from 1, ``item_id``, ``score`` (natural-log probability); ``attrs["counts"]`` says
-            what was left out (``ServingCounts``).
+            ``user_id``, ``rank`` from 1, ``item_id``, ``score`` (natural-log probability; with an index but for a
+            constant of each user); ``attrs["counts"]`` says what was left out (``ServingCounts``).
 
         Raises:
             RecpoError: a column is missing, of a wrong type or impossible; k is no whole number in its range.
@@ -136,7 +148,7 @@ class Bundle:
             exclude: items that must not be listed.
 
         Returns:
-            Pairs of external item id and natural-log probability, best first.
+            Pairs of external item id and natural-log probability (with an index but for a constant), best first.
 
         Raises:
             RecpoError: see ``recommend``.
@@ -163,18 +175,17 @@ class Bundle:
         return score_candidates(self.runtime, self.reader, histories, candidates).to_pandas()
 
 
-def load_runtime(root: Path, manifest: BundleManifest, engine: EngineName, threads: int = 0) -> Runtime:
+def load_runtime(
+    root: Path, manifest: BundleManifest, engine: EngineName, threads: int = 0, provider: str = CPU_PROVIDER
+) -> Runtime:
     """The engine of a bundle whose files are verified already."""
+    if engine != "onnx" and provider != CPU_PROVIDER:
+        raise RecpoError(f"provider is {provider!r}, which is for engine=onnx, not for engine={engine}: leave it out")
     if engine == "torch":
         from recpo.serving.runtimes import PolicyRuntime
         from recpo.serving.saved_policy import load_policy
 
         return PolicyRuntime(load_policy(root, manifest), manifest.k)
-    return OnnxRuntime(
-        root / ONNX_PROGRAM,
-        num_items=manifest.num_items,
-        max_history=manifest.max_history,
-        reads_timestamps=manifest.reads_timestamps,
-        k=manifest.k,
-        threads=threads,
-    )
+    if manifest.index is not None:
+        return IndexRuntime(root, manifest, threads=threads, provider=provider)
+    return OnnxRuntime(root / ONNX_PROGRAM, manifest, threads=threads, provider=provider)

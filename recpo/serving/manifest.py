@@ -7,20 +7,26 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from recpo.artifacts import MARKER, read_json, sha256, verify, write_json
 from recpo.errors import RecpoError
 from recpo.feedback import FeedbackDefinition
+
+if TYPE_CHECKING:
+    from recpo.policies.blocked_table import Precision
 
 MANIFEST = "manifest.json"
 ITEMS = "items.parquet"
 ONNX_PROGRAM = "model.onnx"
 WEIGHTS = "policy.safetensors"
 CODES = "codes"
-FORMAT_VERSION = 2
+INDEX = "index.faiss"
+VECTORS = "vectors.npy"
+FORMAT_VERSION = 3
 
 _REMEDY = "copy or export the bundle again"
+_PRECISIONS = ("float32", "float16", "int8")
 _T = TypeVar("_T")
 
 
@@ -40,6 +46,9 @@ class BundleManifest:
             (SHA-256 of the checkpoint) and ``catalog_checksum``.
         versions: of recpo and torch, when it was exported.
         files: SHA-256 of every other file, by its name in the bundle.
+        item_precision: how the ONNX program stores the item vectors: float32, float16 or int8.
+        agreement: how its lists agree with the policy's where it rounds them (``recpo.serving.verification``).
+        index: what is known of the approximate index (``recpo.serving.indexing``); None = the whole catalog is scored.
     """
 
     num_items: int
@@ -51,6 +60,9 @@ class BundleManifest:
     origin: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    item_precision: Precision = "float32"
+    agreement: Mapping[str, Any] | None = None
+    index: Mapping[str, Any] | None = None
 
     @property
     def options(self) -> dict[str, Any] | None:
@@ -71,8 +83,11 @@ class BundleManifest:
             "policy": dict(self.policy),
             "origin": dict(self.origin),
             "versions": dict(self.versions),
+            "item_precision": self.item_precision,
+            "agreement": None if self.agreement is None else dict(self.agreement),
+            "index": None if self.index is None else dict(self.index),
             "files": files,
-            "program": _program(self),
+            "program": program_interface(self),
         }
         write_json(root / MANIFEST, {**content, "checksum": _checksum(content)})
 
@@ -107,7 +122,15 @@ class BundleManifest:
         if type(policy.get("class")) is not str or not isinstance(policy.get("options", 0), dict | None):
             raise RecpoError(f"{path} is damaged: policy has no class, or options that are none; {_REMEDY}")
         files = value("files", dict)
+        precision = value("item_precision", str)
+        if precision not in _PRECISIONS:
+            raise RecpoError(f"{path} is damaged: item_precision is {precision!r}; {_REMEDY}")
+        index = None if content.get("index") is None else value("index", dict)
+        counts = [index.get(key) for key in ("probes", "oversampling")] if index is not None else []
+        if not all(type(count) is int and count >= 1 for count in counts):
+            raise RecpoError(f"{path} is damaged: index has probes and oversampling {counts}; {_REMEDY}")
         required = [ITEMS, ONNX_PROGRAM] + [WEIGHTS] * (policy["options"] is not None)
+        required += [INDEX, VECTORS] * (index is not None)
         if lacking := [name for name in required if name not in files]:
             raise RecpoError(f"{path} is damaged: no checksum of {lacking[0]}; {_REMEDY}")
         if strange := [name for name, checksum in files.items() if not _is_inside(name) or type(checksum) is not str]:
@@ -120,6 +143,9 @@ class BundleManifest:
             origin=value("origin", dict),
             versions=value("versions", dict),
             files=files,
+            item_precision=precision,  # type: ignore[arg-type]  # one of them, as checked
+            agreement=None if content.get("agreement") is None else value("agreement", dict),
+            index=index,
         )
 
 
@@ -140,24 +166,29 @@ def _content(path: Path) -> dict[str, Any]:
     return content
 
 
-def _program(manifest: BundleManifest) -> dict[str, Any]:
+def program_interface(manifest: BundleManifest) -> dict[str, dict[str, dict[str, Any]]]:
     """Inputs and outputs of ``model.onnx``, for those who run it without recpo."""
     users, history, k = "users", manifest.max_history, manifest.k
 
     def ids(width: object, meaning: str) -> dict[str, Any]:
         return {"shape": [users, width], "type": "int64", "meaning": meaning}
 
+    def numbers(width: object, meaning: str) -> dict[str, Any]:
+        return {"shape": [users, width], "type": "float32", "meaning": meaning}
+
     times = {"timestamps": ids(history, "milliseconds since the epoch, 0 pads")} if manifest.reads_timestamps else {}
+    inputs = {
+        "item_ids": ids(history, "item_index, oldest first, 0 pads on the right"),
+        "feedback": ids(history, "feedback level 0..5 of each event, 0 unknown"),
+    }
+    if manifest.index is not None:
+        meaning = f"a product with row i of {VECTORS} is the log-probability of item i but for a constant"
+        return {"inputs": inputs | times, "outputs": {"states": numbers("dim", meaning)}}
     return {
-        "inputs": {
-            "item_ids": ids(history, "item_index, oldest first, 0 pads on the right"),
-            "feedback": ids(history, "feedback level 0..5 of each event, 0 unknown"),
-            "exclude": ids("exclude", "item_index not to list, 0 pads"),
-            **times,
-        },
+        "inputs": {**inputs, "exclude": ids("exclude", "item_index not to list, 0 pads"), **times},
         "outputs": {
             "top_items": ids(k, "item_index, best first, 0 where none is left"),
-            "scores": {"shape": [users, k], "type": "float32", "meaning": "natural-log probabilities"},
+            "scores": numbers(k, "natural-log probabilities"),
         },
     }
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -20,6 +20,23 @@ EngineName = Literal["onnx", "torch"]
 
 INPUTS: Final = ("item_ids", "feedback", "exclude", "timestamps")  # the last only where the policy reads it
 OUTPUTS: Final = ("top_items", "scores")
+CPU_PROVIDER: Final = "CPUExecutionProvider"
+
+
+class Sizes(Protocol):
+    """What a manifest and a runtime both say of a program; see ``Runtime``."""
+
+    @property
+    def num_items(self) -> int: ...  # noqa: D102  see Runtime
+
+    @property
+    def max_history(self) -> int: ...  # noqa: D102
+
+    @property
+    def reads_timestamps(self) -> bool: ...  # noqa: D102
+
+    @property
+    def k(self) -> int: ...  # noqa: D102
 
 
 class Runtime(ABC):
@@ -70,9 +87,7 @@ class Runtime(ABC):
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]: ...
 
     def _score(self, inputs: EncodedHistories, candidates: np.ndarray) -> np.ndarray:
-        raise RecpoError(
-            "the onnx engine ranks the catalog and scores no candidates: load the bundle with engine=torch"
-        )
+        raise RecpoError("this engine ranks the catalog and scores no candidates: load the bundle with engine=torch")
 
     def _check(self, inputs: EncodedHistories) -> None:
         users = len(inputs.item_ids)
@@ -87,49 +102,86 @@ class Runtime(ABC):
 
 
 class OnnxRuntime(Runtime):
-    """A bundle's program in ONNX Runtime, on the CPU; torch is not imported.
+    """A bundle's program in ONNX Runtime; torch is not imported.
 
     Args:
         path: ``model.onnx``.
-        num_items: catalog size V.
-        max_history: H.
-        reads_timestamps: whether the program has the input ``timestamps``.
-        k: length of the program's lists.
+        sizes: what the manifest says of the program.
         threads: 0 = one per core.
+        provider: see ``OnnxSession``.
 
     Raises:
-        RecpoError: the file is no such program, or names files outside its directory.
+        RecpoError: the file is no such program, or names files outside its directory, or there is no such provider.
+    """
+
+    def __init__(self, path: Path, sizes: Sizes, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
+        self.num_items, self.max_history, self.k = sizes.num_items, sizes.max_history, sizes.k
+        self.reads_timestamps = sizes.reads_timestamps
+        self._inputs = INPUTS[: 3 + sizes.reads_timestamps]
+        history = {name: [sizes.max_history] for name in self._inputs if name != "exclude"}
+        self._session = OnnxSession(
+            path, {**history, "exclude": None}, {name: [sizes.k] for name in OUTPUTS}, threads, provider
+        )
+
+    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
+        top_items, scores = self._session.run({name: getattr(inputs, name) for name in self._inputs})
+        return top_items[:, :k], scores[:, :k]
+
+
+class OnnxSession:
+    """A program in ONNX Runtime.
+
+    Args:
+        path: ``model.onnx``.
+        inputs: widths of its inputs by their names; None = any.
+        outputs: widths of its outputs by their names, in their order.
+        threads: 0 = one per core.
+        provider: name of an execution provider of ONNX Runtime, which runs what it can; the CPU runs the rest.
+
+    Raises:
+        RecpoError: the file is no such program, or names files outside its directory, or there is no such provider.
     """
 
     def __init__(
-        self, path: Path, *, num_items: int, max_history: int, reads_timestamps: bool, k: int, threads: int = 0
+        self,
+        path: Path,
+        inputs: Mapping[str, list[int] | None],
+        outputs: Mapping[str, list[int]],
+        threads: int = 0,
+        provider: str = CPU_PROVIDER,
     ) -> None:
         import onnxruntime
 
-        self.num_items, self.max_history, self.reads_timestamps, self.k = num_items, max_history, reads_timestamps, k
-        self._inputs = INPUTS[: 3 + reads_timestamps]
+        validate_provider(provider)
         _validate_own_files(path)
+        self._outputs = list(outputs)
         try:
             settings = onnxruntime.SessionOptions()
             settings.intra_op_num_threads = threads
             # Threads that spin while they wait take the cores away from whoever reads the next request.
             settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
-            self._session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+            providers = list(dict.fromkeys([provider, CPU_PROVIDER]))
+            self._session = onnxruntime.InferenceSession(str(path), settings, providers=providers)
         except Exception as error:  # its own classes, which share no base
             raise RecpoError(
                 f"{path} is no program that ONNX Runtime reads ({error}): export the bundle again"
             ) from error
+        if provider not in self._session.get_providers():  # ONNX Runtime only warns
+            raise RecpoError(
+                f"provider {provider} does not start here (its libraries or its device are missing): see the warning "
+                f"of ONNX Runtime above, or use {CPU_PROVIDER}"
+            )
         found = {entry.name: entry.shape[1:] for entry in (*self._session.get_inputs(), *self._session.get_outputs())}
-        expected: dict[str, list[Any]] = {name: [max_history] for name in self._inputs} | {
-            name: [k] for name in OUTPUTS
+        expected = {
+            name: found.get(name, []) if width is None else width for name, width in {**inputs, **outputs}.items()
         }
-        expected["exclude"] = found.get("exclude", [])
         if found != expected:
             raise RecpoError(f"{path} reads and gives {found}, expected {expected}: export the bundle again")
 
-    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
-        top_items, scores = self._session.run(OUTPUTS, dict(zip(self._inputs, inputs, strict=False)))
-        return top_items[:, :k], scores[:, :k]
+    def run(self, inputs: Mapping[str, np.ndarray | None]) -> list[np.ndarray]:
+        """The outputs, in their order."""
+        results: list[np.ndarray] = self._session.run(self._outputs, dict(inputs))
+        return results
 
 
 class PolicyRuntime(Runtime):
@@ -187,12 +239,46 @@ class PolicyRuntime(Runtime):
         return torch.from_numpy(values).to(device)
 
 
+class TorchProgramRuntime(Runtime):
+    """A serving program in torch, as it was before its export.
+
+    Args:
+        program: ``(item_ids, feedback, exclude, timestamps) -> (top_items, scores)``, the last only where it reads it.
+        like: has its sizes.
+    """
+
+    def __init__(self, program: Callable[..., Any], like: Sizes) -> None:
+        self._program = program
+        self.num_items, self.max_history, self.k = like.num_items, like.max_history, like.k
+        self.reads_timestamps = like.reads_timestamps
+
+    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
+        import torch
+
+        with torch.inference_mode():
+            tensors = [torch.from_numpy(getattr(inputs, name)) for name in INPUTS[: 3 + self.reads_timestamps]]
+            top_items, scores = self._program(*tensors)
+        return top_items[:, :k].numpy(), scores[:, :k].numpy()
+
+
 def validate_engine(name: object) -> EngineName:
     """``name``, or ``RecpoError`` where there is no such engine."""
     for known in get_args(EngineName):
         if name == known:
             return name  # type: ignore[return-value]  # it is one of them
     raise RecpoError(f"engine is {name!r}, expected one of: {', '.join(get_args(EngineName))}")
+
+
+def validate_provider(name: object) -> None:
+    """Raises ``RecpoError`` where this ONNX Runtime has no execution provider of that name."""
+    import onnxruntime
+
+    available = onnxruntime.get_available_providers()
+    if name not in available:
+        raise RecpoError(
+            f"provider is {name!r}, this build of ONNX Runtime has {', '.join(available)}: name one of them, or "
+            "install the build for your device (CUDAExecutionProvider: onnxruntime-gpu)"
+        )
 
 
 def _check_range(name: str, values: np.ndarray, largest: int, shape: tuple[int, ...] | None = None) -> None:

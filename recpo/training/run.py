@@ -35,10 +35,12 @@ from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.feedback import FeedbackDefinition
 from recpo.frames import Frame
+from recpo.policies.blocked_table import Precision
 from recpo.semantic_codes import CODEBOOKS
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle
 from recpo.serving.histories import HistoryReader
+from recpo.serving.item_index import IndexOptions
 from recpo.serving.recommending import recommend_lists, score_candidates
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.training.checkpoints import saved_tensors
@@ -288,17 +290,28 @@ class Run:
         parts = kept_readers(policy, self.root)
         return HistoryReader(self.items, self.feedback, policy.max_history, policy.reads_timestamps, *parts)
 
-    def export(self, out: Path | str, k: int = 100, *, checkpoint: str = "best", overwrite: bool = False) -> Bundle:
+    def export(
+        self,
+        out: Path | str,
+        k: int = 100,
+        *,
+        checkpoint: str = "best",
+        item_precision: Precision = "float32",
+        index: IndexOptions | None = None,
+        overwrite: bool = False,
+    ) -> Bundle:
         """Writes the policy as a bundle for serving; nothing but the run is needed.
 
         Args:
             out: bundle directory to make.
             k: length of its lists; a smaller catalog caps it.
             checkpoint: ``best`` or ``last``.
+            item_precision: float32, float16 or int8; see ``recpo.serving.export.export_bundle``.
+            index: an approximate index in place of the search of the whole catalog; see there.
             overwrite: replace a bundle in ``out``.
 
         Raises:
-            RecpoError: ``out`` is in the way, or an engine differs from the policy.
+            RecpoError: ``out`` is in the way, an option does not suit the policy, or an engine differs from it.
         """
         policy, weights = self.policy(checkpoint), f"{CHECKPOINTS}/{checkpoint}.ckpt"
         export_bundle(
@@ -307,6 +320,8 @@ class Run:
             self.feedback,
             Path(out),
             k=min(k, self.num_items),
+            item_precision=item_precision,
+            index=index,
             options=self.configuration["policy"].get("init_args", {}),
             origin={
                 "run": self.root.resolve().name,

@@ -297,7 +297,11 @@ class _Answers:
 
 
 def _contender(name: str, bundle: Bundle, answers: _Answers) -> Contender:
-    recommender = Recommender(recommend_to_users=answers.recommend, name=f"the {name} bundle", scores_are_logp=True)
+    recommender = Recommender(
+        recommend_to_users=answers.recommend,
+        name=f"the {name} bundle",
+        scores_are_logp=bundle.scores_are_log_probabilities,
+    )
     loaded = partial(Loaded, recommender, bundle.manifest.max_history)
     return Contender(name, "bundle", loaded, {"kind": "bundle", "path": str(bundle.root)})
 

@@ -170,7 +170,7 @@ def _load_bundle(name: str, bundle: Bundle) -> Loaded:
             torch.from_numpy(top_items.copy()).to(device), torch.from_numpy(scores.copy()).to(device)
         )
 
-    return Loaded(Recommender(recommend, name=name, scores_are_logp=True), length)
+    return Loaded(Recommender(recommend, name=name, scores_are_logp=bundle.scores_are_log_probabilities), length)
 
 
 def _or_zeros(values: Tensor | None, histories: Histories) -> Tensor:

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from recpo.policies.blocked_table import Precision
 from recpo.serving.bundle import Bundle
+from recpo.serving.item_index import IndexOptions
 from recpo.serving.refresh import Refreshed, refresh_bundle
+from recpo.serving.triton import validate_triton, write_triton
 from recpo.training.run import Run
 
 
@@ -17,6 +20,9 @@ def export(
     *,
     k: int = 100,
     checkpoint: Literal["best", "last"] = "best",
+    item_precision: Precision = "float32",
+    index: IndexOptions | None = None,
+    triton: Path | str | None = None,
     overwrite: bool = False,
     trust: Sequence[str] = (),
 ) -> Bundle:
@@ -29,6 +35,10 @@ def export(
         out: bundle directory to make.
         k: length of the lists that the bundle serves; a smaller catalog caps it.
         checkpoint: which checkpoint of the run.
+        item_precision: how the program stores the item vectors: float32, float16, or int8 with a scale for each item.
+        index: an approximate index in place of the search of the whole catalog; scores are then log-probabilities but
+            for a constant of each user.
+        triton: also make this directory, a model repository for the Triton Inference Server.
         overwrite: replace ``out`` where it is a bundle.
         trust: packages beside recpo whose classes the configuration of the run may name.
 
@@ -36,7 +46,20 @@ def export(
         RecpoError: no run, a run that has changed since it was written, ``out`` is in the way, or an engine differs
             from the policy.
     """
-    return Run.open(run, trust).export(out, k, checkpoint=checkpoint, overwrite=overwrite)
+    opened = Run.open(run, trust)
+    if triton is not None:
+        validate_triton(triton, has_index=index is not None, overwrite=overwrite)
+    bundle = opened.export(
+        out,
+        k,
+        checkpoint=checkpoint,
+        item_precision=item_precision,
+        index=index,
+        overwrite=overwrite,
+    )
+    if triton is not None:
+        write_triton(bundle.root, Path(triton), overwrite=overwrite, inputs=[opened.root])
+    return bundle
 
 
 def refresh(bundle: Bundle | Path | str, items: Path | str, out: Path | str, *, overwrite: bool = False) -> Refreshed:

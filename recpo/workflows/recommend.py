@@ -20,7 +20,7 @@ from recpo.frames import Frame, FrameOrPath, id_column, read_frame, require_colu
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, TIMESTAMP, USER_ID, HistoryReader, ServingCounts
 from recpo.serving.recommending import BATCH_SIZE, recommend_lists, validate_k
-from recpo.serving.runtimes import EngineName, Runtime
+from recpo.serving.runtimes import CPU_PROVIDER, EngineName, Runtime
 
 if TYPE_CHECKING:
     from recpo.training.run import Run
@@ -49,6 +49,7 @@ def recommend(
     user_features: FrameOrPath | None = None,
     context: FrameOrPath | None = None,
     engine: EngineName = "onnx",
+    provider: str = CPU_PROVIDER,
     batch_size: int = BATCH_SIZE,
     trust: Sequence[str] = (),
 ) -> pd.DataFrame:
@@ -63,13 +64,14 @@ def recommend(
         user_features: of users, ``user_id`` and columns as in the table that was prepared, if the policy reads it.
         context: ``user_id`` and the features of the requests that are answered now, if the policy reads them.
         engine: of a bundle that is given by its directory.
+        provider: execution provider of ONNX Runtime, of such a bundle.
         batch_size: users ranked at once.
         trust: packages beside recpo whose classes the configuration of a run may name.
 
     Raises:
         RecpoError: see ``Bundle.load`` and ``HistoryReader.read``.
     """
-    server = _server(source, engine, trust)
+    server = _server(source, engine, provider, trust)
     excluded = None if exclude is None else read_frame(exclude, "exclude")
     events = read_frame(histories, "histories")
     more = _features(user_features, context)
@@ -88,6 +90,7 @@ def write_recommendations(
     user_features: FrameOrPath | None = None,
     context: FrameOrPath | None = None,
     engine: EngineName = "onnx",
+    provider: str = CPU_PROVIDER,
     batch_size: int = BATCH_SIZE,
     progress: Callable[[int], object] | None = None,
     trust: Sequence[str] = (),
@@ -106,6 +109,7 @@ def write_recommendations(
             held in memory, as ``context`` is.
         context: ``user_id`` and the features of the requests that are answered now, if the policy reads them.
         engine: of a bundle that is given by its directory.
+        provider: execution provider of ONNX Runtime, of such a bundle.
         batch_size: users ranked at once.
         progress: called with the number of events read.
         trust: packages beside recpo whose classes the configuration of a run may name.
@@ -116,7 +120,7 @@ def write_recommendations(
     Raises:
         RecpoError: see ``Bundle.load`` and ``HistoryReader.read``; a user's rows do not stand together.
     """
-    server = _server(source, engine, trust)
+    server = _server(source, engine, provider, trust)
     k = validate_k(server.runtime.k if k is None else k, server.runtime.k)
     excluded = None if exclude is None else read_frame(exclude, "exclude")
     asked = None if users is None else id_column(read_frame(users, "users"), USER_ID, "users")
@@ -152,12 +156,12 @@ def _features(user_features: FrameOrPath | None, context: FrameOrPath | None) ->
     return {"user_features": read["user_features"], "context": read["context"]}
 
 
-def _server(source: Source, engine: EngineName, trust: Sequence[str]) -> Server:
+def _server(source: Source, engine: EngineName, provider: str, trust: Sequence[str]) -> Server:
     if isinstance(source, str | PathLike) and kind_of(Path(source)) == "run":
         from recpo.training.run import Run  # a bundle is served where torch and lightning are missing
 
         source = Run.open(Path(source), trust)
-    bundle = Bundle.load(Path(source), engine) if isinstance(source, str | PathLike) else source
+    bundle = Bundle.load(Path(source), engine, provider=provider) if isinstance(source, str | PathLike) else source
     return Server(bundle.runtime, bundle.reader)
 
 

@@ -211,3 +211,28 @@ def test_export_refuses_an_existing_output_and_caps_k_at_the_catalog(road, capsy
     assert bundle.feedback == Prepared.open(road / "prepared").feedback
     assert bundle.manifest.policy["class"].endswith("CatalogSoftmaxPolicy")
     assert bundle.manifest.origin["weights"] == sha256(checkpoint_path(road / "run-0", "best"))
+
+
+@pytest.mark.slow
+def test_forms_of_a_large_catalog_through_the_command_line(road, tmp_path, capsys):
+    pytest.importorskip("faiss", reason="faiss is not installed (pip install recpo[index])")
+    run, indexed, rounded = str(road / "run-0"), tmp_path / "indexed", tmp_path / "rounded"
+    export = ["export", "--run", run, "--k", "5", "--out"]
+    triton = ["--triton", str(tmp_path / "repository")]
+    assert main([*export, str(indexed), "--index.recall", "0.5", *triton]) == 1
+    assert "which Triton does not run" in capsys.readouterr().err
+    assert main([*export, str(indexed), "--index.recall", "0.5"]) == 0
+    assert "the index looks into" in capsys.readouterr().out
+    assert main([*export, str(rounded), "--item_precision", "float16", *triton]) == 0
+    assert "float16: of the 10 best items" in capsys.readouterr().out
+    assert (tmp_path / "repository" / "recpo" / "config.pbtxt").is_file()
+    histories, lists = str(road / "prepared" / "histories.parquet"), str(tmp_path / "lists.parquet")
+    answer = ["recommend", "--histories", histories, "--out", lists, "--bundle"]
+    assert main([*answer, str(indexed), "--provider", "CPUExecutionProvider"]) == 0
+    assert len(pd.read_parquet(lists))
+    assert main([*answer, str(rounded), "--provider", "GPU"]) == 1
+    assert "provider is 'GPU'" in capsys.readouterr().err
+    evaluate = ["evaluate", "--prepared", str(road / "prepared"), "--run", f"[{run}, {indexed}]", "--ks", "[5]"]
+    assert main([*evaluate, "--out", str(tmp_path / "evaluation")]) == 0
+    printed = capsys.readouterr().out
+    assert "indexed" in printed

@@ -241,8 +241,8 @@ def test_the_program_itself_takes_a_level_out_of_range_for_unknown(bundle, level
     none = np.zeros((1, 1), np.int64)
     inputs = {"item_ids": items, "feedback": np.full_like(items, level), "exclude": none}
     session = bundle.runtime._session
-    strange, unknown = session.run(None, inputs), session.run(None, inputs | {"feedback": np.zeros_like(items)})
-    best = session.run(None, inputs | {"feedback": np.where(items, 5, 0)})
+    strange, unknown = session.run(inputs), session.run(inputs | {"feedback": np.zeros_like(items)})
+    best = session.run(inputs | {"feedback": np.where(items, 5, 0)})
     np.testing.assert_array_equal(strange[1], unknown[1])
     assert not np.array_equal(strange[1], best[1])
 

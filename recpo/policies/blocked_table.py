@@ -1,0 +1,180 @@
+"""Item vectors in blocks of rows, for exported programs that search a large catalog without scoring all of it at once.
+
+A loop over the blocks keeps the best items so far and the log-sum-exp of every block, so nothing of the size ``[B, V]``
+is made, and the table is there once: the same rows are searched and looked up. Rows may be rounded to float16 or to
+int8; they are widened one block at a time, in the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
+
+from recpo.errors import RecpoError
+from recpo.policies.catalog_search import ties_to_smaller_id
+from recpo.types import Recommendations
+
+#: How the numbers of an item matrix are stored.
+Precision = Literal["float32", "float16", "int8"]
+
+BLOCK_ROWS: Final = 8192
+"""Most rows in a block: at d = 64 rows and scores of 32 users stay in the cache of one core."""
+
+_LARGEST_INT8: Final = 127
+
+
+class BlockedTable(nn.Module):
+    """Vectors of the items 1..V in blocks of rows of equal size; row 0 and the rows after V are no items.
+
+    With int8 row i is ``columns * scales_i * values_i``: every column is divided by its root mean square first, so that
+    columns of different size (vectors beside the factors of a tilted policy) lose alike.
+
+    Args:
+        vectors: ``[V + 1, d]``; row 0 is no item.
+        precision: how the numbers are stored; float16 and int8 round.
+        rooted: see ``recpo.policies.catalog_search.scores_of``.
+        block_rows: most rows in a block, at least 2.
+
+    Attributes:
+        values: ``[n, R, d]`` of the precision.
+        scales: ``[n, R]`` float32, 1 except with int8.
+        columns: ``[d]`` float32, 1 except with int8.
+        bias: ``[n, R]`` float32, -inf where there is no item.
+
+    Raises:
+        RecpoError: no such precision, or numbers that it cannot hold.
+    """
+
+    values: Tensor
+    scales: Tensor
+    columns: Tensor
+    bias: Tensor
+    starts: Tensor
+
+    def __init__(
+        self, vectors: Tensor, precision: Precision = "float32", rooted: int = 0, block_rows: int = BLOCK_ROWS
+    ) -> None:
+        super().__init__()
+        validate_precision(precision)
+        size, dim = vectors.shape
+        blocks = -(-size // block_rows)
+        self.rows = -(-size // blocks)
+        self.num_items, self.rooted, self.precision = size - 1, rooted, precision
+        padded = F.pad(vectors.detach().float(), (0, 0, 0, blocks * self.rows - size))
+        columns, scales = torch.ones(dim), torch.ones(len(padded))
+        if precision == "int8":
+            columns, scales, padded = _rounded(padded)
+        elif precision == "float16":
+            padded = padded.half()
+            if not padded.isfinite().all():
+                raise RecpoError("item_precision float16 holds numbers up to 65,504, the item vectors are larger")
+        place = torch.arange(len(padded))
+        bias = torch.where((place > 0) & (place < size), 0.0, -torch.inf)
+        self.register_buffer("values", padded.view(blocks, self.rows, dim))
+        self.register_buffer("scales", scales.view(blocks, self.rows))
+        self.register_buffer("columns", columns)
+        self.register_buffer("bias", bias.view(blocks, self.rows))
+        self.register_buffer("starts", torch.arange(blocks) * self.rows)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Vectors ``[..., d]`` float32 of the items ``[...]``, as they were rounded; zero for id 0."""
+        block, row = ids // self.rows, ids % self.rows
+        vectors = self.values[block, row].float()
+        if self.precision == "int8":
+            vectors = vectors * self.scales[block, row][..., None] * self.columns
+        return vectors
+
+    def top_k(self, states: Tensor, k: int, exclude: Tensor) -> Recommendations:
+        """The ``k`` best items by log-probability, ties to the smaller id; see ``catalog_search.top_k``.
+
+        In a list equal scores stand in the order of their ids. Where the last place is tied, the smaller id has it in
+        ONNX, whose TopK says so; a torch program may list another one of equal score.
+        """
+        states = states * self.columns if self.precision == "int8" else states
+        blocks = (self.values, self.scales, self.bias, self.starts)
+        nothing = states.new_full((states.shape[0], k), -torch.inf)
+        carry: tuple[Tensor, Tensor] = (nothing, torch.zeros_like(nothing, dtype=torch.long))
+
+        def search(carry: tuple[Tensor, Tensor], block: tuple[Tensor, ...]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+            return self._search(states, k, exclude, carry, block)
+
+        if torch.compiler.is_exporting():
+            carry, sums = scan(search, carry, blocks)
+        else:
+            parts = []
+            for block in zip(*blocks, strict=True):
+                carry, part = search(carry, block)
+                parts.append(part)
+            sums = torch.stack(parts)
+        best, ids = carry
+        ids = ties_to_smaller_id(best, ids, self.num_items + 1)
+        return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - sums.logsumexp(0)[:, None])
+
+    def _search(
+        self, states: Tensor, k: int, exclude: Tensor, carry: tuple[Tensor, Tensor], block: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """The best items after one block more, and its log-sum-exp ``[B]``, of all its items."""
+        values, scales, bias, start = block
+        scores = self._scores(states, values, scales, bias)
+        lse = scores.logsumexp(1)
+        place = exclude - start
+        inside = (place >= 0) & (place < self.rows)
+        # an id of another block writes +inf, which a minimum ignores
+        barred = torch.where(inside, -torch.inf, torch.inf).to(scores.dtype)
+        scores = scores.scatter_reduce(1, place.clamp(0, self.rows - 1), barred, "amin")
+        best, ids = scores.topk(min(k, self.rows), 1)
+        # what was found before has smaller ids and stands first
+        best, order = torch.cat([carry[0], best], 1).topk(k, 1)
+        return (best, torch.cat([carry[1], ids + start], 1).gather(1, order)), lse
+
+    def _scores(self, states: Tensor, values: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
+        """Scores ``[B, R]`` of one block, -inf where there is no item."""
+        rows, own = values.float(), values.shape[1] - self.rooted
+        if not self.rooted and self.precision != "int8":
+            return F.linear(states, rows, bias)
+        scores = F.linear(states[:, :own], rows[:, :own])
+        if self.precision == "int8":
+            scores = scores * scales
+        if self.rooted:
+            variance = F.linear(states[:, own:], rows[:, own:])
+            variance = variance * scales if self.precision == "int8" else variance
+            scores = scores - variance.clamp_min(0.0).sqrt()
+        return scores + bias
+
+
+class RoundedRows(nn.Module):
+    """The first columns of a ``BlockedTable`` in the place of an item table: what an encoder looks up.
+
+    Args:
+        table: the rows.
+        width: how many columns.
+    """
+
+    def __init__(self, table: BlockedTable, width: int) -> None:
+        super().__init__()
+        self.table, self.width = table, width
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Vectors ``[..., width]`` of the items ``[...]``; zero for id 0."""
+        vectors: Tensor = self.table(ids)
+        return vectors if vectors.shape[-1] == self.width else vectors[..., : self.width]
+
+
+def validate_precision(precision: object) -> None:
+    """Raises ``RecpoError`` where there is no such precision."""
+    if precision not in get_args(Precision):
+        raise RecpoError(f"item_precision is {precision!r}, expected one of: {', '.join(get_args(Precision))}")
+
+
+def _rounded(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns ``[d]``, scales ``[N]`` and int8 values ``[N, d]`` whose product is nearest to the vectors."""
+    columns = vectors.square().mean(0).sqrt()
+    columns = torch.where(columns > 0, columns, 1.0)
+    equalized = vectors / columns
+    scales = equalized.abs().amax(1) / _LARGEST_INT8
+    scales = torch.where(scales > 0, scales, 1.0)
+    return columns, scales, (equalized / scales[:, None]).round().to(torch.int8)

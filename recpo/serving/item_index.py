@@ -1,0 +1,185 @@
+"""Approximate search of a large catalog: a faiss index finds candidates, their exact scores rank them; without torch.
+
+The bundle's program gives the state of a user; the items whose vectors have the largest products with it are looked
+for in the lists of the index that are nearest. A score is the exact product, which is the policy's log-probability but
+for a constant of the request: the normalizer would take all items.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from recpo.errors import RecpoError
+from recpo.serving.histories import EncodedHistories
+from recpo.serving.manifest import INDEX, ONNX_PROGRAM, VECTORS, BundleManifest
+from recpo.serving.runtimes import CPU_PROVIDER, INPUTS, OnnxSession, Runtime
+
+STATES: Final = "states"
+# Fewer than faiss takes for a matrix product, which would make the lists of a user depend on who else is in the batch.
+_AT_ONCE: Final = 16
+_REMEDY: Final = "copy or export the bundle again"
+
+
+@dataclass(frozen=True)
+class IndexOptions:
+    """An approximate index in place of the search of the whole catalog.
+
+    Args:
+        recall: share of the 10 best items that it must find, on average over random histories; as few lists are probed
+            as give it.
+        lists: clusters of items; null = four times the root of their number.
+        oversampling: candidates whose exact score is computed, for each place of the longest list.
+    """
+
+    recall: float = 0.99
+    lists: int | None = None
+    oversampling: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0 < self.recall <= 1:
+            raise RecpoError(f"index: recall is {self.recall}, expected a share above 0 and at most 1")
+        for name in ("lists", "oversampling"):
+            value = getattr(self, name)
+            if value is not None and not value >= 1:
+                raise RecpoError(f"index: {name} is {value}, expected at least 1")
+
+
+@dataclass(frozen=True)
+class ItemIndex:
+    """Finds the items whose vectors have the largest products with a state.
+
+    Attributes:
+        index: of faiss, over the items 1..V in their order.
+        vectors: ``[V + 1, d]`` float32; row 0 is no item.
+        probes: lists that are searched.
+        candidates: items whose exact score is computed, beside as many as are excluded.
+    """
+
+    index: Any
+    vectors: np.ndarray
+    probes: int
+    candidates: int
+
+    @classmethod
+    def load(cls, root: Path, manifest: BundleManifest) -> ItemIndex:
+        """Reads the index of a bundle whose files are verified already; nothing is unpickled.
+
+        Raises:
+            RecpoError: faiss is missing, or the files are no index of this catalog.
+        """
+        faiss, facts = import_faiss(), manifest.index or {}
+        try:
+            index = faiss.read_index(str(root / INDEX))
+            vectors = np.load(root / VECTORS, mmap_mode="r", allow_pickle=False)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise RecpoError(f"{root / INDEX} or {VECTORS} cannot be read ({error}): {_REMEDY}") from error
+        known = isinstance(index, faiss.IndexIVF) and index.metric_type == faiss.METRIC_INNER_PRODUCT
+        if not known or vectors.dtype != np.float32 or vectors.shape != (index.ntotal + 1, index.d):
+            raise RecpoError(f"{root / INDEX} and {VECTORS} do not belong together: {_REMEDY}")
+        if index.ntotal != manifest.num_items:
+            raise RecpoError(f"{root / INDEX} has {index.ntotal} items, the bundle {manifest.num_items}: {_REMEDY}")
+        return cls(index, vectors, facts["probes"], facts["oversampling"] * manifest.k)
+
+    def search(self, states: np.ndarray, exclude: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The best items that are found, with their exact scores; ties to the smaller id.
+
+        Equal states have equal lists and scores whoever else is in the batch, and a list is the begin of every longer
+        one. Where fewer than k items are found and more may be listed, the whole catalog is scored.
+
+        Args:
+            states: ``[B, d]`` float32.
+            exclude: ``[B, M]`` ids that are not listed, 0 pads.
+            k: length of the lists.
+
+        Returns:
+            ids ``[B, k]`` int64, 0 where none is left, and scores ``[B, k]`` float32, -inf there.
+        """
+        ids, scores = np.zeros((len(states), k), np.int64), np.full((len(states), k), -np.inf, np.float32)
+        for begin in range(0, len(states), _AT_ONCE):
+            part = slice(begin, begin + _AT_ONCE)
+            barred = [np.unique(row[row > 0]) for row in exclude[part]]
+            found = self._candidates(states[part], max(map(len, barred)))
+            for row, (state, out, near) in enumerate(zip(states[part], barred, found, strict=True)):
+                near = near[: self.candidates + len(out)]
+                near = near[(near > 0) & ~np.isin(near, out)]
+                if len(near) < min(k, len(self.vectors) - 1 - len(out)):
+                    near = self._best_of_all(state, out, k)
+                listed = self._ranked(state, near, k)
+                ids[begin + row, : len(listed[0])], scores[begin + row, : len(listed[0])] = listed
+        return ids, scores
+
+    def _candidates(self, states: np.ndarray, excluded: int) -> np.ndarray:
+        """Ids ``[B, n]`` by their approximate scores, best first, 0 where there is none."""
+        faiss = import_faiss()
+        number = min(self.candidates + excluded, self.index.ntotal)
+        parameters = faiss.SearchParametersIVF(nprobe=self.probes)
+        _, places = self.index.search(np.ascontiguousarray(states), number, params=parameters)
+        ids: np.ndarray = places + 1  # -1 where there is none
+        return ids
+
+    def _best_of_all(self, state: np.ndarray, excluded: np.ndarray, k: int) -> np.ndarray:
+        scores = self.vectors[1:] @ state
+        scores[excluded - 1] = -np.inf
+        left = min(k, len(scores) - len(excluded))
+        # one candidate more: a product of matrices rounds otherwise than the exact score does
+        best: np.ndarray = np.argpartition(-scores, min(left, len(scores) - 1))[: left + 1] + 1
+        return best[~np.isin(best, excluded)]
+
+    def _ranked(self, state: np.ndarray, items: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Exact scores, each computed alone, so that no other candidate changes a bit of them."""
+        items = np.sort(items)
+        scores = np.einsum("nd,d->n", self.vectors[items], state, optimize=False)
+        order = np.argsort(-scores, kind="stable")[:k]
+        return items[order], scores[order]
+
+
+class IndexRuntime(Runtime):
+    """A bundle's program for states in ONNX Runtime, and its index.
+
+    Args:
+        root: the bundle, whose files are verified already.
+        manifest: its manifest, with an index.
+        threads: of ONNX Runtime, 0 = one per core.
+        provider: of ONNX Runtime.
+
+    Raises:
+        RecpoError: see ``ItemIndex.load`` and ``OnnxSession``.
+    """
+
+    def __init__(self, root: Path, manifest: BundleManifest, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
+        self.num_items, self.max_history, self.k = manifest.num_items, manifest.max_history, manifest.k
+        self.reads_timestamps = manifest.reads_timestamps
+        self.index = ItemIndex.load(root, manifest)
+        self._inputs = state_inputs(manifest.reads_timestamps)
+        widths: dict[str, list[int] | None] = {name: [manifest.max_history] for name in self._inputs}
+        dim = self.index.vectors.shape[1]
+        self._session = OnnxSession(root / ONNX_PROGRAM, widths, {STATES: [dim]}, threads, provider)
+
+    def states(self, inputs: EncodedHistories) -> np.ndarray:
+        """States ``[B, d]`` of the users."""
+        return self._session.run({name: getattr(inputs, name) for name in self._inputs})[0]
+
+    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.index.search(self.states(inputs), np.concatenate([inputs.item_ids, inputs.exclude], 1), k)
+
+
+def state_inputs(reads_timestamps: bool) -> tuple[str, ...]:
+    """Inputs of a program that gives states."""
+    return tuple(name for name in INPUTS[: 3 + reads_timestamps] if name != "exclude")
+
+
+def import_faiss() -> Any:
+    """The module ``faiss``.
+
+    Raises:
+        RecpoError: it is not installed.
+    """
+    try:
+        import faiss
+    except ImportError as error:
+        raise RecpoError(f"an index needs faiss ({error}): pip install recpo[index]") from error
+    return faiss

@@ -1,0 +1,135 @@
+"""Compares what an export has made with the policy, before it counts."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recpo.contracts import Policy
+from recpo.errors import RecpoError
+from recpo.feedback import HIGHEST, UNKNOWN
+from recpo.policies.blocked_table import Precision
+from recpo.serving.histories import EncodedHistories
+from recpo.serving.program import CatalogSearch, ServingProgram
+from recpo.serving.runtimes import PolicyRuntime, Runtime, TorchProgramRuntime
+
+TOLERANCE: Final = 1e-4
+"""Largest difference of natural-log probabilities between engines that compute the same; such items may swap places."""
+
+ROUNDING: Final = {"float16": 0.02, "int8": 0.25}
+"""Largest difference of natural-log probabilities that a rounded item matrix may make."""
+
+_CHECKED_USERS = (1, 33)  # batch sizes; other than the example's
+_COMPARED_USERS = 64
+_SHORT = 10
+_FIRST_TIME_MS, _LONGEST_GAP_MS = 1_600_000_000_000, 10 * 86_400_000  # times of random histories
+
+
+def verify_runtime(
+    runtime: Runtime, policy: Policy, k: int, *, reference: Runtime | None = None, seed: int = 0
+) -> None:
+    """Compares a runtime with the policy on random histories, the first of them empty, the last one full.
+
+    The lists must be the same but for the order of items whose scores differ by less than 1e-4.
+
+    Args:
+        runtime: what was made.
+        policy: what it was made from.
+        k: length of the lists.
+        reference: computes what ``runtime`` should, instead of the policy itself.
+        seed: of the histories.
+
+    Raises:
+        RecpoError: they differ.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    reference = reference or PolicyRuntime(policy)
+    for users in _CHECKED_USERS:
+        inputs = random_inputs(policy, users, generator)
+        expected_items, expected_scores = map(torch.from_numpy, reference.recommend(inputs, k))
+        top_items, scores = map(torch.from_numpy, runtime.recommend(inputs, k))
+        gap = (scores - expected_scores).abs().nan_to_num(0.0)  # -inf against -inf, where the list is short
+        if scores.isnan().any() or gap.max() > TOLERANCE:
+            raise RecpoError(
+                f"the exported program's scores are nan or differ from the policy's, by {gap.max().item():.2g}"
+            )
+        moved = top_items != expected_items
+        own = _score_of(top_items, expected_items, expected_scores)
+        if bool((moved & ((own - scores).abs() > TOLERANCE)).any()):
+            raise RecpoError(f"the exported program recommends other items than the policy ({int(moved.sum())} places)")
+
+
+def verify_rounded(
+    runtime: Runtime, program: ServingProgram, policy: Policy, k: int, precision: Precision
+) -> dict[str, Any]:
+    """Compares a runtime with the rounded policy, and the rounded policy with the policy.
+
+    Args:
+        runtime: what was made.
+        program: what it was made from, as torch computes it.
+        policy: without rounding.
+        k: length of the lists.
+        precision: of the item matrix.
+
+    Returns:
+        How the lists of 64 random histories agree with those of the policy: ``users``, ``overlap_10`` and ``overlap_k``
+        (mean share of common items in lists of 10 and k), ``mean_difference`` and ``largest_difference`` (of
+        natural-log probabilities of common items), ``tolerance`` (of the latter).
+
+    Raises:
+        RecpoError: the runtime computes something else, or rounding costs more than ``ROUNDING``.
+    """
+    verify_runtime(runtime, policy, k, reference=TorchProgramRuntime(program, runtime))
+    inputs = random_inputs(policy, _COMPARED_USERS, torch.Generator().manual_seed(1))
+    found, expected = runtime.recommend(inputs, k), PolicyRuntime(policy).recommend(inputs, k)
+    agreement = {"users": _COMPARED_USERS, **_agreement(found, expected, k), "tolerance": ROUNDING[precision]}
+    if not agreement["largest_difference"] <= ROUNDING[precision]:
+        raise RecpoError(
+            f"item_precision {precision}: log-probabilities differ from the policy's by up to "
+            f"{agreement['largest_difference']:.2g}, {ROUNDING[precision]:g} is allowed (overlap of the first "
+            f"{_SHORT} items {agreement[f'overlap_{_SHORT}']:.3f}): export with "
+            f"{'float16 or ' if precision == 'int8' else ''}float32"
+        )
+    return agreement
+
+
+def overlap(found: np.ndarray, expected: np.ndarray) -> float:
+    """Mean share of the items of ``expected [B, n]`` that are in ``found [B, n]``; 0 is no item."""
+    shared = ((found[:, :, None] == expected[:, None, :]) & (expected > 0)[:, None, :]).any(1)
+    return float((shared.sum(1) / np.maximum((expected > 0).sum(1), 1)).mean())
+
+
+def random_inputs(policy: Policy | CatalogSearch, users: int, generator: torch.Generator) -> EncodedHistories:
+    """Histories of random items, the first empty and the last one full, with three items to exclude each."""
+    lengths = torch.randint(policy.max_history + 1, (users,), generator=generator)
+    lengths[-1], lengths[0] = policy.max_history, 0
+    real = torch.arange(policy.max_history) < lengths[:, None]
+    item_ids = torch.randint(1, policy.num_items + 1, real.shape, generator=generator) * real
+    feedback = torch.randint(UNKNOWN, HIGHEST + 1, real.shape, generator=generator) * real
+    exclude = torch.randint(policy.num_items + 1, (users, 3), generator=generator)
+    gaps = torch.randint(_LONGEST_GAP_MS, real.shape, generator=generator)
+    times = ((_FIRST_TIME_MS + gaps.cumsum(1)) * real).numpy() if policy.reads_timestamps else None
+    return EncodedHistories(item_ids.numpy(), feedback.numpy(), exclude.numpy(), times)
+
+
+def _agreement(
+    found: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray], k: int
+) -> dict[str, float]:
+    same = (found[0][:, :, None] == expected[0][:, None, :]) & (expected[0] > 0)[:, None, :]
+    row, place, other = np.nonzero(same)
+    gaps = np.abs(found[1][row, place] - expected[1][row, other])
+    return {
+        f"overlap_{_SHORT}": overlap(found[0][:, :_SHORT], expected[0][:, :_SHORT]),
+        "overlap_k": overlap(found[0], expected[0]),
+        "mean_difference": float(gaps.mean()) if len(gaps) else float("inf"),
+        "largest_difference": float(gaps.max()) if len(gaps) else float("inf"),
+    }
+
+
+def _score_of(item_ids: Tensor, listed: Tensor, scores: Tensor) -> Tensor:
+    """The score of ``item_ids [B, k]`` in the list that ranks ``listed [B, k]``; for others that of its last place."""
+    same = item_ids[:, :, None] == listed[:, None, :]
+    return torch.where(same.any(2), scores.gather(1, same.int().argmax(2)), scores[:, -1:])
