@@ -177,10 +177,25 @@ def difference(gain):
 
 
 def agreement(found):
-    """Kendall's tau between the off-policy and the true values of a world's contenders."""
-    both = np.array([(one["value"], one["true_reward@10"]) for one in found.values()])
-    both = both[~np.isnan(both).any(1)]
-    return float(kendalltau(*both.T).statistic)
+    """Kendall's tau between the off-policy and the true values of a world's contenders.
+
+    Of methods, whose runs of several training seeds are averaged, and of all runs: those of one method differ by less
+    than either value is known.
+    """
+    of_runs = {name: (one["value"], one["true_reward@10"]) for name, one in found.items()}
+    methods = {}
+    for name, both in of_runs.items():
+        methods.setdefault(name.rsplit("-", 1)[0] if name.rsplit("-", 1)[-1].isdigit() else name, []).append(both)
+    return {
+        "kendall_tau": tau([np.mean(members, 0) for members in methods.values()]),
+        "kendall_tau_of_runs": tau(list(of_runs.values())),
+    }
+
+
+def tau(pairs):
+    """Kendall's tau of pairs of values, without those of which one is not known."""
+    known = np.array(pairs)[~np.isnan(np.array(pairs)).any(1)]
+    return float(kendalltau(*known.T).statistic)
 
 
 def main():
@@ -201,9 +216,7 @@ def main():
         results[world] = evaluated(world, options)
         for name, metrics in results[world].items():
             print(json.dumps({"world": world.kind, "seed": world.seed, "contender": name, **metrics}), flush=True)
-        print(
-            json.dumps({"world": world.kind, "seed": world.seed, "kendall_tau": agreement(results[world])}), flush=True
-        )
+        print(json.dumps({"world": world.kind, "seed": world.seed, **agreement(results[world])}), flush=True)
     print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count()}))
     for kind in dict.fromkeys(world.kind for world in results):
         table(kind, {world: found for world, found in results.items() if world.kind == kind}, options.seeds)
