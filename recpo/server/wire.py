@@ -85,7 +85,10 @@ class RecommendedItem(BaseModel):
     """An item of a slate."""
 
     item_id: int | str
-    score: float | None = Field(description="natural-log probability under the policy; null where it was not asked")
+    score: float | None = Field(
+        description="natural-log probability under the policy, of a bundle with an index but for a constant of the "
+        "request; null where it was not asked"
+    )
     propensity: float = Field(description="probability of the item at a place of the slate that is drawn at random")
     explored: bool = Field(description="it is none of the best items, which would be shown without exploration")
 

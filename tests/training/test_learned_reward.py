@@ -199,7 +199,7 @@ def test_an_uncalibrated_or_a_changed_run_is_refused(pointwise_run, batch, tmp_p
     torch.testing.assert_close(raw, model(batch.histories, candidates)[..., 0].sigmoid())
 
 
-def test_wrong_runs_are_refused(world, policy_run, pairwise_run, pointwise_run, tmp_path, capsys):
+def test_wrong_runs_are_refused(world, policy_run, pointwise_run, tmp_path, capsys, monkeypatch):
     with pytest.raises(RecpoError, match="no run directory"):
         LearnedReward(tmp_path)
     with pytest.raises(RecpoError, match="no reward model"):
@@ -215,6 +215,7 @@ def test_wrong_runs_are_refused(world, policy_run, pairwise_run, pointwise_run, 
     shutil.copytree(pointwise_run, other)
     finished = json.loads((other / "run.json").read_text())
     write_json(other / "run.json", resealed({**finished, "catalog_checksum": "another"}))
+    monkeypatch.setattr(IdMap, "equals", lambda *_: False)
     assert main(["calibrate", f"--run={other}", f"--prepared={world / 'prepared'}"]) == 1
     assert "other items" in capsys.readouterr().err
     with pytest.raises(RecpoError, match="different items"):
