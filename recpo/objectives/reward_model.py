@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -137,7 +138,8 @@ class PointwiseReward(Objective):
 
     positive_weight: float = 1.0
     behaviors: tuple[str, ...] = ()
-    _bits: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    #: places of the behaviors in the bit sets of the data at hand (``for_behaviors``); no option
+    _bits: ClassVar[tuple[int, ...] | None] = None
 
     def __post_init__(self) -> None:
         if len(set(self.target_names)) < len(self.target_names):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ class LoggedReward(RewardFunction):
     dislike_cost: float = 1.0
     unknown: float | None = None
     behaviors: dict[str, float] = field(default_factory=dict)
-    _bits: tuple[tuple[int, float], ...] | None = field(default=None, init=False, repr=False, compare=False)
+    #: places of the behaviors in the bit sets of the data at hand (``for_behaviors``); no option
+    _bits: ClassVar[tuple[tuple[int, float], ...] | None] = None
 
     @property
     def learns_from(self) -> frozenset[str]:

@@ -210,9 +210,9 @@ def test_an_epoch_goes_on_with_another_number_of_ranks(shards):
 class Counting(Prepared):
     """Remembers which training shards were read."""
 
-    def load(self, split, shard):
+    def load(self, split, shard, *reads):
         self.manifest.setdefault("loads", []).append(shard)
-        return super().load(split, shard)
+        return super().load(split, shard, *reads)
 
 
 @pytest.mark.parametrize("rank", [Rank(), Rank(1, 2, 1), Rank(0, 2, 2)], ids=str)

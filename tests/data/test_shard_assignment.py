@@ -25,9 +25,9 @@ USERS = [9, 2, 7, 5, 8, 1, 6]  # of the shards, on purpose of very different siz
 class Watched(Prepared):
     """Remembers which training shards were read."""
 
-    def load(self, split, shard):
+    def load(self, split, shard, *reads):
         self.manifest.setdefault("loads", []).append(shard)
-        return super().load(split, shard)
+        return super().load(split, shard, *reads)
 
 
 def write_shard(path, users, positive):

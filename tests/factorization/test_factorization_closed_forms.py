@@ -130,15 +130,10 @@ def test_positive_pairs_are_distinct_and_come_with_the_events_read():
         num_items, feedback = 4, SimpleNamespace(rule=Rule)
 
         @staticmethod
-        def num_shards(split):
-            return 2 if split == "train" else 0
-
-        @staticmethod
-        def columns(split, shard, names):
-            if shard:
-                return dict(zip(names, (np.array(x) for x in ([7], [4], [0.1], [False])), strict=True))
-            columns = [2, 2, 0, 2, 2], [4, 4, 1, 2, 1], [0.9, 0.5, 1.0, 0.4, 0.9], [False, False, False, False, True]
-            return dict(zip(names, map(np.array, columns), strict=True))
+        def train_columns(names):
+            first = [2, 2, 0, 2, 2], [4, 4, 1, 2, 1], [0.9, 0.5, 1.0, 0.4, 0.9], [False, False, False, False, True]
+            for columns in (first, ([7], [4], [0.1], [False])):
+                yield dict(zip(names, map(np.array, columns), strict=True))
 
     first, second = positive_pairs(Data)
     assert [part.tolist() for part in first[:2]] == [[0, 2], [0, 3]]

@@ -139,7 +139,7 @@ def test_an_old_evaluation_and_a_foreign_directory_are_not_opened(place, tmp_pat
     found = workflow.evaluate(place["prepared"], ["random"], ks=[3], off_policy=None, segments=False)
     found.write(tmp_path / "evaluation")
     (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document | {"schema_version": 2}))
-    with pytest.raises(RecpoError, match="format version 2, this recpo reads 4: evaluate again"):
+    with pytest.raises(RecpoError, match="format version 2, this recpo reads 5: evaluate again"):
         Evaluation.open(tmp_path / "evaluation")
     with pytest.raises(RecpoError, match="is no evaluation"):
         Evaluation.open(place["run-0"])
