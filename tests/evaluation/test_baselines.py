@@ -136,22 +136,19 @@ class Shards:
     def __init__(self, shards, events):
         self.shards, self.events = shards, events
 
-    def num_shards(self, split):
-        assert split == "train"
-        return self.shards
-
-    def columns(self, split, shard, names):
-        found = {
-            "item_index": np.arange(self.events) % self.num_items + 1,
-            "timestamp": 1_000_000 + (7 * shard % self.shards) * 1000 + np.arange(self.events, dtype=np.int64),
-        }
-        return {name: found[name] for name in names}
+    def train_columns(self, names):
+        for shard in range(self.shards):
+            found = {
+                "item_index": np.arange(self.events) % self.num_items + 1,
+                "timestamp": 1_000_000 + (7 * shard % self.shards) * 1000 + np.arange(self.events, dtype=np.int64),
+            }
+            yield {name: found[name] for name in names}
 
 
 def test_recency_counts_are_those_of_all_events_at_once():
     data = Shards(shards=11, events=50)
     item, time = (
-        np.concatenate([data.columns("train", shard, [name])[name] for shard in range(11)])
+        np.concatenate([columns[name] for columns in data.train_columns([name])])
         for name in ("item_index", "timestamp")
     )
     tenth = (time.max() - time.min()) / 10

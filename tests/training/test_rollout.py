@@ -79,11 +79,7 @@ def test_tempered_draws_carry_the_tempered_probability(policy, batch):
 
 
 def test_without_replacement_no_item_comes_twice_and_the_first_is_a_draw(policy, batch):
-    one = batch._replace(
-        histories=type(batch.histories)(
-            *(c[:1].expand(3000, -1) if c.ndim == 2 else c[:1].expand(3000) for c in batch.histories)
-        )
-    )
+    one = batch._replace(histories=batch.histories.rows(torch.zeros(3000, dtype=torch.long)))
     torch.manual_seed(0)
     ids, logp = policy.sample(one.histories, 4, RolloutOptions(replacement=False).sampling)
     assert first_occurrences(ids).all()
