@@ -127,7 +127,7 @@ def test_catalog_programs_measures_every_form_of_the_program():
     assert list(lines) == forms
     for line in lines.values():
         assert min(line["cpu_ms_1"], line["cpu_ms_32"], line["read_cpu_ms"], line["file_mb"]) > 0
-    assert lines["int8"]["file_mb"] < lines["blocks"]["file_mb"] / 3
+    assert lines["int8"]["file_mb"] < lines["blocks"]["file_mb"] / 2  # the encoder is not rounded
     assert lines["int8"]["overlap_10"] > 0.8
 
 

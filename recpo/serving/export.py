@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,7 +97,10 @@ def export_bundle(
         versions={"recpo": __version__, "torch": torch.__version__},
         item_precision=item_precision,
     )
-    with output_directory(out, kind="bundle", overwrite=overwrite, inputs=inputs) as root:
+    with (
+        _traces_forgotten(),
+        output_directory(out, kind="bundle", overwrite=overwrite, inputs=inputs) as root,
+    ):
         items.save(root / ITEMS)
         if index is None:
             manifest = _write_search(policy, manifest, root)
@@ -186,6 +190,19 @@ def _forget_sources(exported: ExportedProgram) -> None:
     for module in exported.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)
+
+
+@contextmanager
+def _traces_forgotten() -> Iterator[None]:
+    """Drops what torch keeps of a traced loop over blocks: a second class of the policy's name among it.
+
+    A configuration that names the class of a policy would be ambiguous for as long as that one lives.
+    """
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
 
 
 @contextmanager

@@ -44,6 +44,8 @@ def test_a_bundle_in_blocks_is_its_policy(precision, kind, similarity, parts, tm
     export.export_bundle(
         policy, parts.items, parts.feedback, tmp_path / "b", k=60, item_precision=precision, options=options
     )
+    named = [one for one in CatalogSoftmaxPolicy.__base__.__subclasses__() if one.__name__ == "CatalogSoftmaxPolicy"]
+    assert named == [CatalogSoftmaxPolicy], "a configuration that names the class is not ambiguous after an export"
     bundle = Bundle.load(tmp_path / "b")
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert manifest["item_precision"] == precision
