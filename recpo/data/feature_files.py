@@ -97,7 +97,8 @@ def write_table(
         table: the table.
         indices: external id and index of everything that is kept.
         events: events with their period; who has one in the train period is of that period.
-        root: the directory that is prepared.
+        root: the directory that is prepared; a table without features, which only says from when on items are
+            candidates, has no file there.
 
     Returns:
         The fitted features; how many rows the table has, how many of them are ``unused`` as their ids are not kept, and
@@ -109,11 +110,12 @@ def write_table(
     placed = rows.inner_join(indices, rows[ID] == indices[key]).select(index, *columns.values())
     trained = events.filter(events[Derived.PERIOD] == TRAIN).select(index).distinct()
     fitted = fit_features(engine, table.side, table.features, placed.semi_join(trained, index), columns, root)
-    joined = indices.left_join(placed, index).drop(f"{index}_right").order_by(index)
-    plain = joined.select(**{name: joined[column] for name, column in columns.items()})
-    names = [feature.name for feature in of_type(table.features, Category)]
-    kept = write_rows(_encoded(engine, plain, fitted), fitted.schema, root / _FILES[table.side], names)
-    read, used = (engine.row(some.aggregate(rows=some.count()))["rows"] for some in (rows, placed))
+    if table.features:
+        joined = indices.left_join(placed, index).drop(f"{index}_right").order_by(index)
+        plain = joined.select(**{name: joined[column] for name, column in columns.items()})
+        names = [feature.name for feature in of_type(table.features, Category)]
+        write_rows(_encoded(engine, plain, fitted), fitted.schema, root / _FILES[table.side], names)
+    read, used, kept = (engine.row(some.aggregate(rows=some.count()))["rows"] for some in (rows, placed, indices))
     return fitted, {"rows": read, "unused": read - used, "without": kept - used}
 
 

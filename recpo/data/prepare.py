@@ -71,7 +71,7 @@ from recpo.data.writing import write_past, write_rows, write_shards
 from recpo.errors import RecpoError
 from recpo.features.columns import plain_type
 from recpo.features.encoding import FittedFeatures
-from recpo.features.schema import SIDES, Categories, Category, Feature, FeatureSchema
+from recpo.features.schema import SIDES, Categories, Category, Feature, FeatureSchema, Side
 from recpo.feedback import FEEDBACK_KINDS, FeedbackDefinition, FeedbackRule
 
 #: From this share of equal watch times on, no quantile separates a quarter of the events from the rest.
@@ -364,7 +364,8 @@ class PrepareRun:
         return context
 
     def _feature_files(self) -> list[str]:
-        files = [name for side, name in (("item", ITEM_FEATURES), ("user", USER_FEATURES)) if side in self.tables]
+        tables: tuple[tuple[Side, str], ...] = (("item", ITEM_FEATURES), ("user", USER_FEATURES))
+        files = [name for side, name in tables if self.features.of(side)]
         coded = [
             (side, one) for side in SIDES for one in self.features.of(side) if isinstance(one, Category | Categories)
         ]

@@ -265,6 +265,20 @@ def test_a_table_says_its_features_by_its_types_and_can_fill_the_catalog(tmp_pat
     assert (counts == 0).sum() >= 6
 
 
+def test_a_table_may_only_say_from_when_on_items_are_candidates(tmp_path):
+    columns = FeatureColumns(item=(), available_from="born")
+    made = prepare(tmp_path / "data", items=item_rows(), features=columns)
+    assert made.feature_schema.item == ()
+    assert "item_features.parquet" not in made.manifest["files"]
+    assert made.manifest["feature_tables"]["item"]["counts"] == {
+        "rows": 30,
+        "unused": 30 - made.num_items,
+        "without": 0,
+    }
+    assert made.item_features().codes.shape == (made.num_items + 1, 0)
+    assert made.table("items.parquet")["available_from"].null_count < made.num_items
+
+
 def test_every_fault_of_log_and_tables_stands_in_one_report(tmp_path):
     items = item_rows().to_pylist()
     items[3]["item_id"] = items[2]["item_id"]
