@@ -89,6 +89,7 @@ def made_loop(root, rounds=()):
     return done
 
 
+@pytest.mark.slow
 def test_the_value_of_the_best_items_as_served_is_that_of_the_bundles_lists(road):
     data, bundle = Prepared.open(road / "prepared"), Bundle.load(road / "bundle")
     own = recpo.evaluate(data, [as_served(bundle, data, None, 6, [6])], ks=[6], segments=False)
@@ -103,6 +104,7 @@ def test_the_value_of_the_best_items_as_served_is_that_of_the_bundles_lists(road
     )
 
 
+@pytest.mark.slow
 def test_probabilities_as_served_are_those_of_drawn_slates(road):
     """As often as the exploration shows an item, for a request whose shortlist is given."""
     import torch

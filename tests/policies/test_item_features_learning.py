@@ -72,6 +72,7 @@ def separation(policy: CatalogSoftmaxPolicy) -> float:
     return pairs[own[:, :, None] & ~own[:, None, :]].double().mean().item()
 
 
+@pytest.mark.slow
 def test_new_items_rank_where_their_features_put_them() -> None:
     assert separation(trained(ItemFeatureOptions(hidden=16, id_dropout=0.2))) > 0.95
     assert separation(trained(None)) == pytest.approx(0.5, abs=0.2)

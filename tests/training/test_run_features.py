@@ -83,6 +83,7 @@ def test_a_bundle_has_one_vector_per_item_and_answers_as_the_run(run, tmp_path) 
     assert "item_features" not in bundle.manifest.policy["options"]
 
 
+@pytest.mark.slow
 def test_a_reward_model_reads_everything_and_has_a_head_per_behavior(featured, tmp_path) -> None:
     options = SMALL | READS
     model = train(
