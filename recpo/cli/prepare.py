@@ -85,22 +85,14 @@ def _events_table(counts: dict[str, Any]) -> Table:
 
 
 def _periods_table(periods: dict[str, dict[str, int]]) -> Table:
-    table = Table(title="periods", title_justify="left")
-    for name in ("period", "users", "events", "rows with context"):
-        table.add_column(name, justify="left" if name == "period" else "right")
-    for name, period in periods.items():
-        cells = (period[key] for key in ("users", "targets", "rows"))
-        table.add_row(name, *(f"{cell:,}" for cell in cells))
-    return table
+    columns = ("users", "events", "rows with context")
+    counts = {name: [period[key] for key in ("users", "targets", "rows")] for name, period in periods.items()}
+    return _by_period("periods", columns, counts)
 
 
 def _behaviors_table(periods: dict[str, dict[str, Any]], behaviors: Sequence[str]) -> Table:
-    table = Table(title="behaviors of the events", title_justify="left")
-    for name in ("period", *behaviors):
-        table.add_column(name, justify="left" if name == "period" else "right")
-    for name, period in periods.items():
-        table.add_row(name, *(f"{period['behaviors'][behavior]:,}" for behavior in behaviors))
-    return table
+    counts = {name: [period["behaviors"][behavior] for behavior in behaviors] for name, period in periods.items()}
+    return _by_period("behaviors of the events", behaviors, counts)
 
 
 def _features_table(data: Prepared) -> Table:
@@ -125,9 +117,16 @@ def _shown(feature: Feature) -> str:
 
 
 def _feedback_table(periods: dict[str, dict[str, int]]) -> Table:
-    table = Table(title="feedback of the events", title_justify="left")
-    for name in ("period", *FEEDBACK_KINDS):
-        table.add_column(name, justify="left" if name == "period" else "right")
-    for name, period in periods.items():
-        table.add_row(name, *(f"{period[kind]:,}" for kind in FEEDBACK_KINDS))
+    counts = {name: [period[kind] for kind in FEEDBACK_KINDS] for name, period in periods.items()}
+    return _by_period("feedback of the events", FEEDBACK_KINDS, counts)
+
+
+def _by_period(title: str, columns: Sequence[str], counts: dict[str, list[int]]) -> Table:
+    """A row of counts per period."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("period")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for period, cells in counts.items():
+        table.add_row(period, *(f"{cell:,}" for cell in cells))
     return table

@@ -16,7 +16,7 @@ from recpo.data.engine import Engine
 from recpo.data.events import timestamp_ms
 from recpo.data.faults import Example, Fault
 from recpo.data.feature_columns import FEATURE, FeatureColumns
-from recpo.data.files import Log, LogFile, is_text, missing_column, open_file, unreadable
+from recpo.data.files import Log, LogFile, is_text, missing_column, open_files, unreadable
 from recpo.data.locations import Place, readable, writable
 from recpo.data.schema import LogColumns
 from recpo.data.validate import examples
@@ -153,23 +153,10 @@ def _damaged(path: Place) -> Fault:
 def _open_files(
     paths: Sequence[Place], side: TableSide, used: dict[str, str], work: Place
 ) -> tuple[list[LogFile], list[tuple[str, pa.Schema]], list[Fault]]:
-    files, schemas, faults = [], [], []
     standard = {ID: LogColumns.ITEM_ID, AVAILABLE: LogColumns.TIMESTAMP}  # read as the columns of a log are
     used = {standard.get(what, what): name for what, name in used.items()}
-    for number, path in enumerate(paths):
-        try:
-            file, _, schema, found = open_file(path, used, work / f"{side}s-{number}.parquet")
-        except RecpoError as error:
-            faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out"))
-            continue
-        except (pa.ArrowException, OSError, ValueError) as error:
-            faults.append(unreadable(path, error))
-            continue
-        faults += found
-        if schema is not None:
-            files.append(file)
-            schemas.append((file.shown, schema))
-    return files, schemas, faults
+    opened, faults = open_files(paths, used, work, f"{side}s")
+    return [file for file, _, _ in opened], [(file.shown, schema) for file, _, schema in opened], faults
 
 
 def _settled(

@@ -148,22 +148,11 @@ def open_log(
     Returns:
         The log, and the faults of its files and columns. With faults, the log is as complete as it can be.
     """
-    faults: list[Fault] = []
     files, empty, schemas = [], [], []
     wanted = mapping.named() | more.named()
     needed = {*LogColumns.REQUIRED, *chosen.named(), *more.chosen}
-    for number, path in enumerate(paths):
-        try:
-            file, rows, schema, found = open_file(path, wanted, work / f"log-{number}.parquet")
-        except RecpoError as error:
-            faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out"))
-            continue
-        except (pa.ArrowException, OSError, ValueError) as error:
-            faults.append(unreadable(path, error))
-            continue
-        faults += found
-        if schema is None:
-            continue
+    opened, faults = open_files(paths, wanted, work, "log")
+    for file, rows, schema in opened:
         schemas.append((file.shown, schema))
         if rows or file.left_out:
             files.append(file)
@@ -179,7 +168,37 @@ def open_log(
     return Log(tuple(files), tuple(empty), columns, types, frozenset(faulty)), faults
 
 
-def open_file(
+def open_files(
+    paths: Sequence[Place], mapping: dict[str, str], work: Place, what: str
+) -> tuple[list[tuple[LogFile, int, pa.Schema]], list[Fault]]:
+    """The files of a log or table that can be read.
+
+    Args:
+        paths: the files.
+        mapping: standard name -> name in the files, of the columns that are wanted.
+        work: a directory for temporary files.
+        what: how those are named.
+
+    Returns:
+        Of every file what is to be read, its rows and its columns; and the faults of all.
+    """
+    opened, faults = [], []
+    for number, path in enumerate(paths):
+        try:
+            file, rows, schema, found = _open_file(path, mapping, work / f"{what}-{number}.parquet")
+        except RecpoError as error:
+            faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out"))
+            continue
+        except (pa.ArrowException, OSError, ValueError) as error:
+            faults.append(unreadable(path, error))
+            continue
+        faults += found
+        if schema is not None:
+            opened.append((file, rows, schema))
+    return opened, faults
+
+
+def _open_file(
     path: Place, mapping: dict[str, str], staged: Place
 ) -> tuple[LogFile, int, pa.Schema | None, list[Fault]]:
     """One file of a log or table: a CSV file becomes Parquet first.

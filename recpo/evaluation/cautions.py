@@ -22,7 +22,6 @@ def cautions(document: Document) -> list[str]:
         *_selected_on_this_period(document),
         *_few_users(counts),
         *_removed(counts),
-        *_unavailable(counts),
         *(sentence for contender in ranked if contender["kind"] == "lists" for sentence in _lists(contender)),
         *disagreement(document),
         *_unsupported_values(document),
@@ -65,23 +64,23 @@ def _few_users(counts: dict[str, int]) -> list[str]:
 
 
 def _removed(counts: dict[str, int]) -> list[str]:
-    events, removed = counts.get("positive_events", 0), counts.get("positive_events_excluded", 0)
-    if not events or removed / events <= _MANY_REMOVED:
-        return []
-    return [
-        f"{removed / events:.0%} of the positive events are of items of the user's past and were removed: "
-        "what users come back to is not measured. exclude_past false keeps it."
-    ]
-
-
-def _unavailable(counts: dict[str, int]) -> list[str]:
-    events, removed = counts.get("positive_events", 0), counts.get("positive_events_unavailable", 0)
-    if not events or removed / events <= _MANY_REMOVED:
-        return []
-    return [
-        f"{removed / events:.0%} of the positive events are of items that were no candidates when lists were made, and "
-        "were removed: what appears within the period is not measured. A shorter period leaves less of it out."
-    ]
+    """Which positive events were removed, where they are many."""
+    events, said = counts.get("positive_events", 0), []
+    for key, why in (
+        (
+            "positive_events_excluded",
+            "of items of the user's past and were removed: what users come back to is not measured. exclude_past false "
+            "keeps it.",
+        ),
+        (
+            "positive_events_unavailable",
+            "of items that were no candidates when lists were made, and were removed: what appears within the period "
+            "is not measured. A shorter period leaves less of it out.",
+        ),
+    ):
+        if events and (share := counts.get(key, 0) / events) > _MANY_REMOVED:
+            said.append(f"{share:.0%} of the positive events are {why}")
+    return said
 
 
 def _lists(contender: Document) -> list[str]:

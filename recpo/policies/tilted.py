@@ -29,7 +29,32 @@ from recpo.types import Features, FeedbackBatch, Histories, Recommendations, Sam
 _AT_ONCE = 1 << 10
 
 
-class TiltedPolicy(StatePolicy):
+class _OnBase(Policy):
+    """Whoever hands histories and features to the policy hands them to its base."""
+
+    base: Policy
+
+    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
+        """See ``Policy.set_schema``."""
+        self.base.set_schema(schema, behaviors)
+
+    def set_item_features(self, features: Features) -> None:
+        """See ``Policy.set_item_features``."""
+        self.base.set_item_features(features)
+
+    def precompute_item_vectors(self) -> None:
+        """See ``Policy.precompute_item_vectors``."""
+        self.base.precompute_item_vectors()
+        self._read_as_base()
+
+    def _read_as_base(self) -> None:
+        base = self.base
+        self.reads_timestamps, self.reads_behaviors = base.reads_timestamps, base.reads_behaviors
+        self.reads_user, self.reads_context = base.reads_user, base.reads_context
+        self.reads_item_features = base.reads_item_features
+
+
+class TiltedPolicy(_OnBase, StatePolicy):
     """``pi(i | h) ∝ base(i | h) exp(grade(h, i) / beta)`` of a softmax over the catalog, exact, and one itself.
 
     With the state ``[state / temperature; p / beta; 1 / beta]`` and the item vector ``[vector; q; b]`` its logit is one
@@ -48,6 +73,8 @@ class TiltedPolicy(StatePolicy):
         max_history: most recent events to fold in; where the base reads more, so many. The base reads its own number.
         lower_bound: the grade is less so many standard deviations of its posterior.
     """
+
+    base: CatalogSoftmaxPolicy
 
     def __init__(
         self,
@@ -75,24 +102,11 @@ class TiltedPolicy(StatePolicy):
         )
         self.num_items, self.dim = num_items, self.base.dim + rank + 1 + self.factors.rooted
         self.max_history = max(self.base.max_history, max_history)
-        _reads_as(self, self.base)
+        self._read_as_base()
 
     def set_item_counts(self, counts: Tensor) -> None:
         """See ``Policy.set_item_counts``."""
         self.base.set_item_counts(counts)
-
-    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
-        """See ``Policy.set_schema``."""
-        self.base.set_schema(schema, behaviors)
-
-    def set_item_features(self, features: Features) -> None:
-        """See ``Policy.set_item_features``."""
-        self.base.set_item_features(features)
-
-    def precompute_item_vectors(self) -> None:
-        """See ``Policy.precompute_item_vectors``."""
-        self.base.precompute_item_vectors()
-        _reads_as(self, self.base)
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``; prefixes longer than what the base attends to are encoded one by one."""
@@ -236,7 +250,7 @@ class TiltedPolicy(StatePolicy):
         return torch.cat([states, self.factors.tilt(users, self.beta)], 1)
 
 
-class RerankedPolicy(Policy):
+class RerankedPolicy(_OnBase):
     """``base(i | h) exp(grade(h, i) / beta)``, normalized over the best items of the base's own search.
 
     For policies that cannot score the whole catalog, such as those of semantic ids: their beam finds the candidates,
@@ -283,20 +297,7 @@ class RerankedPolicy(Policy):
         self.num_items, self.num_tokens = num_items, self.base.num_tokens
         self.max_history = max(self.base.max_history, max_history)
         self.catalog_checksum = self.base.catalog_checksum
-        _reads_as(self, self.base)
-
-    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
-        """See ``Policy.set_schema``."""
-        self.base.set_schema(schema, behaviors)
-
-    def set_item_features(self, features: Features) -> None:
-        """See ``Policy.set_item_features``."""
-        self.base.set_item_features(features)
-
-    def precompute_item_vectors(self) -> None:
-        """See ``Policy.precompute_item_vectors``."""
-        self.base.precompute_item_vectors()
-        _reads_as(self, self.base)
+        self._read_as_base()
 
     def tokens(self, item_ids: Tensor) -> Tensor:
         """See ``Policy.tokens``."""
@@ -391,13 +392,6 @@ class _Ranked(NamedTuple):
     base: Tensor
     scores: Tensor
     lse: Tensor
-
-
-def _reads_as(policy: Policy, base: Policy) -> None:
-    """Whoever hands histories and features to the policy hands them to its base."""
-    policy.reads_timestamps, policy.reads_behaviors = base.reads_timestamps, base.reads_behaviors
-    policy.reads_user, policy.reads_context = base.reads_user, base.reads_context
-    policy.reads_item_features = base.reads_item_features
 
 
 def validate_beta(beta: float) -> None:

@@ -236,14 +236,15 @@ def tilt(
             base.validate_items(data)
             if monitor_reward is not None:
                 validate_identity(monitor_reward, "monitor_reward", data)
-            used = criterion or _default_criterion(data, monitor_reward)
+            graded = _has_grades(data)
+            used = criterion or _default_criterion(graded, monitor_reward)
             where = compute_device(device)
             shared = _Validation(
                 data=data,
                 criterion=used,
                 k=min(k, data.num_items),
                 setting=_setting(data, used, off_policy, reward, k),
-                held_out=_held_out_factors(data, used),
+                held_out=_held_out_factors(data) if graded or used == "grade" else None,
                 monitor_reward=monitor_reward,
                 batch_size=batch_size,
                 device=where,
@@ -265,24 +266,22 @@ def _validate(betas: Sequence[float], k: int, batch_size: int) -> None:
         raise RecpoError(f"k is {k} and batch_size is {batch_size}, expected at least 1 each")
 
 
-def _default_criterion(data: Prepared, monitor: RewardFunction | None) -> Criterion:
+def _default_criterion(graded: bool, monitor: RewardFunction | None) -> Criterion:
     if monitor is not None:
         return "monitor_reward"
-    return "grade" if _has_grades(data) else "auc"
+    return "grade" if graded else "auc"
 
 
 def _has_grades(data: Prepared) -> bool:
     return any(len(chunk.grade) for chunk in chunks(data, period="valid"))
 
 
-def _held_out_factors(data: Prepared, criterion: Criterion) -> Factors | None:
-    """A factorization of the events of the validation period; None where they have no grades, and none is needed.
+def _held_out_factors(data: Prepared) -> Factors:
+    """A factorization of the events of the validation period.
 
     Raises:
-        RecpoError: they have none, and it is needed.
+        RecpoError: they have no grades.
     """
-    if not _has_grades(data) and criterion != "grade":
-        return None
     return fit_factors(data, FactorOptions(period="valid", uncertainty=False, lower_bound=0.0))
 
 
