@@ -17,6 +17,7 @@ from recpo.artifacts import (
     locked_directory,
     output_directory,
     output_file,
+    outputs,
     read_json,
     sha256,
     verify,
@@ -55,7 +56,7 @@ def hanging():
         process = subprocess.Popen(
             [sys.executable, "-c", HANGING, str(target), what, overwrite],
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(Path(artifacts.__file__).parents[1])},
+            env=os.environ | {"PYTHONPATH": str(Path(artifacts.__file__).parents[2])},
         )
         processes.append(process)
         assert process.stdout.readline() == b"working\n"
@@ -99,7 +100,7 @@ def test_an_existing_directory_is_replaced_only_on_request(tmp_path):
 
 
 def test_where_names_cannot_be_exchanged_the_old_one_is_set_aside(tmp_path, monkeypatch):
-    monkeypatch.setattr(artifacts, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(outputs, "_exchange", lambda first, second: False)
     make(tmp_path / "out", "old")
     make(tmp_path / "out", overwrite=True)
     assert (tmp_path / "out/content").read_text() == "new"
@@ -117,7 +118,7 @@ def test_what_a_killed_process_had_set_aside_comes_back(tmp_path):
 
 def test_a_failed_rename_keeps_the_old_directory(tmp_path, monkeypatch):
     make(tmp_path / "out", "old")
-    monkeypatch.setattr(artifacts, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(outputs, "_exchange", lambda first, second: False)
     rename, calls = os.rename, []
 
     def second_fails(source, target):
@@ -146,7 +147,7 @@ print(missing)
 def test_there_is_a_target_at_every_moment_of_a_replacement(tmp_path):
     make(tmp_path / "out", "old")
     make(tmp_path / "other")
-    if not artifacts._exchange(tmp_path / "out", tmp_path / "other"):
+    if not outputs._exchange(tmp_path / "out", tmp_path / "other"):
         pytest.skip("this file system cannot exchange names")
     arguments = [sys.executable, "-c", WATCHING, str(tmp_path / "out"), str(tmp_path / "stop")]
     watcher = subprocess.Popen(arguments, stdout=subprocess.PIPE)
@@ -344,7 +345,7 @@ def test_of_many_simultaneous_writers_one_wins_and_the_others_are_told(tmp_path)
         "    print('won')\n"
         "except RecpoError as error: print(error)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(artifacts.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(artifacts.__file__).parents[2])}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path / "out"), str(number)],

@@ -1,0 +1,71 @@
+"""Checksums of files and of the values of documents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recpo.errors import RecpoError
+
+
+def sha256(file: Path | bytes | Any) -> str:
+    """Checksum of a file, of bytes, or of what is left to read of an open file."""
+    if isinstance(file, bytes):
+        return hashlib.sha256(file).hexdigest()
+    if not isinstance(file, Path):
+        return hashlib.file_digest(file, "sha256").hexdigest()  # such as a pyarrow.NativeFile
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def verify(root: Path, checksums: Mapping[str, str], remedy: str) -> None:
+    """Compares files with their SHA-256.
+
+    Args:
+        root: the directory.
+        checksums: file, relative to ``root`` -> SHA-256.
+        remedy: what to do where they differ; ends the message.
+
+    Raises:
+        RecpoError: a file is missing or its bytes differ (all of them are named), or a name leads out of ``root``.
+    """
+    wrong = []
+    for name, expected in sorted(checksums.items()):
+        if os.path.isabs(name) or ".." in Path(name).parts:
+            raise RecpoError(f"{root}: the file name {name!r} leads out of the directory; {remedy}")
+        if not (root / name).is_file():
+            wrong.append(f"{name} (missing)")
+        elif sha256(root / name) != expected:
+            wrong.append(f"{name} (changed)")
+    if wrong:
+        raise RecpoError(f"{root} is not as it was written: {', '.join(wrong)}; {remedy}")
+
+
+def seal(content: Mapping[str, Any]) -> dict[str, Any]:
+    """``content`` and, under ``sha256``, the checksum of its values: a changed bit in a manifest is noticed as well."""
+    return {**content, "sha256": _checksum_of_values(content)}
+
+
+def unseal(content: Mapping[str, Any], shown: object, remedy: str) -> dict[str, Any]:
+    """What was given to ``seal``.
+
+    Raises:
+        RecpoError: there is no checksum, or that of other values.
+    """
+    values = {key: value for key, value in content.items() if key != "sha256"}
+    try:
+        same = content.get("sha256") == _checksum_of_values(values)
+    except (ValueError, RecursionError):  # nan, which JSON has not and Python reads; lists a thousand deep
+        same = False
+    if not same:
+        raise RecpoError(f"{shown} is not as it was written (its checksum differs); {remedy}")
+    return values
+
+
+def _checksum_of_values(content: Mapping[str, Any]) -> str:
+    plain = json.loads(json.dumps(content, allow_nan=False))  # as it comes back from the file: keys are strings
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,73 @@
+"""JSON and YAML files, read: damage is one message."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recpo.artifacts.os_errors import describe_os_error
+from recpo.errors import RecpoError
+
+
+def read_json(file: Path, remedy: str) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Args:
+        file: the file.
+        remedy: what to do where it is damaged; ends the message.
+
+    Raises:
+        RecpoError: it cannot be read, is no JSON, or is no object.
+    """
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise RecpoError(f"{describe_os_error(error, file)}; {remedy}") from error
+    return parse_json(content, file, remedy)
+
+
+def read_yaml(file: Path, remedy: str) -> dict[str, Any]:
+    """Reads a YAML mapping; no object is made of its tags.
+
+    Args:
+        file: the file.
+        remedy: what to do where it is damaged; ends the message.
+
+    Raises:
+        RecpoError: it cannot be read, is no YAML, or is no mapping.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        json.dumps(content, default=str, skipkeys=True)  # raises where an anchor holds itself
+    except OSError as error:
+        raise RecpoError(f"{describe_os_error(error, file)}; {remedy}") from error
+    except (ValueError, RecursionError, AttributeError, yaml.YAMLError) as error:  # PyYAML lets them all through
+        raise RecpoError(f"{file} is damaged: no YAML ({' '.join(str(error).split())}); {remedy}") from error
+    if not isinstance(content, dict):
+        raise RecpoError(f"{file} is damaged: a mapping is expected; {remedy}")
+    return content
+
+
+def parse_json(content: bytes, shown: object, remedy: str) -> dict[str, Any]:
+    """As ``read_json``, of bytes that are read already; ``shown`` is the name for messages."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RecpoError(f"{shown} is damaged: no JSON ({error}); {remedy}") from error
+    if not isinstance(value, dict):
+        raise RecpoError(f"{shown} is damaged: a JSON object is expected, not {type(value).__name__}; {remedy}")
+    return value
+
+
+def validate_configuration_files(arguments: Sequence[str]) -> None:
+    """Raises ``RecpoError`` where a file of ``--config`` is no YAML: the parser of options would end in a traceback."""
+    for place, word in enumerate(arguments):
+        flag, equals, value = word.partition("=")
+        name = value if equals else next(iter(arguments[place + 1 : place + 2]), "")
+        if flag == "--config" and os.path.isfile(name):
+            read_yaml(Path(name), "expected a YAML mapping of options")

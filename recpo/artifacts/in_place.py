@@ -1,0 +1,94 @@
+"""Directories that are filled where they stand, such as a run while it is trained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from recpo.artifacts.disk import flush, flush_tree
+from recpo.artifacts.kinds import MARKER, Kind, marker
+from recpo.artifacts.leavings import ASIDE, UNFINISHED, discard, remove_tree, remove_unfinished, settle_leavings, unused
+from recpo.artifacts.locks import lock, locked_parent
+from recpo.artifacts.os_errors import WRITING, os_errors
+from recpo.artifacts.outputs import parents
+
+
+@contextmanager
+def directory_in_place(
+    target: Path | str,
+    *,
+    kind: Kind,
+    start: Callable[[Path], None] | None,
+    check: Callable[[], object],
+) -> Iterator[Callable[[], None]]:
+    """Keeps other writers out of a directory that is filled where it stands, such as a run while it is trained.
+
+    A new one takes the place of what stands there, which is kept aside and comes back where the block fails or the
+    process is killed (then by the next call for the same target) before the function that is yielded was called.
+
+    Args:
+        target: the directory; of a symbolic link, what it points to.
+        kind: what the directory will be.
+        start: writes the first files of a new directory; None = ``target`` exists and is gone on with.
+        check: raises where ``target`` may not be made, replaced or gone on with; called once nobody else can write it.
+
+    Yields:
+        A function to call once the new directory is worth keeping: what it replaces is removed.
+
+    Raises:
+        RecpoError: another process writes the directory, or it cannot be written.
+    """
+    place = Path(os.path.realpath(target))
+    with os_errors(place, WRITING), parents(place), ExitStack() as locks:
+        with locked_parent(place):
+            settle_leavings(place)
+            check()
+            if start is None:
+                lock(place, place, locks)
+                remove_unfinished(place)
+                aside = None
+            else:
+                aside = _begin(place, kind, start, locks)
+        kept = False
+
+        def keep() -> None:
+            nonlocal kept
+            kept = True
+            if aside is not None:
+                discard(aside, place)
+
+        try:
+            yield keep
+        except BaseException:
+            if start is not None and not kept:
+                with suppress(OSError):
+                    discard(place, place, aside)
+            raise
+
+
+def _begin(place: Path, kind: Kind, start: Callable[[Path], None], locks: ExitStack) -> Path | None:
+    """Puts a new directory into ``place``; where what stood there was set aside, None if nothing did."""
+    working, aside = unused(place, UNFINISHED), None
+    working.mkdir()
+    try:
+        lock(working, place, locks)
+        (working / MARKER).write_text(marker(kind), encoding="utf-8")
+        start(working)
+        flush_tree(working)
+        if place.exists() and any(place.iterdir()):
+            lock(place, place, locks)  # so that nobody takes it for what a dead process has left
+            aside = unused(place, ASIDE)
+            os.rename(place, aside)
+        try:
+            os.rename(working, place)
+        except OSError:
+            if aside is not None:
+                os.rename(aside, place)
+            raise
+        flush(place.parent)
+    except BaseException:
+        remove_tree(working)
+        raise
+    return aside

@@ -1,0 +1,66 @@
+"""``recpo.json``: what a directory of recpo's is, and the checksums of its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+from recpo.artifacts.checksums import unseal, verify
+from recpo.artifacts.documents import read_json
+from recpo.errors import RecpoError
+
+Kind = Literal[
+    "simulation",
+    "prepared",
+    "codes",
+    "run",
+    "checkpoint",
+    "evaluation",
+    "bundle",
+    "demo",
+    "factors",
+    "comparison",
+    "loop",
+    "triton",
+]
+MARKER: Final = "recpo.json"
+
+
+def kind_of(directory: Path | str) -> Kind | None:
+    """What recpo wrote there, from ``recpo.json``; None where there is no such file, or none that recpo wrote."""
+    try:
+        kind = json.loads((Path(directory) / MARKER).read_bytes())["kind"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return kind if kind in get_args(Kind) else None
+
+
+def marker(kind: Kind) -> str:
+    """Content of ``recpo.json``."""
+    return json.dumps({"kind": kind}) + "\n"
+
+
+def verify_sealed(directory: Path, names: Iterable[str], remedy: str) -> None:
+    """Compares files of a directory with the checksums that ``recpo.json`` in it holds.
+
+    A directory without that file is a part of something else, which has checksums of its own.
+
+    Args:
+        directory: as ``output_directory`` made it with ``sealed``.
+        names: the files; one that was not written is not there either.
+        remedy: what to do where they differ; ends the message.
+
+    Raises:
+        RecpoError: ``recpo.json`` has no checksums or was changed, or a file is missing or differs.
+    """
+    file = directory / MARKER
+    if not file.exists():
+        return
+    content = read_json(file, remedy)
+    if not isinstance(content.get("files"), dict):
+        raise RecpoError(f"{file} holds no checksums: it was written by an older recpo, or is damaged; {remedy}")
+    files = unseal(content, file, remedy)["files"]
+    wanted = [name for name in names if name in files or (directory / name).exists()]
+    verify(directory, {name: str(files.get(name)) for name in wanted}, remedy)

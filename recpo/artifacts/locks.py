@@ -1,0 +1,70 @@
+"""One writer of an output: locks that end with the process that holds them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from recpo.errors import RecpoError
+
+
+@contextmanager
+def locked_directory(directory: Path) -> Iterator[None]:
+    """Keeps other processes that ask for this lock out of a directory that is written in place, such as a run.
+
+    Raises:
+        RecpoError: another process holds it.
+    """
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        if not try_lock(handle):
+            raise taken(directory)
+        yield
+    finally:
+        unlock(handle)
+
+
+@contextmanager
+def locked_parent(place: Path) -> Iterator[None]:
+    """Of two processes that claim ``place`` one sees what the other has done."""
+    parent = os.open(place.parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(parent, fcntl.LOCK_EX)
+        yield
+    finally:
+        unlock(parent)
+
+
+def lock(directory: Path, place: Path, locks: ExitStack) -> None:
+    """Locks a directory until ``locks`` ends; ``place`` is its name for messages."""
+    handle = os.open(directory, os.O_RDONLY)
+    locks.callback(unlock, handle)
+    if not try_lock(handle):
+        raise taken(place)
+
+
+def taken(place: Path) -> RecpoError:
+    """The error of a second writer."""
+    return RecpoError(f"{place}: another process is writing it; wait for its end, or choose another output")
+
+
+def try_lock(handle: int) -> bool:
+    """Locks an open file; False where another process holds it. A file system without locks locks nobody out."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def unlock(handle: int) -> None:
+    """Frees the lock also where a forked child still holds the file open."""
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
