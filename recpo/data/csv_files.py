@@ -6,6 +6,7 @@ column of numbers is reported with its row, whatever row that is, and ids such a
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import sys
@@ -26,7 +27,12 @@ from recpo.data.locations import Place, writable
 from recpo.data.schema import LogColumns
 from recpo.errors import RecpoError
 
-SUFFIXES: Final = (".csv", ".csv.gz")
+#: text files that a directory is searched for
+SUFFIXES: Final = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".inter", ".inter.gz")
+#: text files that are read where a log names them; a directory may hold others of these names
+_NAMED_SUFFIXES: Final = tuple(name + end for name in (".dat", ".data", ".txt") for end in ("", ".gz"))
+_TABBED: Final = (".tsv", ".tsv.gz", ".inter", ".inter.gz")  # .inter: the files of RecBole
+_ONE_BYTE: Final = b"\x1f"  # what a delimiter of several characters becomes: Arrow knows those of one only
 
 _IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
 _FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL)
@@ -39,6 +45,39 @@ _TRUE: Final = pa.array(["true", "True", "TRUE"])
 _FALSE: Final = pa.array(["false", "False", "FALSE"])
 _EXAMPLES: Final = 3
 _HEADER_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class CsvFormat:
+    """How the text files of a log are written.
+
+    Args:
+        delimiter: what stands between two values, such as ``;`` or ``::``; null = a tab in ``.tsv`` and ``.inter``
+            files, a comma in all others. Values are quoted where they contain it, but not with one of several
+            characters.
+        names: names of the columns of files whose first line has none; null = the first line is the names.
+    """
+
+    delimiter: str | None = None
+    names: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.delimiter is not None and (not self.delimiter or set(self.delimiter) & set('\n\r"')):
+            raise RecpoError(f"csv.delimiter {self.delimiter!r}: expected characters other than quotes and line ends")
+        if self.delimiter is not None and not self.delimiter.isascii():
+            raise RecpoError(f"csv.delimiter {self.delimiter!r}: expected ASCII characters")
+        if self.names is not None and (not self.names or len(set(self.names)) < len(self.names)):
+            raise RecpoError(f"csv.names {list(self.names)}: expected a name for every column, each once")
+
+    def of(self, path: Place) -> str:
+        """The delimiter of one file."""
+        tabbed = path.name.lower().endswith(_TABBED)
+        return self.delimiter if self.delimiter is not None else "\t" if tabbed else ","
+
+
+def is_text_file(path: Place) -> bool:
+    """Whether a file is read as text, by its name; all others are taken for Parquet."""
+    return path.name.lower().endswith((*SUFFIXES, *_NAMED_SUFFIXES))
 
 
 @dataclass
@@ -67,13 +106,19 @@ class _ColumnFacts:
         self.first_words += [(first_row + row, text[row].as_py()) for row in rows]
 
 
-def csv_to_parquet(path: Place, staged: Place, mapping: Mapping[str, str]) -> tuple[list[str], list[Fault], list[int]]:
-    """Writes the columns of a CSV file (first line: the names) that a mapping names as a Parquet file.
+def csv_to_parquet(
+    path: Place,
+    staged: Place,
+    mapping: Mapping[str, str],
+    form: CsvFormat = CsvFormat(),
+) -> tuple[list[str], list[Fault], list[int]]:
+    """Writes the columns of a CSV file that a mapping names as a Parquet file.
 
     Args:
         path: the file; UTF-8, may be compressed with gzip.
         staged: the Parquet file to make.
         mapping: standard name -> name in the log.
+        form: its delimiter and, where the first line has none, its names.
 
     Returns:
         The file's column names; faults (rows with too few or too many values, words in columns of numbers); the
@@ -82,9 +127,9 @@ def csv_to_parquet(path: Place, staged: Place, mapping: Mapping[str, str]) -> tu
     Raises:
         RecpoError: the file is not in UTF-8, or has no line of names.
     """
-    names = header(path)
+    names = header(path, form)
     used = {column: name for column, name in mapping.items() if names.count(name) == 1}
-    reader = _Reader(path, names, sorted({names.index(name) for name in used.values()}))
+    reader = _Reader(path, names, sorted({names.index(name) for name in used.values()}), form)
     facts = {name: _ColumnFacts(_takes_flags(column)) for column, name in used.items()}
     row = 0
     for batch in reader.batches():
@@ -93,7 +138,7 @@ def csv_to_parquet(path: Place, staged: Place, mapping: Mapping[str, str]) -> tu
         row += batch.num_rows
     ragged = sorted(reader.ragged)
     kinds = {name: _kind(column, facts[name]) for column, name in used.items()}
-    reader = _Reader(path, names, reader.positions)
+    reader = _Reader(path, names, reader.positions, form)
     schema = pa.schema([(name, kinds[name]) for name in facts])
     with writable(staged) as sink, pq.ParquetWriter(sink, schema) as writer:
         for batch in reader.batches():
@@ -117,21 +162,30 @@ def row_in_file(row: int, left_out: list[int] | tuple[int, ...]) -> int:
 class _Reader:
     """Batches of text of some columns, called ``c`` and their position; rows of another width are set aside."""
 
-    def __init__(self, path: Place, names: list[str], positions: list[int]) -> None:
-        self.path, self.names, self.positions = path, names, positions
+    def __init__(self, path: Place, names: list[str], positions: list[int], form: CsvFormat) -> None:
+        self.path, self.names, self.positions, self.form = path, names, positions, form
+        self.skipped = 1 if form.names is None else 0
         self.ragged: dict[int, tuple[int, str]] = {}
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         names = [f"c{position}" for position in range(len(self.names))]
         chosen = [f"c{position}" for position in self.positions] or names[:1]
+        delimiter = self.form.of(self.path)
+        several = len(delimiter) > 1
         with (
             _quiet_decoding(),
-            closing(open_text(self.path)) as source,
+            closing(open_text(self.path)) as opened,
+            closing(_replaced(opened, delimiter) if several else opened) as source,
             pa.csv.open_csv(
                 source,
                 # one thread: with more, Arrow does not know the numbers of rows
-                read_options=pa.csv.ReadOptions(use_threads=False, column_names=names, skip_rows=1),
-                parse_options=pa.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=self._set_aside),
+                read_options=pa.csv.ReadOptions(use_threads=False, column_names=names, skip_rows=self.skipped),
+                parse_options=pa.csv.ParseOptions(
+                    delimiter=_ONE_BYTE.decode() if several else delimiter,
+                    quote_char=False if several else '"',
+                    newlines_in_values=not several,
+                    invalid_row_handler=self._set_aside,
+                ),
                 convert_options=pa.csv.ConvertOptions(
                     include_columns=chosen,
                     column_types=dict.fromkeys(chosen, pa.string()),
@@ -144,7 +198,8 @@ class _Reader:
             yield from reader
 
     def _set_aside(self, row: Any) -> str:
-        self.ragged[row.number - 2] = (row.actual_columns, row.text)  # Arrow counts from 1, with the line of names
+        # Arrow counts from 1, with the line of names
+        self.ragged[row.number - 1 - self.skipped] = (row.actual_columns, row.text)
         return "skip"
 
 
@@ -175,24 +230,62 @@ def open_text(path: Place) -> Any:
     return pa.CompressedInputStream(source, "gzip") if is_gzip else source
 
 
-def header(path: Place) -> list[str]:
-    """The names in the first line of a file.
+def _replaced(source: Any, delimiter: str) -> Any:
+    """The same bytes with one byte in place of a delimiter of several, also where two blocks share one."""
+    text, held = delimiter.encode(), b""
+
+    def replace(block: Any) -> bytes:
+        nonlocal held
+        content = (held + bytes(block)).replace(text, _ONE_BYTE)
+        # the begin of a delimiter at the end of a block waits for the next one; no file ends with a delimiter
+        cut = next((n for n in range(len(text) - 1, 0, -1) if content.endswith(text[:n])), 0)
+        held = content[len(content) - cut :]
+        return content[: len(content) - cut]
+
+    return pa.TransformInputStream(source, replace)
+
+
+def header(path: Place, form: CsvFormat = CsvFormat()) -> list[str]:
+    """The names of a file's columns: those of ``form``, or of the first line.
 
     Raises:
         RecpoError: the line is empty, or not UTF-8 text.
+    """
+    if form.names is not None:
+        return list(form.names)
+    lines = first_lines(path, 1)
+    delimiter = form.of(path)
+    try:
+        split = line_values(lines[0], delimiter) if lines else []
+    except csv.Error as error:
+        raise RecpoError(f"its first line, the column names, is not UTF-8 text ({error})") from error
+    if not any(name.strip() for name in split):
+        raise RecpoError("its first line, the column names, is empty")
+    return split
+
+
+def line_values(line: str, delimiter: str) -> list[str]:
+    """The values of one line."""
+    if len(delimiter) > 1:
+        return line.split(delimiter)
+    return next(csv.reader(io.StringIO(line), delimiter=delimiter), [])
+
+
+def first_lines(path: Place, number: int) -> list[str]:
+    """The first lines of a text file.
+
+    Raises:
+        RecpoError: they are not UTF-8 text.
     """
     with closing(open_text(path)) as source:
         start = source.read(_HEADER_BYTES)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\x00" in start[:100]:
         raise RecpoError("text in UTF-16 or another wide encoding, not UTF-8")
-    line = start.splitlines()[0] if start.strip() else b""
+    lines = start.removeprefix(codecs.BOM_UTF8).splitlines()[:number] if start.strip() else []
     try:
-        names = next(csv.reader(io.StringIO(line.decode("utf-8-sig"))), [])
-    except (UnicodeDecodeError, csv.Error) as error:
+        return [line.decode("utf-8") for line in lines]
+    except UnicodeDecodeError as error:
         raise RecpoError(f"its first line, the column names, is not UTF-8 text ({error})") from error
-    if not any(name.strip() for name in names):
-        raise RecpoError("its first line, the column names, is empty")
-    return names
 
 
 def _takes_flags(column: str) -> bool:

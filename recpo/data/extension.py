@@ -57,7 +57,7 @@ from recpo.errors import RecpoError
 from recpo.feedback import FeedbackDefinition, FeedbackRule
 
 _STAGES: Final = 8
-_NO_PLAIN_OPTIONS: Final = ("columns", "preset", "strict", "features", "behaviors")
+_NO_PLAIN_OPTIONS: Final = ("columns", "preset", "strict", "features", "behaviors", "csv")
 _CONTEXT: Final = -1  # period of events before the held-out ones: they are read, and are in a train shard already
 _BEFORE, _KEPT, _IS_KEPT, _OWN_PERIOD, _PLACE = "before", "kept_label", "is_kept", "own_period", "place"
 _ITEMS, _USERS, _HISTORIES, _QUANTILES = "items.parquet", "users.parquet", "histories.parquet", "quantiles.parquet"
@@ -114,6 +114,7 @@ def kept_preparation(data: Prepared, asked: Preparation) -> Preparation:
         feedback=FeedbackRule(**config["feedback"]),
         max_watch_time=config["max_watch_time"],
         strict=asked.strict,
+        csv=asked.csv,
         **{name: config[name] for name in plain},
     )
     _validate_split(kept, data)

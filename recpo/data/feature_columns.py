@@ -129,6 +129,7 @@ PRESET_FEATURES: Final[dict[PresetName, FeatureColumns]] = {
     "kuairand": _KUAIRAND,
     # movies.csv
     "movielens": _MOVIELENS,
+    "recbole": FeatureColumns(),
 }
 
 #: Behaviors of well-known logs: name -> column; a column that a log lacks is left out.
@@ -143,6 +144,7 @@ PRESET_BEHAVIORS: Final[dict[PresetName, dict[str, str]]] = {
         "profile": "is_profile_enter",
     },
     "movielens": {},
+    "recbole": {},
 }
 
 

@@ -133,7 +133,7 @@ def _names(paths: Sequence[Place]) -> tuple[list[str], list[Fault]]:
     """The columns of the first file that can be read."""
     for path in paths:
         try:
-            if path.name.lower().endswith(csv_files.SUFFIXES):
+            if csv_files.is_text_file(path):
                 return csv_files.header(path), []
             with pq.ParquetFile(readable(path)) as parquet:
                 return list(parquet.schema_arrow.names), []

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.data import csv_files
+from recpo.data.csv_files import CsvFormat
 from recpo.data.engine import Engine
 from recpo.data.faults import Fault
 from recpo.data.feature_columns import BEHAVIOR, CONTEXT, EventColumns
@@ -132,6 +133,7 @@ def open_log(
     chosen: Columns,
     work: Place,
     more: EventColumns = EventColumns(),  # noqa: B008  frozen
+    form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
 ) -> tuple[Log, list[Fault]]:
     """Reads the schema of every file and settles which columns are used.
 
@@ -144,6 +146,7 @@ def open_log(
         chosen: what the user named; these columns must exist.
         work: a directory for temporary files.
         more: behaviors and features of requests.
+        form: how its text files are written.
 
     Returns:
         The log, and the faults of its files and columns. With faults, the log is as complete as it can be.
@@ -151,7 +154,7 @@ def open_log(
     files, empty, schemas = [], [], []
     wanted = mapping.named() | more.named()
     needed = {*LogColumns.REQUIRED, *chosen.named(), *more.chosen}
-    opened, faults = open_files(paths, wanted, work, "log")
+    opened, faults = open_files(paths, wanted, work, "log", form)
     for file, rows, schema in opened:
         schemas.append((file.shown, schema))
         if rows or file.left_out:
@@ -169,7 +172,11 @@ def open_log(
 
 
 def open_files(
-    paths: Sequence[Place], mapping: dict[str, str], work: Place, what: str
+    paths: Sequence[Place],
+    mapping: dict[str, str],
+    work: Place,
+    what: str,
+    form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
 ) -> tuple[list[tuple[LogFile, int, pa.Schema]], list[Fault]]:
     """The files of a log or table that can be read.
 
@@ -178,6 +185,7 @@ def open_files(
         mapping: standard name -> name in the files, of the columns that are wanted.
         work: a directory for temporary files.
         what: how those are named.
+        form: how those are written that are text.
 
     Returns:
         Of every file what is to be read, its rows and its columns; and the faults of all.
@@ -185,7 +193,7 @@ def open_files(
     opened, faults = [], []
     for number, path in enumerate(paths):
         try:
-            file, rows, schema, found = _open_file(path, mapping, work / f"{what}-{number}.parquet")
+            file, rows, schema, found = _open_file(path, mapping, work / f"{what}-{number}.parquet", form)
         except RecpoError as error:
             faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out"))
             continue
@@ -199,7 +207,7 @@ def open_files(
 
 
 def _open_file(
-    path: Place, mapping: dict[str, str], staged: Place
+    path: Place, mapping: dict[str, str], staged: Place, form: CsvFormat
 ) -> tuple[LogFile, int, pa.Schema | None, list[Fault]]:
     """One file of a log or table: a CSV file becomes Parquet first.
 
@@ -207,13 +215,14 @@ def _open_file(
         path: the file.
         mapping: standard name -> name in the file, of the columns that are wanted.
         staged: where a temporary file may be written.
+        form: how it is written, where it is text.
 
     Returns:
         The Parquet file to read, its rows, its columns (those of the user's file; None if confused), and faults.
     """
     faults: list[Fault] = []
-    if path.name.lower().endswith(csv_files.SUFFIXES):
-        names, faults, left_out = csv_files.csv_to_parquet(path, staged, mapping)
+    if csv_files.is_text_file(path):
+        names, faults, left_out = csv_files.csv_to_parquet(path, staged, mapping, form)
         file = LogFile(staged, path.name, tuple(left_out))
     else:
         names, file = None, LogFile(path, path.name)
@@ -275,7 +284,7 @@ def unreadable(path: Place, error: Exception) -> Fault:
     size = path.stat().st_size if isinstance(path, Path) else path.size()
     if size == 0:
         problem = "the file is empty: 0 bytes"
-    elif path.name.lower().endswith(csv_files.SUFFIXES):
+    elif csv_files.is_text_file(path):
         is_encoding = isinstance(error, UnicodeError) or "UTF8" in str(error)
         problem = f"{'not UTF-8 text' if is_encoding else 'not a readable CSV file'} ({first_line(error)})"
     else:

@@ -22,6 +22,7 @@ from recpo.data.catalog import (
     place_events,
     user_indices,
 )
+from recpo.data.csv_files import CsvFormat
 from recpo.data.duckdb_engine import DuckDBEngine
 from recpo.data.engine import Engine, EngineOptions
 from recpo.data.events import select_columns, standardize, time_order, timestamp_ms
@@ -98,6 +99,7 @@ class Preparation:
     strict: bool = False
     features: FeatureColumns = field(default_factory=FeatureColumns)
     behaviors: Mapping[str, str] | None = None
+    csv: CsvFormat = field(default_factory=CsvFormat)
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -131,6 +133,7 @@ class Preparation:
             "feedback": asdict(self.feedback),
             "features": self.features.to_json(),
             "behaviors": None if self.behaviors is None else dict(self.behaviors),
+            "csv": asdict(self.csv),
         }
 
     def run(
@@ -257,7 +260,7 @@ class PrepareRun:
 
     def _read(self, paths: Sequence[Place], tables: Mapping[TableSide, Sequence[Place]]) -> tuple[Log, ir.Table]:
         choice, mapping = self.choice, self.choice.mapping
-        log, faults = open_log(paths, mapping, choice.columns, self.work, self.more)
+        log, faults = open_log(paths, mapping, choice.columns, self.work, self.more, choice.csv)
         self.more = self.more.among(log.columns)
         faults += _label_faults(choice.label, log)
         for side, files in tables.items():

@@ -250,7 +250,7 @@ class Columns:
         return {column: name for column, name in names.items() if name is not None}
 
 
-PresetName = Literal["plain", "kuairand", "movielens"]
+PresetName = Literal["plain", "kuairand", "movielens", "recbole"]
 
 #: Columns of well-known logs; ``plain`` is the standard names themselves.
 PRESETS: Final[dict[str, Columns]] = {
@@ -280,6 +280,16 @@ PRESETS: Final[dict[str, Columns]] = {
         item_id="movieId",
         timestamp="timestamp",
         label="rating",
+        time_unit="s",
+        watch_time_unit="s",
+        duration_unit="s",
+    ),
+    # atomic files of RecBole (Zhao et al., CIKM 2021, arXiv 2011.01731): <dataset>.inter, each name with its type
+    "recbole": Columns(
+        user_id="user_id:token",
+        item_id="item_id:token",
+        timestamp="timestamp:float",
+        label="rating:float",
         time_unit="s",
         watch_time_unit="s",
         duration_unit="s",

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyarrow import csv
+from pyarrow.csv import read_csv
 
+from recpo.data.csv_files import CsvFormat
 from recpo.data.engine import EngineOptions
 from recpo.data.extension import extend
 from recpo.data.feature_columns import FeatureColumns
@@ -75,6 +76,7 @@ def prepare(
     strict: bool = False,
     features: FeatureColumns = FeatureColumns(),  # noqa: B008 frozen
     behaviors: dict[str, str] | None = None,
+    csv: CsvFormat = CsvFormat(),  # noqa: B008 frozen
     engine: Literal["duckdb", "spark"] = "duckdb",
     memory_limit: str = "4GB",
     threads: int | None = None,
@@ -124,6 +126,8 @@ def prepare(
         features: features of items, users and requests, and the columns that they are read from.
         behaviors: named feedback beside label and dislike: name -> column of the log (bool or 0/1), such as
             ``{"like": "is_like"}``; null = the preset's.
+        csv: how text files of the log are written: their delimiter, such as ``::``, and their names where the first
+            line has none.
         engine: duckdb inside this process, or spark for logs beyond one machine; the result is the same.
         memory_limit: what DuckDB, Spark's local process or each Spark executor may hold before it writes to disk.
         threads: worker threads of DuckDB or of Spark's local process; null = one for each core.
@@ -157,6 +161,7 @@ def prepare(
         strict=strict,
         features=features,
         behaviors=behaviors,
+        csv=csv,
     )
     options = EngineOptions(engine, memory_limit, threads, spark_master, spark_conf)
     place = fspath(out)
@@ -179,7 +184,7 @@ def _item_ids(given: list[int] | list[str] | Path) -> list[Any]:
         return list(given)
     file = FilePath(given)
     try:
-        table = csv.read_csv(file) if file.suffix == ".csv" else pq.read_table(file)
+        table = read_csv(file) if file.suffix == ".csv" else pq.read_table(file)
         ids: list[Any] = table["item_id"].to_pylist()
     except (OSError, KeyError, pa.ArrowException) as error:
         raise RecpoError(f"retire: {file} is no Parquet or CSV file with a column item_id ({error})") from error
