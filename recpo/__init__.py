@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         PrefixGroupAdvantage as PrefixGroupAdvantage,
         TernaryAdvantage as TernaryAdvantage,
     )
+    from recpo.data.feature_columns import FeatureColumns as FeatureColumns
     from recpo.data.preference_lists import PreferenceListLayout as PreferenceListLayout
     from recpo.data.prepared import Prepared as Prepared
     from recpo.data.schema import Columns as Columns
@@ -39,6 +40,13 @@ if TYPE_CHECKING:
     from recpo.factorization.factors import Factors as Factors
     from recpo.evaluation.lists import Lists as Lists
     from recpo.exploration import Exploration as Exploration, Pool as Pool
+    from recpo.features.schema import (
+        Categories as Categories,
+        Category as Category,
+        FeatureSchema as FeatureSchema,
+        Number as Number,
+        Vector as Vector,
+    )
     from recpo.feedback import FeedbackDefinition as FeedbackDefinition, FeedbackRule as FeedbackRule
     from recpo.objectives import (
         ASPO as ASPO,
@@ -121,6 +129,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "PrefixGroupAdvantage",
         "TernaryAdvantage",
     ),
+    "recpo.data.feature_columns": ("FeatureColumns",),
     "recpo.data.preference_lists": ("PreferenceListLayout",),
     "recpo.data.prepared": ("Prepared",),
     "recpo.data.schema": ("Columns",),
@@ -141,6 +150,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.factorization.factors": ("Factors",),
     "recpo.evaluation.lists": ("Lists",),
     "recpo.exploration": ("Exploration", "Pool"),
+    "recpo.features.schema": ("Categories", "Category", "FeatureSchema", "Number", "Vector"),
     "recpo.feedback": ("FeedbackDefinition", "FeedbackRule"),
     "recpo.objectives": (
         "ASPO",

@@ -16,7 +16,7 @@ try:
     from recpo.sharding.costs import Exchange, Links, Sharding, TableOptimizerName
     from recpo.sharding.policy_costs import Blocks
     from recpo.sharding.workload import PolicyKind, Workload
-    from recpo.workflows.plan import catalog_of
+    from recpo.workflows.plan import catalog_of, item_features_of
     from recpo.workflows.plan import plan as planned
 except (ImportError, OSError) as fault:
     raise RecpoError(
@@ -50,6 +50,7 @@ def plan(
     kv_groups: int = 1,
     kv_layers: int = 1,
     item_vectors: bool = True,
+    item_features: int = 0,
     copies: int = 0,
     sharding: Sharding | dict[str, Sharding] = "auto",
     table_optimizer: TableOptimizerName = "rowwise_adagrad",
@@ -89,6 +90,8 @@ def plan(
         kv_groups: of semantic ids.
         kv_layers: of semantic ids.
         item_vectors: of semantic ids: the encoder also reads a vector per item.
+        item_features: hidden width of the encoder of item features (policy.init_args.item_features.hidden), which are
+            those of prepared; 0 = ids alone.
         copies: frozen copies of the policy: 1 for an old policy (snapshot), 1 for a frozen reference.
         sharding: of all tables, or by name (policy.item_table, policy.output_table, policy.code_table).
         table_optimizer: of the tables; everything else is stepped by Adam.
@@ -122,6 +125,7 @@ def plan(
         optimizer=table_optimizer,
         mixed=precision != "32-true",
         device=device,
+        **item_features_of(prepared, item_features),
     )
     made = planned(
         workload,

@@ -25,7 +25,7 @@ TableUse = Literal["lookup", "softmax", "whole"]
 _ON_META: ContextVar[bool] = ContextVar("tables_on_meta", default=False)
 _BLOCK_ROWS = 1 << 16
 # A step that looks up an item for every so many of the catalog, or more, takes them from the matrix of its softmax.
-_LOOKUPS_WORTH = 8
+LOOKUPS_WORTH = 8
 
 
 @contextmanager
@@ -199,7 +199,7 @@ class ItemTable(nn.Module):
         """Whether so many look-ups are worth the matrix of all items, which the softmax of the step takes as well."""
         if not (self.training and torch.is_grad_enabled()) or self.use != "softmax":
             return False
-        return self._of_step.announced and lookups * _LOOKUPS_WORTH >= self.num_items
+        return self._of_step.announced and lookups * LOOKUPS_WORTH >= self.num_items
 
     def log_prob(
         self,

@@ -10,9 +10,11 @@ rank scores per step, ``T`` codes per item, ``K`` the size of a codebook.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from recpo.features.schema import Categories, Category, Feature, Number, Vector, of_type
 from recpo.ops.kernels import BLOCK_BYTES, BLOCK_BYTES_ACCELERATOR, BLOCK_ROWS_OF_TABLE, KEEP_BYTES
+from recpo.policies.item_features import BLOCK_ITEMS
 from recpo.sharding.costs import FLOAT
 
 Blocks = Literal["sasrec", "hstu"]
@@ -80,6 +82,55 @@ def full_softmax_bytes(states: float, dim: int, rows: int, ranks: int, device: L
 def sampled_softmax_bytes(states: float, negatives: int) -> float:
     """Scores, masked scores, their concatenation and its gradient: ``4 · 4 N K``, and a mask of a byte each."""
     return states * negatives * (4 * FLOAT + 1)
+
+
+# ---------------------------------------------------------------- features of items
+class FeatureSizes(NamedTuple):
+    """What a ``FeatureEncoder`` reads of an item.
+
+    Attributes:
+        codes: rows of its table of codes: one per category, ``length`` per list.
+        weighted: these rows have weights, as there are lists.
+        dense: columns: two per number, and of a vector one more than its width.
+    """
+
+    codes: int
+    weighted: bool
+    dense: int
+
+    @classmethod
+    def of(cls, features: Sequence[Feature]) -> FeatureSizes:
+        """Those of fitted features."""
+        lists = of_type(features, Categories)
+        codes = len(of_type(features, Category)) + sum(one.length for one in lists)
+        dense = 2 * len(of_type(features, Number)) + sum((one.width or 0) + 1 for one in of_type(features, Vector))
+        return cls(codes, bool(lists), dense)
+
+    @property
+    def bytes_per_item(self) -> int:
+        """What every rank keeps of an item: codes in 4 bytes, their weights, columns, and whether it has events."""
+        return FLOAT * (self.codes * (1 + self.weighted) + self.dense) + 1
+
+
+def feature_activation_bytes(lookups: float, sizes: FeatureSizes, hidden: int) -> float:
+    """What the encoder keeps of so many items for the backward pass: codes, weights, columns, and two hidden layers."""
+    per_item = sizes.codes * (1 + sizes.weighted) + sizes.dense + 2 * hidden
+    return FLOAT * lookups * per_item
+
+
+def item_matrix_bytes(rows: float, dim: int, sizes: FeatureSizes, hidden: int) -> float:
+    """What the vectors of ``rows`` items take in a step: the matrix, its gradient, and one block that is encoded.
+
+    Of a block: what is kept for the backward pass, vectors, and the gradients of vectors and of both hidden layers.
+    """
+    block = min(float(BLOCK_ITEMS), rows)
+    at_work = feature_activation_bytes(block, sizes, hidden) + FLOAT * block * (2 * dim + 2 * hidden)
+    return 2 * FLOAT * rows * dim + at_work
+
+
+def feature_flops(items: float, dim: int, sizes: FeatureSizes, hidden: int) -> float:
+    """Forward: ``2 h (D + d)`` per item; look-ups of codes are no multiplications."""
+    return 2 * items * hidden * (sizes.dense + dim)
 
 
 # ---------------------------------------------------------------- operations (a multiplication with an addition is two)

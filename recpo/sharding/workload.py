@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from recpo.errors import RecpoError
+from recpo.features.schema import Feature, FeatureSchema
 from recpo.ops.kernels import KEEP_BYTES
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.item_table import ItemTable
+from recpo.policies.item_features import ItemFeatureOptions, ItemFeatures
+from recpo.policies.item_table import LOOKUPS_WORTH, ItemTable
 from recpo.policies.semantic_id import semantic_network
 from recpo.sharding import policy_costs
 from recpo.sharding.costs import (
@@ -39,7 +41,7 @@ _BYTES_PER_ITEM = 8 + 1 + 8
 _NOWHERE = Placement("", [])
 _POSITIVE = (
     *("num_items", "ranks", "batch", "history", "dim", "layers", "heads"),
-    *("num_negatives", "decoder_layers", "kv_groups", "kv_layers"),
+    *("num_negatives", "decoder_layers", "kv_groups", "kv_layers", "feature_hidden"),
 )
 
 
@@ -66,6 +68,8 @@ class Workload:
     kv_groups: int = 1
     kv_layers: int = 1
     item_vectors: bool = True
+    item_features: tuple[Feature, ...] = ()
+    feature_hidden: int = 64
     copies: int = 0
     optimizer: TableOptimizerName = "rowwise_adagrad"
     mixed: bool = False
@@ -126,9 +130,29 @@ class Workload:
                     **encoder,
                 )
                 parts = {name: part for name, part in network._asdict().items() if part is not None}
+                if self.item_features and network.item_table is not None:
+                    features = self.item_features, self.num_items, self.dim, self._feature_options
+                    network.item_table.features = ItemFeatures(*features)
                 return nn.ModuleDict({"policy": nn.ModuleDict(parts)})
             options: dict[str, Any] = {"tie_weights": self.tie_weights, "normalizer": self.normalizer} | encoder
-            return nn.ModuleDict({"policy": CatalogSoftmaxPolicy(self.num_items, **options)})
+            options["item_features"] = self._feature_options if self.item_features else None
+            policy = CatalogSoftmaxPolicy(self.num_items, **options)
+            policy.set_schema(FeatureSchema(item=self.item_features))
+            return nn.ModuleDict({"policy": policy})
+
+    @property
+    def _feature_options(self) -> ItemFeatureOptions:
+        return ItemFeatureOptions(self.feature_hidden)
+
+    @property
+    def feature_sizes(self) -> policy_costs.FeatureSizes | None:
+        """What is read of the features of an item; None = nothing."""
+        return policy_costs.FeatureSizes.of(self.item_features) if self.item_features else None
+
+    @cached_property
+    def featured_tables(self) -> tuple[str, ...]:
+        """The tables to whose rows features are added."""
+        return tuple(name for name, table in self.item_tables.items() if table.features is not None)
 
     @cached_property
     def item_tables(self) -> dict[str, ItemTable]:
@@ -166,15 +190,23 @@ class Workload:
 
     def _lookups(self, name: str, rows: int) -> int:
         """Different ids that a step is expected to ask a table for, summed over its lookups."""
+        return round(sum(distinct_ids(count, rows) for count in self._draws(name)))
+
+    def encoded_lookups(self, name: str) -> float:
+        """Items whose features a step encodes, as often as it looks them up; 0 where it takes them from the matrix."""
+        asked = sum(self._draws(name))
+        shares = name == self.softmax_table and asked * LOOKUPS_WORTH >= self.num_items
+        return 0.0 if shares else asked
+
+    def _draws(self, name: str) -> list[float]:
+        """The ids that each lookup of a step asks a table for."""
         asked, codes = float(self.events), len(self.codebooks)
         output = self.scored + self.num_negatives if self.normalizer == "sampled" else 0
         if self.policy == "semantic":
-            draws = [asked * codes, self.scored * (codes - 1.0)] if name == "policy.code_table" else [asked]
-        elif self.tie_weights:
-            draws = [asked + output]
-        else:
-            draws = [asked] if name == "policy.item_table" else [float(output)]
-        return round(sum(distinct_ids(count, rows) for count in draws))
+            return [asked * codes, self.scored * (codes - 1.0)] if name == "policy.code_table" else [asked]
+        if self.tie_weights:
+            return [asked + output]
+        return [asked] if name == "policy.item_table" else [float(output)]
 
     @cached_property
     def dense_parameters(self) -> int:
@@ -257,10 +289,27 @@ def _other_memory(workload: Workload, placements: dict[str, Placement]) -> dict[
     # ids; vectors at home and where they are asked for, and the gradients of both
     per_id = BYTES_PER_ID + 4 * FLOAT * w.dim
     parts["activations"] = activations
+    parts |= _feature_memory(workload, placements)
     parts["looked-up vectors"] = float(sum(spec.lookups for spec in w.tables()) * per_id)
     if w.device == "cpu":  # beside a GPU they lie in the machine's own memory
         parts["arrays over the items"] = float(_BYTES_PER_ITEM * w.num_items)
     parts["batch"] = float(w.events * _BYTES_PER_EVENT + w.scored * _BYTES_PER_POSITION)
+    return parts
+
+
+def _feature_memory(workload: Workload, placements: dict[str, Placement]) -> dict[str, float]:
+    """Bytes of the items' features, of encoding those that are looked up, and of the matrix of an exact softmax."""
+    w, sizes = workload, workload.feature_sizes
+    if sizes is None:
+        return {}
+    lookups = sum(map(w.encoded_lookups, w.featured_tables))
+    parts = {
+        "item features": float(len(w.featured_tables) * (w.num_items + 1) * sizes.bytes_per_item),
+        "encoded features": policy_costs.feature_activation_bytes(lookups, sizes, w.feature_hidden),
+    }
+    if w.softmax_table in w.featured_tables:
+        rows = placements[w.softmax_table].blocks[0].num_rows
+        parts["item matrix"] = policy_costs.item_matrix_bytes(rows, w.dim, sizes, w.feature_hidden)
     return parts
 
 
@@ -292,6 +341,8 @@ def _operations(workload: Workload) -> dict[str, float]:
     parts = {
         "history encoder": passes * policy_costs.encoder_flops(w.events, w.dim, w.layers, w.blocks, w.history),
     }
+    if w.feature_sizes is not None:
+        parts["item features"] = _feature_operations(w, w.feature_sizes)
     if w.policy == "semantic":
         parts["decoder"] = passes * policy_costs.decoder_flops(
             w.scored, w.dim, w.decoder_layers, w.codebooks, w.history
@@ -303,3 +354,14 @@ def _operations(workload: Workload) -> dict[str, float]:
     own = 3 * policy_costs.softmax_flops(w.states, w.num_negatives, w.dim)
     parts["softmax"] = w.copies * exact + (own if w.softmax_table is None else (3 if kept else 4) * exact)
     return parts
+
+
+def _feature_operations(workload: Workload, sizes: policy_costs.FeatureSizes) -> float:
+    """Look-ups; of an exact softmax the rows of a rank, which the backward pass encodes once more."""
+    w = workload
+    lookups = sum(map(w.encoded_lookups, w.featured_tables))
+    operations = (3 + w.copies) * policy_costs.feature_flops(lookups, w.dim, sizes, w.feature_hidden)
+    if w.softmax_table in w.featured_tables:
+        rows = -(-w.num_items // w.ranks)
+        operations += (4 + w.copies) * policy_costs.feature_flops(rows, w.dim, sizes, w.feature_hidden)
+    return operations

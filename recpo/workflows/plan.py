@@ -67,6 +67,22 @@ def plan(
     return Plan(document, fault)
 
 
+def item_features_of(prepared: str | Path | None, hidden: int) -> dict[str, Any]:
+    """What a ``Workload`` is told of the item features of a prepared directory; ``hidden`` 0 = they are not read.
+
+    Raises:
+        RecpoError: there are none.
+    """
+    if hidden == 0:
+        return {}
+    if prepared is None:
+        raise RecpoError("--item_features counts the features of a prepared directory: name it with --prepared")
+    features = Prepared.open(prepared).feature_schema.item
+    if not features:
+        raise RecpoError(f"{prepared} has no item features: prepare it with --items, or leave --item_features out")
+    return {"item_features": features, "feature_hidden": hidden}
+
+
 def catalog_of(num_items: int | None, prepared: str | Path | None, events: int | None = None) -> tuple[int, int | None]:
     """Catalog size and training events, given or those of a prepared directory; ``events`` None = not known.
 

@@ -12,9 +12,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from recpo.errors import RecpoError
+from recpo.features.schema import Categories, Category, FeatureSchema, Number, Vector
 from recpo.ops.linear_logprob import linear_logprob
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import HistoryEncoder
+from recpo.policies.feature_encoder import FeatureEncoder
+from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable
 from recpo.policies.lazy_decoder import LazyDecoder, Placement
 from recpo.policies.semantic_id import semantic_network
@@ -22,6 +25,8 @@ from recpo.policies.trie import Trie
 from recpo.sharding import costs, policy_costs
 from recpo.sharding.costs import Exchange, Links, TableBlock, row_wise_placement
 from recpo.sharding.workload import Workload, estimate, place_softmax_tables, table_memory
+from recpo.types import Features
+from recpo.workflows.plan import item_features_of
 
 
 def encoder(dim, layers, blocks, heads, history):
@@ -99,6 +104,80 @@ def test_the_slower_link_counts():
     assert costs.transfer_seconds(700, 8, 8, links) == 7
     assert costs.transfer_seconds(700, 8, 2, links) == 60
     assert costs.transfer_seconds(700, 1, 1, links) == 0
+
+
+# ---------------------------------------------------------------- features of items
+FEATURES = (
+    Category("author", num_codes=30),
+    Categories("tags", length=3, num_codes=9),
+    Number("length", mean=0.0, std=1.0),
+    Vector("text", width=16),
+)
+
+
+def features_of(items):
+    return Features(
+        torch.randint(0, 30, (items, 1)),
+        (torch.randint(0, 9, (items, 3)),),
+        torch.randn(items, 1),
+        (torch.randn(items, 16),),
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_features_are_counted_as_the_policy_holds_them(tied):
+    options = {"dim": 32, "layers": 1, "heads": 2, "tie_weights": tied}
+    workload = Workload(50, history=9, item_features=FEATURES, feature_hidden=24, **options)
+    policy = CatalogSoftmaxPolicy(50, max_history=9, item_features=ItemFeatureOptions(hidden=24), **options)
+    policy.set_schema(FeatureSchema(item=FEATURES))
+    policy.set_item_features(features_of(51))
+    tables = [table for table in policy.modules() if isinstance(table, ItemTable)]
+    assert workload.dense_parameters == parameters(policy) - sum(table.weight.numel() for table in tables)
+    held = [buffer for table in tables for buffer in table.features.buffers(recurse=False)]
+    memory = estimate(workload, place_softmax_tables(workload, replicated=True) | placed_whole(workload)).memory
+    assert memory["item features"] == sum(buffer.numel() * buffer.element_size() for buffer in held)
+    without = Workload(50, history=9, **options)
+    assert (
+        not {"item features", "item matrix", "encoded features"}
+        & estimate(without, place_softmax_tables(without, replicated=True) | placed_whole(without)).memory.keys()
+    )
+
+
+def test_features_are_those_of_a_prepared_directory(prepared):
+    assert item_features_of(None, 0) == {}
+    with pytest.raises(RecpoError, match="name it with --prepared"):
+        item_features_of(None, 64)
+    with pytest.raises(RecpoError, match="has no item features: prepare it with --items"):
+        item_features_of(prepared, 64)
+
+
+def placed_whole(workload):
+    of_softmax = place_softmax_tables(workload, replicated=True)
+    return {
+        spec.name: costs.Placement("table_wise", [TableBlock(0, 0, spec.num_rows, 0, spec.dim)])
+        for spec in workload.tables()
+        if spec.name not in of_softmax
+    }
+
+
+def test_memory_and_operations_of_encoding_features():
+    module, hidden, lookups = FeatureEncoder(FEATURES, 32, hidden=64), 64, 200
+    sizes = policy_costs.FeatureSizes.of(FEATURES)
+    inputs = module.inputs(features_of(lookups))
+    inputs = inputs._replace(rows=inputs.rows.int())
+    kept, _ = saved_bytes(lambda: module.encode(inputs))
+    assert kept == pytest.approx(policy_costs.feature_activation_bytes(lookups, sizes, hidden), rel=0.2)
+    with FlopCounterMode(display=False) as counter:
+        module.encode(inputs)
+    assert counter.get_total_flops() == policy_costs.feature_flops(lookups, 32, sizes, hidden)
+    # what a step looks up is encoded as often as it is asked for, or comes out of the matrix of the softmax
+    options = {"batch": 10, "history": 20, "item_features": FEATURES, "num_negatives": 50}
+    assert Workload(10_000, normalizer="sampled", **options).encoded_lookups("policy.item_table") == 200 + 250
+    assert Workload(10_000, **options).encoded_lookups("policy.item_table") == 200
+    assert Workload(1_600, **options).encoded_lookups("policy.item_table") == 0
+    # the matrix of a softmax and its gradient, and of a large catalog one block beside them
+    small, large = (policy_costs.item_matrix_bytes(rows, 32, sizes, hidden) for rows in (1 << 20, 1 << 21))
+    assert large - small == 2 * 4 * 32 * (1 << 20)
 
 
 # ---------------------------------------------------------------- the policy beside its tables
