@@ -11,9 +11,9 @@ baselines, the lists of the reward model itself (``factors``) and the oracle. Wh
 
 Prints one JSON line per contender, world and seed, and a table per kind of world: true value and true dislikes of the
 top-10 lists of the test period (the whole catalog is ranked without the user's earlier items), NDCG, coverage, the
-off-policy value, and the paired differences to the strongest baseline and to the reward model, with their Student 95 %
-intervals over the worlds and seeds. Then how well the off-policy values order the contenders as the true ones do
-(Kendall's tau).
+SNIPS, and the paired differences to the strongest baseline and to the reward model, with their Student 95 % intervals
+over the worlds and seeds. Per world also how well off-policy values order the contenders as the true ones do (Kendall's
+tau of every estimator of ``ESTIMATORS``).
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ METRICS = {
     "true_dislike@10": "true dislikes",
     "NDCG@10": "NDCG",
     "coverage@10": "coverage",
-    "value": "off-policy value",
+    "SNIPS": "SNIPS",
 }
+# of the off-policy value of the lists
+ESTIMATORS = ("SNIPS", "DR", "SNDR", "Switch-DR")
 
 
 class World(NamedTuple):
@@ -138,13 +140,11 @@ def evaluated(world, options):
 
 
 def metrics_of(contender):
-    """Means of ``METRICS``; nan where there is none."""
+    """Means of ``METRICS``, and the off-policy values; nan where there is none."""
     found = {name: value["mean"] for name, value in contender["metrics"].items()} | contender["totals"]
-    values = [
-        one["value"] for one in contender["off_policy"] if (one["target"], one["estimator"]) == ("top_10", "SNIPS")
-    ]
-    found["value"] = values[0] if values else None
-    return {name: np.nan if found.get(name) is None else float(found[name]) for name in METRICS}
+    found |= {one["estimator"]: one["value"] for one in contender["off_policy"] if one["target"] == "top_10"}
+    names = dict.fromkeys([*METRICS, *ESTIMATORS])
+    return {name: np.nan if found.get(name) is None else float(found[name]) for name in names}
 
 
 def table(kind, worlds, seeds):
@@ -177,19 +177,21 @@ def difference(gain):
 
 
 def agreement(found):
-    """Kendall's tau between the off-policy and the true values of a world's contenders.
+    """Kendall's tau between the off-policy and the true values of a world's contenders, by estimator.
 
     Of methods, whose runs of several training seeds are averaged, and of all runs: those of one method differ by less
     than either value is known.
     """
-    of_runs = {name: (one["value"], one["true_reward@10"]) for name, one in found.items()}
     methods = {}
-    for name, both in of_runs.items():
-        methods.setdefault(name.rsplit("-", 1)[0] if name.rsplit("-", 1)[-1].isdigit() else name, []).append(both)
-    return {
-        "kendall_tau": tau([np.mean(members, 0) for members in methods.values()]),
-        "kendall_tau_of_runs": tau(list(of_runs.values())),
-    }
+    for name in found:
+        methods.setdefault(name.rsplit("-", 1)[0] if name.rsplit("-", 1)[-1].isdigit() else name, []).append(name)
+    taus = {"kendall_tau": {}, "kendall_tau_of_runs": {}}
+    for estimator in ESTIMATORS:
+        both = {name: (one[estimator], one["true_reward@10"]) for name, one in found.items()}
+        of_methods = [np.mean([both[name] for name in members], 0) for members in methods.values()]
+        taus["kendall_tau"][estimator] = tau(of_methods)
+        taus["kendall_tau_of_runs"][estimator] = tau(list(both.values()))
+    return taus
 
 
 def tau(pairs):
