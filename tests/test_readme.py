@@ -49,9 +49,11 @@ def _commands(document):
     return [command for command in lines + inline if "<" not in command]  # <class> stands for anything
 
 
-def _blocks(language):
-    """The README's blocks of one language that are marked as tested, in order."""
-    return re.findall(rf"<!-- tested -->\n```{language}\n(.*?)```", README, re.DOTALL)
+def _block(language, document="README.md"):
+    """The one block of a language that a document marks as tested."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    (block,) = re.findall(rf"<!-- tested -->\n```{language}\n(.*?)```", text, re.DOTALL)
+    return block
 
 
 def _named_file(name):
@@ -157,7 +159,7 @@ def _environment():
 def test_the_python_road_of_the_readme_runs(clone):
     """From a data frame to recommendations and back, in at most 15 lines."""
     _write_own_log(clone)
-    road, _ = _blocks("python")
+    road = _block("python")
     assert len([line for line in road.splitlines() if line and not line.startswith("import")]) <= 15
     show = "\nprint('rows', len(run.recommend(recent, k=10)), 'frame', type(result.to_pandas()).__name__)"
     done = subprocess.run(
@@ -171,8 +173,7 @@ def test_the_python_road_of_the_readme_runs(clone):
 @pytest.mark.slow
 def test_the_road_of_the_readme_runs(clone):
     _write_own_log(clone)
-    (commands,) = _blocks("bash")
-    _, serving = _blocks("python")
+    commands, serving = _block("bash"), _block("python", "docs/serving.md")
     tools = _environment()
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands], env=tools, capture_output=True, text=True, check=False
