@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         TernaryAdvantage as TernaryAdvantage,
     )
     from recpo.data.feature_columns import FeatureColumns as FeatureColumns
+    from recpo.data.csv_files import CsvFormat as CsvFormat
     from recpo.data.preference_lists import PreferenceListLayout as PreferenceListLayout
     from recpo.data.prepared import Prepared as Prepared
     from recpo.data.schema import Columns as Columns
@@ -106,6 +107,7 @@ if TYPE_CHECKING:
     from recpo.workflows.compare import Comparison as Comparison, compare as compare
     from recpo.workflows.evaluate import evaluate as evaluate
     from recpo.workflows.factorize import factorize as factorize
+    from recpo.workflows.init import Inspection as Inspection, init as init
     from recpo.workflows.load import load as load
     from recpo.workflows.loop import Loop as Loop, loop as loop
     from recpo.workflows.prepare import prepare as prepare
@@ -130,6 +132,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "TernaryAdvantage",
     ),
     "recpo.data.feature_columns": ("FeatureColumns",),
+    "recpo.data.csv_files": ("CsvFormat",),
     "recpo.data.preference_lists": ("PreferenceListLayout",),
     "recpo.data.prepared": ("Prepared",),
     "recpo.data.schema": ("Columns",),
@@ -206,6 +209,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.workflows.compare": ("Comparison", "compare"),
     "recpo.workflows.evaluate": ("evaluate",),
     "recpo.workflows.factorize": ("factorize",),
+    "recpo.workflows.init": ("Inspection", "init"),
     "recpo.workflows.load": ("load",),
     "recpo.workflows.loop": ("Loop", "loop"),
     "recpo.workflows.prepare": ("prepare",),

@@ -6,7 +6,10 @@ Only the module of the verb that was asked for is imported.
 from __future__ import annotations
 
 import importlib
+import inspect
 import io
+import itertools
+import json
 import os
 import re
 import signal
@@ -25,6 +28,7 @@ from recpo.artifacts import RESOLVED, describe_os_error, validate_configuration_
 from recpo.errors import GateClosedError, RecpoError
 
 VERBS = {
+    "init": "look at a log and write configurations that run on it",
     "simulate": "make an interaction log whose true preferences are known",
     "prepare": "turn an interaction log into training, validation and test shards",
     "tokenize": "give every item a tuple of codes, for policies that generate items code by code",
@@ -149,6 +153,7 @@ def run(function: Callable[..., None], options: Sequence[str]) -> None:
     if _own_parser(function) is not None:
         function(options)
         return
+    options = _named_first(function, options)
     validate_configuration_files(options)
     parser = parser_of(function)
     configuration = parser.parse_args(list(options))
@@ -163,6 +168,19 @@ def run(function: Callable[..., None], options: Sequence[str]) -> None:
         function(**_instantiated(parser, configuration))
     finally:
         RESOLVED.reset(token)
+
+
+def _named_first(function: Callable[..., None], options: Sequence[str]) -> list[str]:
+    """A first word that is no option is the value of the verb's first one: ``recpo init logs``, ``recpo serve bundle``.
+
+    More words belong to it as well, where it takes a list: what a shell made of ``logs/*.csv``.
+    """
+    first = next(iter(inspect.signature(function).parameters.values()), None)
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), options))
+    if not words or first is None or first.default is not inspect.Parameter.empty:
+        return list(options)
+    value = words[0] if len(words) == 1 else json.dumps(words)
+    return [f"--{first.name}", value, *options[len(words) :]]
 
 
 def _validate_local_paths(configuration: Namespace) -> None:

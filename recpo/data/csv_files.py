@@ -150,6 +150,41 @@ def csv_to_parquet(
     return names, faults, ragged
 
 
+def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, int, int]:
+    """The first rows of a text file, every column with the one type that all of its values there have.
+
+    Args:
+        path: the file; UTF-8, may be compressed with gzip.
+        form: its delimiter and names.
+        most_rows: where reading ends, to a block.
+
+    Returns:
+        The rows; how many more have another number of values; characters that were read.
+
+    Raises:
+        RecpoError: the file is not in UTF-8, or has no line of names.
+    """
+    names = header(path, form)
+    reader = _Reader(path, names, list(range(len(names))), form)
+    batches, rows = [], 0
+    for batch in reader.batches():
+        batches.append(batch)
+        rows += batch.num_rows
+        if rows >= most_rows:
+            break
+    text = pa.Table.from_batches(batches) if batches else pa.table({f"c{place}": [""] for place in reader.positions})
+    text = (text if batches else text.slice(0, 0)).slice(0, most_rows).combine_chunks()
+    columns: dict[str, pa.Array] = {}
+    size = 0
+    for name, column in zip(names, text.columns, strict=True):
+        values = column.chunk(0) if column.num_chunks else pa.array([], pa.string())
+        facts = _ColumnFacts(takes_flags=True)
+        facts.add(_trimmed(values), 0)
+        size += (pc.sum(pc.binary_length(values)).as_py() or 0) + len(values)
+        columns.setdefault(name, _cast(values, _kind(FEATURE, facts)))
+    return pa.table(columns), len(reader.ragged), size
+
+
 def row_in_file(row: int, left_out: list[int] | tuple[int, ...]) -> int:
     """The number in its file of the ``row``-th row that is kept; ``left_out`` is ascending."""
     for gone in left_out:

@@ -1,0 +1,69 @@
+"""``recpo init``: looks at a log, and writes configurations that run on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.table import Table
+
+from recpo.cli.output import console
+from recpo.data.csv_files import CsvFormat
+from recpo.data.schema import Columns
+from recpo.workflows.init import Inspection, inspect_log, write_configurations
+
+
+def init(
+    log: str | list[str],
+    out: Path = Path("."),
+    columns: Columns = Columns(),  # noqa: B008  frozen
+    csv: CsvFormat = CsvFormat(),  # noqa: B008  frozen
+) -> None:
+    """Looks at a log, says what it found, and writes prepare.yaml, pretrain.yaml and the alignments that suit it.
+
+    Columns are recognized by their names and values, units by the values that are plausible in them. Where two readings
+    differ by units, or a user, item or time is not recognized, it asks for the option that decides, ends with status 1,
+    and writes nothing.
+
+    Args:
+        log: Parquet or text files, a directory of them, or a pattern; tables of items and users may lie among them.
+        out: directory for the configurations; files that exist are not replaced.
+        columns: names of columns and units that are known; they are not guessed.
+        csv: delimiter and names of text files, where they are known.
+    """
+    found = inspect_log(log, columns=columns, csv=csv)
+    _print_found(found)
+    done = write_configurations(found, out)
+    terminal = console()
+    for step, file in done.written.items():
+        terminal.print(f"{file}: {_purpose(done, step)}", soft_wrap=True)
+    terminal.print("\nwhat to run, in this order:\n")
+    for command in done.commands:
+        terminal.print(f"  {command}", soft_wrap=True)
+
+
+def _print_found(found: Inspection) -> None:
+    """Columns with their evidence, counts, and what should be checked; text of the log is never read as markup."""
+    terminal, counts = console(), found.counts
+    about = "" if counts.is_whole else "about "
+    preset = found.recognition.preset
+    log = f"{about}{counts.events:,} events of {counts.users:,} users and {counts.items:,} items"
+    terminal.print(f"{', '.join(found.log)}: {log}{'' if preset == 'plain' else f'; preset {preset}'}", soft_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
+    for heading in ("column", "is", "unit", "evidence"):
+        table.add_column(heading, overflow="fold")
+    for one in found.findings:
+        table.add_row(one.column, one.role, one.unit or "", one.evidence)
+    for name, column in found.recognition.behaviors.items():
+        table.add_row(column, f"behavior {name}", "", found.facts[column].evidence)
+    for column in found.recognition.unused:
+        table.add_row(column, "(not read)", "", found.facts[column].evidence)
+    terminal.print(table)
+    for side, file in found.tables.items():
+        terminal.print(f"{file}: a table with one row for each {side}", soft_wrap=True)
+    for doubt in found.doubts:
+        terminal.print(f"check: {doubt}", style="yellow", soft_wrap=True)
+
+
+def _purpose(found: Inspection, step: str) -> str:
+    named = {"prepare": f"the log, with label {found.label.class_name}", "pretrain": "imitates the log"}
+    return named.get(step) or found.objectives[step]

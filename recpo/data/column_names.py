@@ -1,0 +1,111 @@
+"""What the columns of logs are called in the wild, and which unit a name says."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from recpo.data.schema import LogColumns
+
+#: Names of each standard column, the surest first; compared without case, separators, units and RecBole's types.
+NAMES: Final[dict[str, tuple[str, ...]]] = {
+    LogColumns.USER_ID: (
+        *("userid", "uid", "user", "useridx", "userindex", "customerid", "customer", "memberid", "visitorid"),
+        *("viewerid", "reviewerid", "accountid", "profileid", "listenerid", "readerid", "buyerid", "playerid"),
+        *("deviceid", "sessionid"),
+    ),
+    LogColumns.ITEM_ID: (
+        *("itemid", "iid", "item", "itemidx", "itemindex", "videoid", "video", "movieid", "movie", "productid"),
+        *("product", "articleid", "article", "trackid", "track", "songid", "song", "artistid", "asin", "parentasin"),
+        *("sku", "goodsid", "bookid", "isbn", "photoid", "contentid", "newsid", "postid", "adid", "gameid", "appid"),
+        *("businessid", "poiid", "recipeid", "feedid", "showid", "streamid", "clipid", "episodeid"),
+    ),
+    LogColumns.TIMESTAMP: (
+        *("timestamp", "ts", "time", "eventtime", "eventtimestamp", "datetime", "unixtime", "unixreviewtime"),
+        *("reviewtime", "createdat", "created", "showtime", "clicktime", "ratedat", "viewedat", "playedat"),
+        *("watchedat", "date", "eventdate", "position", "pos", "order", "seq", "step"),
+    ),
+    LogColumns.WATCH_TIME: (
+        *("watchtime", "playtime", "playingtime", "playduration", "played", "watchduration", "watched", "dwelltime"),
+        *("dwell", "staytime", "stayduration", "viewtime", "viewduration", "listeningtime", "listentime", "listened"),
+        *("timespent", "readtime", "readingtime", "consumedtime"),
+    ),
+    LogColumns.DURATION: (
+        *("duration", "videoduration", "itemduration", "tracklength", "videolength", "length", "runtime"),
+        *("itemlength", "trackduration", "songlength", "contentduration", "contentlength"),
+    ),
+    LogColumns.DISLIKE: (
+        *("dislike", "disliked", "hate", "hated", "thumbsdown", "thumbdown", "downvote", "notinterested", "hide"),
+        *("negativefeedback", "blocked", "reported"),
+    ),
+    LogColumns.LABEL: (
+        *("rating", "ratings", "score", "stars", "overall", "grade", "reviewscore", "label", "target"),
+        *("watchratio", "playedratiopct", "playedratio", "completion", "completionrate", "longview"),
+    ),
+    LogColumns.PROPENSITY: (
+        *("propensity", "propensityscore", "pscore", "loggingprobability", "behaviorprobability", "probability"),
+        *("actionprob", "loggingprob"),
+    ),
+    LogColumns.IS_RANDOM: ("israndom", "israndomized", "rand", "israndomexposure", "random", "randomexposure"),
+    LogColumns.REQUEST_ID: ("requestid", "reqid", "impressionid", "slateid", "searchid", "pageviewid", "traceid"),
+}
+
+#: What users do with items: name of the behavior -> names of its flag.
+BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
+    "click": ("click", "clicked", "clk"),
+    "like": ("like", "liked", "thumbsup", "upvote"),
+    "follow": ("follow", "followed", "subscribe", "subscribed"),
+    "share": ("share", "shared", "forward", "forwarded"),
+    "comment": ("comment", "commented"),
+    "save": ("save", "saved", "favorite", "favorited", "bookmark", "bookmarked", "collect", "addtolist"),
+    "cart": ("cart", "addtocart", "addedtocart", "atc"),
+    "purchase": ("purchase", "purchased", "buy", "bought", "order", "ordered", "conversion", "converted"),
+    "download": ("download", "downloaded", "install", "installed"),
+    "profile": ("profileenter", "profilevisit"),
+}
+
+#: Columns that say what kind of event a row is.
+EVENT_KINDS: Final = ("event", "eventtype", "action", "actiontype", "behavior", "behaviortype", "type")
+
+_UNITS: Final[dict[str, str]] = {
+    **dict.fromkeys(("ns", "nanos", "nanoseconds"), "ns"),
+    **dict.fromkeys(("us", "micros", "microseconds"), "us"),
+    **dict.fromkeys(("ms", "msec", "msecs", "millis", "milliseconds"), "ms"),
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), "s"),
+    **dict.fromkeys(("min", "mins", "minute", "minutes"), "min"),
+}
+_WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_TYPE: Final = re.compile(r":(token|float|token_seq|float_seq)$")  # as RecBole's atomic files write them
+
+
+def words(name: str) -> list[str]:
+    """The words of a column's name, in lower case: ``playedMs`` and ``played_ms`` are the same."""
+    return [word.lower() for word in _WORD.findall(_TYPE.sub("", name))]
+
+
+def unit_of_name(name: str) -> str | None:
+    """The unit that a name says, such as ``ms`` of ``play_time_ms``; None = it says none, or several."""
+    said = {_UNITS[word] for word in words(name) if word in _UNITS}
+    return said.pop() if len(said) == 1 else None
+
+
+def plain_name(name: str) -> str:
+    """A name without case, separators, units and a leading "is", as the tables above have it."""
+    kept = [word for word in words(name) if word not in _UNITS]
+    joined = "".join(kept[1:] if kept[:1] == ["is"] and len(kept) > 1 else kept)
+    return joined or "".join(words(name))
+
+
+def rank_as(column: str, name: str) -> int | None:
+    """How well a name suits a standard column: 0 is best; None = it is none of its names."""
+    names, full = NAMES[column], "".join(words(name))
+    for candidate in (full, plain_name(name)):
+        if candidate in names:
+            return names.index(candidate)
+    return None
+
+
+def behavior_of(name: str) -> str | None:
+    """The behavior that a flag's name says; None = none that is known."""
+    plain = plain_name(name)
+    return next((behavior for behavior, names in BEHAVIORS.items() if plain in names), None)

@@ -1,0 +1,266 @@
+"""Which columns of a log are which, in which units: what names and values say, and what they leave open.
+
+Pure functions over the facts of columns (``recpo.data.column_facts``). Where two readings differ by units, none is
+taken: the reader is asked, by the option that decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from recpo.data.column_facts import ColumnFacts, clock_units, length_units, read_as
+from recpo.data.column_names import EVENT_KINDS, behavior_of, plain_name, rank_as, unit_of_name
+from recpo.data.feature_columns import PRESET_BEHAVIORS
+from recpo.data.schema import PRESETS, Columns, LogColumns, PresetName
+
+_UNIT_OPTION: Final = {
+    LogColumns.TIMESTAMP: "time_unit",
+    LogColumns.WATCH_TIME: "watch_time_unit",
+    LogColumns.DURATION: "duration_unit",
+}
+#: a median watch time between a fiftieth of the median duration and three times as long
+_RATIO: Final = (0.02, 3.0)
+_MOSTLY: Final = 0.5  # share of texts with a date that makes a column one of times
+_IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
+_FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A standard column that was recognized.
+
+    Attributes:
+        role: its standard name.
+        column: its name in the log.
+        unit: its unit; None where there is none to say, or none was settled.
+        evidence: what it was recognized by, and its values.
+    """
+
+    role: str
+    column: str
+    unit: str | None
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Recognition:
+    """What was recognized of a log.
+
+    Attributes:
+        preset: the well-known log that it is, or "plain".
+        findings: its standard columns.
+        behaviors: name -> column of the flags of behaviors.
+        questions: what only the reader can decide; each names the option that does.
+        doubts: what was taken for granted, and should be checked.
+        unused: columns that have no part.
+    """
+
+    preset: PresetName = "plain"
+    findings: tuple[Finding, ...] = ()
+    behaviors: Mapping[str, str] = field(default_factory=dict)
+    questions: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def column(self, role: str) -> str | None:
+        """The name in the log of a standard column; None = it has none."""
+        return next((found.column for found in self.findings if found.role == role), None)
+
+    @property
+    def columns(self) -> Columns:
+        """The mapping that ``recpo prepare`` reads, in full."""
+        said: dict[str, Any] = {found.role: found.column for found in self.findings}
+        said |= {_UNIT_OPTION[found.role]: found.unit for found in self.findings if found.role in _UNIT_OPTION}
+        return Columns(**said)
+
+
+def recognize(facts: Sequence[ColumnFacts], given: Columns = Columns()) -> Recognition:  # noqa: B008  frozen
+    """Recognizes the columns of a log.
+
+    Args:
+        facts: of all its columns.
+        given: what the reader has decided: names of columns, and units.
+    """
+    by_name = {one.name: one for one in facts}
+    preset = _preset(by_name)
+    columns, how = _roles(by_name, preset, given)
+    questions = [
+        f"{role}: no column was recognized as one ({', '.join(by_name)}): name it with --columns.{role} NAME"
+        for role in LogColumns.REQUIRED
+        if role not in columns
+    ]
+    units, doubts = {}, []
+    for role in _UNIT_OPTION:
+        if role in columns:
+            partner = {name: by_name[column] for name, column in columns.items() if name in _UNIT_OPTION}
+            unit, asked, doubt = _unit(role, partner, preset, given)
+            units[role] = unit
+            questions += [asked] if asked else []
+            doubts += [doubt] if doubt else []
+    findings = tuple(
+        Finding(role, column, units.get(role), f"{how[role]}: {by_name[column].evidence}")
+        for role, column in sorted(columns.items(), key=lambda one: LogColumns.ALL.index(one[0]))
+    )
+    found = Recognition(preset, findings, questions=tuple(questions), doubts=tuple(doubts))
+    return _with_the_rest(found, by_name)
+
+
+def _preset(by_name: Mapping[str, ColumnFacts]) -> PresetName:
+    """The preset whose names the log has: of every required column, and all that tell it from plain names."""
+    found: list[PresetName] = []
+    presets: tuple[PresetName, ...] = ("kuairand", "movielens", "recbole")
+    for name in presets:
+        mapping = PRESETS[name].named()
+        required = all(mapping[role] in by_name for role in LogColumns.REQUIRED)
+        optional = [column for role, column in mapping.items() if role in LogColumns.OPTIONAL]
+        if required and (name == "recbole" or any(column in by_name for column in optional)):
+            found.append(name)
+    return found[0] if len(found) == 1 else "plain"
+
+
+def _roles(
+    by_name: Mapping[str, ColumnFacts], preset: PresetName, given: Columns
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Standard name -> column, and by what it was recognized: the reader, the preset, its name, its values."""
+    columns, how = {}, {}
+    for role, column in given.named().items():
+        if column in by_name:
+            columns[role], how[role] = column, "given"
+    for role, column in PRESETS[preset].named().items() if preset != "plain" else ():
+        if role not in columns and column in by_name and _suits(by_name[column], role):
+            columns[role], how[role] = column, f"preset {preset}"
+    taken = set(columns.values())
+    for role in LogColumns.ALL:
+        ranked = [
+            (rank_as(role, name), name) for name, one in by_name.items() if name not in taken and _suits(one, role)
+        ]
+        best = min(((rank, name) for rank, name in ranked if rank is not None), default=None)
+        if role not in columns and best is not None:
+            columns[role], how[role] = best[1], "by its name"
+            taken.add(best[1])
+    if LogColumns.TIMESTAMP not in columns:
+        clocks = [name for name, one in by_name.items() if name not in taken and _is_clock(one)]
+        if len(clocks) == 1:
+            columns[LogColumns.TIMESTAMP], how[LogColumns.TIMESTAMP] = clocks[0], "by its values"
+    return columns, how
+
+
+def _suits(facts: ColumnFacts, role: str) -> bool:
+    """Whether a column has values that the role can have."""
+    if role in _IDS:
+        return facts.kind in ("whole", "text", "flag")
+    if role == LogColumns.TIMESTAMP:
+        return facts.kind in ("whole", "number", "time") or facts.dated >= _MOSTLY
+    if role in _FLAGS:
+        return facts.kind == "flag"
+    if role == LogColumns.PROPENSITY:
+        return facts.is_number and (facts.least or 0.0) >= 0 and 0 < (facts.most or 0.0) <= 1
+    if role in (LogColumns.WATCH_TIME, LogColumns.DURATION):
+        return facts.kind in ("whole", "number") and (facts.most or 0.0) > 0
+    return facts.is_number
+
+
+def _is_clock(facts: ColumnFacts) -> bool:
+    return facts.kind == "time" or facts.dated >= _MOSTLY or (facts.distinct > 1 and len(clock_units(facts)) == 1)
+
+
+def _unit(
+    role: str, facts: Mapping[str, ColumnFacts], preset: PresetName, given: Columns
+) -> tuple[str | None, str | None, str | None]:
+    """The unit of one column, or the question about it; and a doubt."""
+    option = _UNIT_OPTION[role]
+    if (said := getattr(given, option)) is not None:
+        return said, None, None
+    if role == LogColumns.TIMESTAMP:
+        return _time_unit(facts[role])
+    return _length_unit(role, facts, getattr(PRESETS[preset], option) if preset != "plain" else None, given)
+
+
+def _time_unit(facts: ColumnFacts) -> tuple[str | None, str | None, str | None]:
+    if not facts.is_number:
+        return None, None, None
+    units, said = clock_units(facts), unit_of_name(facts.name)
+    ask = f"timestamp: `{facts.name}` ({facts.evidence})"
+    if len(units) == 1:
+        other = f"{facts.name} is called {said}, its values are times in {units[0]} only" if said else None
+        return units[0], None, other if said not in (None, units[0]) else None
+    ends = [_clock_of(value) for value in (facts.least, facts.most)]
+    if any(ends):
+        return (
+            None,
+            f"{ask} has values of several units, or some that are no times: pass --columns.time_unit UNIT",
+            None,
+        )
+    doubt = (
+        f"`{facts.name}` ({facts.evidence}) is no clock time in any unit: it only orders the events of a user "
+        "(time_unit order); where it counts seconds from another begin than 1970, add that to it to split by time"
+    )
+    return "order", None, doubt
+
+
+def _clock_of(value: float | None) -> bool:
+    return value is not None and bool(clock_units(ColumnFacts("", "whole", 1, 0, 1, least=value, most=value)))
+
+
+def _length_unit(
+    role: str, facts: Mapping[str, ColumnFacts], preset: str | None, given: Columns
+) -> tuple[str | None, str | None, str | None]:
+    own, said = facts[role], unit_of_name(facts[role].name) or preset
+    units = length_units(own, role)
+    option, shown = _UNIT_OPTION[role], f"{role}: `{own.name}` ({own.evidence}; median of those above 0: "
+    if said is not None and (said in units or said == "min" or not units):
+        doubt = f"`{own.name}` is called {said}: its median is {read_as(own, said)}"
+        return said, None, None if said in units else doubt
+    if said is None and len(units) > 1:
+        units = _of_partner(role, facts, units, given)
+    if len(units) == 1 and said is None:
+        return units[0], None, None
+    readings = sorted({*units, said or "s", "s", "ms"}, key=("s", "ms", "us", "min", "ns").index)
+    options = " or ".join(f"--columns.{option} {unit}" for unit in readings)
+    return None, f"{shown}{', '.join(read_as(own, unit) for unit in readings)}): pass {options}", None
+
+
+def _of_partner(role: str, facts: Mapping[str, ColumnFacts], units: list[str], given: Columns) -> list[str]:
+    """The units in which watch times and durations of the same log suit each other, if the other one's is settled."""
+    other = LogColumns.DURATION if role == LogColumns.WATCH_TIME else LogColumns.WATCH_TIME
+    if other not in facts:
+        return units
+    named = getattr(given, _UNIT_OPTION[other]) or unit_of_name(facts[other].name)
+    settled = [named] if named else length_units(facts[other], other)
+    if len(settled) != 1 or not facts[other].median or not facts[role].median:
+        return units
+    scale = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+    reference = (facts[other].median or 0.0) * scale[settled[0]]
+    suiting = []
+    for unit in units:
+        here = (facts[role].median or 0.0) * scale[unit]
+        ratio = here / reference if role == LogColumns.WATCH_TIME else reference / here
+        suiting += [unit] if _RATIO[0] <= ratio <= _RATIO[1] else []
+    return suiting or units
+
+
+def _with_the_rest(found: Recognition, by_name: Mapping[str, ColumnFacts]) -> Recognition:
+    """Adds behaviors, doubts about other columns, and what has no part."""
+    taken = {one.column for one in found.findings}
+    behaviors: dict[str, str] = {}
+    known = {column: name for name, column in PRESET_BEHAVIORS[found.preset].items()}
+    for name, facts in by_name.items():
+        behavior = known.get(name) or behavior_of(name)
+        if name not in taken and facts.kind == "flag" and behavior is not None and behavior not in behaviors:
+            behaviors[behavior] = name
+    rest = [name for name in by_name if name not in taken and name not in behaviors.values()]
+    kinds = [by_name[name] for name in rest if plain_name(name) in EVENT_KINDS and by_name[name].kind == "text"]
+    doubts = [
+        f"`{one.name}` says what kind of event a row is ({one.evidence}): all kinds count alike; make flags of it, or "
+        "leave out the rows that are no feedback"
+        for one in kinds
+    ]
+    doubts += [
+        f"`{one.name}` is called like a {role} and has other values ({one.evidence}): it is not read"
+        for role in _FLAGS
+        for one in by_name.values()
+        if one.name in rest and rank_as(role, one.name) is not None and one.kind != "flag"
+    ]
+    return replace(found, behaviors=behaviors, doubts=(*found.doubts, *doubts), unused=tuple(rest))

@@ -1,0 +1,425 @@
+"""The verb ``init``: from the files of a log to configurations that run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import cached_property
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from recpo.artifacts import output_file
+from recpo.data.column_facts import ColumnFacts, column_facts
+from recpo.data.csv_files import CsvFormat
+from recpo.data.feature_columns import PRESET_FEATURES
+from recpo.data.files import find_files
+from recpo.data.log_sample import TableSample, sample_tables
+from recpo.data.recognition import Finding, Recognition, recognize
+from recpo.data.schema import MILLISECONDS_PER_UNIT, PRESETS, Columns, LogColumns
+from recpo.errors import RecpoError
+from recpo.workflows.starting_point import Label, LogCounts, label_of, objectives_of, sizes_of, split_of
+
+_PREPARE, _PRETRAIN = "prepare.yaml", "pretrain.yaml"
+_MS_PER_DAY: Final = 86_400_000.0
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found in a log, and what to begin with.
+
+    Attributes:
+        log: what was named.
+        sample: the files of the log, and their rows that were looked at.
+        recognition: its columns, units, preset, doubts and questions.
+        counts: its size.
+        others: further files that were named, with their columns; the log is not in them.
+        tables: "item" and "user" -> a file with one row for each.
+        written: the files that were written, by what they configure; empty before.
+    """
+
+    log: tuple[str, ...]
+    sample: TableSample = field(repr=False)
+    recognition: Recognition
+    counts: LogCounts
+    others: tuple[TableSample, ...] = field(repr=False, default=())
+    tables: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> Columns:
+        """The columns and units that ``recpo.prepare`` takes."""
+        return self.recognition.columns
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The standard columns that were recognized, each with its evidence."""
+        return self.recognition.findings
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        """What only the reader can decide; nothing is written while there is one."""
+        return self.recognition.questions
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What was taken for granted, and should be checked."""
+        return self.recognition.doubts
+
+    @cached_property
+    def facts(self) -> dict[str, ColumnFacts]:
+        """What the values of every column say, by its name."""
+        return facts_of(self.sample.table)
+
+    @property
+    def label(self) -> Label:
+        """How the preference label is made."""
+        return label_of(self.recognition, self.facts)
+
+    @property
+    def objectives(self) -> dict[str, str]:
+        """The alignments that the feedback allows, and why."""
+        return objectives_of(self.recognition, self.label)
+
+    @property
+    def commands(self) -> list[str]:
+        """What to run, in this order, from the log to recommendations."""
+        return [] if not self.written else _commands(self)
+
+
+def facts_of(table: pa.Table) -> dict[str, ColumnFacts]:
+    """The facts of every column of a table."""
+    return {name: column_facts(name, table[name]) for name in table.column_names}
+
+
+def init(
+    log: str | PathLike[str] | Sequence[str | PathLike[str]],
+    out: str | PathLike[str] = ".",
+    *,
+    columns: Columns = Columns(),  # noqa: B008  frozen
+    csv: CsvFormat = CsvFormat(),  # noqa: B008  frozen
+) -> Inspection:
+    """Looks at a log and writes configurations for it: ``prepare.yaml``, ``pretrain.yaml`` and those of alignments.
+
+    Columns are recognized by their names and values, units by the values that are plausible in them. Where two readings
+    differ by units, or a user, item or time is not recognized, nothing is written.
+
+    Args:
+        log: Parquet or text files, a directory of them, or a pattern; tables of items and users may lie among them.
+        out: directory for the configurations; files that exist are not replaced.
+        columns: names of columns and units that are known; they are not guessed.
+        csv: delimiter and names of text files, where they are known.
+
+    Returns:
+        What was found, the files that were written, and the commands to run.
+
+    Raises:
+        RecpoError: a file cannot be read, something has to be decided (every question names its option), or a file
+            exists.
+    """
+    return write_configurations(inspect_log(log, columns=columns, csv=csv), Path(out))
+
+
+def inspect_log(
+    log: str | PathLike[str] | Sequence[str | PathLike[str]],
+    *,
+    columns: Columns = Columns(),  # noqa: B008  frozen
+    csv: CsvFormat = CsvFormat(),  # noqa: B008  frozen
+) -> Inspection:
+    """Looks at a log, as ``init`` does, and writes nothing.
+
+    Args:
+        log: as for ``init``.
+        columns: as for ``init``.
+        csv: as for ``init``.
+
+    Raises:
+        RecpoError: a file cannot be read, or the log has no row.
+    """
+    named = (fspath(log),) if isinstance(log, str | PathLike) else tuple(fspath(name) for name in log)
+    samples = sample_tables(list(named), csv)
+    found = {number: recognize(list(facts_of(one.table).values()), columns) for number, one in enumerate(samples)}
+    best = max(found, key=lambda number: _likeness(found[number], samples[number]))
+    sample, recognition = samples[best], found[best]
+    _validate_names(columns, sample)
+    if not sample.table.num_rows:
+        raise RecpoError(f"{', '.join(named)}: the log has no rows: name one with events")
+    others = tuple(one for number, one in enumerate(samples) if number != best)
+    tables = _tables(recognition, others)
+    recognition = replace(
+        recognition,
+        questions=(*_unnamed(sample), *recognition.questions),
+        doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables)),
+    )
+    return Inspection(named, sample, recognition, counts_of(sample, recognition), others, tables)
+
+
+def _likeness(found: Recognition, sample: TableSample) -> tuple[int, int, int]:
+    """How much like a log a table is: required columns, then all columns, then rows."""
+    required = sum(found.column(role) is not None for role in LogColumns.REQUIRED)
+    return required, len(found.findings) + len(found.behaviors) + 3 * (found.preset != "plain"), sample.rows
+
+
+def _validate_names(given: Columns, sample: TableSample) -> None:
+    for role, name in given.named().items():
+        if name not in sample.table.column_names:
+            raise RecpoError(
+                f"--columns.{role} {name}: no such column; the log has {', '.join(sample.table.column_names)}"
+            )
+
+
+def _unnamed(sample: TableSample) -> list[str]:
+    if sample.has_names or sample.form.names is None or "column_1" not in sample.form.names:
+        return []
+    shown = ", ".join(str(value) for value in sample.table.slice(0, 1).to_pylist()[0].values())
+    return [
+        f"the first line has no names ({shown}): name its {len(sample.form.names)} columns in order, with "
+        "--csv.names '[user_id, item_id, ...]'"
+    ]
+
+
+def _tables(found: Recognition, others: Sequence[TableSample]) -> dict[str, str]:
+    """Files with one row for each item or user; of several, the one with most of the preset's features."""
+    tables = {}
+    item, user = found.column(LogColumns.ITEM_ID), found.column(LogColumns.USER_ID)
+    for side, own, other in (("item", item, user), ("user", user, item)):
+        features = PRESET_FEATURES[found.preset].of("item" if side == "item" else "user") or ()
+        columns = {feature.source for feature in features}
+        suiting = [
+            (len(columns & set(one.table.column_names)), one)
+            for one in others
+            if own in one.table.column_names
+            and other not in one.table.column_names
+            and one.table.num_columns > 1
+            and pc.count_distinct(one.table[own]).as_py() == one.table.num_rows > 0
+        ]
+        if suiting:
+            tables[side] = str(max(suiting, key=lambda pair: pair[0])[1].files[0])
+    return tables
+
+
+def _doubts_of_files(sample: TableSample, others: Sequence[TableSample], tables: Mapping[str, str]) -> list[str]:
+    doubts = []
+    if len(sample.files) > 1:
+        names = ", ".join(file.name for file in sample.files[:5])
+        doubts.append(f"{len(sample.files)} files have the same columns and are one log: {names}")
+    left = [str(file) for one in others for file in one.files if str(file) not in tables.values()]
+    if left:
+        doubts.append(f"other columns, not read: {', '.join(left)}")
+    if sample.skipped:
+        doubts.append(f"{sample.skipped:,} rows have another number of values: recpo prepare will refuse them")
+    if not sample.is_whole:
+        doubts.append(f"{sample.table.num_rows:,} of about {sample.rows:,} rows were looked at")
+    return doubts
+
+
+def counts_of(sample: TableSample, found: Recognition) -> LogCounts:
+    """The size of a log, from the rows that were looked at."""
+    user, item, request = (
+        found.column(role) for role in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
+    )
+    table, rows = sample.table, sample.table.num_rows
+    if user is None or item is None:
+        return LogCounts(sample.rows, 0, 0, sample.rows, 1, None, sample.is_whole)
+    per_user = table.group_by(user).aggregate([([], "count_all")])["count_all"]
+    requests = rows
+    if request is not None:
+        requests = table.group_by([user, request]).aggregate([]).num_rows
+    return LogCounts(
+        events=sample.rows,
+        users=len(per_user),
+        items=pc.count_distinct(table[item]).as_py(),
+        requests=int(requests * sample.rows / max(1, rows)),
+        events_per_user=int(pc.quantile(per_user, 0.9)[0].as_py() or 1) if rows else 1,
+        days=_days(table, found),
+        is_whole=sample.is_whole,
+    )
+
+
+def _days(table: pa.Table, found: Recognition) -> float | None:
+    column, unit = found.column(LogColumns.TIMESTAMP), found.columns.time_unit
+    if column is None or unit == "order":
+        return None
+    values = table[column]
+    if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
+        ends = pc.min_max(values.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())).as_py()
+        return None if ends["min"] is None else float(ends["max"] - ends["min"]) / _MS_PER_DAY
+    facts = column_facts(column, values)
+    if facts.is_number and facts.least is not None and facts.most is not None and unit is not None:
+        return (facts.most - facts.least) * MILLISECONDS_PER_UNIT[unit] / _MS_PER_DAY
+    if facts.is_number:
+        return None
+    days = pc.min_max(pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10)).as_py()
+    try:
+        return float((date.fromisoformat(days["max"]) - date.fromisoformat(days["min"])).days)
+    except (TypeError, ValueError):
+        return None
+
+
+def write_configurations(found: Inspection, out: Path) -> Inspection:
+    """Writes the configurations of what was found.
+
+    Args:
+        found: of ``inspect_log``.
+        out: directory for them.
+
+    Raises:
+        RecpoError: something has to be decided first, or a file exists.
+    """
+    if found.questions:
+        asked = "\n".join(f"  {number}. {text}" for number, text in enumerate(found.questions, 1))
+        one = len(found.questions) == 1
+        raise RecpoError(
+            f"{', '.join(found.log)}: {'one thing' if one else f'{len(found.questions)} things'} cannot be told from "
+            f"the log, nothing written\n{asked}"
+        )
+    steps = ["pretrain", *found.objectives]
+    files = {"prepare": out / _PREPARE, **{step: out / f"{step}.yaml" for step in steps}}
+    if existing := [str(file) for file in files.values() if file.exists()]:
+        raise RecpoError(f"{', '.join(existing)} exists already: remove it, or choose another --out; nothing written")
+    texts = {"prepare": _prepare_text(found, files), **{step: _training_text(found, step, files) for step in steps}}
+    for step, file in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with output_file(file, overwrite=False) as whole:
+            whole.write_text(texts[step], encoding="utf-8")
+    return replace(found, written=files)
+
+
+def _paths(out: Path) -> dict[str, str]:
+    """Where the commands write, beside the configurations."""
+    runs = ("pretrain", "mpo", "gbpo", "evaluation", "bundle")
+    paths = {"prepared": out / "prepared", "factors": out / "factors", **{name: out / "runs" / name for name in runs}}
+    return {name: str(path) for name, path in paths.items()}
+
+
+def _render(template: str, **values: Any) -> str:
+    environment = Environment(
+        loader=PackageLoader("recpo.workflows", "templates"),
+        autoescape=False,  # YAML: every value that a log names is quoted before
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(template).render(**values)
+
+
+def _prepare_text(found: Inspection, files: Mapping[str, Path]) -> str:
+    counts, recognition, label = found.counts, found.recognition, found.label
+    about = "" if counts.is_whole else "about "
+    split, options, why = split_of(recognition, counts, label)
+    unknown = [name for name in recognition.unused if name != label.column]
+    return _render(
+        "prepare.yaml.jinja",
+        events=f"{about}{counts.events:,} events of {counts.users:,} users and {counts.items:,} items",
+        files={step: str(file) for step, file in files.items()},
+        paths={name: _quoted(path) for name, path in _paths(files["prepare"].parent).items()},
+        log=_quoted(_log_of(found)),
+        preset=recognition.preset,
+        csv=_csv_entries(found.sample.form),
+        columns=_column_lines(found),
+        label=_class_entry(label.class_name, label.init_args),
+        label_why=_comment(label.why),
+        split=_class_entry(split, options),
+        split_why=_comment(why),
+        behaviors=_quoted(dict(recognition.behaviors)) if _differs_from_preset(recognition) else None,
+        tables={side: _quoted(file) for side, file in found.tables.items()},
+        unused=_comment(", ".join(unknown)),
+    )
+
+
+def _differs_from_preset(found: Recognition) -> bool:
+    return bool(found.behaviors) and found.preset == "plain"
+
+
+def _log_of(found: Inspection) -> str | list[str]:
+    """What was named, where it is the log and nothing else; else its files."""
+    if set(find_files(list(found.log))) == set(found.sample.files):
+        return found.log[0] if len(found.log) == 1 else list(found.log)
+    files = [str(file) for file in found.sample.files]
+    return files[0] if len(files) == 1 else files
+
+
+def _csv_entries(form: CsvFormat) -> dict[str, str]:
+    entries = {"delimiter": form.delimiter, "names": None if form.names is None else list(form.names)}
+    return {name: _quoted(value) for name, value in entries.items() if value is not None}
+
+
+def _column_lines(found: Inspection) -> list[str]:
+    """A line for every column and unit, with the evidence behind it; what the preset says is not repeated."""
+    preset = PRESETS[found.recognition.preset]
+    entries: list[tuple[str, str, str]] = []
+    for one in found.findings:
+        entries.append((one.role, one.column, one.evidence))
+    if (column := found.label.column) is not None:
+        entries.append((LogColumns.LABEL, column, found.label.why))
+    units = ("time_unit", "watch_time_unit", "duration_unit")
+    entries += [(name, unit, "") for name in units if (unit := getattr(found.columns, name)) is not None]
+    kept = [entry for entry in entries if found.recognition.preset == "plain" or getattr(preset, entry[0]) != entry[1]]
+    lines = [(f"{name}: {_quoted(value)}", why) for name, value, why in kept or entries]
+    width = max(len(text) for text, _ in lines) + 2
+    return [f"{text:<{width}}# {_comment(why)}" if why else text for text, why in lines]
+
+
+def _training_text(found: Inspection, step: str, files: Mapping[str, Path]) -> str:
+    sizes = sizes_of(step, found.counts)
+    if step == "gbpo":
+        sizes = replace(sizes, dim=sizes_of("pretrain", found.counts).dim)
+    watched = found.label.class_name == "WatchQuantiles"
+    return _render(
+        f"{step}.yaml.jinja",
+        files={name: str(file) for name, file in files.items()},
+        paths={name: _quoted(path) for name, path in _paths(files["prepare"].parent).items()},
+        sizes=sizes,
+        why=_comment(found.objectives.get(step, "")),
+        aligned=step != "pretrain",
+        dropout=0.0 if step == "mpo" else 0.2,
+        positive_fraction="0.25               # +1 in the top quarter of the step's labels, -1 disliked, else 0"
+        if watched
+        else "null               # +1 positive by the log's own definition, -1 disliked, else 0",
+    )
+
+
+def _class_entry(name: str, options: Mapping[str, Any]) -> str:
+    return name if not options else f"{{class_path: {name}, init_args: {_quoted(dict(options))}}}"
+
+
+def _quoted(value: Any) -> str:
+    """A value as YAML: JSON, which YAML contains; plain words stay plain."""
+    if isinstance(value, str) and value.replace("_", "").replace("/", "").replace(".", "").isalnum():
+        plain = value.lower() not in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+        if plain and not value.replace(".", "").replace("_", "").isdigit() and value[0] not in "./0123456789":
+            return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _comment(text: str) -> str:
+    """Text of a log, in one line of a comment."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def _commands(found: Inspection) -> list[str]:
+    files, paths = found.written, _paths(found.written["prepare"].parent)
+    train = [["recpo", "train", "--config", str(files[step])] for step in files if step != "prepare"]
+    fit = ["recpo", "factorize", "--prepared", paths["prepared"], "--out", paths["factors"]]
+    runs = [paths[step] for step in files if step != "prepare"]
+    served = runs[1] if len(runs) > 1 else runs[0]
+    compared = ["--run", json.dumps(runs).replace('"', "")]
+    histories, lists = f"{paths['prepared']}/histories.parquet", str(Path(paths["bundle"]).parent / "lists.parquet")
+    listed = [
+        ["recpo", "prepare", "--config", str(files["prepare"])],
+        train[0],
+        *([fit] if "mpo" in files else []),
+        *train[1:],
+        ["recpo", "evaluate", "--prepared", paths["prepared"], *compared, "--out", paths["evaluation"]],
+        ["recpo", "export", "--run", served, "--out", paths["bundle"]],
+        [*("recpo", "recommend", "--bundle", paths["bundle"], "--histories", histories, "--out", lists), "--show", "3"],
+    ]
+    return [shlex.join(words) for words in listed]

@@ -1,0 +1,175 @@
+"""What to begin with on a log: its label, its split, the objectives that suit its feedback, and sizes of training.
+
+Pure functions of what was recognized and counted; ``recpo.workflows.init`` writes them down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from recpo.data.column_facts import ColumnFacts
+from recpo.data.recognition import Recognition
+from recpo.data.schema import LogColumns
+
+_SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
+_LENGTHS: Final = (20, 50, 100, 200)
+_SMALL_LOG: Final = 5_000  # events
+_LARGE_CATALOG: Final = 200_000  # items
+_YEAR: Final = 365.0  # days
+_STEPS: Final = {"pretrain": 2_000, "mpo": 850, "gbpo": 500}  # optimizer steps to reach with epochs of small logs
+_MOST_EPOCHS: Final = {"pretrain": 12, "mpo": 8, "gbpo": 3}
+_LEAST_EPOCHS: Final = {"pretrain": 3, "mpo": 1, "gbpo": 1}
+_MOST_STEPS: Final = 3_000  # of MPO, each of which goes through the catalog
+
+
+@dataclass(frozen=True)
+class LogCounts:
+    """How large a log is.
+
+    Attributes:
+        events: its rows.
+        users: users among the rows that were looked at.
+        items: items among them.
+        requests: requests, over all rows.
+        events_per_user: nine of ten users have at most this many.
+        days: days from the first event to the last; None where there is no clock.
+        is_whole: all rows were looked at.
+    """
+
+    events: int
+    users: int
+    items: int
+    requests: int
+    events_per_user: int
+    days: float | None
+    is_whole: bool = True
+
+
+@dataclass(frozen=True)
+class Label:
+    """How the preference label is made.
+
+    Attributes:
+        class_name: a label of ``recpo prepare``.
+        init_args: its options.
+        why: what it was chosen by.
+        column: column that it reads in place of the recognized label.
+    """
+
+    class_name: str
+    init_args: Mapping[str, Any]
+    why: str
+    column: str | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of one training configuration.
+
+    Attributes:
+        history_length: events of a window.
+        max_history: events that the policy can read.
+        dim: width of item vectors.
+        batch_size: contexts of a batch.
+        epochs: passes over the training period.
+        steps: optimizer steps, about.
+        max_steps: where training ends; None = with the epochs.
+    """
+
+    history_length: int
+    max_history: int
+    dim: int
+    batch_size: int
+    epochs: int
+    steps: int
+    max_steps: int | None = None
+
+
+def label_of(found: Recognition, facts: Mapping[str, ColumnFacts]) -> Label:
+    """The label that reads the feedback of a log: watch times before ratings before nothing."""
+    watch, duration, rated = (
+        found.column(role) for role in (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.LABEL)
+    )
+    if watch is not None and duration is not None:
+        return Label("WatchQuantiles", {}, f"rank of `{watch}` among the user's own on items of like duration")
+    if rated is not None and facts[rated].kind == "flag" and facts[rated].distinct > 1:
+        return Label("BinaryColumn", {}, f"`{rated}` is 0 or 1")
+    if rated is not None and facts[rated].distinct > 1:
+        low, high = scale(facts[rated])
+        return Label("NumericColumn", {"low": low, "high": high}, f"`{rated}` runs from {low:g} to {high:g}")
+    if watch is not None:
+        high = round(facts[watch].high or 1.0, 3)
+        return Label(
+            "NumericColumn", {"low": 0, "high": high}, f"`{watch}` without durations, up to its 99 % quantile", watch
+        )
+    return Label("EveryEvent", {}, "no column says how good an event was: every event is a positive")
+
+
+def scale(facts: ColumnFacts) -> tuple[float, float]:
+    """The ends of a rating's scale: a common one that its values reach, else the values' own."""
+    least, most = facts.least or 0.0, facts.most or 1.0
+    for low, high in _SCALES:
+        if low <= least and most <= high and (most == high or (facts.kind == "number" and high == 1)):
+            return low, high
+    return least, most
+
+
+def split_of(found: Recognition, counts: LogCounts, label: Label) -> tuple[str, dict[str, Any], str]:
+    """The split's class, its options, and why."""
+    if counts.days is None:
+        return "LeaveLastOut", {}, "there is no clock: each user's last event is the test"
+    if counts.days < 3:
+        return "LeaveLastOut", {}, f"the log has {counts.days:.1f} days, fewer than periods of days need"
+    if counts.days > _YEAR and label.class_name == "NumericColumn" and found.column(LogColumns.WATCH_TIME) is None:
+        why = f"ratings over {counts.days:,.0f} days: few users return after months; TemporalSplit where yours do"
+        return "LeaveLastOut", {}, why
+    days = max(1, min(14, round(counts.days / 15)))
+    return "TemporalSplit", {"valid_days": days, "test_days": days}, f"the log has {counts.days:,.0f} days"
+
+
+def objectives_of(found: Recognition, label: Label) -> dict[str, str]:
+    """The alignments that a log's feedback allows, the first one first, each with its reason."""
+    chosen = {}
+    disliked, propensity = found.column(LogColumns.DISLIKE), found.column(LogColumns.PROPENSITY)
+    if label.class_name != "EveryEvent" or disliked is not None:
+        grades = label.why if label.class_name != "EveryEvent" else f"positives, and `{disliked}`"
+        chosen["mpo"] = f"the log has grades ({grades}): toward what a factorization expects of every item"
+    if disliked is not None or propensity is not None:
+        told = " and ".join(f"`{name}`" for name in (disliked, propensity) if name is not None)
+        chosen["gbpo"] = f"the log has {told}: from logged feedback alone, without a reward model"
+    return chosen
+
+
+def sizes_of(step: str, counts: LogCounts) -> Sizes:
+    """Sizes of one training, from the size of the log.
+
+    Args:
+        step: "pretrain", "gbpo" (windows of users) or "mpo" (requests).
+        counts: of the log.
+    """
+    history = _at_least(min(counts.events_per_user, _LENGTHS[-1]))
+    window = min(history, 50)
+    users = max(1, counts.users) * (1.0 if counts.is_whole else counts.events / max(1, counts.events_per_user))
+    windows = max(counts.events / window, min(users, counts.events / 2))
+    contexts = max(1, int(0.85 * (counts.requests if step == "mpo" else windows)))
+    batch = _power_of_two(contexts / 16, 8, 128)
+    if step == "mpo" and counts.items > _LARGE_CATALOG:
+        batch = min(batch, 32)
+    steps = -(-contexts // batch)
+    epochs = max(_LEAST_EPOCHS[step], min(_MOST_EPOCHS[step], round(_STEPS[step] / steps)))
+    most = _MOST_STEPS if step == "mpo" and epochs * steps > _MOST_STEPS else None
+    dim = 64 if counts.events >= _SMALL_LOG else 32
+    return Sizes(window, history, dim, batch, epochs, most or epochs * steps, most)
+
+
+def _at_least(events: float) -> int:
+    return next((length for length in _LENGTHS if length >= events), _LENGTHS[-1])
+
+
+def _power_of_two(value: float, least: int, most: int) -> int:
+    power = least
+    while power * 2 <= min(value, most):
+        power *= 2
+    return power

@@ -1,0 +1,237 @@
+"""``recpo init`` on logs of many shapes: what it recognizes, what it asks, and that what it writes runs."""
+
+from __future__ import annotations
+
+import shlex
+from datetime import UTC, datetime
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+import recpo
+from recpo.cli.main import main
+from recpo.errors import RecpoError
+
+DAYS, USERS, ITEMS = 12, 30, 25
+QUICK = ["--trainer.max_steps", "1", "--trainer.limit_val_batches", "1", "--trainer.accelerator", "cpu"]
+QUICK += ["--policy.init_args.dim", "8", "--policy.init_args.layers", "1", "--trainer.enable_progress_bar", "false"]
+
+
+def events(number=600, seed=0):
+    """Users, items, seconds, played and whole milliseconds, ratings and flags."""
+    random = np.random.default_rng(seed)
+    length = random.integers(8_000, 120_000, ITEMS)
+    item = random.integers(0, ITEMS, number)
+    return pd.DataFrame(
+        {
+            "user": random.integers(0, USERS, number) + 100,
+            "item": item + 7,
+            "second": np.sort(random.integers(0, DAYS * 86_400, number)) + 1_700_000_000,
+            "played": (length[item] * random.uniform(0, 1.2, number)).astype(int),
+            "length": length[item],
+            "rating": random.integers(1, 6, number),
+            "flag": (random.uniform(size=number) < 0.1).astype(int),
+        }
+    )
+
+
+def kuairand(root):
+    table = events()
+    log = pd.DataFrame({"user_id": table["user"], "video_id": table["item"], "time_ms": table["second"] * 1000})
+    log = log.assign(
+        date=20220408, hourmin=1200, is_click=table["flag"], is_like=1 - table["flag"], is_hate=table["flag"]
+    )
+    log = log.assign(long_view=table["flag"], play_time_ms=table["played"], duration_ms=table["length"], is_rand=0)
+    log.assign(tab=1).to_csv(root / "log_standard.csv", index=False)
+    tags = pd.DataFrame({"video_id": np.arange(ITEMS) + 7, "author_id": 1, "tag": "3,4"})
+    tags.to_csv(root / "video_features_basic.csv", index=False)
+    tags[["video_id"]].assign(show_cnt=5).to_csv(root / "video_features_statistic.csv", index=False)
+    pd.DataFrame({"user_id": np.arange(USERS) + 100, "onehot_feat0": 1}).to_csv(root / "user_features.csv", index=False)
+    return root
+
+
+def movielens(root):
+    table = events().rename(columns={"user": "userId", "item": "movieId", "second": "timestamp"})
+    table[["userId", "movieId", "rating", "timestamp"]].assign(rating=table["rating"] - 0.5).to_csv(
+        root / "ratings.csv", index=False
+    )
+    movies = pd.DataFrame({"movieId": np.arange(ITEMS) + 7, "title": "A, B", "genres": "Comedy|Drama"})
+    movies.to_csv(root / "movies.csv", index=False)
+    return root
+
+
+def movielens_1m(root):
+    rows = events()[["user", "item", "rating", "second"]].astype(str).agg("::".join, axis=1)
+    (root / "ratings.dat").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return root / "ratings.dat"
+
+
+def recbole(root):
+    table = events()[["user", "item", "rating", "second"]]
+    table.columns = ["user_id:token", "item_id:token", "rating:float", "timestamp:float"]
+    table.to_csv(root / "ml-100k.inter", sep="\t", index=False)
+    (root / "ml-100k.item").write_text("item_id:token\ttitle:token_seq\n7\tA\n", encoding="utf-8")
+    return root
+
+
+def kuairec(root):
+    table = events()
+    log = pd.DataFrame({"user_id": table["user"], "video_id": table["item"], "play_duration": table["played"]})
+    log["video_duration"] = table["length"]
+    log["time"] = [str(datetime.fromtimestamp(second, UTC))[:19] + ".5" for second in table["second"]]
+    log = log.assign(date=20200705, timestamp=table["second"] + 0.5, watch_ratio=table["played"] / table["length"])
+    log.to_csv(root / "big_matrix.csv", index=False)
+    return root / "big_matrix.csv"
+
+
+def listens(root):
+    """As Yambda: seconds from another begin than 1970, a played share, lengths in seconds."""
+    table = events()
+    log = pd.DataFrame({"uid": table["user"], "item_id": table["item"], "timestamp": table["second"] - 1_700_000_000})
+    log = log.assign(is_organic=table["flag"], track_length_seconds=(table["length"] // 1000).astype("uint32"))
+    log["played_ratio_pct"] = np.minimum(100 * table["played"] // table["length"], 100).astype("uint16")
+    log.to_parquet(root / "listens.parquet")
+    return root / "listens.parquet"
+
+
+def purchases(root):
+    table = events()
+    log = pd.DataFrame({"Customer ID": ["c" + str(user) for user in table["user"]], "SKU": table["item"].astype(str)})
+    log["createdAt"] = pd.to_datetime(table["second"], unit="s", utc=True)
+    log.to_parquet(root / "purchases.parquet")
+    return root / "purchases.parquet"
+
+
+def clicks(root):
+    """A European export: semicolons, an impression with a request, a click and a propensity."""
+    table = events()
+    log = pd.DataFrame({"visitor_id": table["user"], "article_id": table["item"], "event_time": table["second"]})
+    log = log.assign(request_id=np.arange(len(log)) // 3, rating=table["flag"], pscore=0.25, thumbs_down=0)
+    log.loc[::9, "thumbs_down"] = 1
+    log.to_csv(root / "clicks.csv", sep=";", index=False)
+    return root / "clicks.csv"
+
+
+def shop(root):
+    """As RetailRocket: one column says what kind of event a row is."""
+    table = events()
+    log = pd.DataFrame({"timestamp": table["second"] * 1000, "visitorid": table["user"], "itemid": table["item"]})
+    log["event"] = np.where(table["flag"] == 1, "addtocart", "view")
+    log.assign(transactionid=np.nan).to_csv(root / "events.csv", index=False)
+    return root / "events.csv"
+
+
+def sequences(root):
+    table = events()
+    log = pd.DataFrame({"user_id": table["user"], "item_id": table["item"]})
+    log.assign(pos=log.groupby("user_id").cumcount()).to_parquet(root / "sequences.parquet")
+    return root / "sequences.parquet"
+
+
+# name -> preset, columns and units, label, split, alignments
+KNOWN = {
+    kuairand: (
+        "kuairand",
+        "user_id video_id time_ms ms play_time_ms ms",
+        "WatchQuantiles",
+        "TemporalSplit",
+        "mpo gbpo",
+    ),
+    movielens: ("movielens", "userId movieId timestamp s", "NumericColumn", "TemporalSplit", "mpo"),
+    movielens_1m: ("movielens", "userId movieId timestamp s", "NumericColumn", "TemporalSplit", "mpo"),
+    recbole: ("recbole", "user_id:token item_id:token timestamp:float s", "NumericColumn", "TemporalSplit", "mpo"),
+    kuairec: ("plain", "user_id video_id timestamp s play_duration ms", "WatchQuantiles", "TemporalSplit", "mpo"),
+    listens: ("plain", "uid item_id timestamp order", "NumericColumn", "LeaveLastOut", "mpo"),
+    purchases: ("plain", "Customer ID|SKU|createdAt|None", "EveryEvent", "TemporalSplit", ""),
+    clicks: ("plain", "visitor_id article_id event_time s", "BinaryColumn", "TemporalSplit", "mpo gbpo"),
+    shop: ("plain", "visitorid itemid timestamp ms", "EveryEvent", "TemporalSplit", ""),
+    sequences: ("plain", "user_id item_id pos order", "EveryEvent", "LeaveLastOut", ""),
+}
+
+
+@pytest.mark.parametrize("log", list(KNOWN), ids=lambda log: log.__name__)
+def test_what_it_recognizes(log, tmp_path, capfd):
+    preset, said, label, split, alignments = KNOWN[log]
+    (tmp_path / "log").mkdir()
+    found = recpo.init(log(tmp_path / "log"), tmp_path / "out")
+    assert capfd.readouterr() == ("", "")
+    columns = found.columns
+    read = [columns.user_id, columns.item_id, columns.timestamp, columns.time_unit, columns.watch_time]
+    read += [columns.watch_time_unit] if columns.watch_time else []
+    separator = "|" if "|" in said else " "
+    assert [str(name) for name in read[: len(said.split(separator))]] == said.split(separator)
+    assert (found.recognition.preset, found.label.class_name) == (preset, label)
+    assert " ".join(found.objectives) == alignments
+    assert sorted(found.written) == sorted(["prepare", "pretrain", *found.objectives])
+    written = yaml.safe_load((tmp_path / "out" / "prepare.yaml").read_text())
+    assert split in str(written["split"])
+    assert (found.counts.events, found.counts.users, found.counts.items) == (600, USERS, ITEMS)
+
+
+def test_tables_of_items_and_users_are_told_from_the_log(tmp_path):
+    found = recpo.init(kuairand(tmp_path), tmp_path / "out")
+    assert [file.name for file in found.sample.files] == ["log_standard.csv"]
+    assert {side: file.rpartition("/")[2] for side, file in found.tables.items()} == {
+        "item": "video_features_basic.csv",
+        "user": "user_features.csv",
+    }
+    assert any("video_features_statistic.csv" in doubt for doubt in found.doubts)
+    assert "# items: " in (tmp_path / "out" / "prepare.yaml").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("log", [kuairand, movielens_1m, listens, purchases], ids=lambda log: log.__name__)
+def test_what_it_writes_is_prepared_and_trained_on(log, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log").mkdir()
+    named = log(tmp_path / "log").relative_to(tmp_path)
+    assert main(["init", str(named)]) == 0
+    printed = capsys.readouterr().out
+    commands = [line.strip() for line in printed.splitlines() if line.startswith("  recpo ")]
+    verbs = [command.split()[1] for command in commands]
+    assert (verbs[:2], verbs[-3:]) == (["prepare", "train"], ["evaluate", "export", "recommend"])
+    for command in commands:
+        _, verb, *options = shlex.split(command)
+        if verb in ("prepare", "factorize"):
+            assert main([verb, *options, *(["--ranks", "[2]"] if verb == "factorize" else [])]) == 0, command
+        elif verb == "train":
+            assert main([verb, *options, *QUICK]) == 0, command
+    assert recpo.load("runs/pretrain").num_items == ITEMS
+
+
+def test_an_open_unit_is_asked_for_and_nothing_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    table = events().assign(played=lambda t: t["played"] // 20 + 300, length=lambda t: t["length"] // 20 + 300)
+    table.columns = ["user_id", "item_id", "timestamp", "watch_time", "duration", "rating", "flag"]
+    table.drop(columns=["rating", "flag"]).to_csv("log.csv", index=False)
+    assert main(["init", "log.csv"]) == 1
+    printed = capsys.readouterr()
+    assert "timestamp" in printed.out  # what it found is shown
+    assert "2 things cannot be told from the log, nothing written" in printed.err
+    assert "--columns.watch_time_unit s or --columns.watch_time_unit ms" in printed.err
+    assert [file.name for file in tmp_path.iterdir()] == ["log.csv"]
+    assert main(["init", "log.csv", "--columns.watch_time_unit", "ms"]) == 0
+    written = yaml.safe_load((tmp_path / "prepare.yaml").read_text())
+    assert (written["columns"]["watch_time_unit"], written["columns"]["duration_unit"]) == ("ms", "ms")
+
+
+def test_it_replaces_no_file_and_refuses_names_that_are_not_there(tmp_path):
+    log = purchases(tmp_path)
+    (tmp_path / "pretrain.yaml").write_text("mine", encoding="utf-8")
+    with pytest.raises(RecpoError, match=r"pretrain\.yaml exists already"):
+        recpo.init(log, tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["pretrain.yaml", "purchases.parquet"]
+    with pytest.raises(RecpoError, match=r"--columns\.user_id who: no such column; the log has Customer ID, SKU"):
+        recpo.init(log, tmp_path / "out", columns=recpo.Columns(user_id="who"))
+
+
+def test_columns_without_names_are_asked_for(tmp_path):
+    events()[["user", "item", "second"]].to_csv(tmp_path / "log.csv", index=False, header=False)
+    with pytest.raises(RecpoError, match=r"the first line has no names .* --csv\.names"):
+        recpo.init(tmp_path / "log.csv", tmp_path / "out")
+    found = recpo.init(
+        tmp_path / "log.csv", tmp_path / "out", csv=recpo.CsvFormat(names=("user_id", "item_id", "timestamp"))
+    )
+    assert found.columns.time_unit == "s"
