@@ -39,7 +39,7 @@ def prepare(
         out: directory to make, here or in an object store.
         items: table with features of items, one row for each: files as ``log``. Which column is which feature,
             ``features`` says; without it, the preset or the types of the columns (docs/features.md). Rows of items that
-            are not in the catalog are counted.
+            are not in the catalog are counted. With ``extends``, rows of new and changed items are enough.
         users: table with features of users, one row for each: files as ``log``.
         extends: prepared directory of the days before ``log``, of which ``out`` then holds everything as well: items
             and users keep their numbers, the periods roll forward, and what was fitted is kept. The other options are

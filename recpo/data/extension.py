@@ -1,21 +1,22 @@
 """From a prepared directory and the files of the days after it to the next prepared directory.
 
 Nothing that was prepared is read again or rewritten: of yesterday's directory an extension reads the tables of items
-and users, the histories, the shards of the held-out periods with the standard events that they were made of
-(``held_out.parquet``), and of the pairs (user, item) of the train period (``train_past/``) the row groups of users who
-are held out today. Train shards are linked. So the cost depends on the new files, the held-out periods, the catalog and
-the users, and not on the length of the past log; only the past items of today's held-out users are as many as they are.
+and users with their features, the histories, the shards of the held-out periods with the standard events that they
+were made of (``held_out.parquet``), and of the pairs (user, item) of the train period (``train_past/``) the row groups
+of users who are held out today. Train shards are linked. So the cost depends on the new files, the held-out periods,
+the catalog and the users, and not on the length of the past log; only the past items of today's held-out users are as
+many as they are.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import ibis
 import ibis.expr.types as ir
@@ -23,127 +24,55 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
 from recpo import __version__
-from recpo.data import shaping, splits
 from recpo.data.catalog import count_dropped, item_indices, item_table, name_requests, user_indices
 from recpo.data.engine import Engine, EngineOptions
 from recpo.data.events import time_order
-from recpo.data.feature_columns import EventColumns
-from recpo.data.feature_tables import TableSide
-from recpo.data.files import Log, find_files, wider_type, write_frame
+from recpo.data.extension_options import kept_preparation, validate_sources
+from recpo.data.faults import Fault
+from recpo.data.feature_columns import CONTEXT
+from recpo.data.feature_files import describe_table, extend_table
+from recpo.data.feature_tables import ID, TableSide
+from recpo.data.files import Log, wider_type
 from recpo.data.id_map import IdMap
 from recpo.data.locations import Place, locate
-from recpo.data.prepare import Preparation, PrepareRun, Source, describe, start_engine, tie_warnings, totals
-from recpo.data.prepared import FORMAT_VERSION, HELD_OUT, TRAIN_PAST, Prepared, write_manifest
-from recpo.data.publishing import prepared_directory, work_directory
+from recpo.data.prepare import Preparation, PrepareRun, Source, tie_warnings, totals, write_directory
+from recpo.data.prepared import FORMAT_VERSION, HELD_OUT, TRAIN_PAST, Prepared
 from recpo.data.schema import (
     PAST_SCHEMA,
     PERIODS,
     RETIRED,
     TIE_RULE,
     TRAIN,
-    Columns,
     Derived,
     LogColumns,
-    history_schema,
     item_schema,
     user_schema,
 )
-from recpo.data.splits import TemporalSplit, held_out_events, past_items, period_rows, recent_events, train_items
+from recpo.data.splits import held_out_events, past_items, period_rows, recent_events, train_items
 from recpo.data.writing import write_parquet, write_rows, write_shards
+from recpo.data.yesterday import (
+    BEFORE,
+    EARLIER,
+    HISTORIES,
+    IS_KEPT,
+    ITEMS,
+    KEPT_LABEL,
+    QUANTILES,
+    USERS,
+    Yesterday,
+    at_hand,
+    merged_history,
+    names_of_more,
+)
 from recpo.errors import RecpoError
-from recpo.feedback import FeedbackDefinition, FeedbackRule
+from recpo.features.columns import plain_type
+from recpo.features.encoding import FittedFeatures
+from recpo.features.schema import SIDES, Categories, Category, Feature, Side
+from recpo.feedback import FeedbackDefinition
 
-_STAGES: Final = 8
-_NO_PLAIN_OPTIONS: Final = ("columns", "preset", "strict", "features", "behaviors", "csv")
-_CONTEXT: Final = -1  # period of events before the held-out ones: they are read, and are in a train shard already
-_BEFORE, _KEPT, _IS_KEPT, _OWN_PERIOD, _PLACE = "before", "kept_label", "is_kept", "own_period", "place"
-_ITEMS, _USERS, _HISTORIES, _QUANTILES = "items.parquet", "users.parquet", "histories.parquet", "quantiles.parquet"
-
-
-@dataclass(frozen=True)
-class _Kept(Preparation):
-    """The options of a prepared directory; its columns are exactly those that it has."""
-
-    @property
-    def mapping(self) -> Columns:
-        """No preset adds a column."""
-        return self.columns
-
-    @property
-    def more(self) -> EventColumns:
-        """No preset adds a behavior."""
-        return EventColumns()
-
-
-def kept_preparation(data: Prepared, asked: Preparation) -> Preparation:
-    """The options that ``data`` was made with, which its extensions keep.
-
-    Args:
-        data: the directory to extend.
-        asked: what the caller gave; an option that has its default asks for nothing.
-
-    Raises:
-        RecpoError: another option is asked for, or one that cannot be extended.
-    """
-    config, default = data.manifest["config"], Preparation()
-    others = [
-        name
-        for name in (field.name for field in fields(Preparation) if field.name not in _NO_PLAIN_OPTIONS)
-        if getattr(asked, name) != getattr(default, name) and _plain(getattr(asked, name)) != config[name]
-    ]
-    others += [name for name in ("features", "behaviors") if getattr(asked, name) != getattr(default, name)]
-    if (asked.preset, asked.columns) != (default.preset, default.columns) and asdict(asked.mapping) != config[
-        "columns"
-    ]:
-        others.append("columns")
-    if others:
-        raise RecpoError(
-            f"{data.root} was prepared with other options: {', '.join(others)} differ. An extension keeps those of the "
-            "directory that it extends: leave them out, or prepare the whole log again"
-        )
-    found = {column: name for column, name in data.manifest["columns"].items() if name is not None}
-    units = {name: config["columns"][name] for name in ("time_unit", "watch_time_unit", "duration_unit")}
-    plain = ("preset", "max_context", "rows_per_shard", "min_user_events", "min_item_events", "catalog")
-    kept = _Kept(
-        columns=Columns(**found, **units),
-        split=_made(config["split"], splits, asked.split),
-        label=_made(config["label"], shaping, asked.label),
-        feedback=FeedbackRule(**config["feedback"]),
-        max_watch_time=config["max_watch_time"],
-        strict=asked.strict,
-        csv=asked.csv,
-        **{name: config[name] for name in plain},
-    )
-    _validate_split(kept, data)
-    return kept
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, FeedbackRule):
-        return asdict(value)
-    return value if isinstance(value, str | int | float | bool) else describe(value)
-
-
-def _made(entry: Mapping[str, Any], module: Any, asked: Any) -> Any:
-    """A label or a split as the manifest describes it: one of recpo's own, or the one that the caller gave."""
-    if describe(asked) == entry:
-        return asked
-    own = getattr(module, entry["class_path"].rpartition(".")[2], None)
-    if own is None or entry["class_path"] != f"{own.__module__}.{own.__qualname__}":
-        raise RecpoError(f"extends: {entry['class_path']} is none of recpo's own: give it with its options")
-    return own(**entry["init_args"])
-
-
-def _validate_split(kept: Preparation, data: Prepared) -> None:
-    split = kept.split
-    if not isinstance(split, TemporalSplit) or split.valid_start is not None or split.test_start is not None:
-        raise RecpoError(
-            f"{data.root} was prepared with {split}: only the periods of TemporalSplit with valid_days and test_days "
-            "roll forward; prepare the whole log again, with such a split"
-        )
+_OWN_PERIOD = "own_period"
 
 
 def extend(
@@ -184,8 +113,9 @@ def extend(
         log: the new files; all their events lie after those of ``data``.
         out: directory to make.
         engine: what runs the expressions.
-        items: table with features of items; refused for now.
-        users: table with features of users; refused for now.
+        items: table with features of items, where ``data`` was prepared with one: today's rows of some or all items.
+            The others keep what they had; features are as of today, and encoded as they were fitted.
+        users: table with features of users, likewise.
         retire: external ids of items that are no candidates from now on, beside those that are none already. They keep
             their numbers and stay in histories and in training.
         work: where temporary files go; None = inside ``out``.
@@ -200,32 +130,21 @@ def extend(
     """
     choice = kept_preparation(data, asked)
     root = _local(data.root, "extends")
-    carried = [name for name in ("features", "feature_tables", "behaviors") if name in data.manifest]
-    if carried or items is not None or users is not None:
-        raise RecpoError(
-            f"{root}: features and behaviors are not carried along by an extension; prepare the whole log again, or "
-            "extend a directory without them"
-        )
+    validate_sources(data, {"item": items is not None, "user": users is not None})
     if HELD_OUT not in data.manifest["files"]:
         raise RecpoError(f"{root} lacks {HELD_OUT}: prepare the whole log again with this recpo, then extend that")
     if engine.engine != "duckdb":
         raise RecpoError("engine: an extension runs on duckdb; the new files of a few days fit on one machine")
-    names = [] if isinstance(log, pa.Table) else [log] if isinstance(log, str) else log
-    paths = find_files(names)
-    place = None if work is None else locate(work)
-    inputs = [*paths, *map(locate, names), root]
-    with prepared_directory(_local(locate(out), "out"), place, overwrite=overwrite, inputs=inputs) as partial:
-        with (
-            work_directory(place, partial) as temporary,
-            start_engine(engine, temporary) as started,
-            tqdm(total=_STAGES, desc="prepare", unit="stage", disable=None if progress else True) as bar,
-        ):
-            if isinstance(log, pa.Table):
-                paths = [write_frame(log, temporary)]
-            run = _ExtensionRun(data, root, retire, choice, started, engine.writers, partial, temporary, bar)
-            manifest = run.manifest(paths)
-        known = {name: data.checksums[name] for name in manifest["files"] if name in run.linked}
-        return write_manifest(partial, manifest, known)
+    return write_directory(
+        {"log": log, "items": items, "users": users},
+        _local(locate(out), "out"),
+        partial(_ExtensionRun, data, root, retire, choice),
+        engine=engine,
+        work=work,
+        overwrite=overwrite,
+        progress=progress,
+        inputs=[root],
+    )
 
 
 def _local(place: Place, name: str) -> Path:
@@ -240,21 +159,16 @@ class _ExtensionRun(PrepareRun):
     def __init__(self, data: Prepared, root: Path, retire: Sequence[Any] | pa.Array, *rest: Any) -> None:
         super().__init__(*rest)
         self.data, self.root, self.retire = data, root, retire
-        self.linked: set[str] = set()
-        self.bytes_read = 0
-        self.start_ms: int = data.manifest["boundaries"]["valid_start_ms"]
+        self.before = Yesterday(data, root, self.engine)
+        self.features = data.feature_schema
+        self.fitted: dict[str, FittedFeatures] = {side: data.fitted_features(side) for side in SIDES}
 
-    def manifest(
-        self, paths: Sequence[Place], tables: Mapping[TableSide, Sequence[Place]] = MappingProxyType({})
-    ) -> dict[str, Any]:
+    def manifest(self, paths: Sequence[Place], tables: Mapping[TableSide, Sequence[Place]]) -> dict[str, Any]:
         """See ``PrepareRun.manifest``."""
         old = self.data.manifest
-        held_out = [shard["file"] for period in PERIODS[1:] for shard in old["shards"][period]]
-        read = [HELD_OUT, _ITEMS, _USERS, _HISTORIES, _QUANTILES, *held_out]
-        self.data.verify(read)
-        self.bytes_read = sum((self.root / name).stat().st_size for name in read)
+        self.before.verify()
         self._stage()
-        log, new = self._read(paths, {})
+        log, new = self._read(paths, tables)
         log = self._with_kept_types(log)
         self._stage()
         events, boundaries = self._assign(new, log)
@@ -262,15 +176,20 @@ class _ExtensionRun(PrepareRun):
         self._stage()
         shaped = self._shaped(placed, items, users)
         self._past_pairs = self._earlier_pairs(shaped)
-        feedback = self.data.feedback
+        feedback, context = self.data.feedback, self.fitted["context"] or None
+        self._stage()
         sizes = self._write_catalog(log, items, users, shaped)
-        shards = {PERIODS[TRAIN]: self._write_train(shaped, feedback)}
-        shards |= {name: self._write_period(shaped, number, feedback) for number, name in enumerate(PERIODS) if number}
+        self._extend_tables(items, users)
+        shards = {PERIODS[TRAIN]: self._write_train(shaped, feedback, context)}
+        for number, name in enumerate(PERIODS[1:], start=1):
+            shards[name] = self._write_period(shaped, number, feedback, context)
         self._write_kept_histories(log, items, users, shaped)
         later = self._write_later(log, events, shaped, items, users)
-        self._link(_QUANTILES)
+        for name in (QUANTILES, *self.before.vocabularies()):
+            self._link(name)
         past = [shard["past"] for listed in shards.values() for shard in listed if "past" in shard]
         fresh = len(shards["train"]) - len(old["shards"]["train"])
+        sizes_before = {"items": self.data.num_items, "users": old["num_users"]}
         return {
             **{name: old[name] for name in ("columns", "max_context", "label", "feedback")},
             "format_version": FORMAT_VERSION,
@@ -281,13 +200,43 @@ class _ExtensionRun(PrepareRun):
             "warnings": tie_warnings(self.choice.label, old["counts"]["watch_time_ties"]),
             "shards": shards,
             "segments": [*self.data.segments, *([fresh] if fresh else [])],
-            "extends": {"items": self.data.num_items, "users": old["num_users"], "bytes_read": self.bytes_read},
-            "files": (_ITEMS, _USERS, _QUANTILES, _HISTORIES, *past, *later),
+            "extends": sizes_before | {"bytes_read": self.before.bytes_read},
+            "files": (ITEMS, USERS, QUANTILES, HISTORIES, *past, *later, *self._feature_files()),
+            **self._feature_entries(),
             **sizes,
         }
 
+    def _read_table(self, side: TableSide, files: Sequence[Place], log: Log) -> list[Fault]:
+        """See ``PrepareRun``; values must be of the types that the vocabularies have."""
+        faults = super()._read_table(side, files, log)
+        table = self.tables.get(side)
+        if table is None:
+            return faults
+        rows = table.rows(self.engine)
+        for place, feature in enumerate(table.features):
+            kind = self._other_type(side, feature, rows[f"f{place}"])
+            if kind is not None:
+                problem = f"its values are of another type than in {self.root}, where they are {kind}"
+                faults.append(Fault(table.log.name, feature.source, problem, "cast the column"))
+        return faults
+
+    def _other_type(self, side: Side, feature: Feature, column: ir.Column) -> pa.DataType | None:
+        """The type of a category's vocabulary, where it holds strings and the column integers, or the other way."""
+        if not isinstance(feature, Category | Categories):
+            return None
+        vocabulary, plain = self.fitted[side].vocabularies[feature.name], column.type()
+        is_text = plain.value_type.is_string() if plain.is_array() else plain.is_string()
+        if not len(vocabulary) or is_text == pa.types.is_string(vocabulary.values.type):
+            return None
+        known = column.as_table().filter(column.notnull())
+        return vocabulary.values.type if self.engine.row(known.aggregate(rows=known.count()))["rows"] else None
+
     def _with_kept_types(self, log: Log) -> Log:
-        """Ids in a type that holds those of yesterday and of the new files."""
+        """Ids in a type that holds those of yesterday and of the new files; features of requests in theirs.
+
+        Raises:
+            RecpoError: one has strings and the other integers.
+        """
         kept = pq.read_schema(self.root / HELD_OUT)
         types = dict(log.types)
         for column in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID):
@@ -295,11 +244,22 @@ class _ExtensionRun(PrepareRun):
                 continue
             before, now = kept.field(column).type, types[column]
             if pa.types.is_integer(before) != pa.types.is_integer(now):
-                raise RecpoError(
-                    f"{log.name}, column {log.columns[column]}: type {now}, {self.root} has {before}: cast the column"
-                )
+                raise self._other_column_type(log, column, now, before)
             types[column] = wider_type(before, now)
+        for feature in self.more.context:
+            column = CONTEXT + feature.name
+            before, now = kept.field(column).type, types[column]
+            vocabulary = self.fitted["context"].vocabularies.get(feature.name, ())
+            if pa.types.is_null(now):
+                types[column] = before
+            elif len(vocabulary) and plain_type(feature, now) != before:
+                raise self._other_column_type(log, column, now, before)
         return replace(log, types=types)
+
+    def _other_column_type(self, log: Log, column: str, now: pa.DataType, before: pa.DataType) -> RecpoError:
+        return RecpoError(
+            f"{log.name}, column {log.columns[column]}: type {now}, {self.root} has {before}: cast the column"
+        )
 
     def _assign(self, new: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
         """The standard events at hand, with their periods: those that were held out, and the new ones."""
@@ -315,7 +275,7 @@ class _ExtensionRun(PrepareRun):
         unknown = {Derived.LABEL: ibis.null("float64"), Derived.REQUEST: ibis.null("int64")}
         columns = dict(ibis.Schema.from_pyarrow(schema).items())
         fresh = new.mutate(**unknown, **{Derived.IS_PLACED: ibis.literal(False)}).select(schema.names).cast(columns)
-        held = self._table(HELD_OUT).select(schema.names).cast(columns)
+        held = self.before.table(HELD_OUT).select(schema.names).cast(columns)
         events = self.choice.split.assign(held.union(fresh), boundaries)
         events = self.engine.materialize("events", events)
         return events, {"first_ms": kept["first_ms"], "last_ms": ends["last"], **boundaries}
@@ -324,154 +284,109 @@ class _ExtensionRun(PrepareRun):
         """All items and users, new ones appended, and the events of these with positions and requests."""
         choice, engine, user, item = self.choice, self.engine, Derived.USER_INDEX, Derived.ITEM_INDEX
         types = {name: ibis.dtype(log.types[name]) for name in (LogColumns.ITEM_ID, LogColumns.USER_ID)}
-        old = self._table(_ITEMS).select(LogColumns.ITEM_ID, item).cast({LogColumns.ITEM_ID: types[LogColumns.ITEM_ID]})
-        fresh = item_indices(events.anti_join(old, LogColumns.ITEM_ID), choice.catalog, choice.min_item_events)
-        fresh = fresh.mutate(**{item: (fresh[item] + self.data.num_items).cast("int32")})
+        kind = {LogColumns.ITEM_ID: types[LogColumns.ITEM_ID]}
+        old = self.before.table(ITEMS).select(LogColumns.ITEM_ID, item).cast(kind)
+        listed = None
+        if choice.catalog == "items":
+            rows = self.tables["item"].rows(engine)
+            listed = rows.anti_join(old, rows[ID] == old[LogColumns.ITEM_ID])[ID]
+        new = events.anti_join(old, LogColumns.ITEM_ID)
+        fresh = item_indices(new, choice.catalog, choice.min_item_events, listed)
+        fresh = fresh.mutate(**{item: (fresh[item] + self.data.num_items).cast("int32")}).cast(kind)
         items = engine.materialize("items", old.union(fresh))
         known = events.semi_join(items, LogColumns.ITEM_ID)
-        old = self._table(_USERS).cast({LogColumns.USER_ID: types[LogColumns.USER_ID]})
-        old = old.select(LogColumns.USER_ID, user, **{_BEFORE: old.train_count})
+        old = self.before.table(USERS).cast({LogColumns.USER_ID: types[LogColumns.USER_ID]})
+        old = old.select(LogColumns.USER_ID, user, **{BEFORE: old.train_count})
         fresh = user_indices(known.anti_join(old, LogColumns.USER_ID), choice.min_user_events)
         number = (fresh[user] + self.data.manifest["num_users"]).cast("int32")
-        fresh = fresh.select(LogColumns.USER_ID, **{user: number, _BEFORE: ibis.literal(0, "int64")})
+        fresh = fresh.select(LogColumns.USER_ID, **{user: number, BEFORE: ibis.literal(0, "int64")})
         users = engine.materialize("users", old.union(fresh))
         self.dropped |= count_dropped(engine, events, known, "item outside the catalog")
         if choice.min_user_events:
             active = known.semi_join(users, LogColumns.USER_ID)
             self.dropped |= count_dropped(engine, known, active, "user below min_user_events")
         placed = known.inner_join(items, LogColumns.ITEM_ID).inner_join(users, LogColumns.USER_ID)
-        return items, users, _with_positions(placed.select(*events.columns, item, user, _BEFORE))
+        return items, users, _with_positions(placed.select(*events.columns, item, user, BEFORE))
 
     def _shaped(self, placed: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
         """The placed events and the context before them, labeled."""
         request_id = placed[LogColumns.REQUEST_ID].type()
         placed = self.engine.materialize("placed", placed)
-        names = [
-            *(name for name in TIE_RULE if name not in (LogColumns.ITEM_ID, LogColumns.REQUEST_ID)),
-            *(
-                Derived.USER_INDEX,
-                Derived.ITEM_INDEX,
-                Derived.POSITION,
-                Derived.REQUEST,
-                Derived.PERIOD,
-                _KEPT,
-                _IS_KEPT,
-            ),
-        ]
-        given = placed.rename({_KEPT: Derived.LABEL, _IS_KEPT: Derived.IS_PLACED})
-        context = self._context(placed, items, users).mutate(**{LogColumns.REQUEST_ID: ibis.null(request_id)})
-        names.append(LogColumns.REQUEST_ID)
+        given = self.before.with_encoded(placed.rename({KEPT_LABEL: Derived.LABEL, IS_KEPT: Derived.IS_PLACED}))
+        names = [*TIE_RULE, Derived.USER_INDEX, Derived.POSITION, Derived.REQUEST, Derived.PERIOD, KEPT_LABEL, IS_KEPT]
+        names = [name for name in names if name not in (LogColumns.ITEM_ID, LogColumns.REQUEST_ID)]
+        names += [Derived.ITEM_INDEX, LogColumns.REQUEST_ID, *names_of_more(given)]
+        context = self.before.context(placed, items, users).mutate(**{LogColumns.REQUEST_ID: ibis.null(request_id)})
         rows = given.select(names).union(context.select(names).cast(dict(given.select(names).schema().items())))
         # of a user's own watch times those of the context count: their events are of the train period
         rows = rows.mutate(
             **{
                 _OWN_PERIOD: rows[Derived.PERIOD],
-                Derived.PERIOD: ibis.ifelse(rows[Derived.PERIOD] == _CONTEXT, TRAIN, rows[Derived.PERIOD]).cast("int8"),
+                Derived.PERIOD: ibis.ifelse(rows[Derived.PERIOD] == EARLIER, TRAIN, rows[Derived.PERIOD]).cast("int8"),
             }
         )
-        labeled = self.choice.label.extend(self.engine.materialize("rows", rows), self._table(_QUANTILES))
-        label = ibis.ifelse(labeled[_IS_KEPT], labeled[_KEPT], labeled[Derived.LABEL])
+        labeled = self.choice.label.extend(self.engine.materialize("rows", rows), self.before.table(QUANTILES))
+        label = ibis.ifelse(labeled[IS_KEPT], labeled[KEPT_LABEL], labeled[Derived.LABEL])
         shaped = labeled.mutate(**{Derived.LABEL: label, Derived.PERIOD: labeled[_OWN_PERIOD]})
-        shaped = self.engine.materialize("shaped", shaped.drop(_KEPT, _IS_KEPT, _OWN_PERIOD))
+        shaped = self.engine.materialize("shaped", shaped.drop(KEPT_LABEL, IS_KEPT, _OWN_PERIOD))
         self.engine.drop("placed", "rows")
         return shaped
-
-    def _context(self, placed: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
-        """The last ``max_context`` train events of yesterday of the users of ``placed``, with their positions.
-
-        Held-out users have them as context rows of their shard, the others in the histories.
-        """
-        user = Derived.USER_INDEX
-        valid, test = (self._shard_rows(period) for period in PERIODS[1:])
-        contexts = [
-            valid.filter(~valid[Derived.IS_TARGET]),
-            test.filter(~test[Derived.IS_TARGET], test[LogColumns.TIMESTAMP] < self.start_ms).anti_join(valid, user),
-        ]
-        found = contexts[0].union(contexts[1]).drop(Derived.IS_TARGET)
-        rows = self._table(_HISTORIES, keep_place=True)
-        rows = rows.inner_join(items.select(LogColumns.ITEM_ID, Derived.ITEM_INDEX), LogColumns.ITEM_ID)
-        rows = rows.inner_join(users.select(LogColumns.USER_ID, user), LogColumns.USER_ID)
-        rows = rows.semi_join(placed, user).anti_join(valid, user).anti_join(test, user)
-        rows = rows.mutate(
-            **{
-                LogColumns.PROPENSITY: ibis.null("float64"),
-                LogColumns.IS_RANDOM: ibis.literal(False),
-                Derived.REQUEST: ibis.null("int64"),
-            }
-        )
-        names = found.columns
-        found = found.union(_in_milliseconds(rows).select(names).cast(dict(found.schema().items())))
-        found = found.inner_join(users.select(user, _BEFORE), user)
-        place = ibis.row_number().over(group_by=found[user], order_by=found[_PLACE])
-        last = found[_BEFORE] - found.count().over(group_by=found[user])
-        found = found.mutate(**{Derived.POSITION: (place + last).cast("int64")})
-        alone = found[user].cast("int64") * (1 << 32) + found[Derived.POSITION]
-        return found.mutate(
-            **{
-                Derived.REQUEST: found[Derived.REQUEST].coalesce(alone).cast("int64"),
-                Derived.PERIOD: ibis.literal(_CONTEXT, "int8"),
-                Derived.VALUE: ibis.null("float64"),
-                _IS_KEPT: ibis.literal(True),
-            }
-        )
-
-    def _shard_rows(self, period: str) -> ir.Table:
-        """The rows of the shards of a held-out period of yesterday, as they are in an extension."""
-        files = [self.root / shard["file"] for shard in self.data.manifest["shards"][period]]
-        rows = self.engine.read_parquet(files, [])
-        rows = rows.mutate(
-            **{
-                _PLACE: rows[Engine.ROW].cast("int64"),
-                LogColumns.PROPENSITY: _known(rows[LogColumns.PROPENSITY]),
-            }
-        )
-        kept = [Derived.USER_INDEX, Derived.ITEM_INDEX, LogColumns.TIMESTAMP, LogColumns.DISLIKE, LogColumns.IS_RANDOM]
-        kept += [LogColumns.PROPENSITY, Derived.REQUEST, Derived.IS_TARGET, _PLACE]
-        return _in_milliseconds(rows).select(*kept, Derived.WATCH_MS, Derived.DURATION_MS, _KEPT)
 
     def _earlier_pairs(self, shaped: ir.Table) -> ir.Table:
         """The pairs of yesterday's train period of the users who are held out today."""
         held_out = shaped.filter(shaped[Derived.PERIOD] > TRAIN).select(Derived.USER_INDEX).distinct()
         users = np.sort(self.engine.table(held_out).column(0).to_numpy())
         assert isinstance(self.work, Path)
-        write_rows(self._pairs(users), PAST_SCHEMA, self.work / "pairs.parquet")
+        write_rows(self.before.pairs(users), PAST_SCHEMA, self.work / "pairs.parquet")
         return self.engine.read_parquet([self.work / "pairs.parquet"], []).drop(Engine.FILE, Engine.ROW)
-
-    def _pairs(self, users: np.ndarray) -> Iterator[pa.RecordBatch]:
-        """The row groups of ``train_past/`` that may hold some of ``users``, with the pairs of these."""
-        for name in self._train_past():
-            with pq.ParquetFile(self.root / name) as file:
-                for number in range(file.num_row_groups):
-                    group = file.metadata.row_group(number)
-                    extent = group.column(0).statistics
-                    first = 0 if extent is None else int(np.searchsorted(users, extent.min))
-                    if extent is not None and (first == len(users) or users[first] > extent.max):
-                        continue
-                    self.bytes_read += sum(group.column(column).total_compressed_size for column in range(2))
-                    table = file.read_row_group(number)
-                    kept = table.filter(pc.is_in(table.column(0), pa.array(users, pa.int32())))
-                    yield from kept.to_batches()
-
-    def _train_past(self) -> list[str]:
-        return sorted(name for name in self.data.manifest["files"] if name.startswith(f"{TRAIN_PAST}/"))
 
     def _past(self, events: ir.Table, period: int) -> ir.Table:
         return past_items(events, period, self._past_pairs)
 
     def _write_catalog(self, log: Log, items: ir.Table, users: ir.Table, shaped: ir.Table) -> dict[str, int]:
-        schema = item_schema(log.types[LogColumns.ITEM_ID])
-        fresh = self.engine.table(item_table(items, shaped, self.choice.feedback)).cast(schema)
-        table = _appended(self.data.table(_ITEMS), fresh)
+        available = self._available(items, shaped)
+        schema = item_schema(log.types[LogColumns.ITEM_ID], available is not None)
+        fresh = self.engine.table(item_table(items, shaped, self.choice.feedback, available)).cast(schema)
+        table = _appended(self.data.table(ITEMS), fresh)
+        if available is not None:
+            self._count_shown_before(items, table[Derived.AVAILABLE_FROM])
         if len(retired := self._retired(table[LogColumns.ITEM_ID].combine_chunks())):
             table = table.append_column(RETIRED, pa.array(np.isin(table[Derived.ITEM_INDEX].to_numpy(), retired)))
-        write_parquet(table, self.partial / _ITEMS)
+        write_parquet(table, self.partial / ITEMS)
         train = shaped.filter(shaped[Derived.PERIOD] == TRAIN)
         counts = train.group_by(Derived.USER_INDEX).aggregate(fresh=train.count())
         rows = users.left_join(counts, Derived.USER_INDEX).drop(f"{Derived.USER_INDEX}_right")
-        rows = rows.mutate(train_count=rows[_BEFORE] + rows.fresh.fill_null(0)).order_by(Derived.USER_INDEX)
+        rows = rows.mutate(train_count=rows[BEFORE] + rows.fresh.fill_null(0)).order_by(Derived.USER_INDEX)
         self.trained = int(self.engine.row(rows.aggregate(users=(rows.train_count > 0).sum()))["users"])
-        number = self._write_rows(rows, user_schema(log.types[LogColumns.USER_ID]), _USERS)
+        number = self._write_rows(rows, user_schema(log.types[LogColumns.USER_ID]), USERS)
         return {"num_items": len(fresh), "num_users": number}
+
+    def _given_times(self) -> ir.Table | None:
+        """Those of today's table, and of items that it does not name those of yesterday."""
+        today = super()._given_times()
+        if today is None:
+            return None
+        kept = self.before.table(ITEMS).select(LogColumns.ITEM_ID, Derived.AVAILABLE_FROM)
+        return today.union(kept.anti_join(today, LogColumns.ITEM_ID).cast(dict(today.schema().items())))
+
+    def _count_shown_before(self, items: ir.Table, available: pa.ChunkedArray) -> None:
+        """Counts the items that were shown before the time that today's table says."""
+        today = super()._given_times()
+        assert today is not None
+        found = self.engine.table(today.inner_join(items, LogColumns.ITEM_ID))
+        said = found[Derived.AVAILABLE_FROM]
+        earlier = pc.less(available.take(pc.subtract(found[Derived.ITEM_INDEX], 1)), said)
+        self.counts["shown_before_available_from"] = pc.sum(earlier).as_py() or 0
+
+    def _extend_tables(self, items: ir.Table, users: ir.Table) -> None:
+        """Writes the features of all items and users; see ``extend_table``."""
+        before = {"item": (items, self.data.num_items), "user": (users, self.data.manifest["num_users"])}
+        for side, table in self.tables.items():
+            indices, number = before[side]
+            indices = indices.select(*(name for name in indices.columns if name != BEFORE))
+            counts = extend_table(self.engine, table, indices, self.fitted[side], self.root, number, self.partial)
+            inferred = self.data.manifest["feature_tables"][side]["inferred"]
+            self.feature_tables[side] = {**describe_table(table, counts), "inferred": inferred}
 
     def _retired(self, item_ids: pa.Array) -> np.ndarray:
         """Internal ids of yesterday's retired items and of those that are retired now.
@@ -488,7 +403,9 @@ class _ExtensionRun(PrepareRun):
             )
         return np.union1d(self.data.retired_items, found)
 
-    def _write_train(self, shaped: ir.Table, feedback: FeedbackDefinition) -> list[dict[str, Any]]:
+    def _write_train(
+        self, shaped: ir.Table, feedback: FeedbackDefinition, context: FittedFeatures | None
+    ) -> list[dict[str, Any]]:
         """Yesterday's train shards, linked, and those of the events that are train from today on."""
         self._stage()
         kept: list[dict[str, Any]] = self.data.manifest["shards"]["train"]
@@ -502,6 +419,8 @@ class _ExtensionRun(PrepareRun):
             feedback,
             self._written,
             self.writers,
+            tuple(self.more.behaviors),
+            context,
             first=len(kept),
         )
         return [*kept, *fresh]
@@ -509,24 +428,21 @@ class _ExtensionRun(PrepareRun):
     def _write_kept_histories(self, log: Log, items: ir.Table, users: ir.Table, shaped: ir.Table) -> None:
         """The histories of users with events at hand, and those of the others as they are."""
         self._stage()
-        schema = history_schema(log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID])
-        fresh = recent_events(shaped, items, users.drop(_BEFORE), self.choice.max_context)
-        kept = self._table(_HISTORIES, keep_place=True).rename({Derived.POSITION: _PLACE})
-        kept = kept.inner_join(users.select(LogColumns.USER_ID, Derived.USER_INDEX), LogColumns.USER_ID)
-        kept = kept.anti_join(shaped, Derived.USER_INDEX).select(fresh.columns)
-        rows = fresh.union(kept.cast(dict(fresh.schema().items())))
-        rows = rows.order_by([rows[Derived.USER_INDEX], rows[Derived.POSITION]])
-        self._written(self._write_rows(rows, schema, _HISTORIES))
+        names, most = users.drop(BEFORE), self.choice.max_context
+        own = at_hand(shaped)
+        fresh = recent_events(own, items, names, most, self.more.behaviors)
+        rows = merged_history(self.before.earlier_history(items, users), fresh, own, most)
+        self._written(self._write_rows(rows, self._history_schema(log), HISTORIES))
         self.bar.update()
 
     def _write_later(self, log: Log, events: ir.Table, shaped: ir.Table, items: ir.Table, users: ir.Table) -> list[str]:
         """What the next extension reads: the pairs of the events that became train, and the held-out events."""
-        kept = self._train_past()
+        kept = self.before.train_past()
         for name in kept:
             self._link(name)
         past = f"{TRAIN_PAST}/{len(kept):05d}.parquet"
         self._write_rows(train_items(shaped), PAST_SCHEMA, past)
-        rows = held_out_events(events, shaped, items, users.drop(_BEFORE))
+        rows = held_out_events(events, shaped, items, users.drop(BEFORE))
         self._write_rows(rows, self._held_out_schema(log), HELD_OUT)
         return [HELD_OUT, *kept, past]
 
@@ -534,7 +450,8 @@ class _ExtensionRun(PrepareRun):
         """The counts of the whole log; what is dropped from the held-out periods is counted anew."""
         old, now = self.data.manifest["counts"], self.counts
         lost = {reason: count for reason, count in old["dropped"].items() if not reason.endswith(("(valid)", "(test)"))}
-        periods = totals(shards)
+        periods = totals(shards, self.more.behaviors)
+        shown = "shown_before_available_from"
         periods["train"]["users"] = self.trained
         return {
             "read": old["read"] + now["read"],
@@ -543,12 +460,8 @@ class _ExtensionRun(PrepareRun):
             "watch_time_ties": old["watch_time_ties"],
             "dropped": _sums(lost, self.dropped),
             "splits": periods,
+            **({shown: now[shown]} if shown in now else {}),
         }
-
-    def _table(self, file: str, keep_place: bool = False) -> ir.Table:
-        rows = self.engine.read_parquet([self.root / file], [])
-        rows = rows.mutate(**{_PLACE: rows[Engine.ROW].cast("int64")}) if keep_place else rows
-        return rows.drop(Engine.FILE, Engine.ROW)
 
     def _link(self, name: str) -> None:
         """The file of yesterday under today's directory; copied where the file system has no links."""
@@ -558,7 +471,7 @@ class _ExtensionRun(PrepareRun):
             os.link(self.root / name, target)
         except OSError:
             shutil.copy2(self.root / name, target)
-        self.linked.add(name)
+        self.checksums[name] = self.data.checksums[name]
 
 
 def _with_positions(placed: ir.Table) -> ir.Table:
@@ -568,44 +481,35 @@ def _with_positions(placed: ir.Table) -> ir.Table:
     """
     user = placed[Derived.USER_INDEX]
     place = ibis.row_number().over(group_by=user, order_by=time_order(placed))
-    placed = placed.mutate(**{Derived.POSITION: (place + placed[_BEFORE]).cast("int64")})
+    placed = placed.mutate(**{Derived.POSITION: (place + placed[BEFORE]).cast("int64")})
     group = [placed[Derived.USER_INDEX], placed[LogColumns.REQUEST_ID]]
     began = placed[Derived.REQUEST] % (1 << 32)
-    began = ibis.ifelse(began < placed[_BEFORE], began, ibis.null("int64"))
+    began = ibis.ifelse(began < placed[BEFORE], began, ibis.null("int64"))
     first = began.min().over(group_by=group).coalesce(placed[Derived.POSITION].min().over(group_by=group))
-    return name_requests(placed, first).drop(_BEFORE)
-
-
-def _in_milliseconds(rows: ir.Table) -> ir.Table:
-    """Adds ``watch_ms``, ``duration_ms`` and the kept label to rows in seconds; nan becomes null."""
-    return rows.mutate(
-        **{
-            Derived.WATCH_MS: (_known(rows[LogColumns.WATCH_TIME]) * 1000.0).round().cast("int64"),
-            Derived.DURATION_MS: (_known(rows[LogColumns.DURATION]) * 1000.0).round().cast("int64"),
-            _KEPT: _known(rows[Derived.LABEL]),
-        }
-    )
-
-
-def _known(values: ir.FloatingColumn) -> ir.FloatingColumn:
-    return ibis.ifelse(values.isnan(), ibis.null("float64"), values.cast("float64"))
+    return name_requests(placed, first).drop(BEFORE)
 
 
 def _appended(kept: pa.Table, fresh: pa.Table) -> pa.Table:
-    """``items.parquet`` of all items: counts add up, a known duration stays.
+    """``items.parquet`` of all items: counts add up; a known duration stays, and so does when an item was available.
 
     Args:
         kept: yesterday's, of the first items.
         fresh: of all items, with the counts of the events that became train.
     """
     more = len(fresh) - len(kept)
-    columns = {name: fresh[name] for name in fresh.column_names}
+    columns = {name: fresh[name].combine_chunks() for name in fresh.column_names}
+    trained = kept["train_count"].to_numpy() > 0
     for name in ("train_count", "train_positives"):
         before = np.append(kept[name].to_numpy(), np.zeros(more, np.int64))
         columns[name] = pa.array(before + fresh[name].to_numpy())
     duration = kept[LogColumns.DURATION].combine_chunks()
     before = pa.concat_arrays([duration, pa.nulls(more, duration.type)])
-    columns[LogColumns.DURATION] = pc.coalesce(before, fresh[LogColumns.DURATION].combine_chunks())
+    columns[LogColumns.DURATION] = pc.coalesce(before, columns[LogColumns.DURATION])
+    if Derived.AVAILABLE_FROM in columns:  # until its first train event, as the table of items says
+        before = kept[Derived.AVAILABLE_FROM].combine_chunks()
+        before = pa.concat_arrays([before, pa.nulls(more, before.type)])
+        stays = pa.array(np.append(trained, np.zeros(more, bool)))
+        columns[Derived.AVAILABLE_FROM] = pc.if_else(stays, before, columns[Derived.AVAILABLE_FROM])
     return pa.table(columns, schema=fresh.schema).combine_chunks()
 
 

@@ -13,6 +13,8 @@ from recpo.features.schema import SIDES, Categories, Category, Feature, FeatureS
 
 #: Columns of events that stand for a behavior or a feature of the request begin so while a log is prepared.
 BEHAVIOR, CONTEXT = "behavior_", "context_"
+#: In an extension, the encoded features of requests of events that were prepared before.
+ENCODED: Final = "encoded_"
 #: Columns of tables that stand for a feature begin so while a file is read.
 FEATURE: Final = "feature_"
 _MOST_BEHAVIORS: Final = 31  # bits of an int32

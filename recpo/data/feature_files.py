@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import ibis
 import ibis.expr.types as ir
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -22,6 +23,7 @@ from recpo.data.writing import write_rows
 from recpo.features.encoding import FittedFeatures, Moments, Vocabulary, scaled
 from recpo.features.schema import Categories, Category, Feature, Number, Side, of_type
 
+_GIVEN: Final = "is_given"
 _FILES: Final = {"item": ITEM_FEATURES, "user": USER_FEATURES}
 _KEYS: Final = {"item": (LogColumns.ITEM_ID, Derived.ITEM_INDEX), "user": (LogColumns.USER_ID, Derived.USER_INDEX)}
 
@@ -117,6 +119,62 @@ def write_table(
         write_rows(_encoded(engine, plain, fitted), fitted.schema, root / _FILES[table.side], names)
     read, used, kept = (engine.row(some.aggregate(rows=some.count()))["rows"] for some in (rows, placed, indices))
     return fitted, {"rows": read, "unused": read - used, "without": kept - used}
+
+
+def extend_table(
+    engine: Engine,
+    table: FeatureTable,
+    indices: ir.Table,
+    fitted: FittedFeatures,
+    before: Path,
+    number: int,
+    root: Path,
+) -> dict[str, int]:
+    """Writes the features of everything that is kept: today's rows, and for what these do not name that of before.
+
+    Args:
+        engine: runs the expressions.
+        table: the table of today.
+        indices: external id and index of everything that is kept.
+        fitted: what encodes the rows.
+        before: the directory that is extended.
+        number: how many items or users it has.
+        root: the directory that is prepared.
+
+    Returns:
+        How many rows the table has, how many of them are ``unused``, how many items or users are ``kept`` as they were,
+        and how many new ones are ``without`` a row.
+    """
+    key, index = _KEYS[table.side]
+    columns = {feature.name: f"f{place}" for place, feature in enumerate(table.features)}
+    rows = table.rows(engine)
+    placed = rows.inner_join(indices, rows[ID] == indices[key]).select(index, *columns.values())
+    joined = indices.left_join(placed.mutate(**{_GIVEN: ibis.literal(True)}), index)
+    joined = joined.drop(f"{index}_right").order_by(index).mutate(**{_GIVEN: ibis._[_GIVEN].fill_null(False)})
+    if table.features:
+        plain = joined.select(**{name: joined[column] for name, column in columns.items()}, **{_GIVEN: joined[_GIVEN]})
+        names = [feature.name for feature in of_type(table.features, Category)]
+        with pq.ParquetFile(before / _FILES[table.side]) as earlier:
+            written = _over(engine.stream(plain), fitted, earlier)
+            write_rows(written, fitted.schema, root / _FILES[table.side], names)
+    first = int(table.side == "item")  # index of the first row
+    known = joined.filter(joined[index] < number + first, ~joined[_GIVEN])
+    counted = (rows, placed, indices, known)
+    read, used, every, kept = (engine.row(some.aggregate(rows=some.count()))["rows"] for some in counted)
+    return {"rows": read, "unused": read - used, "without": every - used - kept, "kept": kept}
+
+
+def _over(batches: Iterable[pa.RecordBatch], fitted: FittedFeatures, earlier: pq.ParquetFile) -> Iterator[pa.Table]:
+    """The encoded rows of ``batches`` that are given, over those of ``earlier``; both are in the order of the index."""
+    held, more = fitted.schema.empty_table(), earlier.iter_batches(columns=fitted.schema.names)
+    for batch in batches:
+        while held.num_rows < batch.num_rows and (found := next(more, None)) is not None:
+            held = pa.concat_tables([held, pa.Table.from_batches([found]).cast(fitted.schema)])
+        encoded, known = fitted.encode(batch), held.slice(0, batch.num_rows)
+        held = held.slice(len(known))
+        place = np.arange(len(encoded))
+        stays = ~batch.column(_GIVEN).to_numpy(zero_copy_only=False) & (place < len(known))
+        yield pa.concat_tables([encoded, known]).take(np.where(stays, place + len(encoded), place))
 
 
 def _encoded(engine: Engine, plain: ir.Table, fitted: FittedFeatures) -> Iterator[pa.Table]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -121,6 +122,11 @@ class Preparation:
         """Behaviors and features of requests: the preset's with the user's over them."""
         return event_columns(self.preset, self.features, self.behaviors)
 
+    @property
+    def table_columns(self) -> FeatureColumns:
+        """Features and other columns of tables: the preset's with the user's over them."""
+        return self.features.over(PRESET_FEATURES[self.preset])
+
     def describe(self, log: Log) -> dict[str, Any]:
         """The arguments as they are, with the mapping in full and the log's files by name."""
         plain = ("preset", "max_context", "rows_per_shard", "min_user_events", "min_item_events", "catalog")
@@ -164,25 +170,15 @@ class Preparation:
             RecpoError: the log has faults (all of them in one message), cannot be split, or ``out`` exists.
         """
         self._validate_tables(items, users)
-        sources: dict[str, Source | None] = {"log": log, "items": items, "users": users}
-        names = {what: _names(source) for what, source in sources.items()}
-        found = {what: find_files(listed, what) for what, listed in names.items()}
-        place = None if work is None else locate(work)
-        inputs = [path for paths in found.values() for path in paths]
-        inputs += [locate(name) for listed in names.values() for name in listed]
-        with prepared_directory(locate(out), place, overwrite=overwrite, inputs=inputs) as partial:
-            with (
-                work_directory(place, partial) as temporary,
-                start_engine(engine, temporary) as started,
-                tqdm(total=len(_STAGES), desc="prepare", unit="stage", disable=None if progress else True) as bar,
-            ):
-                for what, source in sources.items():
-                    if isinstance(source, pa.Table):
-                        frame = "frame.parquet" if what == "log" else f"{what}-frame.parquet"
-                        found[what] = [write_frame(source, temporary, frame)]
-                run = PrepareRun(self, started, engine.writers, partial, temporary, bar)
-                manifest = run.manifest(found["log"], {"item": found["items"], "user": found["users"]})
-            return write_manifest(partial, manifest)
+        return write_directory(
+            {"log": log, "items": items, "users": users},
+            out,
+            partial(PrepareRun, self),
+            engine=engine,
+            work=work,
+            overwrite=overwrite,
+            progress=progress,
+        )
 
     def _validate_tables(self, items: Source | None, users: Source | None) -> None:
         given = {"item": items is not None, "user": users is not None}
@@ -193,6 +189,50 @@ class Preparation:
                 )
         if self.catalog == "items" and not given["item"]:
             raise RecpoError("catalog items takes the items of a table, and there is none: pass --items FILE")
+
+
+def write_directory(
+    sources: Mapping[str, Source | None],
+    out: str | Path,
+    run_with: Callable[[Engine, int, Path, Place, tqdm[Any]], PrepareRun],
+    *,
+    engine: EngineOptions,
+    work: str | Path | None,
+    overwrite: bool,
+    progress: bool,
+    inputs: Sequence[Place] = (),
+) -> dict[str, Any]:
+    """Writes the prepared directory ``out`` and returns its manifest.
+
+    Args:
+        sources: ``log``, ``items`` and ``users``; a frame goes through a file in ``work``.
+        out: directory to make, here or in an object store.
+        run_with: makes the run out of the engine, the number of writers, the unfinished directory, one for temporary
+            files, and the bar.
+        engine: what runs the expressions.
+        work: where temporary files go; None = beside ``out``.
+        overwrite: replace ``out``, if it is a prepared directory.
+        progress: show a bar on a terminal.
+        inputs: what is read beside the sources, and lies outside ``out``.
+    """
+    names = {what: _names(source) for what, source in sources.items()}
+    found = {what: find_files(listed, what) for what, listed in names.items()}
+    place = None if work is None else locate(work)
+    read = [path for paths in found.values() for path in paths]
+    read += [*(locate(name) for listed in names.values() for name in listed), *inputs]
+    with prepared_directory(locate(out), place, overwrite=overwrite, inputs=read) as directory:
+        with (
+            work_directory(place, directory) as temporary,
+            start_engine(engine, temporary) as started,
+            tqdm(total=len(_STAGES), desc="prepare", unit="stage", disable=None if progress else True) as bar,
+        ):
+            for what, source in sources.items():
+                if isinstance(source, pa.Table):
+                    frame = "frame.parquet" if what == "log" else f"{what}-frame.parquet"
+                    found[what] = [write_frame(source, temporary, frame)]
+            run = run_with(started, engine.writers, directory, temporary, bar)
+            manifest = run.manifest(found["log"], {"item": found["items"], "user": found["users"]})
+        return write_manifest(directory, manifest, run.checksums)
 
 
 class PrepareRun:
@@ -211,6 +251,7 @@ class PrepareRun:
         self.counts: dict[str, Any] = {}
         self.dropped: dict[str, int] = {}
         self.rows_written = 0
+        self.checksums: dict[str, str] = {}  # of files that are not written now
 
     def manifest(self, paths: Sequence[Place], tables: Mapping[TableSide, Sequence[Place]]) -> dict[str, Any]:
         """Writes every file but the manifest, whose content it returns.
@@ -286,7 +327,7 @@ class PrepareRun:
         if not files:
             return []
         choice, key = self.choice, LogColumns.ITEM_ID if side == "item" else LogColumns.USER_ID
-        columns = choice.features.over(PRESET_FEATURES[choice.preset])
+        columns = choice.table_columns
         name, kind = choice.mapping.named()[key], log.types.get(key)
         table, faults = open_table(files, side, name, kind, columns, choice.features, self.work)
         if table is None:
@@ -338,18 +379,23 @@ class PrepareRun:
         }
 
     def _available(self, items: ir.Table, events: ir.Table) -> ir.Table | None:
-        table = self.tables.get("item")
-        if table is None or not table.has_available:
+        given = self._given_times()
+        if given is None:
             return None
-        unit = self.choice.features.over(PRESET_FEATURES[self.choice.preset]).available_from_unit
-        rows = table.rows(self.engine)
-        given = rows.select(
-            rows[ID].name(LogColumns.ITEM_ID), timestamp_ms(rows[AVAILABLE], unit).name(Derived.AVAILABLE_FROM)
-        )
         found = self.engine.materialize("available", available_from(items, events, given))
         count = self.engine.row(found.aggregate(earlier=found["earlier"].cast("int64").sum().fill_null(0)))["earlier"]
         self.counts["shown_before_available_from"] = int(count)
         return found
+
+    def _given_times(self) -> ir.Table | None:
+        """From when on the table of items says that items may be recommended: ``item_id``, ``available_from`` in ms."""
+        table = self.tables.get("item")
+        if table is None or not table.has_available:
+            return None
+        rows, unit = table.rows(self.engine), self.choice.table_columns.available_from_unit
+        return rows.select(
+            rows[ID].name(LogColumns.ITEM_ID), timestamp_ms(rows[AVAILABLE], unit).name(Derived.AVAILABLE_FROM)
+        )
 
     def _write_features(self, items: ir.Table, users: ir.Table, events: ir.Table) -> FittedFeatures | None:
         """Writes the tables of features; returns what encodes those of requests."""
@@ -385,19 +431,20 @@ class PrepareRun:
 
     def _write_histories(self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table) -> None:
         self._stage()
-        plain = {one.name: plain_type(one, log.types[CONTEXT + one.name]) for one in self.more.context}
-        schema = history_schema(
-            log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID], self.more.behaviors, plain
-        )
+        schema = self._history_schema(log)
         rows = last_events(events, items, users, self.choice.max_context, self.more.behaviors)
         self._written(self._write_rows(rows, schema, "histories.parquet"))
         self.bar.update()
+
+    def _history_schema(self, log: Log) -> pa.Schema:
+        ids = log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID]
+        return history_schema(*ids, self.more.behaviors, self._plain_context(log))
 
     def _write_for_extension(
         self, log: Log, events: ir.Table, shaped: ir.Table, items: ir.Table, users: ir.Table
     ) -> list[str]:
         """What ``prepare --extends`` reads in place of the train shards, where the split can be rolled forward."""
-        if not self.choice.split.is_per_event or self.more.behaviors or self.more.context:
+        if not self.choice.split.is_per_event:
             return []
         (self.partial / TRAIN_PAST).mkdir()
         past = f"{TRAIN_PAST}/00000.parquet"
@@ -407,7 +454,13 @@ class PrepareRun:
 
     def _held_out_schema(self, log: Log) -> pa.Schema:
         request_id = log.types.get(LogColumns.REQUEST_ID, pa.int64())
-        return held_out_schema(log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID], request_id)
+        ids = log.types[LogColumns.USER_ID], log.types[LogColumns.ITEM_ID], request_id
+        context = {CONTEXT + name: kind for name, kind in self._plain_context(log).items()}
+        return held_out_schema(*ids, bool(self.more.behaviors), context)
+
+    def _plain_context(self, log: Log) -> dict[str, pa.DataType]:
+        """Types of the plain features of requests, by name."""
+        return {one.name: plain_type(one, log.types[CONTEXT + one.name]) for one in self.more.context}
 
     def _write_rows(self, rows: ir.Table, schema: pa.Schema, file: str) -> int:
         return write_rows(self.engine.stream(rows), schema, self.partial / file)

@@ -148,11 +148,24 @@ def user_schema(user_id: pa.DataType) -> pa.Schema:
     return pa.schema([(Derived.USER_INDEX, pa.int32()), (LogColumns.USER_ID, user_id), ("train_count", pa.int64())])
 
 
-def held_out_schema(user_id: pa.DataType, item_id: pa.DataType, request_id: pa.DataType) -> pa.Schema:
+def held_out_schema(
+    user_id: pa.DataType,
+    item_id: pa.DataType,
+    request_id: pa.DataType,
+    has_behaviors: bool = False,
+    context: Mapping[str, pa.DataType] = MappingProxyType({}),
+) -> pa.Schema:
     """Layout of ``held_out.parquet``: the standard events of the held-out periods, which an extension reads again.
 
     Events of items and users outside the catalog are among them: they may enter it later. ``label`` and ``request`` are
     known where ``is_placed``, of events that the shards hold.
+
+    Args:
+        user_id: type of the users' ids.
+        item_id: type of the items' ids.
+        request_id: type of the requests' ids.
+        has_behaviors: there is a column of bit sets.
+        context: columns of features of requests and the types of their plain values.
     """
     return pa.schema(
         [
@@ -169,6 +182,8 @@ def held_out_schema(user_id: pa.DataType, item_id: pa.DataType, request_id: pa.D
             (Derived.LABEL, pa.float64()),
             (Derived.REQUEST, pa.int64()),
             (Derived.IS_PLACED, pa.bool_()),
+            *[(Derived.BEHAVIORS, pa.int32())] * has_behaviors,
+            *context.items(),
         ]
     )
 

@@ -16,7 +16,7 @@ import ibis
 import ibis.expr.types as ir
 
 from recpo.data.events import more_columns, time_order
-from recpo.data.feature_columns import CONTEXT
+from recpo.data.feature_columns import BEHAVIOR, CONTEXT, ENCODED
 from recpo.data.schema import EVENT_SCHEMA, TEST, TIE_RULE, TRAIN, VALID, Derived, LogColumns
 from recpo.errors import RecpoError
 
@@ -206,7 +206,7 @@ def held_out_events(events: ir.Table, placed: ir.Table, items: ir.Table, users: 
     others = events.filter(events[Derived.PERIOD] > TRAIN)
     outside = others.anti_join(items, LogColumns.ITEM_ID)
     outside = outside.union(others.semi_join(items, LogColumns.ITEM_ID).anti_join(users, LogColumns.USER_ID))
-    names = [LogColumns.USER_ID, *TIE_RULE]
+    names = [LogColumns.USER_ID, *TIE_RULE, *more_columns(events)]
     unknown = {Derived.LABEL: ibis.null("float64"), Derived.REQUEST: ibis.null("int64")}
     rows = kept.select(*names, Derived.LABEL, Derived.REQUEST, **{Derived.IS_PLACED: ibis.literal(True)}).union(
         outside.select(*names, **unknown, **{Derived.IS_PLACED: ibis.literal(False)})
@@ -218,15 +218,13 @@ def last_events(
     events: ir.Table, items: ir.Table, users: ir.Table, max_context: int, behaviors: Iterable[str] = ()
 ) -> ir.Table:
     """Each user's last ``max_context`` events as raw events (``history_schema``), sorted by user and time."""
-    rows = recent_events(events, items, users, max_context, behaviors)
-    order = [rows[Derived.USER_INDEX], rows[Derived.POSITION]]
-    return rows.order_by(order).drop(Derived.USER_INDEX, Derived.POSITION)
+    return as_histories(recent_events(events, items, users, max_context, behaviors))
 
 
 def recent_events(
     events: ir.Table, items: ir.Table, users: ir.Table, max_context: int, behaviors: Iterable[str] = ()
 ) -> ir.Table:
-    """Each user's last ``max_context`` events as raw events with ``user_index`` and ``position``, in no order."""
+    """Each user's last ``max_context`` events with ``user_index`` and ``position``, for ``as_histories``."""
     lengths = events.group_by(Derived.USER_INDEX).aggregate(length=events[Derived.POSITION].max() + 1)
     near = events.inner_join(lengths, Derived.USER_INDEX)
     near = near.filter(near[Derived.POSITION] >= near.length - max_context)
@@ -236,10 +234,18 @@ def recent_events(
         LogColumns.DURATION: named[Derived.DURATION_MS].cast("float64") / 1000.0,
     }
     names = [LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.TIMESTAMP, *seconds, LogColumns.DISLIKE, Derived.LABEL]
-    more = {name: (named[Derived.BEHAVIORS] & (1 << bit)) != 0 for bit, name in enumerate(behaviors)}
-    more |= {name.removeprefix(CONTEXT): named[name] for name in more_columns(named) if name.startswith(CONTEXT)}
+    names += [name for name in more_columns(named) if name.startswith(CONTEXT)]
     names += [Derived.USER_INDEX, Derived.POSITION]
-    return named.select(**{name: seconds[name] if name in seconds else named[name] for name in names}, **more)
+    flags = {BEHAVIOR + name: (named[Derived.BEHAVIORS] & (1 << bit)) != 0 for bit, name in enumerate(behaviors)}
+    return named.select(**{name: seconds[name] if name in seconds else named[name] for name in names}, **flags)
+
+
+def as_histories(rows: ir.Table) -> ir.Table:
+    """The raw events of ``recent_events``, sorted by user and time, behaviors and features of requests by name."""
+    rows = rows.order_by([rows[Derived.USER_INDEX], rows[Derived.POSITION]])
+    rows = rows.drop(Derived.USER_INDEX, Derived.POSITION)
+    prefixed = [name for name in rows.columns if name.startswith((BEHAVIOR, CONTEXT))]
+    return rows.rename({name.removeprefix(BEHAVIOR).removeprefix(CONTEXT): name for name in prefixed})
 
 
 def _layout(events: ir.Table, period: int) -> dict[str, ir.Value]:
@@ -251,7 +257,8 @@ def _layout(events: ir.Table, period: int) -> dict[str, ir.Value]:
         LogColumns.PROPENSITY: events[LogColumns.PROPENSITY].fill_null(nan).cast("float32"),
         Derived.IS_TARGET: events[Derived.PERIOD] == period,
     }
-    names = [name for name in (*EVENT_SCHEMA.names, *more_columns(events)) if name != Derived.FEEDBACK]
+    encoded = [name for name in events.columns if name.startswith(ENCODED)]
+    names = [name for name in (*EVENT_SCHEMA.names, *more_columns(events), *encoded) if name != Derived.FEEDBACK]
     return {name: made[name] if name in made else events[name] for name in names}
 
 

@@ -11,10 +11,11 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recpo.artifacts import sha256
-from recpo.data.feature_columns import CONTEXT
+from recpo.data.feature_columns import CONTEXT, ENCODED
 from recpo.data.schema import EVENT_SCHEMA, PAST_SCHEMA, Derived, LogColumns
 from recpo.features.encoding import FittedFeatures
 from recpo.feedback import FeedbackDefinition
@@ -204,9 +205,12 @@ def _write_shard(
 
 
 def _with_context(table: pa.Table, block: pa.Table, context: FittedFeatures) -> pa.Table:
-    """The columns ``context_<name>`` of a shard."""
+    """The columns ``context_<name>`` of a shard; those of events that were prepared before are encoded already."""
     names = [feature.name for feature in context.features]
     encoded = context.encode(block.select([CONTEXT + name for name in names]).rename_columns(names))
     for name in names:
-        table = table.append_column(CONTEXT + name, encoded[name])
+        values, before = encoded[name], ENCODED + CONTEXT + name
+        if before in block.column_names:
+            values = pc.coalesce(block[before].cast(values.type), values)
+        table = table.append_column(CONTEXT + name, values)
     return table
