@@ -30,13 +30,14 @@ def export(
 
     Nothing but the run is needed. Every engine is compared with the policy before the bundle appears. With ``refresh``
     a bundle that stands gets the candidates of today, in seconds: items that ``items`` does not name, or names as
-    retired, are listed no more; unknown ones are counted and left out.
+    retired, are listed no more; new ones get the vector that their features say, where the policy reads item features.
 
     Args:
         out: bundle directory to make.
         run: run directory written by ``recpo train``.
         refresh: in place of a run, the bundle that stands.
-        items: with ``refresh``, Parquet file with ``item_id`` and, as ``recpo prepare`` writes it, ``retired``.
+        items: with ``refresh``, ``items.parquet`` of prepared data, or a Parquet file with ``item_id``, the columns of
+            the features and, if items are retired, ``retired``.
         k: length of the lists that the bundle serves; a smaller catalog caps it.
         checkpoint: which checkpoint of the run.
         item_precision: how the program stores the item vectors: float32, float16, or int8 with a scale for each item.
@@ -51,8 +52,8 @@ def export(
     if refresh is not None and items is not None:
         fresh = _refresh(refresh, items, out, overwrite=overwrite)
         print(
-            f"{out}: {fresh.listed:,} items may be listed, {fresh.retired:,} are retired; {fresh.left_out:,} new ones "
-            "are left out"
+            f"{out}: {fresh.listed:,} items may be listed, {fresh.retired:,} are retired; {fresh.added:,} new ones are "
+            f"added, {fresh.left_out:,} left out"
         )
         return
     assert run is not None

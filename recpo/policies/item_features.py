@@ -92,8 +92,11 @@ class ItemFeatures(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """What the features of the items ``[...]`` add, ``[..., d]``; zero for id 0."""
-        vectors: Tensor = self.encoder.encode(self._inputs.at(ids))
-        return vectors * (ids > 0)[..., None]
+        return self.encoded_by(self.encoder, ids)
+
+    def encoded_by(self, encoder: FeatureEncoder, ids: Tensor) -> Tensor:
+        """What ``encoder`` makes of the features of the items ``[...]``, ``[..., d]``; zero for id 0."""
+        return encoder.encode(self._inputs.at(ids)) * (ids > 0)[..., None]
 
     def kept(self, ids: Tensor) -> Tensor:
         """``k`` of the items ``[...]``, bool."""

@@ -6,7 +6,7 @@ import copy
 import gc
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +24,11 @@ from recpo.errors import RecpoError
 from recpo.feedback import FeedbackDefinition
 from recpo.policies.blocked_table import Precision, validate_precision
 from recpo.serving.bundle import Bundle, load_runtime
+from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.golden import GOLDEN, write_golden
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.indexing import StateProgram, build_index, validate_indexable, verify_index
+from recpo.serving.item_encoders import save_item_encoders
 from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime, import_faiss, state_inputs
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
 from recpo.serving.program import ServingProgram, ranker_of
@@ -50,6 +52,7 @@ def export_bundle(
     index: IndexOptions | None = None,
     options: Mapping[str, Any] | None = None,
     origin: Mapping[str, Any] | None = None,
+    features: BundleFeatures = BundleFeatures(),  # noqa: B008  immutable
     overwrite: bool = False,
     inputs: Iterable[object] = (),
 ) -> None:
@@ -74,6 +77,8 @@ def export_bundle(
         options: constructor options of the policy, from which the torch engine builds it again; None = the bundle has
             the ONNX program only. Not used for policies that are none of recpo's own.
         origin: where the policy comes from, for the manifest (``BundleManifest.origin``).
+        features: what was fitted of the features that the policy reads. With those of items the bundle keeps their
+            encoder, for items that it does not know yet (``recpo.serving.refresh``).
         overwrite: replace a bundle in ``out``.
         inputs: files and directories that ``out`` must not touch, such as the run's.
 
@@ -83,25 +88,65 @@ def export_bundle(
     """
     if len(items) != policy.num_items:
         raise RecpoError(f"{len(items)} items are named, the policy has {policy.num_items}: hand over its own items")
-    k = validate_k(k, policy.num_items)
+    k, described = validate_k(k, policy.num_items), describe_policy(policy, options)
+    encoded = policy if policy.reads_item_features and described["options"] is not None else None
+    features = replace(features, item=None if encoded is None else features.item)
     policy = _servable(policy).cpu().eval()
-    _validate_options(policy, item_precision, index)
     manifest = BundleManifest(
         num_items=policy.num_items,
         max_history=policy.max_history,
         k=k,
         reads_timestamps=policy.reads_timestamps,
         feedback=feedback,
-        policy=describe_policy(policy, options),
+        policy=described,
         origin=origin or {},
-        versions={"recpo": __version__, "torch": torch.__version__},
+        versions=versions(),
         item_precision=item_precision,
+        features=features.schema,
+        behaviors=features.behaviors,
     )
+
+    def write_features(root: Path) -> None:
+        features.save(root)
+        if encoded is not None and features.item is not None:
+            save_item_encoders(encoded, features.item, root)
+
+    write_bundle(policy, manifest, items, out, write_features, index=index, overwrite=overwrite, inputs=inputs)
+
+
+def write_bundle(
+    policy: Policy,
+    manifest: BundleManifest,
+    items: IdMap,
+    out: Path,
+    write_features: Callable[[Path], None],
+    *,
+    index: IndexOptions | None = None,
+    overwrite: bool = False,
+    inputs: Iterable[object] = (),
+) -> None:
+    """Writes and verifies a bundle; see ``export_bundle``.
+
+    Args:
+        policy: on the CPU, in evaluation mode, with an item vector for each item.
+        manifest: what is said of it, but for files, agreement and index.
+        items: external ids.
+        out: the bundle directory.
+        write_features: writes the files of features into the directory.
+        index: an approximate index in place of the search.
+        overwrite: replace a bundle in ``out``.
+        inputs: files and directories that ``out`` must not touch.
+
+    Raises:
+        RecpoError: see ``export_bundle``.
+    """
+    _validate_options(policy, manifest.item_precision, index)
     with (
         _traces_forgotten(),
         output_directory(out, kind="bundle", overwrite=overwrite, inputs=inputs) as root,
     ):
         items.save(root / ITEMS)
+        write_features(root)
         if index is None:
             manifest = _write_search(policy, manifest, root)
         else:
@@ -109,8 +154,13 @@ def export_bundle(
         write_golden(Bundle(root, manifest, items, load_runtime(root, manifest, "onnx")), root / GOLDEN)
         if manifest.options is not None:
             save_policy(policy, items, root)
-            verify_runtime(load_runtime(root, manifest, "torch"), policy, k)
+            verify_runtime(load_runtime(root, manifest, "torch"), policy, manifest.k)
         manifest.write(root)
+
+
+def versions() -> dict[str, str]:
+    """What makes a bundle here."""
+    return {"recpo": __version__, "torch": torch.__version__}
 
 
 def _servable(policy: Policy) -> Policy:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from recpo.artifacts import MARKER, read_json, sha256, verify, write_json
 from recpo.errors import RecpoError
+from recpo.features.schema import SIDES, FeatureSchema
 from recpo.feedback import FeedbackDefinition
+from recpo.serving.bundle_features import ITEM_ENCODERS, vocabulary_files
 
 if TYPE_CHECKING:
     from recpo.policies.blocked_table import Precision
@@ -23,7 +25,7 @@ WEIGHTS = "policy.safetensors"
 CODES = "codes"
 INDEX = "index.faiss"
 VECTORS = "vectors.npy"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 _REMEDY = "copy or export the bundle again"
 _PRECISIONS = ("float32", "float16", "int8")
@@ -49,6 +51,9 @@ class BundleManifest:
         item_precision: how the ONNX program stores the item vectors: float32, float16 or int8.
         agreement: how its lists agree with the policy's where it rounds them (``recpo.serving.verification``).
         index: what is known of the approximate index (``recpo.serving.indexing``); None = the whole catalog is scored.
+        features: fitted features of the sides that the bundle reads: of items, for vectors of new ones
+            (``recpo export --refresh``); of users and requests, for the program.
+        behaviors: names of the behaviors that the program reads, by their bits.
     """
 
     num_items: int
@@ -63,6 +68,8 @@ class BundleManifest:
     item_precision: Precision = "float32"
     agreement: Mapping[str, Any] | None = None
     index: Mapping[str, Any] | None = None
+    features: FeatureSchema = FeatureSchema()
+    behaviors: tuple[str, ...] = ()
 
     @property
     def options(self) -> dict[str, Any] | None:
@@ -86,6 +93,8 @@ class BundleManifest:
             "item_precision": self.item_precision,
             "agreement": None if self.agreement is None else dict(self.agreement),
             "index": None if self.index is None else dict(self.index),
+            "features": self.features.to_json(),
+            "behaviors": list(self.behaviors),
             "files": files,
             "program": program_interface(self),
         }
@@ -131,6 +140,12 @@ class BundleManifest:
             raise RecpoError(f"{path} is damaged: index has probes and oversampling {counts}; {_REMEDY}")
         required = [ITEMS, ONNX_PROGRAM] + [WEIGHTS] * (policy["options"] is not None)
         required += [INDEX, VECTORS] * (index is not None)
+        features = FeatureSchema.from_json(value("features", dict), f"{path}: features")
+        required += [*vocabulary_files(features), *[ITEM_ENCODERS] * bool(features.item)]
+        behaviors = value("behaviors", list)
+        unfitted = [one for side in SIDES for one in features.of(side) if not one.is_fitted]
+        if unfitted or not all(type(name) is str for name in behaviors):
+            raise RecpoError(f"{path} is damaged: features or behaviors are none that were fitted; {_REMEDY}")
         if lacking := [name for name in required if name not in files]:
             raise RecpoError(f"{path} is damaged: no checksum of {lacking[0]}; {_REMEDY}")
         if strange := [name for name, checksum in files.items() if not _is_inside(name) or type(checksum) is not str]:
@@ -146,6 +161,8 @@ class BundleManifest:
             item_precision=precision,  # type: ignore[arg-type]  # one of them, as checked
             agreement=None if content.get("agreement") is None else value("agreement", dict),
             index=index,
+            features=features,
+            behaviors=tuple(behaviors),
         )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +18,16 @@ from recpo import __version__
 from recpo.artifacts import output_directory, sha256
 from recpo.data.id_map import RETIRED, IdMap
 from recpo.errors import RecpoError
+from recpo.features.arrays import FeatureArrays
+from recpo.features.encoding import FittedFeatures
 from recpo.serving.bundle import Bundle, load_runtime
-from recpo.serving.golden import GOLDEN, write_golden
+from recpo.serving.bundle_features import ITEM_ENCODERS, BundleFeatures
+from recpo.serving.golden import GOLDEN, check_golden, write_golden
 from recpo.serving.histories import ITEM_ID
-from recpo.serving.manifest import ITEMS, MANIFEST, BundleManifest
+from recpo.serving.item_index import IndexOptions
+from recpo.serving.manifest import CODES, ITEMS, MANIFEST, BundleManifest
+
+_TABLE: Final = "items"
 
 
 class Refreshed(NamedTuple):
@@ -30,63 +37,211 @@ class Refreshed(NamedTuple):
         bundle: the new bundle.
         listed: items that may be listed.
         retired: items that are in no list any more.
-        left_out: items of the table that the bundle does not know: it has no vectors for them.
+        left_out: items of the table that the bundle does not know and cannot take: it has no encoder of features.
+        added: new items, with the vectors that their features say.
     """
 
     bundle: Bundle
     listed: int
     retired: int
     left_out: int
+    added: int = 0
 
 
-def refresh_bundle(root: Path, items: Path, out: Path, *, overwrite: bool = False) -> Refreshed:
+@dataclass(frozen=True)
+class EncodedItems:
+    """Features of the rows of a table of items that ``recpo prepare`` has encoded already.
+
+    Attributes:
+        fitted: what they were encoded with.
+        features: of the rows ``[N]``.
+    """
+
+    fitted: FittedFeatures
+    features: FeatureArrays
+
+
+@dataclass(frozen=True)
+class _Today:
+    """Today's candidates.
+
+    Attributes:
+        table: the items that are not retired, one per row.
+        rows: their rows in the file.
+        known: internal ids of those that the bundle knows, ascending.
+        new: rows of ``table`` that it does not know.
+    """
+
+    table: pa.Table
+    rows: np.ndarray
+    known: np.ndarray
+    new: np.ndarray
+
+    @classmethod
+    def read(cls, file: Path, items: IdMap, columns: Sequence[str]) -> _Today:
+        """Reads the table, of ``columns`` those that it has.
+
+        Raises:
+            RecpoError: it is none, or ids are of another type.
+        """
+        try:
+            with pq.ParquetFile(file) as source:
+                names = set(source.schema_arrow.names)
+                table = source.read([name for name in dict.fromkeys([ITEM_ID, RETIRED, *columns]) if name in names])
+            table[ITEM_ID]
+        except (OSError, KeyError, pa.ArrowException) as error:
+            raise RecpoError(f"items: {file} is no Parquet file with a column item_id ({error})") from error
+        rows = np.arange(len(table))
+        if RETIRED in table.column_names:
+            kept = pc.invert(table[RETIRED].combine_chunks().fill_null(False))
+            table, rows = table.filter(kept), rows[kept.to_numpy(zero_copy_only=False)]
+        found = items.to_internal(table[ITEM_ID].combine_chunks())
+        return cls(table, rows, np.unique(found[found > 0]), np.flatnonzero(found == 0))
+
+
+def refresh_bundle(
+    root: Path, items: Path, out: Path, *, encoded: EncodedItems | None = None, overwrite: bool = False
+) -> Refreshed:
     """Writes the bundle ``root`` with the candidates of today to ``out``.
 
     Items of the bundle that ``items`` does not name, or names as retired, are listed no more; they stay in histories.
-    Nothing is appended: a bundle has the vectors of its own items only, so new ones are counted and left out. Program
-    and weights are linked, golden requests are asked again, checksums are the bundle's own.
+
+    A bundle with an encoder of item features takes new items, behind its own: the vector of a new item is what its
+    features say, as of an item without training events. The program is then exported anew and verified as in an
+    export, which takes torch and no training code. Otherwise new items are counted and left out, and program and
+    weights are linked. Either way the bundle answers its golden requests first, and gets golden requests and checksums
+    of its own.
 
     Args:
         root: the bundle.
-        items: Parquet file with ``item_id`` and, as ``prepare`` writes it, ``retired``.
+        items: Parquet file with ``item_id``, ``retired`` as ``prepare`` writes it, and, where items are new and
+            nothing is ``encoded``, the columns of the features.
         out: bundle directory to make.
+        encoded: the features of the rows of ``items``, of a prepared table.
         overwrite: replace a bundle in ``out``.
 
     Raises:
-        RecpoError: no bundle, no such table, no candidate left, or ``out`` is in the way.
+        RecpoError: no bundle, no such table, no candidate left, a column of the features is missing, semantic ids and
+            new items, or ``out`` is in the way.
     """
     manifest, known = BundleManifest.read(root), IdMap.load(root / ITEMS)
-    named, left_out = _candidates(items, known)
-    numbers = np.arange(1, len(known) + 1)
-    retired = np.union1d(np.setdiff1d(numbers, named), known.retired)
-    if len(retired) == len(known):
+    check_golden(Bundle(root, manifest, known, load_runtime(root, manifest, "onnx")))
+    columns = [one.source for one in manifest.features.item] if encoded is None else []
+    today = _Today.read(items, known, columns)
+    grows = len(today.new) > 0 and ITEM_ENCODERS in manifest.files
+    if len(today.new) and any(name.startswith(f"{CODES}/") for name in manifest.files):
+        raise RecpoError(
+            f"{items}: {len(today.new):,} items are new, and items of a policy of semantic ids need codes: `recpo "
+            "tokenize --extends`, `recpo train --init_from` and `recpo export`, or a table without them"
+        )
+    retired = np.union1d(np.setdiff1d(np.arange(1, len(known) + 1), today.known), known.retired)
+    if len(retired) == len(known) and not grows:
         raise RecpoError(f"{items}: none of its items is a candidate of {root}: name the table of the same catalog")
-    fresh = IdMap(known.to_external(numbers), retired)
     origin = {**manifest.origin, "refreshed": {"bundle": root.resolve().name, "manifest": sha256(root / MANIFEST)}}
-    manifest = replace(manifest, origin=origin, versions={**manifest.versions, "recpo": __version__})
-    with output_directory(out, kind="bundle", overwrite=overwrite, inputs=[root, items]) as working:
+    manifest = replace(manifest, origin=origin)
+    old = known.to_external(np.arange(1, len(known) + 1))
+    if not grows:
+        _link_bundle(root, replace(manifest, versions=_versions(manifest)), IdMap(old, retired), items, out, overwrite)
+        return Refreshed(Bundle.load(out), len(known) - len(retired), len(retired), len(today.new))
+    fresh = IdMap(pa.concat_arrays([old, _new_ids(today, old.type, items)]), retired)
+    _write_grown(root, manifest, fresh, _new_features(root, manifest, today, encoded, items), out, items, overwrite)
+    return Refreshed(Bundle.load(out), len(fresh) - len(retired), len(retired), 0, len(today.new))
+
+
+def _link_bundle(root: Path, manifest: BundleManifest, items: IdMap, table: Path, out: Path, overwrite: bool) -> None:
+    """The same program and weights with other candidates."""
+    with output_directory(out, kind="bundle", overwrite=overwrite, inputs=[root, table]) as working:
         for name in manifest.files:
             if name not in (ITEMS, GOLDEN):
                 _link(root / name, working / name)
-        fresh.save(working / ITEMS)
-        write_golden(Bundle(working, manifest, fresh, load_runtime(working, manifest, "onnx")), working / GOLDEN)
+        items.save(working / ITEMS)
+        write_golden(Bundle(working, manifest, items, load_runtime(working, manifest, "onnx")), working / GOLDEN)
         manifest.write(working)
-    return Refreshed(Bundle.load(out), len(known) - len(retired), len(retired), left_out)
 
 
-def _candidates(items: Path, known: IdMap) -> tuple[np.ndarray, int]:
-    """Internal ids of the items that a table names as candidates, and how many of these are unknown."""
+def _write_grown(
+    root: Path,
+    manifest: BundleManifest,
+    items: IdMap,
+    features: tuple[FittedFeatures, FeatureArrays],
+    out: Path,
+    table: Path,
+    overwrite: bool,
+) -> None:
+    """The program of the policy with more items."""
     try:
-        with pq.ParquetFile(items) as file:
-            names = [name for name in (ITEM_ID, RETIRED) if name in file.schema_arrow.names]
-            table = file.read(names)
-        ids = table[ITEM_ID].combine_chunks()
-    except (OSError, KeyError, pa.ArrowException) as error:
-        raise RecpoError(f"items: {items} is no Parquet file with a column item_id ({error})") from error
-    if RETIRED in names:
-        ids = ids.filter(pc.invert(table[RETIRED].combine_chunks().fill_null(False)))
-    found = known.to_internal(ids)
-    return np.unique(found[found > 0]), int((found == 0).sum())
+        from recpo.serving.export import versions, write_bundle
+        from recpo.serving.item_encoders import grown_policy
+    except ImportError as error:
+        raise RecpoError(f"refresh: items are new, and their vectors take torch ({error}): install torch") from error
+    policy = grown_policy(root, manifest, *features)
+    known = [ITEM_ENCODERS, *(name for name in manifest.files if name.startswith("vocabularies/"))]
+
+    def link_features(working: Path) -> None:
+        for name in known:
+            _link(root / name, working / name)
+
+    grown = replace(manifest, num_items=len(items), versions=versions(), agreement=None, index=None)
+    index = _index_options(manifest.index)
+    write_bundle(policy, grown, items, out, link_features, index=index, overwrite=overwrite, inputs=[root, table])
+
+
+def _new_ids(today: _Today, kind: pa.DataType, file: Path) -> pa.Array:
+    ids = today.table[ITEM_ID].combine_chunks().take(pa.array(today.new))
+    if ids.null_count or len(ids.unique()) < len(ids):
+        raise RecpoError(
+            f"items: {file} has rows without an item_id, or several rows of an item: give one row for each"
+        )
+    try:
+        return ids.cast(kind)
+    except pa.ArrowInvalid as error:
+        raise RecpoError(f"items: {file}: item_id does not fit the bundle's {kind} ({error})") from error
+
+
+def _new_features(
+    root: Path, manifest: BundleManifest, today: _Today, encoded: EncodedItems | None, file: Path
+) -> tuple[FittedFeatures, FeatureArrays]:
+    """What was fitted of the item features, and the features of the new items."""
+    fitted = BundleFeatures.load(root, manifest.features).item
+    assert fitted is not None
+    if encoded is not None:
+        _validate_same_fit(fitted, encoded.fitted, root, file)
+        return fitted, encoded.features.rows(today.rows[today.new])
+    if missing := [one.source for one in fitted.features if one.source not in today.table.column_names]:
+        raise RecpoError(
+            f"items: {file} names {len(today.new):,} new items and has no column {', '.join(missing)}, which the "
+            f"bundle reads of them: give the columns {', '.join(one.source for one in fitted.features)}, or leave the "
+            "new items out"
+        )
+    return fitted, fitted.read(today.table.take(pa.array(today.new)), _TABLE)
+
+
+def _validate_same_fit(own: FittedFeatures, theirs: FittedFeatures, root: Path, file: Path) -> None:
+    """Raises where codes or numbers of a prepared table mean something else; vocabularies may have grown."""
+    same = [_plain(one) for one in own.features] == [_plain(one) for one in theirs.features]
+    for name, vocabulary in own.vocabularies.items() if same else ():
+        longer = theirs.vocabularies[name].values
+        same = same and longer.type == vocabulary.values.type
+        same = same and longer.slice(0, len(vocabulary)).equals(vocabulary.values)
+    if not same:
+        raise RecpoError(
+            f"items: {file} was prepared with features, vocabularies or means that are not those of {root}: name data "
+            "that `recpo prepare --extends` made of its training data, or the table of items as it was before"
+        )
+
+
+def _plain(feature: Any) -> Mapping[str, Any]:
+    return {key: value for key, value in feature.to_json().items() if key != "num_codes"}
+
+
+def _index_options(facts: Mapping[str, Any] | None) -> IndexOptions | None:
+    if facts is None:
+        return None
+    return IndexOptions(facts["target"], facts["lists"], facts["oversampling"])
+
+
+def _versions(manifest: BundleManifest) -> dict[str, str]:
+    return {**manifest.versions, "recpo": __version__}
 
 
 def _link(source: Path, target: Path) -> None:

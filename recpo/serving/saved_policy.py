@@ -84,15 +84,9 @@ def load_policy(root: Path, manifest: BundleManifest) -> Policy:
     Raises:
         RecpoError: the bundle has no policy of recpo's own, an option is none of its class, or the weights do not fit.
     """
-    name, options = manifest.policy["class"], manifest.options
-    if options is None or name not in _OWN:
-        raise RecpoError(
-            f"{root} has the ONNX program only: its policy, {name}, is none of recpo's own or was exported without its "
-            "options; load it with engine=onnx"
-        )
-    factory = _factory(name, options, root)
+    name = manifest.policy["class"]
     try:
-        policy = factory(manifest.num_items)
+        policy = policy_of_size(root, manifest, manifest.num_items)
         weights = load_file(root / WEIGHTS)
         policy.load_state_dict(weights)
     except (SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError, OSError) as error:
@@ -100,6 +94,23 @@ def load_policy(root: Path, manifest: BundleManifest) -> Policy:
     if (policy.max_history, policy.reads_timestamps) != (manifest.max_history, manifest.reads_timestamps):
         raise RecpoError(f"{root}: options of {name} do not fit the manifest: export it again")
     return policy.eval()
+
+
+def policy_of_size(root: Path, manifest: BundleManifest, num_items: int) -> Policy:
+    """The policy of a bundle for a catalog of ``num_items``, with weights as they are initialized.
+
+    Raises:
+        RecpoError: see ``load_policy``.
+    """
+    name, options = manifest.policy["class"], manifest.options
+    if options is None or name not in _OWN:
+        raise RecpoError(
+            f"{root} has the ONNX program only: its policy, {name}, is none of recpo's own or was exported without its "
+            "options; load it with engine=onnx"
+        )
+    policy = _factory(name, options, root)(num_items)
+    policy.set_schema(manifest.features, manifest.behaviors)
+    return policy
 
 
 def _factory(name: str, options: Mapping[str, Any], root: Path) -> Callable[[int], Policy]:

@@ -45,7 +45,7 @@ from recpo.serving.recommending import recommend_lists, score_candidates
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.training.checkpoints import saved_tensors
 from recpo.training.options import PolicyFactory
-from recpo.training.run_features import FEATURE_FILES, VOCABULARIES, hand_over_kept, kept_readers, write_features
+from recpo.training.run_features import FEATURE_FILES, VOCABULARIES, hand_over_kept, kept_features, write_features
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -287,7 +287,8 @@ class Run:
     def reader(self) -> HistoryReader:
         """Reads histories for this policy."""
         policy = self.runtime.policy
-        parts = kept_readers(policy, self.root)
+        known = kept_features(policy, self.root)
+        parts = known.behaviors, known.user, known.context
         return HistoryReader(self.items, self.feedback, policy.max_history, policy.reads_timestamps, *parts)
 
     def export(
@@ -329,6 +330,7 @@ class Run:
                 "weights": self.facts["files"].get(weights),
                 "catalog_checksum": self.catalog_checksum,
             },
+            features=kept_features(policy, self.root),
             overwrite=overwrite,
             inputs=[self.root],
         )

@@ -4,7 +4,7 @@
 
     run/features.json          the fitted schema, and the behaviors in the order of their bits
     run/item_features.parquet  the features of the items, row v - 1 is item v
-    run/vocabularies/          of the categories of users and requests, for raw features in serving
+    run/vocabularies/          of the categories, for raw features in serving
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from recpo.errors import RecpoError
 from recpo.features.arrays import read_features
 from recpo.features.encoding import FittedFeatures, of_side
 from recpo.features.schema import Categories, Category, Feature, FeatureSchema, Side
+from recpo.serving.bundle_features import BundleFeatures
 
 SCHEMA: Final = "features.json"
 FEATURE_FILES: Final = (SCHEMA, ITEM_FEATURES)
@@ -57,14 +58,14 @@ def write_features(root: Path, policy: Policy, data: Prepared) -> None:
             pq.write_table(pa.table({"value": values}), root / vocabulary_file(side, name))
 
 
-def kept_readers(policy: Policy, root: Path) -> tuple[tuple[str, ...], FittedFeatures | None, FittedFeatures | None]:
-    """What reads behaviors, features of users and of requests for a policy, out of what its run ``root`` keeps.
+def kept_features(policy: Policy, root: Path) -> BundleFeatures:
+    """What was fitted of the features that a policy reads, and its behaviors, out of what its run ``root`` keeps.
 
     Raises:
         RecpoError: a file is missing or damaged.
     """
-    if not (_sides(policy) or policy.reads_behaviors):
-        return (), None, None
+    if not _reads(policy):
+        return BundleFeatures()
     content = read_json(root / SCHEMA, _REMEDY)
     schema = FeatureSchema.from_json(content.get("features"), str(root / SCHEMA))
     found: dict[Side, FittedFeatures] = {}
@@ -72,7 +73,7 @@ def kept_readers(policy: Policy, root: Path) -> tuple[tuple[str, ...], FittedFea
         files = {name: root / vocabulary_file(side, name) for name in _coded(schema.of(side))}
         found[side] = of_side(schema.of(side), {name: _vocabulary(file) for name, file in files.items()})
     behaviors = tuple(content.get("behaviors", ())) if policy.reads_behaviors else ()
-    return behaviors, found.get("user"), found.get("context")
+    return BundleFeatures(found.get("item"), found.get("user"), found.get("context"), behaviors)
 
 
 def _vocabulary(file: Path) -> pa.Array:
@@ -83,9 +84,13 @@ def _vocabulary(file: Path) -> pa.Array:
 
 
 def _sides(policy: Policy) -> list[Side]:
-    """Whose raw features come with a request."""
-    sides: list[Side] = ["user"] if policy.reads_user else []
-    return [*sides, "context"] if policy.reads_context else sides
+    """Whose features it reads: those of items make the vectors of new ones."""
+    reads: dict[Side, bool] = {
+        "item": policy.reads_item_features,
+        "user": policy.reads_user,
+        "context": policy.reads_context,
+    }
+    return [side for side, read in reads.items() if read]
 
 
 def _coded(features: Iterable[Feature]) -> list[str]:

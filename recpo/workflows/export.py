@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from recpo.artifacts import kind_of
+from recpo.data.prepared import ITEM_FEATURES, Prepared
+from recpo.features.arrays import read_features
 from recpo.policies.blocked_table import Precision
 from recpo.serving.bundle import Bundle
 from recpo.serving.item_index import IndexOptions
-from recpo.serving.refresh import Refreshed, refresh_bundle
+from recpo.serving.refresh import EncodedItems, Refreshed, refresh_bundle
 from recpo.serving.triton import validate_triton, write_triton
 from recpo.training.run import Run
 
@@ -65,17 +68,32 @@ def export(
 def refresh(bundle: Bundle | Path | str, items: Path | str, out: Path | str, *, overwrite: bool = False) -> Refreshed:
     """A bundle with the candidates of today out of one that stands, without its run and without training.
 
-    Items that the table does not name, or names as retired, are listed no more. Items that the bundle does not know are
-    counted and left out: it has the vectors of its own items only.
+    Items that the table does not name, or names as retired, are listed no more. New items get the vector that their
+    features say, if the policy reads item features; otherwise they are counted and left out.
 
     Args:
         bundle: the bundle, or its directory.
-        items: Parquet file with ``item_id`` and, as ``prepare`` writes it, ``retired``.
+        items: ``items.parquet`` of prepared data, whose features lie beside it; or a table of items as ``prepare``
+            reads it, Parquet with ``item_id`` and the columns of the features. Items whose ``retired`` is true are no
+            candidates.
         out: bundle directory to make.
         overwrite: replace ``out`` where it is a bundle.
 
     Raises:
-        RecpoError: no bundle, no such table, no candidate left, or ``out`` is in the way.
+        RecpoError: no bundle, no such table, no candidate left, features that are not the bundle's, new items of a
+            policy of semantic ids, or ``out`` is in the way.
     """
-    root = bundle.root if isinstance(bundle, Bundle) else Path(bundle)
-    return refresh_bundle(root, Path(items), Path(out), overwrite=overwrite)
+    root, table = bundle.root if isinstance(bundle, Bundle) else Path(bundle), Path(items)
+    return refresh_bundle(root, table, Path(out), encoded=_encoded_items(table), overwrite=overwrite)
+
+
+def _encoded_items(table: Path) -> EncodedItems | None:
+    """The features beside ``items.parquet`` of prepared data; None of another table, and of data without features."""
+    if table.name != "items.parquet" or kind_of(table.parent) != "prepared":
+        return None
+    data = Prepared.open(table.parent)
+    features = data.feature_schema.item
+    if not features:
+        return None
+    rows = data.table(ITEM_FEATURES, [feature.name for feature in features])
+    return EncodedItems(data.fitted_features("item"), read_features(features, rows))

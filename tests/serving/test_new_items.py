@@ -1,0 +1,208 @@
+"""A bundle takes items that it does not know, by their features: it equals one that was exported with all of them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from recpo.cli.main import main
+from recpo.data.id_map import IdMap
+from recpo.errors import RecpoError
+from recpo.features.encoding import of_side
+from recpo.features.schema import Categories, Category, FeatureSchema, Number, Vector
+from recpo.feedback import FeedbackDefinition
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.item_features import ItemFeatureOptions
+from recpo.policies.tilted import TiltedPolicy
+from recpo.serving import export
+from recpo.serving.bundle import Bundle
+from recpo.serving.bundle_features import BundleFeatures
+from recpo.serving.golden import check_golden
+from recpo.serving.program import ranker_of
+from recpo.serving.refresh import EncodedItems, refresh_bundle
+from recpo.workflows.export import refresh
+
+OLD, NEW = 40, 9
+FEATURES = (
+    Category("author", column="author_id", num_codes=6),
+    Categories("tags", length=2, num_codes=5),
+    Number("length", mean=2.0, std=3.0),
+    Vector("text", width=3),
+)
+FITTED = of_side(FEATURES, {"author": pa.array(["a", "b", "c", "d"]), "tags": pa.array([7, 8, 9])})
+OPTIONS = {"dim": 8, "heads": 1, "layers": 1, "max_history": 5}
+
+
+def item_rows(count=OLD + NEW):
+    """A raw table: some values are unknown to the vocabularies, some are missing."""
+    rng = np.random.default_rng(0)
+    return pa.table(
+        {
+            "item_id": [f"i{number}" for number in range(count)],
+            "author_id": rng.choice(["a", "b", "c", "d", "stranger", None], count),
+            "tags": pa.array([rng.choice(6, rng.integers(0, 3)).tolist() for _ in range(count)], pa.list_(pa.int64())),
+            "length": pa.array(rng.normal(2, 3, count), mask=rng.random(count) < 0.2),
+            "text": pa.array(rng.normal(size=(count, 3)).astype(np.float32).tolist(), pa.list_(pa.float32())),
+        }
+    )
+
+
+def policy_of(rows, trained, tie_weights=True, proposal="uniform"):
+    """A policy on the first ``rows`` items, whose weights do not depend on how many they are."""
+    options = OPTIONS | {"tie_weights": tie_weights, "proposal": proposal}
+    policy = CatalogSoftmaxPolicy(rows, item_features=ItemFeatureOptions(hidden=7), **options)
+    policy.set_schema(FeatureSchema(item=FEATURES))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in sorted(policy.named_parameters()):
+            if "table.weight" in name:
+                parameter[1 : OLD + 1] = torch.randn(OLD, 8, generator=generator)
+                parameter[OLD + 1 :] = 99.0  # nobody trained them, so they must not count
+            else:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    features = FITTED.read(item_rows().slice(0, rows), "items").tensors()
+    missing = features.map(lambda column: torch.zeros_like(column[:1]))
+    policy.set_item_features(features.map(lambda c: c) if rows == 0 else _joined(missing, features))
+    policy.set_item_counts(torch.arange(rows) < trained)
+    return policy.eval(), options
+
+
+def _joined(first, rest):
+    parts = zip(first.vectors, rest.vectors, strict=True), zip(first.lists, rest.lists, strict=True)
+    vectors, lists = (tuple(torch.cat(pair) for pair in part) for part in parts)
+    return rest._replace(
+        codes=torch.cat([first.codes, rest.codes]),
+        numbers=torch.cat([first.numbers, rest.numbers]),
+        lists=lists,
+        vectors=vectors,
+    )
+
+
+def bundle_of(policy, options, out, **form):
+    ids = IdMap(pa.array([f"i{number}" for number in range(policy.num_items)]))
+    known = BundleFeatures(item=FITTED)
+    export.export_bundle(policy, ids, FeedbackDefinition(), out, k=20, options=options, features=known, **form)
+    return Bundle.load(out)
+
+
+def histories():
+    rng = np.random.default_rng(1)
+    users = np.repeat(np.arange(12), 4)
+    items = [f"i{number}" for number in rng.integers(0, OLD + NEW, len(users))]
+    return {"user_id": users, "item_id": items, "timestamp": np.arange(len(users))}
+
+
+def assert_same_lists(found, expected, tolerance=1e-4):
+    for engine in ("onnx", "torch"):
+        first, second = (Bundle.load(one.root, engine).recommend(histories()) for one in (found, expected))
+        assert first["item_id"].tolist() == second["item_id"].tolist()
+        np.testing.assert_allclose(first["score"], second["score"], atol=tolerance)
+        assert first["item_id"].isin([f"i{number}" for number in range(OLD, OLD + NEW)]).any()
+
+
+@pytest.mark.parametrize(
+    ("form", "policy"),
+    [
+        ({}, {"tie_weights": False, "proposal": "popularity"}),
+        pytest.param({"item_precision": "int8"}, {}, marks=pytest.mark.slow),
+        pytest.param({"item_precision": "float16"}, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_refreshed_bundle_is_one_exported_over_the_larger_catalog(form, policy, tmp_path, monkeypatch):
+    if form:  # tracing a loop over blocks takes its time
+        monkeypatch.setattr(export, "ranker_of", partial(ranker_of, block_rows=30))
+    old = bundle_of(*policy_of(OLD, OLD - 3, **policy), tmp_path / "old", **form)
+    expected = bundle_of(*policy_of(OLD + NEW, OLD - 3, **policy), tmp_path / "expected", **form)
+    pq.write_table(item_rows(), tmp_path / "items.parquet")
+    fresh = refresh(old, tmp_path / "items.parquet", tmp_path / "fresh")
+    assert (fresh.listed, fresh.retired, fresh.left_out, fresh.added) == (OLD + NEW, 0, 0, NEW)
+    assert_same_lists(fresh.bundle, expected)
+    assert check_golden(fresh.bundle) > 0
+    assert fresh.bundle.manifest.item_precision == form.get("item_precision", "float32")
+    assert set(fresh.bundle.manifest.files) == set(expected.manifest.files)
+
+
+def test_a_bundle_with_an_index_is_indexed_again(tmp_path):
+    pytest.importorskip("faiss")
+    index = export.IndexOptions(recall=0.9, lists=1)
+    old = bundle_of(*policy_of(OLD, OLD), tmp_path / "old", index=index)
+    pq.write_table(item_rows(), tmp_path / "items.parquet")
+    fresh = refresh_bundle(old.root, tmp_path / "items.parquet", tmp_path / "fresh")
+    assert fresh.bundle.manifest.index["recall_10"] == 1.0
+    assert len(np.load(tmp_path / "fresh" / "vectors.npy")) == OLD + NEW + 1
+
+
+def test_some_retire_some_come_and_the_next_refresh_goes_on(tmp_path):
+    old = bundle_of(*policy_of(OLD, OLD), tmp_path / "old")
+    rows = item_rows()
+    kept = rows.filter(pa.array([number not in (3, OLD + 2) for number in range(len(rows))]))
+    kept = kept.append_column("retired", pa.array([i == 4 for i in range(len(kept))]))  # i5
+    for number, table in enumerate((kept.slice(0, OLD + 1), kept)):
+        pq.write_table(table, tmp_path / f"items{number}.parquet")
+    words = ["export", "--refresh", str(old.root), "--items", str(tmp_path / "items0.parquet")]
+    assert main([*words, "--out", str(tmp_path / "one")]) == 0
+    again = refresh(tmp_path / "one", tmp_path / "items1.parquet", tmp_path / "two")
+    assert (again.retired, again.listed) == (2, OLD + NEW - 3)
+    straight = refresh(old, tmp_path / "items1.parquet", tmp_path / "three")
+    assert_same_lists(again.bundle, straight.bundle)
+    listed = set(again.bundle.recommend(histories())["item_id"])
+    assert not listed & {"i3", "i5", f"i{OLD + 2}"}
+
+
+def test_encoded_features_take_the_place_of_raw_ones_if_they_mean_the_same(tmp_path):
+    old = bundle_of(*policy_of(OLD, OLD), tmp_path / "old")
+    pq.write_table(item_rows(), tmp_path / "items.parquet")
+    pq.write_table(item_rows().select(["item_id"]), tmp_path / "bare.parquet")
+    grown = of_side(FEATURES, {"author": pa.array(["a", "b", "c", "d", "stranger"]), "tags": pa.array([7, 8, 9])})
+    encoded = EncodedItems(grown, grown.read(item_rows(), "items"))
+    raw, cooked = (
+        refresh_bundle(old.root, tmp_path / f"{name}.parquet", tmp_path / name, encoded=by)
+        for name, by in (("items", None), ("bare", encoded))
+    )
+    assert_same_lists(cooked.bundle, raw.bundle)
+    other = of_side(FEATURES, {"author": pa.array(["b", "a", "c", "d"]), "tags": pa.array([7, 8, 9])})
+    with pytest.raises(RecpoError, match="not those of"):
+        refresh_bundle(
+            old.root, tmp_path / "bare.parquet", tmp_path / "no", encoded=EncodedItems(other, encoded.features)
+        )
+    with pytest.raises(RecpoError, match="has no column author_id, tags, length, text"):
+        refresh(old, tmp_path / "bare.parquet", tmp_path / "no")
+    twice = pa.concat_tables([item_rows(), item_rows().slice(OLD)])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(RecpoError, match="several rows of an item"):
+        refresh(old, tmp_path / "twice.parquet", tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("bound", [0.0, 1.0])
+def test_a_new_item_of_a_tilted_policy_has_the_mean_grade(bound, tmp_path):
+    base, options = policy_of(OLD, OLD)
+    arguments = {"rank": 3, "mean": 0.4, "ridge": 2.0, "bias_ridge": 3.0, "beta": 0.2, "max_history": 5}
+    arguments["lower_bound"] = bound
+    policy = TiltedPolicy(OLD, base=lambda _: base, **arguments).eval()
+    factors = torch.randn(OLD, 3, generator=torch.Generator().manual_seed(0))
+    policy.factors.assign(factors, factors[:, 0], factors.square(), torch.eye(4).expand(OLD, 4, 4), noise=0.1)
+    described = {"class_path": "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy", "init_args": options}
+    old = bundle_of(policy, arguments | {"base": described}, tmp_path / "old")
+    pq.write_table(item_rows(), tmp_path / "items.parquet")
+    if bound:
+        with pytest.raises(RecpoError, match="lower_bound 0"):
+            refresh(old, tmp_path / "items.parquet", tmp_path / "fresh")
+        return
+    fresh = refresh(old, tmp_path / "items.parquet", tmp_path / "fresh")
+    weights = Bundle.load(fresh.bundle.root, "torch").runtime.policy.factors
+    assert not weights.item_factors[OLD + 1 :].any()
+    assert torch.equal(weights.factor_variance[-1], policy.factors.factor_variance.amax(0))
+    assert set(fresh.bundle.recommend(histories())["item_id"]) & {f"i{number}" for number in range(OLD, OLD + NEW)}
+
+
+def test_codes_are_needed_for_items_of_semantic_ids(export_once, tmp_path):
+    _, bundle = export_once("semantic")
+    pq.write_table(pa.table({"item_id": ["item-1", "new"]}), tmp_path / "items.parquet")
+    with pytest.raises(RecpoError, match="tokenize --extends"):
+        refresh(bundle, tmp_path / "items.parquet", tmp_path / "fresh")
