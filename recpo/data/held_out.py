@@ -15,6 +15,7 @@ from recpo.data.prepared import Events, Period, Prepared
 from recpo.data.schema import LogColumns
 from recpo.data.slates import grades, histories_of, logp_behavior, padded, ranges, slate_behaviors
 from recpo.errors import RecpoError
+from recpo.features.decoding import by_source, decoded
 from recpo.features.schema import Reads
 from recpo.types import EvaluationBatch, FeedbackBatch, Slates
 
@@ -156,11 +157,14 @@ class HeldOutHistories:
     Args:
         prepared: the data.
         split: the held-out period.
+        reads: what is read beside items, feedback and times.
     """
 
-    def __init__(self, prepared: Prepared, split: Period) -> None:
-        self._prepared, self._split = prepared, split
+    def __init__(self, prepared: Prepared, split: Period, reads: Reads = Reads()) -> None:  # noqa: B008  immutable
+        self._prepared, self._split, self._reads = prepared, split, reads
         self._items, self._shard = prepared.item_ids(), -1
+        self._context = prepared.fitted_features("context") if reads.context else None
+        self._user = prepared.fitted_features("user") if reads.user else None
 
     def events(self, users: np.ndarray) -> pa.Table:
         """The events of ``users [B]``, rows of ``users.parquet``, which are their ``user_id`` here, in order of time.
@@ -182,8 +186,36 @@ class HeldOutHistories:
                 LogColumns.TIMESTAMP: self._events.timestamp[rows],
                 LogColumns.DISLIKE: self._events.dislike[rows],
                 **{name: values[rows] for name, values in self._raw.items()},
+                **self._behaviors(rows),
+                **self._contexts(rows),
             }
         )
+
+    def requests(self, users: np.ndarray) -> pa.Table | None:
+        """``user_id`` and the features of the first request of the period of each of ``users``; None = not read."""
+        if self._context is None:
+            return None
+        found = self._rows_of(users)
+        ends = _history_ends(self._events, self._events.offsets[found], self._events.offsets[found + 1])[1]
+        return pa.table({LogColumns.USER_ID: users, **self._contexts(ends)})
+
+    def user_features(self, users: np.ndarray) -> pa.Table | None:
+        """``user_id`` and the features of ``users``, by the columns of the table of users; None = not read."""
+        if self._user is None:
+            return None
+        order = np.argsort(users)
+        columns = decoded(self._user, self._prepared.user_features(users[order]))
+        return pa.table({LogColumns.USER_ID: users[order], **by_source(self._user, columns)})
+
+    def _behaviors(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        bits = self._events.behaviors
+        if bits is None:
+            return {}
+        return {name: (bits[rows] >> bit & 1).astype(bool) for bit, name in enumerate(self._prepared.behaviors)}
+
+    def _contexts(self, rows: np.ndarray) -> dict[str, pa.Array]:
+        context = self._events.context
+        return {} if context is None or self._context is None else decoded(self._context, context.rows(rows))
 
     def _rows_of(self, users: np.ndarray) -> np.ndarray:
         """The users as rows of the offsets of their shard, which is read where it is not at hand."""
@@ -199,7 +231,7 @@ class HeldOutHistories:
         )
 
     def _read(self, shard: int) -> None:
-        self._shard, self._events = shard, self._prepared.load(self._split, shard)
+        self._shard, self._events = shard, self._prepared.load(self._split, shard, self._reads)
         self._users = self._events.user_index[self._events.offsets[:-1]]
         raw = (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.LABEL)
         self._raw = self._prepared.columns(self._split, shard, raw)

@@ -27,6 +27,7 @@ from recpo.factorization.factors import Factors
 from recpo.factorization.graded import FactorOptions
 from recpo.factorization.implicit import ImplicitALS, ImplicitOptions, fit_implicit
 from recpo.factorization.selection import fit_factors
+from recpo.features.schema import Reads
 from recpo.feedback import UNKNOWN
 from recpo.types import FeedbackBatch
 
@@ -51,12 +52,14 @@ class Loaded(NamedTuple):
         max_history: how many events of a history it reads.
         policy: whose items can be drawn; None = there are only lists.
         counts: after the pass, what else is to be counted beside users and events.
+        reads: what batches must hold for it beyond items, feedback and times, where there is no policy to say so.
     """
 
     recommender: Recommender
     max_history: int
     policy: Policy | None = None
     counts: Callable[[], Mapping[str, int]] = dict
+    reads: Reads = Reads()
 
 
 @dataclass(frozen=True)

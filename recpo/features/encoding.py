@@ -110,6 +110,8 @@ class FittedFeatures:
         if source not in table.column_names or pa.types.is_null(table[source].type):
             return pa.nulls(len(table), wanted)
         column = _one(table[source])
+        if pa.types.is_list(column.type) and pa.types.is_null(column.type.value_type):
+            return pa.nulls(len(table), wanted)  # empty lists only, as a request in JSON may have them
         expected = expected_type(feature, column.type)
         if expected is not None:
             raise RecpoError(f"{name}: column {source!r} is {column.type}, expected {expected}")
@@ -130,6 +132,16 @@ class FittedFeatures:
             return pa.list_(self.vocabularies[feature.name].values.type)
         return pa.float64() if isinstance(feature, Number) else pa.list_(pa.float32())
 
+    def agrees(self, other: FittedFeatures) -> bool:
+        """Whether codes and numbers of ``other`` mean the same here; its vocabularies may have grown."""
+        if [_unsized(one) for one in self.features] != [_unsized(one) for one in other.features]:
+            return False
+        for name, vocabulary in self.vocabularies.items():
+            values = other.vocabularies[name].values
+            if values.type != vocabulary.values.type or not values.slice(0, len(vocabulary)).equals(vocabulary.values):
+                return False
+        return True
+
     def __bool__(self) -> bool:
         """Whether there is any feature."""
         return bool(self.features)
@@ -147,6 +159,10 @@ class FittedFeatures:
         kept = column.is_valid().to_numpy(zero_copy_only=False)
         rows[kept] = column.filter(column.is_valid()).flatten().to_numpy(zero_copy_only=False).reshape(-1, width)
         return pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), width)
+
+
+def _unsized(feature: Feature) -> dict[str, object]:
+    return {key: value for key, value in feature.to_json().items() if key != "num_codes"}
 
 
 def stored_type(feature: Feature) -> pa.DataType:

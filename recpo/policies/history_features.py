@@ -73,8 +73,9 @@ class HistoryFeatures(nn.Module):
         recent = histories.recent(most)
         parts = []
         if self.behaviors is not None:
-            bits = torch.arange(len(self.behaviors), device=recent.lengths.device)
-            named = _given(recent.behaviors, "behaviors")[..., None].bitwise_right_shift(bits).bitwise_and(1)
+            sets = _given(recent.behaviors, "behaviors")[..., None]
+            powers = 2 ** torch.arange(len(self.behaviors), device=sets.device)
+            named = sets.div(powers, rounding_mode="floor").remainder(2)  # shifts of signed numbers are none in ONNX
             parts.append(named.to(self.behaviors.dtype) @ self.behaviors)
         if self.time_gaps is not None:
             parts.append(F.embedding(gap_buckets(_given(recent.timestamps, "timestamps")), self.time_gaps))

@@ -12,8 +12,10 @@ from starlette.responses import JSONResponse
 
 from recpo import __version__
 from recpo.server.service import Service
+from recpo.serving.program_inputs import program_inputs
 
 _PLATFORM = "onnxruntime_onnx"
+_DATATYPES = {"int64": "INT64", "float32": "FP32"}
 
 
 def protocol_routes(service: Service) -> APIRouter:
@@ -49,9 +51,14 @@ def model_metadata(service: Service) -> dict[str, Any]:
     """Name, versions, and the tensors of the program."""
     bundle = service.versions.current
     manifest = bundle.bundle.manifest
-    history = ["item_ids", "feedback", *["timestamps"] * manifest.reads_timestamps]
-    inputs = [{"name": name, "datatype": "INT64", "shape": [-1, manifest.max_history]} for name in history]
-    inputs.insert(2, {"name": "exclude", "datatype": "INT64", "shape": [-1, -1]})
+    inputs = [
+        {
+            "name": one.name,
+            "datatype": _DATATYPES[one.type],
+            "shape": [-1, *(size if isinstance(size, int) else -1 for size in one.shape)],
+        }
+        for one in program_inputs(manifest.max_history, manifest.reads)
+    ]
     return {
         "name": bundle.name,
         "versions": service.versions.names,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
 from recpo.feedback import FeedbackDefinition
 from recpo.frames import Frame
+from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexRuntime
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
@@ -86,11 +88,17 @@ class Bundle:
         """What is positive, disliked, skipped or unknown, and how levels are computed."""
         return self.manifest.feedback
 
+    @cached_property
+    def features(self) -> BundleFeatures:
+        """What was fitted of the features that it reads."""
+        return BundleFeatures.load(self.root, self.manifest.features, self.manifest.behaviors)
+
     @property
     def reader(self) -> HistoryReader:
         """Reads histories for this policy."""
-        manifest = self.manifest
-        return HistoryReader(self.items, manifest.feedback, manifest.max_history, manifest.reads_timestamps)
+        manifest, known = self.manifest, self.features
+        parts = known.behaviors, known.user, known.context
+        return HistoryReader(self.items, manifest.feedback, manifest.max_history, manifest.reads_timestamps, *parts)
 
     def recommend(
         self,
@@ -99,6 +107,8 @@ class Bundle:
         *,
         exclude: Frame | None = None,
         users: Iterable[Any] | None = None,
+        user_features: Frame | None = None,
+        context: Frame | None = None,
     ) -> pd.DataFrame:
         """The best items of every user, without those of the history and those to exclude.
 
@@ -109,10 +119,13 @@ class Bundle:
         Args:
             histories: events, one per row, in any order (any Arrow-compatible frame): ``user_id``, ``item_id``,
                 ``timestamp`` (times, or milliseconds since 1970) and, where the log has them, ``watch_time`` and
-                ``duration`` in seconds, ``dislike``, ``label``.
+                ``duration`` in seconds, ``dislike``, ``label``; flags of behaviors and features of the requests, by
+                their names, if the policy reads them.
             k: list length, at most the bundle's own; None = that.
             exclude: ``user_id`` and ``item_id`` of what must not be listed.
             users: who is served, in this order, new users among them; None = the users of ``histories``.
+            user_features: ``user_id`` and columns as in the table of users that was prepared, if the policy reads it.
+            context: ``user_id`` and the features of the requests that are answered now, if the policy reads them.
 
         Returns:
             ``user_id``, ``rank`` from 1, ``item_id``, ``score`` (natural-log probability; with an index but for a
@@ -121,7 +134,9 @@ class Bundle:
         Raises:
             RecpoError: a column is missing, of a wrong type or impossible; k is no whole number in its range.
         """
-        return self.serve(histories, k, exclude=exclude, users=users).to_pandas()
+        return self.serve(
+            histories, k, exclude=exclude, users=users, user_features=user_features, context=context
+        ).to_pandas()
 
     def serve(
         self,
@@ -130,15 +145,31 @@ class Bundle:
         *,
         exclude: Frame | None = None,
         users: Iterable[Any] | None = None,
+        user_features: Frame | None = None,
+        context: Frame | None = None,
         batch_size: int = BATCH_SIZE,
     ) -> Served:
         """``recommend`` as an Arrow table with its typed counts; ``batch_size`` users are ranked at once."""
         return recommend_lists(
-            self.runtime, self.reader, histories, k=k, exclude=exclude, users=users, batch_size=batch_size
+            self.runtime,
+            self.reader,
+            histories,
+            k=k,
+            exclude=exclude,
+            users=users,
+            user_features=user_features,
+            context=context,
+            batch_size=batch_size,
         )
 
     def recommend_one(
-        self, events: Sequence[Mapping[str, Any]], k: int | None = None, exclude: Sequence[Any] = ()
+        self,
+        events: Sequence[Mapping[str, Any]],
+        k: int | None = None,
+        exclude: Sequence[Any] = (),
+        *,
+        user: Mapping[str, Any] | None = None,
+        context: Mapping[str, Any] | None = None,
     ) -> list[tuple[Any, float]]:
         """The best items of one user, as a server has the request.
 
@@ -146,6 +177,8 @@ class Bundle:
             events: the user's past in any order, keys as the columns of ``recommend`` without ``user_id``.
             k: list length; None = the bundle's own.
             exclude: items that must not be listed.
+            user: features of the user, by the columns of the table of users; what is not named is missing.
+            context: features of this request, by their names.
 
         Returns:
             Pairs of external item id and natural-log probability (with an index but for a constant), best first.
@@ -154,17 +187,26 @@ class Bundle:
             RecpoError: see ``recommend``.
         """
         k = validate_k(self.k if k is None else k, self.k)
-        top_items, scores = self.runtime.recommend(self.reader.read_request(events, exclude), k)
+        top_items, scores = self.runtime.recommend(self.reader.read_request(events, exclude, user, context), k)
         listed = top_items[0] > 0
         items = self.items.to_external(top_items[0][listed]).to_pylist()
         return list(zip(items, scores[0][listed].tolist(), strict=True))
 
-    def score(self, histories: Frame, candidates: Frame) -> pd.DataFrame:
+    def score(
+        self,
+        histories: Frame,
+        candidates: Frame,
+        *,
+        user_features: Frame | None = None,
+        context: Frame | None = None,
+    ) -> pd.DataFrame:
         """Log-probabilities of given items; of a bundle loaded with ``engine="torch"``.
 
         Args:
             histories: see ``recommend``.
             candidates: ``user_id`` and ``item_id``.
+            user_features: see ``recommend``.
+            context: see ``recommend``.
 
         Returns:
             ``user_id``, ``item_id``, ``score``, in the order of the candidates; nan for unknown items.
@@ -172,7 +214,10 @@ class Bundle:
         Raises:
             RecpoError: see ``recommend``; or the engine is onnx.
         """
-        return score_candidates(self.runtime, self.reader, histories, candidates).to_pandas()
+        served = score_candidates(
+            self.runtime, self.reader, histories, candidates, user_features=user_features, context=context
+        )
+        return served.to_pandas()
 
 
 def load_runtime(
@@ -185,7 +230,7 @@ def load_runtime(
         from recpo.serving.runtimes import PolicyRuntime
         from recpo.serving.saved_policy import load_policy
 
-        return PolicyRuntime(load_policy(root, manifest), manifest.k)
+        return PolicyRuntime(load_policy(root, manifest), manifest.k, manifest.reads)
     if manifest.index is not None:
         return IndexRuntime(root, manifest, threads=threads, provider=provider)
     return OnnxRuntime(root / ONNX_PROGRAM, manifest, threads=threads, provider=provider)

@@ -93,11 +93,10 @@ def _fitted(root: Path, side: Side, features: tuple[Feature, ...]) -> FittedFeat
                 raise RecpoError(f"{file} cannot be read ({error}): {_REMEDY}") from error
     fitted = of_side(features, values)
     for feature in features:
-        if isinstance(feature, Category | Categories):
-            if fitted.vocabularies[feature.name].num_codes != feature.num_codes:
-                raise RecpoError(
-                    f"{root / vocabulary_file(side, feature.name)} is no vocabulary of its schema: {_REMEDY}"
-                )
+        if not isinstance(feature, Category | Categories):
+            continue
+        if fitted.vocabularies[feature.name].num_codes != feature.num_codes:
+            raise RecpoError(f"{root / vocabulary_file(side, feature.name)} is no vocabulary of its schema: {_REMEDY}")
     return fitted
 
 

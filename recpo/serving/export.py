@@ -29,11 +29,12 @@ from recpo.serving.golden import GOLDEN, write_golden
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.indexing import StateProgram, build_index, validate_indexable, verify_index
 from recpo.serving.item_encoders import save_item_encoders
-from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime, import_faiss, state_inputs
+from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime, import_faiss
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
 from recpo.serving.program import ServingProgram, ranker_of
+from recpo.serving.program_inputs import EXCLUDE, ProgramInput, program_inputs
 from recpo.serving.recommending import validate_k
-from recpo.serving.runtimes import INPUTS, OUTPUTS
+from recpo.serving.runtimes import OUTPUTS
 from recpo.serving.saved_policy import describe_policy, save_policy
 from recpo.serving.verification import random_inputs, verify_rounded, verify_runtime
 
@@ -88,6 +89,7 @@ def export_bundle(
     """
     if len(items) != policy.num_items:
         raise RecpoError(f"{len(items)} items are named, the policy has {policy.num_items}: hand over its own items")
+    _validate_features(policy, features)
     k, described = validate_k(k, policy.num_items), describe_policy(policy, options)
     encoded = policy if policy.reads_item_features and described["options"] is not None else None
     features = replace(features, item=None if encoded is None else features.item)
@@ -163,18 +165,22 @@ def versions() -> dict[str, str]:
     return {"recpo": __version__, "torch": torch.__version__}
 
 
-def _servable(policy: Policy) -> Policy:
-    """The policy with precomputed item vectors: serving costs the same with item features and without.
+def _validate_features(policy: Policy, features: BundleFeatures) -> None:
+    """Raises where something that the policy reads is not said, or something is said that it does not read."""
+    for name, read, known in (
+        ("user_features", policy.reads_user, features.user),
+        ("context_features", policy.reads_context, features.context),
+        ("behaviors", policy.reads_behaviors, features.behaviors),
+    ):
+        if read != bool(known):
+            raise RecpoError(
+                f"the policy {'reads' if read else 'does not read'} {name}, and the argument features "
+                f"{'has none' if read else 'has them'}: hand over what the run keeps of them (Run.export does)"
+            )
 
-    Raises:
-        RecpoError: it reads of a user what a bundle is not given.
-    """
-    reads = {"user_features": policy.reads_user, "context_features": policy.reads_context}
-    if asked := [name for name, read in {**reads, "behaviors": policy.reads_behaviors}.items() if read]:
-        raise RecpoError(
-            f"the policy reads {', '.join(asked)}, which the programs of a bundle are not given yet: train it with "
-            f"policy.{asked[0]} false to serve it from a bundle, or recommend with the run"
-        )
+
+def _servable(policy: Policy) -> Policy:
+    """The policy with precomputed item vectors: serving costs the same with item features and without."""
     if policy.reads_item_features:
         policy = copy.deepcopy(policy)
         policy.precompute_item_vectors()
@@ -194,10 +200,10 @@ def _validate_options(policy: Policy, precision: Precision, index: IndexOptions 
 def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> BundleManifest:
     """The program that ranks the whole catalog, compared with the policy."""
     ranker, k = ranker_of(policy, manifest.item_precision), manifest.k
-    program = ServingProgram(ranker, k)
-    random = random_inputs(policy, _EXAMPLE_USERS, torch.Generator().manual_seed(0))
-    exported = _exported(program, random, INPUTS[: 3 + policy.reads_timestamps])
-    _save_onnx(exported, root / ONNX_PROGRAM, OUTPUTS)
+    program = ServingProgram(ranker, k, manifest.reads)
+    random = random_inputs(policy, _EXAMPLE_USERS, torch.Generator().manual_seed(0), manifest.reads)
+    given = program_inputs(manifest.max_history, manifest.reads)
+    _save_onnx(_exported(program, random, given), root / ONNX_PROGRAM, given, OUTPUTS)
     runtime = load_runtime(root, manifest, "onnx")
     if manifest.item_precision == "float32":
         verify_runtime(runtime, policy, k)
@@ -207,27 +213,27 @@ def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> Bundl
 
 def _write_index(policy: Policy, manifest: BundleManifest, root: Path, options: IndexOptions) -> BundleManifest:
     """The program that gives states, and the index, compared with the policy."""
-    manifest = replace(manifest, index=build_index(policy, manifest.k, options, root))
-    random = random_inputs(policy, _EXAMPLE_USERS, torch.Generator().manual_seed(0))
-    exported = _exported(StateProgram(policy), random, state_inputs(policy.reads_timestamps))
-    _save_onnx(exported, root / ONNX_PROGRAM, (STATES,))
+    manifest = replace(manifest, index=build_index(policy, manifest.k, options, root, manifest.reads))
+    random = random_inputs(policy, _EXAMPLE_USERS, torch.Generator().manual_seed(0), manifest.reads)
+    program = StateProgram(policy, manifest.reads)
+    _save_onnx(_exported(program, random, program.inputs), root / ONNX_PROGRAM, program.inputs, (STATES,))
     verify_index(IndexRuntime(root, manifest), policy, manifest.k)
     return manifest
 
 
-def _exported(program: nn.Module, random: EncodedHistories, names: Sequence[str]) -> ExportedProgram:
+def _exported(program: nn.Module, random: EncodedHistories, given: Sequence[ProgramInput]) -> ExportedProgram:
     """The program for any number of users and of items to exclude."""
-    users, width = Dim("users", min=1), Dim("exclude", min=1)
-    inputs = tuple(torch.from_numpy(getattr(random, name)) for name in names)
-    shapes = tuple({0: users, 1: width} if name == "exclude" else {0: users} for name in names)
+    users, width = Dim("users", min=1), Dim(EXCLUDE, min=1)
+    inputs = tuple(torch.from_numpy(one.of(random)) for one in given)
+    shapes = (tuple({0: users, 1: width} if one.name == EXCLUDE else {0: users} for one in given),)
     with _quiet(), torch.no_grad():
         exported = torch.export.export(program, inputs, dynamic_shapes=shapes)
         _forget_sources(exported)
     return exported
 
 
-def _save_onnx(exported: ExportedProgram, file: Path, outputs: Sequence[str]) -> None:
-    names = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
+def _save_onnx(exported: ExportedProgram, file: Path, given: Sequence[ProgramInput], outputs: Sequence[str]) -> None:
+    names = [one.name for one in given]
     with _quiet(), torch.no_grad():
         onnx = torch.onnx.export(exported, input_names=names, output_names=outputs, dynamo=True, verbose=False)
     assert onnx is not None

@@ -8,14 +8,17 @@ versions of ONNX Runtime and recpo, gives the same lists from raw events.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import pyarrow as pa
 
 from recpo.artifacts import parse_json
 from recpo.errors import RecpoError
+from recpo.features.encoding import FittedFeatures
+from recpo.features.schema import Category, Number, Vector
 from recpo.feedback import FeedbackDefinition
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ TOLERANCE: Final = 1e-4
 """Difference of natural-log probabilities; items that are closer may swap places."""
 
 _REQUESTS, _LISTED = 8, 10
+_LEFT_OUT: Final = 0.2  # share of the features that a request does not say
 _FIRST_TIME_MS, _LONGEST_GAP_MS = 1_600_000_000_000, 86_400_000
 _REMEDY: Final = "export the bundle again with this version of recpo and ONNX Runtime"
 
@@ -40,10 +44,7 @@ def write_golden(bundle: Bundle, path: Path, *, seed: int = 0) -> None:
     lengths = np.linspace(0, bundle.manifest.max_history + 2, _REQUESTS).round().astype(int)
     requests = [_request(bundle, int(length), generator) for length in lengths]
     k = min(_LISTED, bundle.k)
-    content = [
-        {**request, "k": k, "answer": bundle.recommend_one(request["history"], k, request["exclude"])}
-        for request in requests
-    ]
+    content = [{**request, "k": k, "answer": _answer(bundle, request, k)} for request in requests]
     path.write_text(json.dumps({"tolerance": TOLERANCE, "requests": content}, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -64,7 +65,7 @@ def check_golden(bundle: Bundle) -> int:
         requests = content["requests"]
         for number, request in enumerate(requests):
             expected = [(item, float(score)) for item, score in request["answer"]]
-            found = bundle.recommend_one(request["history"], request["k"], request["exclude"])
+            found = _answer(bundle, request, request["k"])
             _compare(expected, found, f"{path}: request {number}")
     except (KeyError, TypeError, ValueError) as error:
         raise RecpoError(f"{path} is damaged ({error!r}): {_REMEDY}") from error
@@ -75,9 +76,49 @@ def _request(bundle: Bundle, length: int, generator: np.random.Generator) -> dic
     items: list[Any] = bundle.items.to_external(generator.integers(1, len(bundle.items) + 1, length + 2)).to_pylist()
     times = _FIRST_TIME_MS + generator.integers(1, _LONGEST_GAP_MS, length).cumsum()
     history = [{"item_id": item, "timestamp": int(time)} for item, time in zip(items[2:], times, strict=True)]
+    known = bundle.features
     for event in history:
         event |= _outcome(bundle.feedback, generator)
-    return {"history": history, "exclude": items[:2]}
+        event |= {name: bool(generator.random() < 0.3) for name in known.behaviors}
+        event |= {} if known.context is None else _features(known.context, generator, by_name=True)
+    request: dict[str, Any] = {"history": history, "exclude": items[:2]}
+    if known.user is not None:
+        request["user"] = _features(known.user, generator)
+    if known.context is not None:
+        request["context"] = _features(known.context, generator, by_name=True)
+    return request
+
+
+def _answer(bundle: Bundle, request: Mapping[str, Any], k: int) -> list[tuple[Any, float]]:
+    return bundle.recommend_one(
+        request["history"], k, request["exclude"], user=request.get("user"), context=request.get("context")
+    )
+
+
+def _features(fitted: FittedFeatures, generator: np.random.Generator, by_name: bool = False) -> dict[str, Any]:
+    """Raw values of some of the features: some of the vocabulary, some of it unknown, some left out."""
+    found: dict[str, Any] = {}
+    for feature in fitted.features:
+        if generator.random() < _LEFT_OUT:
+            continue
+        name = feature.name if by_name else feature.source
+        if isinstance(feature, Number):
+            found[name] = round(float(abs(generator.normal(feature.mean or 0.0, feature.std or 1.0))), 3)
+        elif isinstance(feature, Vector):
+            found[name] = generator.normal(size=feature.width or 0).round(3).tolist()
+        else:
+            drawn = _of_vocabulary(fitted.vocabularies[feature.name].values, generator)
+            if isinstance(feature, Category):
+                found[name] = drawn
+            else:
+                found[name] = [drawn] if getattr(feature, "separator", None) is None else str(drawn)
+    return found
+
+
+def _of_vocabulary(values: pa.Array, generator: np.random.Generator) -> Any:
+    place = int(generator.integers(len(values) + 1))
+    strange = "?" if pa.types.is_string(values.type) else -(2**31)
+    return strange if place == len(values) else values[place].as_py()
 
 
 def _outcome(feedback: FeedbackDefinition, generator: np.random.Generator) -> dict[str, Any]:

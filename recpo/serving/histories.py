@@ -267,17 +267,30 @@ class HistoryReader:
             None if self.context is None else self._contexts(self.context, table, events.row, context, served),
         )
 
-    def read_request(self, events: Sequence[Mapping[str, Any]], exclude: Sequence[Any] = ()) -> EncodedHistories:
+    def read_request(
+        self,
+        events: Sequence[Mapping[str, Any]],
+        exclude: Sequence[Any] = (),
+        user: Mapping[str, Any] | None = None,
+        context: Mapping[str, Any] | None = None,
+    ) -> EncodedHistories:
         """What the policy reads of one user, as a server has it.
 
         Args:
             events: the user's past, in any order; keys as the columns of a history without ``user_id``; may be empty.
             exclude: items that must not be listed.
+            user: features of the user, by the columns of the table of users that was prepared.
+            context: features of the request, by their names.
 
         Raises:
             RecpoError: as in ``read``.
         """
-        ((_, encoded),) = self.read_requests([(events, exclude)]).batches(1)
+        read = self.read_requests(
+            [(events, exclude)],
+            user_features=None if user is None else [user],
+            context=None if context is None else [context],
+        )
+        ((_, encoded),) = read.batches(1)
         return encoded
 
     def read_requests(
@@ -334,6 +347,30 @@ class HistoryReader:
     def columns(self) -> tuple[str, ...]:
         """What is read of an event."""
         return (*EVENT_COLUMNS, *self.behaviors, *self._context_names)
+
+    def validate_columns(self, histories: Frame, user_features: Frame | None, context: Frame | None) -> None:
+        """Raises ``RecpoError`` where frames lack what the policy reads: one message for all of it.
+
+        A null in a column says that a value is not known; a column that is not there says nothing.
+        """
+        lacking = [
+            f"{name}: {', '.join(missing)}"
+            for name, frame, wanted in (
+                ("histories", histories, (*self.behaviors, *self._context_names)),
+                (
+                    "user_features",
+                    user_features,
+                    () if self.user is None else tuple(f.source for f in self.user.features),
+                ),
+                ("context", context, self._context_names),
+            )
+            if wanted and (missing := [one for one in wanted if one not in _column_names(frame, name)])
+        ]
+        if lacking:
+            raise RecpoError(
+                f"the policy reads columns that are not there ({'; '.join(lacking)}): add them, with nulls where a "
+                "value is not known"
+            )
 
     @property
     def _context_names(self) -> tuple[str, ...]:
@@ -414,6 +451,10 @@ class HistoryReader:
         stride = len(self.items) + 1
         pairs = np.unique(user.astype(np.int64) * stride + item)
         return _PerUser.of(len(served), pairs // stride, pairs % stride), unknown
+
+
+def _column_names(frame: Frame | None, name: str) -> set[str]:
+    return set() if frame is None else set(to_arrow(frame, name).column_names)
 
 
 def _asked_for(users: Iterable[Any]) -> pa.Array:

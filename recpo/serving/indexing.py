@@ -14,9 +14,10 @@ from recpo.contracts import Policy
 from recpo.errors import RecpoError
 from recpo.policies.catalog_search import best_by_blocks
 from recpo.serving.histories import EncodedHistories
-from recpo.serving.item_index import IndexOptions, IndexRuntime, ItemIndex, import_faiss, state_inputs
+from recpo.serving.item_index import IndexOptions, IndexRuntime, ItemIndex, import_faiss
 from recpo.serving.manifest import INDEX, VECTORS
 from recpo.serving.program import has_item_matrix, histories_of, item_matrix
+from recpo.serving.program_inputs import ProgramReads, program_inputs
 from recpo.serving.verification import TOLERANCE, overlap, random_inputs
 
 _USERS: Final = 256  # random histories on which the number of probes is chosen, and as many on which recall is measured
@@ -26,22 +27,24 @@ _MOST_PROBED: Final = 0.25  # share of the lists beyond which an index is no fas
 
 
 class StateProgram(nn.Module):
-    """``(item_ids [B, H], feedback [B, H], timestamps [B, H]) -> states [B, d]``: what an index is asked with.
+    """``(item_ids [B, H], feedback [B, H], ...) -> states [B, d]``: what an index is asked with.
 
-    ``timestamps`` is an input only of a policy that reads them; values out of range count as 0.
+    The inputs are those of a ``ServingProgram`` without ``exclude``.
 
     Args:
         policy: with an item matrix.
+        reads: what it reads beyond items and feedback.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, reads: ProgramReads) -> None:
         super().__init__()
         self.policy: Any = policy
+        self.inputs, self.reads = program_inputs(policy.max_history, reads, exclude=False), reads
 
-    def forward(self, item_ids: Tensor, feedback: Tensor, timestamps: Tensor | None = None) -> Tensor:
+    def forward(self, *tensors: Tensor) -> Tensor:
         """See the class."""
-        histories = histories_of(item_ids, feedback, timestamps, self.policy.num_items)
-        states: Tensor = self.policy.last_states(histories)
+        given = {one.name: tensor for one, tensor in zip(self.inputs, tensors, strict=True)}
+        states: Tensor = self.policy.last_states(histories_of(given, self.reads, self.policy.num_items))
         return states
 
 
@@ -56,7 +59,9 @@ def validate_indexable(policy: Policy) -> None:
         )
 
 
-def build_index(policy: Policy, k: int, options: IndexOptions, root: Path) -> dict[str, Any]:
+def build_index(
+    policy: Policy, k: int, options: IndexOptions, root: Path, reads: ProgramReads | None = None
+) -> dict[str, Any]:
     """Writes the index and the item vectors of a policy, and measures its recall on random histories.
 
     Args:
@@ -64,6 +69,7 @@ def build_index(policy: Policy, k: int, options: IndexOptions, root: Path) -> di
         k: length of the longest list.
         options: see there.
         root: the directory of the bundle.
+        reads: what the policy reads beyond items and feedback; None = times, if it says so.
 
     Returns:
         The manifest's entry ``index``: ``kind``, ``lists``, ``probes``, ``oversampling``, ``users`` (random histories,
@@ -73,10 +79,10 @@ def build_index(policy: Policy, k: int, options: IndexOptions, root: Path) -> di
     Raises:
         RecpoError: faiss is missing, or more than a quarter of the lists would have to be probed.
     """
-    faiss = import_faiss()
+    faiss, reads = import_faiss(), ProgramReads(policy.reads_timestamps) if reads is None else reads
     vectors = item_matrix(policy)[0].contiguous().numpy()
     index = _trained(faiss, vectors[1:], options)
-    candidates, searched = options.oversampling * k, _Sample(policy, k, seed=2)
+    candidates, searched = options.oversampling * k, _Sample(policy, k, reads, seed=2)
     probes = 1
     while (found := searched.recall(ItemIndex(index, vectors, probes, candidates)))[0] < options.recall:
         probes *= 2
@@ -86,7 +92,7 @@ def build_index(policy: Policy, k: int, options: IndexOptions, root: Path) -> di
                 "asked for, and probing more of them is no faster than scoring the whole catalog: export without an "
                 "index, or ask for a lower index.recall"
             )
-    recall = _Sample(policy, k, seed=3).recall(ItemIndex(index, vectors, probes, candidates))
+    recall = _Sample(policy, k, reads, seed=3).recall(ItemIndex(index, vectors, probes, candidates))
     faiss.write_index(index, str(root / INDEX))
     np.save(root / VECTORS, vectors, allow_pickle=False)
     return {
@@ -107,8 +113,8 @@ def verify_index(runtime: IndexRuntime, policy: Policy, k: int) -> None:
     Raises:
         RecpoError: they differ by more than 1e-4 of the largest one.
     """
-    inputs = random_inputs(policy, 33, torch.Generator().manual_seed(0))
-    states, vectors = _states(policy, inputs), item_matrix(policy)[0]
+    inputs = random_inputs(policy, 33, torch.Generator().manual_seed(0), runtime.reads)
+    states, vectors = _states(policy, inputs, runtime.reads), item_matrix(policy)[0]
     found, scores = map(torch.from_numpy, runtime.recommend(inputs, k))
     expected = (vectors[found] * states[:, None]).sum(-1).masked_fill(found == 0, -torch.inf)
     gaps = [
@@ -122,9 +128,9 @@ def verify_index(runtime: IndexRuntime, policy: Policy, k: int) -> None:
 class _Sample:
     """Random histories with their exact lists."""
 
-    def __init__(self, policy: Policy, k: int, seed: int) -> None:
-        inputs = random_inputs(policy, _USERS, torch.Generator().manual_seed(seed))
-        self._k, self._states = k, _states(policy, inputs)
+    def __init__(self, policy: Policy, k: int, reads: ProgramReads, seed: int) -> None:
+        inputs = random_inputs(policy, _USERS, torch.Generator().manual_seed(seed), reads)
+        self._k, self._states = k, _states(policy, inputs, reads)
         self._exclude = torch.from_numpy(np.concatenate([inputs.item_ids, inputs.exclude], 1))
         ids, best, _ = best_by_blocks(self._states, item_matrix(policy)[0], k, self._exclude)
         self._exact = ids.masked_fill(best == -torch.inf, 0).numpy()
@@ -149,7 +155,7 @@ def _trained(faiss: Any, vectors: np.ndarray, options: IndexOptions) -> Any:
 
 
 @torch.no_grad()
-def _states(policy: Policy, inputs: EncodedHistories) -> Tensor:
-    given = [torch.from_numpy(getattr(inputs, name)) for name in state_inputs(policy.reads_timestamps)]
-    states: Tensor = StateProgram(policy)(*given)
+def _states(policy: Policy, inputs: EncodedHistories, reads: ProgramReads) -> Tensor:
+    program = StateProgram(policy, reads)
+    states: Tensor = program(*(torch.from_numpy(one.of(inputs)) for one in program.inputs))
     return states

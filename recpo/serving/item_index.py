@@ -16,7 +16,8 @@ import numpy as np
 from recpo.errors import RecpoError
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import INDEX, ONNX_PROGRAM, VECTORS, BundleManifest
-from recpo.serving.runtimes import CPU_PROVIDER, INPUTS, OnnxSession, Runtime
+from recpo.serving.program_inputs import program_inputs
+from recpo.serving.runtimes import CPU_PROVIDER, OnnxSession, Runtime
 
 STATES: Final = "states"
 # Fewer than faiss takes for a matrix product, which would make the lists of a user depend on who else is in the batch.
@@ -152,24 +153,18 @@ class IndexRuntime(Runtime):
 
     def __init__(self, root: Path, manifest: BundleManifest, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
         self.num_items, self.max_history, self.k = manifest.num_items, manifest.max_history, manifest.k
-        self.reads_timestamps = manifest.reads_timestamps
+        self.reads = manifest.reads
         self.index = ItemIndex.load(root, manifest)
-        self._inputs = state_inputs(manifest.reads_timestamps)
-        widths: dict[str, list[int] | None] = {name: [manifest.max_history] for name in self._inputs}
+        self._inputs = program_inputs(manifest.max_history, manifest.reads, exclude=False)
         dim = self.index.vectors.shape[1]
-        self._session = OnnxSession(root / ONNX_PROGRAM, widths, {STATES: [dim]}, threads, provider)
+        self._session = OnnxSession(root / ONNX_PROGRAM, self._inputs, {STATES: [dim]}, threads, provider)
 
     def states(self, inputs: EncodedHistories) -> np.ndarray:
         """States ``[B, d]`` of the users."""
-        return self._session.run({name: getattr(inputs, name) for name in self._inputs})[0]
+        return self._session.run(inputs)[0]
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
         return self.index.search(self.states(inputs), np.concatenate([inputs.item_ids, inputs.exclude], 1), k)
-
-
-def state_inputs(reads_timestamps: bool) -> tuple[str, ...]:
-    """Inputs of a program that gives states."""
-    return tuple(name for name in INPUTS[: 3 + reads_timestamps] if name != "exclude")
 
 
 def import_faiss() -> Any:

@@ -14,6 +14,7 @@ from recpo.errors import RecpoError
 from recpo.features.schema import SIDES, FeatureSchema
 from recpo.feedback import FeedbackDefinition
 from recpo.serving.bundle_features import ITEM_ENCODERS, vocabulary_files
+from recpo.serving.program_inputs import ProgramReads, program_inputs
 
 if TYPE_CHECKING:
     from recpo.policies.blocked_table import Precision
@@ -68,8 +69,13 @@ class BundleManifest:
     item_precision: Precision = "float32"
     agreement: Mapping[str, Any] | None = None
     index: Mapping[str, Any] | None = None
-    features: FeatureSchema = FeatureSchema()
+    features: FeatureSchema = field(default_factory=FeatureSchema)
     behaviors: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> ProgramReads:
+        """What the program reads beyond items and feedback."""
+        return ProgramReads(self.reads_timestamps, bool(self.behaviors), self.features.user, self.features.context)
 
     @property
     def options(self) -> dict[str, Any] | None:
@@ -185,27 +191,20 @@ def _content(path: Path) -> dict[str, Any]:
 
 def program_interface(manifest: BundleManifest) -> dict[str, dict[str, dict[str, Any]]]:
     """Inputs and outputs of ``model.onnx``, for those who run it without recpo."""
-    users, history, k = "users", manifest.max_history, manifest.k
 
-    def ids(width: object, meaning: str) -> dict[str, Any]:
-        return {"shape": [users, width], "type": "int64", "meaning": meaning}
+    def tensor(kind: str, meaning: str, *shape: object) -> dict[str, Any]:
+        return {"shape": ["users", *shape], "type": kind, "meaning": meaning}
 
-    def numbers(width: object, meaning: str) -> dict[str, Any]:
-        return {"shape": [users, width], "type": "float32", "meaning": meaning}
-
-    times = {"timestamps": ids(history, "milliseconds since the epoch, 0 pads")} if manifest.reads_timestamps else {}
-    inputs = {
-        "item_ids": ids(history, "item_index, oldest first, 0 pads on the right"),
-        "feedback": ids(history, "feedback level 0..5 of each event, 0 unknown"),
-    }
+    given = program_inputs(manifest.max_history, manifest.reads, exclude=manifest.index is None)
+    inputs = {one.name: tensor(one.type, one.meaning, *one.shape) for one in given}
     if manifest.index is not None:
         meaning = f"a product with row i of {VECTORS} is the log-probability of item i but for a constant"
-        return {"inputs": inputs | times, "outputs": {"states": numbers("dim", meaning)}}
+        return {"inputs": inputs, "outputs": {"states": tensor("float32", meaning, "dim")}}
     return {
-        "inputs": {**inputs, "exclude": ids("exclude", "item_index not to list, 0 pads"), **times},
+        "inputs": inputs,
         "outputs": {
-            "top_items": ids(k, "item_index, best first, 0 where none is left"),
-            "scores": numbers(k, "natural-log probabilities"),
+            "top_items": tensor("int64", "item_index, best first, 0 where none is left", manifest.k),
+            "scores": tensor("float32", "natural-log probabilities", manifest.k),
         },
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 
 from recpo.contracts import Policy
 from recpo.errors import RecpoError
+from recpo.features.schema import Feature
 from recpo.feedback import HIGHEST
 from recpo.policies.blocked_table import BLOCK_ROWS, BlockedTable, Precision, RoundedRows, validate_precision
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import TiltedPolicy
-from recpo.types import Histories, Recommendations
+from recpo.serving.program_inputs import EXCLUDE, ProgramReads, features_of, program_inputs
+from recpo.types import Features, Histories, Recommendations
 
 _SEARCHED: Final = (CatalogSoftmaxPolicy, TiltedPolicy)
 
@@ -22,27 +25,29 @@ _SEARCHED: Final = (CatalogSoftmaxPolicy, TiltedPolicy)
 class ServingProgram(nn.Module):
     """The function that is exported: a ranking with what a server hands over.
 
-    ``(item_ids [B, H], feedback [B, H], exclude [B, M], timestamps [B, H]) -> (top_items [B, k], scores [B, k])``; ids
-    are internal, rows are padded with 0 on the right, and nothing of the history or of ``exclude`` is recommended.
-    ``timestamps`` is an input only of a policy that reads them. A value out of range counts as 0, unknown: in a lookup
-    -1 would stand for the last row.
+    ``(item_ids [B, H], feedback [B, H], exclude [B, M], ...) -> (top_items [B, k], scores [B, k])``, with what else it
+    reads behind these (``recpo.serving.program_inputs``); ids are internal, rows are padded with 0 on the right, and
+    nothing of the history or of ``exclude`` is recommended. A value out of range counts as 0, unknown: in a lookup -1
+    would stand for the last row.
 
     Args:
         ranker: a policy, or a ``CatalogSearch`` of one.
         k: length of the lists.
+        reads: what it reads beyond items and feedback; None = times, if the ranker says so.
     """
 
-    def __init__(self, ranker: Policy | CatalogSearch, k: int) -> None:
+    def __init__(self, ranker: Policy | CatalogSearch, k: int, reads: ProgramReads | None = None) -> None:
         super().__init__()
         self.ranker = ranker
         self.k = k
+        self.reads = ProgramReads(ranker.reads_timestamps) if reads is None else reads
+        self._names = [one.name for one in program_inputs(ranker.max_history, self.reads)]
 
-    def forward(
-        self, item_ids: Tensor, feedback: Tensor, exclude: Tensor, timestamps: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """See the class."""
-        histories = histories_of(item_ids, feedback, timestamps, self.ranker.num_items)
-        exclude = _within(exclude, self.ranker.num_items)
+        given = dict(zip(self._names, tensors, strict=True))
+        histories = histories_of(given, self.reads, self.ranker.num_items)
+        exclude = _within(given[EXCLUDE], self.ranker.num_items)
         top = self.ranker.recommend(histories, self.k, torch.cat([histories.item_ids, exclude], 1))
         return top.item_ids, top.scores
 
@@ -124,10 +129,28 @@ def _twin(module: nn.Module) -> Any:
     return twin
 
 
-def histories_of(item_ids: Tensor, feedback: Tensor, timestamps: Tensor | None, num_items: int) -> Histories:
-    """What a policy reads; a value out of range counts as 0."""
-    item_ids = _within(item_ids, num_items)
-    return Histories(item_ids, (item_ids != 0).sum(1), _within(feedback, HIGHEST), timestamps)
+def histories_of(given: Mapping[str, Tensor], reads: ProgramReads, num_items: int) -> Histories:
+    """What a policy reads, of the tensors of a program by name; an id or a level out of range counts as 0."""
+    item_ids = _within(given["item_ids"], num_items)
+
+    def features(side: str, of: tuple[Feature, ...], *lead: int) -> Features | None:
+        if not of:
+            return None
+
+        def nothing(kind: str) -> Tensor:
+            return item_ids.new_zeros(item_ids.shape[0], *lead, 0).to(getattr(torch, kind))
+
+        return Features(*features_of(side, of, given, nothing))
+
+    return Histories(
+        item_ids,
+        (item_ids != 0).sum(1),
+        _within(given["feedback"], HIGHEST),
+        given.get("timestamps"),
+        given.get("behaviors"),
+        features("user", reads.user),
+        features("context", reads.context, item_ids.shape[1] + 1),
+    )
 
 
 def _within(values: Tensor, largest: int) -> Tensor:

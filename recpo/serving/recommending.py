@@ -67,6 +67,7 @@ def recommend_lists(
         RecpoError: see ``HistoryReader.read``; k or batch_size is no whole number in its range.
     """
     k = validate_k(runtime.k if k is None else k, runtime.k)
+    reader.validate_columns(histories, user_features, context)
     read = reader.read(histories, exclude=exclude, users=users, user_features=user_features, context=context)
     items, scores = [], []
     for _, inputs in read.batches(_validate_batch_size(batch_size)):
@@ -87,6 +88,8 @@ def score_candidates(
     histories: Frame,
     candidates: Frame,
     *,
+    user_features: Frame | None = None,
+    context: Frame | None = None,
     batch_size: int = BATCH_SIZE,
 ) -> Served:
     """Log-probabilities of given items after the users' whole histories.
@@ -97,6 +100,8 @@ def score_candidates(
         histories: events in long format, see ``HistoryReader``.
         candidates: ``user_id`` and ``item_id``; users without an event are scored as new ones. An item that is not in
             the catalog scores nan and counts as ``unknown_candidates``.
+        user_features: features of users, see ``HistoryReader.read``.
+        context: features of the requests, see ``HistoryReader.read``.
         batch_size: users scored at once.
 
     Returns:
@@ -107,7 +112,8 @@ def score_candidates(
     """
     table = to_arrow(candidates, "candidates")
     owner, items = id_column(table, USER_ID, "candidates"), reader.known_items(table, "candidates")
-    read = reader.read(histories, users=owner.unique())
+    reader.validate_columns(histories, user_features, context)
+    read = reader.read(histories, users=owner.unique(), user_features=user_features, context=context)
     user = rows_of_users(owner, read.users, "candidates")
     order = np.argsort(user, kind="stable")
     column = np.empty(len(user), np.int64)

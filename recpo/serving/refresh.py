@@ -205,7 +205,11 @@ def _new_features(
     fitted = BundleFeatures.load(root, manifest.features).item
     assert fitted is not None
     if encoded is not None:
-        _validate_same_fit(fitted, encoded.fitted, root, file)
+        if not fitted.agrees(encoded.fitted):
+            raise RecpoError(
+                f"items: {file} was prepared with features, vocabularies or means that are not those of {root}: name "
+                "data that `recpo prepare --extends` made of its training data, or the table of items as it was before"
+            )
         return fitted, encoded.features.rows(today.rows[today.new])
     if missing := [one.source for one in fitted.features if one.source not in today.table.column_names]:
         raise RecpoError(
@@ -214,24 +218,6 @@ def _new_features(
             "new items out"
         )
     return fitted, fitted.read(today.table.take(pa.array(today.new)), _TABLE)
-
-
-def _validate_same_fit(own: FittedFeatures, theirs: FittedFeatures, root: Path, file: Path) -> None:
-    """Raises where codes or numbers of a prepared table mean something else; vocabularies may have grown."""
-    same = [_plain(one) for one in own.features] == [_plain(one) for one in theirs.features]
-    for name, vocabulary in own.vocabularies.items() if same else ():
-        longer = theirs.vocabularies[name].values
-        same = same and longer.type == vocabulary.values.type
-        same = same and longer.slice(0, len(vocabulary)).equals(vocabulary.values)
-    if not same:
-        raise RecpoError(
-            f"items: {file} was prepared with features, vocabularies or means that are not those of {root}: name data "
-            "that `recpo prepare --extends` made of its training data, or the table of items as it was before"
-        )
-
-
-def _plain(feature: Any) -> Mapping[str, Any]:
-    return {key: value for key, value in feature.to_json().items() if key != "num_codes"}
 
 
 def _index_options(facts: Mapping[str, Any] | None) -> IndexOptions | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args
 
@@ -12,13 +12,13 @@ import numpy as np
 from recpo.errors import RecpoError
 from recpo.feedback import HIGHEST
 from recpo.serving.histories import EncodedHistories
+from recpo.serving.program_inputs import ProgramInput, ProgramReads, program_inputs
 
 if TYPE_CHECKING:
     from recpo.contracts import Policy
 
 EngineName = Literal["onnx", "torch"]
 
-INPUTS: Final = ("item_ids", "feedback", "exclude", "timestamps")  # the last only where the policy reads it
 OUTPUTS: Final = ("top_items", "scores")
 CPU_PROVIDER: Final = "CPUExecutionProvider"
 
@@ -33,7 +33,7 @@ class Sizes(Protocol):
     def max_history(self) -> int: ...  # noqa: D102
 
     @property
-    def reads_timestamps(self) -> bool: ...  # noqa: D102
+    def reads(self) -> ProgramReads: ...  # noqa: D102
 
     @property
     def k(self) -> int: ...  # noqa: D102
@@ -48,13 +48,13 @@ class Runtime(ABC):
     Attributes:
         num_items: catalog size V.
         max_history: H.
-        reads_timestamps: whether it reads the times of events.
+        reads: what it reads beyond items and feedback.
         k: length of its longest list.
     """
 
     num_items: int
     max_history: int
-    reads_timestamps: bool
+    reads: ProgramReads
     k: int
 
     def recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -95,9 +95,9 @@ class Runtime(ABC):
         _check_range("item_ids", inputs.item_ids, self.num_items, history)
         _check_range("feedback", inputs.feedback, HIGHEST, history)
         _check_range("exclude", inputs.exclude, self.num_items, (users, inputs.exclude.shape[-1]))
-        if self.reads_timestamps:
-            if inputs.timestamps is None:
-                raise RecpoError("this policy reads the time of events, and timestamps are missing")
+        for one in program_inputs(self.max_history, self.reads):
+            one.of(inputs)
+        if self.reads.timestamps and inputs.timestamps is not None:
             _check_range("timestamps", inputs.timestamps, np.iinfo(np.int64).max, history)
 
 
@@ -116,15 +116,12 @@ class OnnxRuntime(Runtime):
 
     def __init__(self, path: Path, sizes: Sizes, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
         self.num_items, self.max_history, self.k = sizes.num_items, sizes.max_history, sizes.k
-        self.reads_timestamps = sizes.reads_timestamps
-        self._inputs = INPUTS[: 3 + sizes.reads_timestamps]
-        history = {name: [sizes.max_history] for name in self._inputs if name != "exclude"}
-        self._session = OnnxSession(
-            path, {**history, "exclude": None}, {name: [sizes.k] for name in OUTPUTS}, threads, provider
-        )
+        self.reads = sizes.reads
+        given = program_inputs(sizes.max_history, sizes.reads)
+        self._session = OnnxSession(path, given, {name: [sizes.k] for name in OUTPUTS}, threads, provider)
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
-        top_items, scores = self._session.run({name: getattr(inputs, name) for name in self._inputs})
+        top_items, scores = self._session.run(inputs)
         return top_items[:, :k], scores[:, :k]
 
 
@@ -133,7 +130,7 @@ class OnnxSession:
 
     Args:
         path: ``model.onnx``.
-        inputs: widths of its inputs by their names; None = any.
+        inputs: what it is given.
         outputs: widths of its outputs by their names, in their order.
         threads: 0 = one per core.
         provider: name of an execution provider of ONNX Runtime, which runs what it can; the CPU runs the rest.
@@ -145,7 +142,7 @@ class OnnxSession:
     def __init__(
         self,
         path: Path,
-        inputs: Mapping[str, list[int] | None],
+        inputs: Sequence[ProgramInput],
         outputs: Mapping[str, list[int]],
         threads: int = 0,
         provider: str = CPU_PROVIDER,
@@ -154,7 +151,7 @@ class OnnxSession:
 
         validate_provider(provider)
         _validate_own_files(path)
-        self._outputs = list(outputs)
+        self._inputs, self._outputs = inputs, list(outputs)
         try:
             settings = onnxruntime.SessionOptions()
             settings.intra_op_num_threads = threads
@@ -172,15 +169,19 @@ class OnnxSession:
                 f"of ONNX Runtime above, or use {CPU_PROVIDER}"
             )
         found = {entry.name: entry.shape[1:] for entry in (*self._session.get_inputs(), *self._session.get_outputs())}
+        widths = {one.name: list(one.shape) for one in inputs} | dict(outputs)
+        # a size that each request chooses has whatever name the exporter gave it
         expected = {
-            name: found.get(name, []) if width is None else width for name, width in {**inputs, **outputs}.items()
+            name: found.get(name, []) if any(isinstance(size, str) for size in shape) else shape
+            for name, shape in widths.items()
         }
         if found != expected:
             raise RecpoError(f"{path} reads and gives {found}, expected {expected}: export the bundle again")
 
-    def run(self, inputs: Mapping[str, np.ndarray | None]) -> list[np.ndarray]:
+    def run(self, inputs: EncodedHistories) -> list[np.ndarray]:
         """The outputs, in their order."""
-        results: list[np.ndarray] = self._session.run(self._outputs, dict(inputs))
+        given = {one.name: one.of(inputs) for one in self._inputs}
+        results: list[np.ndarray] = self._session.run(self._outputs, given)
         return results
 
 
@@ -190,12 +191,13 @@ class PolicyRuntime(Runtime):
     Args:
         policy: in evaluation mode.
         k: length of its longest list; None = the catalog.
+        reads: what it reads beyond items and feedback; None = times, and what the histories have of the rest.
     """
 
-    def __init__(self, policy: Policy, k: int | None = None) -> None:
+    def __init__(self, policy: Policy, k: int | None = None, reads: ProgramReads | None = None) -> None:
         self.policy = policy
         self.num_items, self.max_history = policy.num_items, policy.max_history
-        self.reads_timestamps = policy.reads_timestamps
+        self.reads = ProgramReads(policy.reads_timestamps) if reads is None else reads
         self.k = policy.num_items if k is None else k
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -223,7 +225,7 @@ class PolicyRuntime(Runtime):
         from recpo.types import Histories
 
         item_ids = self._tensor(inputs.item_ids)
-        times = self._tensor(inputs.timestamps) if self.reads_timestamps else None
+        times = self._tensor(inputs.timestamps) if self.reads.timestamps else None
         behaviors = None if inputs.behaviors is None else self._tensor(inputs.behaviors)
         user, context = (
             None if part is None else part.tensors().map(lambda column: column.to(item_ids.device))
@@ -243,20 +245,21 @@ class TorchProgramRuntime(Runtime):
     """A serving program in torch, as it was before its export.
 
     Args:
-        program: ``(item_ids, feedback, exclude, timestamps) -> (top_items, scores)``, the last only where it reads it.
+        program: from the tensors of ``program_inputs`` to ``(top_items, scores)``.
         like: has its sizes.
     """
 
     def __init__(self, program: Callable[..., Any], like: Sizes) -> None:
         self._program = program
         self.num_items, self.max_history, self.k = like.num_items, like.max_history, like.k
-        self.reads_timestamps = like.reads_timestamps
+        self.reads = like.reads
+        self._inputs = program_inputs(like.max_history, like.reads)
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
         import torch
 
         with torch.inference_mode():
-            tensors = [torch.from_numpy(getattr(inputs, name)) for name in INPUTS[: 3 + self.reads_timestamps]]
+            tensors = [torch.from_numpy(one.of(inputs)) for one in self._inputs]
             top_items, scores = self._program(*tensors)
         return top_items[:, :k].numpy(), scores[:, :k].numpy()
 

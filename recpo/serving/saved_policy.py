@@ -26,6 +26,7 @@ from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.semantic_codes import SemanticCodes
 from recpo.serving.manifest import CODES, WEIGHTS, BundleManifest
+from recpo.serving.program_inputs import ProgramReads
 
 _OWN: dict[str, type[Policy]] = {
     f"{own.__module__}.{own.__qualname__}": own
@@ -91,7 +92,10 @@ def load_policy(root: Path, manifest: BundleManifest) -> Policy:
         policy.load_state_dict(weights)
     except (SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError, OSError) as error:
         raise RecpoError(f"{root}: weights and options of {name} do not fit ({error}): export it again") from error
-    if (policy.max_history, policy.reads_timestamps) != (manifest.max_history, manifest.reads_timestamps):
+    reads = ProgramReads(policy.reads_timestamps, policy.reads_behaviors)
+    told = ProgramReads(manifest.reads.timestamps, manifest.reads.behaviors)
+    sides = (policy.reads_user, policy.reads_context) == (bool(manifest.reads.user), bool(manifest.reads.context))
+    if policy.max_history != manifest.max_history or reads != told or not sides:
         raise RecpoError(f"{root}: options of {name} do not fit the manifest: export it again")
     return policy.eval()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -10,10 +11,13 @@ from torch import Tensor
 
 from recpo.contracts import Policy
 from recpo.errors import RecpoError
+from recpo.features.arrays import FeatureArrays
+from recpo.features.schema import Categories, Category, Feature, Number, Vector, of_type
 from recpo.feedback import HIGHEST, UNKNOWN
 from recpo.policies.blocked_table import Precision
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.program import CatalogSearch, ServingProgram
+from recpo.serving.program_inputs import ProgramReads
 from recpo.serving.runtimes import PolicyRuntime, Runtime, TorchProgramRuntime
 
 TOLERANCE: Final = 1e-4
@@ -25,6 +29,7 @@ ROUNDING: Final = {"float16": 0.02, "int8": 0.25}
 _CHECKED_USERS = (1, 33)  # batch sizes; other than the example's
 _COMPARED_USERS = 64
 _SHORT = 10
+_BEHAVIOR_SETS, _MISSING = 8, 0.2  # bit sets of random histories, and the share of their features that is missing
 _FIRST_TIME_MS, _LONGEST_GAP_MS = 1_600_000_000_000, 10 * 86_400_000  # times of random histories
 
 
@@ -48,7 +53,7 @@ def verify_runtime(
     generator = torch.Generator().manual_seed(seed)
     reference = reference or PolicyRuntime(policy)
     for users in _CHECKED_USERS:
-        inputs = random_inputs(policy, users, generator)
+        inputs = random_inputs(policy, users, generator, runtime.reads)
         expected_items, expected_scores = map(torch.from_numpy, reference.recommend(inputs, k))
         top_items, scores = map(torch.from_numpy, runtime.recommend(inputs, k))
         gap = (scores - expected_scores).abs().nan_to_num(0.0)  # -inf against -inf, where the list is short
@@ -83,7 +88,7 @@ def verify_rounded(
         RecpoError: the runtime computes something else, or rounding costs more than ``ROUNDING``.
     """
     verify_runtime(runtime, policy, k, reference=TorchProgramRuntime(program, runtime))
-    inputs = random_inputs(policy, _COMPARED_USERS, torch.Generator().manual_seed(1))
+    inputs = random_inputs(policy, _COMPARED_USERS, torch.Generator().manual_seed(1), runtime.reads)
     found, expected = runtime.recommend(inputs, k), PolicyRuntime(policy).recommend(inputs, k)
     agreement = {"users": _COMPARED_USERS, **_agreement(found, expected, k), "tolerance": ROUNDING[precision]}
     if not agreement["largest_difference"] <= ROUNDING[precision]:
@@ -102,8 +107,14 @@ def overlap(found: np.ndarray, expected: np.ndarray) -> float:
     return float((shared.sum(1) / np.maximum((expected > 0).sum(1), 1)).mean())
 
 
-def random_inputs(policy: Policy | CatalogSearch, users: int, generator: torch.Generator) -> EncodedHistories:
-    """Histories of random items, the first empty and the last one full, with three items to exclude each."""
+def random_inputs(
+    policy: Policy | CatalogSearch, users: int, generator: torch.Generator, reads: ProgramReads | None = None
+) -> EncodedHistories:
+    """Histories of random items, the first empty and the last one full, with three items to exclude each.
+
+    Behaviors and features are random too, a fifth of the values missing and some unknown.
+    """
+    reads = ProgramReads(policy.reads_timestamps) if reads is None else reads
     lengths = torch.randint(policy.max_history + 1, (users,), generator=generator)
     lengths[-1], lengths[0] = policy.max_history, 0
     real = torch.arange(policy.max_history) < lengths[:, None]
@@ -111,8 +122,46 @@ def random_inputs(policy: Policy | CatalogSearch, users: int, generator: torch.G
     feedback = torch.randint(UNKNOWN, HIGHEST + 1, real.shape, generator=generator) * real
     exclude = torch.randint(policy.num_items + 1, (users, 3), generator=generator)
     gaps = torch.randint(_LONGEST_GAP_MS, real.shape, generator=generator)
-    times = ((_FIRST_TIME_MS + gaps.cumsum(1)) * real).numpy() if policy.reads_timestamps else None
-    return EncodedHistories(item_ids.numpy(), feedback.numpy(), exclude.numpy(), times)
+    times = ((_FIRST_TIME_MS + gaps.cumsum(1)) * real).numpy() if reads.timestamps else None
+    bits = torch.randint(_BEHAVIOR_SETS, real.shape, generator=generator) * real if reads.behaviors else None
+    answered = torch.arange(policy.max_history + 1) <= lengths[:, None]
+    return EncodedHistories(
+        item_ids.numpy(),
+        feedback.numpy(),
+        exclude.numpy(),
+        times,
+        None if bits is None else bits.numpy(),
+        random_features(reads.user, (users,), generator) if reads.user else None,
+        random_features(reads.context, tuple(answered.shape), generator).where(answered.numpy())
+        if reads.context
+        else None,
+    )
+
+
+def random_features(features: Sequence[Feature], shape: tuple[int, ...], generator: torch.Generator) -> FeatureArrays:
+    """Random features with the leading ``shape``: codes of the vocabulary, unknown ones, and a fifth missing."""
+
+    def codes(sizes: Sequence[int | None]) -> Tensor:
+        drawn = [torch.randint(1, int(size or 2), shape, generator=generator) for size in sizes]
+        return torch.stack(drawn, -1) if drawn else torch.zeros(*shape, 0, dtype=torch.long)
+
+    def known(width: int) -> Tensor:
+        return torch.rand(*shape, width, generator=generator) > _MISSING
+
+    categories, numbers = of_type(features, Category), of_type(features, Number)
+    lists = [
+        (codes([one.num_codes] * one.length) * known(1)).sort(-1, descending=True).values
+        for one in of_type(features, Categories)
+    ]
+    vectors = [
+        torch.randn(*shape, one.width or 0, generator=generator).masked_fill(~known(1), torch.nan)
+        for one in of_type(features, Vector)
+    ]
+    numeric = torch.randn(*shape, len(numbers), generator=generator).masked_fill(~known(len(numbers)), torch.nan)
+    coded = codes([one.num_codes for one in categories]) * known(len(categories))
+    return FeatureArrays(
+        coded.numpy(), tuple(one.numpy() for one in lists), numeric.numpy(), tuple(one.numpy() for one in vectors)
+    )
 
 
 def _agreement(

@@ -266,17 +266,29 @@ class Run:
             context=context,
         ).to_pandas()
 
-    def score(self, histories: Frame, candidates: Frame) -> pd.DataFrame:
+    def score(
+        self,
+        histories: Frame,
+        candidates: Frame,
+        *,
+        user_features: Frame | None = None,
+        context: Frame | None = None,
+    ) -> pd.DataFrame:
         """Log-probabilities of given items; see ``recpo.serving.recommending.score_candidates``.
 
         Args:
             histories: raw events, as in ``recommend``.
             candidates: ``user_id`` and ``item_id``.
+            user_features: as in ``recommend``.
+            context: as in ``recommend``.
 
         Returns:
             ``user_id``, ``item_id``, ``score``, in the order of the candidates; nan for unknown items.
         """
-        return score_candidates(self.runtime, self.reader, histories, candidates).to_pandas()
+        served = score_candidates(
+            self.runtime, self.reader, histories, candidates, user_features=user_features, context=context
+        )
+        return served.to_pandas()
 
     @cached_property
     def runtime(self) -> PolicyRuntime:

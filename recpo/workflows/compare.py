@@ -27,6 +27,7 @@ from recpo.evaluation.estimates import estimate
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.reading import Document
+from recpo.features.schema import Reads
 from recpo.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, USER_ID, HistoryReader, ServingCounts
@@ -267,7 +268,9 @@ class _Answers:
 
     @classmethod
     def of(cls, bundle: Bundle, numbers: np.ndarray, data: Prepared, split: HeldOut) -> _Answers:
-        return cls(bundle, bundle.reader, numbers, HeldOutHistories(data, split), data.item_ids())
+        own = bundle.manifest.reads
+        reads = Reads(own.behaviors, bool(own.user), bool(own.context))
+        return cls(bundle, bundle.reader, numbers, HeldOutHistories(data, split, reads), data.item_ids())
 
     def recommend(self, users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
         """The lists as the evaluation reads them: an item that the data do not know is an empty place there."""
@@ -275,7 +278,10 @@ class _Answers:
         asked = users.numpy()
         row, column = np.nonzero(exclude.numpy())
         past = pa.table({USER_ID: asked[row], ITEM_ID: self.known.to_external(exclude.numpy()[row, column])})
-        read = self.reader.read(self.histories.events(asked), exclude=past, users=asked)
+        events, now = self.histories.events(asked), self.histories.requests(asked)
+        people = self.histories.user_features(asked)
+        self.reader.validate_columns(events, people, now)
+        read = self.reader.read(events, exclude=past, users=asked, user_features=people, context=now)
         ((_, inputs),) = read.batches(len(asked))
         top_items, scores = self.bundle.runtime.recommend(inputs, k)
         numbers = torch.from_numpy(self.numbers[top_items])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,12 +19,14 @@ from recpo.evaluation.fitted import factors_recommender
 from recpo.evaluation.lists import Lists, lists_contender
 from recpo.evaluation.measures import Recommender
 from recpo.factorization.factors import Factors
+from recpo.features.arrays import FeatureArrays
+from recpo.features.schema import Reads, Side
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import EncodedHistories
 from recpo.training.curves import training_curves
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import CHECKPOINTS, FINISHED, RESOLVED, Run
-from recpo.types import Histories, Recommendations
+from recpo.types import Features, Histories, Recommendations
 
 #: How a contender is named: an object, its directory, or the name of a baseline; a ``Contender`` is taken as it is.
 Named = Run | Bundle | Factors | Lists | Contender | Path | str
@@ -142,6 +145,7 @@ def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int)
             f"{where} serves lists of up to {bundle.k}, and ks asks for {longest}: name smaller ks, or export the "
             f"bundle again with k {longest}"
         )
+    _validate_features(bundle, where, data)
     origin = dict(bundle.manifest.origin)
     facts = {"kind": "bundle", "path": where, "k": bundle.k, "origin": str(origin)}
     facts["weights_sha256"] = origin.get("weights") or ""
@@ -150,6 +154,12 @@ def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int)
 
 def _load_bundle(name: str, bundle: Bundle) -> Loaded:
     length = bundle.manifest.max_history
+    reads = Reads(
+        *(
+            bool(one)
+            for one in (bundle.manifest.reads.behaviors, bundle.manifest.reads.user, bundle.manifest.reads.context)
+        )
+    )
 
     def recommend(histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
         if exclude is None:
@@ -164,13 +174,58 @@ def _load_bundle(name: str, bundle: Bundle) -> Loaded:
             )
         )
         excluded = torch.nn.functional.pad(exclude, (0, int(exclude.shape[1] == 0))).cpu().numpy()
-        top_items, scores = bundle.runtime.recommend(EncodedHistories(ids, feedback, excluded, times), k)
+        inputs = EncodedHistories(ids, feedback, excluded, times, *_known(histories, length, reads))
+        top_items, scores = bundle.runtime.recommend(inputs, k)
         device = histories.item_ids.device
         return Recommendations(
             torch.from_numpy(top_items.copy()).to(device), torch.from_numpy(scores.copy()).to(device)
         )
 
-    return Loaded(Recommender(recommend, name=name, scores_are_logp=bundle.scores_are_log_probabilities), length)
+    recommender = Recommender(recommend, name=name, scores_are_logp=bundle.scores_are_log_probabilities)
+    return Loaded(recommender, length, reads=reads)
+
+
+def _validate_features(bundle: Bundle, where: str, data: Prepared) -> None:
+    """Raises where codes of features or bits of behaviors in the data mean something else to the bundle."""
+    own, sides = bundle.features, cast(tuple[Side, ...], ("user", "context"))
+    wrong = [
+        f"{side} features" for side in sides if (one := own.of(side)) and not one.agrees(data.fitted_features(side))
+    ]
+    if own.behaviors != data.behaviors[: len(own.behaviors)]:
+        wrong.append("behaviors")
+    if wrong:
+        raise RecpoError(
+            f"{where} reads {' and '.join(wrong)} that are not those of {data.root}: name the bundle's own prepared "
+            "data"
+        )
+
+
+def _known(
+    histories: Histories, length: int, reads: Reads
+) -> tuple[np.ndarray | None, FeatureArrays | None, FeatureArrays | None]:
+    """Behaviors, features of users and of requests, as wide as a program wants them."""
+    missing = length - histories.item_ids.shape[1]
+    behaviors, user, context = histories.behaviors, histories.user, histories.context
+    if context is not None:
+        context = context.map(lambda column: _padded(column, missing))
+    return (
+        None
+        if behaviors is None or not reads.behaviors
+        else torch.nn.functional.pad(behaviors, (0, missing)).cpu().numpy(),
+        None if user is None or not reads.user else _arrays(user),
+        None if context is None or not reads.context else _arrays(context),
+    )
+
+
+def _padded(column: Tensor, missing: int) -> Tensor:
+    value = torch.nan if column.is_floating_point() else 0
+    return torch.nn.functional.pad(column, (0, 0, 0, missing), value=value)
+
+
+def _arrays(features: Features) -> FeatureArrays:
+    on_cpu = features.map(lambda column: column.cpu())
+    lists, vectors = (tuple(one.numpy() for one in part) for part in (on_cpu.lists, on_cpu.vectors))
+    return FeatureArrays(on_cpu.codes.numpy(), lists, on_cpu.numbers.numpy(), vectors)
 
 
 def _or_zeros(values: Tensor | None, histories: Histories) -> Tensor:

@@ -308,7 +308,7 @@ class _Pass:
 
     def evaluate(self, contender: Contender) -> _Evaluated:
         """One pass over the held-out users; the contender is loaded for it and then forgotten."""
-        recommender, max_history, policy, counts = contender.load()
+        recommender, max_history, policy, counts, reads = contender.load()
         estimated_too = self.off_policy is not None and contender.kind != "oracle"
         value = self.off_policy.measure(policy) if self.off_policy is not None and estimated_too else None
         measures: list[Measure] = [BeyondAccuracy(self.facts, self.ks)]
@@ -316,7 +316,7 @@ class _Pass:
         optional = (self.truth, value, self.new_items if has_new else None)
         measures += [measure for measure in optional if measure is not None]
         measures += [BehaviorRates(self.data.behaviors, max(self.ks))] * bool(self.data.behaviors)
-        reads = Reads(behaviors=bool(self.data.behaviors)) | (Reads() if policy is None else policy.reads)
+        reads = Reads(behaviors=bool(self.data.behaviors)) | (reads if policy is None else policy.reads)
         result = evaluate_ranking(
             recommender,
             self._batches(max_history, contender.name, reads),

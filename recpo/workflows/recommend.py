@@ -177,8 +177,9 @@ def _open(histories: Path) -> ds.Dataset:
     return source
 
 
-def _no_events(source: ds.Dataset, path: Path) -> pa.Table:
-    return to_arrow(source.schema.empty_table().select([USER_ID, ITEM_ID, TIMESTAMP]), str(path))
+def _no_events(source: ds.Dataset, path: Path, read: Sequence[str] = (USER_ID, ITEM_ID, TIMESTAMP)) -> pa.Table:
+    names = [name for name in read if name in source.schema.names]
+    return to_arrow(source.schema.empty_table().select(names), str(path))
 
 
 def _blocks(
@@ -199,7 +200,7 @@ def _blocks(
             )
         served.update(users.to_pylist())
         yield block, users if asked is None else users.filter(pc.is_in(users, value_set=asked.cast(users.type)))
-    nobody = _no_events(source, path)
+    nobody = _no_events(source, path, read)
     rest = nobody[USER_ID].combine_chunks() if asked is None else asked
     if asked is not None:
         rest = rest.filter(pa.array(np.array([user not in served for user in asked.to_pylist()], bool)))

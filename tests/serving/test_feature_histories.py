@@ -4,12 +4,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from recpo.data.held_out import HeldOutBatches
+from recpo.data.held_out import HeldOutBatches, HeldOutHistories
 from recpo.data.train_batches import Rank
 from recpo.errors import RecpoError
+from recpo.features.decoding import by_source, decoded
 from recpo.features.schema import Reads
 from recpo.serving.histories import HistoryReader
-from tests.data.test_features import prepare, rich_log, user_rows
+from tests.data.test_features import item_rows, prepare, rich_log, user_rows
 
 LENGTH = 6
 
@@ -92,3 +93,29 @@ def test_what_a_feature_cannot_be_is_refused(reader):
     ):
         with pytest.raises(RecpoError, match=said):
             reader.read({"user_id": [0], "item_id": [1], "timestamp": [1]}, user_features=frame)
+
+
+def test_raw_events_of_held_out_users_encode_to_what_batches_hold(data, reader):
+    """What ``recpo compare`` hands over: codes decoded to values, and read by the reader."""
+    raw = HeldOutHistories(data, "test", Reads(True, True, True))
+    (batch,) = HeldOutBatches(data, "test", LENGTH, 512, Rank(), reads=Reads(True, True, True))
+    expected, users = batch.feedback.histories, batch.user_ids.numpy()
+    people, now = raw.user_features(users), raw.requests(users)
+    reader.validate_columns(raw.events(users), people, now)
+    ((_, found),) = reader.read(raw.events(users), users=users, user_features=people, context=now).batches(len(users))
+    kept = np.arange(LENGTH + 1) <= expected.lengths.numpy()[:, None]
+    assert (found.behaviors * kept[:, :-1]).tolist() == expected.behaviors.numpy().tolist()
+    assert found.context.codes[kept].tolist() == expected.context.codes.numpy()[kept].tolist()
+    np.testing.assert_allclose(found.context.numbers[kept], expected.context.numbers.numpy()[kept], atol=1e-6)
+    assert found.user.codes.tolist() == expected.user.codes.tolist()
+    np.testing.assert_allclose(found.user.numbers, expected.user.numbers.numpy(), atol=1e-6)
+
+
+def test_every_kind_of_feature_is_decoded_to_values_that_encode_to_it(data):
+    fitted = data.fitted_features("item")
+    encoded = fitted.read(item_rows(), "items")
+    again = fitted.read(pa.table(by_source(fitted, decoded(fitted, encoded))), "items")
+    assert again.codes.tolist() == encoded.codes.tolist()
+    assert [one.tolist() for one in again.lists] == [one.tolist() for one in encoded.lists]
+    np.testing.assert_allclose(again.numbers, encoded.numbers, atol=1e-5)
+    np.testing.assert_array_equal(again.vectors[0], encoded.vectors[0])

@@ -64,7 +64,7 @@ def policy_of(rows, trained, tie_weights=True, proposal="uniform"):
                 parameter[1 : OLD + 1] = torch.randn(OLD, 8, generator=generator)
                 parameter[OLD + 1 :] = 99.0  # nobody trained them, so they must not count
             else:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + ("norm" in name))
     features = FITTED.read(item_rows().slice(0, rows), "items").tensors()
     missing = features.map(lambda column: torch.zeros_like(column[:1]))
     policy.set_item_features(features.map(lambda c: c) if rows == 0 else _joined(missing, features))
@@ -127,6 +127,7 @@ def test_a_refreshed_bundle_is_one_exported_over_the_larger_catalog(form, policy
     assert set(fresh.bundle.manifest.files) == set(expected.manifest.files)
 
 
+@pytest.mark.slow
 def test_a_bundle_with_an_index_is_indexed_again(tmp_path):
     pytest.importorskip("faiss")
     index = export.IndexOptions(recall=0.9, lists=1)
@@ -137,8 +138,13 @@ def test_a_bundle_with_an_index_is_indexed_again(tmp_path):
     assert len(np.load(tmp_path / "fresh" / "vectors.npy")) == OLD + NEW + 1
 
 
-def test_some_retire_some_come_and_the_next_refresh_goes_on(tmp_path):
-    old = bundle_of(*policy_of(OLD, OLD), tmp_path / "old")
+@pytest.fixture(scope="module")
+def old(tmp_path_factory):
+    return bundle_of(*policy_of(OLD, OLD), tmp_path_factory.mktemp("old") / "bundle")
+
+
+@pytest.mark.slow
+def test_some_retire_some_come_and_the_next_refresh_goes_on(old, tmp_path):
     rows = item_rows()
     kept = rows.filter(pa.array([number not in (3, OLD + 2) for number in range(len(rows))]))
     kept = kept.append_column("retired", pa.array([i == 4 for i in range(len(kept))]))  # i5
@@ -154,8 +160,7 @@ def test_some_retire_some_come_and_the_next_refresh_goes_on(tmp_path):
     assert not listed & {"i3", "i5", f"i{OLD + 2}"}
 
 
-def test_encoded_features_take_the_place_of_raw_ones_if_they_mean_the_same(tmp_path):
-    old = bundle_of(*policy_of(OLD, OLD), tmp_path / "old")
+def test_encoded_features_take_the_place_of_raw_ones_if_they_mean_the_same(old, tmp_path):
     pq.write_table(item_rows(), tmp_path / "items.parquet")
     pq.write_table(item_rows().select(["item_id"]), tmp_path / "bare.parquet")
     grown = of_side(FEATURES, {"author": pa.array(["a", "b", "c", "d", "stranger"]), "tags": pa.array([7, 8, 9])})
@@ -201,6 +206,7 @@ def test_a_new_item_of_a_tilted_policy_has_the_mean_grade(bound, tmp_path):
     assert set(fresh.bundle.recommend(histories())["item_id"]) & {f"i{number}" for number in range(OLD, OLD + NEW)}
 
 
+@pytest.mark.slow
 def test_codes_are_needed_for_items_of_semantic_ids(export_once, tmp_path):
     _, bundle = export_once("semantic")
     pq.write_table(pa.table({"item_id": ["item-1", "new"]}), tmp_path / "items.parquet")

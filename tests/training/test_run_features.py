@@ -105,8 +105,10 @@ def test_a_reward_model_reads_everything_and_has_a_head_per_behavior(featured, t
     torch.testing.assert_close(weighed(batch, batch.slates), graded(batch, batch.slates) + 2.0 * predicted[..., 3])
     with pytest.raises(RecpoError, match="'follow'"):
         LearnedReward(model.root, behaviors={"follow": 1.0})
-    with pytest.raises(RecpoError, match="user_features"):
-        model.export(tmp_path / "bundle")
+    reads = model.export(tmp_path / "bundle", k=3).manifest.reads
+    assert reads.timestamps
+    assert reads.behaviors
+    assert {one.name for one in (*reads.user, *reads.context)} == {"country", "age", "surface", "hour"}
 
 
 def rewarded(model: Run, policy) -> FeedbackBatch:
