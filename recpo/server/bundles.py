@@ -26,8 +26,10 @@ from typing import Final
 from recpo.artifacts import kind_of, read_json, sha256, write_json
 from recpo.errors import RecpoError
 from recpo.reranking import ItemAttributes
+from recpo.server.feature_values import feature_kinds
 from recpo.server.reranking import Reranking
 from recpo.serving.bundle import Bundle
+from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.golden import check_golden
 from recpo.serving.histories import HistoryReader
 from recpo.serving.manifest import MANIFEST
@@ -60,6 +62,11 @@ class LoadedBundle:
     bundle: Bundle
     reader: HistoryReader
     known: ItemAttributes | None = None
+
+    @property
+    def known_features(self) -> BundleFeatures:
+        """What it reads of users, requests and behaviors."""
+        return self.bundle.features
 
     @classmethod
     def load(
@@ -203,8 +210,8 @@ class Versions:
             )
         if hasattr(self, "current") and _kind(loaded) != _kind(self.current):
             raise RecpoError(
-                f"version {loaded.version} has other item ids or another kind of feedback than {self.current.version} "
-                f"({_kind(loaded)}, not {_kind(self.current)}): give it a server and a log of its own"
+                f"version {loaded.version} has other item ids, feedback, features or behaviors than "
+                f"{self.current.version} ({_kind(loaded)}, not {_kind(self.current)}): give it a server and a log of its own"
             )
         return loaded
 
@@ -235,10 +242,11 @@ class Versions:
         write_json(self.path / ACTIVE, {"active": active, "previous": list(previous)[-_KEPT:]})
 
 
-def _kind(loaded: LoadedBundle) -> tuple[str, str]:
-    """What the log's columns depend on."""
-    text = "strings" if "string" in str(loaded.bundle.items.type) else "integers"
-    return text, "watch times" if loaded.bundle.feedback.cutoffs else "labels"
+def _kind(loaded: LoadedBundle) -> tuple[object, ...]:
+    """What the log's columns and the requests depend on."""
+    text, known = "strings" if "string" in str(loaded.bundle.items.type) else "integers", loaded.known_features
+    feedback = "watch times" if loaded.bundle.feedback.cutoffs else "labels"
+    return text, feedback, *known.behaviors, *feature_kinds(known.user), *feature_kinds(known.context)
 
 
 def _versions(path: Path) -> list[str]:

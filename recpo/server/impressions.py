@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, NamedTuple
 import pyarrow as pa
 
 from recpo.errors import RecpoError
+from recpo.server.feature_values import arrow_type
 from recpo.server.segments import MAX_SLOTS, Address, SegmentWriter, Slot, read_record
 
 JOURNAL: Final = "_journal"  # `recpo prepare` reads no names that begin with an underscore
@@ -27,7 +28,6 @@ IMPRESSION, OUTCOME, HEADER = b"i", b"o", b"h"
 ID_PATTERN: Final = "^[0-9a-f]{44}$"
 
 IdType = Literal["integer", "string"]
-OutcomeColumn = Literal["watch_time", "duration", "dislike", "label"]
 _ID_TYPES: Final[Mapping[str, pa.DataType]] = {"integer": pa.int64(), "string": pa.string()}
 _PER_MS: Final = 4096  # request ids of one worker in a millisecond
 
@@ -40,21 +40,26 @@ class LogLayout:
         user_id: type of the users' ids.
         item_id: type of the items' ids.
         graded: outcomes are labels, not watch times: the bundle's feedback levels come from labels.
+        behaviors: what else an outcome may say, a flag each.
+        context: name and kind (``recpo.server.feature_values``) of the features of requests.
     """
 
     user_id: IdType
     item_id: IdType
     graded: bool = False
+    behaviors: tuple[str, ...] = ()
+    context: tuple[tuple[str, str], ...] = ()
 
     @property
-    def outcomes(self) -> tuple[OutcomeColumn, ...]:
+    def outcomes(self) -> tuple[str, ...]:
         """What an outcome may say."""
-        return ("label", "dislike") if self.graded else ("watch_time", "duration", "dislike")
+        return (*(("label", "dislike") if self.graded else ("watch_time", "duration", "dislike")), *self.behaviors)
 
     @property
     def schema(self) -> pa.Schema:
         """Columns of the Parquet files: those of a log that ``recpo prepare`` reads, with its names and units."""
-        outcomes = [(name, pa.bool_() if name == "dislike" else pa.float64()) for name in self.outcomes]
+        flags = ("dislike", *self.behaviors)
+        outcomes = [(name, pa.bool_() if name in flags else pa.float64()) for name in self.outcomes]
         return pa.schema(
             [
                 pa.field("user_id", _ID_TYPES[self.user_id], nullable=False),
@@ -64,6 +69,7 @@ class LogLayout:
                 pa.field("propensity", pa.float64(), nullable=False),
                 pa.field("is_random", pa.bool_(), nullable=False),
                 pa.field("request_id", pa.int64(), nullable=False),
+                *(pa.field(name, arrow_type(kind)) for name, kind in self.context),
             ]
         )
 
@@ -74,7 +80,10 @@ class LogLayout:
     @classmethod
     def from_header(cls, payload: bytes) -> LogLayout:
         """What ``header`` wrote."""
-        return cls(**json.loads(payload[1:]))
+        found = json.loads(payload[1:])
+        found["behaviors"] = tuple(found.get("behaviors", ()))
+        found["context"] = tuple((name, kind) for name, kind in found.get("context", ()))
+        return cls(**found)
 
 
 class Impression(NamedTuple):
@@ -88,6 +97,7 @@ class Impression(NamedTuple):
         items: external ids, best first.
         propensity: probability of each item at a place of the slate that is drawn at random.
         is_random: the item was drawn uniformly.
+        context: features of the request that are known, by their names.
     """
 
     request_id: int
@@ -97,6 +107,7 @@ class Impression(NamedTuple):
     items: Sequence[Any]
     propensity: Sequence[float]
     is_random: Sequence[bool]
+    context: Mapping[str, Any] | None = None
 
     def payload(self) -> bytes:
         """The record."""
@@ -182,7 +193,12 @@ class ImpressionLog:
         return not self._writer.failed
 
     def add(
-        self, user_id: object, items: Sequence[Any], propensity: Sequence[float], is_random: Sequence[bool]
+        self,
+        user_id: object,
+        items: Sequence[Any],
+        propensity: Sequence[float],
+        is_random: Sequence[bool],
+        context: Mapping[str, Any] | None = None,
     ) -> tuple[str, Future[None]]:
         """Takes an impression; its recommendation id counts when the future is done.
 
@@ -190,7 +206,7 @@ class ImpressionLog:
             RecpoError: the log is closed.
         """
         now, nonce = int(time.time() * 1000), secrets.token_hex(4)
-        impression = Impression(self._ids.next(now), nonce, now, user_id, items, propensity, is_random)
+        impression = Impression(self._ids.next(now), nonce, now, user_id, items, propensity, is_random, context)
         address, written = self._writer.append(impression.payload())
         return recommendation_id(address, nonce), written
 
@@ -248,6 +264,7 @@ def joined_rows(impression: Impression, outcomes: Sequence[Outcome], layout: Log
             "propensity": propensity,
             "is_random": is_random,
             "request_id": impression.request_id,
+            **{name: (impression.context or {}).get(name) for name, _ in layout.context},
         }
         for item, propensity, is_random in zip(
             impression.items, impression.propensity, impression.is_random, strict=True

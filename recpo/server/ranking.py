@@ -26,12 +26,16 @@ class Query:
         exclude: external ids that must not be listed.
         k: length of the slate; None = the bundle's own.
         explore: draw the slate; otherwise the best items in their order.
+        user: features of the user, by the columns of the table of users that was prepared.
+        context: features of the request, by their names.
     """
 
     history: Sequence[Mapping[str, Any]]
     exclude: Sequence[Any] = ()
     k: int | None = None
     explore: bool = False
+    user: Mapping[str, Any] | None = None
+    context: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,12 @@ class Ranker:
     def _rank(self, loaded: LoadedBundle, queries: Sequence[Query]) -> list[Shown]:
         bundle = loaded.bundle
         lengths = [bundle.k if query.k is None else validate_k(query.k, bundle.k) for query in queries]
-        read = loaded.reader.read_requests([(query.history, query.exclude) for query in queries])
+        reader = loaded.reader
+        read = reader.read_requests(
+            [(query.history, query.exclude) for query in queries],
+            user_features=None if reader.user is None else [query.user or {} for query in queries],
+            context=None if reader.context is None else [query.context or {} for query in queries],
+        )
         ((_, inputs),) = read.batches(len(queries))
         top_items, scores = bundle.runtime.recommend(inputs, bundle.k)
         self._on_counts(read.counts)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from recpo.errors import RecpoError
 from recpo.server.batcher import Batcher
 from recpo.server.bundles import LoadedBundle, Versions
+from recpo.server.feature_values import feature_kinds, known_behaviors, known_features
 from recpo.server.impressions import ImpressionLog, LogLayout
 from recpo.server.metrics import Metrics
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Query, Ranker, Shown
 from recpo.server.settling import settle
 from recpo.server.wire import FeedbackRequest, RecommendRequest
+from recpo.serving.bundle_features import BundleFeatures
 
 _LOOK_S = 1.0  # how often a worker looks for another version and for segments to publish
 _LOG = logging.getLogger("recpo.server")
@@ -106,8 +108,7 @@ class Service:
             LogUnavailableError: the impression cannot be written.
         """
         self._validate(request)
-        explores = self.options.exploration is not None and request.explore is not False
-        query = Query(request.history, request.exclude, request.k, explores)
+        query = self._query(request)
         async with asyncio.timeout(self.options.timeout_s):
             shown = await self._batcher.submit(query)
         wanted = shown.bundle.bundle.k if request.k is None else request.k
@@ -118,7 +119,7 @@ class Service:
             return Answered(shown, None)
         try:
             is_random = [shown.is_random] * len(shown.items)
-            identifier, written = self.log.add(request.user_id, shown.items, shown.propensity, is_random)
+            identifier, written = self.log.add(request.user_id, shown.items, shown.propensity, is_random, query.context)
             await asyncio.wrap_future(written)
         except RecpoError as error:
             raise _unavailable(error) from error
@@ -150,6 +151,27 @@ class Service:
             raise UnknownRecommendationError("the rows of this impression have just been published")
         self.metrics.outcomes.inc(len(outcomes))
         return len(outcomes)
+
+    def _query(self, request: RecommendRequest) -> Query:
+        """The request with what the bundle reads of it.
+
+        Raises:
+            RecpoError: features or behaviors that it does not read, or values that they cannot have.
+        """
+        explores = self.options.exploration is not None and request.explore is not False
+        known = self.versions.current.known_features
+        user, context = (
+            known_features(known, "user", request.user, "user"),
+            known_features(known, "context", request.context, "context"),
+        )
+        if user and known.user is not None:
+            columns = {feature.name: feature.source for feature in known.user.features}
+            user = {columns[name]: value for name, value in user.items()}
+        history = [
+            _event(event, known, f"history.{place}") if "behaviors" in event or "context" in event else event
+            for place, event in enumerate(request.history)
+        ]
+        return Query(history, request.exclude, request.k, explores, user, context)
 
     def _rank(self, queries: Sequence[Query]) -> list[Shown | Exception]:
         with self.metrics.batch_seconds.time():
@@ -183,6 +205,13 @@ class Service:
                 raise RecpoError(f"item ids of this bundle are {'strings' if text else 'integers'}, got {item!r:.80}")
 
 
+def _event(event: Mapping[str, Any], known: BundleFeatures, where: str) -> dict[str, Any]:
+    """An event with its behaviors and the features of its request as columns."""
+    plain = {name: value for name, value in event.items() if name not in ("behaviors", "context")}
+    plain |= known_behaviors(known.behaviors, event.get("behaviors"), f"{where}.behaviors")
+    return plain | (known_features(known, "context", event.get("context"), f"{where}.context") or {})
+
+
 def _unavailable(error: RecpoError) -> LogUnavailableError:
     """What the client is told; paths of this machine are for its own log."""
     _LOG.error("the log cannot be written: %s", error)
@@ -191,7 +220,14 @@ def _unavailable(error: RecpoError) -> LogUnavailableError:
 
 def _open_log(root: Path, bundle: LoadedBundle, options: ServerOptions) -> ImpressionLog:
     text = "string" in str(bundle.bundle.items.type)
-    layout = LogLayout(options.user_ids, "string" if text else "integer", graded=not bundle.bundle.feedback.cutoffs)
+    known = bundle.known_features
+    layout = LogLayout(
+        options.user_ids,
+        "string" if text else "integer",
+        graded=not bundle.bundle.feedback.cutoffs,
+        behaviors=known.behaviors,
+        context=feature_kinds(known.context),
+    )
     return ImpressionLog(
         root,
         layout,

@@ -15,6 +15,12 @@ _INT64 = 2**63
 Id = Annotated[StrictInt, Field(ge=-_INT64, lt=_INT64)] | Annotated[StrictStr, Field(max_length=512)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Grade = Annotated[float, Field(strict=True, ge=0, le=1)]
+_Text = Annotated[StrictStr, Field(max_length=512)]
+_Single = StrictBool | StrictInt | Number | _Text
+#: Which of these a feature takes, the bundle says: a category an integer or a string, as its vocabulary.
+FeatureValue = _Single | Annotated[list[StrictInt | Number | _Text], Field(max_length=4096)] | None
+Features = Annotated[dict[str, FeatureValue], Field(max_length=256)]
+Behaviors = Annotated[dict[str, StrictBool], Field(max_length=62)]
 
 
 def _in_milliseconds(time: int) -> int:
@@ -37,6 +43,12 @@ class Event(TypedDict):
     duration: NotRequired[Annotated[Number | None, Field(description="seconds")]]
     dislike: NotRequired[Annotated[StrictBool | None, Field(description="an explicit negative signal")]]
     label: NotRequired[Annotated[Grade | None, Field(description="how good it was, where there are no watch times")]]
+    behaviors: NotRequired[
+        Annotated[Behaviors | None, Field(description="what else the user did, by the names of the bundle's behaviors")]
+    ]
+    context: NotRequired[
+        Annotated[Features | None, Field(description="features of the request in which it was shown, by their names")]
+    ]
 
 
 class RecommendRequest(BaseModel):
@@ -69,6 +81,12 @@ class RecommendRequest(BaseModel):
         default=None, description="how many items, at most the bundle's own k; null = that"
     )
     exclude: list[Id] = Field(default=[], description="items that must not be listed, beside those of the history")
+    user: Features | None = Field(
+        default=None, description="features of the user by their names, where the bundle reads them; null = not known"
+    )
+    context: Features | None = Field(
+        default=None, description="features of this request by their names, where the bundle reads them"
+    )
     explore: StrictBool | None = Field(
         default=None,
         description="draw the slate instead of taking the best items; null = as the server was started",
@@ -115,10 +133,11 @@ class ItemOutcome(BaseModel):
     duration: Number | None = Field(default=None, gt=0, description="seconds")
     dislike: StrictBool | None = None
     label: Grade | None = None
+    behaviors: Behaviors | None = Field(default=None, description="what else the user did, or did not do")
 
     def values(self) -> dict[str, Any]:
-        """What is known."""
-        return self.model_dump(exclude={"item_id"}, exclude_none=True)
+        """What is known; behaviors by their names."""
+        return self.model_dump(exclude={"item_id", "behaviors"}, exclude_none=True) | (self.behaviors or {})
 
 
 class FeedbackRequest(BaseModel):

@@ -82,7 +82,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(copy, bundle_path,
     assert refused == 42 or name in ("recpo.json", "manifest.json")  # white space of JSON may change
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"x"', "[" * 100_000, '{"format_version": 3}', "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"x"', "[" * 100_000, '{"format_version": 4}', "\xff"])
 def test_a_damaged_manifest_is_refused(copy, text):
     (copy / "manifest.json").write_text(text, encoding="latin1")
     with pytest.raises(RecpoError, match=r"damaged|checksum"):
@@ -101,12 +101,12 @@ def test_a_cut_manifest_is_refused(copy):
     "key",
     [
         *("num_items", "max_history", "k", "reads_timestamps", "feedback", "policy", "origin", "versions", "files"),
-        *("item_precision", "index"),
+        *("item_precision", "index", "features", "behaviors"),
     ],
 )
 @pytest.mark.parametrize("value", [None, -1, 0, 1.5, "x", [], {}, True, {"class": 3}, 10**30])
 def test_values_of_a_wrong_type_are_refused(copy, key, value):
-    fitting = (type(read_manifest(copy)[key]) is type(value)) and key in ("origin", "versions", "index")
+    fitting = (type(read_manifest(copy)[key]) is type(value)) and key in ("origin", "versions", "index", "behaviors")
     sign(copy, **{key: value})
     if fitting or (key == "reads_timestamps" and value is True):
         return
