@@ -211,7 +211,8 @@ class Versions:
         if hasattr(self, "current") and _kind(loaded) != _kind(self.current):
             raise RecpoError(
                 f"version {loaded.version} has other item ids, feedback, features or behaviors than "
-                f"{self.current.version} ({_kind(loaded)}, not {_kind(self.current)}): give it a server and a log of its own"
+                f"{self.current.version} ({_kind(loaded)}, not {_kind(self.current)}): give it a server and a log of "
+                "its own"
             )
         return loaded
 

@@ -64,7 +64,7 @@ class ProgramInput:
         found = self.value(inputs)
         if found is None:
             raise RecpoError(
-                f"this policy reads {self.name}, and it is missing: read the request with the bundle's own reader"
+                f"this policy reads {self.name}, and {self.name} are missing: hand them over with the histories"
             )
         sizes = [size if isinstance(size, int) else found.shape[-1] for size in self.shape]
         expected = (len(inputs.item_ids), *sizes)
