@@ -52,7 +52,7 @@ class Loaded(NamedTuple):
         max_history: how many events of a history it reads.
         policy: whose items can be drawn; None = there are only lists.
         counts: after the pass, what else is to be counted beside users and events.
-        reads: what batches must hold for it beyond items, feedback and times, where there is no policy to say so.
+        reads: what batches must hold for it beyond items, feedback and times.
     """
 
     recommender: Recommender

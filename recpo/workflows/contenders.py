@@ -125,7 +125,8 @@ def _run(name: str, run: Run, data: Prepared, checkpoint: Checkpoint, device: to
 def _load_run(name: str, run: Run, checkpoint: Checkpoint, device: torch.device) -> Loaded:
     policy = run.policy(checkpoint).to(device)
     log_prob = policy.log_prob if policy.has_exact_log_prob else None
-    return Loaded(Recommender(policy.recommend, log_prob, name, scores_are_logp=True), policy.max_history, policy)
+    recommender = Recommender(policy.recommend, log_prob, name, scores_are_logp=True)
+    return Loaded(recommender, policy.max_history, policy, reads=policy.reads)
 
 
 def _factors(name: str, factors: Factors, where: str, data: Prepared) -> Contender:

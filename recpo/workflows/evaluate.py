@@ -316,7 +316,7 @@ class _Pass:
         optional = (self.truth, value, self.new_items if has_new else None)
         measures += [measure for measure in optional if measure is not None]
         measures += [BehaviorRates(self.data.behaviors, max(self.ks))] * bool(self.data.behaviors)
-        reads = Reads(behaviors=bool(self.data.behaviors)) | (reads if policy is None else policy.reads)
+        reads = Reads(behaviors=bool(self.data.behaviors)) | reads
         result = evaluate_ranking(
             recommender,
             self._batches(max_history, contender.name, reads),
