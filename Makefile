@@ -2,6 +2,7 @@
 # make demo    the whole road on a simulated log: prepare, train, align, evaluate, export, recommend, report
 # make test    the tests (without the slow ones, which .ci/run adds)
 # make lint    ruff and mypy
+# make docs    the documentation site, build/site/index.html; warnings are errors
 
 DEVICE ?= cpu
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed-$(DEVICE)
 SHIM := $(if $(filter cpu,$(DEVICE)),./requirements/shim-fbgemm-gpu)
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint docs clean
 
 setup: $(INSTALLED)
 
@@ -30,5 +31,14 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy recpo
 
+# The site has an environment of its own (.venv-docs); the options of the verbs come from recpo in .venv.
+docs: setup .venv-docs/.installed
+	RECPO_PYTHON=$(abspath $(BIN)/python) NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+
+.venv-docs/.installed: requirements/docs.lock
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r requirements/docs.lock
+	touch $@
+
 clean:
-	rm -rf .venv demo build *.egg-info
+	rm -rf .venv .venv-docs demo build *.egg-info

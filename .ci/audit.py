@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 TOOL = "pip-audit==2.10.1"
-LOCKS = ("requirements/cpu.lock", "requirements/gpu.lock")
+LOCKS = ("requirements/cpu.lock", "requirements/gpu.lock", "requirements/docs.lock")
 ACCEPTED = Path(__file__).with_name("accepted_vulnerabilities.txt")
 _TIMEOUT_S = 300
 #: of a lock file; where more packages than that cannot be looked up, the result says nothing

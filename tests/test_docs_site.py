@@ -1,0 +1,210 @@
+"""The documentation site is complete and true: names, verbs, links, anchors, code blocks and quoted numbers."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import recpo
+from recpo.cli.main import VERBS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+DOCUMENTS = [*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "data/README.md")), *PAGES]
+CONFIGURATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+NAV = re.findall(r"([\w/]+\.md)$", CONFIGURATION[CONFIGURATION.index("\nnav:") :], re.MULTILINE)
+#: What a page's Python blocks build on; pages that are not named here begin with nothing.
+GIVEN = {
+    "evaluation.md": """
+import recpo
+tiny = {"data.batch_size": 16, "trainer.max_epochs": 1, "trainer.limit_train_batches": 2}
+recpo.simulate("world", users=80, items=60, events=5000, days=10)
+data = recpo.prepare("world/log", out="prepared")
+run = recpo.train(data, out="runs/pretrain", **tiny)
+recpo.train(data, objective=recpo.GBPO(), init_from=run, out="runs/gbpo", **tiny)
+""",
+    "exploration.md": """
+import numpy as np
+import recpo
+num_items, history = 500, np.array([3, 4, 5])
+items, logp = np.arange(10, 210), np.log(np.full(200, 1 / 200))
+""",
+}
+
+
+def module(name):
+    specification = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    loaded = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(loaded)
+    return loaded
+
+
+def prose(path):
+    """A document without its code blocks; of a notebook the cells of text."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(path):
+    """Anchors of the headings, as GitHub and the site make them, with how often each comes."""
+    titles = re.findall(r"^#+ (.+?) *$", prose(path), re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "") for title in titles)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain]
+
+
+def links(path):
+    text = re.sub(r"`[^`\n]*`", "", prose(path))
+    return [
+        link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link and not link.startswith("mailto:")
+    ]
+
+
+def blocks(path, language):
+    """``(line number, code)`` of the blocks of a language that are not marked ``<!-- not run: why -->``."""
+    text = path.read_text(encoding="utf-8")
+    for found in re.finditer(rf"(<!-- not run: .+ -->\n+)?^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if found[1] is None:
+            yield text[: found.start(2)].count("\n"), found[2]
+
+
+def test_every_public_name_is_in_the_reference_once():
+    pages = (DOCS / "reference" / "python").glob("*.md")
+    documented = [name for page in pages for name in re.findall(r"^::: recpo\.(\w+)$", page.read_text(), re.MULTILINE)]
+    public = set(recpo.__all__) - {"__version__"}
+    missing = sorted(public - set(documented))
+    assert not missing, f"add '::: recpo.{missing[0]}' to a page of docs/reference/python; missing: {missing}"
+    assert sorted(documented) == sorted(public)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_a_page_in_the_reference(verb):
+    page = f"reference/commands/{verb}.md"
+    assert (DOCS / page).is_file(), f"write docs/{page}: what the verb does, and '<!-- options of {verb} -->'"
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert text.startswith(f"# recpo {verb}\n")
+    assert f"<!-- options of {verb} -->" in text
+    assert page in NAV, f"mkdocs.yml: nav lacks {page}"
+    assert f"(commands/{verb}.md)" in (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
+
+
+def test_every_page_is_in_the_navigation():
+    made = {*module("hooks").PAGES, module("hooks").CONFIGURATIONS}
+    assert sorted(NAV) == sorted({str(page.relative_to(DOCS)) for page in PAGES} | made)
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *(ROOT / "notebooks").glob("*.ipynb")], ids=lambda path: path.name)
+def test_every_link_and_anchor_leads_somewhere(path):
+    for link in links(path):
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), f"{path.name} links to {link}"
+        if anchor:
+            assert target.suffix == ".md", f"{path.name}: {link} has an anchor in a file that is no document"
+            assert anchors(target).count(anchor) == 1, f"{path.name} links to {link}: no heading, or two, of that name"
+
+
+def test_links_that_leave_docs_lead_to_pages_of_the_site():
+    hooks = module("hooks")
+    made = {*hooks.PAGES, hooks.CONFIGURATIONS} | {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.*")}
+    made |= {f"{hooks.FILES}/{file}" for page in hooks.PAGES for file in hooks.linked_files(page)}
+    sources = {str(page.relative_to(DOCS)): page for page in PAGES}
+    sources |= {page: ROOT / file for page, file in hooks.PAGES.items()}
+    for page, path in sources.items():
+        for link in links(path):
+            file = hooks.site_link(page, link).partition("#")[0]
+            found = posixpath.normpath(posixpath.join(posixpath.dirname(page), file)) if file else page
+            assert found in made, f"{path.name}: {link} is no page of the site"
+
+
+def test_options_are_shown_with_type_default_and_anchor():
+    options = module("verb_options")
+    by_name = {option.flags[0]: option for _, group in options.groups("tilt") for option in group}
+    assert by_name["--run"].required
+    assert by_name["--run"].kind == "Path"
+    assert by_name["--k"].default == "10"
+    assert "--config" not in by_name
+    text = options.markdown("tilt")
+    assert '<span id="out"></span>`--out` (`Path`, required)\n:   ' in text
+
+
+@pytest.mark.slow
+def test_every_option_of_every_verb_is_described():
+    options = module("verb_options")
+    described = {verb: [option for _, group in options.groups(verb) for option in group] for verb in VERBS}
+    lacking = [
+        f"{verb} {option.flags[0]}" for verb, all_of in described.items() for option in all_of if not option.text
+    ]
+    assert not lacking
+
+
+@pytest.mark.parametrize(("name", "least"), [("choosing_an_objective.md", 45), ("measurements.md", 5)])
+def test_numbers_stand_where_the_row_says(name, least):
+    """A number in a row of evidence is one of a page that the row links to."""
+    checked = 0
+    for row in re.findall(r"^\|.*\|$", (DOCS / name).read_text(encoding="utf-8"), re.MULTILINE):
+        targets = re.findall(r"\]\(([\w./]+\.md)(?:#[\w-]+)?\)", row)
+        linked = "\n".join((DOCS / target).read_text(encoding="utf-8") for target in targets)
+        numbers = re.findall(r"(?<![\w.])[-+]?\d*\.\d+(?![\w.])|\b\d{1,3}(?:,\d{3})+\b", row.rpartition("](")[0])
+        for number in numbers if targets else ():
+            assert number.replace(",", "") in linked.replace(",", ""), f"{name}: {number} is on none of {targets}"
+            checked += 1
+    assert checked >= least
+
+
+def test_the_options_of_benchmarks_exist():
+    text = (DOCS / "measurements.md").read_text(encoding="utf-8")
+    commands = re.findall(r"`[^`\n]*?(benchmarks/\w+\.py)([^`\n]*)`", text)
+    assert {Path(script).name for script, _ in commands} >= {
+        path.name for path in (ROOT / "benchmarks").glob("*.py")
+    } - {"ratings.py", "yardstick.py"}
+    for script, options in commands:
+        source = (ROOT / script).read_text(encoding="utf-8")
+        for option in re.findall(r"--\w+", options):
+            assert f'"{option}"' in source or f"{option[2:]}:" in source, f"measurements.md: {script} has no {option}"
+
+
+@pytest.mark.parametrize("path", [page for page in DOCUMENTS if "```python" in page.read_text()], ids=lambda p: p.name)
+def test_python_blocks_use_names_that_exist(path):
+    for code in re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "recpo":
+                assert node.attr in {*recpo.__all__, "workflows", "server"}, f"{path.name}: recpo.{node.attr}"
+
+
+def run(command, directory):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [page for page in PAGES if any(blocks(page, "python"))], ids=lambda page: page.name)
+def test_python_blocks_run(path, tmp_path):
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    code = GIVEN.get(path.name, "") + "\n".join(code for _, code in blocks(path, "python"))
+    run([sys.executable, "-c", code], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_quickstart_run(tmp_path):
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    commands = "\n".join(code for _, code in blocks(DOCS / "quickstart.md", "bash"))
+    run(["bash", "-euo", "pipefail", "-c", commands], tmp_path)
+    assert (tmp_path / "lists.parquet").is_file()
+    assert (tmp_path / "runs" / "evaluation" / "report.html").is_file()
