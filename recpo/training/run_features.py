@@ -97,6 +97,25 @@ def _coded(features: Iterable[Feature]) -> list[str]:
     return [feature.name for feature in features if isinstance(feature, Category | Categories)]
 
 
+def features_that_differ(policy: Policy, root: Path, data: Prepared) -> list[str]:
+    """What a policy reads and ``data`` fitted otherwise than the run ``root`` keeps it; nothing if it keeps nothing."""
+    if not (_reads(policy) and (root / SCHEMA).is_file()):
+        return []
+    content = read_json(root / SCHEMA, _REMEDY)
+    kept, now = FeatureSchema.from_json(content.get("features"), str(root / SCHEMA)), data.feature_schema
+    sides: list[Side] = ["item"] if policy.reads_item_features else []
+    found = []
+    for side in [*sides, *_sides(policy)]:
+        files = {name: root / vocabulary_file(side, name) for name in _coded(kept.of(side))}
+        same = kept.of(side) == now.of(side) and all(
+            _vocabulary(file).equals(data.vocabulary(side, name)) for name, file in files.items() if file.is_file()
+        )
+        found += [] if same else [f"features of {'requests' if side == 'context' else side + 's'}"]
+    if policy.reads_behaviors and tuple(content.get("behaviors", ())) != data.behaviors:
+        found.append("behaviors")
+    return found
+
+
 def copy_features(base: Path, root: Path) -> None:
     """Copies the features of the run ``base`` into the run directory ``root``."""
     if (base / VOCABULARIES).is_dir():

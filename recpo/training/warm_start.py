@@ -26,9 +26,10 @@ from recpo.training.checkpoints import SavedTensor
 from recpo.training.module import PreferenceModule
 from recpo.training.optimizers import JointOptimizer
 from recpo.training.run import CODES, Run, load_weights
+from recpo.training.run_features import features_that_differ
 
 _BLOCK_ROWS = 1 << 16
-_CHECKSUM = "codes_checksum"
+_CHECKSUM, _TRAINED = "codes_checksum", "features.trained"
 
 
 class Growth(NamedTuple):
@@ -97,6 +98,28 @@ class GrownRows:
         return self[0 : self.shape[0]]
 
 
+class TrainedRows:
+    """The id rows of a saved table beside features, zero where no training event ever counted them.
+
+    Such a row is as it was drawn. From the item's first training event on it counts, and starts as that of a new item.
+
+    Args:
+        rows: of the table.
+        trained: ``[V + 1]`` bool, which items had training events in the earlier run.
+    """
+
+    def __init__(self, rows: Tensor | SavedTensor | GrownRows, trained: Tensor) -> None:
+        self._rows, self._trained = rows, trained
+        self.shape = rows.shape
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self._rows[rows] * self._trained[rows][:, None]
+
+    def whole(self) -> Tensor:
+        """All of them."""
+        return self[0 : self.shape[0]]
+
+
 def grown(
     saved: Mapping[str, Tensor | SavedTensor], own: Mapping[str, Tensor], growth: Growth, *, zero: bool = False
 ) -> dict[str, Tensor | SavedTensor | GrownRows]:
@@ -146,7 +169,10 @@ class WarmStart:
         self._checkpoint = base.checkpoint()
 
     def load_policy(self, policy: Policy) -> None:
-        """Copies the weights of the policy; see ``grown``.
+        """Copies the weights of the policy; see ``grown`` and, beside features, ``TrainedRows``.
+
+        Args:
+            policy: knows its features.
 
         Raises:
             RecpoError: they do not fit, or known items have other codes than in the earlier run.
@@ -154,6 +180,16 @@ class WarmStart:
         self._validate_codes(policy)
         self._zero = policy.reads_item_features
         load_weights(policy, self._checkpoint, adapt=self._adapted)
+
+    def validate_features(self, policy: Policy, data: Prepared) -> None:
+        """Raises ``RecpoError`` where a feature that the policy reads is encoded otherwise than in the earlier run."""
+        others = features_that_differ(policy, self._base.root, data)
+        if others:
+            raise RecpoError(
+                f"{data.root}: {', '.join(others)} were fitted otherwise than those that {self._base.root} was trained "
+                "with, so that its encoders would read other values: make the data with `recpo prepare --extends`, "
+                "which keeps what was fitted"
+            )
 
     def load_critic(self, module: PreferenceModule) -> None:
         """Copies the weights of the critic heads, where there are any.
@@ -207,6 +243,11 @@ class WarmStart:
         for name in taken:
             if name.endswith(_CHECKSUM) and name in own and self._growth.grows:  # the codes were compared
                 taken[name] = own[name]
+        for name in [one for one in taken if one.endswith(_TRAINED)]:
+            table = name.removesuffix(_TRAINED) + "weight"
+            mask = taken[name] if isinstance(taken[name], Tensor) else taken[name].whole()
+            if table in own and taken[table].shape == own[table].shape:
+                taken[table] = TrainedRows(taken[table], mask)
         return taken
 
     def _validate_codes(self, policy: Policy) -> None:

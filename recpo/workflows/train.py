@@ -208,6 +208,7 @@ def _module(options: TrainOptions, start: WarmStart | None) -> PreferenceModule:
         warnings.warn(warning, stacklevel=2)
     item_counts = torch.from_numpy(data.prepared.item_counts())
     if start is not None:
+        start.validate_features(model, data.prepared)
         start.load_policy(model)
     model.set_item_counts(item_counts)  # of this log, whatever the weights came from
     module = PreferenceModule(model, options, slates=data.layout.traits, item_counts=item_counts)
