@@ -6,8 +6,9 @@
 A cell is a way to serve and a recipe. Ways: ``unlogged`` (the best items, a log without propensities), ``greedy`` (the
 best items, each with its propensity), ``exploring`` (drawn, with exact propensities). Recipes: ``imitation``
 (pre-training, then the likelihood of positives), ``gbpo`` (pre-training, then GBPO against the logged propensities),
-``value`` (pre-training, then MPO towards a factorization). The configurations are those of ``configs/`` with the sizes
-of this benchmark.
+``value`` (pre-training, then MPO towards a factorization), ``tilted`` (pre-training, tilted by a factorization with
+``--beta``: the same value for a third of the time). The configurations are those of ``configs/`` with the sizes of this
+benchmark.
 
 Prints one JSON line per round, and a table per world: as the last day was served and for the last policy's best lists,
 the true value's share of the oracle's; regret per round; how often the day's earnings lay in the interval that was
@@ -36,7 +37,7 @@ import recpo
 from recpo.evaluation.estimates import estimate_over_seeds
 
 WAYS = ("unlogged", "greedy", "exploring")
-RECIPES = {"imitation": "likelihood_positives", "gbpo": "gbpo", "value": "mpo"}
+RECIPES = {"imitation": ("likelihood_positives",), "gbpo": ("gbpo",), "value": ("mpo",), "tilted": ()}
 CELLS = (
     "exploring:value",
     "greedy:value",
@@ -59,6 +60,7 @@ def configuration(name, options):
     content = yaml.safe_load((options.configs / f"{name}.yaml").read_text(encoding="utf-8"))
     policy = content["policy"]["init_args"]
     policy |= {"dim": options.dim, "layers": options.layers, "max_history": options.max_history}
+    policy |= {"fold_in": options.fold_in}
     policy |= {"attention_length": min(policy["attention_length"], options.max_history)}
     layout = content["data"]["layout"]["init_args"]
     layout["history_length"] = min(layout["history_length"], options.max_history)
@@ -89,12 +91,13 @@ def run_cell(cell, world, seed, options):
     with redirect_stdout(sys.stderr):
         return recpo.loop(
             out,
-            recipe=[configuration(name, options) for name in ("pretrain", RECIPES[recipe])],
+            recipe=[configuration(name, options) for name in ("pretrain", *RECIPES[recipe])],
             rounds=options.rounds,
             world=world,
             seed=seed,
             exploration=explored if way == "exploring" else None,
             log_propensities=way != "unlogged",
+            tilt=options.beta if recipe == "tilted" else None,
             warm_epochs=options.warm_epochs,
             users=options.users,
             items=options.items,
@@ -170,13 +173,14 @@ def main():
     parser.add_argument("--rounds", type=int, default=8)
     for name, value in {"users": 2000, "items": 1000, "events": 200_000, "days": 14}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    sizes = {"dim": 64, "layers": 2, "max_history": 200, "batch_size": 128}
+    sizes = {"dim": 64, "layers": 2, "max_history": 200, "fold_in": 16, "batch_size": 128}
     sizes |= {"epochs": 12, "warm_epochs": 3, "mpo_epochs": 3}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--temperature", type=float, default=0.3, help="of the exploring way")
     parser.add_argument("--epsilon", type=float, default=0.01, help="of the exploring way")
     parser.add_argument("--shortlist", type=int, default=100, help="of the exploring way")
+    parser.add_argument("--beta", type=float, default=0.025, help="of the recipe tilted")
     parser.add_argument("--until", help="HH:MM: begin no further round")
     parser.add_argument("--quick", action="store_true", help="a tiny world and two rounds, to see that it runs")
     options = parser.parse_args()

@@ -23,6 +23,7 @@ def export(
     item_precision: Precision = "float32",
     index: IndexOptions | None = None,
     triton: Path | None = None,
+    compiled: Path | None = None,
     overwrite: bool = False,
     trust: list[str] = [],  # noqa: B006  jsonargparse prints it
 ) -> None:
@@ -44,6 +45,7 @@ def export(
         index: an approximate index (faiss) in place of the search of the whole catalog: recall, lists, oversampling.
             Scores are then log-probabilities but for a constant of each user. null = the whole catalog is scored.
         triton: also make this directory, a model repository for the Triton Inference Server.
+        compiled: also make this file, the program as machine code for machines like this one (AOTInductor of torch).
         overwrite: replace ``out`` where it is a bundle.
         trust: packages beside recpo whose classes the configuration of the run may name.
     """
@@ -65,12 +67,15 @@ def export(
         item_precision=item_precision,
         index=index,
         triton=triton,
+        compiled=compiled,
         overwrite=overwrite,
         trust=trust,
     )
     print(f"{out}: {len(bundle.items):,} items, lists of {bundle.k}; {_verified(bundle.manifest)}")
     if triton is not None:
         print(f"{triton}: model repository for Triton")
+    if compiled is not None:
+        print(f"{compiled}: machine code for this kind of machine; its lists are the policy's")
 
 
 def _verified(manifest: BundleManifest) -> str:

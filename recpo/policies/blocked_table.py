@@ -44,6 +44,7 @@ class BlockedTable(nn.Module):
         scales: ``[n, R]`` float32, 1 except with int8.
         columns: ``[d]`` float32, 1 except with int8.
         bias: ``[n, R]`` float32, -inf where there is no item.
+        written_out: exported programs have the blocks one after the other instead of a loop.
 
     Raises:
         RecpoError: no such precision, or numbers that it cannot hold.
@@ -64,6 +65,7 @@ class BlockedTable(nn.Module):
         blocks = -(-size // block_rows)
         self.rows = -(-size // blocks)
         self.num_items, self.rooted, self.precision = size - 1, rooted, precision
+        self.written_out = False
         padded = F.pad(vectors.detach().float(), (0, 0, 0, blocks * self.rows - size))
         columns, scales = torch.ones(dim), torch.ones(len(padded))
         if precision == "int8":
@@ -102,7 +104,7 @@ class BlockedTable(nn.Module):
         def search(carry: tuple[Tensor, Tensor], block: tuple[Tensor, ...]) -> tuple[tuple[Tensor, Tensor], Tensor]:
             return self._search(states, k, exclude, carry, block)
 
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() and not self.written_out:
             carry, sums = scan(search, carry, blocks)
         else:
             parts = []

@@ -144,7 +144,7 @@ def write_bundle(
     """
     _validate_options(policy, manifest.item_precision, index)
     with (
-        _traces_forgotten(),
+        traces_forgotten(),
         output_directory(out, kind="bundle", overwrite=overwrite, inputs=inputs) as root,
     ):
         items.save(root / ITEMS)
@@ -201,9 +201,8 @@ def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> Bundl
     """The program that ranks the whole catalog, compared with the policy."""
     ranker, k = ranker_of(policy, manifest.item_precision), manifest.k
     program = ServingProgram(ranker, k, manifest.reads)
-    random = random_inputs(policy, _EXAMPLE_USERS, torch.Generator().manual_seed(0), manifest.reads)
     given = program_inputs(manifest.max_history, manifest.reads)
-    _save_onnx(_exported(program, random, given), root / ONNX_PROGRAM, given, OUTPUTS)
+    _save_onnx(exported_program(policy, program), root / ONNX_PROGRAM, given, OUTPUTS)
     runtime = load_runtime(root, manifest, "onnx")
     if manifest.item_precision == "float32":
         verify_runtime(runtime, policy, k)
@@ -219,6 +218,12 @@ def _write_index(policy: Policy, manifest: BundleManifest, root: Path, options: 
     _save_onnx(_exported(program, random, program.inputs), root / ONNX_PROGRAM, program.inputs, (STATES,))
     verify_index(IndexRuntime(root, manifest), policy, manifest.k)
     return manifest
+
+
+def exported_program(policy: Policy, program: ServingProgram) -> ExportedProgram:
+    """A serving program of a policy as a graph, for any number of users and of items to exclude."""
+    random = random_inputs(policy, _EXAMPLE_USERS, torch.Generator().manual_seed(0), program.reads)
+    return _exported(program, random, program_inputs(policy.max_history, program.reads))
 
 
 def _exported(program: nn.Module, random: EncodedHistories, given: Sequence[ProgramInput]) -> ExportedProgram:
@@ -249,7 +254,7 @@ def _forget_sources(exported: ExportedProgram) -> None:
 
 
 @contextmanager
-def _traces_forgotten() -> Iterator[None]:
+def traces_forgotten() -> Iterator[None]:
     """Drops what torch keeps of a traced loop over blocks: a second class of the policy's name among it.
 
     A configuration that names the class of a policy would be ambiguous for as long as that one lives.

@@ -8,6 +8,7 @@ from typing import Literal
 
 from recpo.artifacts import kind_of
 from recpo.data.prepared import ITEM_FEATURES, Prepared
+from recpo.errors import RecpoError
 from recpo.features.arrays import read_features
 from recpo.policies.blocked_table import Precision
 from recpo.serving.bundle import Bundle
@@ -26,6 +27,7 @@ def export(
     item_precision: Precision = "float32",
     index: IndexOptions | None = None,
     triton: Path | str | None = None,
+    compiled: Path | str | None = None,
     overwrite: bool = False,
     trust: Sequence[str] = (),
 ) -> Bundle:
@@ -42,6 +44,7 @@ def export(
         index: an approximate index in place of the search of the whole catalog; scores are then log-probabilities but
             for a constant of each user.
         triton: also make this directory, a model repository for the Triton Inference Server.
+        compiled: also make this file, the program as machine code by AOTInductor (``recpo.serving.compiled``).
         overwrite: replace ``out`` where it is a bundle.
         trust: packages beside recpo whose classes the configuration of the run may name.
 
@@ -52,6 +55,8 @@ def export(
     opened = Run.open(run, trust)
     if triton is not None:
         validate_triton(triton, has_index=index is not None, overwrite=overwrite)
+    if compiled is not None and Path(compiled).exists() and not overwrite:
+        raise RecpoError(f"{compiled} exists already: name another file for compiled, or set overwrite")
     bundle = opened.export(
         out,
         k,
@@ -62,6 +67,10 @@ def export(
     )
     if triton is not None:
         write_triton(bundle.root, Path(triton), overwrite=overwrite, inputs=[opened.root])
+    if compiled is not None:
+        from recpo.serving.compiled import write_compiled  # Inductor takes seconds to import
+
+        write_compiled(bundle.root, compiled, overwrite=overwrite)
     return bundle
 
 

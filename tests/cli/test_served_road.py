@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -223,8 +224,11 @@ def test_forms_of_a_large_catalog_through_the_command_line(road, tmp_path, capsy
     assert "which Triton does not run" in capsys.readouterr().err
     assert main([*export, str(indexed), "--index.recall", "0.5"]) == 0
     assert "the index looks into" in capsys.readouterr().out
-    assert main([*export, str(rounded), "--item_precision", "float16", *triton]) == 0
+    compiled = tmp_path / "program.pt2"
+    options = ["--compiled", str(compiled)] if shutil.which(os.environ.get("CXX", "g++")) else []
+    assert main([*export, str(rounded), "--item_precision", "float16", *triton, *options]) == 0
     assert "float16: of the 10 best items" in capsys.readouterr().out
+    assert compiled.is_file() == bool(options)
     assert (tmp_path / "repository" / "recpo" / "config.pbtxt").is_file()
     histories, lists = str(road / "prepared" / "histories.parquet"), str(tmp_path / "lists.parquet")
     answer = ["recommend", "--histories", histories, "--out", lists, "--bundle"]

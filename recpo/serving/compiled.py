@@ -1,0 +1,112 @@
+"""The program of a bundle as machine code, by AOTInductor: a file of its own for machines like the one that made it.
+
+Loading such a file runs the code in it. A bundle holds data alone, so the file lies outside: load what you compiled.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from shutil import copyfile
+from typing import Any, Final
+
+import torch
+from torch._inductor.package import load_package
+
+from recpo.artifacts import output_file, sha256
+from recpo.contracts import Policy
+from recpo.errors import RecpoError
+from recpo.policies.blocked_table import BLOCK_ROWS
+from recpo.serving.bundle import Bundle
+from recpo.serving.export import exported_program, traces_forgotten
+from recpo.serving.manifest import MANIFEST
+from recpo.serving.program import CatalogSearch, ServingProgram, ranker_of
+from recpo.serving.program_inputs import ProgramReads
+from recpo.serving.runtimes import PolicyRuntime, TorchProgramRuntime
+from recpo.serving.verification import verify_runtime
+
+MOST_BLOCKS: Final = 16
+"""The loop over blocks of items is written out, and every block is code to compile."""
+
+_CHECKSUM: Final = "recpo_bundle"
+
+
+def write_compiled(bundle: Path | str, out: Path | str, *, overwrite: bool = False) -> None:
+    """Compiles the policy of a bundle, compares it with the policy, and writes one file, by convention ``.pt2``.
+
+    It ranks the whole catalog in float32, also where the bundle rounds the item vectors or has an index. Needs a C++
+    compiler, and takes from ten seconds on.
+
+    Args:
+        bundle: directory written by ``recpo export``, with weights for the torch engine.
+        out: file to make.
+        overwrite: replace it.
+
+    Raises:
+        RecpoError: no bundle, one without the torch engine, nothing to compile with, a program that gives other lists
+            than the policy, or ``out`` is in the way.
+    """
+    loaded = Bundle.load(bundle, engine="torch")
+    assert isinstance(loaded.runtime, PolicyRuntime)
+    policy, manifest = loaded.runtime.policy, loaded.manifest
+    with (
+        output_file(out, overwrite=overwrite, inputs=[loaded.root]) as working,
+        tempfile.TemporaryDirectory(prefix="recpo-compiled-") as work,
+    ):
+        file = _compiled(policy, manifest.k, loaded.runtime.reads, Path(work), sha256(loaded.root / MANIFEST))
+        verify_runtime(TorchProgramRuntime(load_package(str(file)), manifest), policy, manifest.k)
+        copyfile(file, working)
+
+
+def load_compiled(bundle: Path | str, file: Path | str) -> Bundle:
+    """The bundle with its compiled program as the engine. Runs the code in the file.
+
+    Raises:
+        RecpoError: no bundle, or a file that was not compiled from it.
+    """
+    loaded = Bundle.load(bundle)
+    try:
+        program: Any = load_package(str(file))
+        found = program.get_metadata().get(_CHECKSUM)
+    except Exception as error:  # of the loader, of the linker, of zip
+        raise RecpoError(f"{file} is no compiled program ({error}): compile the bundle again") from error
+    if found != sha256(loaded.root / MANIFEST):
+        raise RecpoError(f"{file} was compiled from another bundle than {bundle}: compile this one")
+    return replace(loaded, runtime=TorchProgramRuntime(program, loaded.manifest))
+
+
+def _compiled(policy: Policy, k: int, reads: ProgramReads, work: Path, checksum: str) -> Path:
+    with traces_forgotten():
+        exported = exported_program(policy, ServingProgram(_ranker(policy), k, reads))
+        settings = {"aot_inductor.metadata": {_CHECKSUM: checksum}}
+        with _in_this_process():
+            try:
+                made = torch._inductor.aoti_compile_and_package(
+                    exported, package_path=str(work / "program.pt2"), inductor_configs=settings
+                )
+            except Exception as error:  # Inductor's own classes, and those of the compiler
+                raise RecpoError(
+                    f"the program cannot be compiled ({str(error).strip()[-300:]}): install a C++ compiler (g++, or "
+                    "name it in CXX), or serve the bundle with ONNX Runtime"
+                ) from error
+    return Path(made)
+
+
+def _ranker(policy: Policy) -> Policy | CatalogSearch:
+    """Inductor cannot lower the loop over blocks, so it is written out, in few blocks."""
+    rows = max(BLOCK_ROWS, math.ceil((policy.num_items + 1) / MOST_BLOCKS))
+    ranker = ranker_of(policy, "float32", rows)
+    if isinstance(ranker, CatalogSearch):
+        ranker.table.written_out = True
+    return ranker
+
+
+@contextmanager
+def _in_this_process() -> Iterator[None]:
+    """Compiles without a pool of processes, which would outlive the call."""
+    with torch._inductor.config.patch(compile_threads=1):
+        yield

@@ -1,0 +1,41 @@
+"""Programs as machine code: the policy's lists, for the bundle that they were compiled from."""
+
+import os
+import shutil
+
+import pytest
+
+from recpo.errors import RecpoError
+from recpo.serving import compiled
+from recpo.serving.bundle import Bundle
+from recpo.serving.compiled import load_compiled, write_compiled
+from recpo.serving.verification import verify_runtime
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler"),
+]
+
+
+@pytest.mark.parametrize("block_rows", [50, 8192])  # the loop over blocks written out; the policy's own program
+def test_a_compiled_program_ranks_as_the_policy(block_rows, export_once, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "BLOCK_ROWS", block_rows)
+    policy, bundle = export_once("sasrec")
+    write_compiled(bundle, tmp_path / "program.pt2")
+    loaded = load_compiled(bundle, tmp_path / "program.pt2")
+    verify_runtime(loaded.runtime, policy, loaded.k, seed=7)
+    events = [{"item_id": "item-3", "timestamp": 1_767_225_600_000, "watch_time": 9.5, "duration": 10.0}]
+    found, expected = loaded.recommend_one(events, k=5), Bundle.load(bundle).recommend_one(events, k=5)
+    assert [item for item, _ in found] == [item for item, _ in expected]
+    assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
+    with pytest.raises(RecpoError, match="exists already"):
+        write_compiled(bundle, tmp_path / "program.pt2")
+    monkeypatch.setattr(compiled, "sha256", lambda file: "0" * 64)
+    with pytest.raises(RecpoError, match="compiled from another bundle"):
+        load_compiled(bundle, tmp_path / "program.pt2")
+
+
+def test_a_file_that_is_no_program_of_the_bundle_is_refused(bundle_path, tmp_path):
+    (tmp_path / "program.pt2").write_bytes(b"no archive")
+    with pytest.raises(RecpoError, match="is no compiled program"):
+        load_compiled(bundle_path, tmp_path / "program.pt2")
