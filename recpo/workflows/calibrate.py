@@ -32,6 +32,7 @@ from recpo.evaluation.calibration import (
     fit_platt,
     numbers,
 )
+from recpo.evaluation.candidates import Candidates, candidates_of
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.measures import Observed
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
@@ -131,6 +132,7 @@ def calibrate(
         min(k, data.num_items),
         None if truth is None else true_rewards(Path(truth), data, "test", [min(k, data.num_items)]),
         logged_reward if has_propensities(data, "test") else None,
+        candidates_of(data, "test", None),
     )
     calibrations = {name: _calibrate_run(one, setting, checkpoint) for name, one in opened.items() if _is_fitted(one)}
     functions = {name: _function(one, checkpoint, trust) for name, one in opened.items()}
@@ -272,6 +274,7 @@ class _Setting:
         k: length of the lists.
         truth: of a simulated log.
         logged_reward: for the value from the log; None = it has no propensities.
+        candidates: items that may be listed at the begin of the test period; None = all that are not retired.
     """
 
     data: Prepared
@@ -282,6 +285,7 @@ class _Setting:
     k: int
     truth: TrueRewards | None
     logged_reward: LoggedReward | None
+    candidates: Candidates | None
 
     def batches(self, split: Period, batch_size: int) -> Iterator[EvaluationBatch]:
         """Held-out users with the longest history that the data hold: models take from it what they read."""
@@ -372,9 +376,10 @@ class _Setting:
         measure = self._off_policy()
         true: dict[str, list[Tensor]] = {}
         for batch in self.batches("test", max(1, min(self.batch_size, _MOST_CANDIDATES // self.data.num_items))):
-            best = greedy_lists(reward, batch, self.data.num_items, self.k)
+            absent = None if self.candidates is None else self.candidates.unavailable(batch.user_ids)
+            best = greedy_lists(reward, batch, self.data.num_items, self.k, absent)
             if measure is not None:
-                measure.update(Observed(batch, best, held_out_targets(batch), None))
+                measure.update(Observed(batch, best, held_out_targets(batch), None, unavailable=absent))
             if self.truth is not None:
                 metrics = self.truth.of_lists(batch.user_ids, best.item_ids)
                 metrics["logging"] = self.truth.of_logging_policy(batch.user_ids.cpu())[f"true_reward@{self.k}"]
@@ -403,10 +408,19 @@ class _Setting:
         )
 
 
-def greedy_lists(reward: RewardFunction, batch: EvaluationBatch, num_items: int, k: int) -> Recommendations:
+def greedy_lists(
+    reward: RewardFunction, batch: EvaluationBatch, num_items: int, k: int, unavailable: Tensor | None = None
+) -> Recommendations:
     """The k items of the catalog that the reward likes best, without those of the user's past; ties to the smaller id.
 
     Scores are rewards; where fewer than k items are left or known, the id is 0 and the score -inf.
+
+    Args:
+        reward: what is maximized.
+        batch: users.
+        num_items: catalog size V.
+        k: length of the lists.
+        unavailable: ``[B, N]`` items that are no candidates, 0 pads; None = every item is one.
     """
     histories = batch.feedback.histories
     users = len(histories.lengths)
@@ -416,7 +430,8 @@ def greedy_lists(reward: RewardFunction, batch: EvaluationBatch, num_items: int,
     rewards = reward(batch.feedback._replace(slates=catalog), catalog).double()
     rewards = rewards.masked_fill(rewards.isnan(), -torch.inf)
     padded = torch.nn.functional.pad(rewards, (1, 0))  # column 0 takes the padding of the past
-    rewards = padded.scatter(1, batch.exclude, -torch.inf)[:, 1:]
+    padded = padded.scatter(1, batch.exclude, -torch.inf)
+    rewards = (padded if unavailable is None else padded.scatter(1, unavailable, -torch.inf))[:, 1:]
     best, place = rewards.sort(dim=1, descending=True, stable=True)
     best, place = best[:, :k], place[:, :k]
     return Recommendations((place + 1).masked_fill(best == -torch.inf, 0), best)

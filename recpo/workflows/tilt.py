@@ -21,6 +21,7 @@ from recpo.contracts import Policy, RewardFunction
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
+from recpo.evaluation.candidates import Candidates, candidates_of
 from recpo.evaluation.catalog_ranking import RankingResult, evaluate_ranking
 from recpo.evaluation.estimates import Z95
 from recpo.evaluation.measures import Measure, Observed, Recommender
@@ -186,7 +187,8 @@ def tilt(
     Args:
         run: what is tilted, or its directory.
         factors: what ``recpo factorize`` wrote for the same items, or its directory.
-        prepared: prepared data of the same items, on whose validation period beta is chosen; null = beta is given.
+        prepared: prepared data of the same items, on whose validation period beta is chosen, by lists of the items
+            that were candidates at its begin; null = beta is given.
         out: run directory to make.
         beta: difference in grade that moves the log-odds of two items by 1; auto = the largest of betas, which is
             the nearest to the base, whose value is within one standard error of the best (of the difference, on the
@@ -245,6 +247,7 @@ def tilt(
                 k=min(k, data.num_items),
                 setting=_setting(data, used, off_policy, reward, k),
                 held_out=_held_out_factors(data) if graded or used == "grade" else None,
+                candidates=candidates_of(data, "valid", None),
                 monitor_reward=monitor_reward,
                 batch_size=batch_size,
                 device=where,
@@ -320,6 +323,7 @@ class _Validation:
     k: int
     setting: OffPolicySetting | None
     held_out: Factors | None
+    candidates: Candidates | None
     monitor_reward: RewardFunction | None
     batch_size: int
     device: torch.device
@@ -366,6 +370,7 @@ class _Validation:
             num_items=self.data.num_items,
             ks=[self.k],
             measures=measures,
+            candidates=self.candidates,
         )
         return _Measured(beta, ranking, None if value is None else value.result())
 

@@ -76,6 +76,9 @@ def test_greedy_lists_are_those_of_a_loop(prepared):
         worth = {item: float(torch.sin(torch.tensor(item * 1.7) + user)) for item in range(1, 51) if item not in past}
         best = sorted(worth, key=lambda item: -worth[item])[:7]
         assert lists[row].tolist() == best + [0] * (7 - len(best))
+    absent = lists[:, :2]  # were no candidates
+    fewer = greedy_lists(reward, batch, 60, 5, absent).item_ids
+    assert fewer.tolist() == lists[:, 2:].tolist()
 
 
 def test_lists_are_worth_what_the_truth_and_the_log_say(prepared, world, factors):
