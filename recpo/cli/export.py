@@ -22,6 +22,7 @@ def export(
     checkpoint: Literal["best", "last"] = "best",
     item_precision: Precision = "float32",
     index: IndexOptions | None = None,
+    attributes: Path | None = None,
     triton: Path | None = None,
     compiled: Path | None = None,
     overwrite: bool = False,
@@ -44,6 +45,8 @@ def export(
         item_precision: how the program stores the item vectors: float32, float16, or int8 with a scale for each item.
         index: an approximate index (faiss) in place of the search of the whole catalog: recall, lists, oversampling.
             Scores are then log-probabilities but for a constant of each user. null = the whole catalog is scored.
+        attributes: Parquet file with ``item_id`` and attributes of the items (integers, strings, booleans, or lists of
+            them), by which requests may filter (``allow``, ``deny``).
         triton: also make this directory, a model repository for the Triton Inference Server.
         compiled: also make this file, the program as machine code for machines like this one (AOTInductor of torch).
         overwrite: replace ``out`` where it is a bundle.
@@ -66,6 +69,7 @@ def export(
         checkpoint=checkpoint,
         item_precision=item_precision,
         index=index,
+        attributes=attributes,
         triton=triton,
         compiled=compiled,
         overwrite=overwrite,

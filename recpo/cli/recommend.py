@@ -33,6 +33,8 @@ def recommend(
     users: Path | None = None,
     user_features: Path | None = None,
     context: Path | None = None,
+    allow: dict[str, list[int | str]] | None = None,
+    deny: dict[str, list[int | str]] | None = None,
     engine: Literal["onnx", "torch"] = "onnx",
     provider: str = "CPUExecutionProvider",
     batch_size: int = 256,
@@ -57,6 +59,9 @@ def recommend(
             policy reads them.
         context: Parquet file of user_id and features of the requests that are answered now; only where the policy reads
             them.
+        allow: attribute -> values, of a bundle that was exported with attributes: only items that have one of them in
+            each, such as {"category": ["film"]}.
+        deny: attribute -> values: no items that have one of them.
         engine: onnx (ONNX Runtime, without torch) or torch.
         provider: execution provider of ONNX Runtime; it must be in ``onnxruntime.get_available_providers()``.
         batch_size: users ranked at once.
@@ -77,6 +82,8 @@ def recommend(
             users=users,
             user_features=user_features,
             context=context,
+            allow=allow,
+            deny=deny,
             batch_size=batch_size,
             progress=bar.update,
         )

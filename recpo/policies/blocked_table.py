@@ -90,14 +90,20 @@ class BlockedTable(nn.Module):
             vectors = vectors * self.scales[block, row][..., None] * self.columns
         return vectors
 
-    def top_k(self, states: Tensor, k: int, exclude: Tensor) -> Recommendations:
+    def top_k(self, states: Tensor, k: int, exclude: Tensor, allowed: Tensor | None = None) -> Recommendations:
         """The ``k`` best items by log-probability, ties to the smaller id; see ``catalog_search.top_k``.
+
+        ``allowed [B, V + 1]`` bool says which items may be listed; None = every one. The others stay in the normalizer.
 
         In a list equal scores stand in the order of their ids. Where the last place is tied, the smaller id has it in
         ONNX, whose TopK says so; a torch program may list another one of equal score.
         """
         states = states * self.columns if self.precision == "int8" else states
-        blocks = (self.values, self.scales, self.bias, self.starts)
+        blocks: tuple[Tensor, ...] = (self.values, self.scales, self.bias, self.starts)
+        if allowed is not None:
+            users, (parts_, rows) = allowed.shape[0], self.bias.shape
+            padded = F.pad(allowed, (0, parts_ * rows - allowed.shape[1]))
+            blocks = (*blocks, padded.view(users, parts_, rows).transpose(0, 1))
         nothing = states.new_full((states.shape[0], k), -torch.inf)
         carry: tuple[Tensor, Tensor] = (nothing, torch.zeros_like(nothing, dtype=torch.long))
 
@@ -120,7 +126,7 @@ class BlockedTable(nn.Module):
         self, states: Tensor, k: int, exclude: Tensor, carry: tuple[Tensor, Tensor], block: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """The best items after one block more, and its log-sum-exp ``[B]``, of all its items."""
-        values, scales, bias, start = block
+        values, scales, bias, start = block[:4]
         scores = self._scores(states, values, scales, bias)
         lse = scores.logsumexp(1)
         place = exclude - start
@@ -128,6 +134,8 @@ class BlockedTable(nn.Module):
         # an id of another block writes +inf, which a minimum ignores
         barred = torch.where(inside, -torch.inf, torch.inf).to(scores.dtype)
         scores = scores.scatter_reduce(1, place.clamp(0, self.rows - 1), barred, "amin")
+        if len(block) > 4:
+            scores = torch.where(block[4], scores, -torch.inf)
         best, ids = scores.topk(min(k, self.rows), 1)
         # what was found before has smaller ids and stands first
         best, order = torch.cat([carry[0], best], 1).topk(k, 1)

@@ -88,6 +88,7 @@ class LoadedBundle:
         checksum = sha256(path / MANIFEST)
         golden = check_golden(bundle)
         known = None if reranking is None else reranking.known(bundle)
+        _ = bundle.filters, bundle.features  # read now, not by the first request
         return cls(name, version or checksum[:12], checksum, golden, bundle, bundle.reader, known)
 
 
@@ -247,7 +248,9 @@ def _kind(loaded: LoadedBundle) -> tuple[object, ...]:
     """What the log's columns and the requests depend on."""
     text, known = "strings" if "string" in str(loaded.bundle.items.type) else "integers", loaded.known_features
     feedback = "watch times" if loaded.bundle.feedback.cutoffs else "labels"
-    return text, feedback, *known.behaviors, *feature_kinds(known.user), *feature_kinds(known.context)
+    sides = (one for one in (known.user, known.context) if one is not None)
+    sources = [(one.source, getattr(one, "width", None)) for side in sides for one in side.features]
+    return text, feedback, *known.behaviors, *feature_kinds(known.user), *feature_kinds(known.context), *sources
 
 
 def _versions(path: Path) -> list[str]:

@@ -15,7 +15,7 @@ from recpo.server.service import Service
 from recpo.serving.program_inputs import program_inputs
 
 _PLATFORM = "onnxruntime_onnx"
-_DATATYPES = {"int64": "INT64", "float32": "FP32"}
+_DATATYPES = {"int64": "INT64", "float32": "FP32", "bool": "BOOL"}
 
 
 def protocol_routes(service: Service) -> APIRouter:

@@ -13,6 +13,8 @@ from recpo.errors import RecpoError
 from recpo.exploration import Exploration, Pool, Slate
 from recpo.server.bundles import LoadedBundle
 from recpo.server.reranking import Reranking
+from recpo.serving.attributes import Wanted, filtered
+from recpo.serving.bundle import Bundle
 from recpo.serving.histories import EncodedHistories, ServingCounts
 from recpo.serving.recommending import validate_k
 
@@ -28,6 +30,8 @@ class Query:
         explore: draw the slate; otherwise the best items in their order.
         user: features of the user, by the columns of the table of users that was prepared.
         context: features of the request, by their names.
+        allow: attribute -> values: only items that have one of them in each.
+        deny: attribute -> values: no items that have one of them.
     """
 
     history: Sequence[Mapping[str, Any]]
@@ -36,6 +40,8 @@ class Query:
     explore: bool = False
     user: Mapping[str, Any] | None = None
     context: Mapping[str, Any] | None = None
+    allow: Wanted | None = None
+    deny: Wanted | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ class Ranker:
             context=None if reader.context is None else [query.context or {} for query in queries],
         )
         ((_, inputs),) = read.batches(len(queries))
+        inputs = inputs._replace(allowed=_masks(bundle, queries))
         top_items, scores = bundle.runtime.recommend(inputs, bundle.k)
         self._on_counts(read.counts)
         own = scores  # of the policy; slates are drawn by scores that fall along the list
@@ -135,11 +142,27 @@ class Ranker:
         pools = None
         if self._exploration.epsilon > 0 and self._exploration.uniform_over == "catalog":
             pools = [
-                Pool.of(num_items, exclude=np.concatenate([inputs.item_ids[row], inputs.exclude[row]])) for row in rows
+                Pool.of(
+                    num_items,
+                    exclude=np.concatenate([inputs.item_ids[row], inputs.exclude[row]]),
+                    ids=None if inputs.allowed is None else np.flatnonzero(inputs.allowed[row][1:]) + 1,
+                )
+                for row in rows
             ]
         shortlist, scores = (values[rows, :width] for values in top)
         batch = self._exploration.sample_batch(shortlist, scores, k, self._generator, pools)
         return [batch.of(place) for place in range(len(rows))]
+
+
+def _masks(bundle: Bundle, queries: Sequence[Query]) -> np.ndarray | None:
+    """Which items may be listed, ``[B, V + 1]``; None where nobody filters.
+
+    Made here, for the catalog of the bundle that ranks the batch: another may have taken over since the request came.
+    """
+    if not any(query.allow or query.deny for query in queries):
+        return None
+    masks = [filtered(bundle.filters, query.allow, query.deny) for query in queries]
+    return np.stack([np.ones(len(bundle.items) + 1, bool) if mask is None else mask for mask in masks])
 
 
 def _best(top_items: np.ndarray) -> Slate:

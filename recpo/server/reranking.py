@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from recpo.reranking import ItemAttributes, Reranker, RerankOptions, reranked_places
+from recpo.serving.attributes import ATTRIBUTES
 from recpo.serving.bundle import Bundle
-from recpo.serving.histories import EncodedHistories
+from recpo.serving.histories import ITEM_ID, EncodedHistories
 from recpo.serving.item_vectors import bundle_item_vectors
 
 
@@ -31,7 +32,10 @@ class Reranking:
         Raises:
             RecpoError: an attribute, its file or the item vectors are missing.
         """
-        known = self.options.read(self.method.attributes, bundle.items)
+        options = self.options
+        if options.attributes is None and ATTRIBUTES in bundle.manifest.files:
+            options = replace(options, attributes=bundle.root / ATTRIBUTES, item_id=ITEM_ID)
+        known = options.read(self.method.attributes, bundle.items)
         if self.method.reads_vectors and known.vectors is None:
             known = known.with_vectors(bundle_item_vectors(bundle.root, bundle.manifest))
         return known

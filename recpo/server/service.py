@@ -171,7 +171,9 @@ class Service:
             _event(event, known, f"history.{place}") if "behaviors" in event or "context" in event else event
             for place, event in enumerate(request.history)
         ]
-        return Query(history, request.exclude, request.k, explores, user, context)
+        return Query(
+            history, request.exclude, request.k, explores, user, context, allow=request.allow, deny=request.deny
+        )
 
     def _rank(self, queries: Sequence[Query]) -> list[Shown | Exception]:
         with self.metrics.batch_seconds.time():

@@ -20,6 +20,9 @@ _Single = StrictBool | StrictInt | Number | _Text
 #: Which of these a feature takes, the bundle says: a category an integer or a string, as its vocabulary.
 FeatureValue = _Single | Annotated[list[StrictInt | Number | _Text], Field(max_length=4096)] | None
 Features = Annotated[dict[str, FeatureValue], Field(max_length=256)]
+Filter = Annotated[
+    dict[str, Annotated[list[StrictBool | StrictInt | _Text], Field(max_length=10_000)]], Field(max_length=64)
+]
 Behaviors = Annotated[dict[str, StrictBool], Field(max_length=62)]
 
 
@@ -87,6 +90,10 @@ class RecommendRequest(BaseModel):
     context: Features | None = Field(
         default=None, description="features of this request by their names, where the bundle reads them"
     )
+    allow: Filter | None = Field(
+        default=None, description="attribute -> values: only items that have one of them in each attribute"
+    )
+    deny: Filter | None = Field(default=None, description="attribute -> values: no items that have one of them")
     explore: StrictBool | None = Field(
         default=None,
         description="draw the slate instead of taking the best items; null = as the server was started",

@@ -25,6 +25,7 @@ from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
 from recpo.feedback import FeedbackDefinition
 from recpo.frames import Frame
+from recpo.serving.attributes import ItemFilters, Wanted, filtered
 from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexRuntime
@@ -93,6 +94,11 @@ class Bundle:
         """What was fitted of the features that it reads."""
         return BundleFeatures.load(self.root, self.manifest.features, self.manifest.behaviors)
 
+    @cached_property
+    def filters(self) -> ItemFilters | None:
+        """What ``allow`` and ``deny`` go by; None = it was exported without attributes."""
+        return ItemFilters.load(self.root, self.items)
+
     @property
     def reader(self) -> HistoryReader:
         """Reads histories for this policy."""
@@ -109,6 +115,8 @@ class Bundle:
         users: Iterable[Any] | None = None,
         user_features: Frame | None = None,
         context: Frame | None = None,
+        allow: Wanted | None = None,
+        deny: Wanted | None = None,
     ) -> pd.DataFrame:
         """The best items of every user, without those of the history and those to exclude.
 
@@ -126,6 +134,8 @@ class Bundle:
             users: who is served, in this order, new users among them; None = the users of ``histories``.
             user_features: ``user_id`` and columns as in the table of users that was prepared, if the policy reads it.
             context: ``user_id`` and the features of the requests that are answered now, if the policy reads them.
+            allow: attribute -> values, of a bundle with attributes: only items that have one of them in each.
+            deny: attribute -> values: no items that have one of them.
 
         Returns:
             ``user_id``, ``rank`` from 1, ``item_id``, ``score`` (natural-log probability; with an index but for a
@@ -135,7 +145,14 @@ class Bundle:
             RecpoError: a column is missing, of a wrong type or impossible; k is no whole number in its range.
         """
         return self.serve(
-            histories, k, exclude=exclude, users=users, user_features=user_features, context=context
+            histories,
+            k,
+            exclude=exclude,
+            users=users,
+            user_features=user_features,
+            context=context,
+            allow=allow,
+            deny=deny,
         ).to_pandas()
 
     def serve(
@@ -147,6 +164,8 @@ class Bundle:
         users: Iterable[Any] | None = None,
         user_features: Frame | None = None,
         context: Frame | None = None,
+        allow: Wanted | None = None,
+        deny: Wanted | None = None,
         batch_size: int = BATCH_SIZE,
     ) -> Served:
         """``recommend`` as an Arrow table with its typed counts; ``batch_size`` users are ranked at once."""
@@ -159,6 +178,7 @@ class Bundle:
             users=users,
             user_features=user_features,
             context=context,
+            allowed=filtered(self.filters, allow, deny),
             batch_size=batch_size,
         )
 
@@ -170,6 +190,8 @@ class Bundle:
         *,
         user: Mapping[str, Any] | None = None,
         context: Mapping[str, Any] | None = None,
+        allow: Wanted | None = None,
+        deny: Wanted | None = None,
     ) -> list[tuple[Any, float]]:
         """The best items of one user, as a server has the request.
 
@@ -179,6 +201,8 @@ class Bundle:
             exclude: items that must not be listed.
             user: features of the user, by the columns of the table of users; what is not named is missing.
             context: features of this request, by their names.
+            allow: see ``recommend``.
+            deny: see ``recommend``.
 
         Returns:
             Pairs of external item id and natural-log probability (with an index but for a constant), best first.
@@ -187,7 +211,9 @@ class Bundle:
             RecpoError: see ``recommend``.
         """
         k = validate_k(self.k if k is None else k, self.k)
-        top_items, scores = self.runtime.recommend(self.reader.read_request(events, exclude, user, context), k)
+        inputs, allowed = self.reader.read_request(events, exclude, user, context), filtered(self.filters, allow, deny)
+        inputs = inputs if allowed is None else inputs._replace(allowed=allowed[None])
+        top_items, scores = self.runtime.recommend(inputs, k)
         listed = top_items[0] > 0
         items = self.items.to_external(top_items[0][listed]).to_pylist()
         return list(zip(items, scores[0][listed].tolist(), strict=True))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
@@ -22,7 +23,9 @@ from recpo.contracts import Policy
 from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
 from recpo.feedback import FeedbackDefinition
+from recpo.frames import FrameOrPath, read_frame
 from recpo.policies.blocked_table import Precision, validate_precision
+from recpo.serving.attributes import ATTRIBUTES, attribute_columns
 from recpo.serving.bundle import Bundle, load_runtime
 from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.golden import GOLDEN, write_golden
@@ -31,7 +34,7 @@ from recpo.serving.indexing import StateProgram, build_index, validate_indexable
 from recpo.serving.item_encoders import save_item_encoders
 from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime, import_faiss
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
-from recpo.serving.program import ServingProgram, ranker_of
+from recpo.serving.program import CatalogSearch, ServingProgram, ranker_of
 from recpo.serving.program_inputs import EXCLUDE, ProgramInput, program_inputs
 from recpo.serving.recommending import validate_k
 from recpo.serving.runtimes import OUTPUTS
@@ -54,6 +57,7 @@ def export_bundle(
     options: Mapping[str, Any] | None = None,
     origin: Mapping[str, Any] | None = None,
     features: BundleFeatures = BundleFeatures(),  # noqa: B008  immutable
+    attributes: FrameOrPath | None = None,
     overwrite: bool = False,
     inputs: Iterable[object] = (),
 ) -> None:
@@ -80,6 +84,8 @@ def export_bundle(
         origin: where the policy comes from, for the manifest (``BundleManifest.origin``).
         features: what was fitted of the features that the policy reads. With those of items the bundle keeps their
             encoder, for items that it does not know yet (``recpo.serving.refresh``).
+        attributes: ``item_id`` and attributes of the items, by which requests may filter; see
+            ``recpo.serving.attributes``.
         overwrite: replace a bundle in ``out``.
         inputs: files and directories that ``out`` must not touch, such as the run's.
 
@@ -90,6 +96,7 @@ def export_bundle(
     if len(items) != policy.num_items:
         raise RecpoError(f"{len(items)} items are named, the policy has {policy.num_items}: hand over its own items")
     _validate_features(policy, features)
+    known = None if attributes is None else attribute_columns(read_frame(attributes, "attributes"), items, "attributes")
     k, described = validate_k(k, policy.num_items), describe_policy(policy, options)
     encoded = policy if policy.reads_item_features and described["options"] is not None else None
     features = replace(features, item=None if encoded is None else features.item)
@@ -112,6 +119,8 @@ def export_bundle(
         features.save(root)
         if encoded is not None and features.item is not None:
             save_item_encoders(encoded, features.item, root)
+        if known is not None:
+            pq.write_table(known, root / ATTRIBUTES)
 
     write_bundle(policy, manifest, items, out, write_features, index=index, overwrite=overwrite, inputs=inputs)
 
@@ -200,6 +209,9 @@ def _validate_options(policy: Policy, precision: Precision, index: IndexOptions 
 def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> BundleManifest:
     """The program that ranks the whole catalog, compared with the policy."""
     ranker, k = ranker_of(policy, manifest.item_precision), manifest.k
+    # a program that scores the catalog at once takes what may not be listed as ids: there are few items
+    masked = isinstance(ranker, CatalogSearch) and (root / ATTRIBUTES).is_file()
+    manifest = replace(manifest, mask=masked)
     program = ServingProgram(ranker, k, manifest.reads)
     given = program_inputs(manifest.max_history, manifest.reads)
     _save_onnx(exported_program(policy, program), root / ONNX_PROGRAM, given, OUTPUTS)

@@ -42,6 +42,7 @@ class EncodedHistories(NamedTuple):
         user: features of the users, ``[B]``; None where the policy does not read them.
         context: features of requests, ``[B, H + 1]``, as in ``recpo.types.Histories``; None where the policy does not
             read them.
+        allowed: ``[B, V + 1]`` bool, which items may be listed at all; None = every one.
     """
 
     item_ids: np.ndarray
@@ -51,6 +52,7 @@ class EncodedHistories(NamedTuple):
     behaviors: np.ndarray | None = None
     user: FeatureArrays | None = None
     context: FeatureArrays | None = None
+    allowed: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

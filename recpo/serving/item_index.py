@@ -7,7 +7,7 @@ for a constant of the request: the normalizer would take all items.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -85,7 +85,9 @@ class ItemIndex:
             raise RecpoError(f"{root / INDEX} has {index.ntotal} items, the bundle {manifest.num_items}: {_REMEDY}")
         return cls(index, vectors, facts["probes"], facts["oversampling"] * manifest.k)
 
-    def search(self, states: np.ndarray, exclude: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    def search(
+        self, states: np.ndarray, exclude: np.ndarray, k: int, allowed: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The best items that are found, with their exact scores; ties to the smaller id.
 
         Equal states have equal lists and scores whoever else is in the batch, and a list is the begin of every longer
@@ -95,6 +97,7 @@ class ItemIndex:
             states: ``[B, d]`` float32.
             exclude: ``[B, M]`` ids that are not listed, 0 pads.
             k: length of the lists.
+            allowed: ``[B, V + 1]`` bool, which items may be listed; None = every one.
 
         Returns:
             ids ``[B, k]`` int64, 0 where none is left, and scores ``[B, k]`` float32, -inf there.
@@ -107,7 +110,13 @@ class ItemIndex:
             for row, (state, out, near) in enumerate(zip(states[part], barred, found, strict=True)):
                 near = near[: self.candidates + len(out)]
                 near = near[(near > 0) & ~np.isin(near, out)]
-                if len(near) < min(k, len(self.vectors) - 1 - len(out)):
+                left = len(self.vectors) - 1 - len(out)
+                if allowed is not None:
+                    kept = allowed[begin + row]
+                    near = near[kept[near]]
+                    out = np.union1d(out, np.flatnonzero(~kept)) if len(near) < k else out
+                    left = len(self.vectors) - 1 - len(out)
+                if len(near) < min(k, left):
                     near = self._best_of_all(state, out, k)
                 listed = self._ranked(state, near, k)
                 ids[begin + row, : len(listed[0])], scores[begin + row, : len(listed[0])] = listed
@@ -153,7 +162,7 @@ class IndexRuntime(Runtime):
 
     def __init__(self, root: Path, manifest: BundleManifest, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
         self.num_items, self.max_history, self.k = manifest.num_items, manifest.max_history, manifest.k
-        self.reads = manifest.reads
+        self.reads = replace(manifest.reads, mask=manifest.num_items + 1)  # the search takes it, not the program
         self.index = ItemIndex.load(root, manifest)
         self._inputs = program_inputs(manifest.max_history, manifest.reads, exclude=False)
         dim = self.index.vectors.shape[1]
@@ -164,7 +173,8 @@ class IndexRuntime(Runtime):
         return self._session.run(inputs)[0]
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.index.search(self.states(inputs), np.concatenate([inputs.item_ids, inputs.exclude], 1), k)
+        exclude = np.concatenate([inputs.item_ids, inputs.exclude], 1)
+        return self.index.search(self.states(inputs), exclude, k, inputs.allowed)
 
 
 def import_faiss() -> Any:

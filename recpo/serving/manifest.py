@@ -55,6 +55,7 @@ class BundleManifest:
         features: fitted features of the sides that the bundle reads: of items, for vectors of new ones
             (``recpo export --refresh``); of users and requests, for the program.
         behaviors: names of the behaviors that the program reads, by their bits.
+        mask: the program is given a mask of the items that may be listed (``recpo.serving.attributes``).
     """
 
     num_items: int
@@ -71,11 +72,15 @@ class BundleManifest:
     index: Mapping[str, Any] | None = None
     features: FeatureSchema = field(default_factory=FeatureSchema)
     behaviors: tuple[str, ...] = ()
+    mask: bool = False
 
     @property
     def reads(self) -> ProgramReads:
         """What the program reads beyond items and feedback."""
-        return ProgramReads(self.reads_timestamps, bool(self.behaviors), self.features.user, self.features.context)
+        places = self.num_items + 1 if self.mask else 0
+        return ProgramReads(
+            self.reads_timestamps, bool(self.behaviors), self.features.user, self.features.context, places
+        )
 
     @property
     def options(self) -> dict[str, Any] | None:
@@ -101,6 +106,7 @@ class BundleManifest:
             "index": None if self.index is None else dict(self.index),
             "features": self.features.to_json(),
             "behaviors": list(self.behaviors),
+            "mask": self.mask,
             "files": files,
             "program": program_interface(self),
         }
@@ -169,6 +175,7 @@ class BundleManifest:
             index=index,
             features=features,
             behaviors=tuple(behaviors),
+            mask=value("mask", bool),
         )
 
 

@@ -16,7 +16,7 @@ from recpo.feedback import HIGHEST
 from recpo.policies.blocked_table import BLOCK_ROWS, BlockedTable, Precision, RoundedRows, validate_precision
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import TiltedPolicy
-from recpo.serving.program_inputs import EXCLUDE, ProgramReads, features_of, program_inputs
+from recpo.serving.program_inputs import ALLOWED, EXCLUDE, ProgramReads, features_of, program_inputs
 from recpo.types import Features, Histories, Recommendations
 
 _SEARCHED: Final = (CatalogSoftmaxPolicy, TiltedPolicy)
@@ -48,7 +48,11 @@ class ServingProgram(nn.Module):
         given = dict(zip(self._names, tensors, strict=True))
         histories = histories_of(given, self.reads, self.ranker.num_items)
         exclude = _within(given[EXCLUDE], self.ranker.num_items)
-        top = self.ranker.recommend(histories, self.k, torch.cat([histories.item_ids, exclude], 1))
+        exclude = torch.cat([histories.item_ids, exclude], 1)
+        if isinstance(self.ranker, CatalogSearch):
+            top = self.ranker.recommend(histories, self.k, exclude, given.get(ALLOWED))
+        else:
+            top = self.ranker.recommend(histories, self.k, exclude)
         return top.item_ids, top.scores
 
 
@@ -80,10 +84,12 @@ class CatalogSearch(nn.Module):
         self.table = BlockedTable(vectors, precision, rooted, block_rows)
         self.encoder: Any = _reading(policy, self.table, vectors, block_rows)
 
-    def recommend(self, histories: Histories, k: int, exclude: Tensor) -> Recommendations:
-        """See ``Policy.recommend``."""
+    def recommend(
+        self, histories: Histories, k: int, exclude: Tensor, allowed: Tensor | None = None
+    ) -> Recommendations:
+        """See ``Policy.recommend``; of ``allowed`` see ``BlockedTable.top_k``."""
         states: Tensor = self.encoder.last_states(histories)
-        return self.table.top_k(states, k, exclude)
+        return self.table.top_k(states, k, exclude, allowed)
 
 
 def has_item_matrix(policy: Policy) -> bool:

@@ -17,6 +17,7 @@ from recpo.features.schema import Categories, Category, Feature, Number, Vector,
 from recpo.serving.histories import EncodedHistories
 
 EXCLUDE: Final = "exclude"
+ALLOWED: Final = "allowed"
 _T = TypeVar("_T")
 
 
@@ -29,12 +30,15 @@ class ProgramReads:
         behaviors: behaviors, as a bit set of each event.
         user: features of the user.
         context: features of the requests of the events, and of the one that is answered.
+        mask: number of places of a mask of the items that may be listed; 0 = it has none, and takes them as ids to
+            exclude.
     """
 
     timestamps: bool = False
     behaviors: bool = False
     user: tuple[Feature, ...] = ()
     context: tuple[Feature, ...] = ()
+    mask: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class ProgramInput:
 
     name: str
     shape: tuple[int | str, ...]
-    type: Literal["int64", "float32"]
+    type: Literal["int64", "float32", "bool"]
     meaning: str
     value: Callable[[EncodedHistories], np.ndarray | None]
 
@@ -102,7 +106,11 @@ def program_inputs(max_history: int, reads: ProgramReads, exclude: bool = True) 
         meaning = "bit b: the user did the b-th of the manifest's behaviors"
         found.append(ProgramInput("behaviors", history, "int64", meaning, lambda h: h.behaviors))
     found += _of_side("user", (), reads.user, lambda h: h.user)
-    return (*found, *_of_side("context", (max_history + 1,), reads.context, lambda h: h.context))
+    found += _of_side("context", (max_history + 1,), reads.context, lambda h: h.context)
+    if exclude and reads.mask:
+        meaning = "whether the item may be listed, place 0 is no item"
+        found.append(ProgramInput(ALLOWED, (reads.mask,), "bool", meaning, lambda h: _mask(h, reads.mask)))
+    return tuple(found)
 
 
 def features_of(
@@ -126,6 +134,12 @@ def features_of(
         tensors[numbers] if numbers in tensors else nothing("float32"),
         tuple(tensors[f"{side}_vector_{one.name}"] for one in of_type(features, Vector)),
     )
+
+
+def _mask(histories: EncodedHistories, places: int) -> np.ndarray:
+    if histories.allowed is not None:
+        return histories.allowed
+    return np.ones((len(histories.item_ids), places), bool)
 
 
 def _of_side(

@@ -48,6 +48,7 @@ def recommend_lists(
     users: Iterable[Any] | None = None,
     user_features: Frame | None = None,
     context: Frame | None = None,
+    allowed: np.ndarray | None = None,
     batch_size: int = BATCH_SIZE,
 ) -> Served:
     """The best items of every user, without those of the history and those to exclude.
@@ -61,6 +62,7 @@ def recommend_lists(
         users: who is served, in this order, new users among them; None = the users of ``histories``.
         user_features: features of users, see ``HistoryReader.read``.
         context: features of the requests that are answered now, see ``HistoryReader.read``.
+        allowed: ``[V + 1]`` bool, which items may be listed (``recpo.serving.attributes``); None = every one.
         batch_size: users ranked at once.
 
     Raises:
@@ -71,6 +73,8 @@ def recommend_lists(
     read = reader.read(histories, exclude=exclude, users=users, user_features=user_features, context=context)
     items, scores = [], []
     for _, inputs in read.batches(_validate_batch_size(batch_size)):
+        if allowed is not None:
+            inputs = inputs._replace(allowed=np.tile(allowed, (len(inputs.item_ids), 1)))
         top_items, top_scores = runtime.recommend(inputs, k)
         items.append(top_items)
         scores.append(top_scores)

@@ -20,6 +20,7 @@ from recpo.data.id_map import RETIRED, IdMap
 from recpo.errors import RecpoError
 from recpo.features.arrays import FeatureArrays
 from recpo.features.encoding import FittedFeatures
+from recpo.serving.attributes import ATTRIBUTES, attribute_columns
 from recpo.serving.bundle import Bundle, load_runtime
 from recpo.serving.bundle_features import ITEM_ENCODERS, BundleFeatures
 from recpo.serving.golden import GOLDEN, check_golden, write_golden
@@ -127,6 +128,7 @@ def refresh_bundle(
     manifest, known = BundleManifest.read(root), IdMap.load(root / ITEMS)
     check_golden(Bundle(root, manifest, known, load_runtime(root, manifest, "onnx")))
     columns = [one.source for one in manifest.features.item] if encoded is None else []
+    columns += _attribute_names(root, manifest)
     today = _Today.read(items, known, columns)
     grows = len(today.new) > 0 and ITEM_ENCODERS in manifest.files
     if len(today.new) and any(name.startswith(f"{CODES}/") for name in manifest.files):
@@ -143,8 +145,11 @@ def refresh_bundle(
     if not grows:
         _link_bundle(root, replace(manifest, versions=_versions(manifest)), IdMap(old, retired), items, out, overwrite)
         return Refreshed(Bundle.load(out), len(known) - len(retired), len(retired), len(today.new))
-    fresh = IdMap(pa.concat_arrays([old, _new_ids(today, old.type, items)]), retired)
-    _write_grown(root, manifest, fresh, _new_features(root, manifest, today, encoded, items), out, items, overwrite)
+    ids = _new_ids(today, old.type, items)
+    fresh = IdMap(pa.concat_arrays([old, ids]), retired)
+    attributes = _grown_attributes(root, manifest, today, ids, items)
+    features = _new_features(root, manifest, today, encoded, items)
+    _write_grown(root, manifest, fresh, features, attributes, out, items, overwrite)
     return Refreshed(Bundle.load(out), len(fresh) - len(retired), len(retired), 0, len(today.new))
 
 
@@ -164,6 +169,7 @@ def _write_grown(
     manifest: BundleManifest,
     items: IdMap,
     features: tuple[FittedFeatures, FeatureArrays],
+    attributes: pa.Table | None,
     out: Path,
     table: Path,
     overwrite: bool,
@@ -180,6 +186,8 @@ def _write_grown(
     def link_features(working: Path) -> None:
         for name in known:
             _link(root / name, working / name)
+        if attributes is not None:
+            pq.write_table(attributes, working / ATTRIBUTES)
 
     grown = replace(manifest, num_items=len(items), versions=versions(), agreement=None, index=None)
     index = _index_options(manifest.index)
@@ -196,6 +204,33 @@ def _new_ids(today: _Today, kind: pa.DataType, file: Path) -> pa.Array:
         return ids.cast(kind)
     except pa.ArrowInvalid as error:
         raise RecpoError(f"items: {file}: item_id does not fit the bundle's {kind} ({error})") from error
+
+
+def _attribute_names(root: Path, manifest: BundleManifest) -> list[str]:
+    if ATTRIBUTES not in manifest.files:
+        return []
+    return [name for name in pq.read_schema(root / ATTRIBUTES).names if name != ITEM_ID]
+
+
+def _grown_attributes(
+    root: Path, manifest: BundleManifest, today: _Today, ids: pa.Array, file: Path
+) -> pa.Table | None:
+    """Attributes of all items, those of the new ones out of the table of today; None = the bundle has none."""
+    names = _attribute_names(root, manifest)
+    if not names:
+        return None
+    if missing := [name for name in names if name not in today.table.column_names]:
+        raise RecpoError(
+            f"items: {file} names new items and has no column {', '.join(missing)}, by which requests to the bundle "
+            "may filter: add it, with nulls where it is not known"
+        )
+    old, table = pq.read_table(root / ATTRIBUTES), today.table.take(pa.array(today.new)).select([ITEM_ID, *names])
+    fresh = attribute_columns(table, IdMap(ids), f"items: {file}")
+    columns = {name: fresh[name] if name in fresh.column_names else pa.nulls(len(fresh)) for name in old.column_names}
+    try:
+        return pa.concat_tables([old, pa.table(columns).cast(old.schema)])
+    except pa.ArrowInvalid as error:
+        raise RecpoError(f"items: {file}: attributes are of other types than the bundle's ({error})") from error
 
 
 def _new_features(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args
 
@@ -70,6 +71,8 @@ class Runtime(ABC):
         Raises:
             RecpoError: an id, a feedback level, a shape or a type is none that a policy reads.
         """
+        if inputs.allowed is not None and not self.reads.mask:
+            inputs = _without_mask(inputs)
         self._check(inputs)
         return self._recommend(inputs, k)
 
@@ -197,7 +200,7 @@ class PolicyRuntime(Runtime):
     def __init__(self, policy: Policy, k: int | None = None, reads: ProgramReads | None = None) -> None:
         self.policy = policy
         self.num_items, self.max_history = policy.num_items, policy.max_history
-        self.reads = ProgramReads(policy.reads_timestamps) if reads is None else reads
+        self.reads = ProgramReads(policy.reads_timestamps) if reads is None else replace(reads, mask=0)
         self.k = policy.num_items if k is None else k
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -262,6 +265,16 @@ class TorchProgramRuntime(Runtime):
             tensors = [torch.from_numpy(one.of(inputs)) for one in self._inputs]
             top_items, scores = self._program(*tensors)
         return top_items[:, :k].numpy(), scores[:, :k].numpy()
+
+
+def _without_mask(inputs: EncodedHistories) -> EncodedHistories:
+    """The same with the items that may not be listed among those to exclude."""
+    assert inputs.allowed is not None
+    row, item = np.nonzero(~inputs.allowed)
+    counts = np.bincount(row, minlength=len(inputs.item_ids))
+    barred = np.zeros((len(counts), int(counts.max(initial=0))), np.int64)
+    barred[row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)] = item
+    return inputs._replace(exclude=np.concatenate([inputs.exclude, barred], 1), allowed=None)
 
 
 def validate_engine(name: object) -> EngineName:

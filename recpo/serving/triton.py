@@ -22,7 +22,7 @@ from recpo.artifacts import output_directory, sha256
 from recpo.errors import RecpoError
 from recpo.serving.manifest import ITEMS, MANIFEST, ONNX_PROGRAM, BundleManifest, program_interface
 
-_TYPES: Final = {"int64": "TYPE_INT64", "float32": "TYPE_FP32"}
+_TYPES: Final = {"int64": "TYPE_INT64", "float32": "TYPE_FP32", "bool": "TYPE_BOOL"}
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 

@@ -135,7 +135,15 @@ def random_inputs(
         random_features(reads.context, tuple(answered.shape), generator).where(answered.numpy())
         if reads.context
         else None,
+        _random_masks(users, reads.mask, generator) if reads.mask else None,
     )
+
+
+def _random_masks(users: int, places: int, generator: torch.Generator) -> np.ndarray:
+    """A third of the items may be listed; of the last user every one."""
+    kept: np.ndarray = (torch.rand(users, places, generator=generator) < 1 / 3).numpy()
+    kept[-1], kept[:, 0] = True, True
+    return kept
 
 
 def random_features(features: Sequence[Feature], shape: tuple[int, ...], generator: torch.Generator) -> FeatureArrays:

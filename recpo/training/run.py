@@ -34,7 +34,7 @@ from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.feedback import FeedbackDefinition
-from recpo.frames import Frame
+from recpo.frames import Frame, FrameOrPath
 from recpo.policies.blocked_table import Precision
 from recpo.semantic_codes import CODEBOOKS
 from recpo.serving.bundle import Bundle
@@ -311,6 +311,7 @@ class Run:
         checkpoint: str = "best",
         item_precision: Precision = "float32",
         index: IndexOptions | None = None,
+        attributes: FrameOrPath | None = None,
         overwrite: bool = False,
     ) -> Bundle:
         """Writes the policy as a bundle for serving; nothing but the run is needed.
@@ -321,6 +322,7 @@ class Run:
             checkpoint: ``best`` or ``last``.
             item_precision: float32, float16 or int8; see ``recpo.serving.export.export_bundle``.
             index: an approximate index in place of the search of the whole catalog; see there.
+            attributes: ``item_id`` and attributes of the items, by which requests may filter.
             overwrite: replace a bundle in ``out``.
 
         Raises:
@@ -343,6 +345,7 @@ class Run:
                 "catalog_checksum": self.catalog_checksum,
             },
             features=kept_features(policy, self.root),
+            attributes=attributes,
             overwrite=overwrite,
             inputs=[self.root],
         )

@@ -10,6 +10,7 @@ from recpo.artifacts import kind_of
 from recpo.data.prepared import ITEM_FEATURES, Prepared
 from recpo.errors import RecpoError
 from recpo.features.arrays import read_features
+from recpo.frames import FrameOrPath
 from recpo.policies.blocked_table import Precision
 from recpo.serving.bundle import Bundle
 from recpo.serving.item_index import IndexOptions
@@ -26,6 +27,7 @@ def export(
     checkpoint: Literal["best", "last"] = "best",
     item_precision: Precision = "float32",
     index: IndexOptions | None = None,
+    attributes: FrameOrPath | None = None,
     triton: Path | str | None = None,
     compiled: Path | str | None = None,
     overwrite: bool = False,
@@ -43,6 +45,8 @@ def export(
         item_precision: how the program stores the item vectors: float32, float16, or int8 with a scale for each item.
         index: an approximate index in place of the search of the whole catalog; scores are then log-probabilities but
             for a constant of each user.
+        attributes: a frame or a Parquet file with ``item_id`` and attributes of the items (integers, strings, booleans,
+            or lists of them), by which requests may filter.
         triton: also make this directory, a model repository for the Triton Inference Server.
         compiled: also make this file, the program as machine code by AOTInductor (``recpo.serving.compiled``).
         overwrite: replace ``out`` where it is a bundle.
@@ -63,6 +67,7 @@ def export(
         checkpoint=checkpoint,
         item_precision=item_precision,
         index=index,
+        attributes=attributes,
         overwrite=overwrite,
     )
     if triton is not None:

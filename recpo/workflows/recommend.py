@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from recpo.artifacts import kind_of, output_file
 from recpo.errors import RecpoError
 from recpo.frames import Frame, FrameOrPath, id_column, read_frame, require_columns, to_arrow
+from recpo.serving.attributes import ItemFilters, Wanted, filtered
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, TIMESTAMP, USER_ID, HistoryReader, ServingCounts
 from recpo.serving.recommending import BATCH_SIZE, recommend_lists, validate_k
@@ -33,10 +34,11 @@ Source = Union[Bundle, "Run", str, PathLike[str]]
 
 
 class Server(NamedTuple):
-    """What answers: a runtime and the reader of its histories."""
+    """What answers: a runtime, the reader of its histories, and what filters go by."""
 
     runtime: Runtime
     reader: HistoryReader
+    filters: ItemFilters | None = None
 
 
 def recommend(
@@ -48,6 +50,8 @@ def recommend(
     users: Iterable[Any] | None = None,
     user_features: FrameOrPath | None = None,
     context: FrameOrPath | None = None,
+    allow: Wanted | None = None,
+    deny: Wanted | None = None,
     engine: EngineName = "onnx",
     provider: str = CPU_PROVIDER,
     batch_size: int = BATCH_SIZE,
@@ -63,6 +67,8 @@ def recommend(
         users: who is served, in this order, new users among them; None = the users of ``histories``.
         user_features: of users, ``user_id`` and columns as in the table that was prepared, if the policy reads it.
         context: ``user_id`` and the features of the requests that are answered now, if the policy reads them.
+        allow: attribute -> values, of a bundle with attributes: only items that have one of them in each.
+        deny: attribute -> values: no items that have one of them.
         engine: of a bundle that is given by its directory.
         provider: execution provider of ONNX Runtime, of such a bundle.
         batch_size: users ranked at once.
@@ -75,7 +81,17 @@ def recommend(
     excluded = None if exclude is None else read_frame(exclude, "exclude")
     events = read_frame(histories, "histories")
     more = _features(user_features, context)
-    served = recommend_lists(*server, events, k=k, exclude=excluded, users=users, batch_size=batch_size, **more)
+    served = recommend_lists(
+        server.runtime,
+        server.reader,
+        events,
+        k=k,
+        exclude=excluded,
+        users=users,
+        allowed=filtered(server.filters, allow, deny),
+        batch_size=batch_size,
+        **more,
+    )
     return served.to_pandas()
 
 
@@ -89,6 +105,8 @@ def write_recommendations(
     users: FrameOrPath | None = None,
     user_features: FrameOrPath | None = None,
     context: FrameOrPath | None = None,
+    allow: Wanted | None = None,
+    deny: Wanted | None = None,
     engine: EngineName = "onnx",
     provider: str = CPU_PROVIDER,
     batch_size: int = BATCH_SIZE,
@@ -108,6 +126,8 @@ def write_recommendations(
         user_features: of users, ``user_id`` and columns as in the table that was prepared, if the policy reads it;
             held in memory, as ``context`` is.
         context: ``user_id`` and the features of the requests that are answered now, if the policy reads them.
+        allow: attribute -> values, of a bundle with attributes: only items that have one of them in each.
+        deny: attribute -> values: no items that have one of them.
         engine: of a bundle that is given by its directory.
         provider: execution provider of ONNX Runtime, of such a bundle.
         batch_size: users ranked at once.
@@ -125,7 +145,7 @@ def write_recommendations(
     excluded = None if exclude is None else read_frame(exclude, "exclude")
     asked = None if users is None else id_column(read_frame(users, "users"), USER_ID, "users")
     events = _open(Path(histories))
-    more = _features(user_features, context)
+    more, allowed = _features(user_features, context), filtered(server.filters, allow, deny)
     counts, writer = ServingCounts(), None
     given = [source if isinstance(source, str | PathLike) else source.root, histories, exclude, users]
     given += [user_features, context]
@@ -134,7 +154,15 @@ def write_recommendations(
         try:
             for block, served in _blocks(events, asked, Path(histories), server.reader.columns, progress):
                 answer = recommend_lists(
-                    *server, block, k=k, exclude=excluded, users=served, batch_size=batch_size, **more
+                    server.runtime,
+                    server.reader,
+                    block,
+                    k=k,
+                    exclude=excluded,
+                    users=served,
+                    allowed=allowed,
+                    batch_size=batch_size,
+                    **more,
                 )
                 counts += answer.counts
                 writer = writer or pq.ParquetWriter(partial, answer.table.schema, compression="zstd")
@@ -162,7 +190,7 @@ def _server(source: Source, engine: EngineName, provider: str, trust: Sequence[s
 
         source = Run.open(Path(source), trust)
     bundle = Bundle.load(Path(source), engine, provider=provider) if isinstance(source, str | PathLike) else source
-    return Server(bundle.runtime, bundle.reader)
+    return Server(bundle.runtime, bundle.reader, bundle.filters if isinstance(bundle, Bundle) else None)
 
 
 def _open(histories: Path) -> ds.Dataset:

@@ -35,8 +35,16 @@ class BundleService:
         """Checks that this bundle can serve a simulation.
 
         Raises:
-            RecpoError: it lists items that the simulation does not have, or too few for the exploration or a request.
+            RecpoError: it lists items that the simulation does not have, or too few for exploration or a request, or
+                its policy reads of a request what simulated users do not send.
         """
+        known = self.bundle.features
+        read = {"user features": known.user, "context features": known.context, "behaviors": known.behaviors}
+        if asked := [name for name, one in read.items() if one]:
+            raise RecpoError(
+                f"simulate: the policy of {self.bundle.root} reads {' and '.join(asked)}, and simulated requests have "
+                "none: name a bundle whose policy reads histories (and item features) alone"
+            )
         items, bundle = self.bundle.items.to_external(np.arange(1, len(self.bundle.items) + 1)), self.bundle
         known = np.zeros(len(items), bool)
         if pa.types.is_integer(items.type):

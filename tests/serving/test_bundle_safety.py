@@ -101,7 +101,7 @@ def test_a_cut_manifest_is_refused(copy):
     "key",
     [
         *("num_items", "max_history", "k", "reads_timestamps", "feedback", "policy", "origin", "versions", "files"),
-        *("item_precision", "index", "features", "behaviors"),
+        *("item_precision", "index", "features", "behaviors", "mask"),
     ],
 )
 @pytest.mark.parametrize("value", [None, -1, 0, 1.5, "x", [], {}, True, {"class": 3}, 10**30])

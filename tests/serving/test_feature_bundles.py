@@ -88,7 +88,7 @@ events = st.tuples(
 requests = st.tuples(st.lists(events, max_size=8), users, contexts)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(st.lists(requests, min_size=1, max_size=4))
 def test_engines_are_the_policy_on_random_requests(made, batch):
     """The reference is the policy itself on histories that are encoded here, feature by feature."""
