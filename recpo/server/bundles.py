@@ -88,7 +88,6 @@ class LoadedBundle:
         checksum = sha256(path / MANIFEST)
         golden = check_golden(bundle)
         known = None if reranking is None else reranking.known(bundle)
-        _ = bundle.filters, bundle.features  # read now, not by the first request
         return cls(name, version or checksum[:12], checksum, golden, bundle, bundle.reader, known)
 
 

@@ -72,7 +72,9 @@ class Bundle:
         items = IdMap.load(root / ITEMS)
         if len(items) != manifest.num_items:
             raise RecpoError(f"{root / ITEMS} has {len(items)} items, the program {manifest.num_items}: export again")
-        return cls(root, manifest, items, load_runtime(root, manifest, engine, threads, provider))
+        bundle = cls(root, manifest, items, load_runtime(root, manifest, engine, threads, provider))
+        _ = bundle.features, bundle.filters  # read while the files are those that were verified
+        return bundle
 
     @property
     def k(self) -> int:

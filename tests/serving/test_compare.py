@@ -17,10 +17,15 @@ from recpo.cli.main import main
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.held_out import HeldOutHistories
 from recpo.data.id_map import IdMap
+from recpo.errors import RecpoError
+from recpo.evaluation.contenders import Contender, Loaded
+from recpo.evaluation.measures import Recommender
 from recpo.feedback import FeedbackDefinition
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.export import export_bundle
 from recpo.workflows.compare import _gate
+from tests.data.test_features import prepare
 
 K = 5
 
@@ -175,3 +180,29 @@ def test_what_is_no_bundle_is_an_error(bundles, prepared, capsys):
     assert "error: " in capsys.readouterr().err
     with pytest.raises(recpo.RecpoError, match=r"is no comparison: compare\.json is missing"):
         recpo.Comparison.open(bundles / "old")
+
+
+@pytest.mark.slow
+def test_bundles_that_read_features_are_evaluated_and_compared_as_their_policy(tmp_path):
+    """Encoded features of batches and values decoded for a reader lead to the lists of the policy itself."""
+    data = prepare(tmp_path / "prepared")
+    reads = dict.fromkeys(("user_features", "context_features", "behaviors"), True)
+    options = {"dim": 8, "heads": 1, "layers": 1, "max_history": 6, **reads}
+    policy = CatalogSoftmaxPolicy(data.num_items, **options)
+    policy.set_schema(data.feature_schema, data.behaviors)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.5)
+    known = BundleFeatures(None, data.fitted_features("user"), data.fitted_features("context"), data.behaviors)
+    out = tmp_path / "bundle"
+    export_bundle(policy.eval(), data.item_ids(), data.feedback, out, k=10, options=options, features=known)
+    loaded = Loaded(Recommender(policy.recommend), policy.max_history, reads=policy.reads)
+    own = Contender("policy", "run", lambda: loaded)
+    document = recpo.evaluate(data, [out, own], ks=[5], segments=False, off_policy=None).document
+    bundle, eager = (one["metrics"]["NDCG@5"]["mean"] for one in document["contenders"])
+    assert bundle == pytest.approx(eager, abs=1e-6)
+    compared = recpo.compare(out, out, data, k=5, off_policy=None).document
+    assert compared["ranking"]["NDCG@5"]["old"]["mean"] == pytest.approx(eager, abs=1e-6)
+    with pytest.raises(RecpoError, match="that are not those of"):
+        recpo.evaluate(prepare(tmp_path / "other", behaviors={"share": "is_share", "like": "is_like"}), [out], ks=[5])
