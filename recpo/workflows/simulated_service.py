@@ -38,8 +38,8 @@ class BundleService:
             RecpoError: it lists items that the simulation does not have, or too few for exploration or a request, or
                 its policy reads of a request what simulated users do not send.
         """
-        known = self.bundle.features
-        read = {"user features": known.user, "context features": known.context, "behaviors": known.behaviors}
+        reads = self.bundle.manifest.reads
+        read = {"user features": reads.user, "context features": reads.context, "behaviors": reads.behaviors}
         if asked := [name for name, one in read.items() if one]:
             raise RecpoError(
                 f"simulate: the policy of {self.bundle.root} reads {' and '.join(asked)}, and simulated requests have "
