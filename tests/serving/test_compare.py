@@ -198,7 +198,7 @@ def test_bundles_that_read_features_are_evaluated_and_compared_as_their_policy(t
     out = tmp_path / "bundle"
     export_bundle(policy.eval(), data.item_ids(), data.feedback, out, k=10, options=options, features=known)
     loaded = Loaded(Recommender(policy.recommend), policy.max_history, reads=policy.reads)
-    own = Contender("policy", "run", lambda: loaded)
+    own = Contender("policy", "run", lambda: loaded, {"path": "policy"})
     document = recpo.evaluate(data, [out, own], ks=[5], segments=False, off_policy=None).document
     bundle, eager = (one["metrics"]["NDCG@5"]["mean"] for one in document["contenders"])
     assert bundle == pytest.approx(eager, abs=1e-6)
