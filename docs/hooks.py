@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Page of the site -> the file of the repository that it shows.
-PAGES = {"data.md": "data/README.md", "readme.md": "README.md", "changelog.md": "CHANGELOG.md"} | {
-    f"notebooks/{path.stem}.md": f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
-}
+PAGES = {
+    "data.md": "data/README.md",
+    "readme.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+} | {f"notebooks/{path.stem}.md": f"notebooks/{path.name}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 CONFIGURATIONS = "reference/configurations.md"
 #: Copies of the other files of the repository that pages link to.
 FILES = "files"
@@ -67,8 +70,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Docstrings announce literal blocks by ``::``, which Markdown does not know."""
-    return re.sub(r"::</p>", ":</p>", html.replace("<p>::</p>", ""))
+    """Docstrings announce literal blocks by ``::``, which Markdown does not know; a short option is not broken."""
+    html = re.sub(r"::</p>", ":</p>", html.replace("<p>::</p>", ""))
+    return re.sub(r"<code>(--[\w.]{1,30}(?: \w{1,12})?)</code>", r'<code class="option">\1</code>', html)
 
 
 def site_link(page: str, target: str) -> str:

@@ -79,6 +79,8 @@ def _option(action: argparse.Action) -> Option:
 def _value(default: Any) -> str | None:
     if hasattr(default, "class_path"):
         default = {"class_path": default.class_path}
+    if isinstance(default, dict) and set(default) <= {"class_path", "init_args"} and "class_path" in default:
+        default = default["class_path"].rpartition(".")[2]
     if inspect.isroutine(default) or type(default).__repr__ is object.__repr__:
         return None
     text = json.dumps(default) if isinstance(default, bool | int | float | list | dict) else str(default)

@@ -103,7 +103,9 @@ def test_every_verb_has_a_page_in_the_reference(verb):
 
 def test_every_page_is_in_the_navigation():
     made = {*module("hooks").PAGES, module("hooks").CONFIGURATIONS}
-    assert sorted(NAV) == sorted({str(page.relative_to(DOCS)) for page in PAGES} | made)
+    pages = {str(page.relative_to(DOCS)) for page in PAGES} | made
+    assert not pages - set(NAV), f"mkdocs.yml: the nav lacks {sorted(pages - set(NAV))}"
+    assert sorted(NAV) == sorted(pages)
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *(ROOT / "notebooks").glob("*.ipynb")], ids=lambda path: path.name)
@@ -120,9 +122,9 @@ def test_every_link_and_anchor_leads_somewhere(path):
 def test_links_that_leave_docs_lead_to_pages_of_the_site():
     hooks = module("hooks")
     made = {*hooks.PAGES, hooks.CONFIGURATIONS} | {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.*")}
-    made |= {f"{hooks.FILES}/{file}" for page in hooks.PAGES for file in hooks.linked_files(page)}
     sources = {str(page.relative_to(DOCS)): page for page in PAGES}
     sources |= {page: ROOT / file for page, file in hooks.PAGES.items()}
+    made |= {f"{hooks.FILES}/{file}" for page in sources for file in hooks.linked_files(page)}
     for page, path in sources.items():
         for link in links(path):
             file = hooks.site_link(page, link).partition("#")[0]
