@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from recpo.cli.output import console
+from recpo.cli.verb_results import VerbResult, after_calibrate
 from recpo.contracts import RewardFunction
 from recpo.evaluation.calibration import CalibrationReport
 from recpo.training.learned_reward import CALIBRATION
@@ -24,7 +25,7 @@ def calibrate(
     out: Path | None = None,
     trust: list[str] = [],  # noqa: B006
     **options: Any,
-) -> None:
+) -> VerbResult:
     """Calibrates reward models on the validation period and compares rewards on the test period.
 
     Of every run of a PointwiseReward objective, ``sigmoid(scale * score + shift)`` (Platt, 1999) is fitted to the
@@ -45,8 +46,10 @@ def calibrate(
     """
     directories = [path for paths in (run, factors) for path in ([paths] if isinstance(paths, Path) else paths)]
     named: list[Source] = [*directories, *reward]
-    report = calibrate_rewards(prepared, rewards=named, truth=truth, out=out, trust=trust, **options)
+    report = calibrate_rewards(prepared, rewards=named, truth=truth, out=out, trust=trust, progress=True, **options)
     print_report(report)
+    runs = [run] if isinstance(run, Path) else run
+    return after_calibrate(runs, report.path, str(prepared), report.content)
 
 
 def print_report(report: CalibrationReport) -> None:

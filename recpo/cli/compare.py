@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from recpo.cli.output import console
+from recpo.cli.verb_results import VerbResult, after_compare
 from recpo.errors import GateClosedError
 from recpo.workflows.compare import Comparison
 from recpo.workflows.compare import compare as compare_bundles
@@ -18,7 +19,7 @@ _SHOWN_ESTIMATORS = ("IPS", "SNIPS", "DR")
 _COUNTS = ("short_lists", "unknown_items", "places_of_items_not_in_data")
 
 
-def compare(old: Path, new: Path, prepared: str | Path, out: Path | None = None, **options: Any) -> None:
+def compare(old: Path, new: Path, prepared: str | Path, out: Path | None = None, **options: Any) -> VerbResult:
     """Holds a new bundle against the old one on logged requests: agreement, value, ranking, and the gate of a swap.
 
     Ends with status 0 where the gate is open, with 3 and one line where ``--max_loss`` or ``--min_overlap`` closes it,
@@ -35,6 +36,7 @@ def compare(old: Path, new: Path, prepared: str | Path, out: Path | None = None,
     print_comparison(found)
     if found.failures:
         raise GateClosedError("; ".join(found.failures))
+    return after_compare(new, out, found.document)
 
 
 def print_comparison(comparison: Comparison) -> None:

@@ -24,6 +24,7 @@ from recpo.cli.simulate import simulate
 from recpo.cli.tilt import tilt
 from recpo.cli.tokenize import tokenize
 from recpo.cli.train import train
+from recpo.cli.verb_results import VerbResult, after_demo
 from recpo.errors import RecpoError
 from recpo.evaluation.estimates import Estimate, estimate_over_seeds
 from recpo.evaluation.evaluation import METRICS
@@ -74,7 +75,7 @@ def demo(
     events: int = 200_000,
     epochs: int | None = None,
     overwrite: bool = False,
-) -> None:
+) -> VerbResult:
     """Simulates a log, prepares it, pre-trains and aligns policies, evaluates them, exports one and recommends.
 
     Ends with a table of popularity, two matrix factorizations, pre-trained policies, policies aligned from the log
@@ -138,6 +139,7 @@ def demo(
     write_json(out / "summary.json", summary)
     console().print(_table(summary, seeds))
     print(f"the whole road took {time.monotonic() - started:.0f} s; everything it wrote is in {out}")
+    return after_demo(out, {"summary": summary})
 
 
 def _validate_options(seeds: int, configs: Path, families: list[_Family]) -> None:
@@ -159,7 +161,7 @@ def _train(out: Path, configs: Path, family: _Family, seed: int, common: list[ob
     return [pretrained, *aligned]
 
 
-def _step(verb: Callable[..., None], *options: object) -> None:
+def _step(verb: Callable[..., VerbResult | None], *options: object) -> None:
     words = [str(option) for option in options]
     print(f"\n$ recpo {verb.__name__} {shlex.join(words)}", flush=True)
     run(verb, words)

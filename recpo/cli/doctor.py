@@ -13,6 +13,7 @@ from rich.table import Table
 
 from recpo import __version__
 from recpo.cli.output import console
+from recpo.cli.verb_results import VerbResult, after_doctor
 from recpo.errors import RecpoError
 
 _TIMEOUT_SECONDS = 120
@@ -64,7 +65,7 @@ _PARTS = (
 )
 
 
-def doctor() -> None:
+def doctor() -> VerbResult:
     """Prints versions, and whether torch, lightning, DuckDB, ONNX Runtime, torchrec, fbgemm, Spark and CUDA load.
 
     Every library is tried in a process of its own, because a broken one may take its process down. The exit status is 0
@@ -85,6 +86,7 @@ def doctor() -> None:
     broken = [finding.part.name for finding in findings if finding.part.is_core and not finding.works]
     if broken:
         raise RecpoError(f"{', '.join(broken)} must work: remove .venv and install again with `make setup`")
+    return after_doctor({one.part.name: {"version": one.version, "works": one.works} for one in findings})
 
 
 def advice(findings: list[_Finding]) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from recpo.cli.output import console
+from recpo.cli.verb_results import VerbResult, after_evaluate
 from recpo.data.prepared import Prepared
 from recpo.evaluation.candidates import CandidateTable
 from recpo.evaluation.contenders import Baseline, default_baselines
@@ -44,7 +45,7 @@ def evaluate(
     rerank: list[Reranker] | Reranker = [],  # noqa: B006
     trust: list[str] = [],  # noqa: B006
     **options: Any,
-) -> None:
+) -> VerbResult:
     """Evaluates policies, bundles and baselines on the same held-out users, and tells them apart.
 
     Rankings of the full catalog, what is beyond accuracy, off-policy value, paired differences. Writes a directory
@@ -101,6 +102,8 @@ def evaluate(
         **options,
     )
     print_evaluation(found)
+    metrics = {one["name"]: one["metrics"] for one in found.document["contenders"]}
+    return after_evaluate(out, _listed(run), {"warnings": found.warnings, "metrics": metrics})
 
 
 def _listed(given: list[_T] | _T) -> list[_T]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from recpo.cli.verb_results import VerbResult, after_export
 from recpo.errors import RecpoError
 from recpo.policies.blocked_table import Precision
 from recpo.serving.item_index import IndexOptions
@@ -27,7 +28,7 @@ def export(
     compiled: Path | None = None,
     overwrite: bool = False,
     trust: list[str] = [],  # noqa: B006  jsonargparse prints it
-) -> None:
+) -> VerbResult:
     """Writes a trained policy as a bundle: an ONNX program, weights, items, a manifest with checksums.
 
     Nothing but the run is needed. Every engine is compared with the policy before the bundle appears. With ``refresh``
@@ -60,7 +61,7 @@ def export(
             f"{out}: {fresh.listed:,} items may be listed, {fresh.retired:,} are retired; {fresh.added:,} new ones are "
             f"added, {fresh.left_out:,} left out"
         )
-        return
+        return after_export(out, None, {"items": fresh.listed, "retired": fresh.retired, "left_out": fresh.left_out})
     assert run is not None
     bundle = _export(
         run,
@@ -80,6 +81,9 @@ def export(
         print(f"{triton}: model repository for Triton")
     if compiled is not None:
         print(f"{compiled}: machine code for this kind of machine; its lists are the policy's")
+    return after_export(
+        out, triton, {"items": len(bundle.items), "k": bundle.k, "agreement": bundle.manifest.agreement}
+    )
 
 
 def _verified(manifest: BundleManifest) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from recpo.cli.output import console
+from recpo.cli.verb_results import VerbResult, after_factorize
 from recpo.factorization.factors import Factors
 from recpo.workflows.factorize import factorize as _factorize
 
@@ -20,7 +21,7 @@ def factorize(
     ridges: list[float] = [1.0, 2.0, 4.0, 8.0],  # noqa: B006 as YAML says it
     progress: bool = True,
     **options: Any,
-) -> None:
+) -> VerbResult:
     """Fits a matrix factorization of graded feedback, for FactorReward and as a baseline.
 
     Writes factors.safetensors and manifest.json. Of several ranks and ridges the one with the smallest squared error
@@ -38,6 +39,8 @@ def factorize(
     """
     factors = _factorize(prepared, out, method=method, ranks=ranks, ridges=ridges, progress=progress, **options)
     _print(factors, out)
+    facts = {"rank": factors.rank, "ridge": factors.ridge, "squared_error": factors.noise, **factors.facts}
+    return after_factorize(out, prepared, facts)
 
 
 def _print(factors: Factors, out: Path) -> None:

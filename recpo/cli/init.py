@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from recpo.cli.output import console
+from recpo.cli.verb_results import VerbResult, after_init
 from recpo.data.csv_files import CsvFormat
 from recpo.data.schema import Columns
 from recpo.workflows.init import Inspection, inspect_log, write_configurations
@@ -17,7 +20,7 @@ def init(
     out: Path = Path("."),
     columns: Columns = Columns(),  # noqa: B008  frozen
     csv: CsvFormat = CsvFormat(),  # noqa: B008  frozen
-) -> None:
+) -> VerbResult:
     """Looks at a log, says what it found, and writes prepare.yaml, pretrain.yaml and the alignments that suit it.
 
     Columns are recognized by their names and values, units by the values that are plausible in them. Where two readings
@@ -39,6 +42,8 @@ def init(
     terminal.print("\nwhat to run, in this order:\n")
     for command in done.commands:
         terminal.print(f"  {command}", soft_wrap=True)
+    terminal.print()
+    return after_init(list(done.written.values()), done.commands, _result(done))
 
 
 def _print_found(found: Inspection) -> None:
@@ -62,6 +67,18 @@ def _print_found(found: Inspection) -> None:
         terminal.print(f"{file}: a table with one row for each {side}", soft_wrap=True)
     for doubt in found.doubts:
         terminal.print(f"check: {doubt}", style="yellow", soft_wrap=True)
+
+
+def _result(found: Inspection) -> dict[str, Any]:
+    return {
+        "preset": found.recognition.preset,
+        "columns": asdict(found.columns),
+        "behaviors": found.recognition.behaviors,
+        "label": found.label.class_name,
+        "counts": asdict(found.counts),
+        "check": found.doubts,
+        "commands": found.commands,
+    }
 
 
 def _purpose(found: Inspection, step: str) -> str:

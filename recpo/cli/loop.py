@@ -7,6 +7,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 
+from recpo.cli.verb_results import VerbResult, after_loop
 from recpo.exploration import Exploration
 from recpo.simulation.parameters import WORLDS, World
 from recpo.workflows.loop import loop as _loop
@@ -22,7 +23,7 @@ def loop(
     trust: list[str] = [],  # noqa: B006  jsonargparse prints it
     progress: bool = True,
     **options: Any,
-) -> None:
+) -> VerbResult:
     """Closes the loop on simulated users: each round's policy is trained on what the policies before it showed.
 
     Round 0 simulates a world, prepares its log, trains, exports and evaluates a policy. Every further round first lets
@@ -60,6 +61,8 @@ def loop(
                 f"earned {one.earned:.4f}"
             )
     print(done.report)
+    facts = {"outcomes": [one._asdict() for one in done.outcomes]}
+    return after_loop(out, done.bundle.root, facts)
 
 
 def _print_round(one: Round) -> None:

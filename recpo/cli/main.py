@@ -25,6 +25,9 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from recpo import __version__
 from recpo.artifacts import RESOLVED, describe_os_error, validate_configuration_files
+from recpo.cli.output import TerminalOptions, printing, terminal_options
+from recpo.cli.verb_results import VerbResult
+from recpo.cli.verb_results import failed as failure
 from recpo.errors import GateClosedError, RecpoError
 
 VERBS = {
@@ -65,26 +68,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"recpo {__version__}   (recpo doctor: versions of everything else)")
         return 0
-    verb, *options = arguments
+    verb, *words = arguments
     if verb not in VERBS:
         print(f"error: unknown verb {verb!r}\n\n{_overview()}", file=sys.stderr)
         return 2
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    terminal, options = terminal_options(words)
     try:
         with _sigterm_raises():
-            run(_function(verb), options)
+            with printing(terminal):
+                result = run(_function(verb), options)
+            _print_result(result or VerbResult(), verb, terminal)
             sys.stdout.flush()  # a reader that has gone is noticed here, not at the end of the process
     except ArgumentError as error:
-        print(f"error: {error}\nsee: recpo {verb} --help", file=sys.stderr)
-        return 2
+        return _failed(verb, 2, f"error: {error}\nsee: recpo {verb} --help", terminal)
     except BaseException as error:
         status, message = _outcome(error)
         if status is None:
             raise
-        if message:
-            print(message, file=sys.stderr)
-        return status
+        return _failed(verb, status, message, terminal)
     return 0
+
+
+def _print_result(result: VerbResult, verb: str, terminal: TerminalOptions) -> None:
+    """The last lines of a verb, or its JSON document; of several processes that train together, the first prints."""
+    if not _is_first_process():
+        return
+    if terminal.as_json:
+        print(result.document(verb))
+    elif not terminal.quiet:
+        for line in result.lines():
+            print(line)
+
+
+def _is_first_process() -> bool:
+    return not int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
+
+
+def _failed(verb: str, status: int, message: str, terminal: TerminalOptions) -> int:
+    if message:
+        print(message, file=sys.stderr)
+        if terminal.as_json and _is_first_process():
+            print(failure(verb, status, message))
+    return status
 
 
 class _Terminated(BaseException):
@@ -148,11 +174,10 @@ def _print_any_text() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def run(function: Callable[..., None], options: Sequence[str]) -> None:
+def run(function: Callable[..., VerbResult | None], options: Sequence[str]) -> VerbResult | None:
     """Parses ``options`` (flags and ``--config FILE.yaml``) for ``function`` and calls it."""
     if _own_parser(function) is not None:
-        function(options)
-        return
+        return function(options)
     options = _named_first(function, options)
     validate_configuration_files(options)
     parser = parser_of(function)
@@ -165,12 +190,12 @@ def run(function: Callable[..., None], options: Sequence[str]) -> None:
     _validate_local_paths(configuration)
     token = RESOLVED.set(parser.dump(configuration, skip_unset=False))
     try:
-        function(**_instantiated(parser, configuration))
+        return function(**_instantiated(parser, configuration))
     finally:
         RESOLVED.reset(token)
 
 
-def _named_first(function: Callable[..., None], options: Sequence[str]) -> list[str]:
+def _named_first(function: Callable[..., VerbResult | None], options: Sequence[str]) -> list[str]:
     """A first word that is no option is the value of the verb's first one: ``recpo init logs``, ``recpo serve bundle``.
 
     More words belong to it as well, where it takes a list: what a shell made of ``logs/*.csv``.
@@ -207,9 +232,15 @@ def parser_of(function: Callable[..., Any]) -> ArgumentParser:
     """The parser that a verb's signature and docstring define; abbreviations and unknown keys are refused."""
     own = _own_parser(function)
     if own is not None:
-        return own()
+        made = own()
+        made.epilog = TerminalOptions.HELP
+        return made
     parser = ArgumentParser(
-        prog=f"recpo {function.__name__}", description=_summary(function), allow_abbrev=False, exit_on_error=False
+        epilog=TerminalOptions.HELP,
+        prog=f"recpo {function.__name__}",
+        description=_summary(function),
+        allow_abbrev=False,
+        exit_on_error=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
     parser.add_function_arguments(function, as_positional=False)
@@ -227,8 +258,8 @@ def _of_module(function: Callable[..., Any], name: str) -> Any:
     return getattr(sys.modules[function.__module__], name, None)
 
 
-def _function(verb: str) -> Callable[..., None]:
-    function: Callable[..., None] = getattr(importlib.import_module(f"recpo.cli.{verb}"), verb)
+def _function(verb: str) -> Callable[..., VerbResult | None]:
+    function: Callable[..., VerbResult | None] = getattr(importlib.import_module(f"recpo.cli.{verb}"), verb)
     return function
 
 
@@ -240,7 +271,7 @@ def _overview() -> str:
     verbs = "\n".join(f"  {verb:<10} {text}" for verb, text in VERBS.items())
     return (
         f"recpo {__version__}: preference optimization for recommender systems\n\n"
-        f"usage: recpo VERB [options]      recpo VERB --help      recpo --version\n\n{verbs}"
+        f"usage: recpo VERB [options]      recpo VERB --help      recpo --version\n\n{verbs}\n\n{TerminalOptions.HELP}"
     )
 
 

@@ -1,8 +1,15 @@
-"""How the verbs print: what users called their items, files and runs is text, never markup."""
+"""How the verbs print: what users called their items, files and runs is text, never markup; or they print nothing."""
 
 from __future__ import annotations
 
-from rich.console import Console
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def console() -> Console:
@@ -11,4 +18,55 @@ def console() -> Console:
     Ids and paths such as ``[/x]`` or ``:smile:`` are printed as they are: markup, emoji codes and highlighting are off,
     also in the cells, titles and captions of tables.
     """
+    from rich.console import Console  # the other verbs' help does not wait for it
+
     return Console(markup=False, emoji=False, highlight=False)
+
+
+@dataclass(frozen=True)
+class TerminalOptions:
+    """What every verb takes beside its own options.
+
+    Attributes:
+        quiet: print nothing but errors.
+        as_json: print the result as one JSON document on stdout, and nothing else there.
+    """
+
+    quiet: bool = False
+    as_json: bool = False
+
+    HELP = (
+        "Every verb also takes --quiet (nothing but errors) and --json (one JSON document with the result on stdout)."
+    )
+
+
+def terminal_options(options: Sequence[str]) -> tuple[TerminalOptions, list[str]]:
+    """``--quiet`` and ``--json`` among the words of a command line, and the other words."""
+    kept = [word for word in options if word not in ("--quiet", "--json")]
+    return TerminalOptions("--quiet" in options, "--json" in options), kept
+
+
+class _Nowhere(io.TextIOBase):
+    """A stream that forgets; it is no terminal, so that progress bars are hidden. It is never closed."""
+
+    def write(self, text: str) -> int:
+        """Nothing is kept."""
+        return len(text)
+
+    def writable(self) -> bool:
+        """Whatever is written is taken."""
+        return True
+
+
+_NOWHERE = _Nowhere()
+
+
+@contextmanager
+def printing(options: TerminalOptions) -> Iterator[None]:
+    """What is printed inside goes where ``options`` say: of a quiet verb nowhere, of one with JSON not to stdout."""
+    with ExitStack() as streams:
+        if options.quiet or options.as_json:
+            streams.enter_context(redirect_stdout(_NOWHERE))
+        if options.quiet:
+            streams.enter_context(redirect_stderr(_NOWHERE))
+        yield

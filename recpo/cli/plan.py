@@ -10,6 +10,7 @@ from rich.table import Table
 from recpo.artifacts import write_json
 from recpo.cli.config import save_resolved
 from recpo.cli.output import console
+from recpo.cli.verb_results import VerbResult, after_plan
 from recpo.errors import RecpoError
 
 try:
@@ -58,7 +59,7 @@ def plan(
     within_node_gb: float = 600.0,
     between_nodes_gb: float = 12.5,
     out: Path | None = None,
-) -> None:
+) -> VerbResult:
     """Says what a run needs: memory per rank, bytes exchanged and operations per step, and which rank holds what.
 
     Everything is computed, nothing is run; docs/scaling.md has the formulas and how far they were checked. The exit
@@ -141,6 +142,7 @@ def plan(
         save_resolved(out)
     if made.fault is not None:
         raise made.fault
+    return after_plan(out, made.document)
 
 
 def _print(document: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from recpo.cli.output import console
+from recpo.cli.verb_results import VerbResult, after_prepare
 from recpo.data.prepared import Prepared
 from recpo.data.schema import LogColumns
 from recpo.features.schema import SIDES, Categories, Category, Feature, Vector
@@ -23,7 +24,7 @@ def prepare(
     extends: str | None = None,
     progress: bool = True,
     **options: Any,
-) -> None:
+) -> VerbResult:
     """Checks an interaction log and writes it as indexed, labeled, split and sorted shards.
 
     One error lists every fault of the log. Refused: files that cannot be read, missing columns, wrong types, null
@@ -47,7 +48,10 @@ def prepare(
         progress: show a progress bar on a terminal.
         **options: those of ``recpo.workflows.prepare.prepare``.
     """
-    _report(_prepare(log, out, items=items, users=users, extends=extends, progress=progress, **options))
+    data = _prepare(log, out, items=items, users=users, extends=extends, progress=progress, **options)
+    _report(data)
+    facts = {name: data.manifest[name] for name in ("num_users", "num_items", "counts", "warnings")}
+    return after_prepare(data.root, facts)
 
 
 def _report(data: Prepared) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -11,6 +12,7 @@ from tqdm import tqdm
 
 from recpo.cli.config import save_resolved
 from recpo.cli.output import console
+from recpo.cli.verb_results import VerbResult, after_recommend
 from recpo.errors import RecpoError
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ServingCounts
@@ -40,7 +42,7 @@ def recommend(
     batch_size: int = 256,
     show: int = 0,
     trust: list[str] = [],  # noqa: B006  jsonargparse prints it
-) -> None:
+) -> VerbResult:
     """Recommends for every user of a Parquet file of histories; a bundle needs neither lightning nor torchrec.
 
     Items of the history and those to exclude are never recommended. Unknown items are skipped and counted, and a user
@@ -91,6 +93,7 @@ def recommend(
     if show > 0:
         console().print(_lists(histories, out, show))
     _print(counts, out, k)
+    return after_recommend(out, bundle, run, {"k": k, **asdict(counts)})
 
 
 def _open_run(run: Path | None, trust: list[str]) -> Run:

@@ -8,6 +8,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 
+from recpo.cli.verb_results import VerbResult, after_simulate
 from recpo.simulation.log import Simulation
 from recpo.simulation.parameters import WORLDS, World
 from recpo.simulation.served import ServedDays
@@ -22,7 +23,7 @@ def simulate(
     after: list[Path] | Path | None = None,
     progress: bool = True,
     **options: Any,
-) -> None:
+) -> VerbResult:
     """Simulates an interaction log whose true preferences and exposure probabilities are known.
 
     Writes ``out/log/*.parquet`` (user_id, item_id, timestamp, watch_time, duration, dislike, propensity, is_random,
@@ -47,7 +48,7 @@ def simulate(
     simulated = _simulate(out, world=world, policy=policy, after=after, progress=progress, **options)
     if simulated.served is not None:
         _print_served(simulated, simulated.served)
-        return
+        return after_simulate(simulated.root, {"days": [dataclasses.asdict(day) for day in simulated.served.days]})
     parameters = simulated.truth.preferences.parameters
     print(
         f"{simulated.root}: {parameters.events:,} events of {parameters.users:,} users and {parameters.items:,} items "
@@ -59,6 +60,8 @@ def simulate(
     users = 500
     listed = ", ".join(f"{name} {value:.3f}" for name, value in simulated.values(users=users).items())
     print(f"true expected reward on the last day ({min(users, parameters.users)} users): {listed}")
+    sizes = {name: getattr(parameters, name) for name in ("events", "users", "items", "days")}
+    return after_simulate(simulated.root, sizes)
 
 
 def _print_served(simulated: Simulation, served: ServedDays) -> None:

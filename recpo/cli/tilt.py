@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from recpo.cli.output import console
+from recpo.cli.verb_results import VerbResult, after_train
 from recpo.rewards import LoggedReward
 from recpo.workflows.tilt import BETAS, Tilt
 from recpo.workflows.tilt import tilt as _tilt
@@ -31,7 +33,7 @@ def tilt(
     reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
     trust: list[str] = [],  # noqa: B006  jsonargparse prints it
     **options: Any,
-) -> None:
+) -> VerbResult:
     """Tilts a trained policy towards the grades that a factor model expects, and writes it as a run.
 
     The new run is self-contained: evaluate, export and recommend take it as any other. Its policy is ``pi(i | h) ∝
@@ -51,6 +53,8 @@ def tilt(
     """
     found = _tilt(run, factors, prepared, out=out, betas=betas, reward=reward, trust=trust, progress=True, **options)
     print_tilt(found)
+    facts = {"beta": found.beta, "lower_bound": found.lower_bound, "trials": [asdict(one) for one in found.trials]}
+    return after_train(found.run.root, str(prepared or "prepared"), facts)
 
 
 def print_tilt(found: Tilt) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from recpo.cli.output import console
+from recpo.cli.verb_results import VerbResult, after_tokenize
 from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence
 from recpo.tokenizer.report import MANY_MOVED
 from recpo.tokenizer.sources import CodesFromFile, VectorsFromParquet, VectorSource
@@ -26,7 +27,7 @@ def tokenize(
     extends: Path | None = None,
     progress: bool = True,
     **options: Any,
-) -> None:
+) -> VerbResult:
     """Gives every item of a catalog a tuple of codes of its own: residual k-means, then a pass that ends collisions.
 
     Writes codes.parquet, manifest.json with a report, and codebooks.safetensors. Equal items, options and seed give
@@ -44,6 +45,7 @@ def tokenize(
     """
     codes = _tokenize(prepared, out, vectors=vectors, extends=extends, progress=progress, **options)
     _print(codes)
+    return after_tokenize(out, prepared, {"report": codes.report})
 
 
 def _print(codes: Codes) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
+from tqdm import tqdm
 
 from recpo.artifacts import kind_of, seal, write_json
 from recpo.contracts import RewardFunction
@@ -81,6 +82,7 @@ def calibrate(
     seed: int = 0,
     device: str = "auto",
     trust: Sequence[str] = (),
+    progress: bool = False,
 ) -> CalibrationReport:
     """Calibrates reward models on the validation period and compares rewards on the test period.
 
@@ -112,6 +114,7 @@ def calibrate(
         seed: of the bootstrap.
         device: where models run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
         trust: packages beside recpo whose classes the configurations of the runs may name.
+        progress: show progress bars on a terminal.
 
     Raises:
         RecpoError: a reward is none or knows other items, a period has no graded exposure, or an option is out of
@@ -133,6 +136,7 @@ def calibrate(
         None if truth is None else true_rewards(Path(truth), data, "test", [min(k, data.num_items)]),
         logged_reward if has_propensities(data, "test") else None,
         candidates_of(data, "test", None),
+        progress,
     )
     calibrations = {name: _calibrate_run(one, setting, checkpoint) for name, one in opened.items() if _is_fitted(one)}
     functions = {name: _function(one, checkpoint, trust) for name, one in opened.items()}
@@ -275,6 +279,7 @@ class _Setting:
         truth: of a simulated log.
         logged_reward: for the value from the log; None = it has no propensities.
         candidates: items that may be listed at the begin of the test period; None = all that are not retired.
+        progress: show a bar for every pass over the users of a period.
     """
 
     data: Prepared
@@ -286,12 +291,16 @@ class _Setting:
     truth: TrueRewards | None
     logged_reward: LoggedReward | None
     candidates: Candidates | None
+    progress: bool = False
 
     def batches(self, split: Period, batch_size: int) -> Iterator[EvaluationBatch]:
         """Held-out users with the longest history that the data hold: models take from it what they read."""
         length = int(self.data.manifest["max_context"])
-        for batch in evaluation_batches(self.data.root, split, length, batch_size, Reads(True, True, True)):
-            yield move_data_to_device(batch, self.device)
+        users, hidden = int(self.data.manifest["counts"]["splits"][split]["users"]), None if self.progress else True
+        with tqdm(total=users, desc=f"calibrate: {split}", unit="user", disable=hidden, leave=False) as bar:
+            for batch in evaluation_batches(self.data.root, split, length, batch_size, Reads(True, True, True)):
+                yield move_data_to_device(batch, self.device)
+                bar.update(len(batch.user_ids))
 
     def collect(self, split: Period, columns: Callable[[FeedbackBatch], list[Tensor]]) -> list[Any]:
         """``columns [B, S, ...]`` of a period's exposures, then their users and which were random, as arrays."""
