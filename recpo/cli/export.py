@@ -26,6 +26,7 @@ def export(
     attributes: Path | None = None,
     triton: Path | None = None,
     compiled: Path | None = None,
+    evaluation: Path | None = None,
     overwrite: bool = False,
     trust: list[str] = [],  # noqa: B006  jsonargparse prints it
 ) -> VerbResult:
@@ -50,6 +51,8 @@ def export(
             them), by which requests may filter (``allow``, ``deny``).
         triton: also make this directory, a model repository for the Triton Inference Server.
         compiled: also make this file, the program as machine code for machines like this one (AOTInductor of torch).
+        evaluation: directory that ``recpo evaluate`` wrote, with the run among its contenders: its metrics, and
+            those of baselines, go into the model card.
         overwrite: replace ``out`` where it is a bundle.
         trust: packages beside recpo whose classes the configuration of the run may name.
     """
@@ -73,6 +76,7 @@ def export(
         attributes=attributes,
         triton=triton,
         compiled=compiled,
+        evaluation=evaluation,
         overwrite=overwrite,
         trust=trust,
     )

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from recpo.serving.indexing import StateProgram, build_index, validate_indexable
 from recpo.serving.item_encoders import save_item_encoders
 from recpo.serving.item_index import STATES, IndexOptions, IndexRuntime, import_faiss
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
+from recpo.serving.model_card import MODEL_CARD, model_card
 from recpo.serving.program import CatalogSearch, ServingProgram, ranker_of
 from recpo.serving.program_inputs import EXCLUDE, ProgramInput, program_inputs
 from recpo.serving.recommending import validate_k
@@ -58,6 +60,7 @@ def export_bundle(
     origin: Mapping[str, Any] | None = None,
     features: BundleFeatures = BundleFeatures(),  # noqa: B008  immutable
     attributes: FrameOrPath | None = None,
+    card: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     inputs: Iterable[object] = (),
 ) -> None:
@@ -86,6 +89,7 @@ def export_bundle(
             encoder, for items that it does not know yet (``recpo.serving.refresh``).
         attributes: ``item_id`` and attributes of the items, by which requests may filter; see
             ``recpo.serving.attributes``.
+        card: what the run says of itself, for the model card (``recpo.serving.model_card``).
         overwrite: replace a bundle in ``out``.
         inputs: files and directories that ``out`` must not touch, such as the run's.
 
@@ -122,7 +126,8 @@ def export_bundle(
         if known is not None:
             pq.write_table(known, root / ATTRIBUTES)
 
-    write_bundle(policy, manifest, items, out, write_features, index=index, overwrite=overwrite, inputs=inputs)
+    said = partial(model_card, facts=card or {})
+    write_bundle(policy, manifest, items, out, write_features, said, index=index, overwrite=overwrite, inputs=inputs)
 
 
 def write_bundle(
@@ -131,6 +136,7 @@ def write_bundle(
     items: IdMap,
     out: Path,
     write_features: Callable[[Path], None],
+    card: Callable[[BundleManifest], str],
     *,
     index: IndexOptions | None = None,
     overwrite: bool = False,
@@ -144,6 +150,7 @@ def write_bundle(
         items: external ids.
         out: the bundle directory.
         write_features: writes the files of features into the directory.
+        card: the text of its model card.
         index: an approximate index in place of the search.
         overwrite: replace a bundle in ``out``.
         inputs: files and directories that ``out`` must not touch.
@@ -166,6 +173,7 @@ def write_bundle(
         if manifest.options is not None:
             save_policy(policy, items, root)
             verify_runtime(load_runtime(root, manifest, "torch"), policy, manifest.k)
+        (root / MODEL_CARD).write_text(card(manifest), encoding="utf-8")
         manifest.write(root)
 
 

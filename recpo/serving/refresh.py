@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +28,7 @@ from recpo.serving.golden import GOLDEN, check_golden, write_golden
 from recpo.serving.histories import ITEM_ID
 from recpo.serving.item_index import IndexOptions
 from recpo.serving.manifest import CODES, ITEMS, MANIFEST, BundleManifest
+from recpo.serving.model_card import refreshed_card
 
 _TABLE: Final = "items"
 
@@ -191,7 +193,8 @@ def _write_grown(
 
     grown = replace(manifest, num_items=len(items), versions=versions(), agreement=None, index=None)
     index = _index_options(manifest.index)
-    write_bundle(policy, grown, items, out, link_features, index=index, overwrite=overwrite, inputs=[root, table])
+    card = partial(refreshed_card, root=root)
+    write_bundle(policy, grown, items, out, link_features, card, index=index, overwrite=overwrite, inputs=[root, table])
 
 
 def _new_ids(today: _Today, kind: pa.DataType, file: Path) -> pa.Array:

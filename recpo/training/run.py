@@ -43,12 +43,15 @@ from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexOptions
 from recpo.serving.recommending import recommend_lists, score_candidates
 from recpo.serving.runtimes import PolicyRuntime
+from recpo.training.card_facts import card_facts, evaluation_facts
 from recpo.training.checkpoints import saved_tensors
 from recpo.training.options import PolicyFactory
 from recpo.training.run_features import FEATURE_FILES, VOCABULARIES, hand_over_kept, kept_features, write_features
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from recpo.evaluation.evaluation import Evaluation
 
 FORMAT_VERSION = 3
 RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.json", "checkpoints"
@@ -312,6 +315,7 @@ class Run:
         item_precision: Precision = "float32",
         index: IndexOptions | None = None,
         attributes: FrameOrPath | None = None,
+        evaluation: Evaluation | Path | str | None = None,
         overwrite: bool = False,
     ) -> Bundle:
         """Writes the policy as a bundle for serving; nothing but the run is needed.
@@ -323,11 +327,14 @@ class Run:
             item_precision: float32, float16 or int8; see ``recpo.serving.export.export_bundle``.
             index: an approximate index in place of the search of the whole catalog; see there.
             attributes: ``item_id`` and attributes of the items, by which requests may filter.
+            evaluation: in which this run is a contender: its metrics, and those of baselines, go into the model card.
             overwrite: replace a bundle in ``out``.
 
         Raises:
             RecpoError: ``out`` is in the way, an option does not suit the policy, or an engine differs from it.
         """
+        name, origin = self.root.resolve().name, read_json(self.root / ORIGIN, REMEDY)
+        measured = None if evaluation is None else evaluation_facts(evaluation, name)
         policy, weights = self.policy(checkpoint), f"{CHECKPOINTS}/{checkpoint}.ckpt"
         export_bundle(
             policy,
@@ -339,13 +346,14 @@ class Run:
             index=index,
             options=self.configuration["policy"].get("init_args", {}),
             origin={
-                "run": self.root.resolve().name,
+                "run": name,
                 "checkpoint": checkpoint,
                 "weights": self.facts["files"].get(weights),
                 "catalog_checksum": self.catalog_checksum,
             },
             features=kept_features(policy, self.root),
             attributes=attributes,
+            card=card_facts(self.configuration, self.facts, origin, measured),
             overwrite=overwrite,
             inputs=[self.root],
         )

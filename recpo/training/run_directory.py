@@ -22,6 +22,7 @@ from recpo.contracts import Policy
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.factorization.factors import MANIFEST as FACTORS_MANIFEST
+from recpo.training.card_facts import data_facts
 from recpo.training.module import PreferenceModule
 from recpo.training.options import TrainOptions
 from recpo.training.run import (
@@ -64,6 +65,7 @@ def origin(text: str, options: TrainOptions, base: Path | None, world_size: int)
             "catalog_checksum": data.catalog_checksum,
             "manifest_sha256": _sha256_of(data.manifest),
         },
+        "data": data_facts(data),
         "contexts_per_step": _batch_size(configuration) * options.trainer.accumulate_grad_batches * world_size,
     }
     if base is not None and (base / FINISHED).is_file():

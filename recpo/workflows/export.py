@@ -9,6 +9,7 @@ from typing import Literal
 from recpo.artifacts import kind_of
 from recpo.data.prepared import ITEM_FEATURES, Prepared
 from recpo.errors import RecpoError
+from recpo.evaluation.evaluation import Evaluation
 from recpo.features.arrays import read_features
 from recpo.frames import FrameOrPath
 from recpo.policies.blocked_table import Precision
@@ -30,6 +31,7 @@ def export(
     attributes: FrameOrPath | None = None,
     triton: Path | str | None = None,
     compiled: Path | str | None = None,
+    evaluation: Evaluation | Path | str | None = None,
     overwrite: bool = False,
     trust: Sequence[str] = (),
 ) -> Bundle:
@@ -49,6 +51,7 @@ def export(
             or lists of them), by which requests may filter.
         triton: also make this directory, a model repository for the Triton Inference Server.
         compiled: also make this file, the program as machine code by AOTInductor (``recpo.serving.compiled``).
+        evaluation: in which the run is a contender: its metrics, and those of baselines, go into the model card.
         overwrite: replace ``out`` where it is a bundle.
         trust: packages beside recpo whose classes the configuration of the run may name.
 
@@ -68,6 +71,7 @@ def export(
         item_precision=item_precision,
         index=index,
         attributes=attributes,
+        evaluation=evaluation,
         overwrite=overwrite,
     )
     if triton is not None:

@@ -16,7 +16,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from tqdm import tqdm
 
-from recpo.artifacts import output_directory, read_yaml, write_json
+from recpo.artifacts import output_directory, read_json, read_yaml, write_json
 from recpo.contracts import Policy, RewardFunction
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
@@ -535,6 +535,7 @@ def _write(
     write_text(root / RESOLVED, text)
     origin = {
         "format_version": FORMAT_VERSION,
+        "data": read_json(base.root / ORIGIN, REMEDY).get("data"),
         "contexts_per_step": 0,  # nothing was trained
         "tilted": {"run": base.root.resolve().name, "checkpoint": checkpoint, "weights": _weights(base, checkpoint)},
         "factors": factors.facts,
