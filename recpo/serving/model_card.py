@@ -44,7 +44,8 @@ def refreshed_card(manifest: BundleManifest, root: Path) -> str:
         manifest: of the new bundle.
         root: the bundle that it was made from.
     """
-    before = (root / MODEL_CARD).read_text(encoding="utf-8")
+    file = root / MODEL_CARD
+    before = file.read_text(encoding="utf-8") if file.is_file() else model_card(manifest, {})
     return (
         f"{before}\n## Refreshed\n\nItems were added after training, with vectors from their features: the catalog has "
         f"{manifest.num_items:,} items now. The numbers above are of the catalog before.\n"
