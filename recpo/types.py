@@ -261,6 +261,7 @@ class ObjectiveInputs(NamedTuple):
         label: ``[B, S]`` preference label, nan = missing ("labels").
         dislike: ``[B, S]`` bool ("labels").
         grades: ``[B, S]`` grades of the feedback in [0, 1], nan = unknown ("grades").
+        positive: ``[B, S]`` bool, positive by the log's own definition ("positives").
         behaviors: ``[B, S]`` int64 bit sets of what the user did, as in ``Slates`` ("behaviors").
         denominator: scalar, the denominator of the whole optimizer step (all micro-batches and ranks) where this batch
             is only a part of it; None = this batch is the whole step.
@@ -280,6 +281,7 @@ class ObjectiveInputs(NamedTuple):
     label: Tensor | None = None
     dislike: Tensor | None = None
     grades: Tensor | None = None
+    positive: Tensor | None = None
     behaviors: Tensor | None = None
     denominator: Tensor | None = None
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -234,3 +235,49 @@ def test_kuairand_compares_policies_and_baselines_on_a_log_of_its_columns(tmp_pa
         assert 0 < line["Recall@10"] <= 1, line
         assert 0 < line["coverage@10"] <= 1, line
     assert lines_of("kuairand.py", *flags)[: len(lines)] == lines  # from what is in the work directory
+
+
+def test_kuairand_compares_features_with_ids_alone_and_trees_on_the_same_features(tmp_path):
+    events = simulate(tmp_path / "world", users=60, items=60, events=2500, days=8).to_pandas()
+    rng = np.random.default_rng(0)
+    flag = lambda share: (rng.random(len(events)) < share).astype("int8")  # noqa: E731
+    log = pa.table(
+        {
+            "user_id": events["user_id"],
+            "video_id": events["item_id"],
+            "time_ms": events["timestamp"],
+            "hourmin": (events["timestamp"] // 3_600_000 % 24 * 100).astype("int16"),
+            "tab": rng.integers(0, 3, len(events)).astype("int8"),
+            "play_time_ms": (events["watch_time"] * 1000).astype("int64"),
+            "duration_ms": (events["duration"] * 1000).astype("int64"),
+            "is_click": flag(0.5),
+            "is_hate": events["dislike"].astype("int8"),
+            "long_view": (events["watch_time"] >= 10).astype("int8"),
+            "is_rand": flag(0.0),
+        }
+    )
+    videos = np.append(events["item_id"].unique(), [10**6, 10**6 + 1])  # two that nobody was shown
+    users = events["user_id"].unique()
+    tables = {
+        "log": log,
+        "items": pa.table(
+            {"video_id": videos, "author_id": rng.integers(0, 5, len(videos)), "tag": ["1,2"] * len(videos)}
+        ),
+        "users": pa.table({"user_id": users, "user_active_degree": rng.choice(["high", "low"], len(users))}),
+    }
+    flags = ["--work", str(tmp_path / "work"), "--seeds", "0", "1"]
+    for name, content in tables.items():
+        pq.write_table(content, tmp_path / f"{name}.parquet")
+        flags += [f"--{name}", str(tmp_path / f"{name}.parquet")]
+    lines = lines_of("kuairand.py", *flags)
+    found = {(line["contender"], line["seed"]): line for line in lines if "seed" in line}
+    scored = {"boosted trees", "boosted trees, features", "slow boosted trees, features"}
+    scored |= {"reward model", "reward model, features"}
+    listed = {f"{name}{end}" for name in ("pre-trained", "value-aligned") for end in ("", ", features")}
+    fixed = {("item rate", None), ("mean of the reward models, features", None)}
+    assert found.keys() == fixed | {(name, seed) for name in scored | listed for seed in (0, 1)}
+    for (name, _), line in found.items():
+        assert 0 < line["AUC_other"] < 1
+        assert (line["AUC"] is None) == (line["NDCG@10"] is not None) == (name in listed)
+    differences = {(line["contender"], line["metric"]) for line in lines if "difference" in line}
+    assert {("reward model", "AUC"), ("pre-trained", "NDCG@10"), ("value-aligned", "AUC_other")} <= differences

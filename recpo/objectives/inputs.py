@@ -25,6 +25,7 @@ SOURCES = {
     "label": "labels in the batch",
     "dislike": "labels in the batch",
     "grades": "the graded feedback of the log",
+    "positive": "the log's own definition of a positive event",
     "behaviors": "the behaviors that `recpo prepare` mapped",
 }
 """Where each input comes from, for the error message."""

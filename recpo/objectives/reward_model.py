@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -124,6 +124,8 @@ def pointwise_reward_loss(
 class PointwiseReward(Objective):
     """Pointwise reward model: cross-entropy of one score per item and target: grade, dislike, and named behaviors.
 
+    The first score may be about whether the event is positive instead (``target``).
+
     ``sigmoid`` of the first score is the expected grade of the event (``recpo.feedback.GRADES``), a number in [0, 1]
     that enters the cross-entropy as a soft label; that of the second is the probability of a dislike, those of the
     others of one behavior each, which the log says of every event. A disliked event has the grade 0. The loss is the
@@ -134,10 +136,14 @@ class PointwiseReward(Objective):
         positive_weight: weight of a dislike against an event without one, above 0; with another weight than 1 the
             probabilities are true only after ``recpo calibrate``.
         behaviors: what else is predicted, by its name in the prepared data (``like``, ``follow``, ...).
+        target: what the first score is about: the grade, or whether the event is positive by the log's own definition
+            (``recpo.feedback.FeedbackRule``), 0 or 1. A grade says more of an event; where what matters is which events
+            are positive, its other steps are noise.
     """
 
     positive_weight: float = 1.0
     behaviors: tuple[str, ...] = ()
+    target: Literal["grade", "positive"] = "grade"
     #: places of the behaviors in the bit sets of the data at hand (``for_behaviors``); no option
     _bits: ClassVar[tuple[int, ...] | None] = None
 
@@ -145,7 +151,7 @@ class PointwiseReward(Objective):
         if len(set(self.target_names)) < len(self.target_names):
             raise RecpoError(
                 f"PointwiseReward: behaviors are {', '.join(self.behaviors)}; name each once, and none of "
-                f"{', '.join(TARGETS)}, which are predicted anyway"
+                f"{', '.join(self.target_names[:2])}, which are predicted anyway"
             )
         if not 0.0 < self.positive_weight < float("inf"):
             raise RecpoError(f"PointwiseReward: positive_weight must be above 0, got {self.positive_weight}")
@@ -153,7 +159,8 @@ class PointwiseReward(Objective):
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        return frozenset({"score", "labels", "grades"}) | ({"behaviors"} if self.behaviors else frozenset())
+        requires = frozenset({"score", "labels", "grades"}) | ({"behaviors"} if self.behaviors else frozenset())
+        return requires | ({"positives"} if self.target == "positive" else frozenset())
 
     @property
     def reads(self) -> Reads:
@@ -174,7 +181,7 @@ class PointwiseReward(Objective):
     @property
     def target_names(self) -> tuple[str, ...]:
         """What the scores are about, in their order."""
-        return (*TARGETS, *self.behaviors)
+        return (self.target, TARGETS[1], *self.behaviors)
 
     @property
     def num_scores(self) -> int:
@@ -186,23 +193,27 @@ class PointwiseReward(Objective):
         """False: only scores are trained."""
         return False
 
-    def targets(self, grade: Tensor, dislike: Tensor, behaviors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def targets(
+        self, grade: Tensor, dislike: Tensor, behaviors: Tensor | None = None, positive: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The targets ``[..., K]`` of events ``[...]``, and which of them are known, bool.
 
-        The target of an unknown grade (nan) is 0.
+        The first target of an event of unknown grade (nan) is 0, and not known.
 
         Args:
             grade: ``[...]``, nan = unknown.
             dislike: ``[...]`` bool.
             behaviors: ``[...]`` bit sets (``Slates.behaviors``), where behaviors are predicted.
+            positive: ``[...]`` bool, where it is the first target.
         """
         graded, columns = ~grade.isnan(), [dislike.bool()]
+        first = required(positive, "positive", self).to(grade.dtype) if self.target == "positive" else grade
         if self.behaviors:
             bits = required(behaviors, "behaviors", self)
             if self._bits is None:
                 raise RecpoError("PointwiseReward: call for_behaviors with the names of the data's behaviors")
             columns += [(bits >> bit & 1).bool() for bit in self._bits]
-        targets = torch.stack([torch.where(graded, grade, 0.0), *(column.to(grade.dtype) for column in columns)], -1)
+        targets = torch.stack([torch.where(graded, first, 0.0), *(column.to(grade.dtype) for column in columns)], -1)
         return targets, torch.stack([graded, *(torch.ones_like(graded) for _ in columns)], -1)
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
@@ -232,5 +243,6 @@ class PointwiseReward(Objective):
 
     def _targets(self, inputs: ObjectiveInputs) -> tuple[Tensor, Tensor]:
         grade = required(inputs.grades, "grades", self).detach()
-        targets, known = self.targets(grade, required(inputs.dislike, "dislike", self), inputs.behaviors)
+        dislike = required(inputs.dislike, "dislike", self)
+        targets, known = self.targets(grade, dislike, inputs.behaviors, inputs.positive)
         return targets, known & inputs.logp.mask.bool().any(-1, keepdim=True)

@@ -126,7 +126,7 @@ class FeatureEncoder(nn.Module):
         width = rows.shape[-1]
         flat = None if weights is None else weights.reshape(-1, width)
         bags = F.embedding_bag(rows.reshape(-1, width), self.table, per_sample_weights=flat, mode="sum")
-        return bags.view(*rows.shape[:-1], -1)
+        return bags.view(*rows.shape[:-1], self.table.shape[1])
 
     def _validate_widths(self, features: Features) -> None:
         """Raises where the features are others than the encoder was made for."""

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.contracts import StatePolicy
@@ -107,6 +108,8 @@ class FeaturePolicy(StatePolicy):
 
     def encoded(self, vectors: Tensor, histories: Histories) -> Tensor:
         """States ``[B, H + 1, d]`` of histories with the item vectors ``[B, H, d]``."""
+        if vectors.shape[1] == 0:
+            return self.encoded(*_with_a_place(vectors, histories))[:, :1]
         feedback, times, lengths = histories.feedback, histories.timestamps, histories.lengths
         if not self._joins():
             return self.encoder(vectors, feedback, times, lengths)
@@ -117,6 +120,8 @@ class FeaturePolicy(StatePolicy):
 
     def encoded_last(self, vectors: Tensor, histories: Histories) -> Tensor:
         """The state after the whole history, ``[B, d]``."""
+        if vectors.shape[1] == 0:
+            return self.encoded_last(*_with_a_place(vectors, histories))
         feedback, times, lengths = histories.feedback, histories.timestamps, histories.lengths
         if not self._joins():
             return self.encoder.last(vectors, feedback, times, lengths)
@@ -133,3 +138,21 @@ class FeaturePolicy(StatePolicy):
                 "prepared data, before weights are loaded"
             )
         return self.history_features is not None
+
+
+def _with_a_place(vectors: Tensor, histories: Histories) -> tuple[Tensor, Histories]:
+    """Histories without a place for an event, as where no user of a batch has one, with one place of padding."""
+
+    def widened(column: Tensor | None) -> Tensor | None:
+        return None if column is None else F.pad(column, (0, 1))
+
+    def with_a_row(column: Tensor) -> Tensor:
+        return F.pad(column, (0, 0, 0, 1), value=torch.nan if column.is_floating_point() else 0)
+
+    return F.pad(vectors, (0, 0, 0, 1)), histories._replace(
+        item_ids=F.pad(histories.item_ids, (0, 1)),
+        feedback=widened(histories.feedback),
+        timestamps=widened(histories.timestamps),
+        behaviors=widened(histories.behaviors),
+        context=None if histories.context is None else histories.context.map(with_a_row),
+    )

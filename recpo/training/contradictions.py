@@ -23,7 +23,7 @@ from recpo.types import SlateTraits
 
 KNOWN = frozenset(
     {"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score", "labels", "grades"}
-    | {"behaviors"}
+    | {"behaviors", "positives"}
 )
 OF_STATES = frozenset({"value", "entropy", "q_value", "score"})
 """Requirements that are computed from the states of the policy."""
@@ -260,7 +260,8 @@ def feedback_warnings(
     """
     askers = {type(part).__name__: part.learns_from for part in (advantage, reward) if part is not None}
     if objective.requires & {"labels", "grades"}:
-        askers[type(objective).__name__] = frozenset({"labels", "dislikes"})
+        learned = {"labels", "dislikes"} | ({"positives"} & objective.requires)
+        askers[type(objective).__name__] = frozenset(learned)
     found = ", ".join(f"{counts[kind]:,} {kind}" for kind in FEEDBACK_KINDS)
     warnings = []
     for asker, kinds in askers.items():

@@ -230,6 +230,8 @@ class InputBuilder:
             inputs = inputs._replace(label=slates.label, dislike=slates.dislike)
         if "grades" in self._requires:
             inputs = inputs._replace(grades=slates.grade)
+        if "positives" in self._requires:
+            inputs = inputs._replace(positive=slates.positive)
         if "behaviors" in self._requires:
             inputs = inputs._replace(behaviors=slates.behaviors)
         chosen = None

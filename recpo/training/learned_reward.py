@@ -140,7 +140,8 @@ class LearnedReward(RewardFunction):
     """What a trained reward model expects of a candidate, logged or generated; it is never trained here.
 
     Of a run of ``PointwiseReward``: ``grade_weight E[grade] + sum_b behaviors_b P(b) - dislike_cost P(dislike)``, as
-    ``recpo calibrate`` fitted them. Of a run of ``PairwiseReward``: its score, whose zero and unit mean
+    ``recpo calibrate`` fitted them; P(positive) takes the place of the grade where the run was trained for that
+    (``target``). Of a run of ``PairwiseReward``: its score, whose zero and unit mean
     nothing; only differences within a context do. A candidate that is no item (id 0) has no reward (nan).
 
     Attributes:

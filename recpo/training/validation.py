@@ -197,7 +197,7 @@ class ScoreMetrics:
         if self._pointwise is not None:
             assert slates.grade is not None
             assert slates.dislike is not None
-            targets, known = self._pointwise.targets(slates.grade, slates.dislike, slates.behaviors)
+            targets, known = self._pointwise.targets(slates.grade, slates.dislike, slates.behaviors, slates.positive)
             known = known & slates.mask[..., None]
             sums.append((-self._pointwise.losses(scores, targets, known).double().sum(), known.sum().double()))
         per_user = exposure_auc(scores[..., 0], held_out_targets(batch))["AUC_other"]

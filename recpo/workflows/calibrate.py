@@ -212,7 +212,7 @@ def _calibrate_run(run: RewardFunction | Run, setting: _Setting, checkpoint: Che
         if not known.any():
             raise RecpoError(f"target {name}: no exposure of the validation period is graded, so nothing can be fitted")
         fitted = fit_platt(valid.score[known, column], valid.target[known, column])
-        report = assess_target if column else assess_grade_target  # of all but the grade a probability
+        report = assess_grade_target if name == "grade" else assess_target  # of all but the grade a probability
         targets[name] = {
             "calibration": fitted._asdict(),
             "test": {
@@ -240,7 +240,7 @@ def _exposures(model: RewardModel, setting: _Setting, split: Period) -> Exposure
         slates = feedback.slates
         assert slates.grade is not None
         assert slates.dislike is not None
-        targets, known = objective.targets(slates.grade, slates.dislike, slates.behaviors)
+        targets, known = objective.targets(slates.grade, slates.dislike, slates.behaviors, slates.positive)
         return [model(feedback.histories, slates).double(), targets.double(), known]
 
     return Exposures(*setting.collect(split, columns))

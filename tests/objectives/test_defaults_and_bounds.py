@@ -84,7 +84,7 @@ DEFAULTS = {
     MarginListwiseDPO: {"beta": 0.1, "nll_coef": 0.1, "margin": 0.0, "gap_weight": 1.0, "gap_weighted": False},
     QLearning: {"likelihood_coef": 1.0, "q_coef": 1.0, "huber": None},
     PairwiseReward: {"margin": 0.0},
-    PointwiseReward: {"positive_weight": 1.0},
+    PointwiseReward: {"positive_weight": 1.0, "target": "grade"},
 }
 
 

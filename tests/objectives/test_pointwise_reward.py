@@ -77,6 +77,26 @@ def test_the_weight_is_that_of_dislikes_alone():
     torch.testing.assert_close(heavy.loss - plain.loss, 2.0 * missed.sum() / 6)
 
 
+def test_the_first_score_may_be_about_positives_instead():
+    """A dislike has a grade and is not positive; of an event of unknown grade nothing is known."""
+    grade, dislike = torch.tensor([[0.875, 0.875, NAN, 0.0]]), torch.tensor([[False, False, False, True]])
+    positive, scores = torch.tensor([[True, False, True, False]]), torch.randn(1, 4, 2)
+    objective = PointwiseReward(target="positive")
+    assert objective.target_names == ("positive", "dislike")
+    assert objective.requires == PointwiseReward().requires | {"positives"}
+    targets, known = objective.targets(grade, dislike, positive=positive)
+    assert targets[..., 0].tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    assert known[..., 0].tolist() == [[True, True, False, True]]
+    found = objective(inputs_of(grade, dislike, scores)._replace(positive=positive))
+    losses = binary_cross_entropy_with_logits(scores, targets, reduction="none")
+    torch.testing.assert_close(found.loss, losses[known].sum() / known.sum())
+    assert found.metrics["positive_mean"] == pytest.approx(1 / 3)
+    with pytest.raises(RecpoError, match="positive"):
+        objective(inputs_of(grade, dislike, scores))
+    with pytest.raises(RecpoError, match="none of positive, dislike"):
+        PointwiseReward(target="positive", behaviors=("positive",))
+
+
 @pytest.mark.parametrize("weight", [0.0, -1.0, NAN, float("inf")])
 def test_weights_without_sense_are_refused(weight):
     with pytest.raises(RecpoError, match="positive_weight must be above 0"):

@@ -54,6 +54,12 @@ def test_the_sum_is_that_of_a_loop_over_features() -> None:
     np.testing.assert_allclose(encoder(features).detach().numpy(), one_by_one(encoder, features), rtol=1e-6, atol=1e-6)
 
 
+def test_no_rows_are_encoded_to_no_rows() -> None:
+    """A batch of users without an event has requests and no events."""
+    assert encoder_of()(random_features(FEATURES, 3, 0)).shape == (3, 0, 4)
+    assert encoder_of(FEATURES[:1])(random_features(FEATURES[:1], 3, 0)).shape == (3, 0, 4)
+
+
 def test_gradients_are_those_of_look_ups_one_by_one(monkeypatch) -> None:
     encoder, features = encoder_of(), random_features(FEATURES, 3, 5)
     weights = torch.randn(3, 5, 4, dtype=torch.double)

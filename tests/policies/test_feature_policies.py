@@ -116,6 +116,25 @@ def test_the_last_state_is_that_of_the_whole_pass(codes, options) -> None:
     )
 
 
+@FAMILIES
+@pytest.mark.parametrize("options", [{}, {"profile": True, "fold_in": 2}, {"blocks": "hstu"}])
+def test_a_batch_of_users_without_an_event_has_states(family, codes, options) -> None:
+    """As many as beside a user with one; the validation of a log with new users has such batches."""
+    policy, histories = policy_of(family, codes, **ALL, **options), random_histories(ITEMS, 5, LENGTH)
+    padded = histories.up_to(torch.zeros(5, dtype=torch.long))
+    none = padded._replace(
+        item_ids=padded.item_ids[:, :0],
+        feedback=padded.feedback[:, :0],
+        timestamps=padded.timestamps[:, :0],
+        behaviors=padded.behaviors[:, :0],
+        context=padded.context.map(lambda column: column[:, :1]),
+    )
+    states = policy.encode(none)
+    torch.testing.assert_close(states, policy.encode(padded)[:, :1])
+    found, expected = (policy.recommend(one, 3) for one in (none, padded))
+    assert torch.equal(found.item_ids, expected.item_ids)
+
+
 def test_gradients_are_numbers_where_the_blocks_read_a_part(codes) -> None:
     policy = policy_of("catalog", codes, attention_length=3, **ALL).train()
     histories = random_histories(ITEMS, 5, LENGTH)

@@ -24,7 +24,8 @@ from recpo.workflows.train import train
 from tests.data.test_features import prepare
 from tests.policies.synthetic_features import random_features, random_histories
 
-CONFIG = Path(__file__).parents[2] / "configs" / "features_pretrain.yaml"
+CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIG, REWARD_CONFIG = CONFIGS / "features_pretrain.yaml", CONFIGS / "features_reward_model.yaml"
 SMALL = {
     "data.batch_size": 16,
     "data.layout.init_args.history_length": 12,
@@ -40,7 +41,6 @@ SMALL = {
     "trainer.log_every_n_steps": 1,
     "allocator": False,
 }
-READS = {f"policy.init_args.{name}": True for name in ("user_features", "context_features", "behaviors", "time_gaps")}
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +85,11 @@ def test_a_bundle_has_one_vector_per_item_and_answers_as_the_run(run, tmp_path) 
 
 @pytest.mark.slow
 def test_a_reward_model_reads_everything_and_has_a_head_per_behavior(featured, tmp_path) -> None:
-    options = SMALL | READS
-    model = train(
-        featured,
-        config=CONFIG,
-        out=tmp_path / "model",
-        objective={"class_path": "PointwiseReward", "init_args": {"behaviors": ["share", "like"]}},
-        **options,
-    )
+    options = SMALL | {"critic.hidden": 8, "objective.init_args.behaviors": ["share", "like"]}
+    model = train(featured, config=REWARD_CONFIG, out=tmp_path / "model", **options)
     calibrate(featured, model, k=3, resamples=10)
     targets = json.loads((model.root / CALIBRATION).read_text())["targets"]
-    assert set(targets) == {"grade", "dislike", "share", "like"}
+    assert set(targets) == {"positive", "dislike", "share", "like"}
     graded = LearnedReward(model.root)
     policy = graded.model.policy
     batch = rewarded(model, policy)
