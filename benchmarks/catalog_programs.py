@@ -9,6 +9,7 @@ policy instead. Every form is exported and opened in a process of its own, one t
   ``times_read`` is the search of one user divided by it.
 - ``load_mb``, ``search_mb``: resident memory that loading adds, and the most that a call with 32 users adds to it.
 - ``file_mb``: of what the form needs on disk; ``overlap_10``, ``recall_10``: what the manifest says.
+- ``refused``: what an export said that found its program too far from the policy: it ends there.
 
     python benchmarks/catalog_programs.py                     10^5 and 10^6 items; some ten minutes
     python benchmarks/catalog_programs.py --run runs/mpo      a trained policy
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from recpo.errors import RecpoError
 
 DIM, HISTORY, K = 64, 50, 100
 FORMS = ("plain", "blocks", "float16", "int8", "index")
@@ -137,7 +140,11 @@ def main() -> None:
         for form in arguments.forms:
             with tempfile.TemporaryDirectory() as work:
                 begun = time.process_time()
-                export(policy, options, form, Path(work) / "bundle")
+                try:
+                    export(policy, options, form, Path(work) / "bundle")
+                except RecpoError as error:
+                    print(json.dumps({"form": form, "items": policy.num_items, "refused": str(error)}), flush=True)
+                    continue
                 seconds = round(time.process_time() - begun, 1)
                 flags = ["--bundle", f"{work}/bundle", "--forms", form, "--repeats", str(arguments.repeats)]
                 child = subprocess.run([sys.executable, __file__, *flags], capture_output=True, text=True, check=True)
