@@ -24,7 +24,7 @@ from recpo.cli.simulate import simulate
 from recpo.cli.tilt import tilt
 from recpo.cli.tokenize import tokenize
 from recpo.cli.train import train
-from recpo.cli.verb_results import VerbResult, after_demo
+from recpo.cli.verb_results import VerbResult, after_demo, configurations
 from recpo.errors import RecpoError
 from recpo.evaluation.estimates import Estimate, estimate_over_seeds
 from recpo.evaluation.evaluation import METRICS
@@ -67,7 +67,7 @@ class _Family(NamedTuple):
 
 def demo(
     out: Path = Path("demo"),
-    configs: Path = Path("configs"),
+    configs: Path | None = None,
     policy: Literal["CatalogSoftmaxPolicy", "SemanticIdPolicy"] = "CatalogSoftmaxPolicy",
     seeds: int = 3,
     users: int = 2000,
@@ -85,7 +85,7 @@ def demo(
 
     Args:
         out: directory for everything that the demo writes.
-        configs: directory of the YAML files that it trains with.
+        configs: directory of the YAML files that it trains with; null = configs, or those that recpo brings along.
         policy: what is exported; with SemanticIdPolicy items get codes too, and both kinds are trained and compared.
         seeds: how many policies are trained of each kind; they differ in their random numbers, not in their data.
         users: simulated users.
@@ -99,6 +99,7 @@ def demo(
     if policy == "SemanticIdPolicy":
         options = ("--policy.init_args.codes", out / "codes")
         families.append(_Family("semantic ids, ", "semantic_", ("pretrain", "gbpo"), options))
+    configs = configs or configurations()
     _validate_options(seeds, configs, families)
     with output_directory(out, kind="demo", overwrite=overwrite):
         pass  # an earlier demo goes, and nothing else; the steps fill the directory one by one
@@ -147,7 +148,7 @@ def _validate_options(seeds: int, configs: Path, families: list[_Family]) -> Non
         raise RecpoError(f"seeds is {seeds}; the table gives intervals over seeds, which need at least 2")
     absent = [file for one in families for name in one.configurations if not (file := configs / name).is_file()]
     if absent:
-        raise RecpoError(f"{absent[0]} is missing: run the demo where recpo was cloned to, or name its --configs")
+        raise RecpoError(f"{absent[0]} is missing: leave --configs out, or name a directory that has it")
 
 
 def _train(out: Path, configs: Path, family: _Family, seed: int, common: list[object]) -> list[Path]:

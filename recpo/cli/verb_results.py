@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import recpo
+
 
 @dataclass(frozen=True)
 class VerbResult:
@@ -49,9 +51,16 @@ def command(verb: str, *words: object) -> str:
     return shlex.join(["recpo", verb, *map(str, words)])
 
 
+def configurations(here: Path = Path()) -> Path:
+    """The directory of recpo's own configurations: that of a clone, or the one that is installed with the package."""
+    return (
+        Path("configs") if (here / "configs" / "pretrain.yaml").is_file() else Path(recpo.__file__).parent / "configs"
+    )
+
+
 def configuration(name: str, here: Path = Path()) -> str:
-    """Where the configuration of an objective is: beside the log's own, as ``recpo init`` wrote it, or in configs."""
-    return name if (here / name).is_file() else f"configs/{name}"
+    """Where the configuration of an objective is: beside the log's own, as ``recpo init`` wrote it, or recpo's."""
+    return name if (here / name).is_file() else str(configurations(here) / name)
 
 
 def after_simulate(root: Path, result: Mapping[str, Any]) -> VerbResult:

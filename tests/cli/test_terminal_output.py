@@ -56,7 +56,9 @@ def test_every_verb_says_how_it_ended(verb):
 def test_configurations_of_init_come_before_those_of_the_clone(tmp_path):
     (tmp_path / "mpo.yaml").write_text("", encoding="utf-8")
     assert verb_results.configuration("mpo.yaml", tmp_path) == "mpo.yaml"
-    assert verb_results.configuration("gbpo.yaml", tmp_path) == "configs/gbpo.yaml"
+    installed = verb_results.configuration("gbpo.yaml", tmp_path)
+    assert (ROOT / "configs" / "gbpo.yaml").samefile(installed)
+    assert verb_results.configuration("gbpo.yaml", ROOT) == "configs/gbpo.yaml"
 
 
 def test_a_document_holds_what_json_can():
@@ -68,7 +70,8 @@ def test_a_document_holds_what_json_can():
     }
 
 
-def test_words_documents_and_silence(tmp_path, capfd):
+def test_words_documents_and_silence(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
     sample, out = str(ROOT / "data" / "sample.parquet"), tmp_path / "prepared"
     words = ["prepare", "--log", sample, "--out", str(out)]
     assert main(words) == 0

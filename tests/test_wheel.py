@@ -1,0 +1,70 @@
+"""The wheel in an environment of its own: the command, its short demo and ``recpo init``, without the repository."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXTRAS = {"sharding", "serve", "spark", "notebooks"}
+
+
+def run(*words, where, **environment):
+    """Runs a command without the repository on its path."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    done = subprocess.run(
+        [str(word) for word in words], cwd=where, env=clean | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of the tracked files; building in the repository would leave a ``build`` behind."""
+    source, out = tmp_path_factory.mktemp("source") / "recpo", tmp_path_factory.mktemp("dist")
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", "runs", "demo", ".*_cache")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    run(*pip, "-w", out, source, where=out)
+    (built,) = out.glob("recpo-*.whl")
+    return built
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_what_the_package_reads(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    packaged = {str(file.relative_to(ROOT)) for file in (ROOT / "recpo").rglob("*.jinja")}
+    configurations = {f"recpo/configs/{file.name}" for file in (ROOT / "configs").glob("*.yaml")}
+    assert packaged | configurations | {"recpo/py.typed"} <= names
+    assert not [name for name in names if name.startswith("tests/")]
+    assert {line.split()[1] for line in metadata.splitlines() if line.startswith("Provides-Extra")} >= EXTRAS
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_where_nothing_else_of_recpo_is(wheel, tmp_path):
+    home = tmp_path / "environment"
+    venv.create(home, with_pip=False, symlinks=True)
+    python = home / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", where=tmp_path).strip())
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--ignore-installed")
+    run(python, *install, wheel, where=tmp_path)
+    place = run(python, "-c", "import recpo; print(recpo.__file__)", where=tmp_path)
+    assert place.startswith(str(site))
+    command = home / "bin" / "recpo"
+    assert "usage: recpo VERB" in run(command, "--help", where=tmp_path)
+    small = ("--users", 100, "--items", 60, "--events", 6000, "--epochs", 1, "--seeds", 2)
+    printed = run(command, "demo", *small, where=tmp_path, OMP_NUM_THREADS="1")
+    assert "next: recpo init YOUR_LOG" in printed
+    assert (tmp_path / "demo" / "bundle" / "README.md").is_file()
+    run(command, "init", tmp_path / "demo" / "log" / "log", "--out", "own", where=tmp_path)
+    assert {file.name for file in (tmp_path / "own").iterdir()} >= {"prepare.yaml", "pretrain.yaml", "mpo.yaml"}
