@@ -33,7 +33,7 @@ lint: setup
 
 # The site has an environment of its own (.venv-docs); the options of the verbs come from recpo in .venv.
 docs: setup .venv-docs/.installed
-	RECPO_PYTHON=$(abspath $(BIN)/python) NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	RECPO_PYTHON=$(abspath $(BIN)/python) NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 .venv-docs/.installed: requirements/docs.lock
 	$(PYTHON) -m venv .venv-docs

@@ -87,7 +87,8 @@ def site_link(page: str, target: str) -> str:
         return target
     source = PAGES.get(page, f"docs/{page}")
     file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
-    found = file.removeprefix("docs/") if file.startswith("docs/") else _PAGE_OF.get(file)
+    is_page = file.startswith("docs/") and not file.endswith(".py")
+    found = file.removeprefix("docs/") if is_page else _PAGE_OF.get(file)
     if file.startswith("configs/") and file.endswith(".yaml"):
         found, anchor = CONFIGURATIONS, Path(file).name.replace(".", "")
     if found is None and not (ROOT / file).is_file():
