@@ -106,8 +106,9 @@ class Histories(NamedTuple):
         index = ((self.lengths - lengths)[:, None] + place).clamp_max(width)
         kept, at, context = place[:-1] < lengths[:, None], index[:, :-1].clamp_max(width - 1), None
         if self.context is not None:
-            row = torch.arange(len(lengths), device=lengths.device)[:, None]
-            context = self.context.map(lambda column: column[row, index]).where(place <= lengths[:, None])
+            # a gather is exported for any number of contexts; an index of rows fixes it
+            wide = self.context.map(lambda column: column.gather(1, index[..., None].expand(-1, -1, column.shape[-1])))
+            context = wide.where(place <= lengths[:, None])
         return self._events(lambda column: column.gather(1, at) * kept, lengths, self.user, context)
 
     def _events(

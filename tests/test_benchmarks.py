@@ -281,3 +281,14 @@ def test_kuairand_compares_features_with_ids_alone_and_trees_on_the_same_feature
         assert (line["AUC"] is None) == (line["NDCG@10"] is not None) == (name in listed)
     differences = {(line["contender"], line["metric"]) for line in lines if "difference" in line}
     assert {("reward model", "AUC"), ("pre-trained", "NDCG@10"), ("value-aligned", "AUC_other")} <= differences
+
+
+def test_filters_and_refresh_print_what_they_cost():
+    for script, flags, expected in (
+        ("filters.py", ["--items", "2000", "--calls", "2"], "32 users, allows a hundredth"),
+        ("refresh.py", ["--items", "2000", "--new", "20"], "1,000 retire, 20 come"),
+    ):
+        command = [sys.executable, str(BENCHMARKS / script), *flags]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert result.returncode == 0, result.stderr[-2000:]
+        assert expected in result.stdout

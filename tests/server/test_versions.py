@@ -122,7 +122,7 @@ def test_a_version_that_is_not_there_or_not_alike_is_refused(versions, bundles):
     content["feedback"]["cutoffs"] = {}
     (versions / "9" / GOLDEN).unlink()
     type(manifest)._parsed(content, versions).write(versions / "9")
-    with pytest.raises(RecpoError, match="another kind of feedback"):
+    with pytest.raises(RecpoError, match="other item ids, feedback"):
         served.swap("9")
     assert served.current.version == "10"
     with pytest.raises(RecpoError, match="is a bundle, not a directory of versions"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,11 +23,16 @@ from recpo.features.encoding import of_side
 from recpo.features.schema import Categories, Category, FeatureSchema, Number, Vector
 from recpo.feedback import FeedbackDefinition
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.policies.semantic_id import SemanticIdPolicy
+from recpo.policies.tilted import TiltedPolicy
+from recpo.semantic_codes import SemanticCodes
 from recpo.serving import export
 from recpo.serving.bundle import Bundle
 from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.golden import check_golden
 from recpo.serving.histories import HistoryReader
+from recpo.serving.item_index import IndexOptions
+from recpo.serving.program import ranker_of
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.serving.triton import triton_config
 from recpo.types import Histories
@@ -185,3 +191,43 @@ def test_frames_and_the_command_line_take_users_and_requests(made, tmp_path, cap
     assert main([str(word) for word in words]) == 1
     said = capsys.readouterr().err
     assert "user_features: land, hobbies, age, taste; context: surface, hour" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tilted", "semantic", "hstu", "int8", "index"])
+def test_other_policies_and_forms_are_given_the_same(kind, tmp_path, monkeypatch):
+    """The export compares every engine with the policy, on random features."""
+    options, form = dict(OPTIONS), {}
+    if kind == "int8":
+        monkeypatch.setattr(export, "ranker_of", partial(ranker_of, block_rows=20))
+        form["item_precision"] = "int8"
+    if kind == "index":
+        pytest.importorskip("faiss")
+        form["index"] = IndexOptions(lists=1)
+    if kind == "hstu":
+        options["blocks"] = "hstu"
+    if kind == "semantic":
+        codes = np.stack(np.unravel_index(np.arange(ITEMS), (4, 4, 4)), 1)
+        SemanticCodes(codes, (4, 4, 4), "").save(tmp_path, pa.array(range(ITEMS)), {})
+        options |= {"codes": str(tmp_path), "beam_width": ITEMS}
+    made = SemanticIdPolicy if kind == "semantic" else CatalogSoftmaxPolicy
+    policy = made(ITEMS, **options)
+    if kind == "tilted":
+        arguments = {"rank": 3, "mean": 0.4, "ridge": 2.0, "bias_ridge": 3.0, "beta": 0.2, "max_history": LENGTH + 2}
+        base = policy
+        policy = TiltedPolicy(ITEMS, base=lambda _: base, **arguments)
+        described = {"class_path": "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy", "init_args": options}
+        options = arguments | {"base": described}
+    policy.set_schema(FeatureSchema(user=USER.features, context=CONTEXT.features), BEHAVIORS)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    known = {"options": options, "features": KNOWN, **form}
+    export.export_bundle(policy.eval(), ITEM_IDS, FeedbackDefinition(), tmp_path / "b", k=10, **known)
+    past = [{"item_id": f"i{n}", "timestamp": 10**12 + n, "label": 0.9, "like": n % 2 == 0} for n in range(LENGTH + 2)]
+    lists = [
+        dict(Bundle.load(tmp_path / "b").recommend_one(past, 10, user=user, context={"hour": 3.0}))
+        for user in ({"land": "de"}, {"land": "us"})
+    ]
+    assert lists[0] != lists[1]
