@@ -55,7 +55,7 @@ def markdown(verb: str) -> str:
         if position:
             parts.append(f"### {title[:1].upper()}{title[1:]}\n")
         parts += [_entry(option) for option in options]
-    return "\n".join(parts)
+    return "\n".join(parts) or "None of its own: see [options of every verb](../index.md#options-of-every-verb)."
 
 
 def _shown(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
