@@ -53,6 +53,16 @@ def test_alignment_compares_every_method_from_the_same_policies(tmp_path):
         assert -1 < line["true value"] < 1
 
 
+def test_cold_start_values_new_items_for_policies_with_and_without_features(tmp_path):
+    (line,) = lines_of("cold_start.py", "--work", str(tmp_path))
+    assert line["new_items"] >= 5
+    assert line["exposures"] > 0
+    named = [f"{name} {seen}" for name in ("ids", "features") for seen in ("never seen", "after a day")]
+    for name in named:
+        assert -1 < line[name] <= line["oracle "]
+    assert line["share"] == pytest.approx(line["features never seen"] / line["features after a day"])
+
+
 def test_semantic_codes_are_as_good_as_those_of_the_peers():
     lines = lines_of("semantic_codes.py")
     for data in ("gaussian", "clusters"):
