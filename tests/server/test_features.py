@@ -69,7 +69,7 @@ def test_an_answer_is_that_of_the_bundle(featured):
 
 
 WRONG = {
-    "user.colour: this bundle reads the features country, hobbies, age, taste": {"user": {"colour": 1}},
+    "user.color: this bundle reads the features country, hobbies, age, taste": {"user": {"color": 1}},
     "user.country: expected a string": {"user": {"country": 3}},
     "user.age: expected a number": {"user": {"age": "old"}},
     "user.hobbies: expected a list": {"user": {"hobbies": 3}},

@@ -222,7 +222,7 @@ def test_options_are_words_of_their_signature(copy, option, code):
 
 
 def test_no_file_of_a_bundle_is_executable_by_its_format(export_once):
-    """No archive, no pickle: ONNX, safetensors, Parquet and JSON."""
+    """No archive, no pickle: ONNX, safetensors, Parquet, JSON, and the text of the model card."""
     for kind in ("sasrec", "hstu"):
         names = {path.name for path in export_once(kind)[1].iterdir()}
         assert names == {
@@ -230,6 +230,7 @@ def test_no_file_of_a_bundle_is_executable_by_its_format(export_once):
             "policy.safetensors",
             "items.parquet",
             "golden.json",
+            "README.md",
             "manifest.json",
             "recpo.json",
         }
