@@ -391,7 +391,9 @@ def feature_results(options):
                 )
             else:
                 makers[name, seed] = lambda run=run: policy_metrics(run, data, options)
-    makers[MEAN, None] = of_scores(lambda: reward_score(EnsembleReward([model(seed) for seed in options.seeds]), asked))
+    if len(options.seeds) > 1:
+        members = [model(seed) for seed in options.seeds]
+        makers[MEAN, None] = of_scores(lambda: reward_score(EnsembleReward(members), asked))
     found = {}
     for (name, seed), make in makers.items():
         file = options.work / f"{directory(name, seed, options).name}-{options.split}.json"

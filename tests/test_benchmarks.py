@@ -275,7 +275,7 @@ def test_kuairand_compares_features_with_ids_alone_and_trees_on_the_same_feature
         ),
         "users": pa.table({"user_id": users, "user_active_degree": rng.choice(["high", "low"], len(users))}),
     }
-    flags = ["--work", str(tmp_path / "work"), "--seeds", "0", "1"]
+    flags = ["--work", str(tmp_path / "work"), "--seeds", "0"]
     for name, content in tables.items():
         pq.write_table(content, tmp_path / f"{name}.parquet")
         flags += [f"--{name}", str(tmp_path / f"{name}.parquet")]
@@ -284,13 +284,10 @@ def test_kuairand_compares_features_with_ids_alone_and_trees_on_the_same_feature
     scored = {"boosted trees", "boosted trees, features", "slow boosted trees, features"}
     scored |= {"reward model", "reward model, features"}
     listed = {f"{name}{end}" for name in ("pre-trained", "value-aligned") for end in ("", ", features")}
-    fixed = {("item rate", None), ("mean of the reward models, features", None)}
-    assert found.keys() == fixed | {(name, seed) for name in scored | listed for seed in (0, 1)}
+    assert found.keys() == {("item rate", None)} | {(name, 0) for name in scored | listed}
     for (name, _), line in found.items():
         assert 0 < line["AUC_other"] < 1
         assert (line["AUC"] is None) == (line["NDCG@10"] is not None) == (name in listed)
-    differences = {(line["contender"], line["metric"]) for line in lines if "difference" in line}
-    assert {("reward model", "AUC"), ("pre-trained", "NDCG@10"), ("value-aligned", "AUC_other")} <= differences
 
 
 def test_filters_and_refresh_print_what_they_cost():
