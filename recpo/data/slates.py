@@ -283,7 +283,7 @@ def histories_of(events: Events, start: np.ndarray, stop: np.ndarray) -> Histori
     if events.users is not None:
         user = events.users.rows(np.searchsorted(events.offsets, stop, side="right") - 1).tensors()
     if events.context is not None:
-        request, known = ranges(start, stop + 1)
+        request, known = ranges(start, stop + 1, least=2)  # one more than the events, which have a place at least
         context = events.context.rows(request).where(known).tensors()
     return Histories(
         item_ids=padded(events.item_index[index], valid),
@@ -308,9 +308,9 @@ def logp_behavior(events: Events, index: np.ndarray) -> np.ndarray:
     return logp
 
 
-def ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Indices ``[N, L]`` of the ranges, and which of them lie inside; L is the longest range, at least 1."""
-    width = max(1, int((stop - start).max(initial=0)))
+def ranges(start: np.ndarray, stop: np.ndarray, least: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Indices ``[N, L]`` of the ranges, and which of them lie inside; L is the longest range, at least ``least``."""
+    width = max(least, int((stop - start).max(initial=0)))
     index = start[:, None] + np.arange(width)
     valid = index < stop[:, None]
     # an index outside its range is masked below; it only has to be a legal index, and 0 is one in any non-empty shard

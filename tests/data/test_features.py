@@ -14,9 +14,10 @@ from recpo.data.feature_columns import FeatureColumns
 from recpo.data.prepare import Preparation
 from recpo.data.prepared import Prepared
 from recpo.data.shaping import EveryEvent
+from recpo.data.slates import histories_of
 from recpo.data.splits import TemporalSplit
 from recpo.errors import RecpoError
-from recpo.features.schema import Categories, Category, Number, Vector
+from recpo.features.schema import Categories, Category, Number, Reads, Vector
 from tests.data.conftest import DAY_MS, START_MS, make_log
 
 ENGINE = EngineOptions(memory_limit="512MB", threads=1)
@@ -216,6 +217,17 @@ def test_users_and_events_have_their_features_and_behaviors(data):
             source["is_share"],
             source["surface"],
         )
+
+
+def test_users_without_an_event_have_the_request_that_is_answered(data):
+    """Also where a batch has no others: requests are one more than places for events, as ``Histories`` says."""
+    events = data.load("valid", 0, Reads(context=True))
+    start = np.array([0, 3])
+    histories = histories_of(events, start, start)
+    assert histories.item_ids.shape == (2, 1)
+    assert histories.context.codes.shape[:2] == (2, 2)
+    np.testing.assert_array_equal(histories.context.codes[:, 0], events.context.codes[start])
+    assert not histories.context.codes[:, 1].any()
 
 
 def test_the_order_of_rows_and_files_changes_no_byte(data, tmp_path):
