@@ -207,7 +207,7 @@ class PointwiseReward(Objective):
             positive: ``[...]`` bool, where it is the first target.
         """
         graded, columns = ~grade.isnan(), [dislike.bool()]
-        first = required(positive, "positive", self).to(grade.dtype) if self.target == "positive" else grade
+        first = required(positive, "positive", self).bool().to(grade.dtype) if self.target == "positive" else grade
         if self.behaviors:
             bits = required(behaviors, "behaviors", self)
             if self._bits is None:

@@ -34,6 +34,7 @@ SUPPLIES = {
     "score": ("scores",),
     "labels": ("label", "dislike"),
     "grades": ("grades",),
+    "positives": ("positive",),
 }
 SCORES = 2
 WITH_GRADIENT = ("policy", "values", "entropy", "q_values", "scores")
@@ -108,6 +109,7 @@ def tensors(seed=0, shape=(4, 5, 3), dtype=torch.float64):
         "label": torch.rand(rows, dtype=dtype),
         "dislike": torch.rand(rows) < 0.3,
         "grades": torch.rand(rows, dtype=dtype),
+        "positive": torch.rand(rows) < 0.5,
     }
 
 
@@ -246,7 +248,7 @@ def test_gradient_has_the_right_sign(objective):
     elif objective.reads_catalog:
         assert_signs_over_the_catalog(objective, named, policy)
     elif "labels" in objective.requires:
-        targets, _ = objective.targets(named["grades"], named["dislike"])
+        targets, _ = objective.targets(named["grades"], named["dislike"], positive=named["positive"])
         kept = mask.any(-1)
         above = (targets - named["scores"].sigmoid()).sign()
         torch.testing.assert_close(-gradients["scores"].sign()[kept], above[kept].double())

@@ -74,7 +74,7 @@ def test_any_policy_can_be_exported_and_unused_inputs_do_no_harm(tmp_path):
     served = bundle.recommend({"user_id": [1, 1], "item_id": [12, 10], "timestamp": [1, 2]})
     assert served["item_id"].tolist() == [11, 13, 14, 15, 16]
     assert served.attrs["counts"]["short_lists"] == 1
-    assert set(bundle.manifest.files) == {"golden.json", "items.parquet", "model.onnx"}
+    assert set(bundle.manifest.files) == {"README.md", "golden.json", "items.parquet", "model.onnx"}
     with pytest.raises(RecpoError, match="engine=onnx"):
         Bundle.load(tmp_path / "bundle", engine="torch")
 
