@@ -65,15 +65,21 @@ def _onednn_available() -> bool:
 
 
 def _onednn(left: Tensor, right: Tensor) -> Tensor:
+    right = right if _is_dense(right) else right.contiguous()
     return torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
+
+
+def _is_dense(right: Tensor) -> bool:
+    """Whether oneDNN multiplies by it fast; with some columns of a wider matrix it takes 1,000 times as long."""
+    return right.is_contiguous() or right.T.is_contiguous()
 
 
 _HAS_ONEDNN = _onednn_available()
 
 
 def matmul_transposed(left: Tensor, right: Tensor) -> Tensor:
-    """``left rightᵀ``: ``[n, k]`` and ``[m, k]`` give ``[n, m]``; no gradient. Either may be a transposed view."""
-    if _suits(left) and left.shape[0] * left.shape[1] * right.shape[0] >= _SMALL:
+    """``left rightᵀ``: ``[n, k]`` and ``[m, k]`` give ``[n, m]``; no gradient. Either may be a view."""
+    if _suits(left) and _is_dense(right) and left.shape[0] * left.shape[1] * right.shape[0] >= _SMALL:
         return _onednn(left, right)
     with full_precision() if left.is_cuda else nullcontext():
         return torch.mm(left, right.T)
@@ -104,6 +110,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         torch.compiler.is_compiling()
         or torch.is_autocast_enabled(inputs.device.type)
         or not _suits(inputs)
+        or not _is_dense(weight)
         or inputs.numel() * weight.shape[0] < _SMALL
     ):
         return F.linear(inputs, weight, bias)

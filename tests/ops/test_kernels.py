@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -22,6 +24,22 @@ def test_product_of_transposed_views(dtype: torch.dtype) -> None:
     torch.testing.assert_close(matmul_transposed(wide, left.T), wide @ left, **tolerance)
     torch.testing.assert_close(matmul_transposed(left.T, wide), left.T @ wide.T, **tolerance)
     torch.testing.assert_close(matmul_transposed(left.T, wide.T.T[:, :700]), left.T @ wide.T, **tolerance)
+
+
+@pytest.mark.skipif(not kernels._HAS_ONEDNN, reason="no oneDNN")
+def test_columns_of_a_wider_matrix_are_multiplied_as_fast_as_their_copy() -> None:
+    """oneDNN itself takes 1,000 times as long for them."""
+    left, wide = torch.randn(512, 240), torch.randn(1000, 240)
+
+    def seconds(own: torch.Tensor, other: torch.Tensor) -> float:
+        product = linear(own.requires_grad_(), other, None)
+        began = time.process_time()
+        torch.testing.assert_close(matmul_transposed(own.detach(), other), product.detach(), rtol=1e-4, atol=1e-4)
+        product.square().sum().backward()
+        return time.process_time() - began
+
+    copied = min(seconds(left[:, 80:].clone(), wide[:, 80:].clone()) for _ in range(3))
+    assert seconds(left[:, 80:].detach(), wide[:, 80:]) < 50 * copied
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (40, 50)])
