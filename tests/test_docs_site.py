@@ -40,6 +40,24 @@ import recpo
 num_items, history = 500, np.array([3, 4, 5])
 items, logp = np.arange(10, 210), np.log(np.full(200, 1 / 200))
 """,
+    "features.md": """
+import numpy as np
+import pandas as pd
+import recpo
+log = recpo.simulate("world", users=80, items=60, events=5000, days=10).to_pandas()
+rng = np.random.default_rng(0)
+log["surface"], log["is_like"], log["is_forward"] = (rng.integers(0, most, len(log)) for most in (3, 2, 2))
+items = pd.DataFrame({"item_id": sorted(set(log["item_id"]))})
+items["author"], items["genres"], items["seconds"], items["uploaded"] = items["item_id"] % 7, "a|b", 30.0, 1_700_000_000
+items["text_embedding"] = list(rng.normal(size=(len(items), 4)))
+users = pd.DataFrame({"user_id": sorted(set(log["user_id"])), "age": 30})
+""",
+    "serving.md": """
+import recpo
+recpo.simulate("world", users=80, items=60, events=5000, days=10)
+data = recpo.prepare("world/log", out="prepared")
+recpo.train(data, out="run", **{"trainer.max_epochs": 1, "trainer.limit_train_batches": 2}).export("runs/bundle")
+""",
 }
 
 
