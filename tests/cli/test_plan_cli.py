@@ -11,6 +11,7 @@ from recpo.cli.main import main
 SEMANTIC = ("--policy=semantic", "--codebooks=[1024, 1024, 1024]", "--item_vectors=false")
 
 
+@pytest.mark.slow
 def test_a_plan_in_a_process_of_its_own(tmp_path):
     out = tmp_path / "plan.json"
     options = ["--num_items=20000000", "--ranks=2", "--normalizer=sampled", "--device=cpu", f"--out={out}"]

@@ -160,6 +160,7 @@ def test_some_retire_some_come_and_the_next_refresh_goes_on(old, tmp_path):
     assert not listed & {"i3", "i5", f"i{OLD + 2}"}
 
 
+@pytest.mark.slow
 def test_encoded_features_take_the_place_of_raw_ones_if_they_mean_the_same(old, tmp_path):
     pq.write_table(item_rows(), tmp_path / "items.parquet")
     pq.write_table(item_rows().select(["item_id"]), tmp_path / "bare.parquet")
@@ -184,6 +185,7 @@ def test_encoded_features_take_the_place_of_raw_ones_if_they_mean_the_same(old, 
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [0.0, 1.0])
 def test_a_new_item_of_a_tilted_policy_has_the_mean_grade(bound, tmp_path):
     base, options = policy_of(OLD, OLD)
