@@ -74,7 +74,7 @@ def killed(config, out):
         time.sleep(0.01)
     children = subprocess.run(["pgrep", "-P", str(first.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[0]), signal.SIGKILL)
-    _, errors = first.communicate(timeout=60)
+    _, errors = first.communicate(timeout=300)
     return first.returncode, errors
 
 

@@ -59,8 +59,8 @@ def versions(bundles, tmp_path):
 
 @asynccontextmanager
 async def serving(path, **options):
-    """A worker without a process: ``client`` and ``service``."""
-    service = Service(path, ServerOptions(**options))
+    """A worker without a process: ``client`` and ``service``. Requests do not time out on a busy machine."""
+    service = Service(path, ServerOptions(**{"timeout_s": 60.0} | options))
     app = create_app(service)
     service.start()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -105,6 +105,7 @@ def process(bundle, *flags):
         str(bundle),
         "--port",
         "0",
+        *([] if "--timeout_s" in flags else ["--timeout_s", "60"]),
         *map(str, flags),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -135,7 +136,7 @@ def process(bundle, *flags):
         if server.poll() is None:
             server.send_signal(signal.SIGTERM)
             try:
-                server.wait(30)
+                server.wait(60)
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()

@@ -83,9 +83,9 @@ def test_exploration_draws_from_the_reranked_list(capped):
 
 def test_the_server_reranks_and_a_swap_reads_the_attributes_of_the_other_items(versions, attributes):
     async def calls(server):
-        first = await server.client.post("/v1/recommend", json=request())
+        first = await server.client.post("/v1/recommend", json=request(), timeout=60)
         server.service.versions.swap("9")
-        second = await server.client.post("/v1/recommend", json=request())
+        second = await server.client.post("/v1/recommend", json=request(), timeout=60)
         return [[one["item_id"] for one in answer.json()["items"]] for answer in (first, second)]
 
     options = {"rerank": AttributeCap("author", 2), "rerank_options": RerankOptions(K, attributes)}
@@ -114,5 +114,5 @@ def test_the_command_line_takes_a_method_and_its_options(bundle, attributes):
     flags = ["--rerank", "AttributeCap", "--rerank.attribute", "author", "--rerank.at_most", 2]
     flags += ["--rerank_options.attributes", attributes, "--rerank_options.shortlist", K]
     with process(bundle.root, *flags) as server:
-        answer = httpx.post(f"{server.url}/v1/recommend", json=request())
+        answer = httpx.post(f"{server.url}/v1/recommend", json=request(), timeout=60)
     assert max(np.bincount(authors(one["item_id"] for one in answer.json()["items"]))) <= 2
