@@ -181,7 +181,8 @@ def test_ten_swaps_and_a_rollback_with_two_workers_lose_nothing(versions, bundle
         assert httpx.post(f"{server.url}/v1/admin/rollback", headers=operator, timeout=60).json()["version"] == "9"
 
         def late():
-            return {httpx.post(f"{server.url}/v1/recommend", json=body, timeout=60).json()["version"] for _ in range(20)}
+            asked = (httpx.post(f"{server.url}/v1/recommend", json=body, timeout=60) for _ in range(20))
+            return {answer.json()["version"] for answer in asked}
 
         wait_for(lambda: late() == {"9"})  # both workers follow
         answered = ended()
@@ -202,7 +203,8 @@ def test_a_worker_that_dies_is_replaced_and_the_rest_goes_on(bundles, tmp_path):
         wait_for(lambda: any("another one takes its place" in line["message"] for line in server.lines))
         wait_for(lambda: sum(line["message"] == "serving" for line in server.lines) == 3)
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            asked = [pool.submit(httpx.post, f"{server.url}/v1/recommend", json=request(), timeout=60) for _ in range(40)]
+            url = f"{server.url}/v1/recommend"
+            asked = [pool.submit(httpx.post, url, json=request(), timeout=60) for _ in range(40)]
             assert {answer.result().status_code for answer in asked} == {200}
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
