@@ -13,6 +13,7 @@ import pytest
 from recpo import artifacts
 from recpo.artifacts import (
     describe_os_error,
+    directory_of_steps,
     kind_of,
     locked_directory,
     output_directory,
@@ -390,6 +391,23 @@ def test_a_directory_that_another_process_writes_in_place_is_not_replaced(tmp_pa
         with pytest.raises(RecpoError, match="another process is writing it"), locked_directory(tmp_path / "run"):
             pytest.fail("held already")
     make(tmp_path / "run", kind="run", overwrite=True)
+
+
+def test_a_directory_that_other_outputs_fill_has_one_writer(tmp_path):
+    out = tmp_path / "demo"
+    with directory_of_steps(out, kind="demo", overwrite=False):
+        make(out / "run", kind="run")
+        for overwrite in (False, True):
+            with (
+                pytest.raises(RecpoError, match="another process is writing it"),
+                directory_of_steps(out, kind="demo", overwrite=overwrite),
+            ):
+                pytest.fail("filled already")
+        assert kind_of(out / "run") == "run"
+    with pytest.raises(RecpoError, match="exists already"), directory_of_steps(out, kind="demo", overwrite=False):
+        pytest.fail("it exists")
+    with directory_of_steps(out, kind="demo", overwrite=True):
+        assert names(out) == ["recpo.json"]
 
 
 @pytest.mark.parametrize(

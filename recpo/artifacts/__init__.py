@@ -9,7 +9,7 @@ the work of a living one: that one holds a lock on its working directory.
 from recpo.artifacts.checksums import seal, sha256, unseal, verify
 from recpo.artifacts.disk import flush
 from recpo.artifacts.documents import parse_json, read_json, read_yaml, validate_configuration_files
-from recpo.artifacts.in_place import directory_in_place
+from recpo.artifacts.in_place import directory_in_place, directory_of_steps
 from recpo.artifacts.kinds import MARKER, Kind, kind_of, marker, verify_sealed
 from recpo.artifacts.leavings import PARTIAL
 from recpo.artifacts.locks import locked_directory
@@ -24,6 +24,7 @@ __all__ = [
     "Kind",
     "describe_os_error",
     "directory_in_place",
+    "directory_of_steps",
     "flush",
     "kind_of",
     "locked_directory",

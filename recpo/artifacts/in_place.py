@@ -12,7 +12,7 @@ from recpo.artifacts.kinds import MARKER, Kind, marker
 from recpo.artifacts.leavings import ASIDE, UNFINISHED, discard, remove_tree, remove_unfinished, settle_leavings, unused
 from recpo.artifacts.locks import lock, locked_parent
 from recpo.artifacts.os_errors import WRITING, os_errors
-from recpo.artifacts.outputs import parents
+from recpo.artifacts.outputs import output_directory, parents
 
 
 @contextmanager
@@ -66,6 +66,30 @@ def directory_in_place(
                 with suppress(OSError):
                     discard(place, place, aside)
             raise
+
+
+@contextmanager
+def directory_of_steps(target: Path | str, *, kind: Kind, overwrite: bool) -> Iterator[None]:
+    """An empty directory that other outputs fill one by one, such as a demo; one process at a time fills it.
+
+    Its ``recpo.json`` is locked, not the directory: those outputs lock the directory that they appear in.
+
+    Args:
+        target: the directory; of a symbolic link, what it points to.
+        kind: what the directory will be.
+        overwrite: replace a ``target`` of the same kind, at once.
+
+    Raises:
+        RecpoError: another process fills it, or it may not be made or replaced.
+    """
+    place = Path(os.path.realpath(target))
+    with ExitStack() as locks:
+        if (place / MARKER).is_file():
+            lock(place / MARKER, place, locks)
+        with output_directory(place, kind=kind, overwrite=overwrite):
+            pass
+        lock(place / MARKER, place, locks)
+        yield
 
 
 def _begin(place: Path, kind: Kind, start: Callable[[Path], None], locks: ExitStack) -> Path | None:

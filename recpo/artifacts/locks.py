@@ -39,9 +39,9 @@ def locked_parent(place: Path) -> Iterator[None]:
         unlock(parent)
 
 
-def lock(directory: Path, place: Path, locks: ExitStack) -> None:
-    """Locks a directory until ``locks`` ends; ``place`` is its name for messages."""
-    handle = os.open(directory, os.O_RDONLY)
+def lock(path: Path, place: Path, locks: ExitStack) -> None:
+    """Locks a directory or a file until ``locks`` ends; ``place`` is its name for messages."""
+    handle = os.open(path, os.O_RDONLY)
     locks.callback(unlock, handle)
     if not try_lock(handle):
         raise taken(place)

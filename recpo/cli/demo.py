@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from rich.table import Table
 
-from recpo.artifacts import output_directory, write_json
+from recpo.artifacts import directory_of_steps, write_json
 from recpo.cli.evaluate import evaluate
 from recpo.cli.export import export
 from recpo.cli.factorize import factorize
@@ -101,15 +101,28 @@ def demo(
         families.append(_Family("semantic ids, ", "semantic_", ("pretrain", "gbpo"), options))
     configs = configs or configurations()
     _validate_options(seeds, configs, families)
-    with output_directory(out, kind="demo", overwrite=overwrite):
-        pass  # an earlier demo goes, and nothing else; the steps fill the directory one by one
-    started = time.monotonic()
-    log, prepared, factors, bundle = out / "log", out / "prepared", out / "factors", out / "bundle"
-    _step(simulate, "--out", log, "--users", users, "--items", items, "--events", events)
-    _step(prepare, "--log", log / "log", "--out", prepared)
-    _step(factorize, "--prepared", prepared, "--out", factors)
-    if policy == "SemanticIdPolicy":
-        _step(tokenize, "--prepared", prepared, "--out", out / "codes", "--codebook_size", _CODEBOOK_SIZE)
+    with directory_of_steps(out, kind="demo", overwrite=overwrite):
+        started = time.monotonic()
+        log, prepared, factors = out / "log", out / "prepared", out / "factors"
+        _step(simulate, "--out", log, "--users", users, "--items", items, "--events", events)
+        _step(prepare, "--log", log / "log", "--out", prepared)
+        _step(factorize, "--prepared", prepared, "--out", factors)
+        if policy == "SemanticIdPolicy":
+            _step(tokenize, "--prepared", prepared, "--out", out / "codes", "--codebook_size", _CODEBOOK_SIZE)
+        runs = _train_all(out, configs, families, seeds, epochs)
+        _evaluate(out, runs)
+        _serve(out, out / f"{families[-1].prefix}{families[-1].road[-1]}-0")
+        content = json.loads((out / "evaluation" / METRICS).read_text(encoding="utf-8"))
+        summary = _summary(content, families, seeds)
+        write_json(out / "summary.json", summary)
+        console().print(_table(summary, seeds))
+        print(f"the whole road took {time.monotonic() - started:.0f} s; everything it wrote is in {out}")
+    return after_demo(out, {"summary": summary})
+
+
+def _train_all(out: Path, configs: Path, families: list[_Family], seeds: int, epochs: int | None) -> list[Path]:
+    """Trains every kind of policy with every seed, and tilts the value-aligned ones; returns the runs."""
+    prepared, factors = out / "prepared", out / "factors"
     hurry = [] if epochs is None else ["--trainer.max_epochs", epochs]
     runs = []
     for family in families:
@@ -121,26 +134,21 @@ def demo(
                 named = ("--run", out / f"mpo-{seed}", "--factors", factors, "--prepared", prepared)
                 _step(tilt, *named, "--lower_bound", 1.0, "--out", tilted)
                 runs.append(tilted)
-    listed = [str(path) for path in runs]
-    evaluation = out / "evaluation"
-    compared = [
-        "--run",
-        json.dumps(listed),
-        "--baselines",
-        json.dumps(["popularity", "implicit_als", "factorization"]),
-        "--factors",
-        factors,
-    ]
-    _step(evaluate, "--prepared", prepared, *compared, "--truth", log / "truth", "--out", evaluation)
-    exported = out / f"{families[-1].prefix}{families[-1].road[-1]}-0"
-    _step(export, "--run", exported, "--out", bundle)
-    histories, lists = prepared / "histories.parquet", out / "recommendations.parquet"
-    _step(recommend, "--bundle", bundle, "--histories", histories, "--out", lists, "--k", 10, "--show", 3)
-    summary = _summary(json.loads((evaluation / METRICS).read_text(encoding="utf-8")), families, seeds)
-    write_json(out / "summary.json", summary)
-    console().print(_table(summary, seeds))
-    print(f"the whole road took {time.monotonic() - started:.0f} s; everything it wrote is in {out}")
-    return after_demo(out, {"summary": summary})
+    return runs
+
+
+def _evaluate(out: Path, runs: list[Path]) -> None:
+    baselines = json.dumps(["popularity", "implicit_als", "factorization"])
+    compared = ("--run", json.dumps([str(path) for path in runs]), "--baselines", baselines)
+    data = ("--prepared", out / "prepared", "--factors", out / "factors", "--truth", out / "log" / "truth")
+    _step(evaluate, *data, *compared, "--out", out / "evaluation")
+
+
+def _serve(out: Path, run_directory: Path) -> None:
+    bundle, histories = out / "bundle", out / "prepared" / "histories.parquet"
+    _step(export, "--run", run_directory, "--out", bundle)
+    lists = ("--out", out / "recommendations.parquet", "--k", 10, "--show", 3)
+    _step(recommend, "--bundle", bundle, "--histories", histories, *lists)
 
 
 def _validate_options(seeds: int, configs: Path, families: list[_Family]) -> None:
