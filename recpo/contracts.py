@@ -1,4 +1,4 @@
-"""The plug points: what recpo asks of a policy, an objective, an advantage estimator and a reward function."""
+"""The extension points: the interfaces of a policy, an objective, an advantage estimator and a reward function."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Policy(nn.Module, ABC):
     Attributes:
         num_items: catalog size ``V``; valid item ids are 1..V.
         num_tokens: ``T``, tokens per item.
-        max_history: ``H``, the most history events it can read; callers keep the most recent ones.
-        has_exact_log_prob: False where ``log_prob`` is an estimate (a sampled normalizer).
-        reads_timestamps: it uses ``Histories.timestamps``, so whoever serves it must hand them over too.
+        max_history: ``H``, the maximum number of history events it can read; callers keep the most recent ones.
+        has_exact_log_prob: False if ``log_prob`` is an estimate (a sampled normalizer).
+        reads_timestamps: it uses ``Histories.timestamps``, so a server must provide them too.
         reads_behaviors: it uses ``Histories.behaviors``.
         reads_user: it uses ``Histories.user``.
         reads_context: it uses ``Histories.context``.
-        reads_item_features: it is to be given the features of its items (``set_item_features``).
-        catalog_checksum: of the items that it was built for, where that is fixed before training (semantic ids);
+        reads_item_features: it needs the features of its items (``set_item_features``).
+        catalog_checksum: checksum of the items it was built for, if they are fixed before training (semantic ids);
             None = any catalog of ``num_items``.
     """
 
@@ -51,36 +51,36 @@ class Policy(nn.Module, ABC):
 
     @property
     def reads(self) -> Reads:
-        """What batches have to hold for it beyond items, feedback and times."""
+        """What batches must contain for it, beyond items, feedback and times."""
         return Reads(self.reads_behaviors, self.reads_user, self.reads_context)
 
     def set_item_counts(self, counts: Tensor) -> None:
-        """Hands over the training counts ``[V]`` of the items 1..V, for policies that use them; others ignore them."""
+        """Sets the training counts ``[V]`` of the items 1..V. Policies that do not use counts ignore them."""
 
     def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
-        """Makes the parts of a policy that read features or behaviors: after its construction, before its weights.
+        """Creates the layers that read features or behaviors. Call it after construction and before loading weights.
 
         Policies that read neither ignore it.
 
         Args:
             schema: the fitted features of the prepared data.
-            behaviors: its behaviors, in the order of their bits.
+            behaviors: the behaviors of the prepared data, in the order of their bits.
 
         Raises:
-            RecpoError: the policy reads what the data does not have.
+            RecpoError: the policy reads a feature or behavior that the data does not have.
         """
 
     def set_item_features(self, features: Features) -> None:
-        """Hands over the features of the items, leading shape ``[V + 1]``, for policies that read them; see above."""
+        """Sets the features of the items, leading shape ``[V + 1]``. Policies that do not read them ignore them."""
 
     def precompute_item_vectors(self) -> None:
-        """Replaces id rows and encoded features by their sum, for serving: the policy reads no item features then."""
+        """Replaces id rows and encoded features with their sum, for serving. The policy then reads no item features."""
 
     def begin_step(self, seed: int) -> None:
-        """Says that a training step begins; what must be drawn alike on every rank is drawn from ``seed``."""
+        """Starts a training step. Random numbers that must be equal on every rank are drawn from ``seed``."""
 
     def tokens(self, item_ids: Tensor) -> Tensor:
-        """The tokens ``[..., T]`` of items ``[...]``: their codes, or the items themselves where T = 1."""
+        """The tokens ``[..., T]`` of items ``[...]``: their codes, or the items themselves if T = 1."""
         return item_ids[..., None]
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Policy(nn.Module, ABC):
 
         Args:
             batch: contexts and items.
-            needed: ``[B, S]`` bool; positions outside it are not scored and come back as 0. None = ``slates.mask``.
+            needed: ``[B, S]`` bool; other positions are not scored and are 0 in the result. None = ``slates.mask``.
 
         Returns:
             ``[B, S, T]`` float32; masked positions are 0.
@@ -97,12 +97,12 @@ class Policy(nn.Module, ABC):
 
     @abstractmethod
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """The ``k`` most probable items after the whole history, best first; ties go to the smaller id.
+        """The ``k`` most probable items after the complete history, best first. Ties are ordered by item id.
 
         Args:
             histories: contexts; an empty history is allowed.
             k: list length; at most ``num_items``.
-            exclude: ``[B, M]`` item ids that must not be recommended, 0 pads.
+            exclude: ``[B, M]`` item ids that must not be recommended, padded with 0.
         """
 
     @abstractmethod
@@ -115,14 +115,14 @@ class Policy(nn.Module, ABC):
         """Draws ``group_size`` items per context.
 
         Returns:
-            ids ``[B, G]``, 0 where fewer than G items can be drawn or a draw is no item, and their log-probabilities
-            ``[B, G, T]`` under the distribution that ``options`` describe, from which one item is drawn (without
-            replacement: the first); no gradient.
+            Item ids ``[B, G]`` and their log-probabilities ``[B, G, T]``, without gradient. An id is 0 if fewer than G
+            items can be drawn or if a draw is not an item. The log-probabilities are under the distribution that
+            ``options`` describes for a single draw (without replacement: the first draw).
         """
 
 
 class StatePolicy(Policy):
-    """A policy that scores items from one state per number of visible events, which a critic may read too.
+    """A policy that scores items from one state per number of visible events. A critic can read the same states.
 
     Attributes:
         dim: width ``d`` of the states.
@@ -132,33 +132,33 @@ class StatePolicy(Policy):
 
     @abstractmethod
     def encode(self, histories: Histories) -> Tensor:
-        """States ``[B, H + 1, d]``: state v is what the policy knows after the first v events."""
+        """States ``[B, H + 1, d]``. State v summarizes the first v events."""
 
     @abstractmethod
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
-        """See ``Policy.log_prob``; ``states`` are those of ``encode``, where they are at hand already."""
+        """See ``Policy.log_prob``. ``states`` is the result of ``encode`` if the caller already has it."""
 
     def catalog_log_prob(self, batch: FeedbackBatch, states: Tensor | None = None) -> Tensor:
-        """Log-probability of every item after the whole history, ``[B, V, T]`` float32, with gradient.
+        """Log-probability of every item after the complete history, ``[B, V, T]`` float32, with gradient.
 
-        Column ``i - 1`` is item ``i``. The slates of ``batch`` are not read. Here it is ``log_prob`` of a slate of all
-        items; a policy that has a shorter way overrides it.
+        Column ``i - 1`` is item ``i``. The slates of ``batch`` are not read. The default is ``log_prob`` of a slate of
+        all items; a policy with a faster way overrides it.
 
         Args:
             batch: contexts.
-            states: those of ``encode``, where they are at hand already.
+            states: the result of ``encode`` if the caller already has it.
         """
         return self.log_prob(batch._replace(slates=catalog_slates(batch.histories, self.num_items)), states=states)
 
     @abstractmethod
     def item_vectors(self, item_ids: Tensor) -> Tensor:
-        """What the encoder reads of the items ``[...]``, ``[..., d]``; zero for id 0."""
+        """The vectors ``[..., d]`` that the encoder reads for the items ``[...]``; zero for id 0."""
 
     @abstractmethod
     def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
-        """Entropy in nats of the policy at the state of every slate position, ``[B, S]``.
+        """Entropy of the policy, in nats, at the state of every slate position, ``[B, S]``.
 
-        Arguments as in ``log_prob``; positions that are masked or not needed are 0.
+        The arguments are those of ``log_prob``. Positions that are masked or not needed are 0.
         """
 
 
@@ -167,25 +167,26 @@ class Objective(ABC):
 
     @property
     def requires(self) -> frozenset[str]:
-        """What the module must compute beyond ``logp.policy``.
+        """What the training module must compute beyond ``logp.policy``.
 
-        Out of ``{"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score",
-        "labels", "grades", "behaviors"}``; it may depend on the fields (no reference is scored for a KL penalty of 0).
+        A subset of ``{"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score",
+        "labels", "grades", "behaviors"}``. It may depend on the fields: with a KL penalty of 0, for example, no
+        reference is scored.
         """
         return frozenset()
 
     @property
     def num_scores(self) -> int:
-        """``K``, how many scores per item it asks for with "score"."""
+        """``K``, the number of scores per item that "score" requests."""
         return 1
 
     @property
     def reads(self) -> Reads:
-        """What batches have to hold for it beyond items, feedback and times."""
+        """What batches must contain for it, beyond items, feedback and times."""
         return Reads()
 
     def for_behaviors(self, names: tuple[str, ...]) -> Objective:
-        """Itself for data whose behavior number b is ``names[b]``.
+        """Itself or a copy, adapted to data whose behavior number b is ``names[b]``.
 
         Raises:
             RecpoError: it learns from a behavior that the data lacks.
@@ -194,35 +195,35 @@ class Objective(ABC):
 
     @property
     def reads_log_prob(self) -> bool:
-        """False where the loss does not depend on ``logp.policy``: then it is 0 throughout."""
+        """False if the loss does not depend on ``logp.policy``; ``logp.policy`` is then 0 everywhere."""
         return True
 
     @property
     def reads_catalog(self) -> bool:
-        """True where the slate must be the whole catalog in the order of the ids (``rollout.candidates: catalog``)."""
+        """True if the slate must be the complete catalog in the order of the ids (``rollout.candidates: catalog``)."""
         return False
 
     @property
     def reads_draws(self) -> bool | None:
-        """Which candidates of a rollout it takes.
+        """Which candidates of a rollout it accepts.
 
-        True: draws of the old policy, each as often as it was drawn. False: candidates that stand there once, whatever
-        their probability (beam, catalog). None: either.
+        True: draws of the old policy, each as often as it was drawn. False: distinct candidates, independent of their
+        probability (beam, catalog). None: either.
         """
         return None
 
     @property
     def zero_advantage_is_inert(self) -> bool:
-        """Positions with ``advantage == 0`` change nothing but the denominator: the module need not score them."""
+        """True if positions with ``advantage == 0`` change only the denominator, so that they need no scores."""
         return False
 
     @abstractmethod
     def count(self, inputs: ObjectiveInputs) -> Tensor:
-        """The denominator that this batch adds to the optimizer step: tokens, sequences or lists; a scalar tensor."""
+        """This batch's part of the denominator of the optimizer step (tokens, sequences or lists), a scalar tensor."""
 
     @abstractmethod
     def __call__(self, inputs: ObjectiveInputs) -> LossOutput:
-        """The loss, divided by ``inputs.denominator`` where given and by ``self.count(inputs)`` otherwise."""
+        """The loss, divided by ``inputs.denominator`` if given, else by ``self.count(inputs)``."""
 
 
 class AdvantageEstimator(ABC):
@@ -230,17 +231,17 @@ class AdvantageEstimator(ABC):
 
     @property
     def requires(self) -> frozenset[str]:
-        """What it reads beyond labels and dislikes, out of ``{"rewards", "value"}``."""
+        """What it reads beyond labels and dislikes: a subset of ``{"rewards", "value"}``."""
         return frozenset()
 
     @property
     def reads_step_labels(self) -> bool:
-        """It reads ``FeedbackBatch.step_labels``: what it gives depends on the whole optimizer step."""
+        """True if it reads ``FeedbackBatch.step_labels``; its result then depends on the complete optimizer step."""
         return False
 
     @property
     def learns_from(self) -> frozenset[str]:
-        """Which feedback of the log it cannot do without, out of ``{"positives", "labels", "dislikes"}``."""
+        """The logged feedback that it needs: a subset of ``{"positives", "labels", "dislikes"}``."""
         return frozenset()
 
     @abstractmethod
@@ -249,7 +250,7 @@ class AdvantageEstimator(ABC):
 
 
 class ReturnEstimator(AdvantageEstimator):
-    """An advantage estimator that also gives what a critic of state values learns."""
+    """An advantage estimator that also computes the targets of a critic of state values."""
 
     @abstractmethod
     def advantages_and_returns(self, batch: FeedbackBatch, values: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -257,7 +258,7 @@ class ReturnEstimator(AdvantageEstimator):
 
 
 class TokenAdvantageEstimator(AdvantageEstimator):
-    """An advantage estimator that tells the tokens of an item apart."""
+    """An advantage estimator whose advantages differ between the tokens of an item."""
 
     @abstractmethod
     def token_advantages(self, batch: FeedbackBatch, tokens: Tensor) -> Tensor:
@@ -269,46 +270,46 @@ class TokenAdvantageEstimator(AdvantageEstimator):
         """
 
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
-        """The advantages ``[B, S]`` of items that are one token each; ``values`` is not used."""
+        """The advantages ``[B, S]`` of items with one token each; ``values`` is not used."""
         return self.token_advantages(batch, batch.slates.item_ids.unsqueeze(-1)).squeeze(-1)
 
 
 class RewardFunction(ABC):
-    """Scores candidates: those of the log, or those that the policy generated; implementations are dataclasses."""
+    """Scores candidates, which come from the log or from the policy. Implementations are dataclasses."""
 
     @property
     def catalog_checksum(self) -> str | None:
-        """Of the items that it was made for; None = any."""
+        """Checksum of the items that it was made for; None = any items."""
         return None
 
     @property
     def users_checksum(self) -> str | None:
-        """Of the users whose rewards it keeps by ``FeedbackBatch.user_ids``; None = any, it reads histories."""
+        """Checksum of the users whose rewards it looks up by ``FeedbackBatch.user_ids``; None = it reads histories."""
         return None
 
     @property
     def learns_from(self) -> frozenset[str]:
-        """Which feedback of the log it cannot do without, out of ``{"positives", "labels", "dislikes"}``."""
+        """The logged feedback that it needs: a subset of ``{"positives", "labels", "dislikes"}``."""
         return frozenset()
 
     @property
     def reads_ranks(self) -> bool:
-        """Candidates of a group must stand in descending probability."""
+        """True if the candidates of a group must be in descending order of probability."""
         return False
 
     @property
     def reads(self) -> Reads:
-        """What batches have to hold for it beyond items, feedback and times."""
+        """What batches must contain for it, beyond items, feedback and times."""
         return Reads()
 
     def for_behaviors(self, names: tuple[str, ...]) -> RewardFunction:
-        """Itself for data whose behavior number b is ``names[b]``.
+        """Itself or a copy, adapted to data whose behavior number b is ``names[b]``.
 
         Raises:
-            RecpoError: it weighs a behavior that the data lacks.
+            RecpoError: it uses a behavior that the data lacks.
         """
         return self
 
     @abstractmethod
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
-        """Returns rewards ``[B, S]``, without gradient; nan = unknown: the candidate is left out of its slate."""
+        """Returns rewards ``[B, S]``, without gradient. A candidate with reward nan (unknown) leaves its slate."""

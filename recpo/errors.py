@@ -1,25 +1,25 @@
-"""The one error that a user is meant to read."""
+"""Errors whose message is written for the user."""
 
 from __future__ import annotations
 
 
 class RecpoError(Exception):
-    """A mistake in what the user handed over: a file, a column, an option, a combination of them.
+    """An error in the user's input: a file, a column, an option, or a combination of them.
 
-    The message stands alone: it names the file, column, key or count, what was expected, and how to fix it. The
+    The message is complete: it names the file, column, key or count, says what was expected, and how to fix it. The
     command line prints it without a traceback and exits with status 1.
     """
 
 
 class GateClosedError(RecpoError):
-    """The gate of ``recpo compare`` is closed: the comparison was made, and the new bundle should not take over.
+    """``recpo compare`` finished, and its gate is closed: the new bundle should not replace the old one.
 
-    The command line prints the reason and exits with status 3, so that a script can tell it from a mistake.
+    The command line prints the reason and exits with status 3, so that a script can distinguish it from an error.
     """
 
 
 class Interrupted(KeyboardInterrupt):
-    """Training was told to stop, by Ctrl-C or a signal; the message says what was kept and how to go on.
+    """Training was stopped by Ctrl-C or a signal. The message says what was saved and how to resume.
 
     Attributes:
         status: exit status of a command: 130 (SIGINT) or 143 (SIGTERM).

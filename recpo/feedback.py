@@ -1,7 +1,7 @@
-"""What an event says about its item: positive, skipped, disliked, unknown; and the level that the encoder reads of it.
+"""The kind of each event (positive, skipped, disliked, unknown) and the feedback level that the encoder reads.
 
-One definition for the whole of recpo. ``recpo prepare`` fits it, writes it into the manifest, and everybody else reads
-it from there: layouts, advantages, rewards, validation, evaluation, bundles.
+recpo has one definition of feedback. ``recpo prepare`` fits it and writes it into the manifest. Layouts, advantages,
+rewards, validation, evaluation and bundles read it from there.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ UNKNOWN, DISLIKED, LOWEST, HIGHEST = 0, 1, 2, 5
 """Feedback levels; ``LOWEST .. HIGHEST`` are the quartiles of the watch time."""
 
 GRADES: Final = (math.nan, 0.0, 0.125, 0.375, 0.625, 0.875)
-"""Grade of each feedback level, in [0, 1]: the middle of its quartile; a dislike has 0, unknown feedback nan."""
+"""Grade of each feedback level, in [0, 1]: the middle of its quartile. A dislike has 0, unknown feedback has nan."""
 
 FEEDBACK_KINDS: Final = ("positive", "neutral", "skipped", "disliked", "unknown")
-"""Every event is of one kind."""
+"""Every event has exactly one kind."""
 
 DEFAULT_DURATION_BASE: Final = 2.0
 DEFAULT_MAX_WATCH_TIME: Final = 86_400.0
-"""Seconds; a longer watch time is taken for a fault of the log."""
+"""Seconds. A longer watch time is treated as an error in the log."""
 
 _HINT: Final = "prepare the log again"
 
@@ -37,16 +37,16 @@ _Column = TypeVar("_Column", bound=Any)
 class FeedbackRule:
     """Which labels and dislikes make an event positive, skipped, disliked or unknown.
 
-    A dislike outranks the label and needs none: the event is disliked, and nothing else. Without a dislike the event is
-    positive (``label >= positive_threshold``), skipped (``label < skip_threshold``), neutral (between the two) or
-    unknown (no label). Evaluation sets the positives against all other labeled exposures, skipped and neutral ones
-    (``AUC_other``); preference lists reject skipped ones only.
+    A dislike overrides the label: a disliked event has no other kind, with or without a label. Without a dislike, the
+    event is positive (``label >= positive_threshold``), skipped (``label < skip_threshold``), neutral (between the two)
+    or unknown (no label). Evaluation compares positives with all other labeled exposures, skipped and neutral
+    (``AUC_other``). Preference lists reject only skipped ones.
 
-    Labels are compared as float32, as the prepared shards hold them.
+    Labels are compared as float32, the type in the prepared shards.
 
     Args:
-        positive_threshold: least label of a positive event, in (0, 1].
-        skip_threshold: label under which an event is skipped, in [0, 1] and at most ``positive_threshold``.
+        positive_threshold: smallest label of a positive event, in (0, 1].
+        skip_threshold: events with a smaller label are skipped; in [0, 1] and at most ``positive_threshold``.
     """
 
     positive_threshold: float = 0.75
@@ -57,24 +57,24 @@ class FeedbackRule:
             raise RecpoError(f"feedback.positive_threshold must lie in (0, 1], got {self.positive_threshold}")
         if not 0.0 <= self.skip_threshold <= self.positive_threshold:
             raise RecpoError(
-                f"feedback.skip_threshold must lie between 0 and positive_threshold ({self.positive_threshold}), or an "
-                f"event would be positive and skipped at once; got {self.skip_threshold}"
+                f"feedback.skip_threshold must lie between 0 and positive_threshold ({self.positive_threshold}); "
+                f"otherwise an event could be both positive and skipped; got {self.skip_threshold}"
             )
 
     def positive(self, label: _Column, dislike: _Column) -> _Column:
-        """Labeled at least ``positive_threshold`` and not disliked; bool, of the shape of ``label``."""
+        """Whether the label is at least ``positive_threshold`` without a dislike; bool, same shape as ``label``."""
         return (label >= float(np.float32(self.positive_threshold))) & ~dislike
 
     def skipped(self, label: _Column, dislike: _Column) -> _Column:
-        """Labeled under ``skip_threshold`` and not disliked."""
+        """Whether the label is below ``skip_threshold`` without a dislike."""
         return (label < float(np.float32(self.skip_threshold))) & ~dislike
 
     def unknown(self, label: _Column, dislike: _Column) -> _Column:
-        """Neither labeled nor disliked."""
+        """Whether the event has neither a label nor a dislike."""
         return (label != label) & ~dislike
 
     def counts(self, label: np.ndarray, dislike: np.ndarray) -> dict[str, int]:
-        """How many events are of each kind of ``FEEDBACK_KINDS``."""
+        """Number of events of each kind in ``FEEDBACK_KINDS``."""
         kinds = self.positive(label, dislike), self.skipped(label, dislike), dislike, self.unknown(label, dislike)
         positive, skipped, disliked, unknown = (int(np.count_nonzero(kind)) for kind in kinds)
         neutral = len(label) - positive - skipped - disliked - unknown
@@ -83,18 +83,19 @@ class FeedbackRule:
 
 @dataclass(frozen=True)
 class FeedbackDefinition:
-    """The rule and what ``recpo prepare`` fitted on the train period: enough to read raw events as training did.
+    """The rule and the values that ``recpo prepare`` fitted on the train period, for reading raw events as in training.
 
-    Feedback levels, the input of the history encoder: 0 unknown, 1 disliked, 2..5 the quartile of the watch time among
-    all users' train watch times on items of like duration: ``2 + |{c in cutoffs of the bucket: watch_time > c}|``,
-    compared in whole milliseconds. Without cutoffs (a log without watch times) the level comes from the label: 2
-    skipped, 5 positive, and between the thresholds 3 below their midpoint and 4 from it on.
+    Feedback levels are an input of the history encoder: 0 unknown, 1 disliked, and 2 to 5 for the quartile of the watch
+    time among all train watch times on items of similar duration. The level is
+    ``2 + |{c in cutoffs of the bucket: watch_time > c}|``, compared in integer milliseconds. Without cutoffs (a log
+    without watch times) the level comes from the label: 2 skipped, 5 positive; labels between the thresholds give 3
+    below the midpoint and 4 from the midpoint on.
 
     Attributes:
         rule: the thresholds.
-        duration_base: base of the duration buckets, ``floor(log_base(duration + 1e-6))`` of seconds.
-        cutoffs: seconds; of each bucket the smallest watch times at or below which 25, 50 and 75 % lie.
-        max_watch_time: seconds; a longer watch time is unknown.
+        duration_base: base of the duration buckets, ``floor(log_base(duration + 1e-6))`` with the duration in seconds.
+        cutoffs: for each bucket, the 25, 50 and 75 % quantiles of its watch times in seconds.
+        max_watch_time: seconds; a longer watch time counts as unknown.
     """
 
     rule: FeedbackRule = field(default_factory=FeedbackRule)
@@ -111,13 +112,13 @@ class FeedbackDefinition:
             watch_time: ``[N]`` seconds; nan = unknown.
             duration: ``[N]`` seconds; nan, zero or negative = unknown.
             dislike: ``[N]`` bool.
-            label: ``[N]`` in [0, 1]; nan = unknown. Not read where there are cutoffs.
+            label: ``[N]`` in [0, 1]; nan = unknown. Used only without cutoffs.
         """
         levels = self._label_levels(np.asarray(label)) if not self.cutoffs else self._watch_levels(watch_time, duration)
         return np.where(dislike, np.int8(DISLIKED), levels)
 
     def buckets(self, duration: np.ndarray) -> np.ndarray:
-        """Duration buckets, int64; of an unknown duration ``UNKNOWN_BUCKET``."""
+        """Duration buckets, int64; ``UNKNOWN_BUCKET`` for unknown durations."""
         seconds = _milliseconds(duration) / 1000.0
         known = seconds > 0
         power = np.log(np.where(known, seconds, 1.0) + 1e-6) / np.log(self.duration_base)
@@ -140,21 +141,21 @@ class FeedbackDefinition:
         return np.where(np.isnan(label), UNKNOWN, LOWEST + passed).astype(np.int8)
 
     def to_json(self) -> dict[str, Any]:
-        """What ``from_json`` reads: the thresholds, ``duration_base``, ``max_watch_time``, ``cutoffs`` by bucket."""
+        """The input of ``from_json``: the thresholds, ``duration_base``, ``max_watch_time``, ``cutoffs`` by bucket."""
         cutoffs = {str(bucket): list(limits) for bucket, limits in sorted(self.cutoffs.items())}
         fitted = {"duration_base": self.duration_base, "cutoffs": cutoffs, "max_watch_time": self.max_watch_time}
         return {**asdict(self.rule), **fitted}
 
     @classmethod
     def from_json(cls, content: Any, source: str = "feedback") -> FeedbackDefinition:
-        """The definition that ``to_json`` described.
+        """Reads the output of ``to_json``.
 
         Args:
             content: the parsed JSON.
-            source: where it stands, for the message.
+            source: the name of its file, for messages.
 
         Raises:
-            RecpoError: a key is missing, a value is of another type, thresholds or cutoffs make no sense.
+            RecpoError: a key is missing, a value has the wrong type, or thresholds or cutoffs are out of range.
         """
         try:
             rule = FeedbackRule(float(content["positive_threshold"]), float(content["skip_threshold"]))
@@ -177,10 +178,10 @@ class FeedbackDefinition:
 
 
 UNKNOWN_BUCKET: Final = -1001
-"""Bucket of unknown durations; no duration that is counted in milliseconds lies in it."""
+"""Bucket of unknown durations. No duration in milliseconds falls into it."""
 
 
 def _milliseconds(seconds: np.ndarray) -> np.ndarray:
-    """Whole milliseconds as float64, halves up; nan where the time is unknown or infinite."""
+    """Integer milliseconds as float64, halves rounded up; nan if the time is unknown or infinite."""
     time = np.asarray(seconds, np.float64)
     return np.floor(np.where(np.isfinite(time), time, np.nan) * 1000.0 + 0.5)

@@ -1,7 +1,8 @@
-"""Frames at the public doors: any Arrow-compatible table comes in, a ``pyarrow.Table`` goes on, pandas comes out.
+"""Frames in the public interface: input is any Arrow-compatible table, output is a pandas frame.
 
-``to_arrow`` takes pandas, polars, pyarrow, DuckDB relations and whatever else has ``__arrow_c_stream__``, and plain
-dictionaries of columns. Functions that return a frame return a ``pandas.DataFrame`` whose external ids keep their type.
+``to_arrow`` accepts pandas, polars, pyarrow, DuckDB relations, any other object with ``__arrow_c_stream__``, and plain
+dictionaries of columns. Internally, frames are ``pyarrow.Table``. Functions that return a frame return a
+``pandas.DataFrame`` whose external ids keep their type.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from recpo.errors import RecpoError
 if TYPE_CHECKING:
     import pandas as pd
 
-#: What pandas calls an index without a name: rows that were selected or sorted carry one, and it says nothing.
+#: pandas' name for an unnamed index. Selected or sorted rows have one; it contains no information.
 _UNNAMED_INDEX = re.compile(r"__index_level_\d+__")
 _SHOWN_VALUES = 3
 
@@ -43,15 +44,15 @@ FrameOrPath = Frame | str | PathLike[str]
 def to_arrow(frame: Frame, name: str = "frame") -> pa.Table:
     """The columns of ``frame`` as an Arrow table of plain types.
 
-    Dictionary columns (categories) are decoded and string views become strings, so that whoever reads the table meets
-    one kind of text. An unnamed pandas index is dropped, a named one is a column.
+    Dictionary columns (categories) are decoded and string views become strings, so the result has a single text type.
+    An unnamed pandas index is dropped; a named one becomes a column.
 
     Args:
         frame: any object with ``__arrow_c_stream__``, or a dictionary of columns.
-        name: what the caller calls it, for messages.
+        name: the caller's name for it, for messages.
 
     Raises:
-        RecpoError: ``frame`` is something else, a column holds values of several types, or two columns share a name.
+        RecpoError: ``frame`` is not a frame, a column has values of several types, or two columns share a name.
     """
     if not isinstance(frame, ArrowStream | pa.RecordBatch | Mapping):
         raise RecpoError(
@@ -61,7 +62,7 @@ def to_arrow(frame: Frame, name: str = "frame") -> pa.Table:
     try:
         table = pa.Table.from_batches([frame]) if isinstance(frame, pa.RecordBatch) else pa.table(frame)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        raise RecpoError(f"{name}: its columns are no Arrow table ({_one_line(error)})") from error
+        raise RecpoError(f"{name}: its columns do not form an Arrow table ({_one_line(error)})") from error
     table = table.select([index for index, column in enumerate(table.column_names) if not _is_index(column)])
     twice = sorted({column for column in table.column_names if table.column_names.count(column) > 1})
     if twice:
@@ -71,10 +72,10 @@ def to_arrow(frame: Frame, name: str = "frame") -> pa.Table:
 
 
 def read_frame(source: FrameOrPath, name: str = "frame") -> pa.Table:
-    """``to_arrow`` of a frame, or the Parquet file (or directory of such files) at a path.
+    """Reads a frame (see ``to_arrow``), or the Parquet file or directory of Parquet files at a path.
 
     Raises:
-        RecpoError: it is neither, or it cannot be read.
+        RecpoError: ``source`` is neither, or it cannot be read.
     """
     if not isinstance(source, str | PathLike):
         return to_arrow(source, name)
@@ -85,7 +86,7 @@ def read_frame(source: FrameOrPath, name: str = "frame") -> pa.Table:
 
 
 def require_columns(table: pa.Table | pa.Schema, columns: Iterable[str], name: str = "frame") -> None:
-    """Raises ``RecpoError`` unless ``table`` has all ``columns``; the message lists those that it has."""
+    """Raises ``RecpoError`` unless ``table`` has all ``columns``. The message lists the columns that exist."""
     schema = table if isinstance(table, pa.Schema) else table.schema
     missing = [column for column in columns if column not in schema.names]
     if missing:
@@ -115,24 +116,24 @@ def id_column(table: pa.Table, column: str, name: str = "frame") -> pa.Array:
 
 
 def number_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray | None:
-    """Float64 values ``[N]``, nan = null; None where the table has no such column.
+    """Float64 values ``[N]``, nan = null; None if the table has no such column.
 
     Raises:
-        RecpoError: the column holds something else than numbers.
+        RecpoError: the column does not contain numbers.
     """
     if column not in table.column_names:
         return None
     values, kind = table.column(column), table.schema.field(column).type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or _is_null(kind)):
         raise RecpoError(f"{name}: column {column!r} is {kind}, expected numbers")
-    return _to_numpy(values.cast(pa.float64(), safe=False), np.nan)  # a large whole number is rounded
+    return _to_numpy(values.cast(pa.float64(), safe=False), np.nan)  # large integers are rounded
 
 
 def flag_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray | None:
-    """Bool values ``[N]``, False = null; None where the table has no such column.
+    """Bool values ``[N]``, False = null; None if the table has no such column.
 
     Raises:
-        RecpoError: the column holds something else than true and false, or 1 and 0.
+        RecpoError: the column contains values other than true and false, or 1 and 0.
     """
     if column not in table.column_names:
         return None
@@ -146,7 +147,7 @@ def flag_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray
 
 
 def time_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray:
-    """Milliseconds since the epoch ``[N]`` int64, of times (any unit and time zone) or whole numbers (milliseconds).
+    """Milliseconds since the epoch ``[N]`` int64, from times (any unit and time zone) or integers (milliseconds).
 
     Raises:
         RecpoError: the column is missing, of another type, or has nulls.
@@ -156,7 +157,7 @@ def time_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         values = values.cast(pa.timestamp("ms", getattr(kind, "tz", None)), safe=False).cast(pa.int64())
     elif not (pa.types.is_integer(kind) or (_is_null(kind) and not len(values))):
-        raise RecpoError(f"{name}: column {column!r} is {kind}, expected times, or whole milliseconds since 1970")
+        raise RecpoError(f"{name}: column {column!r} is {kind}, expected times, or integer milliseconds since 1970")
     if values.null_count:
         raise RecpoError(f"{name}: column {column!r} has {values.null_count} nulls: every event needs a time")
     try:
@@ -166,12 +167,12 @@ def time_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray
 
 
 def to_pandas(table: pa.Table) -> pd.DataFrame:
-    """The frame that a caller gets back; ids keep their type (a whole number stays one, text stays text)."""
+    """Converts a result to a pandas frame. Ids keep their type (integers stay integers, text stays text)."""
     return table.to_pandas()
 
 
 def first_values(values: Iterable[Any]) -> str:
-    """The first values for a message, and whether there are more: ``'a', 'b', 'c', ...``."""
+    """The first values, for a message, and an ellipsis if there are more: ``'a', 'b', 'c', ...``."""
     listed = list(values)
     return ", ".join(map(repr, listed[:_SHOWN_VALUES])) + (", ..." if len(listed) > _SHOWN_VALUES else "")
 

@@ -1,10 +1,10 @@
-"""Semantic ids: the code tuple of every item, as ``recpo tokenize`` writes it and a policy reads it.
+"""Semantic ids: the code tuple of every item, written by ``recpo tokenize`` and read by policies.
 
 ::
 
     codes/codes.parquet     item_index 1..V ascending, item_id (external), code_0 .. code_{T-1} (int32)
     codes/manifest.json     codebook sizes, checksum of the catalog, how the codes were made, the report
-    codes/codebooks.safetensors   the frozen codebooks, where codes were made from vectors
+    codes/codebooks.safetensors   the frozen codebooks, if the codes were made from vectors
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _REMEDY = "run `recpo tokenize` again"
 
 @dataclass(frozen=True)
 class SemanticCodes:
-    """The code tuples of a catalog; no two items share one.
+    """The code tuples of a catalog. No two items share a tuple.
 
     Attributes:
-        codes: ``[V, T]`` int64, row i is item i + 1; code t lies in 0 .. ``codebook_sizes[t]`` - 1.
+        codes: ``[V, T]`` int64; row i belongs to item i + 1, and code t is in 0 .. ``codebook_sizes[t]`` - 1.
         codebook_sizes: ``K_t`` of every level.
-        catalog_checksum: which items these are (``Prepared.catalog_checksum``).
+        catalog_checksum: identifies the items (``Prepared.catalog_checksum``).
     """
 
     codes: np.ndarray
@@ -41,7 +41,7 @@ class SemanticCodes:
     catalog_checksum: str
 
     def __post_init__(self) -> None:
-        """Refuses codes out of range and tuples that two items share."""
+        """Rejects codes that are out of range and tuples that two items share."""
         codes, sizes = self.codes, np.asarray(self.codebook_sizes)
         if codes.ndim != 2 or codes.shape[1] != len(sizes) or not len(codes) or not len(sizes):
             raise RecpoError(
@@ -67,11 +67,11 @@ class SemanticCodes:
         """Reads a directory written by ``recpo tokenize``.
 
         Raises:
-            RecpoError: it is none, of another format version, or damaged.
+            RecpoError: it is not such a directory, has another format version, or is damaged.
         """
         root = Path(root)
         if not (root / MANIFEST).is_file():
-            raise RecpoError(f"{root} holds no codes: {MANIFEST} is missing; make them with `recpo tokenize`")
+            raise RecpoError(f"{root} has no codes: {MANIFEST} is missing; create them with `recpo tokenize`")
         manifest = read_json(root / MANIFEST, _REMEDY)
         if manifest.get("format_version") != FORMAT_VERSION:
             raise RecpoError(
@@ -93,7 +93,7 @@ class SemanticCodes:
         Args:
             root: the directory.
             item_ids: ``[V]`` external ids of the items 1..V.
-            description: how the codes were made; it goes into the manifest as it is.
+            description: how the codes were made; copied into the manifest.
         """
         columns: dict[str, Any] = {"item_index": np.arange(1, self.num_items + 1, dtype=np.int32), "item_id": item_ids}
         columns |= {f"code_{level}": column.astype(np.int32) for level, column in enumerate(self.codes.T)}

@@ -1,8 +1,8 @@
-"""The nouns of recpo: NamedTuples of tensors, which Lightning moves between devices as they are.
+"""The data types of recpo: NamedTuples of tensors. Lightning moves them between devices without further code.
 
 Shapes: ``B`` contexts (one user history each), ``H`` history events, ``S`` slate positions, ``T`` tokens per item (1
-for a catalog softmax, the codebook depth for semantic ids), ``k`` recommended items. Item ids are internal: 1..V,
-0 pads.
+for a catalog softmax, the codebook depth for semantic ids), ``k`` recommended items. Item ids are internal: 1..V, and
+0 is padding.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import Tensor
 
 
 class Features(NamedTuple):
-    """Features of items, users or requests (``recpo.features.schema``), each field in the order of the schema.
+    """Features of items, users or requests (``recpo.features.schema``). Each field follows the order of the schema.
 
     Attributes:
-        codes: ``[..., C]`` int64, one for each ``Category``; 0 missing, 1 unknown, 2.. the vocabulary.
-        lists: for each ``Categories`` ``[..., L]`` int64, different codes of its vocabulary, 0 pads; all 0 = missing.
-        numbers: ``[..., N]`` float32, one for each ``Number``, standardized; nan = missing.
-        vectors: for each ``Vector`` ``[..., w]`` float32; a row of nan = missing.
+        codes: ``[..., C]`` int64, one column per ``Category``: 0 missing, 1 unknown, 2 and up the vocabulary.
+        lists: one tensor ``[..., L]`` int64 per ``Categories``: distinct codes of its vocabulary, padded with 0. All 0
+            means missing.
+        numbers: ``[..., N]`` float32, one column per ``Number``, standardized; nan = missing.
+        vectors: one tensor ``[..., w]`` float32 per ``Vector``; a row of nan = missing.
     """
 
     codes: Tensor
@@ -30,17 +31,17 @@ class Features(NamedTuple):
     vectors: tuple[Tensor, ...]
 
     def rows(self, index: Tensor) -> Features:
-        """The rows ``index``, of any shape: row 0 of item features is that of no item, all missing."""
+        """The rows ``index`` (any shape). Row 0 of item features belongs to no item; all its features are missing."""
         return self.map(lambda column: column[index])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Features:
-        """``change`` of every tensor."""
+        """Applies ``change`` to every tensor."""
         return Features(
             change(self.codes), tuple(map(change, self.lists)), change(self.numbers), tuple(map(change, self.vectors))
         )
 
     def where(self, kept: Tensor) -> Features:
-        """The rows that are ``kept`` (bool, of the leading shape); the others are missing in every feature."""
+        """Keeps the rows in ``kept`` (bool, the leading shape) and sets every feature of the other rows to missing."""
 
         def masked(column: Tensor) -> Tensor:
             missing = float("nan") if column.is_floating_point() else 0
@@ -50,21 +51,21 @@ class Features(NamedTuple):
 
 
 class Histories(NamedTuple):
-    """What the policy knows of each context, oldest event first, padded on the right.
+    """What the policy knows about each context: events in order of time, padded on the right.
 
-    What follows ``timestamps`` is there where the policy reads it (``Policy.reads_behaviors`` and so on) and the log
-    has it.
+    ``behaviors``, ``user`` and ``context`` are present only if the policy reads them (``Policy.reads_behaviors`` and so
+    on) and the log has them.
 
     Attributes:
-        item_ids: ``[B, H]`` int64, 0 pads.
+        item_ids: ``[B, H]`` int64, padded with 0.
         lengths: ``[B]`` int64, number of events, 0..H.
         feedback: ``[B, H]`` int64 feedback levels (see ``recpo.feedback.FeedbackDefinition``), 0 = unknown or padding.
         timestamps: ``[B, H]`` int64, milliseconds since the epoch.
         behaviors: ``[B, H]`` int64 bit sets: bit b is the b-th behavior of the prepared data (``Prepared.behaviors``).
         user: features of the users, leading shape ``[B]``.
-        context: features of the requests, leading shape ``[B, H + 1]``: row j < H is the one in which event j was
-            shown, known when event j is to be predicted; the row at ``lengths`` is that of the request that is
-            answered now. Rows after it are missing.
+        context: features of the requests, leading shape ``[B, H + 1]``. Row j < H is the request that showed event j;
+            it is known when event j is predicted. The row at index ``lengths`` is the request that is being answered.
+            Later rows are missing.
     """
 
     item_ids: Tensor
@@ -76,12 +77,12 @@ class Histories(NamedTuple):
     context: Features | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Histories:
-        """``change`` of every tensor: to another device, to other rows."""
+        """Applies ``change`` to every tensor, for example to move it to a device or to select rows."""
         user, context = (None if part is None else part.map(change) for part in (self.user, self.context))
         return self._events(change, change(self.lengths), user, context)
 
     def rows(self, index: Tensor) -> Histories:
-        """The contexts ``index [N]``."""
+        """Selects the contexts ``index [N]``."""
         return self.map(lambda column: column[index])
 
     def first(self, size: int) -> Histories:
@@ -90,7 +91,7 @@ class Histories(NamedTuple):
         return self._events(lambda column: column[:, :size], self.lengths.clamp_max(size), self.user, context)
 
     def up_to(self, lengths: Tensor) -> Histories:
-        """The first ``lengths [B]`` events of the histories, in as many columns as before."""
+        """The first ``lengths [B]`` events of each history. The number of columns does not change."""
         place = torch.arange(self.item_ids.shape[1] + 1, device=lengths.device)
         kept = place[:-1] < lengths[:, None]
         context = None if self.context is None else self.context.where(place <= lengths[:, None])
@@ -106,7 +107,7 @@ class Histories(NamedTuple):
         index = ((self.lengths - lengths)[:, None] + place).clamp_max(width)
         kept, at, context = place[:-1] < lengths[:, None], index[:, :-1].clamp_max(width - 1), None
         if self.context is not None:
-            # a gather is exported for any number of contexts; an index of rows fixes it
+            # a gather exports with a free number of contexts; an index of rows would fix that number
             wide = self.context.map(lambda column: column.gather(1, index[..., None].expand(-1, -1, column.shape[-1])))
             context = wide.where(place <= lengths[:, None])
         return self._events(lambda column: column.gather(1, at) * kept, lengths, self.user, context)
@@ -114,7 +115,7 @@ class Histories(NamedTuple):
     def _events(
         self, change: Callable[[Tensor], Tensor], lengths: Tensor, user: Features | None, context: Features | None
     ) -> Histories:
-        """``change`` of what is there for every event."""
+        """Applies ``change`` to the columns that have one value per event."""
         feedback, timestamps, behaviors = (
             None if column is None else change(column) for column in (self.feedback, self.timestamps, self.behaviors)
         )
@@ -122,27 +123,27 @@ class Histories(NamedTuple):
 
 
 class Slates(NamedTuple):
-    """The items that are scored: an impression, a preference list, a group, a session or a shifted history.
+    """The items to score: an impression, a preference list, a group, a session or a shifted history.
 
     Attributes:
-        item_ids: ``[B, S]`` int64, 0 pads.
-        visible: ``[B, S]`` int64, after how many history events the position is scored: 0 (nothing is known) .. H.
-        mask: ``[B, S]`` bool, True keeps; False is padding.
+        item_ids: ``[B, S]`` int64, padded with 0.
+        visible: ``[B, S]`` int64, the number of history events that are known when the position is scored, 0..H.
+        mask: ``[B, S]`` bool, True for real positions, False for padding.
         label: ``[B, S]`` float, the preference label in [0, 1]; nan = missing.
         dislike: ``[B, S]`` bool.
-        positive: ``[B, S]`` bool, the log's own definition (``recpo.feedback.FeedbackRule``) of a positive event; False
-            where nothing is known.
+        positive: ``[B, S]`` bool, positive according to the log's ``recpo.feedback.FeedbackRule``; False if nothing is
+            known.
         grade: ``[B, S]`` float32, the grade of the event's feedback level (``recpo.feedback.GRADES``); nan = unknown.
         reward: ``[B, S]`` float, a given reward (simulator, reward model).
-        logp_behavior: ``[B, S]`` float, log-probability under the policy that made the log; nan = not logged.
+        logp_behavior: ``[B, S]`` float, log-probability under the policy that produced the log; nan = not logged.
         is_logged: ``[B, S]`` bool, False for sampled negatives and generated candidates.
-        is_random: ``[B, S]`` bool, the log showed the item at random, not because a policy chose it.
-        ends_session: ``[B, S]`` bool, nothing follows the position in its session; None = unknown. Where the last kept
-            position of a slate does not end its session, what follows was not recorded.
-        chosen: ``[B, S]`` bool, the preferred item of a preference list, one at most; every other kept position is
-            rejected. None = the slate is no preference list.
+        is_random: ``[B, S]`` bool, True if the log showed the item at random and not because a policy chose it.
+        ends_session: ``[B, S]`` bool, True if nothing follows the position in its session; None = unknown. If the last
+            real position of a slate does not end its session, the log does not contain the rest of the session.
+        chosen: ``[B, S]`` bool, the preferred item of a preference list, at most one per slate; every other real
+            position is rejected. None = the slate is not a preference list.
         behaviors: ``[B, S]`` int64 bit sets of what the user did with the item, as in ``Histories``; 0 = nothing, or
-            nothing known. None = nobody reads them, or the log has none.
+            nothing is known. None = no component reads them, or the log has none.
     """
 
     item_ids: Tensor
@@ -162,9 +163,9 @@ class Slates(NamedTuple):
 
 
 def catalog_slates(histories: Histories, num_items: int) -> Slates:
-    """Slates ``[B, V]`` of the items 1..V in the order of their ids, scored after the whole history.
+    """Slates ``[B, V]`` of the items 1..V in the order of their ids, scored after the complete history.
 
-    The columns are views of one row or one column: they take no memory.
+    The columns are views of a single row or column, so they take no memory.
     """
     shape = (len(histories.lengths), num_items)
     items = torch.arange(1, num_items + 1, device=histories.lengths.device)
@@ -173,18 +174,18 @@ def catalog_slates(histories: Histories, num_items: int) -> Slates:
 
 
 class FeedbackBatch(NamedTuple):
-    """One batch: what is known and what is scored.
+    """One batch: the contexts and the positions to score.
 
     Attributes:
         histories: the contexts.
         slates: the positions to score.
-        context_ids: ``[B]`` int64, the context's row among all of its kind, stable over epochs; they key cached
-            reference log-probabilities. Of held-out contexts: the user, as in ``user_ids``.
-        step_labels: ``[N]`` the labels of the whole optimizer step that this batch is a part of (every
-            micro-batch, every rank), over which a batch threshold is taken; None = this batch is the whole step.
-        known_positives: ``[B, M]`` int64, items that the context's user is known to like and that are therefore no
-            negatives, 0 pads; only where the policy is to add hard negatives.
-        user_ids: ``[B]`` int64, whose contexts they are: rows of the prepared ``users.parquet``.
+        context_ids: ``[B]`` int64, the row of each context among all contexts of its kind. It is the same in every
+            epoch and is the key of cached reference log-probabilities. For held-out contexts it equals ``user_ids``.
+        step_labels: ``[N]``, the labels of the complete optimizer step (every micro-batch, every rank), for thresholds
+            that are computed over the step. None = this batch is the complete step.
+        known_positives: ``[B, M]`` int64, items that the user is known to like and that must not become negatives,
+            padded with 0; present only if the policy adds hard negatives.
+        user_ids: ``[B]`` int64, the users of the contexts: rows of the prepared ``users.parquet``.
     """
 
     histories: Histories
@@ -196,13 +197,13 @@ class FeedbackBatch(NamedTuple):
 
 
 class SlateTraits(NamedTuple):
-    """What a data layout says about its slates, so that training can refuse an objective that does not fit them.
+    """Properties of a data layout's slates, with which training refuses an objective that does not fit them.
 
     Attributes:
-        is_preference_list: a slate is one chosen item against rejected ones, as ``Slates.chosen`` says.
-        hard_negatives: how many of the policy's own top ranks training has to append to every slate.
-        resampled: slates hold sampled items, other ones in every epoch.
-        one_request: a slate is one request: all that is on it is scored after the whole history.
+        is_preference_list: a slate is one chosen item and its rejected items (``Slates.chosen``).
+        hard_negatives: how many of the policy's own top-ranked items training must append to every slate.
+        resampled: slates contain sampled items, drawn again in every epoch.
+        one_request: a slate is one request: all its items are scored after the complete history.
     """
 
     is_preference_list: bool = False
@@ -212,11 +213,11 @@ class SlateTraits(NamedTuple):
 
 
 class EvaluationBatch(NamedTuple):
-    """A batch of held-out users: the history stands at the start of the period, the slate holds the period's events.
+    """A batch of held-out users: the history ends where the period starts, and the slate holds the period's events.
 
     Attributes:
-        feedback: histories and held-out events; ``visible`` is the length of the history throughout.
-        exclude: ``[B, M]`` int64, every item of the user's past (not only of the last H events), 0 pads.
+        feedback: histories and held-out events; ``visible`` equals the length of the history at every position.
+        exclude: ``[B, M]`` int64, every item of the user's past (not only of the last H events), padded with 0.
     """
 
     feedback: FeedbackBatch
@@ -224,16 +225,16 @@ class EvaluationBatch(NamedTuple):
 
     @property
     def user_ids(self) -> Tensor:
-        """``[B]`` int64, the users: a held-out user is one context."""
+        """``[B]`` int64, the users. Each held-out user has one context."""
         return self.feedback.context_ids
 
 
 class LogProbs(NamedTuple):
-    """Natural-log probabilities ``[B, S, T]`` of the same tokens under several policies; None where nobody asked.
+    """Natural-log probabilities ``[B, S, T]`` of the same tokens under several policies; None if not requested.
 
     Attributes:
         policy: under the trained policy; carries the gradient.
-        mask: ``[B, S, T]`` bool, True keeps.
+        mask: ``[B, S, T]`` bool, True for real positions.
         old: under the last snapshot or the behavior policy; no gradient.
         reference: under the fixed anchor policy; no gradient.
     """
@@ -245,13 +246,13 @@ class LogProbs(NamedTuple):
 
 
 class ObjectiveInputs(NamedTuple):
-    """All that an objective may look at: what ``Objective.requires`` names; None elsewhere.
+    """The inputs of an objective. Fields that ``Objective.requires`` does not name are None.
 
     Attributes:
         logp: the log-probabilities and their mask.
-        advantages: ``[B, S]``, or ``[B, S, T]`` where they differ between the tokens of an item; no gradient.
+        advantages: ``[B, S]``, or ``[B, S, T]`` if they differ between the tokens of an item; no gradient.
         rewards: ``[B, S]``; no gradient.
-        chosen: ``[B, S]`` bool, the preferred items of a preference list; every other kept position is rejected.
+        chosen: ``[B, S]`` bool, the preferred items of a preference list; every other real position is rejected.
         values: ``[B, S]`` state values, with gradient ("value").
         values_old: ``[B, S]`` state values at the time of the rollout ("value").
         returns: ``[B, S]`` value targets ("value").
@@ -262,10 +263,10 @@ class ObjectiveInputs(NamedTuple):
         label: ``[B, S]`` preference label, nan = missing ("labels").
         dislike: ``[B, S]`` bool ("labels").
         grades: ``[B, S]`` grades of the feedback in [0, 1], nan = unknown ("grades").
-        positive: ``[B, S]`` bool, positive by the log's own definition ("positives").
+        positive: ``[B, S]`` bool, positive according to the log's rule ("positives").
         behaviors: ``[B, S]`` int64 bit sets of what the user did, as in ``Slates`` ("behaviors").
-        denominator: scalar, the denominator of the whole optimizer step (all micro-batches and ranks) where this batch
-            is only a part of it; None = this batch is the whole step.
+        denominator: scalar, the denominator of the complete optimizer step (all micro-batches and ranks) if this batch
+            is only a part of it; None = this batch is the complete step.
     """
 
     logp: LogProbs
@@ -298,8 +299,8 @@ class Recommendations(NamedTuple):
     """Top-k items, best first.
 
     Attributes:
-        item_ids: ``[B, k]``, 0 where fewer than k items are allowed.
-        scores: ``[B, k]`` log-probabilities, -inf where the id is 0.
+        item_ids: ``[B, k]``, filled up with 0 if fewer than k items are allowed.
+        scores: ``[B, k]`` log-probabilities; -inf for id 0.
     """
 
     item_ids: Tensor
@@ -310,11 +311,12 @@ class SamplingOptions(NamedTuple):
     """How candidates are drawn from a policy.
 
     Attributes:
-        temperature: divides the scores before the softmax (at every token); 1 = the policy itself, towards 0 = greedy.
-        top_p: draw only from the smallest set of choices (at every token) whose probability reaches this share
-            (nucleus sampling, arXiv 1904.09751); 1 = from all.
-        replacement: False draws different items, by Gumbel top-k (arXiv 1903.06059): the first is a draw from the
-            policy, every next one a draw from what is left.
+        temperature: divides the scores before the softmax (at every token). 1 samples the policy itself; values close
+            to 0 are nearly greedy.
+        top_p: draw only from the smallest set of choices (at every token) whose total probability reaches this share
+            (nucleus sampling, arXiv 1904.09751); 1 = draw from all.
+        replacement: False draws distinct items with Gumbel top-k (arXiv 1903.06059): the first item is a draw from the
+            policy, and each later one is a draw from the remaining items.
     """
 
     temperature: float = 1.0

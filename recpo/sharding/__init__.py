@@ -1,4 +1,4 @@
-"""Tables that no single machine holds: a Lightning strategy that shards them with torchrec, and what goes with it."""
+"""Sharded tables for catalogs that do not fit on one machine: a Lightning strategy on top of torchrec."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["ShardedStrategy"]
 
 
 def __getattr__(name: str) -> Any:
-    # importing torchrec takes seconds, and much of this package does without it
+    # importing torchrec takes seconds, and much of this package works without it
     if name == "ShardedStrategy":
         try:
             from recpo.sharding.strategy import ShardedStrategy
-        except (ImportError, OSError) as error:  # a fbgemm that does not suit the machine is an OSError
+        except (ImportError, OSError) as error:  # an fbgemm build that does not fit the machine raises OSError
             raise ImportError(
                 f"ShardedStrategy needs torchrec, which cannot be imported here ({error}): `recpo doctor` says how to "
                 "fix it"

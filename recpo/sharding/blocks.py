@@ -1,4 +1,4 @@
-"""Blocks of a table on the ranks: as one tensor for checkpoints, and moved from one cut to another."""
+"""Blocks of a table on the ranks: combined into one tensor for checkpoints, or redistributed into other blocks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def sharded_tensor(
     dtype: torch.dtype,
     group: dist.ProcessGroup,
 ) -> ShardedTensor:
-    """The blocks of all ranks as one tensor, which a distributed checkpoint saves and cuts anew when it loads.
+    """Combines the blocks of all ranks into one tensor that a distributed checkpoint can save and reshard on load.
 
     Args:
-        local: this rank's block, which is not copied; None where it has none.
-        blocks: of all ranks; those without rows are left out.
-        size: of the whole: ``[V + 1, d]``, or ``[V + 1]`` for one number per row.
-        dtype: of the whole.
+        local: this rank's block, not copied; None if it has none.
+        blocks: the blocks of all ranks; blocks without rows are skipped.
+        size: shape of the complete tensor: ``[V + 1, d]``, or ``[V + 1]`` for one number per row.
+        dtype: type of the complete tensor.
         group: the ranks.
     """
     blocks = [block for block in blocks if block.num_rows]
-    # with its index, as torch compares it with the block's; of other ranks' devices nothing is made
+    # torch compares the device with the block's, index included; nothing is allocated on other ranks' devices
     device = torch.device("cpu") if local is None else local.device
     metadata = [
         ShardMetadata(
@@ -52,12 +52,12 @@ def sharded_tensor(
 def redistribute(
     local: Tensor, blocks: Sequence[TableBlock], cuts: Sequence[tuple[int, int]], dim: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """This rank's rows ``[cuts[rank], d]`` of a table that lies in other blocks; every rank calls.
+    """Returns this rank's rows ``[cuts[rank], d]`` of a table that is stored in other blocks. A collective call.
 
     Args:
-        local: this rank's block, empty where it has none.
-        blocks: of all ranks, at most one per rank.
-        cuts: ``(first row, rows)`` that each rank is to have.
+        local: this rank's block, empty if it has none.
+        blocks: the blocks of all ranks, at most one per rank.
+        cuts: ``(first row, rows)`` of each rank in the result.
         dim: d.
         group: the ranks.
     """

@@ -1,7 +1,7 @@
-"""Checkpoints that all ranks write together and any number of ranks, or a process without torchrec, reads.
+"""Checkpoints that all ranks write together. Any number of ranks, or a process without torchrec, can read them.
 
 A checkpoint is a directory: safetensors files with the blocks of every rank (torch.distributed.checkpoint), and
-``meta.pt`` with what is no tensor. Nothing in it is pickled but plain numbers, strings and containers.
+``meta.pt`` with everything that is not a tensor. The only pickled values are plain numbers, strings and containers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _TENSOR, _STATES = "__tensor__", "optimizer_states"
 
 
 def save(tensors: dict[str, Any], rest: dict[str, Any], path: Path) -> None:
-    """Writes a checkpoint; all ranks call, and it appears when all have written.
+    """Writes a checkpoint. A collective call: the checkpoint appears after all ranks have written their parts.
 
     Args:
-        tensors: by name: of the whole model where sharded, else equal on all ranks.
-        rest: plain containers, numbers and small tensors; under "optimizer_states" also sharded ones.
-        path: the same on all ranks, on a file system that all of them see.
+        tensors: by name; a sharded tensor describes the complete table, every other tensor is equal on all ranks.
+        rest: plain containers, numbers and small tensors; "optimizer_states" may also contain sharded tensors.
+        path: the same on all ranks, on a file system that all ranks share.
     """
     tensors = dict(tensors)
     states = _strip(rest.get(_STATES, []), _STATES, tensors)
@@ -51,7 +51,7 @@ def save(tensors: dict[str, Any], rest: dict[str, Any], path: Path) -> None:
         with output_directory(path, kind="checkpoint", overwrite=True) as partial:
             dist.broadcast_object_list([str(partial)], src=0)
             _write(tensors, partial)
-            with (partial / META).open("wb") as file:  # torch itself says nothing of a full disk
+            with (partial / META).open("wb") as file:  # torch's own error does not mention a full disk
                 torch.save(skeleton, file)
             dist.barrier()
     else:
@@ -63,17 +63,17 @@ def save(tensors: dict[str, Any], rest: dict[str, Any], path: Path) -> None:
 
 
 def load(tensors: dict[str, Any], optimizers: list[Optimizer], path: Path) -> dict[str, Any]:
-    """Reads a checkpoint into ``tensors`` and into the optimizers, and returns the rest; all ranks call.
+    """Reads a checkpoint into ``tensors`` and the optimizers, and returns the rest. A collective call.
 
     Raises:
-        RecpoError: it is no such checkpoint, or of another model.
+        RecpoError: ``path`` is not such a checkpoint, or belongs to another model.
     """
     if not (path / META).is_file():
         raise RecpoError(
             f"{path} was not written by a run with ShardedStrategy: resume it with the strategy it was made with, or "
             "start from its policy with --init_from"
         )
-    saved_tensors(path)  # refuses what has lost files
+    saved_tensors(path)  # rejects a checkpoint with missing files
     skeleton = torch.load(path / META, map_location="cpu", weights_only=True)
     reader = dcp.HuggingFaceStorageReader(str(path))
     saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
@@ -100,7 +100,7 @@ def load(tensors: dict[str, Any], optimizers: list[Optimizer], path: Path) -> di
 def _write(tensors: dict[str, Any], path: Path) -> None:
     try:
         dcp.save(tensors, storage_writer=_BlockWriter(str(path), save_distributed=True))
-    except CheckpointException as error:  # on all ranks, whichever failed
+    except CheckpointException as error:  # on all ranks, whichever rank failed
         reasons = {rank: failure for rank, (failure, _) in error.failures.items()}
         if not all(isinstance(reason, (OSError, SafetensorError)) for reason in reasons.values()):
             raise
@@ -109,10 +109,10 @@ def _write(tensors: dict[str, Any], path: Path) -> None:
 
 
 class _BlockWriter(dcp.HuggingFaceStorageWriter):
-    """Writes blocks to the disk from where they lie: PyTorch's own writer copies each of them twice in memory."""
+    """Writes blocks directly from their memory. PyTorch's own writer copies each block twice in memory."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's part: every large block into a file of its own, the small ones into one."""
+        """Writes this rank's part: each large block into its own file, all small ones into one file."""
         large = [[item] for item in plan.items if _size(item) >= _LARGE]
         small = [[item for item in plan.items if _size(item) < _LARGE]]
         files = [items for items in large + small if items]
@@ -122,7 +122,7 @@ class _BlockWriter(dcp.HuggingFaceStorageWriter):
             places = {item.index.fqn: {SAVED_OFFSETS_KEY: list(_chunk(item).offsets)} for item in items}
             name = _gen_file_name(number, len(files), plan.storage_data["shard_index"])
             save_file(tensors, Path(self.path) / name, {CUSTOM_METADATA_KEY: json.dumps(places)})
-            (Path(self.path) / name).chmod(0o644)  # it is made for its owner alone
+            (Path(self.path) / name).chmod(0o644)  # the file is created with permissions for its owner only
             results += [WriteResult(item.index, _size(item), _StorageInfo(name, 0, _size(item))) for item in items]
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
@@ -146,7 +146,7 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
 
 
 def _strip(value: Any, name: str, tensors: dict[str, Any]) -> Any:
-    """``value`` with names in the place of its tensors, which are added to ``tensors``."""
+    """Returns ``value`` with names in place of its tensors, and adds the tensors to ``tensors``."""
     if isinstance(value, (Tensor, ShardedTensor)):
         tensors[name] = value
         return {_TENSOR: name}
@@ -169,7 +169,7 @@ def _fill(value: Any, tensors: dict[str, Any]) -> Any:
 
 
 def _by_state(optimizer: Optimizer, name: str) -> dict[str, Tensor]:
-    """The parameters by what their states are called, where the optimizer's own are called ``name``."""
+    """The parameters by the name of their state, with ``name`` for the optimizer's own states."""
     if isinstance(optimizer, JointOptimizer):
         members = [_by_state(member, f"{name}.members.{number}") for number, member in enumerate(optimizer.members)]
         return {key: parameter for member in members for key, parameter in member.items()}
@@ -178,7 +178,7 @@ def _by_state(optimizer: Optimizer, name: str) -> dict[str, Tensor]:
 
 
 def _room(size: torch.Size, dtype: torch.dtype, parameter: Tensor | None) -> Tensor:
-    """An empty tensor for a state that the optimizer makes in its first step: in rows where its parameter is."""
+    """An empty tensor for a state that the optimizer creates in its first step; cut into rows if its parameter is."""
     if parameter is not None and isinstance(parameter.data, DTensor) and parameter.size() == size:
         return torch.zeros_like(parameter.data)
     return torch.empty(size, dtype=dtype)

@@ -1,8 +1,9 @@
-"""What sharded tables cost in bytes on a rank and bytes between ranks: formulas, and nothing else.
+"""Costs of sharded tables, in bytes of memory per rank and bytes sent between ranks. This module has only formulas.
 
-Words: ``W`` ranks, ``d`` the width of vectors, ``L`` ids that a rank looks up per step, ``N`` states that it scores.
-What is exchanged is what a rank *sends* to other ranks in a step, as a mean over the ranks; what it keeps for itself
-costs nothing. Tables and all that is exchanged of them are float32 and int64, under mixed precision too.
+Symbols: ``W`` ranks, ``d`` the width of vectors, ``L`` ids that a rank looks up per step, ``N`` states that it scores.
+The exchange of a step is the number of bytes that a rank *sends* to other ranks, averaged over the ranks; data that
+stays on a rank costs nothing. Tables and everything exchanged for them are float32 and int64, also under mixed
+precision.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ TableOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 GIB = 1 << 30
 BYTES_PER_ID = 8
 FLOAT = 4
-#: the columns of a block must be a multiple of it (FBGEMM reads four floats at a time)
+#: the columns of a block must be a multiple of this (FBGEMM reads four floats at a time)
 COLUMN_MULTIPLE = 4
 
 
@@ -26,11 +27,11 @@ class TableSpec(NamedTuple):
 
     Attributes:
         name: dotted module path.
-        num_rows: rows, the padding row included (V + 1).
+        num_rows: rows, including the padding row (V + 1).
         dim: d.
-        lookups: ids that a rank looks up per step; the planner weighs communication by them.
-        frozen: no gradient and no optimizer state.
-        copy_of: name of the table that this one is a copy of; it is put where that one is.
+        lookups: ids that a rank looks up per step; the planner weights communication with this number.
+        frozen: it has no gradient and no optimizer state.
+        copy_of: name of the table that this table copies; both are placed on the same ranks.
     """
 
     name: str
@@ -42,7 +43,7 @@ class TableSpec(NamedTuple):
 
 
 class TableBlock(NamedTuple):
-    """What one rank holds of a table: ``num_rows`` rows from ``first_row`` on, and the same of its columns."""
+    """A rank's part of a table: ``num_rows`` rows starting with ``first_row``, and a range of columns."""
 
     rank: int
     first_row: int
@@ -52,18 +53,18 @@ class TableBlock(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """How a table is sharded, and its blocks in the order of the ranks (``data_parallel``: all of it on every rank)."""
+    """Sharding of a table, and its blocks in the order of the ranks (``data_parallel``: a full table on each)."""
 
     sharding: str
     blocks: list[TableBlock]
 
 
 class Links(NamedTuple):
-    """Bandwidths in bytes per second that one rank sees; the defaults are those of torchrec's planner.
+    """Bandwidths in bytes per second that one rank sees. The defaults are those of torchrec's planner.
 
     Attributes:
-        within_node: to a rank of its own node.
-        between_nodes: to a rank of another node.
+        within_node: to a rank on the same node.
+        between_nodes: to a rank on another node.
     """
 
     within_node: float = 600 * GIB
@@ -85,18 +86,18 @@ class Exchange(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of the three."""
         return self.ids + self.forward + self.backward
 
 
 # ---------------------------------------------------------------- tables
 def columns_can_be_split(dim: int, ranks: int) -> bool:
-    """Whether ``d`` columns fall into ``W`` equal blocks of a multiple of 4."""
+    """Whether ``d`` columns can be split into ``W`` equal blocks whose width is a multiple of 4."""
     return dim % (COLUMN_MULTIPLE * ranks) == 0
 
 
 def row_blocks(num_rows: int, ranks: int) -> list[tuple[int, int]]:
-    """``(first row, rows)`` of every rank: blocks of ``ceil(rows / W)`` rows, the last ones shorter, maybe empty."""
+    """``(first row, rows)`` of every rank: blocks of ``ceil(rows / W)`` rows; the last ones may be shorter or empty."""
     height = -(-num_rows // ranks)
     starts = [min(rank * height, num_rows) for rank in range(ranks + 1)]
     return [(begin, end - begin) for begin, end in pairwise(starts)]
@@ -117,17 +118,17 @@ def state_bytes(rows: int, columns: int, optimizer: TableOptimizerName) -> int:
 def block_bytes(
     rows: int, columns: int, optimizer: TableOptimizerName, *, copies: int = 0, frozen: bool = False, gradients: int = 0
 ) -> int:
-    """Bytes of a block of a table: ``4 rows d (1 + copies)`` of weights, its state, its dense gradients.
+    """Bytes of a block of a table: ``4 rows d (1 + copies)`` for weights, plus optimizer state and dense gradients.
 
     Args:
         rows: rows of the block.
-        columns: its columns.
-        optimizer: of the table.
-        copies: frozen copies of it.
-        frozen: it has neither gradients nor state.
-        gradients: tensors of its size that a backward pass makes. None where a table is only looked up; 1 where the
-            exact softmax multiplies with it, 2 where it is looked up as well (the two are then added); 2 where it is
-            data-parallel (the second is the bucket that is all-reduced).
+        columns: columns of the block.
+        optimizer: the optimizer of the table.
+        copies: number of frozen copies.
+        frozen: the block has neither gradients nor state.
+        gradients: number of gradient tensors of its size in a backward pass. None if the table is only looked up. 1 if
+            the exact softmax multiplies with it, 2 if it is looked up as well (the two are then added). 2 if it is
+            data-parallel (the second is the all-reduced bucket).
     """
     size = FLOAT * rows * columns * (1 + copies)
     return size if frozen else size + state_bytes(rows, columns, optimizer) + gradients * FLOAT * rows * columns
@@ -144,19 +145,19 @@ def lookup_exchange(
 ) -> Exchange:
     """One lookup of ``L`` ids per rank in a sharded table, and its gradient.
 
-    ========================  ===================  =======================  ==========================
-    sharding                  ids                  forward                  backward
-    ========================  ===================  =======================  ==========================
-    row_wise, table_wise      ``8 L (W-1) / W``    ``4 d L (W-1) / W``      ``4 d L (W-1) / W``
-    column_wise               ``8 L (W-1)``        ``4 d L (W-1) / W``      ``4 d L (W-1) / W``
-    data_parallel             0                    0                        all-reduce of ``4 d rows``
-    ========================  ===================  =======================  ==========================
+        ========================  ===================  =======================  ==========================
+        sharding                  ids                  forward                  backward
+        ========================  ===================  =======================  ==========================
+        row_wise, table_wise      ``8 L (W-1) / W``    ``4 d L (W-1) / W``      ``4 d L (W-1) / W``
+        column_wise               ``8 L (W-1)``        ``4 d L (W-1) / W``      ``4 d L (W-1) / W``
+        data_parallel             0                    0                        all-reduce of ``4 d rows``
+        ========================  ===================  =======================  ==========================
 
-    Row-wise and table-wise: a share ``1 / W`` of the ids is at home, as a mean over the ranks. The rows that everybody
-    asks for make the rank that holds them send more than the mean.
+    Row-wise and table-wise: on average, a share of ``1 / W`` of the ids is on the rank itself. Popular rows make the
+    rank that holds them send more than the average.
 
     Args:
-        lookups: L, different ids.
+        lookups: L, distinct ids.
         num_rows: rows of the table.
         dim: d.
         ranks: W.
@@ -172,12 +173,12 @@ def lookup_exchange(
 
 
 def softmax_exchange(states: float, targets: float, dim: int, ranks: int, *, frozen: bool = False) -> Exchange:
-    """The exact softmax over a row-sharded table: every rank scores the states of all ranks against its rows.
+    """The exact softmax over a row-sharded table: every rank scores the states of all ranks against its own rows.
 
-    Forward: an all-gather of the states, ``4 d N (W-1)``, and of the ``M`` targets with the number of their state,
-    ``16 M (W-1)``; all-reduces of the maximum and of the sum of all states and of the scores of all targets,
-    ``8 (2 N + M) (W-1)``. Backward: an all-gather of the targets' gradients, ``4 M (W-1)``, and a reduce-scatter of the
-    states' gradients, ``4 d N (W-1)``. Nothing of it grows with the catalog.
+    Forward: an all-gather of the states, ``4 d N (W-1)``, and of the ``M`` targets with the index of their state, ``16
+    M (W-1)``; all-reduces of the maximum and the sum of all states and of the scores of all targets, ``8 (2 N + M)
+    (W-1)``. Backward: an all-gather of the targets' gradients, ``4 M (W-1)``, and a reduce-scatter of the states'
+    gradients, ``4 d N (W-1)``. No term grows with the catalog.
 
     Args:
         states: N of this rank.
@@ -193,9 +194,9 @@ def softmax_exchange(states: float, targets: float, dim: int, ranks: int, *, fro
 
 
 def distinct_ids(draws: float, num_rows: int) -> float:
-    """How many different ids there are among ``L`` that are drawn evenly from ``R``: ``R (1 - (1 - 1/R)^L)``.
+    """Expected number of distinct ids among ``L`` uniform draws from ``R``: ``R (1 - (1 - 1/R)^L)``.
 
-    A table is asked for every id of a step once. Items are not drawn evenly, so there are fewer in truth.
+    A step asks a table for each id once. Real items are not uniform, so the true number is smaller.
     """
     return float(draws if num_rows < 2 else -num_rows * math.expm1(draws * math.log1p(-1 / num_rows)))
 
@@ -203,7 +204,8 @@ def distinct_ids(draws: float, num_rows: int) -> float:
 def transfer_seconds(sent: float, ranks: int, ranks_per_node: int, links: Links) -> float:
     """Time to send ``sent`` bytes evenly to all other ranks, ``(w-1)/(W-1)`` of them within the node of ``w`` ranks.
 
-    Both kinds of links work at once: the slower one counts. Without latency and without contention.
+    Both kinds of links work at the same time, so the slower one determines the result. Latency and contention are
+    ignored.
     """
     if ranks == 1:
         return 0.0

@@ -1,9 +1,9 @@
-"""A table whose rows are looked up: a torchrec embedding collection, sharded over the ranks.
+"""A table for lookups: a torchrec embedding collection, sharded over the ranks.
 
-Its vectors come from the ranks that hold them, and their gradients go back there after the backward pass, where they
-wait as an ordinary sparse gradient of the rank's own block: clipping, rescaling, accumulation and skipped steps then
-mean what they mean for any other parameter, and a step may look up as often as it likes. (Inside torchrec the update
-happens in the backward pass of every single lookup, before any of that.) One fused update per step follows.
+The vectors come from the ranks that hold them. After the backward pass, their gradients return to those ranks and
+become an ordinary sparse gradient of the rank's own block. Clipping, rescaling, accumulation and skipped steps
+therefore work as for any other parameter, and a step may look up several times. (Inside torchrec, every lookup's
+backward pass updates the table at once, before any of these.) A single fused update per step follows.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from recpo.sharding.sharded_table import ShardedTable, copy_rows
 
 
 class _Lookup(NamedTuple):
-    """One lookup of a training step, until its gradient has gone back.
+    """One lookup of a training step, kept until its gradient has been sent back.
 
     Attributes:
-        ids: ``[m]`` rows of this rank's block that any rank asked for.
-        rows: ``[m, w]`` what they were; their gradient arrives here.
-        vectors: ``[n, d]`` what came back for this rank's own ids.
-        leaf: ``vectors``, cut off from the exchange, as the policy sees them.
+        ids: ``[m]`` rows of this rank's block that any rank requested.
+        rows: ``[m, w]`` values of these rows; their gradient arrives here.
+        vectors: ``[n, d]`` the vectors received for this rank's own ids.
+        leaf: ``vectors``, detached from the exchange, as the policy sees them.
     """
 
     ids: Tensor
@@ -46,13 +46,13 @@ class _Lookup(NamedTuple):
 
 
 class LookupTable(ShardedTable):
-    """A table for look-ups; a softmax may run over it, but it learns nothing from that.
+    """A table for lookups. A softmax may run over it, but the table gets no gradient from the softmax.
 
     Args:
         table: the table it replaces.
-        key: of the one feature of the collection.
-        collection: sharded.
-        blocks: which rank holds what.
+        key: name of the only feature of the collection.
+        collection: the sharded collection.
+        blocks: which rank holds which rows.
         group: the ranks.
 
     Attributes:
@@ -71,7 +71,7 @@ class LookupTable(ShardedTable):
     ) -> None:
         super().__init__(table, sparse=True)
         self._key, self._blocks, self._group = key, blocks, group
-        # not a submodule: its parameters are the memory of ``weight`` under other names
+        # not a submodule: its parameters share the memory of ``weight`` under other names
         object.__setattr__(self, "_collection", collection)
         rank = dist.get_rank(group)
         self._own = next((block for block in blocks if block.rank == rank and block.num_rows), None)
@@ -92,7 +92,7 @@ class LookupTable(ShardedTable):
 
     @torch.no_grad()
     def fill(self, rows: Any) -> None:
-        """Sets this rank's block from the rows of the whole table."""
+        """Sets this rank's block from the rows of the complete table."""
         self.changed()
         if self._own is None:
             return
@@ -100,13 +100,13 @@ class LookupTable(ShardedTable):
         copy_rows(self.weight, rows, self._own.first_row, columns)
 
     def changed(self) -> None:
-        """Says that the weights are others now."""
+        """Records that the weights have changed."""
         self._rows = None
 
     def id_rows(self, ids: Tensor) -> Tensor:
-        """See ``ItemTable.id_rows``; every id is asked for once, however often it occurs."""
+        """See ``ItemTable.id_rows``. Each distinct id is requested once."""
         asked, place = ids.reshape(-1).unique(return_inverse=True)
-        if ((asked < 0) | (asked > self.num_items)).any():  # the kernel would take row 0 for it
+        if ((asked < 0) | (asked > self.num_items)).any():  # the kernel would read row 0 for it
             raise IndexError(f"ids outside of the table of {self.num_items + 1} rows: {asked[0]} to {asked[-1]}")
         vectors = self._vectors(asked) * (asked > 0)[:, None]
         return F.embedding(place.view(ids.shape), vectors)
@@ -128,7 +128,7 @@ class LookupTable(ShardedTable):
         return leaf
 
     def _compute(self, context: Any, local: KJTList) -> list[Tensor]:
-        """The rows of this rank's block that any rank asked for; FBGEMM has no kernel for a block of no rows."""
+        """The requested rows of this rank's block. FBGEMM has no kernel for a block without rows."""
         if self._own is not None or not self._kernels:
             found: list[Tensor] = self._collection.compute(context, local)
             return found
@@ -137,9 +137,9 @@ class LookupTable(ShardedTable):
         return [self.weight.new_empty(0, self.dim)]
 
     def collect_gradients(self) -> None:
-        """Sends the gradients of all lookups since the last call to the ranks whose rows they are, and adds them up.
+        """Sends the gradients of all lookups since the last call to the ranks that hold the rows, and sums them.
 
-        As with every parameter of a data-parallel module, the gradient is the mean over the ranks.
+        As for every parameter of a data-parallel module, the gradient is the mean over the ranks.
         """
         for lookup in self._pending:
             arrived = torch.zeros_like(lookup.leaf) if lookup.leaf.grad is None else lookup.leaf.grad
@@ -156,12 +156,13 @@ class LookupTable(ShardedTable):
         """Updates rows of this rank's block with the optimizer that is fused into torchrec's kernel.
 
         Args:
-            rows: ``[n]``, each once.
+            rows: ``[n]``, distinct.
             gradient: ``[n, w]``.
             learning_rate: of this step.
-            steps_before: how many came before it; Adam corrects its bias with it, and a rank without a gradient skips.
+            steps_before: number of earlier steps. Adam's bias correction needs it, because a rank without a gradient
+                skips steps.
         """
-        if not len(rows):  # nobody asked for this rank's rows, which a batch of rare items may leave out
+        if not len(rows):  # no rank requested rows of this rank, which happens with a batch of rare items
             return
         features = KeyedJaggedTensor(keys=[self._key], values=rows, lengths=_length(rows))
         kernel = self._kernels[0]
@@ -172,22 +173,22 @@ class LookupTable(ShardedTable):
             self._collection._lookups[0](features).view(len(rows), -1).backward(gradient)
 
     def fused_state(self, names: list[str]) -> dict[str, Tensor]:
-        """The memory of the fused optimizer for this rank's block, by name; empty where it has none."""
+        """The state of the fused optimizer for this rank's block, by name; empty if the optimizer has none."""
         if self._own is None or not names:
             return {}
         return dict(zip(names, self._kernels[0].split_optimizer_states()[0], strict=True))
 
     def whole(self, local: Tensor | None, *, per_row: bool = False) -> ShardedTensor:
-        """What has the shape of the table, or one number per row, and of which ``local`` is this rank's block."""
+        """A tensor in the shape of the table, or with one number per row, whose block on this rank is ``local``."""
         size = (self.num_items + 1,) if per_row else (self.num_items + 1, self.dim)
         mine = local if self._own else None
         return sharded_tensor(mine, self._blocks, size, self.weight.dtype, self._group)
 
     def row_shard(self, *, learns: bool, cosine: bool = False) -> RowShard:
-        """The table cut into rows: the block itself if that is how it lies, else a copy until the weights change.
+        """The table cut into rows: the block itself if it already has that form, else a copy until the weights change.
 
         Raises:
-            RecpoError: it would have to learn.
+            RecpoError: the table would need a gradient.
         """
         if learns and torch.is_grad_enabled() and self.training and self.weight.requires_grad:
             raise RecpoError(
@@ -207,7 +208,7 @@ class LookupTable(ShardedTable):
         return RowShard(rows, first, self.num_items + 1, self._group)
 
     def train(self, mode: bool = True) -> LookupTable:
-        """Also forgets lookups whose gradient nobody asked for."""
+        """Also drops lookups whose gradient was never requested."""
         self._pending = []
         return super().train(mode)
 

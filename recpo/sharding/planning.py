@@ -1,8 +1,8 @@
-"""Which rank holds what of which table: torchrec's planner, asked with recpo's own account of the memory.
+"""Placement of tables on ranks: torchrec's planner with recpo's own memory estimate.
 
-A plan is made for embedding collections of one table each. A frozen copy (old policy, reference) always lies where the
-table that it copies lies, so that copying moves nothing between ranks. Names are dotted module paths; inside torchrec,
-whose names may not hold dots, a table is called by ``table_key``.
+A plan covers embedding collections of one table each. A frozen copy (old policy, reference) is always placed with the
+table that it copies, so copying sends nothing between ranks. Names are dotted module paths. Torchrec does not allow
+dots in names; inside torchrec a table is called ``table_key(name)``.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ __all__ = ["Placement", "TableBlock", "TableSpec", "make_collection", "placement
 
 
 def table_key(name: str) -> str:
-    """The name of a table inside torchrec, which allows no dots: ``policy/item_table`` of ``policy.item_table``."""
+    """The name of a table inside torchrec, which forbids dots: ``policy/item_table`` for ``policy.item_table``."""
     return name.replace(".", "/")
 
 
 def make_collection(spec: TableSpec, device: torch.device = _META) -> EmbeddingCollection:
-    """The collection of one table; its table and its one feature are both called ``table_key(spec.name)``.
+    """The collection of one table. Its table and its only feature are both called ``table_key(spec.name)``.
 
     Args:
         spec: the table.
-        device: where its rows are made; on ``meta`` they are not, and every rank makes its own when it is sharded.
+        device: where its rows are allocated. On ``meta`` nothing is allocated; every rank then creates its own rows.
     """
     key = table_key(spec.name)
     config = EmbeddingConfig(name=key, embedding_dim=spec.dim, num_embeddings=spec.num_rows, feature_names=[key])
@@ -90,27 +90,29 @@ def plan_tables(
 ) -> ShardingPlan:
     """Decides how every table is sharded.
 
-    Row-wise blocks are ``ceil(rows / ranks)`` rows each, the last ones shorter; column-wise blocks are equal, one per
-    rank. ``auto`` takes what torchrec's planner expects to be fastest of what fits.
+    Row-wise blocks have ``ceil(rows / ranks)`` rows; the last ones may be shorter. Column-wise blocks have equal width,
+    one per rank. ``auto`` chooses the option that torchrec's planner expects to be fastest among those that fit.
 
     Args:
-        specs: the tables, copies among them.
-        sharding: of all tables, or by name; those that are not named are ``auto``, copies follow their original.
-        optimizer: of the tables; its state is counted, and forbids column-wise blocks for ``rowwise_adagrad``.
-        world_size: ranks; without a ``group`` they need not exist.
-        local_world_size: ranks of one node; None = all.
-        compute_device: where the tables lie.
-        memory_per_rank: bytes that tables, optimizer state, copies and looked-up vectors may take on a rank; None = no
-            limit.
-        links: bandwidths that the planner reckons with.
-        group: the plan is made on its first rank and sent to the others, all of which must call; so is an error.
+        specs: the tables, including copies.
+        sharding: one type for all tables, or types by name. Tables that are not named are ``auto``; copies follow their
+            original.
+        optimizer: the optimizer of the tables. Its state counts toward the memory, and ``rowwise_adagrad`` rules out
+            column-wise blocks.
+        world_size: number of ranks; without a ``group`` they need not exist.
+        local_world_size: ranks per node; None = all ranks are on one node.
+        compute_device: where the tables are stored.
+        memory_per_rank: bytes per rank for tables, optimizer state, copies and looked-up vectors; None = no limit.
+        links: bandwidths that the planner assumes.
+        group: the plan is made on its first rank and sent to the other ranks. The call is collective, and an error
+            reaches every rank.
 
     Returns:
-        A plan whose module paths are the tables' names, each with the one table ``table_key(name)``.
+        A plan whose module paths are the tables' names, each with the single table ``table_key(name)``.
 
     Raises:
-        RecpoError: on all ranks of the group: tables that do not fit, columns that cannot be split, names that do not
-            exist, a copy of another shape.
+        RecpoError: on all ranks of the group: tables that do not fit, columns that cannot be split, unknown names, or a
+            copy whose shape differs.
     """
 
     def plan() -> ShardingPlan:
@@ -124,7 +126,7 @@ def plan_tables(
 
 
 def placements(plan: ShardingPlan, specs: Sequence[TableSpec]) -> dict[str, Placement]:
-    """What every rank holds of every table of a plan, by name."""
+    """The blocks of every table of a plan on every rank, by table name."""
     placed = {}
     for spec in specs:
         of_table = plan.plan[spec.name][table_key(spec.name)]
@@ -219,7 +221,7 @@ def _wanted(spec: TableSpec, sharding: Sharding | dict[str, Sharding]) -> Shardi
 
 
 def _allowed(spec: TableSpec, wanted: Sharding, optimizer: TableOptimizerName, world_size: int) -> list[str]:
-    """The sharding types that the planner may choose from."""
+    """The sharding types among which the planner may choose."""
     splittable = columns_can_be_split(spec.dim, world_size)
     if spec.dim % COLUMN_MULTIPLE:
         if wanted in ("auto", "data_parallel"):
@@ -254,7 +256,7 @@ def _lookups(spec: TableSpec, specs: Sequence[TableSpec]) -> int:
 
 
 def _one_column_block_per_rank(options: list[ShardingOption]) -> list[ShardingOption]:
-    """The planner may give a rank two blocks of one table and another none; blocks of one size are best dealt out."""
+    """Equal blocks are dealt out to the ranks here: the planner could give one rank two blocks and another none."""
     for option in options:
         if option.sharding_type == "column_wise":
             for rank, shard in enumerate(option.shards):
@@ -264,7 +266,7 @@ def _one_column_block_per_rank(options: list[ShardingOption]) -> list[ShardingOp
 
 @contextmanager
 def _without_needless_warnings() -> Iterator[None]:
-    """The planner warns of every data-parallel table that it has no blocks."""
+    """Silences the planner's warning that a data-parallel table has no blocks."""
 
     def needed(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("Sharding spec not found")
@@ -283,7 +285,7 @@ def _renamed(made: Any, spec: TableSpec) -> EmbeddingModuleShardingPlan:
 
 
 def _on_first_rank(plan: Callable[[], ShardingPlan], group: dist.ProcessGroup) -> ShardingPlan:
-    """Runs ``plan`` on the group's first rank; its result, or its error, reaches every rank."""
+    """Runs ``plan`` on the group's first rank. Its result, or its error, reaches every rank."""
     outcome: list[Any] = [None, None]
     first = dist.get_rank(group) == 0
     if first:
@@ -291,7 +293,7 @@ def _on_first_rank(plan: Callable[[], ShardingPlan], group: dist.ProcessGroup) -
             outcome[0] = plan()
         except RecpoError as error:
             outcome[1] = str(error)
-        except Exception as error:  # the other ranks wait: whatever it is, they must hear of it
+        except Exception as error:  # the other ranks are waiting, so they must receive any error
             logging.getLogger(__name__).exception("the plan could not be made")
             outcome[1] = f"the first rank could not plan how to shard the tables: {type(error).__name__}: {error}"
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
@@ -336,15 +338,15 @@ def does_not_fit(
     memory: int | None,
     error: Exception,
 ) -> RecpoError:
-    """Says what every table takes where, and what would fix it.
+    """The message for tables that do not fit: the memory of each table, and possible remedies.
 
     Args:
         specs: the tables.
-        allowed: the sharding types that the planner could choose from, by table; copies as their originals.
-        optimizer: of the tables.
+        allowed: the sharding types that the planner could choose from, by table; copies follow their originals.
+        optimizer: the optimizer of the tables.
         ranks: W.
         memory: bytes per rank for the tables; None = no limit.
-        error: what the planner said.
+        error: the planner's own error.
     """
     if memory is None:
         return RecpoError(f"no way to shard the tables was found: {error}")

@@ -1,9 +1,9 @@
-"""What a policy costs beside its weights: activations, operations, the trie of semantic ids.
+"""Costs of a policy beside its weights: activations, operations, and the trie of semantic ids.
 
-Weights are counted on the modules themselves (``workload``); these formulas are for what no module tells before it
-runs, and tests compare them with real runs.
+Weights are counted on the modules themselves (``workload``). These formulas cover what no module shows before it runs;
+tests compare them with real runs.
 
-Words: ``W`` ranks, ``V`` items, ``d`` the width of vectors and states, ``H`` events of a history, ``N`` states that a
+Symbols: ``W`` ranks, ``V`` items, ``d`` the width of vectors and states, ``H`` events of a history, ``N`` states that a
 rank scores per step, ``T`` codes per item, ``K`` the size of a codebook.
 """
 
@@ -25,9 +25,9 @@ _TRIE_BITMAP_BYTES_PER_CHILD = 4
 
 # ---------------------------------------------------------------- dense parameters
 def dense_bytes(parameters: int, ranks: int, copies: int = 0, *, mixed: bool = False) -> int:
-    """``16`` bytes per parameter: weight, gradient, Adam's two moments.
+    """``16`` bytes per parameter: weight, gradient, and Adam's two moments.
 
-    ``4`` more for the bucket that is all-reduced, ``4`` for each frozen copy, ``2`` for a 16-bit copy of the weights.
+    Plus ``4`` for the all-reduced bucket, ``4`` for each frozen copy, and ``2`` for a 16-bit copy of the weights.
     """
     return parameters * (FLOAT * (4 + (ranks > 1) + copies) + 2 * mixed)
 
@@ -43,9 +43,9 @@ MIXED_SHARE = 0.57
 def encoder_activation_bytes(
     events: float, dim: int, layers: int, blocks: Blocks, heads: int, history: int, *, mixed: bool = False
 ) -> float:
-    """What the encoder keeps of ``events`` events: about ``20 d`` floats per event and SASRec block.
+    """Activations that the encoder keeps for ``events`` events: about ``20 d`` floats per event and SASRec block.
 
-    HSTU: ``17.6 d + 2.1 heads H``, because its attention weights are kept, and buckets of the time between events.
+    HSTU keeps ``17.6 d + 2.1 heads H`` floats: its attention weights and the time buckets between events are kept.
     """
     share = MIXED_SHARE if mixed else 1.0
     if blocks == "sasrec":
@@ -58,7 +58,7 @@ def encoder_activation_bytes(
 def decoder_activation_bytes(
     items: float, dim: int, layers: int, codebooks: Sequence[int], *, mixed: bool = False
 ) -> float:
-    """What the decoder keeps of ``items`` items: ``26 d`` floats per code and layer, ``1.25 K`` per softmax."""
+    """Activations that the decoder keeps for ``items``: ``26 d`` floats per code and layer, ``1.25 K`` per softmax."""
     share = MIXED_SHARE if mixed else 1.0
     tokens = len(codebooks)
     floats = tokens * dim * (layers * _DECODER_FLOATS * share + _CODE_FLOATS) + 1.25 * sum(codebooks)
@@ -66,11 +66,11 @@ def decoder_activation_bytes(
 
 
 def full_softmax_bytes(states: float, dim: int, rows: int, ranks: int, device: Literal["cpu", "cuda"] = "cpu") -> float:
-    """What the exact softmax holds of ``N`` states per rank over ``rows`` of its own: blocks, not ``[N W, rows]``.
+    """Memory of the exact softmax for ``N`` states per rank over ``rows`` of its own: blocks, not ``[N W, rows]``.
 
-    A block of logits (three of them at work), the states of all ranks, their expected rows and gradients
-    ``3 · 4 d N W``, a log-sum-exp per block of 8192 rows ``4 N W rows / 8192``, and the softmax itself where it takes
-    at most 192 MiB.
+    The terms are three blocks of logits, the states of all ranks with their expected rows and gradients ``3 · 4 d N
+    W``, one log-sum-exp per block of 8192 rows ``4 N W rows / 8192``, and the softmax itself if it takes at most 192
+    MiB.
     """
     scored = states * ranks
     softmax = FLOAT * scored * rows
@@ -80,7 +80,7 @@ def full_softmax_bytes(states: float, dim: int, rows: int, ranks: int, device: L
 
 
 def sampled_softmax_bytes(states: float, negatives: int) -> float:
-    """Scores, masked scores, their concatenation and its gradient: ``4 · 4 N K``, and a mask of a byte each."""
+    """Scores, masked scores, their concatenation and its gradient: ``4 · 4 N K``, plus a mask of one byte each."""
     return states * negatives * (4 * FLOAT + 1)
 
 
@@ -89,9 +89,9 @@ class FeatureSizes(NamedTuple):
     """What a ``FeatureEncoder`` reads of an item.
 
     Attributes:
-        codes: rows of its table of codes: one per category, ``length`` per list.
-        weighted: these rows have weights, as there are lists.
-        dense: columns: two per number, and of a vector one more than its width.
+        codes: rows of its code table: one per category, ``length`` per list.
+        weighted: these rows have weights, because the schema has lists.
+        dense: columns: two per number, and the width plus one per vector.
     """
 
     codes: int
@@ -100,7 +100,7 @@ class FeatureSizes(NamedTuple):
 
     @classmethod
     def of(cls, features: Sequence[Feature]) -> FeatureSizes:
-        """Those of fitted features."""
+        """Counts the columns of fitted features."""
         lists = of_type(features, Categories)
         codes = len(of_type(features, Category)) + sum(one.length for one in lists)
         dense = 2 * len(of_type(features, Number)) + sum((one.width or 0) + 1 for one in of_type(features, Vector))
@@ -108,20 +108,20 @@ class FeatureSizes(NamedTuple):
 
     @property
     def bytes_per_item(self) -> int:
-        """What every rank keeps of an item: codes in 4 bytes, their weights, columns, and whether it has events."""
+        """Bytes per item on every rank: codes (4 bytes), their weights, columns, and whether the item has events."""
         return FLOAT * (self.codes * (1 + self.weighted) + self.dense) + 1
 
 
 def feature_activation_bytes(lookups: float, sizes: FeatureSizes, hidden: int) -> float:
-    """What the encoder keeps of so many items for the backward pass: codes, weights, columns, and two hidden layers."""
+    """Activations that the encoder keeps for that many items: codes, weights, columns, and two hidden layers."""
     per_item = sizes.codes * (1 + sizes.weighted) + sizes.dense + 2 * hidden
     return FLOAT * lookups * per_item
 
 
 def item_matrix_bytes(rows: float, dim: int, sizes: FeatureSizes, hidden: int) -> float:
-    """What the vectors of ``rows`` items take in a step: the matrix, its gradient, and one block that is encoded.
+    """Memory of the vectors of ``rows`` items in a step: the matrix, its gradient, and one block that is being encoded.
 
-    Of a block: what is kept for the backward pass, vectors, and the gradients of vectors and of both hidden layers.
+    A block consists of its activations, its vectors, and the gradients of the vectors and of both hidden layers.
     """
     block = min(float(BLOCK_ITEMS), rows)
     at_work = feature_activation_bytes(block, sizes, hidden) + FLOAT * block * (2 * dim + 2 * hidden)
@@ -129,32 +129,32 @@ def item_matrix_bytes(rows: float, dim: int, sizes: FeatureSizes, hidden: int) -
 
 
 def feature_flops(items: float, dim: int, sizes: FeatureSizes, hidden: int) -> float:
-    """Forward: ``2 h (D + d)`` per item; look-ups of codes are no multiplications."""
+    """Forward: ``2 h (D + d)`` per item. Lookups of codes are not multiplications."""
     return 2 * items * hidden * (sizes.dense + dim)
 
 
 # ---------------------------------------------------------------- operations (a multiplication with an addition is two)
 def encoder_flops(events: float, dim: int, layers: int, blocks: Blocks, history: int) -> float:
-    """Forward: ``24 d²`` (SASRec) or ``10 d²`` (HSTU) per event and block, and ``4 H d`` for the attention."""
+    """Forward: ``24 d²`` (SASRec) or ``10 d²`` (HSTU) per event and block, and ``4 H d`` for attention."""
     return events * layers * ((24 if blocks == "sasrec" else 10) * dim**2 + 4 * history * dim)
 
 
 def decoder_flops(items: float, dim: int, layers: int, codebooks: Sequence[int], history: int) -> float:
-    """Forward: per item ``T layers (28 d² + 4 d (H + 1 + T))`` and ``2 d K`` for every code."""
+    """Forward: per item ``T layers (28 d² + 4 d (H + 1 + T))``, and ``2 d K`` for every code."""
     tokens = len(codebooks)
     return items * (tokens * layers * (28 * dim**2 + 4 * dim * (history + 1 + tokens)) + 2 * dim * sum(codebooks))
 
 
 def softmax_flops(states: float, candidates: float, dim: int) -> float:
-    """Forward: ``2 N C d``; of a catalog in ``W`` parts a rank scores ``N W`` states on ``V / W`` rows: C = V."""
+    """Forward: ``2 N C d``. With a catalog in ``W`` parts, a rank scores ``N W`` states on ``V / W`` rows, so C = V."""
     return 2 * states * candidates * dim
 
 
 # ---------------------------------------------------------------- trie
 def trie_levels(num_items: int, codebooks: Sequence[int]) -> list[int]:
-    """Expected nodes of the levels 0..T where codes were drawn evenly: ``P (1 - (1 - 1/P)^V)``, ``P`` the prefixes.
+    """Expected nodes of the levels 0..T for uniform codes: ``P (1 - (1 - 1/P)^V)`` with ``P`` possible prefixes.
 
-    The last level has one node per item. Codes of real items are not even, so there are fewer nodes than this.
+    The last level has one node per item. Real codes are not uniform, so real tries have fewer nodes.
     """
     levels, prefixes = [1.0], 1.0
     for size in codebooks[:-1]:
@@ -164,10 +164,10 @@ def trie_levels(num_items: int, codebooks: Sequence[int]) -> list[int]:
 
 
 def trie_bytes(levels: Sequence[int], codebooks: Sequence[int]) -> int:
-    """The trie of ``recpo.policies.trie``, on every rank, whose levels 0..T have so many nodes.
+    """Bytes of the trie of ``recpo.policies.trie``, which every rank holds, given the nodes of the levels 0..T.
 
-    Per node 4 bytes and its last code (1, 2 or 4), 4 more where it has children, 8 per item, and a bit per node and
-    code on the levels where that is little.
+    Each node takes 4 bytes and its last code (1, 2 or 4 bytes), plus 4 bytes if it has children. Each item takes 8
+    bytes. On levels where that is small, there is one bit per node and code.
     """
     code_bytes = next(size for size, most in ((1, 1 << 8), (2, 1 << 15), (4, 1 << 31)) if max(codebooks) <= most)
     size = sum(levels) * (4 + code_bytes) + 4 * sum(levels[:-1]) + 8 * levels[-1]

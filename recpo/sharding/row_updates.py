@@ -1,7 +1,7 @@
-"""How an optimizer moves the rows of a table that have a gradient, and no others; what FBGEMM's fused kernels compute.
+"""Optimizer updates of the rows that have a gradient, with the same results as FBGEMM's fused kernels.
 
-For tables that no fused kernel steps: replicated ones, and Adam on a CPU, where FBGEMM has none. All change ``weight``
-and the state in place; ``rows [n]`` are the numbers of the rows, each once, ``gradient [n, d]`` theirs.
+For tables without a fused kernel: replicated tables, and Adam on a CPU. All functions change ``weight`` and the state
+in place. ``rows [n]`` are distinct row numbers, and ``gradient [n, d]`` their gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def adam(
     eps: float,
     step: int,
 ) -> None:
-    """Adam (arXiv 1412.6980) of the rows in the batch; the moments of the others stay as they are.
+    """Adam (arXiv 1412.6980) for the rows in the batch. The moments of other rows do not change.
 
     ``m <- b1 m + (1 - b1) g; v <- b2 v + (1 - b2) g^2; w <- w - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)``.
 
@@ -65,7 +65,7 @@ def adam(
 def row_gradient(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of a sparse or dense gradient that are not 0, and their values.
 
-    Rows that were looked up to no effect do not move: a dense gradient does not tell them from the others.
+    A looked-up row with a zero gradient does not move: a dense gradient cannot distinguish it from the other rows.
     """
     if gradient.is_sparse:
         gradient = gradient.coalesce()

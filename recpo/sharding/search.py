@@ -1,8 +1,8 @@
-"""Search in and draws from a softmax over a catalog whose table is cut into row blocks over ranks.
+"""Search in, and draws from, a softmax over a catalog whose table is cut into row blocks over ranks.
 
-As ``recpo.policies.catalog_search`` and ``sampling``. Each rank has contexts of its own and gets their lists;
-the contexts of all ranks are scored by every rank on its own rows, and the best candidates of a context go back to its
-rank, which merges them. Every function is a collective: all ranks call it, also those without contexts.
+This is the distributed form of ``recpo.policies.catalog_search`` and ``sampling``. Each rank has its own contexts.
+Every rank scores the contexts of all ranks on its own rows; the best candidates of a context return to its rank, which
+merges them. Every function is a collective: all ranks must call it, including ranks without contexts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from recpo.types import Recommendations, SamplingOptions
 
 @torch.no_grad()
 def top_k(states: Tensor, shard: RowShard, k: int, exclude: Tensor | None) -> Recommendations:
-    """The ``k`` best items by log-probability, ties to the smaller id.
+    """The ``k`` best items by log-probability. Ties are ordered by item id.
 
     Args:
         states: ``[B, d]`` of this rank, divided by the temperature.
-        shard: this rank's rows of the table; row 0 of the table is padding and never recommended.
+        shard: this rank's rows of the table. Row 0 of the table is padding and is never recommended.
         k: list length, the same on all ranks.
-        exclude: ``[B, M]`` ids that are not recommended, 0 pads; they stay in the normalizer.
+        exclude: ``[B, M]`` ids that are not recommended, padded with 0. They remain in the normalizer.
     """
     exclude = states.new_zeros((len(states), 0), dtype=torch.long) if exclude is None else exclude
     _, (contexts, widths) = common_sizes(shard, *exclude.shape)
@@ -39,7 +39,7 @@ def top_k(states: Tensor, shard: RowShard, k: int, exclude: Tensor | None) -> Re
     ids = _to_owners(F.pad(ids + shard.first, (0, missing)), contexts, shard)
     scores = _to_owners(F.pad(scores, (0, missing), value=-torch.inf), contexts, shard)
     lse = _to_owners(lse, contexts, shard).logsumexp(0)
-    # of equal scores the one of the smaller id stands first, because ranks are in the order of their rows
+    # ties: the smaller id comes first, because the ranks are in the order of their rows
     best, order = _side_by_side(scores).sort(dim=1, descending=True, stable=True)
     best, ids = best[:, :k], _side_by_side(ids).gather(1, order[:, :k])
     return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])
@@ -54,18 +54,18 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draws ``group_size`` items per state.
 
-    With replacement and from a nucleus the random numbers are those of the context's rank, as many as without a cut:
-    what a rank draws does not depend on the cut, but for rounding. The noise of draws without replacement belongs to
-    the rows, and differs between ranks that have the same seed.
+    With replacement, and with a nucleus, the random numbers come from the context's own rank, as many as for an
+    unsharded table. Up to rounding, the draws therefore do not depend on the sharding. For draws without replacement,
+    the noise belongs to the rows and differs between ranks even if they have the same seed.
 
     Args:
         states: ``[B, d]`` of this rank, divided by the temperature of the policy.
-        shard: this rank's rows of the table; row 0 of the table is padding and never drawn.
+        shard: this rank's rows of the table. Row 0 of the table is padding and is never drawn.
         group_size: G, the same on all ranks.
         options: temperature, nucleus, with or without replacement; the same on all ranks.
 
     Returns:
-        ids ``[B, G]`` and their log-probabilities ``[B, G]``, as ``sampling.draw``.
+        ids ``[B, G]`` and their log-probabilities ``[B, G]``, as in ``sampling.draw``.
 
     Raises:
         RecpoError: see ``validate_sampling``.
@@ -82,7 +82,7 @@ def draw(
 
 
 def _to_owners(values: Tensor, contexts: list[int], shard: RowShard) -> Tensor:
-    """Sends what this rank knows of all contexts ``[ΣB, ...]`` to their ranks: ``[ranks, B, ...]`` of its own."""
+    """Sends this rank's results for all contexts ``[ΣB, ...]`` to their ranks; returns ``[ranks, B, ...]``."""
     own = contexts[shard.rank]
     received = exchange_rows(values, contexts, [own] * shard.ranks, shard.group)
     return received.view(shard.ranks, own, *values.shape[1:])
@@ -94,18 +94,18 @@ def _side_by_side(values: Tensor) -> Tensor:
 
 
 def _by_inversion(everyone: Tensor, contexts: list[int], shard: RowShard, group_size: int) -> tuple[Tensor, Tensor]:
-    """A uniform number chooses a rank by its share of the probability, and what is left of it an item of that rank."""
+    """A uniform number selects a rank by its share of the probability; the remainder selects an item of that rank."""
     lse_here = sampling.log_normalizer(everyone, shard.rows, shard.padding_rows)
     lse_by_rank = _to_owners(lse_here, contexts, shard)
     log_share = lse_by_rank - lse_by_rank.logsumexp(0)
     share = log_share.T.double().exp()
     cdf = share.cumsum(1)
     uniform = torch.rand(len(share), group_size, dtype=torch.float64, device=share.device)
-    # rounding may leave the last total a little below 1: such a draw takes the last rank that has a share
+    # rounding may leave the last total slightly below 1: such a draw goes to the last rank with a share
     last = len(contexts) - 1 - (share > 0).long().flip(1).argmax(1)
     chosen = torch.searchsorted(cdf, uniform, right=True).minimum(last[:, None])
     within = (uniform - (cdf - share).gather(1, chosen)) / share.gather(1, chosen)
-    # every rank gets a number for every draw; only that of the chosen one is used
+    # every rank gets a number for every draw; only the number of the selected rank is used
     within = within.clamp_(0, 1).expand(len(contexts), *within.shape).flatten(0, 1)
     within = exchange_rows(within, [len(share)] * len(contexts), contexts, shard.group)
     ids, logp = sampling.invert(everyone, shard.rows, lse_here, within, shard.padding_rows)
@@ -115,8 +115,8 @@ def _by_inversion(everyone: Tensor, contexts: list[int], shard: RowShard, group_
 
 
 def _gumbel_top_k(everyone: Tensor, contexts: list[int], shard: RowShard, group_size: int) -> tuple[Tensor, Tensor]:
-    """The largest of the scores with Gumbel noise, of each rank and then of all."""
-    # ranks are usually seeded alike, and the noise of their rows must not be: an odd factor keeps all seeds apart
+    """The largest scores with Gumbel noise, first per rank and then over all ranks."""
+    # ranks usually share a seed, but the noise of their rows must differ: an odd factor keeps all seeds distinct
     seed = (int(torch.randint(2**62, ())) + shard.rank * 0x9E3779B97F4A7C15) % 2**63
     generator = torch.Generator(everyone.device).manual_seed(seed)
     here = sampling.gumbel_best(everyone, shard.rows, group_size, shard.padding_rows, generator)
@@ -133,9 +133,9 @@ def _gumbel_top_k(everyone: Tensor, contexts: list[int], shard: RowShard, group_
 def _from_nucleus(
     everyone: Tensor, contexts: list[int], bounds: list[int], shard: RowShard, group_size: int, options: SamplingOptions
 ) -> tuple[Tensor, Tensor]:
-    """All scores of some contexts of each rank at a time go to the rank of the context, which draws from them."""
+    """Sends all scores of a few contexts at a time to the context's rank, which draws from them."""
     rows = shard.rows[shard.padding_rows :].float()
-    # the rows of each rank without row 0, which the first rank with rows has
+    # the rows of each rank without row 0, which is on the first rank with rows
     items = [max(stop, 1) - max(start, 1) for start, stop in pairwise(bounds)]
     at_once = sampling.contexts_at_once(shard.num_rows)
     of_rank = [states.split(at_once) for states in everyone.split(contexts)]

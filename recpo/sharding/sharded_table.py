@@ -1,7 +1,7 @@
-"""What takes the place of item tables: cut into rows over the ranks (``RowTable``), or whole on each of them.
+"""Replacements for item tables: cut into rows over the ranks (``RowTable``), or complete on each rank.
 
-torchrec's tables can be looked up in but not multiplied with (see ``lookup_table`` for those). In a ``RowTable`` every
-rank multiplies the states of all ranks with its own rows, forward and backward, and the ranks add up their partial sums
+torchrec's tables support lookups but not multiplications (see ``lookup_table`` for them). With a ``RowTable``, every
+rank multiplies the states of all ranks with its own rows, forward and backward, and the ranks sum their partial results
 (``recpo.ops.sharded_logprob``).
 """
 
@@ -29,13 +29,13 @@ _ROWS_AT_ONCE = 1 << 18
 
 
 def copy_rows(block: Tensor, rows: Rows, first: int, columns: slice = slice(None)) -> None:
-    """Sets a block to rows from ``first`` on, a piece at a time.
+    """Fills a block with rows from ``first`` on, one piece at a time.
 
     Args:
         block: ``[h, w]``, changed in place.
-        rows: of the whole table.
-        first: number of the block's first row.
-        columns: which of the table's columns are the block's.
+        rows: rows of the complete table.
+        first: index of the block's first row.
+        columns: the block's columns in the table.
     """
     for begin in range(0, len(block), _ROWS_AT_ONCE):
         end = min(begin + _ROWS_AT_ONCE, len(block))
@@ -43,12 +43,12 @@ def copy_rows(block: Tensor, rows: Rows, first: int, columns: slice = slice(None
 
 
 class ShardedTable(PlacedTable):
-    """Takes the place of an ``ItemTable``; every method is called by all ranks together."""
+    """A replacement for ``ItemTable``. Every method is a collective call."""
 
     is_block = True
 
     def vectors(self) -> Tensor:
-        """Refused: no rank has the whole table.
+        """Not supported: no rank has the complete table.
 
         Raises:
             RecpoError: always.
@@ -63,8 +63,8 @@ class ShardedTable(PlacedTable):
         """This rank's rows.
 
         Args:
-            learns: what is made of them may be asked for their gradient.
-            cosine: with length 1.
+            learns: results computed from the rows may need a gradient.
+            cosine: normalize the rows to length 1.
         """
 
     def log_prob(
@@ -81,7 +81,7 @@ class ShardedTable(PlacedTable):
         return sharded_logprob(states, shard, targets, state_index, temperature=temperature)
 
     def catalog_log_prob(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
-        """Refused: no rank has the whole table.
+        """Not supported: no rank has the complete table.
 
         Raises:
             RecpoError: always.
@@ -107,14 +107,14 @@ class ShardedTable(PlacedTable):
 
 
 class RowTable(ShardedTable):
-    """A table for an exact softmax, and for look-ups as well.
+    """A table for an exact softmax and for lookups.
 
     Args:
         table: the table it replaces.
         mesh: the ranks, in one dimension.
 
     Attributes:
-        weight: the whole table as a ``DTensor`` of which each rank holds ``ceil((V + 1) / ranks)`` rows.
+        weight: the complete table as a ``DTensor``; each rank holds ``ceil((V + 1) / ranks)`` rows.
     """
 
     def __init__(self, table: ItemTable, mesh: DeviceMesh) -> None:
@@ -135,10 +135,10 @@ class RowTable(ShardedTable):
         return sharded_lookup(ids, self._shard_of(self._local))
 
     def row_shard(self, *, learns: bool, cosine: bool = False) -> RowShard:
-        """See ``ShardedTable.row_shard``; every rank encodes the features of its own rows."""
+        """See ``ShardedTable.row_shard``. Every rank encodes the features of its own rows."""
         rows = self._local
         if self.features is not None:
-            # DDP takes the mean over the ranks of what the encoder gets: here each has the whole gradient of its rows
+            # DDP averages the encoder gradients over the ranks; here each rank has the full gradient of its rows
             rows = self.features.matrix(rows, self._first, weight=dist.get_world_size(self._group))
         return self._shard_of(F.normalize(rows, dim=-1) if cosine else rows)
 
@@ -153,11 +153,11 @@ class RowTable(ShardedTable):
 
 
 class ReplicatedTable(PlacedTable):
-    """A table that is whole on every rank, and that an optimizer of the tables' own updates.
+    """A table that is complete on every rank and has its own optimizer.
 
     Args:
         table: the table it replaces.
-        device: of this rank.
+        device: the device of this rank.
     """
 
     is_block = False
@@ -169,7 +169,7 @@ class ReplicatedTable(PlacedTable):
 
 
 def whole_weight(table: ItemTable, device: torch.device) -> nn.Parameter:
-    """All rows of a table, in the memory where the state of its optimizer is made too."""
+    """All rows of a table, in the kind of memory in which its optimizer state is created too."""
     if table.initial is None:
         return table.weight
     rows = table.initial[0 : table.num_items + 1].to(device, copy=True)

@@ -1,4 +1,4 @@
-"""The Lightning strategy that trains sharded tables: one line of YAML, nothing in the model knows of it."""
+"""The Lightning strategy for sharded tables: one line of YAML; the model needs no change."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ from recpo.sharding.planning import TableSpec, make_collection, placements, plan
 from recpo.sharding.sharded_table import ReplicatedTable, RowTable, whole_weight
 from recpo.sharding.table_optimizer import TableOptimizer, TableOptions
 
-# torchrec asks in every lookup whether it is being traced, and torch.fx warns of how it asks
+# torchrec checks in every lookup whether it is being traced, and torch.fx warns about that check
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-warnings.filterwarnings("ignore", message=".*deprecating ShardedTensor.*")  # which torchrec itself deals in
+warnings.filterwarnings("ignore", message=".*deprecating ShardedTensor.*")  # torchrec itself uses it
 
 
 class ShardedStrategy(DDPStrategy):
-    """Data-parallel training in which item and code tables are cut over the ranks.
+    """Data-parallel training with item and code tables sharded over the ranks.
 
-    Tables that are looked up become torchrec embedding collections, sharded by ``DistributedModelParallel`` and stepped
-    by their own, fused optimizer. The table that an exact softmax runs over (``normalizer: full``) is cut into rows
-    instead and stepped by the optimizer of the dense parameters. Frozen copies (old policy, reference) lie where the
-    tables lie that they copy. Everything else is replicated, as in ``DDPStrategy``.
+    Lookup tables become torchrec embedding collections, sharded by ``DistributedModelParallel`` with their own fused
+    optimizer. The table of an exact softmax (``normalizer: full``) is cut into rows instead, and the optimizer of the
+    dense parameters updates it. Frozen copies (old policy, reference) are placed with the tables that they copy. All
+    other parameters are replicated, as in ``DDPStrategy``.
 
     Args:
-        sharding: of every table, or of each by its name (``policy.item_table``): ``row_wise``, ``table_wise``,
-            ``column_wise``, ``data_parallel`` (the table is whole on every rank), or ``auto``: torchrec's planner
-            chooses. The table of an exact softmax is ``row_wise`` or ``data_parallel``.
-        table_optimizer: how the tables learn.
-        table_scheduler: learning-rate schedule of the tables; null = that of the dense parameters.
-        memory_per_rank: GiB that looked-up tables, their optimizer and copies may take on a rank; the planner keeps to
-            it (`recpo plan` counts everything).
-        lookups_per_step: ids that a rank looks up per step, from which the planner reckons the communication.
-        process_group_backend: ``nccl`` or ``gloo``; null = what suits the device.
-        timeout: seconds after which a rank that waits for another gives up.
+        sharding: one type for all tables, or a type for each table by name (``policy.item_table``): ``row_wise``,
+            ``table_wise``, ``column_wise``, ``data_parallel`` (a full copy on every rank), or ``auto`` (torchrec's
+            planner chooses). The table of an exact softmax is ``row_wise`` or ``data_parallel``.
+        table_optimizer: the optimizer of the tables.
+        table_scheduler: learning-rate schedule of the tables; null = the schedule of the dense parameters.
+        memory_per_rank: GiB per rank for lookup tables, their optimizer state and their copies; a limit for the planner
+            (`recpo plan` counts everything).
+        lookups_per_step: ids that a rank looks up per step; the planner estimates communication from it.
+        process_group_backend: ``nccl`` or ``gloo``; null = the one that fits the device.
+        timeout: seconds after which a rank stops waiting for another rank and fails.
         find_unused_parameters: see ``torch.nn.parallel.DistributedDataParallel``.
     """
 
-    #: Tables may be built without memory: they are filled block by block.
+    #: Tables may be built without memory and are then filled block by block.
     shards_tables = True
 
     def __init__(
@@ -85,7 +85,7 @@ class ShardedStrategy(DDPStrategy):
         self._blocks: list[str] = []
 
     def setup(self, trainer: Trainer) -> None:
-        """Shards the tables of the module, then goes on as ``DDPStrategy`` does."""
+        """Shards the tables of the module, then continues as ``DDPStrategy`` does."""
         assert isinstance(self.model, LightningModule)
         if trainer.state.fn != TrainerFn.FITTING:
             raise RecpoError("ShardedStrategy is for training: `recpo evaluate` reads its checkpoints without it")
@@ -109,7 +109,7 @@ class ShardedStrategy(DDPStrategy):
             table.collect_gradients()
 
     def teardown(self) -> None:
-        """Also after an error that came before the tables had memory, which Lightning could not move."""
+        """Also works after an error that occurred before the tables had memory; Lightning could not move them then."""
         assert self.lightning_module is not None
         for table in self.lightning_module.modules():
             if isinstance(table, ItemTable) and table.weight.is_meta:
@@ -122,13 +122,13 @@ class ShardedStrategy(DDPStrategy):
         return True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Writes a checkpoint directory; all ranks call."""
+        """Writes a checkpoint directory. A collective call."""
         rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
         rest["world_size"] = self.world_size
         checkpoints.save(checkpoint["state_dict"], rest, Path(self.broadcast(str(filepath))))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint directory of any number of ranks; all ranks call."""
+        """Reads a checkpoint directory that any number of ranks wrote. A collective call."""
         assert self.lightning_module is not None
         loaded = checkpoints.load(self.lightning_module.state_dict(), self.optimizers, Path(checkpoint_path))
         for table in self._tables:
@@ -138,7 +138,7 @@ class ShardedStrategy(DDPStrategy):
         return loaded | {"state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Nothing is left to do: ``load_checkpoint`` has read the weights where they belong."""
+        """Does nothing: ``load_checkpoint`` has already read the weights into place."""
 
     def _shard(self, module: LightningModule) -> None:
         tables = {
@@ -147,12 +147,12 @@ class ShardedStrategy(DDPStrategy):
             if isinstance(table, ItemTable) and table.use != "whole"
         }
         for table in tables.values():
-            if table.initial is None:  # it was built with memory of its own
+            if table.initial is None:  # the table was built with its own memory
                 table.initial = SavedRows(table.weight.detach())
         of_softmax = {name: table for name, table in tables.items() if table.use == "softmax"}
         looked_up = {name: table for name, table in tables.items() if table.use == "lookup"}
         self._check(tables, of_softmax)
-        # a group of its own: its exchanges in the backward pass must not get between those of DDP
+        # a separate group: its exchanges in the backward pass must not interleave with those of DDP
         group = dist.new_group(timeout=self._timeout) if of_softmax else None
         mesh = None if group is None else DeviceMesh.from_group(group, self.root_device.type)
         for name, table in of_softmax.items():
@@ -255,7 +255,7 @@ class ShardedStrategy(DDPStrategy):
 
 
 def _recount_batches(progress: dict[str, Any], before: int, now: int) -> None:
-    """Lightning counts the batches of one rank: as many events are more batches for fewer ranks.
+    """Adjusts Lightning's batch counts, which are per rank: the same number of events is more batches on fewer ranks.
 
     A checkpoint is written when the last batch is done but not yet counted as completed.
     """
@@ -265,7 +265,7 @@ def _recount_batches(progress: dict[str, Any], before: int, now: int) -> None:
 
 
 def _original(name: str, tables: dict[str, ItemTable]) -> str | None:
-    """The table that a frozen copy copies: ``policy.item_table`` of ``old.policy.item_table``."""
+    """The table that a frozen copy copies: ``policy.item_table`` for ``old.policy.item_table``."""
     head, found, tail = name.rpartition("policy.")
     original = found + tail
     return original if head and original in tables and not tables[name].weight.requires_grad else None

@@ -1,4 +1,4 @@
-"""The one optimizer of all tables, whatever steps each of them."""
+"""The single optimizer of all tables, whichever kernel updates each table."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ _FUSED: Final = {
 
 @dataclass(frozen=True)
 class TableOptions:
-    """How the rows of sharded tables learn; only rows that were looked up move.
+    """The optimizer of sharded tables. Only rows that were looked up change.
 
     Attributes:
-        optimizer: ``rowwise_adagrad`` keeps one number per row, ``adagrad`` one per weight, ``adam`` two, ``sgd`` none.
+        optimizer: ``rowwise_adagrad`` keeps one number per row, ``adagrad`` one per weight, ``adam`` two per weight,
+            ``sgd`` none.
         lr: learning rate of the tables.
-        eps: added to the denominator of all but ``sgd``.
-        betas: of ``adam``.
+        eps: added to the denominator (not for ``sgd``).
+        betas: for ``adam``.
     """
 
     optimizer: TableOptimizerName = "rowwise_adagrad"
@@ -53,22 +54,22 @@ class TableOptions:
             raise RecpoError(f"table_optimizer: lr and eps must not be negative, betas lie in [0, 1), got {self}")
 
     def is_fused(self, device: torch.device) -> bool:
-        """Whether FBGEMM has a fused kernel for it; on a CPU it has none for Adam."""
+        """Whether FBGEMM has a fused kernel for it. FBGEMM has no fused Adam on CPUs."""
         return self.optimizer != "adam" or device.type == "cuda"
 
     def fused_params(self, device: torch.device, *, frozen: bool) -> dict[str, Any]:
-        """What torchrec's sharder is told; tables without a fused optimizer get the one without a state."""
+        """The setting for torchrec's sharder. Tables without a fused optimizer get one without state."""
         name = "sgd" if frozen or not self.is_fused(device) else self.optimizer
         options = {"optimizer": _FUSED[name], "learning_rate": self.lr, "eps": self.eps}
         return options | {"beta1": self.betas[0], "beta2": self.betas[1]} if name == "adam" else options
 
 
 class _Table:
-    """A table with what the optimizer remembers of it.
+    """A table with its optimizer state.
 
     Args:
-        table: sharded for lookups, or whole on every rank.
-        options: of the optimizer.
+        table: sharded for lookups, or complete on every rank.
+        options: the optimizer.
     """
 
     def __init__(self, table: ItemTable, options: TableOptions) -> None:
@@ -83,14 +84,14 @@ class _Table:
             self._state = row_updates.empty_state(weight.detach(), self._names, per_row=self._per_row)
 
     def state(self) -> dict[str, Any]:
-        """By name; over all ranks where the table is sharded, and the memory itself."""
+        """The states by name: sharded like the table, and without copying."""
         if not isinstance(self.table, LookupTable):
             return dict(self._state)
         return {name: self.table.whole(self._state.get(name), per_row=self._per_row) for name in self._names}
 
     @torch.no_grad()
     def step(self, lr: float, steps_before: int) -> None:
-        """Moves the rows that have a gradient, after ``steps_before`` other steps."""
+        """Updates the rows that have a gradient, after ``steps_before`` earlier steps."""
         if self.table.weight.grad is None:
             return
         rows, gradient = row_updates.row_gradient(self.table.weight.grad)
@@ -113,13 +114,13 @@ class _Table:
 
 
 class TableOptimizer(Optimizer):
-    """Steps tables by their gradients, fused kernels where there are any.
+    """Updates tables from their gradients, with fused kernels if available.
 
     Args:
-        tables: by name; sharded for lookups, or whole on every rank.
+        tables: by name; sharded for lookups, or complete on every rank.
         options: see ``TableOptions``.
-        scheduler: makes a learning-rate schedule of the tables' own, which steps with this optimizer; None = the
-            tables follow the schedule of the run.
+        scheduler: creates a learning-rate schedule for the tables, which steps with this optimizer; None = the tables
+            follow the schedule of the run.
     """
 
     def __init__(
@@ -131,12 +132,12 @@ class TableOptimizer(Optimizer):
         super().__init__([table.weight for table in tables.values()], {"lr": options.lr})
         self._tables = {name: _Table(table, options) for name, table in tables.items()}
         self._steps = 0
-        # a schedule is made for an optimizer; this one has nothing to step
+        # a schedule needs an optimizer; this one has no parameters to update
         self._rate = SGD([nn.Parameter(torch.zeros(()))], lr=options.lr)
         self._schedule = None if scheduler is None else scheduler(self._rate)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Moves the rows that have a gradient."""
+        """Updates the rows that have a gradient."""
         assert closure is None
         lr = (self if self._schedule is None else self._rate).param_groups[0]["lr"]
         for table in self._tables.values():
@@ -149,7 +150,7 @@ class TableOptimizer(Optimizer):
             self._schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The states by table and name, which are the memory itself, and the learning rate; whatever the plan."""
+        """The states by table and name (not copied), and the learning rate. The result does not depend on the plan."""
         return {
             "tables": {name: table.state() for name, table in self._tables.items()},
             "steps": self._steps,
@@ -160,7 +161,7 @@ class TableOptimizer(Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores all but the tables' states, which a checkpoint reads into the memory that ``state_dict`` gives."""
+        """Restores all but the tables' states, which a checkpoint reads into the tensors of ``state_dict``."""
         self._steps = state_dict["steps"]
         self.param_groups[0]["lr"] = state_dict["lr"]
         if state_dict["initial_lr"] is not None:

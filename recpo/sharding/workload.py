@@ -1,4 +1,4 @@
-"""What a step of training costs a rank: the policy counted on the meta device, and the formulas of ``costs``."""
+"""The cost of a training step on a rank: the policy counted on the meta device, plus the formulas of ``costs``."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from recpo.sharding.costs import (
 )
 
 PolicyKind = Literal["softmax", "semantic"]
-# a position of a batch: item, watch quantile, reward, propensity and a few flags; an event: item, feedback, time
+# a batch position: item, watch quantile, reward, propensity and a few flags; an event: item, feedback, time
 _BYTES_PER_POSITION, _BYTES_PER_EVENT = 40, 24
-# training counts, which items are in the tail, and which were on a list of the validation
+# training counts, tail flags, and flags of the items on a list of the validation
 _BYTES_PER_ITEM = 8 + 1 + 8
 _NOWHERE = Placement("", [])
 _POSITIVE = (
@@ -47,7 +47,7 @@ _POSITIVE = (
 
 @dataclass(frozen=True)
 class Workload:
-    """A policy, its batches and the ranks that train it; see ``recpo plan`` for the fields."""
+    """A policy, its batches, and the ranks that train it. See ``recpo plan`` for the fields."""
 
     num_items: int
     ranks: int = 1
@@ -76,7 +76,7 @@ class Workload:
     device: policy_costs.Device = "cuda"
 
     def __post_init__(self) -> None:
-        """Refuses what no policy can be."""
+        """Rejects values that no policy can have."""
         for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise RecpoError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -103,17 +103,17 @@ class Workload:
 
     @property
     def scored(self) -> int:
-        """Items that a rank scores: all events of the history, or the slate."""
+        """Number of items that a rank scores: all events of the history, or the slate."""
         return self.batch * (self.slate or self.history)
 
     @property
     def states(self) -> int:
-        """States that they are scored from: one per event, or one per context."""
+        """Number of states that they are scored from: one per event, or one per context."""
         return self.batch * (self.history if self.slate is None else 1)
 
     @cached_property
     def policy_on_meta(self) -> nn.ModuleDict:
-        """The policy's modules with parameters, by name, without memory: on the meta device."""
+        """The policy's modules with parameters, by name, on the meta device (no memory)."""
         encoder: dict[str, Any] = {
             **{"dim": self.dim, "blocks": self.blocks, "layers": self.layers, "heads": self.heads},
             **{"max_history": self.history, "dropout": 0.0, "feedback_levels": self.feedback_levels},
@@ -146,12 +146,12 @@ class Workload:
 
     @property
     def feature_sizes(self) -> policy_costs.FeatureSizes | None:
-        """What is read of the features of an item; None = nothing."""
+        """What the policy reads of an item's features; None = it reads none."""
         return policy_costs.FeatureSizes.of(self.item_features) if self.item_features else None
 
     @cached_property
     def featured_tables(self) -> tuple[str, ...]:
-        """The tables to whose rows features are added."""
+        """The tables with features added to their rows."""
         return tuple(name for name, table in self.item_tables.items() if table.features is not None)
 
     @cached_property
@@ -162,21 +162,21 @@ class Workload:
 
     @property
     def softmax_table(self) -> str | None:
-        """The table that an exact softmax runs over, while the policy trains."""
+        """The table of an exact softmax during training."""
         return next((name for name, table in self.item_tables.items() if table.use == "softmax"), None)
 
     def optimizer_of(self, name: str) -> TableOptimizerName:
-        """The table of an exact softmax is stepped as the dense parameters are, by Adam."""
+        """The table of an exact softmax is updated by Adam, like the dense parameters."""
         return "adam" if name == self.softmax_table else self.optimizer
 
     def gradients(self, name: str, sharding: str) -> int:
-        """How many dense gradients of a table a backward pass makes; see ``costs.block_bytes``."""
+        """Number of dense gradients of a table in a backward pass; see ``costs.block_bytes``."""
         if sharding == "data_parallel":
             return 2
         return 0 if name != self.softmax_table else 2 if self.tie_weights else 1
 
     def tables(self) -> list[TableSpec]:
-        """The tables of the policy and of its frozen copies; ``lookups`` are expected different ids of a step."""
+        """The tables of the policy and of its frozen copies. ``lookups`` counts the expected distinct ids."""
         specs = [
             TableSpec(name, table.num_items + 1, table.dim, self._lookups(name, table.num_items + 1))
             for name, table in self.item_tables.items()
@@ -189,17 +189,17 @@ class Workload:
         return specs + copied
 
     def _lookups(self, name: str, rows: int) -> int:
-        """Different ids that a step is expected to ask a table for, summed over its lookups."""
+        """Expected number of distinct ids that a step requests from a table, summed over its lookups."""
         return round(sum(distinct_ids(count, rows) for count in self._draws(name)))
 
     def encoded_lookups(self, name: str) -> float:
-        """Items whose features a step encodes, as often as it looks them up; 0 where it takes them from the matrix."""
+        """Number of items whose features a step encodes, counted per lookup; 0 if the vectors come from the matrix."""
         asked = sum(self._draws(name))
         shares = name == self.softmax_table and asked * LOOKUPS_WORTH >= self.num_items
         return 0.0 if shares else asked
 
     def _draws(self, name: str) -> list[float]:
-        """The ids that each lookup of a step asks a table for."""
+        """The number of ids that each lookup of a step requests from a table."""
         asked, codes = float(self.events), len(self.codebooks)
         output = self.scored + self.num_negatives if self.normalizer == "sampled" else 0
         if self.policy == "semantic":
@@ -210,17 +210,17 @@ class Workload:
 
     @cached_property
     def dense_parameters(self) -> int:
-        """Parameters that every rank has: all but those of the tables."""
+        """The parameters that every rank has: all except the tables."""
         of_tables = sum(table.weight.numel() for table in self.item_tables.values())
         return sum(parameter.numel() for parameter in self.policy_on_meta.parameters()) - of_tables
 
 
 class StepCosts(NamedTuple):
-    """What a step costs.
+    """The costs of a step.
 
     Attributes:
-        memory: bytes of the rank whose tables are the largest, by part.
-        exchange: what a rank sends per step, by part.
+        memory: bytes by part, on the rank with the largest tables.
+        exchange: bytes that a rank sends per step, by part.
         operations: floating-point operations of a rank per step, by part.
     """
 
@@ -230,7 +230,7 @@ class StepCosts(NamedTuple):
 
 
 def place_softmax_tables(workload: Workload, *, replicated: bool) -> dict[str, Placement]:
-    """Where the table of the exact softmax and its copies lie: cut into rows, or whole on every rank."""
+    """Placement of the exact softmax's table and its copies: cut into rows, or complete on every rank."""
     ranks, placed = workload.ranks, {}
     for spec in workload.tables():
         if (spec.copy_of or spec.name) == workload.softmax_table:
@@ -241,13 +241,13 @@ def place_softmax_tables(workload: Workload, *, replicated: bool) -> dict[str, P
 
 
 def estimate(workload: Workload, placements: dict[str, Placement]) -> StepCosts:
-    """All costs of a step, where all tables of the workload lie as said."""
+    """All costs of a step for a given placement of all tables."""
     memory = table_memory(workload, placements) | _other_memory(workload, placements)
     return StepCosts(memory, _exchange(workload, placements), _operations(workload))
 
 
 def table_memory(workload: Workload, placements: dict[str, Placement]) -> dict[str, float]:
-    """Bytes of those tables that are placed, on the rank that has most of them."""
+    """Bytes of the placed tables on the rank that holds most of them."""
     parts = ("tables", "state of their optimizer", "their dense gradients", "frozen copies of tables")
     of_rank = [[0.0] * len(parts) for _ in range(workload.ranks)]
     for spec in workload.tables():
@@ -286,19 +286,19 @@ def _other_memory(workload: Workload, placements: dict[str, Placement]) -> dict[
         ranks = 1 if placement.sharding == "data_parallel" else w.ranks
         rows = placement.blocks[0].num_rows
         parts["softmax"] = policy_costs.full_softmax_bytes(w.states, w.dim, rows, ranks, w.device)
-    # ids; vectors at home and where they are asked for, and the gradients of both
+    # ids; vectors on their own rank and on the requesting rank; and the gradients of both
     per_id = BYTES_PER_ID + 4 * FLOAT * w.dim
     parts["activations"] = activations
     parts |= _feature_memory(workload, placements)
     parts["looked-up vectors"] = float(sum(spec.lookups for spec in w.tables()) * per_id)
-    if w.device == "cpu":  # beside a GPU they lie in the machine's own memory
+    if w.device == "cpu":  # with a GPU they are in host memory
         parts["arrays over the items"] = float(_BYTES_PER_ITEM * w.num_items)
     parts["batch"] = float(w.events * _BYTES_PER_EVENT + w.scored * _BYTES_PER_POSITION)
     return parts
 
 
 def _feature_memory(workload: Workload, placements: dict[str, Placement]) -> dict[str, float]:
-    """Bytes of the items' features, of encoding those that are looked up, and of the matrix of an exact softmax."""
+    """Bytes of the items' features, of encoding the looked-up items, and of the matrix of an exact softmax."""
     w, sizes = workload, workload.feature_sizes
     if sizes is None:
         return {}
@@ -335,7 +335,7 @@ def _exchange(workload: Workload, placements: dict[str, Placement]) -> dict[str,
 
 
 def _operations(workload: Workload) -> dict[str, float]:
-    """A backward pass costs twice the forward pass; frozen copies have none."""
+    """A backward pass costs twice the forward pass. Frozen copies have no backward pass."""
     w = workload
     passes = 3 + w.copies
     parts = {
@@ -348,7 +348,7 @@ def _operations(workload: Workload) -> dict[str, float]:
             w.scored, w.dim, w.decoder_layers, w.codebooks, w.history
         )
         return parts
-    # forward: logits and expected rows; backward: logits again unless they were kept, and the gradient of the rows
+    # forward: logits and expected rows; backward: logits again unless kept, and the gradient of the rows
     exact = policy_costs.softmax_flops(w.states, w.num_items, w.dim)
     kept = FLOAT * w.states * w.num_items <= KEEP_BYTES
     own = 3 * policy_costs.softmax_flops(w.states, w.num_negatives, w.dim)
@@ -357,7 +357,7 @@ def _operations(workload: Workload) -> dict[str, float]:
 
 
 def _feature_operations(workload: Workload, sizes: policy_costs.FeatureSizes) -> float:
-    """Look-ups; of an exact softmax the rows of a rank, which the backward pass encodes once more."""
+    """Lookups; for an exact softmax also the rows of a rank, which the backward pass encodes again."""
     w = workload
     lookups = sum(map(w.encoded_lookups, w.featured_tables))
     operations = (3 + w.copies) * policy_costs.feature_flops(lookups, w.dim, sizes, w.feature_hidden)
