@@ -10,7 +10,8 @@ catalog for the users of the day that was held out. Prints one JSON line per nig
 reward of the top-10 lists of both runs, the mean paired difference over users with the half-width of its 95 % interval,
 the CPU seconds of every step, the bytes that the extension read of yesterday's directory, and how many items and
 training events there are. With ``--semantic`` the policies generate semantic ids: codes are made once, and kept by
-``tokenize --extends``; scratch makes its own. With ``--features`` items and users have theirs.
+``tokenize --extends``; scratch makes its own. They are made from the vectors of the table of items, or from
+co-occurrence (``--vectors``). With ``--features`` policies read the features of items and users.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import torch
+from scipy.special import stdtrit
 
 import recpo
 from recpo.data.datamodule import evaluation_batches
@@ -34,7 +36,6 @@ from recpo.data.feature_columns import FeatureColumns
 from recpo.evaluation.true_rewards import true_rewards
 
 K, DAY_MS = 10, 86_400_000
-CODES = {"levels": 3, "codebook_size": 64}
 
 
 def days_of(log):
@@ -70,8 +71,12 @@ class Nights:
     def __init__(self, options):
         self.options, self.data, self.warm, self.codes = options, None, None, None
         self.tables = {}
-        if options.features:
+        if options.features or self._content():
             self.tables = {side: pq.read_table(options.world / f"{side}.parquet") for side in ("items", "users")}
+
+    def _content(self):
+        """Whether codes are made from the vectors of the table of items."""
+        return self.options.semantic and self.options.vectors == "features"
 
     def prepare(self, table, name, until, extends=None):
         """The data of one night; the table of items holds those that were born."""
@@ -85,7 +90,11 @@ class Nights:
 
     def tokenize(self, data, name, **options):
         """Codes: all of yesterday's and those of the new items, or new ones."""
-        return timed(recpo.tokenize, data, self.options.work / name, overwrite=True, **options)
+        vectors = recpo.VectorsFromFeatures() if self._content() else recpo.VectorsFromCooccurrence()
+        return timed(recpo.tokenize, data, self.options.work / name, vectors=vectors, overwrite=True, **options)
+
+    def _sizes(self):
+        return {"levels": self.options.levels, "codebook_size": self.options.codebook_size}
 
     def train(self, data, name, epochs, codes=None, **more):
         """A run on one night's data."""
@@ -93,8 +102,8 @@ class Nights:
         kind = "CatalogSoftmaxPolicy"
         if codes is not None:
             kind, policy = "SemanticIdPolicy", policy | {"codes": str(codes.root), "decoder_layers": 1}
-        if self.tables:
-            policy |= {"user_features": True} | ({} if codes is not None else {"item_features": {"id_dropout": 0.1}})
+        if self.options.features:
+            policy |= {"user_features": True, "item_features": {"id_dropout": 0.1}}
         return timed(
             recpo.train,
             data,
@@ -122,7 +131,7 @@ class Nights:
         seconds, codes = {}, None
         data, seconds["prepare_whole"] = self.prepare(pa.concat_tables(days), "whole", until)
         if self.options.semantic:
-            codes, seconds["tokenize_whole"] = self.tokenize(data, "whole-codes", **CODES)
+            codes, seconds["tokenize_whole"] = self.tokenize(data, "whole-codes", **self._sizes())
         run, seconds["scratch"] = self.train(data, "scratch", self.options.epochs, codes)
         return data, run, seconds
 
@@ -130,11 +139,11 @@ class Nights:
         """The run that all nights go on from."""
         self.data, _ = self.prepare(pa.concat_tables(days), "data-0", until)
         if self.options.semantic:
-            self.codes, _ = self.tokenize(self.data, "codes-0", **CODES)
+            self.codes, _ = self.tokenize(self.data, "codes-0", **self._sizes())
         self.warm, _ = self.train(self.data, "warm-0", self.options.epochs, self.codes)
 
     def night(self, days, number, until):
-        """One night of both ways, as a JSON line."""
+        """One night of both ways, as a JSON line; None where nothing is trained from scratch."""
         seconds = {}
         self.data, seconds["prepare"] = self.prepare(days[-1], f"data-{number}", until, self.data)
         if self.options.semantic:
@@ -142,6 +151,8 @@ class Nights:
         newest = {"data.segments": "newest", "data.replay": self.options.replay, "init_from": self.warm}
         epochs = self.options.warm_epochs
         self.warm, seconds["warm"] = self.train(self.data, f"warm-{number}", epochs, self.codes, **newest)
+        if number % self.options.every:
+            return None
         whole, scratch, more = self.scratch(days, until)
         truth = self.options.world / "truth"
         warm, scratch = true_values(self.warm, self.data, truth), true_values(scratch, whole, truth)
@@ -166,12 +177,13 @@ def summary(lines):
     gain = np.array([line["difference"] for line in lines])
     cost = {name: sum(line["cpu_seconds"][name] for line in lines) for name in lines[0]["cpu_seconds"]}
     night = sum(cost.get(name, 0.0) for name in ("prepare", "tokenize", "warm"))
+    quantile = float(stdtrit(max(1, len(lines) - 1), 0.975))
     return {
         "nights": len(lines),
         "warm": round(float(np.mean([line["warm"] for line in lines])), 5),
         "scratch": round(float(np.mean([line["scratch"] for line in lines])), 5),
         "difference": round(float(gain.mean()), 5),
-        "half_width": round(float(2.2 * gain.std(ddof=1) / len(gain) ** 0.5), 5) if len(gain) > 1 else None,
+        "half_width": round(float(quantile * gain.std(ddof=1) / len(gain) ** 0.5), 5) if len(gain) > 1 else None,
         "cpu_ratio": round(cost["warm"] / cost["scratch"], 4),
         "cpu_ratio_of_the_night": round(night / (sum(cost.values()) - night), 4),
     }
@@ -190,6 +202,10 @@ def main():
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--features", action="store_true", help="tables of items and users")
     parser.add_argument("--semantic", action="store_true", help="policies of semantic ids")
+    parser.add_argument("--vectors", choices=("features", "cooccurrence"), default="features", help="codes are made of")
+    parser.add_argument("--levels", type=int, default=3, help="codes of an item")
+    parser.add_argument("--codebook_size", type=int, default=64)
+    parser.add_argument("--every", type=int, default=1, help="train from scratch on every so many nights only")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -200,8 +216,10 @@ def main():
     nights.first(days[:first], times[first - 1])
     lines = []
     for number in range(1, options.nights + 1):
-        lines.append(nights.night(days[: first + number], number, times[first + number - 1]))
-        print(json.dumps(lines[-1]), flush=True)
+        line = nights.night(days[: first + number], number, times[first + number - 1])
+        if line is not None:
+            lines.append(line)
+            print(json.dumps(line), flush=True)
     print(json.dumps(summary(lines)), flush=True)
 
 

@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from recpo.serving.item_index import IndexOptions as IndexOptions
     from recpo.simulation.log import Simulation as Simulation
     from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence as VectorsFromCooccurrence
+    from recpo.tokenizer.feature_vectors import VectorsFromFeatures as VectorsFromFeatures
     from recpo.tokenizer.sources import (
         CodesFromFile as CodesFromFile,
         VectorsFromFrame as VectorsFromFrame,
@@ -203,6 +204,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.serving.item_index": ("IndexOptions",),
     "recpo.simulation.log": ("Simulation",),
     "recpo.tokenizer.cooccurrence": ("VectorsFromCooccurrence",),
+    "recpo.tokenizer.feature_vectors": ("VectorsFromFeatures",),
     "recpo.tokenizer.sources": ("CodesFromFile", "VectorsFromFrame", "VectorsFromParquet"),
     "recpo.tokenizer.tokenization": ("Codes",),
     "recpo.workflows.calibrate": ("calibrate",),

@@ -10,6 +10,7 @@ from rich.table import Table
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, after_tokenize
 from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence
+from recpo.tokenizer.feature_vectors import VectorsFromFeatures
 from recpo.tokenizer.report import MANY_MOVED
 from recpo.tokenizer.sources import CodesFromFile, VectorsFromParquet, VectorSource
 from recpo.tokenizer.tokenization import Codes
@@ -17,7 +18,14 @@ from recpo.workflows.tokenize import VectorsFromRun
 from recpo.workflows.tokenize import tokenize as _tokenize
 
 # Imported so that their short names work as class paths.
-__all__ = ["CodesFromFile", "VectorsFromCooccurrence", "VectorsFromParquet", "VectorsFromRun", "tokenize"]
+__all__ = [
+    "CodesFromFile",
+    "VectorsFromCooccurrence",
+    "VectorsFromFeatures",
+    "VectorsFromParquet",
+    "VectorsFromRun",
+    "tokenize",
+]
 
 
 def tokenize(
@@ -36,8 +44,8 @@ def tokenize(
     Args:
         prepared: directory written by ``recpo prepare``.
         out: directory to make.
-        vectors: what codes are made from: VectorsFromCooccurrence, VectorsFromParquet, VectorsFromRun, or codes that
-            exist already: CodesFromFile.
+        vectors: what codes are made from: VectorsFromCooccurrence, VectorsFromFeatures, VectorsFromParquet,
+            VectorsFromRun, or codes that exist already: CodesFromFile.
         extends: directory that this verb wrote for an earlier catalog: its items keep their codes, new items get
             free tuples by its codebooks.
         progress: show a progress bar on a terminal.

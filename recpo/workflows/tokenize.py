@@ -55,7 +55,7 @@ class VectorsFromRun(VectorSource):
         """See ``VectorSource.read_new``: refused, the vectors of every run lie in a space of their own."""
         raise RecpoError(
             "codebooks cannot encode the item table of another run, whose vectors lie in a space of their own: use "
-            "VectorsFromCooccurrence or VectorsFromParquet for new items, or make all codes anew"
+            "VectorsFromFeatures, VectorsFromParquet or VectorsFromCooccurrence for new items, or make all codes anew"
         )
 
 
@@ -80,8 +80,9 @@ def tokenize(
     Args:
         prepared: what ``recpo.prepare`` returned, or its directory.
         out: directory to make.
-        vectors: what codes are made from: VectorsFromCooccurrence, VectorsFromParquet, VectorsFromRun, a frame with
-            the columns ``item_id`` and ``vector`` (or VectorsFromFrame), or codes that exist already: CodesFromFile.
+        vectors: what codes are made from: VectorsFromCooccurrence, VectorsFromFeatures, VectorsFromParquet,
+            VectorsFromRun, a frame with the columns ``item_id`` and ``vector`` (or VectorsFromFrame), or codes that
+            exist already: CodesFromFile.
         extends: codes that were made for an earlier catalog: its items keep their codes, new items get free tuples
             by its codebooks.
         collisions: how items that share a tuple are told apart: nearest (the last code moves to the nearest free one
