@@ -1,8 +1,8 @@
-"""Item vectors in blocks of rows, for exported programs that search a large catalog without scoring all of it at once.
+"""Item vectors in blocks of rows, for exported programs that search a large catalog block by block.
 
-A loop over the blocks keeps the best items so far and the log-sum-exp of every block, so nothing of the size ``[B, V]``
-is made, and the table is there once: the same rows are searched and looked up. Rows may be rounded to float16 or to
-int8; they are widened one block at a time, in the cache.
+A loop over the blocks keeps the best items so far and the log-sum-exp of every block. Nothing of size ``[B, V]`` is
+allocated, and the table is stored once, for search and for lookups. Rows may be rounded to float16 or int8; they are
+converted back one block at a time, in the cache.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from recpo.errors import RecpoError
 from recpo.policies.catalog_search import ties_to_smaller_id
 from recpo.types import Recommendations
 
-#: How the numbers of an item matrix are stored.
+#: Number format of an item matrix.
 Precision = Literal["float32", "float16", "int8"]
 
 BLOCK_ROWS: Final = 8192
-"""Most rows in a block: at d = 64 rows and scores of 32 users stay in the cache of one core."""
+"""Maximum rows in a block. At d = 64, the rows and the scores of 32 users stay in the cache of one core."""
 
 _LARGEST_INT8: Final = 127
 
 
 class BlockedTable(nn.Module):
-    """Vectors of the items 1..V in blocks of rows of equal size; row 0 and the rows after V are no items.
+    """Vectors of the items 1..V in blocks of equal size. Row 0 and the rows after V are not items.
 
-    With int8 row i is ``columns * scales_i * values_i``: every column is divided by its root mean square first, so that
-    columns of different size (vectors beside the factors of a tilted policy) lose alike.
+    With int8, row i is ``columns * scales_i * values_i``. Every column is first divided by its root mean square, so
+    that columns of different magnitude (vectors next to the factors of a tilted policy) lose equal relative precision.
 
     Args:
-        vectors: ``[V + 1, d]``; row 0 is no item.
-        precision: how the numbers are stored; float16 and int8 round.
+        vectors: ``[V + 1, d]``; row 0 is not an item.
+        precision: number format; float16 and int8 round.
         rooted: see ``recpo.policies.catalog_search.scores_of``.
-        block_rows: most rows in a block, at least 2.
+        block_rows: maximum rows in a block, at least 2.
 
     Attributes:
-        values: ``[n, R, d]`` of the precision.
-        scales: ``[n, R]`` float32, 1 except with int8.
-        columns: ``[d]`` float32, 1 except with int8.
-        bias: ``[n, R]`` float32, -inf where there is no item.
-        written_out: exported programs have the blocks one after the other instead of a loop.
+        values: ``[n, R, d]`` in the number format.
+        scales: ``[n, R]`` float32; 1 except with int8.
+        columns: ``[d]`` float32; 1 except with int8.
+        bias: ``[n, R]`` float32; -inf for rows that are not items.
+        written_out: exported programs contain the blocks one after the other instead of a loop.
 
     Raises:
-        RecpoError: no such precision, or numbers that it cannot hold.
+        RecpoError: an unknown precision, or values that it cannot represent.
     """
 
     values: Tensor
@@ -83,7 +83,7 @@ class BlockedTable(nn.Module):
         self.register_buffer("starts", torch.arange(blocks) * self.rows)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Vectors ``[..., d]`` float32 of the items ``[...]``, as they were rounded; zero for id 0."""
+        """Vectors ``[..., d]`` float32 of the items ``[...]``, with rounding; zero for id 0."""
         block, row = ids // self.rows, ids % self.rows
         vectors = self.values[block, row].float()
         if self.precision == "int8":
@@ -91,12 +91,13 @@ class BlockedTable(nn.Module):
         return vectors
 
     def top_k(self, states: Tensor, k: int, exclude: Tensor, allowed: Tensor | None = None) -> Recommendations:
-        """The ``k`` best items by log-probability, ties to the smaller id; see ``catalog_search.top_k``.
+        """The ``k`` best items by log-probability. Ties are ordered by item id. See ``catalog_search.top_k``.
 
-        ``allowed [B, V + 1]`` bool says which items may be listed; None = every one. The others stay in the normalizer.
+        ``allowed [B, V + 1]`` bool selects the items that may be listed; None = all. The other items remain in the
+        normalizer.
 
-        In a list equal scores stand in the order of their ids. Where the last place is tied, the smaller id has it in
-        ONNX, whose TopK says so; a torch program may list another one of equal score.
+        Items of equal score are ordered by id within a list. If the last place is tied, ONNX chooses the smaller id
+        (its TopK guarantees this); a torch program may list another item of equal score.
         """
         states = states * self.columns if self.precision == "int8" else states
         blocks: tuple[Tensor, ...] = (self.values, self.scales, self.bias, self.starts)
@@ -125,24 +126,24 @@ class BlockedTable(nn.Module):
     def _search(
         self, states: Tensor, k: int, exclude: Tensor, carry: tuple[Tensor, Tensor], block: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """The best items after one block more, and its log-sum-exp ``[B]``, of all its items."""
+        """Adds one block to the search: the best items so far, and the log-sum-exp ``[B]`` of all items of the block."""
         values, scales, bias, start = block[:4]
         scores = self._scores(states, values, scales, bias)
         lse = scores.logsumexp(1)
         place = exclude - start
         inside = (place >= 0) & (place < self.rows)
-        # an id of another block writes +inf, which a minimum ignores
+        # an id outside the block writes +inf, which a minimum ignores
         barred = torch.where(inside, -torch.inf, torch.inf).to(scores.dtype)
         scores = scores.scatter_reduce(1, place.clamp(0, self.rows - 1), barred, "amin")
         if len(block) > 4:
             scores = torch.where(block[4], scores, -torch.inf)
         best, ids = scores.topk(min(k, self.rows), 1)
-        # what was found before has smaller ids and stands first
+        # earlier results have smaller ids and come first
         best, order = torch.cat([carry[0], best], 1).topk(k, 1)
         return (best, torch.cat([carry[1], ids + start], 1).gather(1, order)), lse
 
     def _scores(self, states: Tensor, values: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
-        """Scores ``[B, R]`` of one block, -inf where there is no item."""
+        """Scores ``[B, R]`` of one block; -inf for rows that are not items."""
         rows, own = values.float(), values.shape[1] - self.rooted
         if not self.rooted and self.precision != "int8":
             return F.linear(states, rows, bias)
@@ -157,11 +158,11 @@ class BlockedTable(nn.Module):
 
 
 class RoundedRows(nn.Module):
-    """The first columns of a ``BlockedTable`` in the place of an item table: what an encoder looks up.
+    """The first columns of a ``BlockedTable`` as an item table: the vectors that an encoder looks up.
 
     Args:
         table: the rows.
-        width: how many columns.
+        width: number of columns.
     """
 
     def __init__(self, table: BlockedTable, width: int) -> None:
@@ -175,13 +176,13 @@ class RoundedRows(nn.Module):
 
 
 def validate_precision(precision: object) -> None:
-    """Raises ``RecpoError`` where there is no such precision."""
+    """Raises ``RecpoError`` if the precision is unknown."""
     if precision not in get_args(Precision):
         raise RecpoError(f"item_precision is {precision!r}, expected one of: {', '.join(get_args(Precision))}")
 
 
 def _rounded(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns ``[d]``, scales ``[N]`` and int8 values ``[N, d]`` whose product is nearest to the vectors."""
+    """Columns ``[d]``, scales ``[N]`` and int8 values ``[N, d]`` whose product is closest to the vectors."""
     columns = vectors.square().mean(0).sqrt()
     columns = torch.where(columns > 0, columns, 1.0)
     equalized = vectors / columns

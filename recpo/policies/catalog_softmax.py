@@ -1,4 +1,4 @@
-"""A softmax over the whole catalog on top of a causal history encoder."""
+"""A softmax over the complete catalog on top of a causal history encoder."""
 
 from __future__ import annotations
 
@@ -27,32 +27,34 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         blocks: "sasrec" (transformer, arXiv 1808.09781) or "hstu" (pointwise attention that also reads the time between
             events, arXiv 2402.17152).
         layers: number of blocks.
-        heads: attention heads; divides ``dim``.
-        max_history: H, the most recent events that are read.
-        dropout: probability in the encoder.
-        feedback_levels: levels of ``Histories.feedback`` that the encoder reads, 0 (unknown) included; 0 = none.
-        attention_length: of a longer history, the blocks read only the last so many events; None = all. Slates are then
-            scored after the whole history only (data.layout ImpressionLayout, or a history_length up to this).
-        profile: add to every state a profile of all events (``recpo.policies.encoder.Profile``): long-term taste, at
-            a cost that is linear in the history.
-        fold_in: add to every state what a ridge regression of all feedback on so many projections of the item vectors
-            says (``recpo.policies.encoder.FoldIn``), as a factorization folds users in; 0 = none.
-        similarity: "dot", or "cosine": states and vectors have length 1, so popularity cannot hide in a
-            vector's length; it wants a temperature of about 0.05.
+        heads: attention heads; must divide ``dim``.
+        max_history: H, the number of most recent events that the policy reads.
+        dropout: dropout probability in the encoder.
+        feedback_levels: number of levels of ``Histories.feedback`` that the encoder reads, including 0 (unknown); 0 =
+            none.
+        attention_length: the blocks read only this many recent events of a longer history; None = all events. Slates
+            are then scored only after the complete history (data.layout ImpressionLayout, or a history_length up to
+            this value).
+        profile: add to every state a profile of all events (``recpo.policies.encoder.Profile``). It represents
+            long-term taste at a cost that is linear in the history.
+        fold_in: add to every state a ridge regression of all feedback on this many projections of the item vectors
+            (``recpo.policies.encoder.FoldIn``), as a factorization folds users in; 0 = none.
+        similarity: "dot" or "cosine". With "cosine", states and vectors have length 1, so the length of a vector cannot
+            encode popularity. Use it with a temperature of about 0.05.
         temperature: divides the scores.
-        tie_weights: the input vectors of the items are also the output vectors; False = a second table.
-        sparse: lookups give sparse gradients; worth it with ``normalizer="sampled"`` and a large catalog, and it
-            needs an optimizer that takes them.
-        normalizer: "full" is exact; "sampled" estimates the normalizer from ``num_negatives`` shared items while
-            training (in evaluation mode log-probabilities are exact all the same).
+        tie_weights: use the input vectors of the items as output vectors too; False = a second table.
+        sparse: lookups give sparse gradients. Useful with ``normalizer="sampled"`` and a large catalog; requires an
+            optimizer that supports them.
+        normalizer: "full" is exact. "sampled" estimates the normalizer from ``num_negatives`` shared items during
+            training; in evaluation mode, log-probabilities are exact in both cases.
         num_negatives: K, sampled items per batch.
-        proposal: what they are drawn from: "uniform", or "popularity", ``(count + 1)^0.75`` of the counts given to
-            ``set_item_counts``.
-        item_features: add the features of the items to their vectors; null = ids alone.
-        user_features: the features of the user join the states.
-        context_features: the features of the requests are parts of the events, and join the states.
-        behaviors: what the user did beside watching (``like``, ``follow``, ...) is a part of the events.
-        time_gaps: the time since the event before is a part of each event.
+        proposal: distribution of the sampled items: "uniform", or "popularity", which is ``(count + 1)^0.75`` with the
+            counts given to ``set_item_counts``.
+        item_features: add the features of the items to their vectors; null = ids only.
+        user_features: add the features of the user to the states.
+        context_features: add the features of the requests to the events and to the states.
+        behaviors: add the user's other actions (``like``, ``follow``, ...) to the events.
+        time_gaps: add the time since the previous event to each event.
     """
 
     cdf: Tensor | None
@@ -118,18 +120,18 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
             behaviors=behaviors,
             time_gaps=time_gaps,
         )
-        # a buffer, so that a checkpoint brings its proposal along; zero until the counts are set
+        # a buffer, so that checkpoints contain the proposal; zero until the counts are set
         unset = torch.zeros(num_items + 1, dtype=torch.float64) if proposal == "popularity" else None
         self.register_buffer("cdf", unset)
 
     def set_item_counts(self, counts: Tensor) -> None:
-        """Sets the popularity proposal from the training counts ``[V]`` of the items 1..V, and who has any."""
+        """Sets the popularity proposal and the items with events, from the counts ``[V]`` of the items 1..V."""
         super().set_item_counts(counts)
         if self.cdf is not None:
             self.cdf.copy_(proposal_cdf(counts, 0.75))
 
     def begin_step(self, seed: int) -> None:
-        """See ``Policy.begin_step``: the negatives of the step come from ``seed``, so all ranks have the same."""
+        """See ``Policy.begin_step``: ``seed`` determines the negatives of the step, so all ranks use the same ones."""
         super().begin_step(seed)
         self._step_seed = seed
 
@@ -138,9 +140,9 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         return (self.item_table,) if self.output_table is None else (self.item_table, self.output_table)
 
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
-        """See ``StatePolicy.log_prob``. Positions that share a state share its normalizer.
+        """See ``StatePolicy.log_prob``. Positions with the same state share its normalizer.
 
-        With ``normalizer="sampled"``, in training mode and without ``states``, the estimate of
+        With ``normalizer="sampled"``, in training mode and without ``states``, this is the estimate of
         ``recpo.ops.sampled_softmax.sampled_logprob``.
         """
         slates = batch.slates
@@ -171,7 +173,7 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy).view(wanted.shape)
 
     def catalog_log_prob(self, batch: FeedbackBatch, states: Tensor | None = None) -> Tensor:
-        """See ``StatePolicy.catalog_log_prob``: one product of the states and the whole table."""
+        """See ``StatePolicy.catalog_log_prob``: one product of the states and the complete table."""
         if not self.has_exact_log_prob:
             raise RecpoError(
                 "log-probabilities of the whole catalog are exact, and policy.normalizer is sampled: set it to full (a "
@@ -195,7 +197,7 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         return vectors
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """See ``Policy.recommend``; the catalog is scored in blocks where ``B x V`` is large."""
+        """See ``Policy.recommend``. If ``B x V`` is large, the catalog is scored in blocks."""
         if not 1 <= k <= self.num_items:
             raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
         return self._output.top_k(self.last_states(histories), k, exclude, cosine=self._cosine)
@@ -212,7 +214,7 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         return ids, logp[..., None]
 
     def _check_visible(self, histories: Histories, slates: Slates, wanted: Tensor) -> None:
-        """Raises where a state is asked for that the encoder does not compute."""
+        """Raises if a position needs a state that the encoder does not compute."""
         readable = self.encoder.attention_length
         if histories.item_ids.shape[1] <= readable:
             return
@@ -224,27 +226,27 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
             )
 
     def _scored_states(self, histories: Histories, states: Tensor | None = None) -> Tensor:
-        """The states as the softmax takes them, from those of ``encode`` where they are at hand."""
+        """The states in the form that the softmax takes, computed from the result of ``encode`` if it is given."""
         states = self.encode(histories) if states is None else states
         return F.normalize(states, dim=-1) if self._cosine else states
 
     def last_states(self, histories: Histories) -> Tensor:
-        """States ``[B, d]`` after the whole history, as ``scaled`` makes them."""
+        """States ``[B, d]`` after the complete history, in the form of ``scaled``."""
         return self.scaled(self.encoded_last(self.item_table(readable_ids(histories, self.max_history)), histories))
 
     def scaled(self, states: Tensor) -> Tensor:
-        """States of ``encode`` as the softmax multiplies them with ``output_vectors``: divided by the temperature."""
+        """States in the form that the softmax multiplies with ``output_vectors``: divided by the temperature."""
         states = F.normalize(states, dim=-1) if self._cosine else states
         return states.float() / self.temperature
 
     def output_vectors(self) -> Tensor:
-        """What states are multiplied with, ``[V + 1, d]``; row 0 is no item."""
+        """The vectors ``[V + 1, d]`` that states are multiplied with; row 0 is not an item."""
         vectors = self._output.vectors()
         return F.normalize(vectors, dim=-1) if self._cosine else vectors
 
     @property
     def _output(self) -> ItemTable:
-        """The table whose vectors the states are compared with."""
+        """The table whose vectors are compared with the states."""
         return self.item_table if self.output_table is None else self.output_table
 
     @property
@@ -252,7 +254,7 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         return self.similarity == "cosine"
 
     def _sampled_log_prob(self, histories: Histories, slates: Slates, positions: Tensor, targets: Tensor) -> Tensor:
-        """Estimated log-probabilities; the tied table is looked up once: history, targets and negatives together."""
+        """Estimated log-probabilities, with a single lookup in the tied table for history, targets and negatives."""
         generator = None if self._step_seed is None else torch.Generator(targets.device).manual_seed(self._step_seed)
         if self.cdf is not None:
             if self.cdf[-1] == 0:
@@ -279,10 +281,10 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
 
 
 def shared_states(slates: Slates, positions: Tensor, num_states: int) -> tuple[Tensor, Tensor | None]:
-    """Which of the ``B x num_states`` states the positions need, and the place of each position's state among them.
+    """The states among the ``B x num_states`` that the positions need, and the index of each position's state.
 
-    Neighbors with the same state are grouped, which is all there is in impressions, lists and sequences; the second
-    result is None where every position has its own.
+    Adjacent positions with the same state are grouped, which covers impressions, lists and sequences. The second result
+    is None if every position has its own state.
     """
     keys = positions // slates.mask.shape[1] * num_states + slates.visible.reshape(-1)[positions]
     rows, index = torch.unique_consecutive(keys, return_inverse=True)

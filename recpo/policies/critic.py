@@ -1,4 +1,4 @@
-"""Heads on the states of a policy: state values, values of items in a state, and the scores of a reward model."""
+"""Heads on the states of a policy: state values, action values, and the scores of a reward model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from recpo.ops.kernels import take_rows
 from recpo.policies.item_table import ItemTable
 
-# Values of one block of states and items, beyond which the catalog is searched block by block.
+# Bytes of the values of one block of states and items. Larger catalogs are searched block by block.
 BLOCK_BYTES = 64 << 20
 _ITEMS_PER_BLOCK = 8192
 
@@ -30,7 +30,7 @@ def states_at(states: Tensor, visible: Tensor) -> Tensor:
 
 
 class StateValue(nn.Module):
-    """``V(s)``: one hidden layer on the state. It starts at 0 everywhere.
+    """``V(s)``: one hidden layer on the state. The initial value is 0 for every state.
 
     Args:
         dim: width of the states.
@@ -50,9 +50,9 @@ class StateValue(nn.Module):
 
 
 class ItemValue(nn.Module):
-    """``f(s, item) = <g(s), vector_item> + bias_item`` with one hidden layer ``g`` and vectors of its own.
+    """``f(s, item) = <g(s), vector_item> + bias_item`` with one hidden layer ``g`` and its own item vectors.
 
-    It is Q(s, item) of Q-learning. It starts near 0.
+    This is Q(s, item) of Q-learning. The initial values are close to 0.
 
     Args:
         num_items: catalog size V.
@@ -72,14 +72,14 @@ class ItemValue(nn.Module):
         return (self.project(states) * self.item_table(item_ids)).sum(-1) + self.bias[item_ids]
 
     def project(self, states: Tensor) -> Tensor:
-        """``g(s)``, of the shape of ``states``."""
+        """``g(s)``, in the shape of ``states``."""
         return self.output(F.gelu(self.hidden(states)))
 
     @torch.no_grad()
     def best_items(self, states: Tensor) -> Tensor:
-        """The item ``[N]`` of the largest value in each of the states ``[N, d]``; ties go to the smaller id.
+        """The item ``[N]`` with the largest value in each of the states ``[N, d]``; of equal values the smallest id.
 
-        States and catalog are taken in blocks, so that memory is bounded by ``BLOCK_BYTES``.
+        States and catalog are processed in blocks, so ``BLOCK_BYTES`` bounds the memory.
         """
         count = max(1, BLOCK_BYTES // (4 * _ITEMS_PER_BLOCK))
         best = [self._best_items(self.project(part)) for part in states.split(count)]
@@ -100,9 +100,9 @@ class ItemValue(nn.Module):
 class ItemScore(nn.Module):
     """``f_k(s, item) = <g_k(s), v> + h_k(v) + bias_k[item]``: the K scores of a reward model.
 
-    ``v = A e / |e| + own vector`` with the vector ``e`` that the policy reads of the item. The log exposes an item to
-    few users and many pairs never: an item without much feedback takes after the items that the policy holds for alike.
-    ``g`` and ``h`` have one hidden layer. It starts near 0.
+    ``v = A e / |e| + own vector``, where ``e`` is the vector that the policy reads for the item. A log shows each item
+    to only a few users, so an item with little feedback is scored like the items that the policy considers similar.
+    ``g`` and ``h`` have one hidden layer. The initial scores are close to 0.
 
     Args:
         num_items: catalog size V.
@@ -125,7 +125,7 @@ class ItemScore(nn.Module):
         Args:
             states: ``[..., d]``.
             item_ids: ``[...]``.
-            vectors: ``[..., d]``, what the policy reads of the items.
+            vectors: ``[..., d]``, the vectors that the policy reads for the items.
         """
         items = self.adapt(F.normalize(vectors, dim=-1)) + self.item_table(item_ids)
         match = self.of_state(states).unflatten(-1, (-1, items.shape[-1])) * items.unsqueeze(-2)

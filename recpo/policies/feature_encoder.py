@@ -1,4 +1,4 @@
-"""What features say, as a vector: one encoder for the features of items, of users and of requests."""
+"""Encodes features as a vector: one encoder class for the features of items, users and requests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from recpo.types import Features
 
 
 class FeatureInputs(NamedTuple):
-    """Features as the encoder multiplies them; what does not change is computed once.
+    """Features in the form that the encoder multiplies. Everything constant is computed once.
 
     Attributes:
-        rows: ``[..., M]`` rows of the table of codes: one per category, ``L_i`` per list.
-        weights: ``[..., M]`` their weights; None = 1.
-        dense: ``[..., D]`` numbers, which of them are missing, and every vector with a column that says so.
+        rows: ``[..., M]`` rows of the code table: one per category, ``L_i`` per list.
+        weights: ``[..., M]`` weights of these rows; None = 1.
+        dense: ``[..., D]`` numbers with a flag for each missing one, and vectors, each with such a flag.
     """
 
     rows: Tensor
@@ -30,7 +30,7 @@ class FeatureInputs(NamedTuple):
     dense: Tensor
 
     def at(self, index: Tensor | slice) -> FeatureInputs:
-        """Those of the rows ``index`` of the leading axis."""
+        """Selects the rows ``index`` of the leading axis."""
         weights = None if self.weights is None else self.weights[index]
         return FeatureInputs(self.rows[index], weights, self.dense[index])
 
@@ -38,23 +38,23 @@ class FeatureInputs(NamedTuple):
 class FeatureEncoder(nn.Module):
     """``P gelu(b + sum_c E_c[code_c] + sum_l mean_j E_l[code_lj] + A [x, is missing] + sum_i (B_i v_i or m_i))``.
 
-    ``c`` runs over categories, ``l`` over lists of them, ``x`` are the numbers (0 where missing) and ``v_i`` the
-    vectors, each divided by the root mean square of its own entries: an embedding of text or images speaks by its
-    direction, and the scale of no source counts more than that of another. What is missing (code 0, an empty list, a
-    number or vector of nan) has a learned row of its own, as has what is unknown (code 1). A code beyond the vocabulary
-    that the encoder was made for is unknown.
+    ``c`` runs over categories and ``l`` over lists of categories. ``x`` are the numbers (0 if missing). ``v_i`` are the
+    vectors, each divided by the root mean square of its entries: only the direction of a text or image embedding
+    counts, and all sources have the same scale. Missing values (code 0, an empty list, a number or vector of nan) have
+    their own learned row, and so do unknown values (code 1). A code beyond the encoder's vocabulary counts as unknown.
 
-    ``P`` starts at zero: an untrained encoder adds nothing to what it is added to. The parts before it start so that
-    the argument of the GELU has about the variance 1, whatever features there are.
+    ``P`` is initialized to zero, so an untrained encoder adds nothing. The other parts are initialized such that the
+    argument of the GELU has a variance of about 1 for any set of features.
 
     Args:
         features: fitted features of one side of a ``FeatureSchema``.
         dim: d, width of the result.
-        hidden: width of what is summed.
-        starts_at_zero: False starts ``P`` as ``torch.nn.Linear`` does, for what goes through another layer of zeros.
+        hidden: width of the sum.
+        starts_at_zero: False initializes ``P`` as ``torch.nn.Linear`` does, for results that go through another
+            zero-initialized layer.
 
     Raises:
-        RecpoError: no features, or one that was not fitted.
+        RecpoError: no features are given, or one is not fitted.
     """
 
     _offsets: Tensor
@@ -89,11 +89,11 @@ class FeatureEncoder(nn.Module):
                 nn.init.zeros_(self.output.bias)
 
     def forward(self, features: Features) -> Tensor:
-        """``[..., d]`` of features with the leading shape ``[...]``."""
+        """``[..., d]`` for features with the leading shape ``[...]``."""
         return self.encode(self.inputs(features))
 
     def encode(self, inputs: FeatureInputs) -> Tensor:
-        """``[..., d]`` float32 of ``inputs``, under autocast too."""
+        """``[..., d]`` float32 of ``inputs``, also under autocast."""
         with torch.autocast(inputs.dense.device.type, enabled=False):
             summed = self.bias if self.dense is None else kernels.linear(inputs.dense, self.dense, self.bias)
             if self.table is not None:
@@ -102,7 +102,7 @@ class FeatureEncoder(nn.Module):
         return encoded
 
     def inputs(self, features: Features) -> FeatureInputs:
-        """What ``encode`` reads of ``features``; nothing of it is learned."""
+        """The input of ``encode`` for ``features``. This step has no learned parameters."""
         dtype, lists = self.bias.dtype, features.lists
         self._validate_widths(features)
         codes = torch.cat([features.codes, *lists], -1)
@@ -117,10 +117,10 @@ class FeatureEncoder(nn.Module):
         return FeatureInputs(rows, weights, torch.cat([part.to(dtype) for part in dense], -1))
 
     def _bags(self, inputs: FeatureInputs) -> Tensor:
-        """The weighted sum of the rows of every bag, ``[..., hidden]``."""
+        """The weighted sum of the rows of each bag, ``[..., hidden]``."""
         assert self.table is not None
         rows, weights = inputs.rows, inputs.weights
-        if torch.compiler.is_exporting():  # a sum of look-ups is what every runtime has
+        if torch.compiler.is_exporting():  # every runtime supports a sum of lookups
             found = F.embedding(rows, self.table)
             return (found if weights is None else found * weights[..., None]).sum(-2)
         width = rows.shape[-1]
@@ -129,7 +129,7 @@ class FeatureEncoder(nn.Module):
         return bags.view(*rows.shape[:-1], self.table.shape[1])
 
     def _validate_widths(self, features: Features) -> None:
-        """Raises where the features are others than the encoder was made for."""
+        """Raises if the features differ from those that the encoder was built for."""
         expected = (
             len(of_type(self.features, Category)),
             *(one.length for one in of_type(self.features, Categories)),
@@ -151,9 +151,9 @@ def _repeated(values: Sequence[int], times: Sequence[int]) -> Tensor:
 
 
 def _list_weights(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """``1 / n`` for each of the n codes of a list ``[..., L]``, 0 for its padding.
+    """``1 / n`` for each of the n codes of a list ``[..., L]``, and 0 for padding.
 
-    Of an empty list 1 in the first place, where the code is 0: the row for what is missing.
+    For an empty list, the first place has weight 1. Its code is 0, the row for missing values.
     """
     named = (codes > 0).to(dtype)
     weights = named / named.sum(-1, keepdim=True).clamp_min(1.0)
@@ -162,7 +162,7 @@ def _list_weights(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _directed(vectors: Tensor) -> Tensor:
-    """Vectors ``[..., w]`` whose entries have a mean square of 1, and a column that says which are missing (nan)."""
+    """Vectors ``[..., w]`` whose entries have a mean square of 1, and a column that flags missing vectors (nan)."""
     missing = vectors.isnan().any(-1, keepdim=True)
     values = torch.where(missing, 0.0, vectors)
     size = values.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)

@@ -1,4 +1,4 @@
-"""A policy on item tables and a history encoder, and what features and behaviors add to both."""
+"""Base class of policies with item tables and a history encoder, extended by features and behaviors."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from recpo.types import Features, Histories
 
 
 class FeaturePolicy(StatePolicy):
-    """A ``StatePolicy`` that may read features; what it reads is said in ``_read_features``, at construction.
+    """A ``StatePolicy`` that may read features. ``_read_features`` stores at construction what it reads.
 
-    The parts that read them are made by ``set_schema``, which knows how many codes and numbers there are.
+    ``set_schema`` creates the layers that read features, because the schema determines their sizes.
 
     Attributes:
-        encoder: of histories.
-        history_features: what the encoder reads beside items and feedback; None = nothing.
+        encoder: the history encoder.
+        history_features: what the encoder reads beyond items and feedback; None = nothing.
     """
 
     encoder: HistoryEncoder
@@ -36,7 +36,7 @@ class FeaturePolicy(StatePolicy):
 
     @abstractmethod
     def item_tables(self) -> tuple[ItemTable, ...]:
-        """The tables of vectors of items."""
+        """The tables of item vectors."""
 
     def _read_features(
         self,
@@ -47,14 +47,14 @@ class FeaturePolicy(StatePolicy):
         behaviors: bool,
         time_gaps: bool,
     ) -> None:
-        """Keeps the options; called by the constructor, once the encoder is there."""
+        """Stores the options. The constructor calls it after it has created the encoder."""
         self._item_options, self.history_features = item_features, None
         self.reads_item_features = item_features is not None
         self.reads_user, self.reads_context, self.reads_behaviors = user_features, context_features, behaviors
         self._time_gaps = time_gaps
         self.reads_timestamps = self.encoder.reads_time or time_gaps
         self._schema_missing = self.reads_item_features or user_features or context_features or behaviors
-        if time_gaps and not self._schema_missing:  # no schema says anything about them
+        if time_gaps and not self._schema_missing:  # no schema describes them
             self.set_schema(FeatureSchema())
 
     def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
@@ -85,7 +85,7 @@ class FeaturePolicy(StatePolicy):
                 table.features.assign(features)
 
     def set_item_counts(self, counts: Tensor) -> None:
-        """Says which items had training events ``[V]``: the id rows of the others count nothing beside features."""
+        """Sets which items had training events ``[V]``. For the others, only the features count, not the id row."""
         for table in self.item_tables():
             if table.features is not None:
                 table.features.trained[1:] = counts > 0
@@ -107,7 +107,7 @@ class FeaturePolicy(StatePolicy):
         self._item_options, self.reads_item_features = None, False
 
     def encoded(self, vectors: Tensor, histories: Histories) -> Tensor:
-        """States ``[B, H + 1, d]`` of histories with the item vectors ``[B, H, d]``."""
+        """States ``[B, H + 1, d]`` of histories with item vectors ``[B, H, d]``."""
         if vectors.shape[1] == 0:
             return self.encoded(*_with_a_place(vectors, histories))[:, :1]
         feedback, times, lengths = histories.feedback, histories.timestamps, histories.lengths
@@ -119,7 +119,7 @@ class FeaturePolicy(StatePolicy):
         return self.history_features.joined(states, histories)
 
     def encoded_last(self, vectors: Tensor, histories: Histories) -> Tensor:
-        """The state after the whole history, ``[B, d]``."""
+        """The state after the complete history, ``[B, d]``."""
         if vectors.shape[1] == 0:
             return self.encoded_last(*_with_a_place(vectors, histories))
         feedback, times, lengths = histories.feedback, histories.timestamps, histories.lengths
@@ -141,7 +141,7 @@ class FeaturePolicy(StatePolicy):
 
 
 def _with_a_place(vectors: Tensor, histories: Histories) -> tuple[Tensor, Histories]:
-    """Histories without a place for an event, as where no user of a batch has one, with one place of padding."""
+    """If no user of a batch has an event, the histories have width 0; this adds one padded place."""
 
     def widened(column: Tensor | None) -> Tensor | None:
         return None if column is None else F.pad(column, (0, 1))

@@ -1,4 +1,4 @@
-"""A factor model of grades inside a policy: users are folded in, and bounds computed, in exportable arithmetic."""
+"""A factor model of grades inside a policy: folding in users and computing bounds, with exportable operations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from recpo.types import Histories
 
 
 class GradeFactors(nn.Module):
-    """``grade(h, i) = mean + p(h) · q_i + b(h) + b_i``: the grade (``recpo.feedback.GRADES``) to expect of an item.
+    """``grade(h, i) = mean + p(h) · q_i + b(h) + b_i``: the expected grade of an item (``recpo.feedback.GRADES``).
 
     ``(p, b)`` of a history is the ridge regression of its graded events on the factors of their items. With a
-    ``lower_bound`` so many standard deviations of its posterior are taken from it, ``sqrt(s(h) · t_i)``: the variance
-    of ``recpo.factorization.bounds`` as a dot product.
+    ``lower_bound``, the grade is reduced by that many standard deviations of its posterior, ``sqrt(s(h) · t_i)``. This
+    is the variance of ``recpo.factorization.bounds`` written as a dot product.
 
     Args:
         num_items: V.
@@ -30,11 +30,11 @@ class GradeFactors(nn.Module):
         lower_bound: standard deviations, at least 0.
 
     Attributes:
-        item_factors: ``[V + 1, r]``, ``q``; row 0 is no item and zero.
+        item_factors: ``[V + 1, r]``, ``q``; row 0 is zero and not an item.
         item_bias: ``[V + 1]``.
-        factor_variance: ``[V + 1, r]``, variance of the factors, 0 where they are taken as exact.
+        factor_variance: ``[V + 1, r]``, variance of the factors; 0 if they are treated as exact.
         item_variances: ``[V + 1, rooted]``, ``t``.
-        rooted: width of ``s`` and ``t``: ``(r + 1) (r + 2)``, 0 without a lower bound.
+        rooted: width of ``s`` and ``t``: ``(r + 1) (r + 2)``; 0 without a lower bound.
     """
 
     item_factors: Tensor
@@ -58,9 +58,9 @@ class GradeFactors(nn.Module):
         self.register_buffer("item_factors", torch.zeros(num_items + 1, rank))
         self.register_buffer("item_bias", torch.zeros(num_items + 1))
         self.register_buffer("factor_variance", torch.zeros(num_items + 1, rank))
-        # nothing to keep without a bound
+        # nothing to store without a bound
         self.register_buffer("item_variances", torch.zeros(num_items + 1, self.rooted), persistent=self.rooted > 0)
-        # of an unknown level any number would do: the event counts nothing
+        # the value for an unknown level is arbitrary: such an event has weight 0
         self.register_buffer("_grades", torch.tensor([0.0, *GRADES[1:]], dtype=torch.float64), persistent=False)
 
     def assign(
@@ -71,17 +71,17 @@ class GradeFactors(nn.Module):
         item_covariance: Tensor | None = None,
         noise: float = 0.0,
     ) -> None:
-        """Takes over the factors ``[V, r]`` and biases ``[V]`` of the items 1..V, and what their bounds need.
+        """Sets the factors ``[V, r]`` and biases ``[V]`` of the items 1..V, and the values for their bounds.
 
         Args:
             item_factors: ``q``.
             item_bias: ``b_i``.
             factor_variance: ``[V, r]``.
-            item_covariance: ``[V, r + 1, r + 1]``, inverses of the normal matrices; read with a lower bound only.
+            item_covariance: ``[V, r + 1, r + 1]``, inverses of the normal matrices; read only with a lower bound.
             noise: variance of the noise.
 
         Raises:
-            RecpoError: other sizes than these, or no covariances where there is a bound.
+            RecpoError: wrong sizes, or missing covariances although there is a bound.
         """
         expected = (len(self.item_bias) - 1, self.item_factors.shape[1])
         if item_factors.shape != expected or item_bias.shape != expected[:1]:
@@ -102,8 +102,8 @@ class GradeFactors(nn.Module):
         """``(p, b)`` of every history and, with a lower bound, ``s``: ``[B, r + 1 + rooted]`` float32.
 
         ``argmin sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p|^2 + bias_ridge b^2``
-        with the variances ``v`` of the factors, in float64; zero where no event has a grade. Nothing is read behind
-        ``lengths``.
+        with the variances ``v`` of the factors, in float64. The result is zero if no event has a grade. Positions after
+        ``lengths`` are ignored.
         """
         item_ids, feedback = histories.item_ids, histories.feedback
         if feedback is None:
@@ -124,21 +124,21 @@ class GradeFactors(nn.Module):
         return torch.cat([weights, variances], 1)
 
     def tilt(self, users: Tensor, beta: float) -> Tensor:
-        """``[p / beta, 1 / beta, s / beta^2]`` of folded-in users: what goes with ``item_vectors`` in a score.
+        """``[p / beta, 1 / beta, s / beta^2]`` of folded-in users: the factor that is multiplied with ``item_vectors``.
 
-        What all items share (``mean + b``) is left out.
+        The part that all items share (``mean + b``) is left out.
         """
         rank = self.item_factors.shape[1]
         own = torch.cat([users[:, :rank], torch.ones_like(users[:, :1])], 1) / beta
         return torch.cat([own, users[:, rank + 1 :] / beta**2], 1) if self.rooted else own
 
     def item_vectors(self, item_ids: Tensor | None = None) -> Tensor:
-        """``[q, b, t]`` of the items ``[...]``, ``[..., r + 1 + rooted]``; None = of all, row 0 included."""
+        """``[q, b, t]`` of the items ``[...]``, ``[..., r + 1 + rooted]``; None = all items, including row 0."""
         columns = [self.item_factors, self.item_bias[:, None], *([self.item_variances] if self.rooted else [])]
         return torch.cat([column if item_ids is None else column[item_ids] for column in columns], -1)
 
     def relative_grades(self, users: Tensor, item_ids: Tensor) -> Tensor:
-        """Grades of the items ``[B, C]``, less the bound, but for a constant per user; ``users`` from ``fold_in``."""
+        """Grades of the items ``[B, C]`` minus the bound, up to a constant per user; ``users`` is from ``fold_in``."""
         rank = self.item_factors.shape[1]
         products = (self.item_factors[item_ids] @ users[:, :rank, None]).squeeze(-1) + self.item_bias[item_ids]
         if not self.rooted:

@@ -1,4 +1,4 @@
-"""What a history says beside items and feedback: behaviors, time, the requests of its events, and whose it is."""
+"""Inputs of a history encoder beyond items and feedback: behaviors, time gaps, request features and user features."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _T = TypeVar("_T", Tensor, Features)
 
 
 class HistoryFeatures(nn.Module):
-    """Two additions to a history encoder: parts of the events, and what is known when a state is asked.
+    """Two additions to a history encoder: parts of each event, and features that are known when a state is requested.
 
-    Into the token of event j go ``sum_{b in behaviors_j} e_b + g[bucket of the time since event j - 1] +
-    encoder(context_j)``. They are summed with item vector, position and feedback level.
+    The token of event j includes ``sum_{b in behaviors_j} e_b + g[bucket of the time since event j - 1] +
+    encoder(context_j)``. These are added to the item vector, the position and the feedback level.
 
-    User features and the request that is answered join at the state: ``state_v + C gelu(A state_v + user + request_v)``
-    with an encoder for each. No token has them: the request of a prediction comes after all events that its state
-    attends to, users without an event have a state as well, and the blocks then depend on no request, so that one pass
-    still serves all positions. The hidden layer lets both choose what of the state matters.
+    User features and the features of the current request are added at the state: ``state_v + C gelu(A state_v + user +
+    request_v)``, with one encoder each. They are not part of any token. The request of a prediction is later than all
+    events that its state attends to, users without events have a state as well, and the blocks do not depend on a
+    request, so a single pass still serves all positions. The hidden layer lets both select parts of the state.
 
-    Everything starts at zero: untrained it adds nothing.
+    All parts are initialized to zero: untrained, they add nothing.
 
     Args:
         dim: d, width of tokens and states.
-        schema: whose user and context features are read.
+        schema: the schema whose user and context features are read.
         behaviors: number of behaviors; 0 = they are not read.
-        time_gaps: read the time between neighbors; of the first event that is read it counts as 0.
+        time_gaps: read the time between neighboring events; for the first event it counts as 0.
         user: read the features of the user.
         context: read the features of the requests.
         hidden: width of the hidden layers.
 
     Raises:
-        RecpoError: the schema has no such features.
+        RecpoError: the schema lacks these features.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class HistoryFeatures(nn.Module):
             nn.init.zeros_(self.contract.bias)
 
     def of_events(self, histories: Histories, most: int) -> Tensor | None:
-        """The parts ``[B, min(H, most), d]`` of the most recent events; None where nothing of the kind is read."""
+        """The parts ``[B, min(H, most), d]`` of the most recent events; None if no such input is read."""
         recent = histories.recent(most)
         parts = []
         if self.behaviors is not None:
             sets = _given(recent.behaviors, "behaviors")[..., None]
             powers = 2 ** torch.arange(len(self.behaviors), device=sets.device)
-            named = sets.div(powers, rounding_mode="floor").remainder(2)  # shifts of signed numbers are none in ONNX
+            named = sets.div(powers, rounding_mode="floor").remainder(2)  # ONNX has no shifts of signed integers
             parts.append(named.to(self.behaviors.dtype) @ self.behaviors)
         if self.time_gaps is not None:
             parts.append(F.embedding(gap_buckets(_given(recent.timestamps, "timestamps")), self.time_gaps))
@@ -85,7 +85,7 @@ class HistoryFeatures(nn.Module):
         return sum(parts[1:], parts[0]) if parts else None
 
     def joined(self, states: Tensor, histories: Histories) -> Tensor:
-        """States ``[B, H + 1, d]`` with user and requests; those that the encoder left out (nan) stay so."""
+        """States ``[B, H + 1, d]`` with user and request added. States that the encoder left out (nan) stay nan."""
         if self.expand is None or self.contract is None:
             return states
         hidden = self.expand(states.nan_to_num(0.0))
@@ -96,7 +96,7 @@ class HistoryFeatures(nn.Module):
         return states + self.contract(F.gelu(hidden))
 
     def joined_last(self, states: Tensor, histories: Histories) -> Tensor:
-        """States ``[B, d]`` after the whole history with the user and the request that is answered."""
+        """States ``[B, d]`` after the complete history, with the user and the current request added."""
         if self.request is not None:
             place = histories.lengths[:, None, None]
             answered = _given(histories.context, "context").map(
@@ -107,9 +107,9 @@ class HistoryFeatures(nn.Module):
 
 
 def gap_buckets(timestamps: Tensor) -> Tensor:
-    """Buckets ``floor(log2(1 + gap))`` of the milliseconds since the event before, ``[B, H]``; 0 for the first one."""
+    """Buckets ``floor(log2(1 + gap))`` of the milliseconds since the previous event, ``[B, H]``; the first has 0."""
     gaps = F.pad(timestamps[:, 1:] - timestamps[:, :-1], (1, 0)).double().clamp_min(0)
-    # the half keeps powers of 2 on their side, as in ``time_gap_buckets``
+    # adding a half keeps powers of 2 in the right bucket, as in ``time_gap_buckets``
     return (gaps + 1.5).log2().long().clamp_max(TIME_BUCKETS - 1)
 
 
@@ -123,10 +123,10 @@ def history_features(
     user: bool,
     context: bool,
 ) -> HistoryFeatures | None:
-    """What a policy with these options adds to its encoder; None where it reads nothing of the kind.
+    """The additions that a policy with these options makes to its encoder; None if it has none.
 
     Raises:
-        RecpoError: it reads what the log does not have.
+        RecpoError: it reads something that the log does not have.
     """
     if not (reads_behaviors or time_gaps or user or context):
         return None
