@@ -126,7 +126,7 @@ class BlockedTable(nn.Module):
     def _search(
         self, states: Tensor, k: int, exclude: Tensor, carry: tuple[Tensor, Tensor], block: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Adds one block to the search: the best items so far, and the log-sum-exp ``[B]`` of all items of the block."""
+        """Adds one block to the search: the best items so far, and the log-sum-exp ``[B]`` of its items."""
         values, scales, bias, start = block[:4]
         scores = self._scores(states, values, scales, bias)
         lse = scores.logsumexp(1)

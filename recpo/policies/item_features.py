@@ -1,4 +1,4 @@
-"""The features of the items of a catalog beside their id rows: vectors of items that training never saw."""
+"""Item features beside id rows: vectors for items that training never saw."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from recpo.features.schema import Feature
 from recpo.policies.feature_encoder import FeatureEncoder, FeatureInputs
 from recpo.types import Features
 
-# Items that are encoded at once: what the encoder computes on the way is bounded by these, whatever the catalog.
+# Number of items encoded at once. It bounds the intermediate results, whatever the size of the catalog.
 BLOCK_ITEMS = 1 << 15
 
 
 @dataclass(frozen=True)
 class ItemFeatureOptions:
-    """How item vectors read the features of the items.
+    """How item vectors use the features of the items.
 
     Attributes:
         hidden: width of the encoder's hidden layer.
-        id_dropout: share of the items whose id row is left out in a training step, in the histories and among the
-            candidates alike, so that their features have to do.
+        id_dropout: share of the items whose id row is dropped in a training step, in histories and among candidates, so
+            that the model learns to rely on features.
     """
 
     hidden: int = 64
@@ -41,20 +41,20 @@ class ItemFeatureOptions:
 
 
 class ItemFeatures(nn.Module):
-    """``vector_i = k_i id_row_i + encoder(features_i)``: what features add to the rows of an ``ItemTable``.
+    """``vector_i = k_i id_row_i + encoder(features_i)``: the features of an ``ItemTable``'s items.
 
-    ``k_i`` is 0 for an item without a training event, whose id row nobody trained, and, in a training step, for a share
-    ``id_dropout`` of the items, drawn from the seed of the step and the id alone: all ranks, histories and candidates
-    leave out the same rows. Otherwise it is 1. Without ``begin_step`` nothing is left out.
+    ``k_i`` is 0 for an item without training events, because its id row is untrained. In a training step, ``k_i`` is
+    also 0 for a share ``id_dropout`` of the items. The seed of the step and the id determine which, so all ranks,
+    histories and candidates drop the same rows. Otherwise ``k_i`` is 1. Without ``begin_step`` nothing is dropped.
 
     Args:
         features: fitted item features.
         num_items: catalog size V.
         dim: d.
-        options: see there.
+        options: see ``ItemFeatureOptions``.
 
     Attributes:
-        trained: ``[V + 1]`` bool, which items had events in the training period; saved with the weights.
+        trained: ``[V + 1]`` bool, the items with events in the training period; saved with the weights.
     """
 
     trained: Tensor
@@ -68,15 +68,15 @@ class ItemFeatures(nn.Module):
         self.num_items, self._rate = num_items, options.id_dropout
         self._seed: int | None = None
         self.register_buffer("trained", torch.ones(num_items + 1, dtype=torch.bool))
-        for name in ("_rows", "_weights", "_dense"):  # data, no weights: they lie beside a checkpoint, not in it
+        for name in ("_rows", "_weights", "_dense"):  # data, not weights: stored beside a checkpoint, not in it
             self.register_buffer(name, None, persistent=False)
 
     @torch.no_grad()
     def assign(self, features: Features) -> None:
-        """Takes over the features of the items, leading shape ``[V + 1]``; row 0 is no item.
+        """Sets the features of the items, leading shape ``[V + 1]``; row 0 is not an item.
 
         Raises:
-            RecpoError: features of another number of items.
+            RecpoError: the features belong to another number of items.
         """
         if len(features.codes) != self.num_items + 1:
             raise RecpoError(
@@ -87,44 +87,44 @@ class ItemFeatures(nn.Module):
         self._rows, self._weights, self._dense = inputs.rows.int(), inputs.weights, inputs.dense
 
     def begin_step(self, seed: int) -> None:
-        """Draws which id rows are left out until the next step."""
+        """Draws the id rows to drop until the next step."""
         self._seed = seed
 
     def forward(self, ids: Tensor) -> Tensor:
-        """What the features of the items ``[...]`` add, ``[..., d]``; zero for id 0."""
+        """The part of the vectors that comes from the features of the items ``[...]``, ``[..., d]``; zero for id 0."""
         return self.encoded_by(self.encoder, ids)
 
     def encoded_by(self, encoder: FeatureEncoder, ids: Tensor) -> Tensor:
-        """What ``encoder`` makes of the features of the items ``[...]``, ``[..., d]``; zero for id 0."""
+        """The result of ``encoder`` for the features of the items ``[...]``, ``[..., d]``; zero for id 0."""
         return encoder.encode(self._inputs.at(ids)) * (ids > 0)[..., None]
 
     def kept(self, ids: Tensor) -> Tensor:
-        """``k`` of the items ``[...]``, bool."""
+        """``k`` for the items ``[...]``, bool."""
         kept = self.trained[ids]
         if self.training and self._rate and self._seed is not None:
             kept = kept & ~drawn(ids, self._seed, self._rate)
         return kept
 
     def added_to(self, id_rows: Tensor, ids: Tensor) -> Tensor:
-        """Vectors of the items ``[...]`` with the id rows ``[..., d]``."""
+        """Vectors of the items ``[...]`` with id rows ``[..., d]``."""
         return id_rows * self.kept(ids)[..., None] + self(ids)
 
     def matrix(self, id_rows: Tensor, first: int = 0, weight: float = 1.0) -> Tensor:
-        """Vectors of consecutive items, in memory that is bounded by ``BLOCK_ITEMS`` but for the result.
+        """Vectors of consecutive items. ``BLOCK_ITEMS`` bounds the memory beyond the result.
 
-        The encoder is gone through again in the backward pass.
+        The backward pass runs the encoder again.
 
         Args:
             id_rows: ``[n, d]``.
-            first: id of the first.
-            weight: of the gradient that the encoder gets.
+            first: id of the first item.
+            weight: factor for the encoder's gradient.
         """
         parameters = tuple(self.encoder.parameters())
         matrix: Tensor = _Matrix.apply(id_rows, self, first, weight, *parameters)
         return matrix
 
     def blocks(self, first: int, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """What the features of consecutive items add, some at a time: which rows of ``count``, and ``[n, d]``."""
+        """The feature part of consecutive items, in blocks: yields the rows of ``count`` and their ``[n, d]``."""
         for begin in range(0, count, BLOCK_ITEMS):
             rows = slice(begin, min(begin + BLOCK_ITEMS, count))
             vectors = self.encoder.encode(self._inputs.at(slice(first + rows.start, first + rows.stop)))
@@ -170,7 +170,7 @@ class _Matrix(torch.autograd.Function):
 
 
 def drawn(ids: Tensor, seed: int, rate: float) -> Tensor:
-    """True for a share ``rate`` of the ids, as the seed and the id alone say; a hash, so that nothing is kept.
+    """True for a share ``rate`` of the ids. A hash of seed and id decides, so nothing has to be stored.
 
     Steele et al., "Fast splittable pseudorandom number generators" (2014), the mixing function of SplitMix64.
     """
@@ -187,5 +187,5 @@ def _signed(value: int) -> int:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """int64 shifted to the right with zeros from the left."""
+    """Logical right shift of int64 (fills with zeros)."""
     return (values >> bits) & (2 ** (64 - bits) - 1)

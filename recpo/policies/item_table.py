@@ -1,4 +1,4 @@
-"""The item embedding table: the one seam that sharding replaces."""
+"""The item embedding table: the only module that sharding replaces."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from recpo.policies import catalog_search, sampling
 from recpo.policies.item_features import ItemFeatures
 from recpo.types import Recommendations, SamplingOptions
 
-#: What training does with a table: it looks rows up ("lookup"), multiplies states with all of it ("softmax"), or reads
-#: the weight itself ("whole"), which is then on every rank.
+#: How training uses a table: it looks rows up ("lookup"), multiplies states with the full table ("softmax"), or reads
+#: the weight itself ("whole"), which must then be complete on every rank.
 TableUse = Literal["lookup", "softmax", "whole"]
 
 _ON_META: ContextVar[bool] = ContextVar("tables_on_meta", default=False)
 _BLOCK_ROWS = 1 << 16
-# A step that looks up an item for every so many of the catalog, or more, takes them from the matrix of its softmax.
+# If a step looks up at least one item per this many catalog items, it reads them from the matrix of its softmax.
 LOOKUPS_WORTH = 8
 
 
 @contextmanager
 def tables_on_meta() -> Iterator[None]:
-    """Tables made inside hold no memory: each rank fills the part that sharding gives it from ``ItemTable.initial``."""
+    """Creates tables without memory: each rank later fills its part from ``ItemTable.initial``."""
     token = _ON_META.set(True)
     try:
         yield
@@ -39,14 +39,14 @@ def tables_on_meta() -> Iterator[None]:
 
 
 class Rows(Protocol):
-    """The rows of a whole table, of which any range can be had without the rest."""
+    """The rows of a complete table. Any range can be read without the rest."""
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Rows ``[stop - start, d]``."""
 
 
 class RandomRows:
-    """Normally distributed rows that depend on the seed and the row alone, not on who asks for how many of them.
+    """Normally distributed rows that depend only on the seed and the row, not on the range that is read.
 
     Args:
         seed: of the table.
@@ -75,10 +75,10 @@ class RandomRows:
 
 
 class SavedRows:
-    """The rows of a table that was saved; they are read where they are asked for.
+    """The rows of a saved table, read on demand.
 
     Args:
-        rows: of the whole table ``[V + 1, d]``: a tensor mapped from a file, or what reads slices of one.
+        rows: the complete table ``[V + 1, d]``: a tensor mapped from a file, or an object that reads slices of one.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -92,10 +92,10 @@ class SavedRows:
 
 
 class _StepMatrix:
-    """The vectors of all items in a training step, with their gradient, until the backward pass has gone through them.
+    """The vectors of all items in a training step, with their gradient, kept until the backward pass has used them.
 
     Attributes:
-        announced: a step has begun; without that there is nothing to share.
+        announced: a step has started; otherwise nothing is shared.
     """
 
     def __init__(self) -> None:
@@ -107,11 +107,11 @@ class _StepMatrix:
         return _StepMatrix()
 
     def renew(self) -> None:
-        """Begins a step."""
+        """Starts a step."""
         self.announced, self._matrix = True, None
 
     def of(self, weight: Tensor, features: ItemFeatures) -> Tensor:
-        """The matrix of these id rows and features as they are now."""
+        """The matrix for the current id rows and features."""
         state = (weight._version, *(parameter._version for parameter in features.encoder.parameters()))
         if self._matrix is None or state != self._state:
             matrix = features.matrix(weight)
@@ -127,24 +127,24 @@ class _StepMatrix:
 
 
 class ItemTable(nn.Module):
-    """Vectors of the items 1..V; row 0 is the padding item, which is zero and stays zero.
+    """Vectors of the items 1..V. Row 0 is the padding item; it is zero and stays zero.
 
-    A policy looks its items up once per step through ``forward``, and a softmax over the catalog runs over the rows
-    1..V; a sharded table takes the place of this module in both. With ``features`` a vector is the sum of an id row, a
-    row of ``weight``, and what the item's features say; sharding cuts the id rows and nothing else.
+    A policy looks up its items once per step through ``forward``, and a softmax over the catalog uses the rows 1..V. A
+    sharded table replaces this module for both. With ``features``, a vector is the sum of an id row (a row of
+    ``weight``) and the encoded features of the item. Sharding splits only the id rows.
 
     Args:
         num_items: catalog size V.
         dim: width d of the vectors.
-        sparse: lookups give sparse gradients, for optimizers that take them (``SparseAdam``, ``Adagrad``): 2 to 3 times
-            faster steps on large tables.
+        sparse: lookups give sparse gradients, for optimizers that support them (``SparseAdam``, ``Adagrad``): steps on
+            large tables are 2 to 3 times faster.
         std: standard deviation of the initial values.
-        use: what training does with it, which decides how it may be sharded.
+        use: how training uses the table; it determines the possible kinds of sharding.
 
     Attributes:
         weight: ``[V + 1, d]``, the id rows.
-        features: what item features add to them; None = nothing.
-        initial: where a table made inside ``tables_on_meta`` gets its values from; None elsewhere.
+        features: the features of the items; None = none.
+        initial: the initial values of a table that was created inside ``tables_on_meta``; otherwise None.
     """
 
     features: ItemFeatures | None
@@ -166,7 +166,7 @@ class ItemTable(nn.Module):
             self.weight[0] = 0
 
     def begin_step(self, seed: int) -> None:
-        """Says that a training step begins: which id rows it leaves out is drawn from ``seed``."""
+        """Starts a training step. ``seed`` determines the id rows that the step drops."""
         if self.features is not None:
             self.features.begin_step(seed)
             self._of_step.renew()
@@ -180,14 +180,14 @@ class ItemTable(nn.Module):
         return self.features.added_to(self.id_rows(ids), ids)
 
     def id_rows(self, ids: Tensor) -> Tensor:
-        """``forward`` without what the features add."""
+        """``forward`` without the features."""
         return F.embedding(ids, self.weight, padding_idx=0, sparse=self.sparse)
 
     def vectors(self) -> Tensor:
-        """The vectors of all items, ``[V + 1, d]``; row 0 is no item.
+        """The vectors of all items, ``[V + 1, d]``; row 0 is not an item.
 
-        With features they are computed here: in a training step that ``begin_step`` announced once, for whoever asks,
-        until its backward pass.
+        With features, this method computes the matrix. In a training step that ``begin_step`` announced, it computes it
+        once and shares it until the backward pass.
         """
         if self.features is None:
             return self.weight
@@ -196,7 +196,7 @@ class ItemTable(nn.Module):
         return self._of_step.of(self.weight, self.features)
 
     def _shares_matrix(self, lookups: int) -> bool:
-        """Whether so many look-ups are worth the matrix of all items, which the softmax of the step takes as well."""
+        """Whether this many lookups justify the matrix of all items, which the softmax of the step needs as well."""
         if not (self.training and torch.is_grad_enabled()) or self.use != "softmax":
             return False
         return self._of_step.announced and lookups * LOOKUPS_WORTH >= self.num_items
@@ -241,16 +241,17 @@ class ItemTable(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows."""
+        """The text that ``repr`` shows."""
         return f"{self.num_items}, {self.dim}, sparse={self.sparse}, use={self.use!r}"
 
 
 class PlacedTable(ItemTable):
-    """A table that sharding put in the place of an ``ItemTable``, and what training has to know of it.
+    """A table with which sharding replaced an ``ItemTable``, and the facts about it that training needs.
 
     Attributes:
-        is_block: ``weight`` holds this rank's part of the table, not all of it.
-        optimizer: Optimizer that updates ``weight`` when the training module's own optimizer does not; otherwise None.
+        is_block: ``weight`` is this rank's part of the table, not the complete table.
+        optimizer: the optimizer that updates ``weight`` if the training module's own optimizer does not; otherwise
+            None.
     """
 
     is_block: bool
@@ -262,4 +263,4 @@ class PlacedTable(ItemTable):
         self.features, self._of_step = table.features, _StepMatrix()
 
     def changed(self) -> None:
-        """Must be called after the weights were changed in place; a table may keep something computed from them."""
+        """Call it after the weights were changed in place, because a table may cache values derived from them."""

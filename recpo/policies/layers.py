@@ -1,6 +1,6 @@
-"""Layers of the encoders: causal attention blocks over histories with or without their padding, and their parts.
+"""Layers of the encoders: causal attention blocks over histories, with or without padding, and their parts.
 
-State-dict keys of ``Linear`` and ``ByteDropout`` are those of their namesakes in ``torch.nn``.
+State-dict keys of ``Linear`` and ``ByteDropout`` equal those of the corresponding classes in ``torch.nn``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from recpo.errors import RecpoError
 from recpo.ops import kernels
 
-# Gaps in milliseconds fall into buckets of their logarithm to base 2: 2^42 ms is 139 years.
+# Time gaps in milliseconds are grouped by their base-2 logarithm: 2^42 ms is 139 years.
 TIME_BUCKETS = 44
-# Share of the places that hold an event from which on packing costs more than the padding.
+# If at least this share of the places holds an event, packing costs more than the padding.
 _NOT_WORTH_IT = 0.75
 
 
@@ -29,11 +29,11 @@ class Linear(nn.Linear):
 
 
 class ByteDropout(nn.Module):
-    """Inverted dropout that decides with one random byte per element.
+    """Inverted dropout that uses one random byte per element.
 
-    See ``recpo.ops.kernels``. The rate is rounded to a multiple of 1/256, a rate above 0 to one
-    of 1/256 to 255/256, and the survivors are scaled by the reciprocal of the rounded keep rate, so the expectation is
-    untouched. On other devices it is ``torch.nn.functional.dropout`` at the rounded rate.
+    See ``recpo.ops.kernels``. The rate is rounded to a multiple of 1/256; a rate above 0 becomes at least 1/256 and at
+    most 255/256. Surviving elements are scaled by the reciprocal of the rounded keep rate, so the expectation does not
+    change. On other devices this is ``torch.nn.functional.dropout`` with the rounded rate.
 
     Args:
         rate: probability that an element is set to zero, in [0, 1).
@@ -46,21 +46,21 @@ class ByteDropout(nn.Module):
         self.threshold = min(max(round(rate * 256), 1), 255) if rate else 0
 
     def forward(self, values: Tensor) -> Tensor:
-        """``values`` in evaluation mode; in training mode with elements dropped."""
+        """``values`` in evaluation mode; in training mode, with elements dropped."""
         if not self.training or self.threshold == 0:
             return values
         return kernels.dropout(values, self.threshold)
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows."""
+        """The text that ``repr`` shows."""
         return f"rate={self.threshold / 256:g}"
 
 
 class Packing(NamedTuple):
-    """Where the events of right-padded histories are.
+    """The places of the events in right-padded histories.
 
-    Most users of a log have few events and a batch is as wide as its longest history, so that most of it is padding
-    (86 % of Amazon Beauty at 50 events, where an encoder that skips it is several times faster).
+    Most users have few events, and a batch is as wide as its longest history, so most of it is padding: 86 % on Amazon
+    Beauty with 50 events, where an encoder that skips the padding is several times faster.
 
     Attributes:
         places: ``[N]``, the places of the events in the flattened ``[B, H]``.
@@ -74,9 +74,9 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Tensor, length: int) -> Packing | None:
-        """The packing of histories with ``lengths [B]`` events, padded to ``length``; None where it is not worth it.
+        """The packing of histories with ``lengths [B]`` events, padded to ``length``; None if it would not be faster.
 
-        An exported program keeps the padding: its shapes must not depend on values.
+        An exported program keeps the padding, because its shapes must not depend on values.
         """
         if torch.compiler.is_exporting():
             return None
@@ -89,7 +89,7 @@ class Packing(NamedTuple):
         return kernels.take_rows(padded, self.places)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """``[N, d]`` to ``[B, H, d]``, zero where there is no event."""
+        """``[N, d]`` to ``[B, H, d]``; zero at padded places."""
         padded = packed.new_zeros(self.batch * self.length, packed.shape[-1])
         return padded.index_copy(0, self.places, packed).view(self.batch, self.length, -1)
 
@@ -97,14 +97,14 @@ class Packing(NamedTuple):
 class SASRecBlock(nn.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``, each with dropout on its output.
 
-    Departures from the paper: normalization precedes both sub-layers, the feed-forward layer is ``expansion`` times
-    wider and uses GELU, attention weights are not dropped (the fused kernels have no dropout on a CPU).
+    Differences from the paper: both sub-layers are pre-normalized; the feed-forward layer is ``expansion`` times wider
+    and uses GELU; attention weights are not dropped, because the fused CPU kernels have no dropout.
 
     Args:
         dim: d, divisible by ``heads``.
         heads: attention heads.
-        expansion: width of the feed-forward layer over d.
-        dropout: probability on the output of each sub-layer.
+        expansion: width of the feed-forward layer relative to d.
+        dropout: dropout probability on the output of each sub-layer.
     """
 
     def __init__(self, dim: int, heads: int, *, expansion: int = 4, dropout: float = 0.2) -> None:
@@ -119,16 +119,16 @@ class SASRecBlock(nn.Module):
         self.dropout = ByteDropout(dropout)
 
     def forward(self, states: Tensor, time_gaps: Tensor | None = None, packing: Packing | None = None) -> Tensor:
-        """Maps ``[B, H, d]`` to ``[B, H, d]``; position j depends on positions <= j. ``time_gaps`` are not used.
+        """Maps ``[B, H, d]`` to ``[B, H, d]``. Position j depends on positions <= j. ``time_gaps`` are not used.
 
-        With ``packing`` it maps the events alone, ``[N, d]`` to ``[N, d]``; only the attention sees padding.
+        With ``packing`` it maps only the events, ``[N, d]`` to ``[N, d]``; only the attention sees padding.
         """
         return self._feed_forward(states, self._attended(states, packing))
 
     def at(
         self, states: Tensor, places: Tensor, time_gaps: Tensor | None = None, packing: Packing | None = None
     ) -> Tensor:
-        """The rows ``places [B]`` of what ``forward`` gives, flattened: ``[B, d]``, without the cost of the others."""
+        """Rows ``places [B]`` of the flattened result of ``forward``: ``[B, d]``, without the cost of the other rows."""
         return self._feed_forward(
             kernels.take_rows(states, places), kernels.take_rows(self._attended(states, packing), places)
         )
@@ -152,17 +152,18 @@ class SASRecBlock(nn.Module):
 class HSTUBlock(nn.Module):
     """``x + W (norm(SiLU(q kᵀ + bias) v) ⊙ u)`` with ``u, v, q, k = SiLU(W' norm(x))``.
 
-    The attention weights are pointwise: they do not sum to one, so the strength of an interest survives. The bias has a
-    relative-position part and, where timestamps are given, a part by the logarithm of the time between the events.
+    The attention weights are pointwise. They do not sum to one, so the intensity of an interest is preserved. The bias
+    has a part for the relative position and, if timestamps are given, a part for the logarithm of the time between the
+    events.
 
-    Departure from the paper: the sum over events is divided by the number of visible events of the position instead of
-    by the maximal length, so that padding to another length changes nothing.
+    Difference from the paper: the sum over events is divided by the number of visible events of the position and not by
+    the maximum length, so that the amount of padding does not matter.
 
     Args:
         dim: d, divisible by ``heads``.
         heads: attention heads.
         max_history: the largest relative position.
-        dropout: probability on the output.
+        dropout: dropout probability on the output.
     """
 
     def __init__(self, dim: int, heads: int, *, max_history: int, dropout: float = 0.2) -> None:
@@ -177,7 +178,7 @@ class HSTUBlock(nn.Module):
         self.dropout = ByteDropout(dropout)
 
     def forward(self, states: Tensor, time_gaps: Tensor | None = None, packing: Packing | None = None) -> Tensor:
-        """Maps ``[B, H, d]`` to ``[B, H, d]``; position j depends on positions <= j.
+        """Maps ``[B, H, d]`` to ``[B, H, d]``. Position j depends on positions <= j.
 
         Args:
             states: ``[B, H, d]``.
@@ -190,11 +191,11 @@ class HSTUBlock(nn.Module):
     def at(
         self, states: Tensor, places: Tensor, time_gaps: Tensor | None = None, packing: Packing | None = None
     ) -> Tensor:
-        """The rows ``places [B]`` of what ``forward`` gives, flattened: ``[B, d]``, without the cost of the others."""
+        """Rows ``places [B]`` of the flattened result of ``forward``: ``[B, d]``, without the cost of the other rows."""
         return self._gated(*(kernels.take_rows(part, places) for part in (states, *self._attended(states, time_gaps))))
 
     def _attended(self, states: Tensor, time_gaps: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What the events before a position say of it, and the gate, ``[B, H, d]`` each."""
+        """The attention output of every position, and its gate, ``[B, H, d]`` each."""
         batch, length, dim = states.shape
         mixed = F.silu(self.gate_value_query_key(self.norm(states)))
         gate, rest = mixed[..., :dim], mixed[..., dim:]
@@ -213,7 +214,7 @@ class HSTUBlock(nn.Module):
 
 
 def time_gap_buckets(timestamps: Tensor) -> Tensor:
-    """Buckets ``floor(log2(1 + gap))`` of the milliseconds between events, ``[B, H, H]``; 0 for gaps into the past."""
-    # in floating point: ONNX Runtime clips int64 wrongly from 2^31 on; the half keeps powers of 2 on their side
+    """Buckets ``floor(log2(1 + gap))`` of the milliseconds between events, ``[B, H, H]``; 0 for negative gaps."""
+    # in floating point: ONNX Runtime clips int64 incorrectly from 2^31 on; adding a half keeps powers of 2 in place
     gaps = (timestamps[:, :, None] - timestamps[:, None, :]).double().clamp_min(0)
     return (gaps + 1.5).log2().long().clamp_max(TIME_BUCKETS - 1)

@@ -1,13 +1,14 @@
 """The lazy decoder: generates the codes of an item from the states of a history (OneRec-V2, arXiv 2508.20900).
 
-It is lazy in that it does nothing to the context but attend to it: keys and values are made once from the history's
-states, without a projection in the cross-attention itself, and are shared by decoder layers and groups of query heads.
+It is lazy because it only attends to the context and does not transform it: keys and values are computed once from the
+history's states, the cross-attention itself has no projection, and decoder layers and groups of query heads share keys
+and values.
 
-Departure from the paper: a decoder starts from the last state, not from a constant that has to find it by attention.
-Measured on Amazon Beauty: what took three epochs takes two.
+Difference from the paper: the decoder starts from the last state and not from a constant that must find it by
+attention. On Amazon Beauty this reduced three epochs to two.
 
-Shapes: ``B`` contexts, ``H + 1`` states, ``S`` items (slate positions or beams) per context, ``N`` items in all, ``T``
-codes per item, ``G`` key-value groups, ``c = d / heads``.
+Shapes: ``B`` contexts, ``H + 1`` states, ``S`` items (slate positions or beams) per context, ``N`` items in total,
+``T`` codes per item, ``G`` key-value groups, ``c = d / heads``.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from torch import Tensor, nn
 from recpo.errors import RecpoError
 from recpo.policies.layers import ByteDropout, Linear
 
-#: Keys and values ``[N, heads, t, c]`` of the codes so far, for every layer.
+#: Keys and values ``[N, heads, t, c]`` of the codes so far, for each layer.
 Cache = list[tuple[Tensor, Tensor]]
 
 
 class Context(NamedTuple):
-    """What every item of a context may attend to.
+    """The part of a context that its items may attend to.
 
     Attributes:
-        keys: for every key-value layer ``[B, G, H + 1, c]``.
-        values: for every key-value layer ``[B, G, H + 1, c]``.
-        states: ``[B, H + 1, d]`` themselves.
+        keys: ``[B, G, H + 1, c]`` for each key-value layer.
+        values: ``[B, G, H + 1, c]`` for each key-value layer.
+        states: the states ``[B, H + 1, d]``.
     """
 
     keys: list[Tensor]
@@ -40,11 +41,11 @@ class Context(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where the N items stand among the contexts.
+    """Assigns the N items to contexts.
 
     Attributes:
-        visible: ``[B, S]``, the last state that the item in that place may attend to.
-        places: ``[N]`` their places in the flattened ``[B, S]``; None = every place holds one, N = B x S.
+        visible: ``[B, S]``, the last state that the item at that place may attend to.
+        places: ``[N]``, the places of the items in the flattened ``[B, S]``; None = every place has an item, N = B x S.
     """
 
     visible: Tensor
@@ -58,10 +59,10 @@ class LazyDecoder(nn.Module):
         dim: d, width of the states and of the decoder.
         codebook_sizes: ``K_t`` of every code.
         layers: decoder layers.
-        heads: query heads; divides ``dim``.
-        kv_groups: G, groups of query heads that share keys and values; divides ``heads``.
-        kv_layers: how many different sets of keys and values there are; layer l uses set ``l kv_layers // layers``.
-        dropout: probability, on the output of each sub-layer.
+        heads: query heads; must divide ``dim``.
+        kv_groups: G, groups of query heads that share keys and values; must divide ``heads``.
+        kv_layers: number of distinct sets of keys and values; layer l uses set ``l kv_layers // layers``.
+        dropout: dropout probability on the output of each sub-layer.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class LazyDecoder(nn.Module):
         self.code_heads = nn.ModuleList(Linear(dim, size) for size in codebook_sizes)
 
     def read(self, states: Tensor) -> Context:
-        """Keys and values of the states ``[B, H + 1, d]``, once for all layers and items."""
+        """Keys and values of the states ``[B, H + 1, d]``, computed once for all layers and items."""
         batch, length, _ = states.shape
         split = self.context(states).view(batch, length, self.kv_layers, 2, self.groups, -1)
         keys, values = split.permute(2, 3, 0, 4, 1, 5).unbind(1)
@@ -111,12 +112,12 @@ class LazyDecoder(nn.Module):
         """Teacher forcing: all T positions of all items in one pass.
 
         Args:
-            codes: ``[N, T - 1, d]`` vectors of the codes of the items, without the last one.
+            codes: ``[N, T - 1, d]`` vectors of the items' codes, without the last one.
             context: see ``read``.
-            placement: where the N items stand.
+            placement: the contexts of the N items.
 
         Returns:
-            ``[N, T, d]``: row t is what head t reads to tell code t.
+            ``[N, T, d]``: row t is the input of head t, which predicts code t.
         """
         start = self._started(context, placement)[:, None]
         hidden, _ = self._run(torch.cat([start, codes], 1) + self.position, context, placement, None)
@@ -125,14 +126,14 @@ class LazyDecoder(nn.Module):
     def step(
         self, level: int, codes: Tensor | None, context: Context, placement: Placement, cache: Cache | None
     ) -> tuple[Tensor, Cache]:
-        """One more code for every item.
+        """Decodes one more code for every item.
 
         Args:
-            level: which code is to be told, 0 .. T - 1.
-            codes: ``[N, d]`` vectors of the code before it; None at level 0.
+            level: index of the code to predict, 0 .. T - 1.
+            codes: ``[N, d]`` vectors of the previous code; None at level 0.
             context: see ``read``.
-            placement: where the N items stand.
-            cache: of the step before, None at level 0.
+            placement: the contexts of the N items.
+            cache: the cache of the previous step; None at level 0.
 
         Returns:
             Logits ``[N, K_level]`` over the codebook, and the cache for the next step.
@@ -142,7 +143,7 @@ class LazyDecoder(nn.Module):
         return self.logits(level, hidden[:, 0]), cache
 
     def _started(self, context: Context, placement: Placement) -> Tensor:
-        """``[N, d]``, what stands before the first code: the last state that the item may attend to."""
+        """``[N, d]``, the input before the first code: the last state that the item may attend to."""
         width = context.states.shape[2]
         last = context.states.gather(1, placement.visible[..., None].expand(-1, -1, width)).reshape(-1, width)
         return self.start + (last if placement.places is None else last[placement.places])
@@ -205,7 +206,7 @@ class LazyDecoderBlock(nn.Module):
             hidden: ``[N, t, d]``.
             keys: ``[B, G, H + 1, c]`` of the context.
             values: ``[B, G, H + 1, c]`` of the context.
-            is_visible: ``[B, S, H + 1]`` bool, which states the item in that place may attend to.
+            is_visible: ``[B, S, H + 1]`` bool, the states that the item at that place may attend to.
             places: see ``Placement``.
             past: keys and values of earlier codes; then t = 1.
 
@@ -222,7 +223,7 @@ class LazyDecoderBlock(nn.Module):
     def _cross(
         self, queries: Tensor, keys: Tensor, values: Tensor, is_visible: Tensor, places: Tensor | None
     ) -> Tensor:
-        """Every item and every query head of a group is one more query to the same keys: nothing is repeated."""
+        """Treats every item and every query head of a group as one more query to the same keys, without copies."""
         items, tokens, dim = queries.shape
         batch, positions, length = is_visible.shape
         flat = queries.reshape(items, tokens * dim)

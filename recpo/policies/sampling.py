@@ -1,4 +1,4 @@
-"""Sampling: from any softmax (noise, nucleus), and from one over the catalog, scored in blocks of items."""
+"""Sampling from any softmax (noise, nucleus), and from a softmax over the catalog, scored in blocks of items."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recpo.types import SamplingOptions
 
 
 def validate_sampling(group_size: int, options: SamplingOptions) -> None:
-    """Raises on what describes no distribution.
+    """Raises if the options do not describe a distribution.
 
     Raises:
         RecpoError: a group size below 1, a temperature that is not above 0, or a ``top_p`` outside (0, 1].
@@ -29,16 +29,16 @@ def validate_sampling(group_size: int, options: SamplingOptions) -> None:
 
 
 def nucleus(logp: Tensor, top_p: float) -> Tensor:
-    """The distribution restricted to its nucleus: the fewest choices that reach a probability of ``top_p``.
+    """The distribution restricted to its nucleus: the smallest set of choices with a probability of ``top_p``.
 
-    Holtzman et al., arXiv 1904.09751. Ties go to the smaller index; the most probable choice always stays.
+    Holtzman et al., arXiv 1904.09751. Ties go to the smaller index. The most probable choice is always kept.
 
     Args:
-        logp: ``[..., K]`` normalized log-probabilities, -inf where impossible.
+        logp: ``[..., K]`` normalized log-probabilities; -inf for impossible choices.
         top_p: in (0, 1]; 1 returns ``logp`` itself.
 
     Returns:
-        ``[..., K]`` normalized log-probabilities, -inf outside the nucleus.
+        ``[..., K]`` normalized log-probabilities; -inf outside the nucleus.
     """
     if top_p >= 1:
         return logp
@@ -53,7 +53,7 @@ def nucleus(logp: Tensor, top_p: float) -> Tensor:
 def gumbel_like(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Independent standard Gumbel noise in the shape of ``values``, float64.
 
-    In double precision, because the largest of many float32 draws is cut off at about 16.6.
+    Double precision, because the maximum of many float32 draws is cut off at about 16.6.
     """
     return torch.empty_like(values, dtype=torch.float64).exponential_(generator=generator).log_().neg_()
 
@@ -67,18 +67,18 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draws ``group_size`` items per state.
 
-    A nucleus (``top_p`` below 1) needs all scores of a context at once: contexts are taken in parts then, of at least
-    one context.
+    A nucleus (``top_p`` below 1) needs all scores of a context at once, so contexts are then processed in parts of at
+    least one context.
 
     Args:
         states: ``[B, d]``, divided by the temperature of the policy.
-        table: ``[V + 1, d]``; row 0 is padding and never drawn.
+        table: ``[V + 1, d]``; row 0 is padding and is never drawn.
         group_size: G.
         options: temperature, nucleus, with or without replacement.
 
     Returns:
         ids ``[B, G]`` and their log-probabilities ``[B, G]`` under the distribution that the options describe (without
-        replacement: of the first draw); both 0 where fewer than G items can be drawn.
+        replacement: the first draw). Both are 0 if fewer than G items can be drawn.
 
     Raises:
         RecpoError: see ``validate_sampling``.
@@ -100,12 +100,12 @@ def draw(
 
 
 def contexts_at_once(num_rows: int) -> int:
-    """From how many contexts a nucleus is drawn at a time: all their scores and what sorting them takes are bounded."""
+    """Number of contexts per nucleus draw; it bounds the memory of their scores and of sorting them."""
     return max(1, catalog_search.SCORE_BYTES // (32 * num_rows))
 
 
 def log_normalizer(states: Tensor, table: Tensor, padding_rows: int = 1) -> Tensor:
-    """Log-sum-exp ``[B]`` of the scores of the item rows, block by block; -inf without any."""
+    """Log-sum-exp ``[B]`` of the scores of the item rows, block by block; -inf without items."""
     lse = states.new_full((len(states),), -torch.inf)
     for rows in catalog_search.score_blocks(states, table, padding_rows):
         lse = torch.logaddexp(lse, matmul_transposed(states, table[rows].float()).logsumexp(1))
@@ -113,7 +113,7 @@ def log_normalizer(states: Tensor, table: Tensor, padding_rows: int = 1) -> Tens
 
 
 def invert(states: Tensor, table: Tensor, lse: Tensor, uniform: Tensor, padding_rows: int = 1) -> tuple[Tensor, Tensor]:
-    """Where the cumulative distribution passes uniform numbers, block by block: draws with replacement.
+    """Inverts the cumulative distribution at uniform numbers, block by block: draws with replacement.
 
     Args:
         states: ``[B, d]``, divided by all temperatures.
@@ -132,7 +132,7 @@ def invert(states: Tensor, table: Tensor, lse: Tensor, uniform: Tensor, padding_
         log_probabilities = matmul_transposed(states, table[rows].float()) - lse[:, None]
         cdf = log_probabilities.double().exp_().cumsum_(1)
         index = torch.searchsorted(cdf, remaining, right=True)
-        # rounding may leave the last total a little below 1: such a draw takes the last item
+        # rounding may leave the last total slightly below 1: such a draw takes the last item
         last = rows.stop == len(table)
         here = (ids < 0) & ((index < cdf.shape[1]) | last)
         index = index.clamp_max(cdf.shape[1] - 1)

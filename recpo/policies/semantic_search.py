@@ -1,4 +1,4 @@
-"""Search and sampling code by code, inside the trie of real items.
+"""Search and sampling code by code, restricted to the trie of existing items.
 
 Shapes: ``B`` contexts, ``W`` beams (or draws) per context, ``T`` codes per item, ``K_t`` codes in codebook t.
 """
@@ -15,27 +15,27 @@ from recpo.policies.sampling import gumbel_like, nucleus, validate_sampling
 from recpo.policies.trie import Trie
 from recpo.types import Recommendations, SamplingOptions
 
-#: Log-probability of what cannot happen: finite, so that a row of it has no nan in its softmax, and far from overflow.
+#: Log-probability of impossible choices. It is finite, so a row of them gives no nan in a softmax, and cannot overflow.
 NEVER = torch.finfo(torch.float32).min / 4
 
 
 class CodeDecoder(Protocol):
-    """What a search asks of a model; the cache is the model's own (keys and values of the codes so far)."""
+    """The interface of a model for the search. The cache is the model's own (keys and values of the codes so far)."""
 
     def step(self, level: int, previous: Tensor | None, cache: Any) -> tuple[Tensor, Any]:
         """Scores the next code of every beam.
 
         Args:
-            level: which code is to be told, 0 .. T - 1.
-            previous: ``[B, W]`` the code before it of every beam; None at level 0, where there is one beam.
-            cache: of the step before, its beams picked by ``reorder``; None at level 0.
+            level: index of the code to predict, 0 .. T - 1.
+            previous: ``[B, W]`` the previous code of every beam; None at level 0, where there is one beam.
+            cache: the cache of the previous step, with its beams selected by ``reorder``; None at level 0.
 
         Returns:
             Logits ``[B, W, K_level]`` and the cache for the next step.
         """
 
     def reorder(self, cache: Any, beams: Tensor) -> Any:
-        """The cache of the beams ``[B, W']``, each given by the place 0 .. W - 1 of the beam that it continues."""
+        """The cache of the beams ``[B, W']``. Each entry is the index 0 .. W - 1 of the beam that it continues."""
 
 
 def beam_search(
@@ -50,21 +50,21 @@ def beam_search(
 ) -> Recommendations:
     """The ``k`` most probable items that a beam of ``width`` prefixes finds, best first.
 
-    Exact where the beam holds every prefix of the trie. A prefix whose items are all excluded is no beam, so the list
-    holds k items wherever that many are left, whatever is excluded; excluded items stay in the normalizer. Items of
-    equal probability stand in the order of their ids; which of them take the last beam is open.
+    The result is exact if the beam holds every prefix of the trie. A prefix whose items are all excluded is never a
+    beam, so the list has k items whenever that many remain. Excluded items stay in the normalizer. Items of equal
+    probability are ordered by id; which of them get the last beam is not defined.
 
     Args:
         decoder: scores codes.
-        trie: of the catalog.
+        trie: the trie of the catalog.
         batch: B.
         k: list length.
-        width: W, prefixes that are kept at every level; at least k of them are.
-        exclude: ``[B, M]`` item ids that are not recommended, 0 pads.
+        width: W, prefixes that are kept at every level; at least k are kept.
+        exclude: ``[B, M]`` item ids that are not recommended, padded with 0.
         normalizer: "trie": a softmax over the codes that lead to an item; "codebook": over all codes.
 
     Returns:
-        ids and natural-log probabilities ``[B, k]``; 0 and -inf where fewer items are left.
+        ids and natural-log probabilities ``[B, k]``; 0 and -inf if fewer items remain.
     """
     nodes = torch.zeros(batch, 1, dtype=torch.int64, device=trie.device)
     scores = torch.zeros(batch, 1, device=trie.device)
@@ -91,7 +91,7 @@ def _log_softmax(logits: Tensor, allowed: Tensor, normalizer: str) -> Tensor:
 
 
 def _list_of(trie: Trie, leaves: Tensor, scores: Tensor, k: int) -> Recommendations:
-    """The first k of the last level's beams ``[B, W]``, equal scores in the order of their ids."""
+    """The first k beams ``[B, W]`` of the last level; equal scores are ordered by id."""
     new_run = F.pad(scores[:, 1:] != scores[:, :-1], (1, 0))
     keys = new_run.long().cumsum(1) * (trie.num_items + 1) + trie.items(leaves)
     dead = scores <= NEVER / 2
@@ -105,8 +105,8 @@ class _Barred(NamedTuple):
     """The excluded items as leaves.
 
     Attributes:
-        leaves: ``[B, M]`` ascending, each once; behind them, where an item was padding or a repetition, no leaf.
-        path: for every level ``[B, M]`` the nodes on the way to the leaves.
+        leaves: ``[B, M]`` ascending and distinct. Padding and repeated items are at the end and are not leaves.
+        path: for every level, ``[B, M]`` nodes on the way to the leaves.
     """
 
     leaves: Tensor
@@ -124,8 +124,8 @@ def _barred_leaves(trie: Trie, exclude: Tensor) -> _Barred:
 def _struck(trie: Trie, level: int, nodes: Tensor, barred: _Barred) -> Tensor:
     """The codes ``[B, W, K_level]`` after the beams ``nodes [B, W]`` below which every item is excluded.
 
-    The leaves below a node are consecutive numbers, so all are excluded where the first of them is, and where the last
-    of them stands as many places further on in the sorted list as there are leaves in between.
+    The leaves below a node have consecutive numbers. They are all excluded if the first one is excluded and the last
+    one follows it in the sorted list at a distance equal to the number of leaves between them.
     """
     leaves, parents, children = barred.leaves, barred.path[level], barred.path[level + 1]
     first, end = trie.leaf_ranges(level + 1, children)
@@ -133,7 +133,7 @@ def _struck(trie: Trie, level: int, nodes: Tensor, barred: _Barred) -> Tensor:
     last_leaf = leaves.gather(1, last_place.clamp_max(leaves.shape[1] - 1))
     full = (leaves == first) & (last_leaf == end - 1) & (last_place < leaves.shape[1])
     same = nodes[:, :, None] == parents[:, None, :]
-    # one column per beam and code, and a last one for what is no beam's
+    # one column per beam and code, and a last one for entries that belong to no beam
     (batch, width), size = nodes.shape, trie.codebook_sizes[level]
     column = same.int().argmax(1) * size + trie.last_codes(children)
     column = torch.where(full & same.any(1), column, width * size)
@@ -154,22 +154,23 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Draws ``group_size`` items per context, code by code.
 
-    With replacement every draw is made of one draw per code (ancestral sampling). Without it, by Gumbel top-k over the
-    trie (stochastic beam search, Kool et al., arXiv 1903.06059), which is exact: the first is a draw from the
-    distribution, every next one a draw from what is left of it.
+    With replacement, every draw consists of one draw per code (ancestral sampling). Without replacement, Gumbel top-k
+    over the trie is used (stochastic beam search, Kool et al., arXiv 1903.06059). It is exact: the first item is a draw
+    from the distribution, and each later one is a draw from the remaining items.
 
     Args:
         decoder: scores codes.
-        trie: of the catalog.
+        trie: the trie of the catalog.
         batch: B.
         group_size: G.
-        options: temperature and nucleus apply to every code, inside the trie.
+        options: temperature and nucleus; both apply to every code, inside the trie.
         normalizer: "trie": a softmax over the codes that lead to an item; "codebook": over all codes, so that a draw
-            may be no item.
+            may not be an item.
 
     Returns:
-        ids ``[B, G]``, 0 where a draw is no item or where fewer than G tuples can be drawn, and the log-probabilities
-        ``[B, G, T]`` of the drawn codes, finite also where they make no item; 0 where nothing could be drawn.
+        ids ``[B, G]``, 0 if a draw is not an item or if fewer than G tuples can be drawn, and the log-probabilities
+        ``[B, G, T]`` of the drawn codes. These are finite even if the codes are not an item, and 0 if nothing could be
+        drawn.
 
     Raises:
         RecpoError: see ``validate_sampling``.
@@ -188,7 +189,7 @@ def _draw(
     for level in range(trie.depth):
         logits, cache = decoder.step(level, codes, cache)
         logp = _distribution(logits, trie.allowed(level, nodes), options, normalizer)
-        # one state for all draws at the root, one for each of them after it
+        # one state for all draws at the root, and one per draw after it
         width = logp.shape[1]
         drawn = torch.multinomial(logp.flatten(0, 1).exp(), group_size // width, replacement=True)
         codes = drawn.view(batch, group_size)
@@ -204,10 +205,10 @@ def _draw(
 def _draw_without_replacement(
     decoder: CodeDecoder, trie: Trie, batch: int, group_size: int, options: SamplingOptions, normalizer: str
 ) -> tuple[Tensor, Tensor]:
-    """Gumbel top-k over the tree: a prefix carries the largest perturbed log-probability of what lies below it."""
+    """Gumbel top-k over the tree: a prefix has the largest perturbed log-probability of the leaves below it."""
     nodes = torch.zeros(batch, 1, dtype=torch.int64, device=trie.device)
     is_item = torch.ones_like(nodes, dtype=torch.bool)
-    # float64: differences of perturbed values are small against the values
+    # float64: differences of perturbed values are small relative to the values
     totals = torch.zeros(batch, 1, dtype=torch.float64, device=trie.device)
     perturbed, tokens = totals, totals.float()[..., None][..., :0]
     codes, cache = None, None
@@ -232,7 +233,7 @@ def _draw_without_replacement(
 
 
 def _distribution(logits: Tensor, allowed: Tensor, options: SamplingOptions, normalizer: str) -> Tensor:
-    """Log-probabilities ``[B, W, K]`` of the next code under the options, -inf where it cannot be drawn."""
+    """Log-probabilities ``[B, W, K]`` of the next code under the options; -inf for codes that cannot be drawn."""
     scores = logits.float() / options.temperature
     if normalizer == "trie":
         scores = scores.masked_fill(~allowed, -torch.inf)
@@ -240,10 +241,10 @@ def _distribution(logits: Tensor, allowed: Tensor, options: SamplingOptions, nor
 
 
 def _conditional_gumbel(logp: Tensor, largest: Tensor) -> Tensor:
-    """Gumbel variables of location ``logp [..., K]``, given that the largest of them is ``largest [..., 1]``.
+    """Gumbel variables of location ``logp [..., K]``, given that their maximum is ``largest [..., 1]``.
 
-    Kool et al., appendix B.3: ``largest - max(v, 0) - log(1 + exp(-|v|))`` with ``v = largest - g + log(1 - exp(g -
-    max g))`` for free variables g, which neither overflows nor cancels. Impossible choices (-inf) stay at -inf.
+    Kool et al., appendix B.3: ``largest - max(v, 0) - log(1 + exp(-|v|))`` with ``v = largest - g + log(1 - exp(g - max
+    g))`` for independent variables g. This neither overflows nor cancels. Impossible choices (-inf) stay at -inf.
     """
     free = logp + gumbel_like(logp)
     v = largest - free + _log1mexp(free - free.amax(-1, keepdim=True))

@@ -1,8 +1,7 @@
 """A trained policy and a factor model of grades as one policy: ``pi(i | h) ∝ base(i | h) exp(g(h, i) / beta)``.
 
-It is the optimum of ``E_pi[g] - beta KL(pi || base)`` over all policies, with ``g(h, i)`` the grade that the factor
-model expects, or a lower confidence bound of it. Users are folded in from the history at hand, so new users need
-nothing else.
+It maximizes ``E_pi[g] - beta KL(pi || base)`` over all policies, where ``g(h, i)`` is the grade that the factor model
+expects, or a lower confidence bound of it. Users are folded in from the given history, so new users need nothing else.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from recpo.policies.encoder import readable_ids
 from recpo.policies.grade_factors import GradeFactors
 from recpo.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
 
-# Histories that are encoded or folded in at once, where every prefix of a history is one.
+# Number of histories that are encoded or folded in at once; every prefix of a history counts as one.
 _AT_ONCE = 1 << 10
 
 
 class _OnBase(Policy):
-    """Whoever hands histories and features to the policy hands them to its base."""
+    """A policy that passes the histories and features it receives on to its base."""
 
     base: Policy
 
@@ -55,23 +54,25 @@ class _OnBase(Policy):
 
 
 class TiltedPolicy(_OnBase, StatePolicy):
-    """``pi(i | h) ∝ base(i | h) exp(grade(h, i) / beta)`` of a softmax over the catalog, exact, and one itself.
+    """``pi(i | h) ∝ base(i | h) exp(grade(h, i) / beta)`` with a catalog softmax as base; exact, and a catalog softmax.
 
-    With the state ``[state / temperature; p / beta; 1 / beta]`` and the item vector ``[vector; q; b]`` its logit is one
-    dot product; what all items of a context share (``mean + b(h)``) cancels. Towards ``beta = inf`` it is the base,
-    towards 0 the ranking of the factor model. With a lower bound it is that product less the root of a second one, of
-    ``(r + 1) (r + 2)`` columns more, and probabilities of given items take all scores of a context at once.
+    With the state ``[state / temperature; p / beta; 1 / beta]`` and the item vector ``[vector; q; b]``, its logit is
+    one dot product; the part that all items of a context share (``mean + b(h)``) cancels. For ``beta`` toward infinity
+    it is the base, and toward 0 it ranks like the factor model. With a lower bound, the logit is that product minus the
+    root of a second product with ``(r + 1) (r + 2)`` more columns, and probabilities of given items require all scores
+    of a context at once.
 
     Args:
         num_items: catalog size V.
-        base: makes the policy to tilt.
-        rank: of the factor model.
-        mean: its mean grade.
-        ridge: its ridge.
-        bias_ridge: its ridge of the user bias.
-        beta: grade that is worth one nat of log-probability; above 0.
-        max_history: most recent events to fold in; where the base reads more, so many. The base reads its own number.
-        lower_bound: the grade is less so many standard deviations of its posterior.
+        base: creates the policy to tilt.
+        rank: rank of the factor model.
+        mean: mean grade of the factor model.
+        ridge: ridge of the factor model.
+        bias_ridge: ridge of the user bias in the factor model.
+        beta: the grade that is worth one nat of log-probability; above 0.
+        max_history: number of most recent events to fold in, or the base's number if that is larger. The base always
+            reads its own number.
+        lower_bound: reduce the grade by this many standard deviations of its posterior.
     """
 
     base: CatalogSoftmaxPolicy
@@ -109,7 +110,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
         self.base.set_item_counts(counts)
 
     def encode(self, histories: Histories) -> Tensor:
-        """See ``StatePolicy.encode``; prefixes longer than what the base attends to are encoded one by one."""
+        """See ``StatePolicy.encode``. Prefixes that are longer than the base's attention are encoded one by one."""
         batch, states = len(histories.lengths), histories.item_ids.shape[1] + 1
         return self._states_at(histories, torch.arange(batch * states, device=histories.lengths.device)).view(
             batch, states, self.dim
@@ -120,7 +121,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
         return torch.cat([self.base.item_vectors(item_ids), self.factors.item_vectors(item_ids)], -1)
 
     def output_vectors(self) -> Tensor:
-        """What states are multiplied with, ``[V + 1, d]`` (``catalog_search.scores_of``); row 0 is no item."""
+        """The vectors ``[V + 1, d]`` that multiply states (``catalog_search.scores_of``); row 0 is not an item."""
         return torch.cat([self.base.output_vectors(), self.factors.item_vectors()], 1)
 
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
@@ -156,7 +157,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
         return linear_log_softmax(last, self.output_vectors())[..., None]
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """See ``Policy.recommend``; the catalog is scored in blocks where ``B x V`` is large."""
+        """See ``Policy.recommend``. If ``B x V`` is large, the catalog is scored in blocks."""
         if not 1 <= k <= self.num_items:
             raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
         states, rooted = self.last_states(histories), self.factors.rooted
@@ -183,7 +184,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
 
     @torch.no_grad()
     def kl_from_base(self, histories: Histories) -> Tensor:
-        """``KL(pi || base)`` in nats after the whole history, exact over the catalog: ``[B]``."""
+        """``KL(pi || base)`` in nats after the complete history, exact over the catalog: ``[B]``."""
         states, own = self.last_states(histories), self.base.dim
         table, parts = self.base.output_vectors()[1:], []
         for part, scores in zip(states.split(self._at_once), self._scores(states), strict=True):
@@ -196,7 +197,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
         return sampling.contexts_at_once(self.num_items)
 
     def _scores(self, states: Tensor) -> Iterator[Tensor]:
-        """Scores ``[n, V]`` of all items, some contexts at a time, with a gradient."""
+        """Scores ``[n, V]`` of all items, a few contexts at a time, with a gradient."""
         table = self.output_vectors()[1:]
         for part in states.split(self._at_once):
             with torch.autocast(states.device.type, enabled=False):
@@ -204,7 +205,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
             yield scores
 
     def _bounded_log_prob(self, states: Tensor, targets: Tensor, state_index: Tensor | None) -> Tensor:
-        """``linear_logprob`` of scores that are no dot product."""
+        """``linear_logprob`` for scores that are not a dot product."""
         lse = torch.cat([scores.logsumexp(1) for scores in self._scores(states)])
         of_target, lse = (states, lse) if state_index is None else (states[state_index], lse[state_index])
         vectors, own = self.output_vectors()[targets], self.dim - self.factors.rooted
@@ -214,7 +215,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
     def _scored(
         self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Which positions are needed, their flat indices, the states that they share, and whose state is whose."""
+        """The positions that are needed, their flat indices, the distinct states, and the state of each position."""
         slates = batch.slates
         wanted = slates.mask if needed is None else slates.mask & needed
         positions = wanted.reshape(-1).nonzero().squeeze(1)
@@ -224,7 +225,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
         return wanted, positions, scored, state_index
 
     def last_states(self, histories: Histories) -> Tensor:
-        """States ``[B, d]`` after the whole history."""
+        """States ``[B, d]`` after the complete history."""
         readable_ids(histories, self.max_history)
         states = self.base.last_states(histories.recent(self.base.max_history))
         return self._joined(states, self.factors.fold_in(histories))
@@ -234,7 +235,7 @@ class TiltedPolicy(_OnBase, StatePolicy):
         width = readable_ids(histories, self.max_history).shape[1]
         context, visible = rows // (width + 1), rows % (width + 1)
         window = self.base.max_history
-        # one causal pass has every state up to what the blocks attend to
+        # a single causal pass gives all states up to the length of the blocks' attention
         attended = min(self.base.encoder.attention_length, width)
         encoded = self.base.scaled(self.base.encode(histories.first(attended)))
         states = take_rows(encoded, context * (attended + 1) + visible.clamp_max(attended))
@@ -253,21 +254,23 @@ class TiltedPolicy(_OnBase, StatePolicy):
 class RerankedPolicy(_OnBase):
     """``base(i | h) exp(grade(h, i) / beta)``, normalized over the best items of the base's own search.
 
-    For policies that cannot score the whole catalog, such as those of semantic ids: their beam finds the candidates,
-    base and factor model together rank them. Lists and draws are exact for the distribution over these candidates; the
-    log-probability of a given item is an estimate, as what is no candidate has no part in the normalizer.
+    For policies that cannot score the complete catalog, such as policies over semantic ids. Their beam search finds the
+    candidates, and base and factor model together rank them. Lists and draws are exact for the distribution over these
+    candidates. The log-probability of a given item is an estimate, because items outside the candidates are missing in
+    the normalizer.
 
     Args:
         num_items: catalog size V.
-        base: makes the policy to tilt.
-        rank: of the factor model.
-        mean: its mean grade.
-        ridge: its ridge.
-        bias_ridge: its ridge of the user bias.
-        beta: grade that is worth one nat of log-probability; above 0.
-        max_history: most recent events to fold in; where the base reads more, so many. The base reads its own number.
-        candidates: how many items of the base are ranked again; ``k`` where that is more.
-        lower_bound: the grade is less so many standard deviations of its posterior.
+        base: creates the policy to tilt.
+        rank: rank of the factor model.
+        mean: mean grade of the factor model.
+        ridge: ridge of the factor model.
+        bias_ridge: ridge of the user bias in the factor model.
+        beta: the grade that is worth one nat of log-probability; above 0.
+        max_history: number of most recent events to fold in, or the base's number if that is larger. The base always
+            reads its own number.
+        candidates: number of the base's items to rerank; at least ``k``.
+        lower_bound: reduce the grade by this many standard deviations of its posterior.
     """
 
     has_exact_log_prob = False
@@ -304,9 +307,9 @@ class RerankedPolicy(_OnBase):
         return self.base.tokens(item_ids)
 
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
-        """See ``Policy.log_prob``: an estimate, normalized over the candidates and the item itself.
+        """See ``Policy.log_prob``. This is an estimate, normalized over the candidates and the item itself.
 
-        Where T > 1 the last token has all that the tilt adds.
+        If T > 1, the last token contains the complete tilt.
         """
         slates, width = batch.slates, batch.histories.item_ids.shape[1] + 1
         wanted = slates.mask if needed is None else slates.mask & needed
@@ -323,11 +326,11 @@ class RerankedPolicy(_OnBase):
         return logp.new_zeros(wanted.numel(), self.num_tokens).index_copy(0, positions, logp).view(*wanted.shape, -1)
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """See ``Policy.recommend``; scores are log-probabilities among the candidates that are not excluded."""
+        """See ``Policy.recommend``. Scores are log-probabilities among the candidates that are not excluded."""
         if not 1 <= k <= self.num_items:
             raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
         ranked = self._ranked(histories, max(self.candidates, k), exclude)
-        # in the order of their ids, so that equal scores stay in it
+        # ordered by id, so that equal scores stay in this order
         ids, order = ranked.item_ids.sort(1)
         best, place = ranked.scores.gather(1, order).topk(k, 1)
         ids = catalog_search.ties_to_smaller_id(best, ids.gather(1, place), self.num_items + 1)
@@ -340,7 +343,7 @@ class RerankedPolicy(_OnBase):
         group_size: int,
         options: SamplingOptions = SamplingOptions(),  # noqa: B008  immutable
     ) -> tuple[Tensor, Tensor]:
-        """See ``Policy.sample``; the temperature divides the scores of the candidates."""
+        """See ``Policy.sample``. The temperature divides the scores of the candidates."""
         sampling.validate_sampling(group_size, options)
         ranked = self._ranked(histories)
         places, logp = sampling.draw_from_scores(ranked.scores / options.temperature, group_size, options)
@@ -349,7 +352,7 @@ class RerankedPolicy(_OnBase):
 
     @torch.no_grad()
     def kl_from_base(self, histories: Histories) -> Tensor:
-        """``KL(pi || base)`` in nats after the whole history, both among the candidates: ``[B]``."""
+        """``KL(pi || base)`` in nats after the complete history, both restricted to the candidates: ``[B]``."""
         ranked = self._ranked(histories)
         logp, base = ranked.scores - ranked.lse[:, None], ranked.base.log_softmax(1)
         return torch.where(ranked.item_ids > 0, logp.exp() * (logp - base), 0.0).sum(1)
@@ -359,12 +362,12 @@ class RerankedPolicy(_OnBase):
         listed = self.base.recommend(histories.recent(self.base.max_history), size, exclude)
         users = self.factors.fold_in(histories)
         scores = listed.scores + self.factors.relative_grades(users, listed.item_ids) / self.beta
-        # finite also where no item is left
+        # finite even if no item remains
         lse = scores.logsumexp(1).clamp_min(torch.finfo(scores.dtype).min)
         return _Ranked(users, listed.item_ids, listed.scores, scores, lse)
 
     def _log_prob_of(self, items: Tensor, state: Tensor, ranked: _Ranked, histories: Histories, rows: Tensor) -> Tensor:
-        """Log-probabilities ``[N, T]`` of items ``[N]``, each after a prefix of its own."""
+        """Log-probabilities ``[N, T]`` of items ``[N]``, each after its own prefix."""
         width = histories.item_ids.shape[1] + 1
         (prefix,) = prefixes(histories, rows // width, rows % width)
         recent, one = prefix.recent(self.base.max_history), items[:, None]
@@ -380,10 +383,10 @@ class _Ranked(NamedTuple):
     """Candidates of N histories.
 
     Attributes:
-        users: ``[N, r + 1 + rooted]`` folded in.
-        item_ids: ``[N, C]``, 0 where the base lists fewer.
-        base: ``[N, C]`` the base's log-probabilities, -inf there.
-        scores: ``[N, C]`` with the grade over beta added.
+        users: ``[N, r + 1 + rooted]`` folded-in users.
+        item_ids: ``[N, C]``; 0 if the base lists fewer.
+        base: ``[N, C]`` the base's log-probabilities; -inf for id 0.
+        scores: ``[N, C]`` with the grade divided by beta added.
         lse: ``[N]`` log-sum-exp of the scores.
     """
 
@@ -395,12 +398,12 @@ class _Ranked(NamedTuple):
 
 
 def validate_beta(beta: float) -> None:
-    """Raises ``RecpoError`` where ``beta`` is no number above 0."""
+    """Raises ``RecpoError`` unless ``beta`` is a number above 0."""
     if not 0 < beta < float("inf"):
         raise RecpoError(f"beta is {beta}, expected a number above 0: small follows the factor model, large the policy")
 
 
 def prefixes(histories: Histories, context: Tensor, visible: Tensor) -> Iterator[Histories]:
-    """The first ``visible [N]`` events of the histories ``context [N]``, some at a time."""
+    """The first ``visible [N]`` events of the histories ``context [N]``, a few histories at a time."""
     for rows, lengths in zip(context.split(_AT_ONCE), visible.split(_AT_ONCE), strict=True):
         yield histories.rows(rows).up_to(lengths)

@@ -1,8 +1,8 @@
-"""The trie of a catalog's code tuples as flat tensors, so that it moves to a device and into an exported program.
+"""The trie of a catalog's code tuples as flat tensors, which can move to a device and into an exported program.
 
-Nodes are numbered level by level in sorted order: the root (the empty prefix) is 0, and the children of a node stand
-next to each other. Three arrays hold the structure (where a node's children begin, a node's parent, a node's code) and
-two more say which leaf is which item: 13.6 MB for a million items with three codes out of 256, 22 MB with four.
+Nodes are numbered level by level in sorted order. The root (the empty prefix) is 0, and the children of a node have
+consecutive numbers. Three arrays hold the structure (the first child of each node, its parent, its code), and two more
+map leaves to items and back: 13.6 MB for a million items with three codes out of 256, 22 MB with four.
 
 Shapes: ``V`` items, ``T`` codes per item, ``K_t`` codes in codebook t.
 """
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from recpo.errors import RecpoError
 
-# A level also gets one bit per node and code, where that takes no more bytes than this per child: with few nodes of
-# many children a mask from bits is several times as fast as one from the list of children, with many nodes of few
+# A level also stores one bit per node and code if that takes at most this many bytes per child. For few nodes with
+# many children, a mask from bits is several times as fast as one from the list of children. For many nodes with few
 # children it is slower and would take most of the memory.
 _BITMAP_BYTES_PER_CHILD = 4
 
 
 class Trie(nn.Module):
-    """Which codes may follow which prefix, and which item a complete tuple is.
+    """The codes that may follow a prefix, and the item of each complete tuple.
 
     Args:
-        codes: ``[V, T]`` int64, row i is item i + 1; no two rows are equal.
+        codes: ``[V, T]`` int64; row i belongs to item i + 1, and rows are distinct.
         codebook_sizes: ``K_t`` of every level.
 
     Raises:
@@ -79,7 +79,7 @@ class Trie(nn.Module):
         self.register_buffer(name, values.to(dtype), persistent=False)
 
     def _register_leaves(self, rank: Tensor) -> None:
-        """Which leaf is which item, from the place of every item in the sorted order, ``[V]``."""
+        """Maps leaves to items, given the place of every item in the sorted order, ``[V]``."""
         if self.level_sizes[-1] != self.num_items:
             raise RecpoError(
                 f"{self.num_items - self.level_sizes[-1]} items share their codes with another one: a tuple has to "
@@ -91,19 +91,19 @@ class Trie(nn.Module):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of all levels; they are numbered from 0."""
+        """Number of nodes on all levels; they are numbered from 0."""
         return sum(self.level_sizes)
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of its tensors."""
         return self._begin.device
 
     def allowed(self, level: int, nodes: Tensor) -> Tensor:
-        """Which codes lead on to an item.
+        """The codes that lead to an item.
 
         Args:
-            level: which code is to be told, 0 .. T - 1.
+            level: index of the code to predict, 0 .. T - 1.
             nodes: ``[...]`` nodes of that level; at level 0 all are 0.
 
         Returns:
@@ -117,21 +117,22 @@ class Trie(nn.Module):
         begin, end = self._begin[nodes].long(), self._begin[nodes + 1].long()
         children = begin[..., None] + torch.arange(self._most_children[level], device=nodes.device)
         codes = self._code[children.clamp_max(self.num_nodes - 1)].long()
-        # what is beyond the last child goes to a column of its own, which is cut off
+        # entries beyond the last child go to an extra column, which is cut off
         codes = torch.where(children < end[..., None], codes, size)
         mask = torch.zeros(*nodes.shape, size + 1, dtype=torch.bool, device=nodes.device)
         return mask.scatter(-1, codes, torch.ones_like(codes, dtype=torch.bool))[..., :size]
 
     def child(self, level: int, nodes: Tensor, codes: Tensor) -> Tensor:
-        """The node of the next level that a code leads to; after the last level a leaf.
+        """The node on the next level that a code leads to; after the last level, a leaf.
 
         Args:
-            level: which code is given, 0 .. T - 1.
+            level: index of the given code, 0 .. T - 1.
             nodes: ``[...]`` nodes of that level.
             codes: ``[...]`` int64.
 
         Raises:
-            RecpoError: no item has such a prefix (not in exported programs, whose callers take allowed codes only).
+            RecpoError: no item has such a prefix (not raised in exported programs, whose callers use only allowed
+                codes).
         """
         children, found = self.find(level, nodes, codes)
         if not torch.compiler.is_exporting() and not bool(found.all()):
@@ -144,10 +145,10 @@ class Trie(nn.Module):
         return children
 
     def find(self, level: int, nodes: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``child``, without an error: also whether there is such a node; where not, any child takes its place."""
+        """``child`` without an error: also returns whether the node exists. If not, the node is an arbitrary child."""
         begin, end = self._begin[nodes].long(), self._begin[nodes + 1].long()
         place = begin
-        # binary search for the first child whose code is not smaller, in as many steps as the widest node needs
+        # binary search for the first child whose code is not smaller, with the number of steps of the widest node
         for step in reversed([1 << bit for bit in range(self._most_children[level].bit_length())]):
             probe = place + (step - 1)
             smaller = (probe < end) & (self._code[probe.clamp_max(self.num_nodes - 1)] < codes)
@@ -160,38 +161,38 @@ class Trie(nn.Module):
         return self._item[leaves - self._first[-1]].long()
 
     def leaves(self, item_ids: Tensor) -> Tensor:
-        """Leaves ``[...]`` of items ``[...]``; padding (0) gets that of some item."""
+        """Leaves ``[...]`` of items ``[...]``; padding (0) gets the leaf of an arbitrary item."""
         return self._leaf[item_ids].long()
 
     def codes(self, item_ids: Tensor) -> Tensor:
-        """Codes ``[..., T]`` of items ``[...]``; those of padding are 0."""
+        """Codes ``[..., T]`` of items ``[...]``; 0 for padding."""
         path = self.path(self.leaves(item_ids))
         return torch.stack([self.last_codes(node) for node in path[1:]], -1) * (item_ids > 0)[..., None]
 
     def paths(self, item_ids: Tensor) -> Tensor:
-        """The node before each code, ``[..., T]``, for items ``[...]``; for padding those of some item."""
+        """The node before each code, ``[..., T]``, for items ``[...]``; padding gets the nodes of an arbitrary item."""
         return torch.stack(self.path(self.leaves(item_ids))[:-1], -1)
 
     def path(self, leaves: Tensor) -> list[Tensor]:
-        """The nodes ``[...]`` of every level on the way to ``leaves [...]``: T + 1 of them, the root first."""
+        """The nodes ``[...]`` on the way to ``leaves [...]``, one per level: T + 1 nodes, starting with the root."""
         path = [leaves]
         for _ in range(self.depth):
             path.append(self._parent[path[-1]].long())
         return path[::-1]
 
     def last_codes(self, nodes: Tensor) -> Tensor:
-        """The last code ``[...]`` of the prefixes that ``nodes [...]`` stand for."""
+        """The last code ``[...]`` of the prefixes that ``nodes [...]`` represent."""
         return self._code[nodes].long()
 
     def leaf_ranges(self, level: int, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """The first leaf below ``nodes [...]`` of a level and the first one that is not, both ``[...]``."""
+        """The first leaf below ``nodes [...]`` of a level, and the first leaf after them, both ``[...]``."""
         first, end = nodes, nodes + 1
         for _ in range(level, self.depth):
             first, end = self._begin[first].long(), self._begin[end].long()
         return first, end
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows."""
+        """The text that ``repr`` shows."""
         return f"num_items={self.num_items}, codebook_sizes={self.codebook_sizes}"
 
     def _prefix(self, node: int) -> list[int]:
@@ -217,15 +218,15 @@ def _check(codes: Tensor, sizes: tuple[int, ...]) -> None:
 
 
 def _bitmap(parent: Tensor, code: Tensor, nodes: int, size: int) -> Tensor | None:
-    """One bit per node and code, ``[nodes, W = ceil(size / 8)]`` uint8; None where the list of children is better.
+    """One bit per node and code, ``[nodes, W = ceil(size / 8)]`` uint8; None if the list of children is better.
 
-    Code c is bit ``c // W`` of byte ``c % W``, so that unpacking runs over whole rows of bytes.
+    Code c is bit ``c // W`` of byte ``c % W``, so that unpacking works on complete rows of bytes.
     """
     width = (size + 7) // 8
     if nodes * width > _BITMAP_BYTES_PER_CHILD * max(len(code), size):
         return None
     bits = torch.zeros(nodes * width, dtype=torch.uint8)
-    # every bit is added once, so a sum is as good as an or
+    # every bit is added once, so a sum equals an or
     bits.scatter_add_(0, parent * width + code % width, (2 ** (code // width)).to(torch.uint8))
     return bits.view(nodes, width)
 
