@@ -128,7 +128,7 @@ class SASRecBlock(nn.Module):
     def at(
         self, states: Tensor, places: Tensor, time_gaps: Tensor | None = None, packing: Packing | None = None
     ) -> Tensor:
-        """Rows ``places [B]`` of the flattened result of ``forward``: ``[B, d]``, without the cost of the other rows."""
+        """Rows ``places [B]`` of the flattened result of ``forward``: ``[B, d]``, without the cost of the rest."""
         return self._feed_forward(
             kernels.take_rows(states, places), kernels.take_rows(self._attended(states, packing), places)
         )
@@ -191,7 +191,7 @@ class HSTUBlock(nn.Module):
     def at(
         self, states: Tensor, places: Tensor, time_gaps: Tensor | None = None, packing: Packing | None = None
     ) -> Tensor:
-        """Rows ``places [B]`` of the flattened result of ``forward``: ``[B, d]``, without the cost of the other rows."""
+        """Rows ``places [B]`` of the flattened result of ``forward``: ``[B, d]``, without the cost of the rest."""
         return self._gated(*(kernels.take_rows(part, places) for part in (states, *self._attended(states, time_gaps))))
 
     def _attended(self, states: Tensor, time_gaps: Tensor | None) -> tuple[Tensor, Tensor]:
