@@ -1,7 +1,7 @@
-"""Attributes of the items of a bundle, and which items a filter leaves: NumPy and Arrow only.
+"""Attributes of a bundle's items and the filters of requests, with NumPy and Arrow only.
 
-``attributes.parquet`` has ``item_id`` and a column for each attribute, a value or a list of values per item, which is
-what re-ranking reads as well (``recpo.reranking.ItemAttributes``).
+``attributes.parquet`` has ``item_id`` and one column per attribute, with a value or a list of values per item.
+Re-ranking reads the same file (``recpo.reranking.ItemAttributes``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Wanted = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True)
 class _Attribute:
-    """Whose values are whose: the items of value c are ``items[offsets[c] : offsets[c + 1]]``."""
+    """The items of each value: the items with value c are ``items[offsets[c] : offsets[c + 1]]``."""
 
     values: pd.Index
     is_text: bool
@@ -65,7 +65,7 @@ class _Attribute:
 
 @dataclass(frozen=True)
 class ItemFilters:
-    """What ``allow`` and ``deny`` of a request leave of the items 1..V.
+    """Applies the ``allow`` and ``deny`` filters of a request to the items 1..V.
 
     Attributes:
         num_items: V.
@@ -77,10 +77,10 @@ class ItemFilters:
 
     @classmethod
     def load(cls, root: Path, items: IdMap) -> ItemFilters | None:
-        """Those of a bundle whose files are verified already; None = it was exported without attributes.
+        """Reads the attributes of a bundle whose files are already verified; None = it was exported without attributes.
 
         Raises:
-            RecpoError: the file is damaged, or of other items.
+            RecpoError: the file is damaged, or belongs to other items.
         """
         if not (root / ATTRIBUTES).is_file():
             return None
@@ -94,13 +94,13 @@ class ItemFilters:
         return cls(len(items), {name: _Attribute.of(table[name].combine_chunks()) for name in names})
 
     def allowed(self, allow: Wanted | None, deny: Wanted | None) -> np.ndarray | None:
-        """Which items may be listed, bool ``[V + 1]`` (place 0 is no item, and true); None = every one.
+        """The items that may be listed, bool ``[V + 1]`` (place 0 is not an item, and true); None = all.
 
-        An item must have one of the values of every attribute in ``allow``, and none of those in ``deny``. A value that
-        no item has allows and denies nothing.
+        An item must have one of the given values for every attribute in ``allow``, and none of the values in ``deny``.
+        A value that no item has allows and denies nothing.
 
         Raises:
-            RecpoError: an attribute that is not there, or values of another type.
+            RecpoError: an unknown attribute, or values of another type.
         """
         if not allow and not deny:
             return None
@@ -124,7 +124,7 @@ def filtered(filters: ItemFilters | None, allow: Wanted | None, deny: Wanted | N
     """See ``ItemFilters.allowed``.
 
     Raises:
-        RecpoError: also where something is filtered and there are no attributes.
+        RecpoError: as there, or a filter is given and the bundle has no attributes.
     """
     if filters is not None:
         return filters.allowed(allow, deny)
@@ -136,12 +136,12 @@ def filtered(filters: ItemFilters | None, allow: Wanted | None, deny: Wanted | N
 
 
 def attribute_columns(table: pa.Table, items: IdMap, where: str) -> pa.Table:
-    """The attributes of the items 1..V, in their order, out of a table with a row for each item; null = unknown.
+    """The attributes of the items 1..V, in this order, from a table with one row per item; null = unknown.
 
-    Integers, strings and booleans are attributes, and lists of them; other columns are left alone.
+    Attributes are integers, strings and booleans, and lists of them. Other columns are ignored.
 
     Raises:
-        RecpoError: no column ``item_id``, no attribute, no item of the catalog, or several rows of one.
+        RecpoError: no column ``item_id``, no attribute, missing items of the catalog, or several rows for one item.
     """
     index = items.to_internal(id_column(table, ITEM_ID, where))
     known = np.flatnonzero(index > 0)
@@ -161,7 +161,7 @@ def attribute_columns(table: pa.Table, items: IdMap, where: str) -> pa.Table:
 
 
 def _plain(column: pa.Array) -> pa.Array | None:
-    """The column as int64 or strings, or lists of them; None where it is no attribute."""
+    """The column as int64 or strings, or lists of them; None if it is not an attribute."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return _plain(column.dictionary_decode())

@@ -1,14 +1,14 @@
-"""A bundle: an exported policy that recommends without training code, from raw events, in external ids.
+"""A bundle: an exported policy that recommends from raw events and external ids, without training code.
 
 ::
 
-    bundle/model.onnx           the program for ONNX Runtime (and model.onnx.data beside it where it exceeds 2 GB)
-    bundle/index.faiss          an approximate index, of recpo export --index, and vectors.npy, the item vectors
-    bundle/policy.safetensors   weights for the torch engine, for policies of recpo's own; codes/ with semantic ids
+    bundle/model.onnx           the program for ONNX Runtime (and model.onnx.data beside it if it exceeds 2 GB)
+    bundle/index.faiss          an approximate index, from recpo export --index, and vectors.npy, the item vectors
+    bundle/policy.safetensors   weights for the torch engine, for recpo's own policies; codes/ with semantic ids
     bundle/items.parquet        item_index 1..V and item_id, the external id
     bundle/manifest.json        sizes, feedback definition, origin, SHA-256 of every file and of itself; written last
 
-With the default engine, ONNX Runtime, neither torch nor lightning nor torchrec is imported.
+The default engine, ONNX Runtime, imports neither torch nor lightning nor torchrec.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Bundle:
 
     Attributes:
         root: its directory.
-        manifest: verified.
+        manifest: the verified manifest.
         items: external ids of the catalog.
         runtime: ranks encoded histories.
     """
@@ -54,18 +54,19 @@ class Bundle:
     def load(
         cls, path: Path | str, engine: EngineName = "onnx", threads: int = 0, provider: str = CPU_PROVIDER
     ) -> Bundle:
-        """Verifies every checksum, then loads. No code of the bundle is run; see ``docs/security.md``.
+        """Verifies every checksum, then loads the bundle. Loading runs no code of the bundle; see ``docs/security.md``.
 
         Args:
             path: directory written by ``recpo export``.
-            engine: ``onnx`` (ONNX Runtime, without torch) or ``torch`` (recpo's own policy; it also scores candidates).
-            threads: of ONNX Runtime, 0 = one per core.
-            provider: execution provider of ONNX Runtime (``onnxruntime.get_available_providers()``); what it cannot run
-                runs on the CPU.
+            engine: ``onnx`` (ONNX Runtime, without torch) or ``torch`` (recpo's own policy, which can also score
+                candidates).
+            threads: threads of ONNX Runtime, 0 = one per core.
+            provider: execution provider of ONNX Runtime (``onnxruntime.get_available_providers()``). The CPU runs
+                operations that it does not support.
 
         Raises:
-            RecpoError: no such engine or provider, no bundle, an incomplete or altered one, or one of another format
-                version.
+            RecpoError: an unknown engine or provider, or a bundle that is missing, incomplete, altered, or of another
+                format version.
         """
         root, engine = Path(path), validate_engine(engine)
         manifest = BundleManifest.read(root)
@@ -73,7 +74,7 @@ class Bundle:
         if len(items) != manifest.num_items:
             raise RecpoError(f"{root / ITEMS} has {len(items)} items, the program {manifest.num_items}: export again")
         bundle = cls(root, manifest, items, load_runtime(root, manifest, engine, threads, provider))
-        _ = bundle.features, bundle.filters  # read while the files are those that were verified
+        _ = bundle.features, bundle.filters  # read now, while the files are still the verified ones
         return bundle
 
     @property
@@ -83,22 +84,22 @@ class Bundle:
 
     @property
     def scores_are_log_probabilities(self) -> bool:
-        """False where an index searches: scores are then log-probabilities but for a constant of each request."""
+        """False if an index searches. Scores are then log-probabilities up to a constant per request."""
         return not isinstance(self.runtime, IndexRuntime)
 
     @property
     def feedback(self) -> FeedbackDefinition:
-        """What is positive, disliked, skipped or unknown, and how levels are computed."""
+        """Defines positive, disliked, skipped and unknown events, and how feedback levels are computed."""
         return self.manifest.feedback
 
     @cached_property
     def features(self) -> BundleFeatures:
-        """What was fitted of the features that it reads."""
+        """The fitted features that the policy reads."""
         return BundleFeatures.load(self.root, self.manifest.features, self.manifest.behaviors)
 
     @cached_property
     def filters(self) -> ItemFilters | None:
-        """What ``allow`` and ``deny`` go by; None = it was exported without attributes."""
+        """The attributes for ``allow`` and ``deny``; None = the bundle was exported without attributes."""
         return ItemFilters.load(self.root, self.items)
 
     @property
@@ -120,31 +121,32 @@ class Bundle:
         allow: Wanted | None = None,
         deny: Wanted | None = None,
     ) -> pd.DataFrame:
-        """The best items of every user, without those of the history and those to exclude.
+        """The best items of every user, excluding the items of the history and of ``exclude``.
 
-        Unknown items are skipped and counted. A user without a known event gets what the policy recommends when nothing
-        is known. Of a history longer than the policy reads, the most recent events count, and the older items are not
-        listed either.
+        Unknown items are skipped and counted. A user without a known event gets the recommendations for an empty
+        history. If a history is longer than the policy reads, the most recent events count; older items are not
+        recommended either.
 
         Args:
             histories: events, one per row, in any order (any Arrow-compatible frame): ``user_id``, ``item_id``,
-                ``timestamp`` (times, or milliseconds since 1970) and, where the log has them, ``watch_time`` and
-                ``duration`` in seconds, ``dislike``, ``label``; flags of behaviors and features of the requests, by
-                their names, if the policy reads them.
-            k: list length, at most the bundle's own; None = that.
-            exclude: ``user_id`` and ``item_id`` of what must not be listed.
-            users: who is served, in this order, new users among them; None = the users of ``histories``.
-            user_features: ``user_id`` and columns as in the table of users that was prepared, if the policy reads it.
-            context: ``user_id`` and the features of the requests that are answered now, if the policy reads them.
-            allow: attribute -> values, of a bundle with attributes: only items that have one of them in each.
-            deny: attribute -> values: no items that have one of them.
+                ``timestamp`` (times, or milliseconds since 1970) and, if the log has them, ``watch_time`` and
+                ``duration`` in seconds, ``dislike``, ``label``; also flags of behaviors and features of the requests,
+                by their names, if the policy reads them.
+            k: list length, at most the bundle's maximum; None = the maximum.
+            exclude: ``user_id`` and ``item_id`` pairs that must not be listed.
+            users: the users to serve, in this order; may include new users. None = the users of ``histories``.
+            user_features: ``user_id`` and columns as in the prepared user table, if the policy reads it.
+            context: ``user_id`` and the features of the current requests, if the policy reads them.
+            allow: attribute -> values, for a bundle with attributes: list only items that have one of the values of
+                each attribute.
+            deny: attribute -> values: list no item that has one of the values.
 
         Returns:
-            ``user_id``, ``rank`` from 1, ``item_id``, ``score`` (natural-log probability; with an index but for a
-            constant of each user); ``attrs["counts"]`` says what was left out (``ServingCounts``).
+            ``user_id``, ``rank`` from 1, ``item_id``, ``score`` (natural-log probability; with an index, up to a
+            constant per user). ``attrs["counts"]`` reports what was left out (``ServingCounts``).
 
         Raises:
-            RecpoError: a column is missing, of a wrong type or impossible; k is no whole number in its range.
+            RecpoError: a column is missing, has a wrong type or impossible values; or k is not an integer in its range.
         """
         return self.serve(
             histories,
@@ -170,7 +172,7 @@ class Bundle:
         deny: Wanted | None = None,
         batch_size: int = BATCH_SIZE,
     ) -> Served:
-        """``recommend`` as an Arrow table with its typed counts; ``batch_size`` users are ranked at once."""
+        """``recommend`` as an Arrow table with its typed counts. ``batch_size`` users are ranked at once."""
         return recommend_lists(
             self.runtime,
             self.reader,
@@ -195,19 +197,19 @@ class Bundle:
         allow: Wanted | None = None,
         deny: Wanted | None = None,
     ) -> list[tuple[Any, float]]:
-        """The best items of one user, as a server has the request.
+        """The best items of one user, for a server that has the request as Python objects.
 
         Args:
-            events: the user's past in any order, keys as the columns of ``recommend`` without ``user_id``.
-            k: list length; None = the bundle's own.
+            events: the user's past in any order; the keys are the columns of ``recommend`` without ``user_id``.
+            k: list length; None = the bundle's maximum.
             exclude: items that must not be listed.
-            user: features of the user, by the columns of the table of users; what is not named is missing.
-            context: features of this request, by their names.
+            user: features of the user, by the columns of the user table; features that are not named count as missing.
+            context: features of this request, by name.
             allow: see ``recommend``.
             deny: see ``recommend``.
 
         Returns:
-            Pairs of external item id and natural-log probability (with an index but for a constant), best first.
+            Pairs of external item id and natural-log probability (with an index, up to a constant), best first.
 
         Raises:
             RecpoError: see ``recommend``.
@@ -228,7 +230,7 @@ class Bundle:
         user_features: Frame | None = None,
         context: Frame | None = None,
     ) -> pd.DataFrame:
-        """Log-probabilities of given items; of a bundle loaded with ``engine="torch"``.
+        """Log-probabilities of given items, for a bundle loaded with ``engine="torch"``.
 
         Args:
             histories: see ``recommend``.
@@ -251,7 +253,7 @@ class Bundle:
 def load_runtime(
     root: Path, manifest: BundleManifest, engine: EngineName, threads: int = 0, provider: str = CPU_PROVIDER
 ) -> Runtime:
-    """The engine of a bundle whose files are verified already."""
+    """The engine of a bundle whose files are already verified."""
     if engine != "onnx" and provider != CPU_PROVIDER:
         raise RecpoError(f"provider is {provider!r}, which is for engine=onnx, not for engine={engine}: leave it out")
     if engine == "torch":

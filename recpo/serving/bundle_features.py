@@ -1,11 +1,11 @@
-"""What a bundle knows of features and behaviors: the fitted schema is in its manifest, vocabularies lie beside it.
+"""Features and behaviors of a bundle: the manifest has the fitted schema, and the vocabularies are files beside it.
 
 ::
 
     bundle/vocabularies/item_author.parquet   the values of a category, in the order of their codes
-    bundle/item_encoders.safetensors          weights that make vectors of the features of new items
+    bundle/item_encoders.safetensors          weights that compute vectors from the features of new items
 
-NumPy and Arrow only; nothing is unpickled and nothing names code.
+NumPy and Arrow only; nothing is unpickled, and nothing names code.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _REMEDY: Final = "copy or export the bundle again"
 
 @dataclass(frozen=True)
 class BundleFeatures:
-    """What was fitted of each side that a bundle reads.
+    """The fitted features of each side that a bundle reads.
 
     Attributes:
-        item: of the items, for the vectors of new ones; None = the bundle has no encoder of them.
+        item: for the vectors of new items; None = the bundle has no item encoder.
         user: of the users; None = its policy does not read them.
         context: of the requests; None = its policy does not read them.
-        behaviors: names of the behaviors that its policy reads, by their bits.
+        behaviors: names of the behaviors that its policy reads, in the order of their bits.
     """
 
     item: FittedFeatures | None = None
@@ -49,7 +49,7 @@ class BundleFeatures:
         return FeatureSchema(*sides)
 
     def of(self, side: Side) -> FittedFeatures | None:
-        """What was fitted of one side."""
+        """The fitted features of one side."""
         found: FittedFeatures | None = getattr(self, side)
         return found
 
@@ -63,10 +63,10 @@ class BundleFeatures:
 
     @classmethod
     def load(cls, root: Path, schema: FeatureSchema, behaviors: tuple[str, ...] = ()) -> BundleFeatures:
-        """Reads the vocabularies of a bundle whose files are verified already.
+        """Reads the vocabularies of a bundle whose files are already verified.
 
         Raises:
-            RecpoError: one is missing or damaged.
+            RecpoError: a vocabulary is missing or damaged.
         """
         found = {side: _fitted(root, side, schema.of(side)) for side in SIDES if schema.of(side)}
         return cls(found.get("item"), found.get("user"), found.get("context"), behaviors)

@@ -1,6 +1,7 @@
-"""The program of a bundle as machine code, by AOTInductor: a file of its own for machines like the one that made it.
+"""The program of a bundle as machine code from AOTInductor, in a separate file for machines of the same kind.
 
-Loading such a file runs the code in it. A bundle holds data alone, so the file lies outside: load what you compiled.
+Loading such a file runs the code in it. A bundle contains only data, so the file is not part of the bundle. Load only
+files that you compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from recpo.serving.runtimes import PolicyRuntime, TorchProgramRuntime
 from recpo.serving.verification import verify_runtime
 
 MOST_BLOCKS: Final = 16
-"""The loop over blocks of items is written out, and every block is code to compile."""
+"""The loop over blocks of items is unrolled, and every block is code to compile."""
 
 _CHECKSUM: Final = "recpo_bundle"
 
@@ -38,17 +39,17 @@ _CHECKSUM: Final = "recpo_bundle"
 def write_compiled(bundle: Path | str, out: Path | str, *, overwrite: bool = False) -> None:
     """Compiles the policy of a bundle, compares it with the policy, and writes one file, by convention ``.pt2``.
 
-    It ranks the whole catalog in float32, also where the bundle rounds the item vectors or has an index. Needs a C++
-    compiler, and takes from ten seconds on.
+    The program ranks the complete catalog in float32, even if the bundle rounds the item vectors or has an index.
+    Compiling needs a C++ compiler and takes ten seconds or more.
 
     Args:
         bundle: directory written by ``recpo export``, with weights for the torch engine.
-        out: file to make.
-        overwrite: replace it.
+        out: the file to write.
+        overwrite: replace an existing file.
 
     Raises:
-        RecpoError: no bundle, one without the torch engine, nothing to compile with, a program that gives other lists
-            than the policy, or ``out`` is in the way.
+        RecpoError: no bundle, a bundle without the torch engine, no compiler, a program whose lists differ from the
+            policy's, or ``out`` already exists.
     """
     loaded = Bundle.load(bundle, engine="torch")
     assert isinstance(loaded.runtime, PolicyRuntime)
@@ -63,7 +64,7 @@ def write_compiled(bundle: Path | str, out: Path | str, *, overwrite: bool = Fal
 
 
 def load_compiled(bundle: Path | str, file: Path | str) -> Bundle:
-    """The bundle with its compiled program as the engine. Runs the code in the file.
+    """The bundle with its compiled program as the engine. This runs the code in the file.
 
     Raises:
         RecpoError: no bundle, or a file that was not compiled from it.
@@ -72,7 +73,7 @@ def load_compiled(bundle: Path | str, file: Path | str) -> Bundle:
     try:
         program: Any = load_package(str(file))
         found = program.get_metadata().get(_CHECKSUM)
-    except Exception as error:  # of the loader, of the linker, of zip
+    except Exception as error:  # errors of the loader, the linker, or zip
         raise RecpoError(f"{file} is no compiled program ({error}): compile the bundle again") from error
     if found != sha256(loaded.root / MANIFEST):
         raise RecpoError(f"{file} was compiled from another bundle than {bundle}: compile this one")
@@ -88,7 +89,7 @@ def _compiled(policy: Policy, k: int, reads: ProgramReads, work: Path, checksum:
                 made = torch._inductor.aoti_compile_and_package(
                     exported, package_path=str(work / "program.pt2"), inductor_configs=settings
                 )
-            except Exception as error:  # Inductor's own classes, and those of the compiler
+            except Exception as error:  # errors of Inductor's own classes and of the compiler
                 raise RecpoError(
                     f"the program cannot be compiled ({str(error).strip()[-300:]}): install a C++ compiler (g++, or "
                     "name it in CXX), or serve the bundle with ONNX Runtime"
@@ -97,7 +98,7 @@ def _compiled(policy: Policy, k: int, reads: ProgramReads, work: Path, checksum:
 
 
 def _ranker(policy: Policy) -> Policy | CatalogSearch:
-    """Inductor cannot lower the loop over blocks, so it is written out, in few blocks."""
+    """Inductor cannot lower the loop over blocks, so it is unrolled into a few blocks."""
     rows = max(BLOCK_ROWS, math.ceil((policy.num_items + 1) / MOST_BLOCKS))
     ranker = ranker_of(policy, "float32", rows)
     if isinstance(ranker, CatalogSearch):
@@ -107,6 +108,6 @@ def _ranker(policy: Policy) -> Policy | CatalogSearch:
 
 @contextmanager
 def _in_this_process() -> Iterator[None]:
-    """Compiles without a pool of processes, which would outlive the call."""
+    """Compiles without a process pool, which would outlive the call."""
     with torch._inductor.config.patch(compile_threads=1):
         yield

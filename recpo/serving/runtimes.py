@@ -1,4 +1,4 @@
-"""What ranks and scores encoded histories: the exported program in ONNX Runtime, or a policy in torch."""
+"""Engines that rank and score encoded histories: the exported program in ONNX Runtime, or a policy in torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU_PROVIDER: Final = "CPUExecutionProvider"
 
 
 class Sizes(Protocol):
-    """What a manifest and a runtime both say of a program; see ``Runtime``."""
+    """The sizes that a manifest and a runtime share; see ``Runtime``."""
 
     @property
     def num_items(self) -> int: ...  # noqa: D102  see Runtime
@@ -43,13 +43,13 @@ class Sizes(Protocol):
 class Runtime(ABC):
     """Ranks the catalog, or scores candidates, for encoded histories.
 
-    Every input is checked before it reaches a program: an id or a feedback level out of range would be looked up from
-    the other end of a table, and served as something else.
+    Every input is checked before it reaches a program. Otherwise an id or a feedback level out of range would index a
+    table from its end and return a wrong answer.
 
     Attributes:
         num_items: catalog size V.
         max_history: H.
-        reads: what it reads beyond items and feedback.
+        reads: inputs beyond items and feedback.
         k: length of its longest list.
     """
 
@@ -66,10 +66,10 @@ class Runtime(ABC):
             k: list length, at most ``self.k``.
 
         Returns:
-            ids ``[B, k]`` int64, 0 where none is left, and log-probabilities ``[B, k]`` float32, -inf there.
+            ids ``[B, k]`` int64, filled up with 0, and log-probabilities ``[B, k]`` float32, -inf for id 0.
 
         Raises:
-            RecpoError: an id, a feedback level, a shape or a type is none that a policy reads.
+            RecpoError: an id, a feedback level, a shape or a type that a policy cannot read.
         """
         if inputs.allowed is not None and not self.reads.mask:
             inputs = _without_mask(inputs)
@@ -77,10 +77,10 @@ class Runtime(ABC):
         return self._recommend(inputs, k)
 
     def score(self, inputs: EncodedHistories, candidates: np.ndarray) -> np.ndarray:
-        """Log-probabilities ``[B, C]`` float32 of the items ``candidates [B, C]``; nan where the id is 0.
+        """Log-probabilities ``[B, C]`` float32 of the items ``candidates [B, C]``; nan for id 0.
 
         Raises:
-            RecpoError: as in ``recommend``, or the runtime ranks only.
+            RecpoError: as in ``recommend``, or the runtime only ranks.
         """
         self._check(inputs)
         _check_range("candidates", candidates, self.num_items)
@@ -105,16 +105,16 @@ class Runtime(ABC):
 
 
 class OnnxRuntime(Runtime):
-    """A bundle's program in ONNX Runtime; torch is not imported.
+    """A bundle's program in ONNX Runtime. It does not import torch.
 
     Args:
         path: ``model.onnx``.
-        sizes: what the manifest says of the program.
+        sizes: the sizes from the manifest.
         threads: 0 = one per core.
         provider: see ``OnnxSession``.
 
     Raises:
-        RecpoError: the file is no such program, or names files outside its directory, or there is no such provider.
+        RecpoError: the file is not such a program, names files outside its directory, or the provider does not exist.
     """
 
     def __init__(self, path: Path, sizes: Sizes, *, threads: int = 0, provider: str = CPU_PROVIDER) -> None:
@@ -133,13 +133,13 @@ class OnnxSession:
 
     Args:
         path: ``model.onnx``.
-        inputs: what it is given.
-        outputs: widths of its outputs by their names, in their order.
+        inputs: the names and types of its inputs.
+        outputs: widths of its outputs by name, in order.
         threads: 0 = one per core.
-        provider: name of an execution provider of ONNX Runtime, which runs what it can; the CPU runs the rest.
+        provider: name of an execution provider of ONNX Runtime; the CPU runs operations that it does not support.
 
     Raises:
-        RecpoError: the file is no such program, or names files outside its directory, or there is no such provider.
+        RecpoError: the file is not such a program, names files outside its directory, or the provider does not exist.
     """
 
     def __init__(
@@ -158,11 +158,11 @@ class OnnxSession:
         try:
             settings = onnxruntime.SessionOptions()
             settings.intra_op_num_threads = threads
-            # Threads that spin while they wait take the cores away from whoever reads the next request.
+            # spinning threads would take the cores away from the code that reads the next request
             settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
             providers = list(dict.fromkeys([provider, CPU_PROVIDER]))
             self._session = onnxruntime.InferenceSession(str(path), settings, providers=providers)
-        except Exception as error:  # its own classes, which share no base
+        except Exception as error:  # ONNX Runtime's own exceptions, which have no common base class
             raise RecpoError(
                 f"{path} is no program that ONNX Runtime reads ({error}): export the bundle again"
             ) from error
@@ -173,7 +173,7 @@ class OnnxSession:
             )
         found = {entry.name: entry.shape[1:] for entry in (*self._session.get_inputs(), *self._session.get_outputs())}
         widths = {one.name: list(one.shape) for one in inputs} | dict(outputs)
-        # a size that each request chooses has whatever name the exporter gave it
+        # the exporter chooses the name of a dynamic size
         expected = {
             name: found.get(name, []) if any(isinstance(size, str) for size in shape) else shape
             for name, shape in widths.items()
@@ -189,12 +189,12 @@ class OnnxSession:
 
 
 class PolicyRuntime(Runtime):
-    """A policy as it is: of a run, or rebuilt from a bundle; it runs on the device where it lies.
+    """A policy in torch, from a run or rebuilt from a bundle. It runs on the device of its parameters.
 
     Args:
         policy: in evaluation mode.
-        k: length of its longest list; None = the catalog.
-        reads: what it reads beyond items and feedback; None = times, and what the histories have of the rest.
+        k: length of its longest list; None = the size of the catalog.
+        reads: inputs beyond items and feedback; None = times, and whatever the histories contain.
     """
 
     def __init__(self, policy: Policy, k: int | None = None, reads: ProgramReads | None = None) -> None:
@@ -245,11 +245,11 @@ class PolicyRuntime(Runtime):
 
 
 class TorchProgramRuntime(Runtime):
-    """A serving program in torch, as it was before its export.
+    """A serving program in torch, before its export.
 
     Args:
         program: from the tensors of ``program_inputs`` to ``(top_items, scores)``.
-        like: has its sizes.
+        like: a runtime with the same sizes.
     """
 
     def __init__(self, program: Callable[..., Any], like: Sizes) -> None:
@@ -268,7 +268,7 @@ class TorchProgramRuntime(Runtime):
 
 
 def _without_mask(inputs: EncodedHistories) -> EncodedHistories:
-    """The same with the items that may not be listed among those to exclude."""
+    """The same inputs with the items that may not be listed added to the excluded items."""
     assert inputs.allowed is not None
     row, item = np.nonzero(~inputs.allowed)
     counts = np.bincount(row, minlength=len(inputs.item_ids))
@@ -278,7 +278,7 @@ def _without_mask(inputs: EncodedHistories) -> EncodedHistories:
 
 
 def validate_engine(name: object) -> EngineName:
-    """``name``, or ``RecpoError`` where there is no such engine."""
+    """Returns ``name``; raises ``RecpoError`` if there is no such engine."""
     for known in get_args(EngineName):
         if name == known:
             return name  # type: ignore[return-value]  # it is one of them
@@ -286,7 +286,7 @@ def validate_engine(name: object) -> EngineName:
 
 
 def validate_provider(name: object) -> None:
-    """Raises ``RecpoError`` where this ONNX Runtime has no execution provider of that name."""
+    """Raises ``RecpoError`` if this ONNX Runtime has no execution provider of that name."""
     import onnxruntime
 
     available = onnxruntime.get_available_providers()
@@ -305,7 +305,7 @@ def _check_range(name: str, values: np.ndarray, largest: int, shape: tuple[int, 
 
 
 def _validate_own_files(path: Path) -> None:
-    """Raises where weights of the program would be read from any file but ``model.onnx.data`` beside it."""
+    """Raises if the program would read weights from any file other than ``model.onnx.data`` beside it."""
     import onnx
 
     try:
@@ -313,7 +313,7 @@ def _validate_own_files(path: Path) -> None:
         places = {
             entry.value for tensor in _tensors(model) for entry in tensor.external_data if entry.key == "location"
         }
-    except Exception as error:  # protobuf's own classes
+    except Exception as error:  # protobuf's own exceptions
         raise RecpoError(f"{path} is no ONNX program ({error}): export the bundle again") from error
     if foreign := places - {f"{path.name}.data"}:
         raise RecpoError(
@@ -322,7 +322,7 @@ def _validate_own_files(path: Path) -> None:
 
 
 def _tensors(message: Any) -> Iterator[Any]:
-    """Every tensor anywhere in a protobuf message, whatever holds it."""
+    """Every tensor anywhere in a protobuf message."""
     for descriptor, value in message.ListFields():
         if descriptor.message_type is None:
             continue

@@ -1,8 +1,8 @@
-"""A policy of recpo's own in a bundle: constructor options in the manifest, weights in safetensors, codes in Parquet.
+"""A policy class of recpo in a bundle: constructor options in the manifest, weights in safetensors, codes in Parquet.
 
-The torch engine is built from these. Nothing here can name code: the class comes out of ``_OWN``, options are numbers,
-booleans and words that its signature allows, the policy below a tilted one is described in the same way, and
-safetensors holds tensors only.
+The torch engine is built from these. No entry can name code: the class is looked up in ``_OWN``, the options are
+numbers, booleans and words that its signature allows, the base of a tilted policy is described in the same way, and
+safetensors contains only tensors.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _OWN: dict[str, type[Policy]] = {
     f"{own.__module__}.{own.__qualname__}": own
     for own in (CatalogSoftmaxPolicy, SemanticIdPolicy, TiltedPolicy, RerankedPolicy)
 }
-# constructor arguments that are no options of a bundle: it has them itself, and item features are precomputed
+# constructor arguments that are not options in a bundle: it stores them itself, and item features are precomputed
 _GIVEN = ("num_items", "codes", "item_features")
-_BASE = "base"  # the option that is a policy itself
+_BASE = "base"  # the option that is itself a policy
 _TILTED = (TiltedPolicy, RerankedPolicy)
 
 
 def describe_policy(policy: Policy, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The manifest's entry ``policy``.
+    """The entry ``policy`` of the manifest.
 
     Args:
         policy: the policy.
-        options: what it was built with, where that is known; left out ones have the class's defaults. The base of a
-            tilted policy stands there with its ``class_path`` and ``init_args``.
+        options: its constructor options, if known; missing options have the defaults of the class. The base of a tilted
+            policy is given by its ``class_path`` and ``init_args``.
 
     Returns:
-        ``class`` and ``options``; these are None for classes that are not recpo's own and where they are unknown. The
-        option ``base`` is such an entry itself.
+        ``class`` and ``options``. Both are None for classes that are not recpo's own, and if the options are unknown.
+        The option ``base`` is itself such an entry.
 
     Raises:
         RecpoError: an option that the class does not have, or of a wrong type.
@@ -67,7 +67,7 @@ def describe_policy(policy: Policy, options: Mapping[str, Any] | None) -> dict[s
 
 
 def save_policy(policy: Policy, items: IdMap, root: Path) -> None:
-    """Writes the weights of ``policy``, and its codes where it has any, into the directory of a bundle."""
+    """Writes the weights of ``policy``, and its codes if it has any, into the directory of a bundle."""
     save_file({name: value.detach().contiguous() for name, value in policy.state_dict().items()}, root / WEIGHTS)
     policy = policy.base if isinstance(policy, _TILTED) else policy
     if isinstance(policy, SemanticIdPolicy):
@@ -80,10 +80,11 @@ def save_policy(policy: Policy, items: IdMap, root: Path) -> None:
 
 
 def load_policy(root: Path, manifest: BundleManifest) -> Policy:
-    """Builds the policy of a bundle whose files are verified already, in evaluation mode.
+    """Builds the policy of a bundle whose files are already verified, in evaluation mode.
 
     Raises:
-        RecpoError: the bundle has no policy of recpo's own, an option is none of its class, or the weights do not fit.
+        RecpoError: the bundle has none of recpo's own policies, an option does not belong to its class, or the weights
+            do not fit.
     """
     name = manifest.policy["class"]
     try:
@@ -101,7 +102,7 @@ def load_policy(root: Path, manifest: BundleManifest) -> Policy:
 
 
 def policy_of_size(root: Path, manifest: BundleManifest, num_items: int) -> Policy:
-    """The policy of a bundle for a catalog of ``num_items``, with weights as they are initialized.
+    """The policy of a bundle for a catalog of ``num_items``, with initial weights.
 
     Raises:
         RecpoError: see ``load_policy``.
@@ -118,7 +119,7 @@ def policy_of_size(root: Path, manifest: BundleManifest, num_items: int) -> Poli
 
 
 def _factory(name: str, options: Mapping[str, Any], root: Path) -> Callable[[int], Policy]:
-    """What makes the policy of an entry from the number of items."""
+    """A function that creates the policy of an entry from the number of items."""
     own, arguments = _OWN[name], _validated(name, options)
     if own is SemanticIdPolicy:
         arguments["codes"] = root / CODES
@@ -146,7 +147,7 @@ def _validated(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _validate_base(name: str, entry: object) -> None:
-    """Raises where ``entry`` is no policy of recpo's own that can be tilted."""
+    """Raises unless ``entry`` is one of recpo's own policies that can be tilted."""
     untilted = [known for known, own in _OWN.items() if not issubclass(own, _TILTED)]
     known = isinstance(entry, Mapping) and entry.keys() == {"class", "options"} and entry["class"] in untilted
     if not known or not isinstance(entry["options"], Mapping):  # type: ignore[index]  # it is a mapping then

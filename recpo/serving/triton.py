@@ -35,19 +35,19 @@ def write_triton(
     overwrite: bool = False,
     inputs: Iterable[object] = (),
 ) -> None:
-    """Writes a model repository with one model of one version, 1.
+    """Writes a model repository with one model in one version, 1.
 
     Args:
         bundle: directory written by ``recpo export``, without an index.
-        repository: directory to make.
-        name: of the model.
-        max_batch: most users that Triton ranks together.
-        overwrite: replace a repository in ``repository`` that recpo has written.
-        inputs: files and directories that ``repository`` must not touch, beside the bundle.
+        repository: directory to create.
+        name: name of the model.
+        max_batch: maximum number of users that Triton ranks together.
+        overwrite: replace a repository that recpo wrote.
+        inputs: files and directories that ``repository`` must not touch, besides the bundle.
 
     Raises:
-        RecpoError: no bundle, or one whose program does not list items, a name that is none, or ``repository`` is in
-            the way.
+        RecpoError: no bundle, a bundle whose program does not list items, an invalid name, or ``repository`` already
+            exists.
     """
     manifest = BundleManifest.read(bundle)
     validate_triton(repository, has_index=manifest.index is not None)
@@ -62,7 +62,7 @@ def write_triton(
 
 
 def validate_triton(repository: Path | str, *, has_index: bool, overwrite: bool = True) -> None:
-    """Raises ``RecpoError`` where Triton cannot run the program, or the directory is in the way."""
+    """Raises ``RecpoError`` if Triton cannot run the program or the directory already exists."""
     if has_index:
         raise RecpoError(
             "triton: with an index the program gives states and the search is recpo's own, which Triton does not run: "
@@ -94,7 +94,7 @@ def triton_config(manifest: BundleManifest, name: str, max_batch: int, checksum:
             f"default_model_filename: {json.dumps(ONNX_PROGRAM)}",
             f"max_batch_size: {max_batch}",
             *blocks,
-            # requests that arrive while a batch runs are ranked together in the next one; none waits for company
+            # requests that arrive while a batch runs form the next batch; no request waits to fill a batch
             "dynamic_batching { max_queue_delay_microseconds: 0 }",
             "version_policy { latest { num_versions: 2 } }",
             "instance_group [ { count: 1 kind: KIND_CPU } ]",

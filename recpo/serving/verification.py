@@ -1,4 +1,4 @@
-"""Compares what an export has made with the policy, before it counts."""
+"""Compares an exported program with the policy before the export is published."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from recpo.serving.program_inputs import ProgramReads
 from recpo.serving.runtimes import PolicyRuntime, Runtime, TorchProgramRuntime
 
 TOLERANCE: Final = 1e-4
-"""Largest difference of natural-log probabilities between engines that compute the same; such items may swap places."""
+"""Largest allowed difference of natural-log probabilities between engines. Items this close may swap places."""
 
 ROUNDING: Final = {"float16": 0.02, "int8": 0.25}
-"""Largest difference of natural-log probabilities that a rounded item matrix may make."""
+"""Largest allowed difference of natural-log probabilities from rounding the item matrix."""
 
-_CHECKED_USERS = (1, 33)  # batch sizes; other than the example's
+_CHECKED_USERS = (1, 33)  # batch sizes that differ from the example's
 _COMPARED_USERS = 64
 _SHORT = 10
-_BEHAVIOR_SETS, _MISSING = 8, 0.2  # bit sets of random histories, and the share of their features that is missing
+_BEHAVIOR_SETS, _MISSING = 8, 0.2  # bit sets of random histories, and the share of missing features
 _FIRST_TIME_MS, _LONGEST_GAP_MS = 1_600_000_000_000, 10 * 86_400_000  # times of random histories
 
 
 def verify_runtime(
     runtime: Runtime, policy: Policy, k: int, *, reference: Runtime | None = None, seed: int = 0
 ) -> None:
-    """Compares a runtime with the policy on random histories, the first of them empty, the last one full.
+    """Compares a runtime with the policy on random histories; the first one is empty, the last one full.
 
-    The lists must be the same but for the order of items whose scores differ by less than 1e-4.
+    The lists must be equal, except that items whose scores differ by less than 1e-4 may swap places.
 
     Args:
-        runtime: what was made.
-        policy: what it was made from.
+        runtime: the runtime to check.
+        policy: the policy that it was made from.
         k: length of the lists.
-        reference: computes what ``runtime`` should, instead of the policy itself.
+        reference: computes the expected results instead of the policy itself.
         seed: of the histories.
 
     Raises:
@@ -56,7 +56,7 @@ def verify_runtime(
         inputs = random_inputs(policy, users, generator, runtime.reads)
         expected_items, expected_scores = map(torch.from_numpy, reference.recommend(inputs, k))
         top_items, scores = map(torch.from_numpy, runtime.recommend(inputs, k))
-        gap = (scores - expected_scores).abs().nan_to_num(0.0)  # -inf against -inf, where the list is short
+        gap = (scores - expected_scores).abs().nan_to_num(0.0)  # -inf against -inf, if the list is short
         if scores.isnan().any() or gap.max() > TOLERANCE:
             raise RecpoError(
                 f"the exported program's scores are nan or differ from the policy's, by {gap.max().item():.2g}"
@@ -73,19 +73,19 @@ def verify_rounded(
     """Compares a runtime with the rounded policy, and the rounded policy with the policy.
 
     Args:
-        runtime: what was made.
-        program: what it was made from, as torch computes it.
-        policy: without rounding.
+        runtime: the runtime to check.
+        program: the torch program that it was made from.
+        policy: the policy without rounding.
         k: length of the lists.
-        precision: of the item matrix.
+        precision: number format of the item matrix.
 
     Returns:
-        How the lists of 64 random histories agree with those of the policy: ``users``, ``overlap_10`` and ``overlap_k``
-        (mean share of common items in lists of 10 and k), ``mean_difference`` and ``largest_difference`` (of
-        natural-log probabilities of common items), ``tolerance`` (of the latter).
+        Agreement of the lists of 64 random histories with the policy's lists: ``users``, ``overlap_10`` and
+        ``overlap_k`` (mean share of common items in lists of 10 and k), ``mean_difference`` and ``largest_difference``
+        (of the natural-log probabilities of common items), ``tolerance`` (for the latter).
 
     Raises:
-        RecpoError: the runtime computes something else, or rounding costs more than ``ROUNDING``.
+        RecpoError: the runtime computes something else, or rounding changes more than ``ROUNDING``.
     """
     verify_runtime(runtime, policy, k, reference=TorchProgramRuntime(program, runtime))
     inputs = random_inputs(policy, _COMPARED_USERS, torch.Generator().manual_seed(1), runtime.reads)
@@ -102,7 +102,7 @@ def verify_rounded(
 
 
 def overlap(found: np.ndarray, expected: np.ndarray) -> float:
-    """Mean share of the items of ``expected [B, n]`` that are in ``found [B, n]``; 0 is no item."""
+    """Mean share of the items of ``expected [B, n]`` that are in ``found [B, n]``; 0 is not an item."""
     shared = ((found[:, :, None] == expected[:, None, :]) & (expected > 0)[:, None, :]).any(1)
     return float((shared.sum(1) / np.maximum((expected > 0).sum(1), 1)).mean())
 
@@ -110,9 +110,9 @@ def overlap(found: np.ndarray, expected: np.ndarray) -> float:
 def random_inputs(
     policy: Policy | CatalogSearch, users: int, generator: torch.Generator, reads: ProgramReads | None = None
 ) -> EncodedHistories:
-    """Histories of random items, the first empty and the last one full, with three items to exclude each.
+    """Histories of random items, the first empty and the last full, with three items to exclude each.
 
-    Behaviors and features are random too, a fifth of the values missing and some unknown.
+    Behaviors and features are random too; a fifth of the values are missing, and some are unknown.
     """
     reads = ProgramReads(policy.reads_timestamps) if reads is None else reads
     lengths = torch.randint(policy.max_history + 1, (users,), generator=generator)
@@ -140,14 +140,14 @@ def random_inputs(
 
 
 def _random_masks(users: int, places: int, generator: torch.Generator) -> np.ndarray:
-    """A third of the items may be listed; of the last user every one."""
+    """A third of the items may be listed; for the last user, all of them."""
     kept: np.ndarray = (torch.rand(users, places, generator=generator) < 1 / 3).numpy()
     kept[-1], kept[:, 0] = True, True
     return kept
 
 
 def random_features(features: Sequence[Feature], shape: tuple[int, ...], generator: torch.Generator) -> FeatureArrays:
-    """Random features with the leading ``shape``: codes of the vocabulary, unknown ones, and a fifth missing."""
+    """Random features with the leading ``shape``: codes of the vocabulary, unknown codes, and a fifth missing."""
 
     def codes(sizes: Sequence[int | None]) -> Tensor:
         drawn = [torch.randint(1, int(size or 2), shape, generator=generator) for size in sizes]
@@ -187,6 +187,6 @@ def _agreement(
 
 
 def _score_of(item_ids: Tensor, listed: Tensor, scores: Tensor) -> Tensor:
-    """The score of ``item_ids [B, k]`` in the list that ranks ``listed [B, k]``; for others that of its last place."""
+    """The score of ``item_ids [B, k]`` in the list that ranks ``listed [B, k]``, or the score of its last place."""
     same = item_ids[:, :, None] == listed[:, None, :]
     return torch.where(same.any(2), scores.gather(1, same.int().argmax(2)), scores[:, -1:])
