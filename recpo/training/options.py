@@ -284,6 +284,21 @@ def reads_of(policy: Policy, options: LearningOptions) -> Reads:
     return reads
 
 
+@dataclass(frozen=True)
+class WeightAverage:
+    """An exponential moving average of the weights over optimizer steps (Polyak and Juditsky 1992).
+
+    Attributes:
+        decay: share of the average that a step keeps; it reaches back over about ``1 / (1 - decay)`` steps.
+    """
+
+    decay: float = 0.99
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.decay < 1.0:
+            raise RecpoError(f"weight_averaging.decay must lie between 0 and 1, got {self.decay}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(LearningOptions):
     """Every option of a training run.
@@ -292,6 +307,8 @@ class TrainOptions(LearningOptions):
         data: the batches.
         policy: the policy to train; the catalog size comes from the data.
         trainer: options of lightning.Trainer.
+        weight_averaging: validate and keep a moving average of the weights (``{decay: .99}``), which overfits later
+            than the weights themselves; null = the weights.
         patience: stop once the monitor has not improved for so many validations; null = train to the end.
         checkpoint_every: also write last.ckpt every so many optimizer steps, not only after every epoch.
         matmul_precision: of float32 matrix products on CUDA: high uses TF32 (10 bits of mantissa, several times
@@ -303,6 +320,7 @@ class TrainOptions(LearningOptions):
     data: FeedbackDataModule
     policy: PolicyFactory = CatalogSoftmaxPolicy
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
+    weight_averaging: WeightAverage | None = None
     patience: int | None = None
     checkpoint_every: int | None = None
     matmul_precision: MatmulPrecision = "high"
@@ -316,6 +334,11 @@ class TrainOptions(LearningOptions):
         if self.patience is not None:
             _validate_at_least("", self, patience=1)
         self.trainer.validate()
+        if self.weight_averaging is not None and self.trainer.shards_tables:
+            raise RecpoError(
+                "weight_averaging needs whole item tables on every rank, and trainer.strategy cuts them over the ranks: "
+                "leave one of the two out"
+            )
         if self.rollout is not None and self.rollout.candidates == "catalog" and self.trainer.shards_tables:
             raise RecpoError(
                 "rollout.candidates: catalog needs a whole item table on every rank, and trainer.strategy cuts it over "

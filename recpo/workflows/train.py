@@ -41,6 +41,7 @@ from recpo.training.run import CHECKPOINTS, RESOLVED, Run, class_paths
 from recpo.training.run_features import hand_over
 from recpo.training.trainer import Throughput
 from recpo.training.warm_start import StartingState, WarmStart, growth_of, same_training
+from recpo.training.weight_averaging import WeightAveraging
 
 
 def train(
@@ -236,6 +237,8 @@ def _callbacks(options: TrainOptions, module: PreferenceModule, out: Path) -> li
     callbacks: list[Callback] = [ReportLostRanks(out), FiniteGuard(), ValidateAtEnd(), Throughput()]
     if options.rollout is not None:
         callbacks.append(CollapseGuard(options.rollout.collapse, module.ranking_metric))
+    if options.weight_averaging is not None:
+        callbacks.append(WeightAveraging(options.weight_averaging))
     if options.patience is not None:
         callbacks.append(EarlyStopping(module.monitor, mode=module.monitor_mode, patience=options.patience))
     callbacks.append(BestCheckpoint(checkpoints, module.monitor, module.monitor_mode))
