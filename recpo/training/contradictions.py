@@ -65,6 +65,22 @@ def validate_options(policy: Policy, options: LearningOptions, slates: SlateTrai
     validate_snapshot_reference(objective, options.reference, options.old_policy)
     if options.mask_shared_prefix:
         validate_shared_prefix(policy, objective)
+    if options.item_coef:
+        validate_item_likelihood(policy, objective)
+
+
+def validate_item_likelihood(policy: Policy, objective: Objective) -> None:
+    """Raises where there is no likelihood of whole items to add, or where it would be that of all exposures."""
+    if not isinstance(policy, StatePolicy) or policy.num_tokens == 1:
+        raise RecpoError(
+            f"item_coef adds the likelihood of whole items to that of their codes, and {type(policy).__name__} has no "
+            "codes: leave it out, or set policy to class_path: SemanticIdPolicy"
+        )
+    if not isinstance(objective, Likelihood) or objective.positive_only:
+        raise RecpoError(
+            f"item_coef adds the likelihood of every logged item to that of its codes, which objective "
+            f"{type(objective).__name__} does not follow: leave it out, or set objective to class_path: Likelihood"
+        )
 
 
 def validate_policy(policy: Policy, objective: Objective) -> None:

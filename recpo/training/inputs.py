@@ -11,6 +11,7 @@ from recpo.contracts import ReturnEstimator, StatePolicy, TokenAdvantageEstimato
 from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
 from recpo.training.contradictions import OF_STATES, all_requirements
+from recpo.training.item_likelihood import item_log_prob
 from recpo.training.kl_control import catalog_divergence
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions
@@ -32,11 +33,13 @@ class StepInputs(NamedTuple):
         logged: what an anchor looks at: the log-probabilities of the logged slate. These are the objective's, unless
             candidates took the slate's place.
         metrics: of the slates.
+        items: log-probabilities ``[B, S]`` of the logged items as a whole, where ``item_coef`` weighs them.
     """
 
     objective: ObjectiveInputs
     logged: ObjectiveInputs
     metrics: dict[str, Tensor]
+    items: Tensor | None = None
 
 
 class _Values(NamedTuple):
@@ -101,7 +104,7 @@ class InputBuilder:
             metrics |= catalog_metrics(rollout, logp.detach())
         elif self._catalog:
             metrics["approx_kl"] = catalog_divergence(inputs.logp) / inputs.logp.mask.any(1).sum().clamp(min=1)
-        return StepInputs(inputs, of_log, metrics)
+        return StepInputs(inputs, of_log, metrics, self._items(states, batch.slates))
 
     def _logged(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The logged slates with what training adds to them: hard negatives and rewards."""
@@ -138,10 +141,19 @@ class InputBuilder:
         """The policy's states ``[B, H + 1, d]``, where heads read them; without a gradient where they only read."""
         policy = self._networks.policy
         shared = self._catalog and self._anchored  # by the catalog and the logged slate
-        if not (self._requires & OF_STATES or shared):
+        if not (self._requires & OF_STATES or shared or self._options.item_coef):
             return None
         assert isinstance(policy, StatePolicy)
         return policy.encode(batch.histories)
+
+    def _items(self, states: Tensor | None, slates: Slates) -> Tensor | None:
+        """Log-probabilities of the items as a whole, where they are weighed."""
+        if not self._options.item_coef:
+            return None
+        policy = self._networks.policy
+        assert isinstance(policy, StatePolicy)
+        assert states is not None
+        return item_log_prob(policy, states, slates)
 
     def _values(self, states: Tensor | None, batch: FeedbackBatch, rollout: Rollout | None) -> _Values:
         critic, old = self._networks.critic, self._networks.old

@@ -179,7 +179,7 @@ class PreferenceModule(LightningModule):
             self._log_step(batch, {})
             return self._no_loss()
         # slates or candidates -> rewards -> advantages -> log-probabilities
-        inputs, logged, metrics = self._inputs(batch)
+        inputs, logged, metrics, items = self._inputs(batch)
         denominator = self._nominal_denominator(self.objective.count(inputs))
         loss, of_objective = self._kl.objective(inputs._replace(denominator=denominator))
         self._kl.measure(inputs.logp, of_objective)
@@ -188,6 +188,9 @@ class PreferenceModule(LightningModule):
             anchor = self._anchor(logged._replace(denominator=denominator))
             loss = loss + self._anchor_coef * anchor.loss
             metrics |= {f"anchor_{name}": value for name, value in anchor.metrics.items()}
+        if items is not None:
+            loss = loss - self._options.item_coef * items.sum() / denominator
+            metrics["item_nll"] = -items.detach().sum() / batch.slates.mask.sum().clamp(min=1)
         if not loss.requires_grad:  # nothing to learn here, but every parameter must see a gradient on every rank
             loss = loss + self._no_loss()
         self._log_step(batch, metrics, loss.detach())

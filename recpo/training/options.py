@@ -228,6 +228,10 @@ class LearningOptions:
         critic: heads that the objective trains beside the policy (state values, Q-values, scores).
         anchor_coef: weight of the likelihood of all logged positions of the same batches, added to the loss and divided
             by the same denominator as the objective (the number of candidates, with a rollout); 0 = none.
+        item_coef: weight of the likelihood of whole items in pre-training of semantic ids, added to the loss: a softmax
+            over the catalog of the policy's states and item vectors. Divided by the number of codes, so with 1 an item
+            counts as much as its codes together. The encoder learns more from items than from codes; lists come from
+            the codes alone. 0 = none.
         mask_shared_prefix: of semantic ids, leave codes that a rejected item shares with the chosen one out of its side
             of a preference list (RAD-DPO, arXiv 2602.23964).
         validation_k: list length of the validation metrics; a smaller catalog caps the lists, not their name.
@@ -254,6 +258,7 @@ class LearningOptions:
     adaptive_kl: KLTarget | None = None
     critic: CriticOptions = field(default_factory=CriticOptions)
     anchor_coef: float = 0.0
+    item_coef: float = 0.0
     mask_shared_prefix: bool = False
     validation_k: int = 10
     monitor: Monitor | None = None
@@ -262,8 +267,9 @@ class LearningOptions:
 
     def __post_init__(self) -> None:
         _validate_at_least("", self, snapshot_every=1, validation_k=1, seed=0)
-        if not 0.0 <= self.anchor_coef < float("inf"):
-            raise RecpoError(f"anchor_coef is a weight of at least 0, got {self.anchor_coef}")
+        for name, weight in (("anchor_coef", self.anchor_coef), ("item_coef", self.item_coef)):
+            if not 0.0 <= weight < float("inf"):
+                raise RecpoError(f"{name} is a weight of at least 0, got {weight}")
 
 
 def rewards_of(options: LearningOptions) -> dict[str, RewardFunction]:
@@ -336,8 +342,8 @@ class TrainOptions(LearningOptions):
         self.trainer.validate()
         if self.weight_averaging is not None and self.trainer.shards_tables:
             raise RecpoError(
-                "weight_averaging needs whole item tables on every rank, and trainer.strategy cuts them over the ranks: "
-                "leave one of the two out"
+                "weight_averaging needs whole item tables on every rank, and trainer.strategy cuts them over the "
+                "ranks: leave one of the two out"
             )
         if self.rollout is not None and self.rollout.candidates == "catalog" and self.trainer.shards_tables:
             raise RecpoError(

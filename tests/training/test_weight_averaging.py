@@ -95,7 +95,7 @@ def test_a_killed_run_resumes_to_the_averages_of_one_that_was_not(prepared, whol
 
 
 def test_what_cannot_be_averaged_is_refused(prepared, tmp_path):
-    with pytest.raises(RecpoError, match="weight_averaging.decay must lie between 0 and 1, got 1"):
+    with pytest.raises(RecpoError, match=r"weight_averaging\.decay must lie between 0 and 1, got 1"):
         WeightAverage(1.0)
     with pytest.raises(RecpoError, match="weight_averaging needs whole item tables on every rank"):
         train(

@@ -1,0 +1,31 @@
+"""Likelihood of whole items beside that of their codes: what a policy of semantic ids learns its states from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recpo.contracts import StatePolicy
+from recpo.ops.kernels import take_rows
+from recpo.ops.linear_logprob import linear_logprob
+from recpo.policies.catalog_softmax import shared_states
+from recpo.types import Slates
+
+
+def item_log_prob(policy: StatePolicy, states: Tensor, slates: Slates) -> Tensor:
+    """``log softmax_v(state · vector_v)`` of the items of slates over the whole catalog, ``[B, S]``; 0 where masked.
+
+    The vectors are those that the encoder reads (``StatePolicy.item_vectors``), so that an item's codes are trained
+    by it as well.
+
+    Args:
+        policy: whose vectors they are.
+        states: ``[B, H + 1, d]`` of ``policy.encode``.
+        slates: the items.
+    """
+    positions = slates.mask.reshape(-1).nonzero().squeeze(1)
+    rows, state_index = shared_states(slates, positions, states.shape[1])
+    vectors = policy.item_vectors(torch.arange(policy.num_items + 1, device=states.device))
+    targets = slates.item_ids.reshape(-1)[positions]
+    logp = linear_logprob(take_rows(states, rows), vectors, targets, state_index)
+    return logp.new_zeros(slates.mask.numel()).index_copy(0, positions, logp).view(slates.mask.shape)
