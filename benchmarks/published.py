@@ -9,9 +9,9 @@ r"""A recipe from the log to the numbers of the published tables: leave-one-out,
 
 Prepares the log, trains and evaluates; every step that is done is left out, and training that was cut short is resumed,
 so the same command goes on after a kill. Nothing but the files and ``--seeds`` differs between data sets: the options
-stand in configs/ (``RECIPES``), and the best checkpoint is the one with the best NDCG@10 of the validation events. What
-is behind the options of this script goes to ``recpo prepare``: ``--preset movielens``, ``--columns.timestamp time``.
-By default the log has the columns user_id, item_id and pos, the place of an event in its user's sequence.
+stand in configs/ (``RECIPES``), and the best checkpoint is the one with the best NDCG@10 of the validation events. The
+log has the columns user_id, item_id and pos, the place of an event in its user's sequence, or those of a preset of
+``recpo prepare``. Further options go to ``recpo prepare`` (``--columns.item_id asin``).
 
 Prints one JSON line per seed, and a table: Recall@10 and NDCG@10 of the test events with and without the items of the
 user's past among the candidates, and what was published for the data set (``PUBLISHED``). CPU seconds are those of this
@@ -34,6 +34,8 @@ from recpo.cli.main import main as verb
 
 CONFIGS = Path(recpo.__file__).parent / "configs"
 K = 10
+LEAVE_ONE_OUT = ["--label", "EveryEvent", "--split", "LeaveLastOut", "--catalog", "log"]
+QUICK = {"trainer.max_epochs": 1, "trainer.limit_train_batches": 2, "data.max_validation_users": 32}
 PAST = {"without the past": True, "past kept": False}
 
 
@@ -83,8 +85,10 @@ def prepared(options: argparse.Namespace, recipe: Recipe, more: list[str]) -> Pa
     if not (out / "manifest.json").is_file():
         files = ["--log", str(options.log), "--out", str(out)]
         files += ["--items", str(options.items)] if recipe.reads_items else []
-        columns = CONFIGS / "beauty_prepare.yaml"
-        if verb(["prepare", "--config", str(columns), *files, *more]):
+        start = ["--config", str(CONFIGS / "beauty_prepare.yaml")]
+        if options.preset is not None:
+            start = ["--preset", options.preset, *LEAVE_ONE_OUT]
+        if verb(["prepare", *start, *files, *more]):
             raise SystemExit("the log could not be prepared")
     return out
 
@@ -95,7 +99,7 @@ def trained(options: argparse.Namespace, name: str, seed: int, more: list[str]) 
     if (out / "run.json").is_file():
         return recpo.load(out)
     data = prepared(options, recipe, more)
-    settings: dict[str, Any] = {"seed": seed, "data.seed": seed, **dict(pair.split("=", 1) for pair in options.set)}
+    settings: dict[str, Any] = {"seed": seed, "data.seed": seed, **(QUICK if options.quick else {})}
     if recipe.codes_from is not None:
         settings["policy.init_args.codes"] = str(codes(options, recipe, more))
     resume = (out / "checkpoints" / "last.ckpt").is_file()
@@ -151,7 +155,8 @@ def main() -> None:
     parser.add_argument("--dataset", help=f"shows what was published for it: {', '.join(known_datasets())}")
     parser.add_argument("--work", type=Path, required=True, help="directory of everything that is made")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--set", nargs="*", default=[], metavar="OPTION=VALUE", help="options of recpo train")
+    parser.add_argument("--preset", help="of recpo prepare, whose column names the log has: movielens, recbole")
+    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     options, more = parser.parse_known_args()
     if RECIPES[options.recipe].reads_items and options.items is None:
         parser.error(f"the recipe {options.recipe} reads features of the items: name their table with --items")

@@ -63,6 +63,26 @@ def test_cold_start_values_new_items_for_policies_with_and_without_features(tmp_
     assert line["share"] == pytest.approx(line["features never seen"] / line["features after a day"])
 
 
+def test_published_recipes_run_on_the_files_of_a_user(tmp_path):
+    rng = np.random.default_rng(0)
+    items = np.concatenate([rng.permutation(40)[:6] for _ in range(60)])
+    log = {"user_id": np.arange(60).repeat(6), "pos": np.tile(np.arange(6), 60), "item_id": items}
+    pq.write_table(pa.table(log), tmp_path / "log.parquet")
+    table = {"item_id": np.arange(40), "categories": [[n % 4, 9] for n in range(40)]}
+    pq.write_table(pa.table(table), tmp_path / "items.parquet")
+    files = ["--log", str(tmp_path / "log.parquet"), "--items", str(tmp_path / "items.parquet")]
+    for recipe in ("catalog_features", "semantic"):
+        command = ["published.py", "--recipe", recipe, *files, "--work", str(tmp_path / "work"), "--seeds", "3"]
+        (line,) = lines_of(*command)
+        assert line["seed"] == 3
+        for past in ("without the past", "past kept"):
+            assert 0 < line[f"NDCG@10, {past}"] <= line[f"Recall@10, {past}"] <= 1
+        run = next((tmp_path / "work").glob(f"{recipe}_3/run.json"))
+        written = run.stat().st_mtime_ns
+        assert lines_of(*command)[0]["Recall@10, past kept"] == line["Recall@10, past kept"]
+        assert run.stat().st_mtime_ns == written, "what is done is left out"
+
+
 def test_semantic_codes_are_as_good_as_those_of_the_peers():
     lines = lines_of("semantic_codes.py")
     for data in ("gaussian", "clusters"):

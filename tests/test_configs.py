@@ -19,8 +19,9 @@ from recpo.contracts import Objective
 from recpo.data.datamodule import evaluation_batches
 
 FILES = (Path(__file__).parent.parent / "configs").glob("*.yaml")
-# in this order: test_tokenize_cli.py, nowhere, test_sharded_cli.py (it starts processes), test_run_features.py
-ELSEWHERE = ("tokenize", "beauty_prepare", "sharded", "features")
+# in this order: test_tokenize_cli.py, below, test_benchmarks.py, test_sharded_cli.py (it starts processes),
+# test_run_features.py
+ELSEWHERE = ("tokenize", "beauty_prepare", "beauty_catalog_categories", "sharded", "features")
 CONFIGS = sorted(path for path in FILES if not path.stem.startswith(ELSEWHERE))
 SMALL = {
     "data.batch_size": 16,
