@@ -230,8 +230,7 @@ class LearningOptions:
             by the same denominator as the objective (the number of candidates, with a rollout); 0 = none.
         item_coef: weight of the likelihood of whole items in pre-training of semantic ids, added to the loss: a softmax
             over the catalog of the policy's states and item vectors. Divided by the number of codes, so with 1 an item
-            counts as much as its codes together. The encoder learns more from items than from codes; lists come from
-            the codes alone. 0 = none.
+            counts as much as its codes together. Lists come from the codes alone. 0 = none.
         mask_shared_prefix: of semantic ids, leave codes that a rejected item shares with the chosen one out of its side
             of a preference list (RAD-DPO, arXiv 2602.23964).
         validation_k: list length of the validation metrics; a smaller catalog caps the lists, not their name.
