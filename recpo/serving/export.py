@@ -1,4 +1,4 @@
-"""Writes a trained policy as a bundle, and checks it against the policy before it counts."""
+"""Writes a trained policy as a bundle and verifies it against the policy before publishing it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from recpo.serving.runtimes import OUTPUTS
 from recpo.serving.saved_policy import describe_policy, save_policy
 from recpo.serving.verification import random_inputs, verify_rounded, verify_runtime
 
-_EXAMPLE_USERS = 2  # 1 would be taken for a constant
+_EXAMPLE_USERS = 2  # a size of 1 would be exported as a constant
 _PROTOBUF_LIMIT = 2**31 - 2**24  # bytes of weights, with room for the graph
 
 
@@ -66,36 +66,36 @@ def export_bundle(
 ) -> None:
     """Exports ``policy`` to the directory ``out``, which appears only when it is complete and verified.
 
-    Item features are encoded here, once: the bundle has the sum of id rows and features for every item.
-    Every engine must give the policy's own lists and scores, within 1e-4, on random histories, empty and full ones
-    among them. With a rounded item matrix the program must give those of the rounded policy within 1e-4, and
-    log-probabilities within 0.02 (float16) or 0.25 (int8) of the policy's own; the manifest says how far the lists
-    agree. With an index its states and scores must be the policy's, and the manifest has its recall.
+    Item features are encoded once, here: the bundle stores the sum of id row and features for every item. Every engine
+    must reproduce the policy's lists and scores, within 1e-4, on random histories that include empty and full ones.
+    With a rounded item matrix, the program must agree with the rounded policy within 1e-4, and its log-probabilities
+    must be within 0.02 (float16) or 0.25 (int8) of the policy's; the manifest records the agreement of the lists. With
+    an index, states and scores must equal the policy's, and the manifest records the recall.
 
     Args:
         policy: a trained policy.
         items: external ids of its catalog.
-        feedback: of the data that it was trained on.
+        feedback: the feedback definition of its training data.
         out: the bundle directory.
         k: length of the lists; at most the size of the catalog.
-        item_precision: how the program stores the item vectors: float32, float16, or int8 with a scale for each item.
-            The torch engine has them as they are.
-        index: an approximate index in place of the search of the whole catalog; scores are then log-probabilities but
-            for a constant of each user.
-        options: constructor options of the policy, from which the torch engine builds it again; None = the bundle has
-            the ONNX program only. Not used for policies that are none of recpo's own.
+        item_precision: number format of the item vectors in the program: float32, float16, or int8 with a scale per
+            item. The torch engine always uses the original vectors.
+        index: use an approximate index instead of scoring the complete catalog. Scores are then log-probabilities up to
+            a constant per user.
+        options: constructor options of the policy, with which the torch engine rebuilds it; None = the bundle has only
+            the ONNX program. Ignored for policies that are not recpo's own.
         origin: where the policy comes from, for the manifest (``BundleManifest.origin``).
-        features: what was fitted of the features that the policy reads. With those of items the bundle keeps their
+        features: the fitted features that the policy reads. If item features are among them, the bundle keeps their
             encoder, for items that it does not know yet (``recpo.serving.refresh``).
-        attributes: ``item_id`` and attributes of the items, by which requests may filter; see
+        attributes: ``item_id`` and attributes of the items for the filters of requests; see
             ``recpo.serving.attributes``.
-        card: what the run says of itself, for the model card (``recpo.serving.model_card``).
+        card: the facts about the run for the model card (``recpo.serving.model_card``).
         overwrite: replace a bundle in ``out``.
-        inputs: files and directories that ``out`` must not touch, such as the run's.
+        inputs: files and directories that ``out`` must not touch, such as the run.
 
     Raises:
-        RecpoError: ``out`` exists, the policy belongs to another catalog, k is out of range, an option does not suit
-            the policy or another one, or an engine differs from the policy.
+        RecpoError: ``out`` exists, the policy belongs to another catalog, k is out of range, an option does not fit the
+            policy or another option, or an engine differs from the policy.
     """
     if len(items) != policy.num_items:
         raise RecpoError(f"{len(items)} items are named, the policy has {policy.num_items}: hand over its own items")
@@ -145,13 +145,13 @@ def write_bundle(
     """Writes and verifies a bundle; see ``export_bundle``.
 
     Args:
-        policy: on the CPU, in evaluation mode, with an item vector for each item.
-        manifest: what is said of it, but for files, agreement and index.
+        policy: on the CPU, in evaluation mode, with one vector per item.
+        manifest: the manifest without files, agreement and index.
         items: external ids.
         out: the bundle directory.
-        write_features: writes the files of features into the directory.
+        write_features: writes the feature files into the directory.
         card: the text of its model card.
-        index: an approximate index in place of the search.
+        index: use an approximate index instead of scoring the complete catalog.
         overwrite: replace a bundle in ``out``.
         inputs: files and directories that ``out`` must not touch.
 
@@ -178,12 +178,12 @@ def write_bundle(
 
 
 def versions() -> dict[str, str]:
-    """What makes a bundle here."""
+    """The versions of the libraries used here."""
     return {"recpo": __version__, "torch": torch.__version__}
 
 
 def _validate_features(policy: Policy, features: BundleFeatures) -> None:
-    """Raises where something that the policy reads is not said, or something is said that it does not read."""
+    """Raises if ``features`` lacks something that the policy reads, or has something that it does not read."""
     for name, read, known in (
         ("user_features", policy.reads_user, features.user),
         ("context_features", policy.reads_context, features.context),
@@ -197,7 +197,7 @@ def _validate_features(policy: Policy, features: BundleFeatures) -> None:
 
 
 def _servable(policy: Policy) -> Policy:
-    """The policy with precomputed item vectors: serving costs the same with item features and without."""
+    """The policy with precomputed item vectors, so that item features do not change the cost of serving."""
     if policy.reads_item_features:
         policy = copy.deepcopy(policy)
         policy.precompute_item_vectors()
@@ -215,9 +215,9 @@ def _validate_options(policy: Policy, precision: Precision, index: IndexOptions 
 
 
 def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> BundleManifest:
-    """The program that ranks the whole catalog, compared with the policy."""
+    """The program that ranks the complete catalog, compared with the policy."""
     ranker, k = ranker_of(policy, manifest.item_precision), manifest.k
-    # a program that scores the catalog at once takes what may not be listed as ids: there are few items
+    # a program that scores a small catalog at once takes forbidden items as ids
     masked = isinstance(ranker, CatalogSearch) and (root / ATTRIBUTES).is_file()
     manifest = replace(manifest, mask=masked)
     program = ServingProgram(ranker, k, manifest.reads)
@@ -231,7 +231,7 @@ def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> Bundl
 
 
 def _write_index(policy: Policy, manifest: BundleManifest, root: Path, options: IndexOptions) -> BundleManifest:
-    """The program that gives states, and the index, compared with the policy."""
+    """The program that computes states, and the index, compared with the policy."""
     manifest = replace(manifest, index=build_index(policy, manifest.k, options, root, manifest.reads))
     random = random_inputs(policy, _EXAMPLE_USERS, torch.Generator().manual_seed(0), manifest.reads)
     program = StateProgram(policy, manifest.reads)
@@ -241,13 +241,13 @@ def _write_index(policy: Policy, manifest: BundleManifest, root: Path, options: 
 
 
 def exported_program(policy: Policy, program: ServingProgram) -> ExportedProgram:
-    """A serving program of a policy as a graph, for any number of users and of items to exclude."""
+    """A serving program of a policy as a graph, for any number of users and of excluded items."""
     random = random_inputs(policy, _EXAMPLE_USERS, torch.Generator().manual_seed(0), program.reads)
     return _exported(program, random, program_inputs(policy.max_history, program.reads))
 
 
 def _exported(program: nn.Module, random: EncodedHistories, given: Sequence[ProgramInput]) -> ExportedProgram:
-    """The program for any number of users and of items to exclude."""
+    """The program for any number of users and of excluded items."""
     users, width = Dim("users", min=1), Dim(EXCLUDE, min=1)
     inputs = tuple(torch.from_numpy(one.of(random)) for one in given)
     shapes = (tuple({0: users, 1: width} if one.name == EXCLUDE else {0: users} for one in given),)
@@ -267,7 +267,7 @@ def _save_onnx(exported: ExportedProgram, file: Path, given: Sequence[ProgramInp
 
 
 def _forget_sources(exported: ExportedProgram) -> None:
-    """Drops the stack traces: they name the files of the machine that exports."""
+    """Removes the stack traces, which contain file names of the exporting machine."""
     for module in exported.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             node.meta.pop("stack_trace", None)
@@ -275,9 +275,9 @@ def _forget_sources(exported: ExportedProgram) -> None:
 
 @contextmanager
 def traces_forgotten() -> Iterator[None]:
-    """Drops what torch keeps of a traced loop over blocks: a second class of the policy's name among it.
+    """Removes torch's caches of a traced loop over blocks, which include a second class with the policy's name.
 
-    A configuration that names the class of a policy would be ambiguous for as long as that one lives.
+    While that class exists, a configuration that names the class of a policy would be ambiguous.
     """
     try:
         yield
@@ -288,7 +288,7 @@ def traces_forgotten() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter's notes on its own internals (a missing torchvision, deprecated classes) say nothing to a user."""
+    """Silences the exporter's notes about its own internals (a missing torchvision, deprecated classes)."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

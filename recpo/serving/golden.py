@@ -1,8 +1,8 @@
-"""Golden requests: questions with known answers that travel with a bundle.
+"""Golden requests: requests with known answers that are part of a bundle.
 
-``recpo export`` asks the finished program and keeps the answers; whoever serves the bundle asks again before it takes
-requests. A checksum shows that the files are those of the export; golden requests show that this machine, with its
-versions of ONNX Runtime and recpo, gives the same lists from raw events.
+``recpo export`` sends them to the finished program and stores the answers. A server sends them again before it accepts
+requests. A checksum shows that the files are the exported ones. Golden requests show that this machine, with its
+versions of ONNX Runtime and recpo, computes the same lists from raw events.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 GOLDEN: Final = "golden.json"
 TOLERANCE: Final = 1e-4
-"""Difference of natural-log probabilities; items that are closer may swap places."""
+"""Allowed difference of natural-log probabilities. Items this close may swap places."""
 
 _REQUESTS, _LISTED = 8, 10
-_LEFT_OUT: Final = 0.2  # share of the features that a request does not say
+_LEFT_OUT: Final = 0.2  # share of the features that are missing in a request
 _FIRST_TIME_MS, _LONGEST_GAP_MS = 1_600_000_000_000, 86_400_000
 _REMEDY: Final = "export the bundle again with this version of recpo and ONNX Runtime"
 
 
 def write_golden(bundle: Bundle, path: Path, *, seed: int = 0) -> None:
-    """Asks ``bundle`` some requests and writes them with its answers.
+    """Sends requests to ``bundle`` and writes them with its answers.
 
-    The first has no history, the last one is longer than the policy reads; some events lack their outcome, and every
-    request has items to exclude.
+    The first request has no history, and the last history is longer than the policy reads. Some events lack their
+    outcome, and every request has items to exclude.
     """
     generator = np.random.default_rng(seed)
     lengths = np.linspace(0, bundle.manifest.max_history + 2, _REQUESTS).round().astype(int)
@@ -49,13 +49,13 @@ def write_golden(bundle: Bundle, path: Path, *, seed: int = 0) -> None:
 
 
 def check_golden(bundle: Bundle) -> int:
-    """Asks the golden requests of a bundle again.
+    """Sends the golden requests of a bundle again.
 
     Returns:
-        How many there are; 0 of a bundle that was exported before there were any.
+        The number of requests; 0 for a bundle that was exported without them.
 
     Raises:
-        RecpoError: an answer differs from that of the export.
+        RecpoError: an answer differs from the answer at export.
     """
     path = bundle.root / GOLDEN
     if GOLDEN not in bundle.manifest.files:
@@ -96,7 +96,7 @@ def _answer(bundle: Bundle, request: Mapping[str, Any], k: int) -> list[tuple[An
 
 
 def _features(fitted: FittedFeatures, generator: np.random.Generator, by_name: bool = False) -> dict[str, Any]:
-    """Raw values of some of the features: some of the vocabulary, some of it unknown, some left out."""
+    """Raw values of some features: values of the vocabulary and unknown values; other features are left out."""
     found: dict[str, Any] = {}
     for feature in fitted.features:
         if generator.random() < _LEFT_OUT:
@@ -122,7 +122,7 @@ def _of_vocabulary(values: pa.Array, generator: np.random.Generator) -> Any:
 
 
 def _outcome(feedback: FeedbackDefinition, generator: np.random.Generator) -> dict[str, Any]:
-    """What may come of an event: every feedback level occurs, unknown among them."""
+    """The outcome of an event. All feedback levels occur, including unknown."""
     if generator.random() < 0.1:
         return {}
     disliked = {"dislike": bool(generator.random() < 0.1)}
@@ -146,7 +146,7 @@ def _compare(expected: Sequence[tuple[Any, float]], found: Sequence[tuple[Any, f
             f"export ({len(expected)} items, {TOLERANCE:g} is allowed): {_REMEDY}"
         )
     score_of = dict(expected)
-    last = expected[-1][1] if expected else 0.0  # what is not in the list scores no more than its last place
+    last = expected[-1][1] if expected else 0.0  # an item outside the list scores at most as much as its last place
     moved = [
         item
         for (item, score), (other, _) in zip(found, expected, strict=True)

@@ -1,6 +1,6 @@
-"""One path for a history: raw events with external ids, to feedback levels, to the padded arrays that a policy reads.
+"""The only path for histories: from raw events with external ids, through feedback levels, to padded arrays.
 
-Training runs, bundles and servers all come through here. NumPy and Arrow only; torch is not imported.
+Training runs, bundles and servers all use this module. NumPy and Arrow only; it does not import torch.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from recpo.feedback import UNKNOWN, FeedbackDefinition
 from recpo.frames import Frame, flag_column, id_column, number_column, time_column, to_arrow
 
 USER_ID, ITEM_ID, TIMESTAMP = "user_id", "item_id", "timestamp"
-#: What is read of every event (``HistoryReader.columns`` has more of some policies); any other column is ignored.
+#: The columns that are read for every event (``HistoryReader.columns`` has more for some policies); others are ignored.
 EVENT_COLUMNS = (USER_ID, ITEM_ID, TIMESTAMP, "watch_time", "duration", "dislike", "label")
-#: Whole numbers between these are times in seconds that were taken for milliseconds (they would lie in January 1970
-#: or soon after), whole numbers beyond the last one are microseconds; smaller ones may count events ("order").
+#: Integers between these are seconds that were mistaken for milliseconds (they would be in January 1970 or soon after),
+#: and integers above the last one are microseconds. Smaller integers may be event counters ("order").
 SECONDS_FROM, SECONDS_UNTIL, LATEST_MS = 100_000_000, 31_536_000_000, 4_102_444_800_000
-_LONGEST_S = 1e9  # 30 years: nothing lasts for longer
+_LONGEST_S = 1e9  # 30 years: no event lasts longer
 
 
 class EncodedHistories(NamedTuple):
-    """What a policy reads of some users, int64, 0 pads on the right.
+    """The input of a policy for some users, int64, padded with 0 on the right.
 
     Attributes:
         item_ids: ``[B, H]`` internal ids, oldest first.
         feedback: ``[B, H]`` feedback levels (``recpo.feedback``).
-        exclude: ``[B, M]`` internal ids that must not be listed, beside those in ``item_ids``.
-        timestamps: ``[B, H]`` milliseconds since the epoch; None where the policy does not read them.
-        behaviors: ``[B, H]`` bit sets; None where the policy does not read them.
-        user: features of the users, ``[B]``; None where the policy does not read them.
-        context: features of requests, ``[B, H + 1]``, as in ``recpo.types.Histories``; None where the policy does not
-            read them.
-        allowed: ``[B, V + 1]`` bool, which items may be listed at all; None = every one.
+        exclude: ``[B, M]`` internal ids that must not be listed, in addition to ``item_ids``.
+        timestamps: ``[B, H]`` milliseconds since the epoch; None if the policy does not read them.
+        behaviors: ``[B, H]`` bit sets; None if the policy does not read them.
+        user: features of the users, ``[B]``; None if the policy does not read them.
+        context: features of requests, ``[B, H + 1]``, as in ``recpo.types.Histories``; None if the policy does not read
+            them.
+        allowed: ``[B, V + 1]`` bool, the items that may be listed; None = all.
     """
 
     item_ids: np.ndarray
@@ -57,18 +57,18 @@ class EncodedHistories(NamedTuple):
 
 @dataclass(frozen=True)
 class ServingCounts:
-    """What was served and what was left out. Events and items of users who are not served do not count.
+    """Counts of what was served and what was left out. Events and items of users who are not served do not count.
 
     Attributes:
-        users: users served.
-        events: events of their histories; ``unknown_items`` of them were skipped.
+        users: number of users served.
+        events: events of their histories, including the skipped ``unknown_items``.
         unknown_items: events whose item is not in the catalog.
-        impossible_values: watch times and durations that cannot be true (negative, endless); taken as missing.
-        events_without_feedback: events of known items whose feedback level is 0 (unknown), because watch time,
-            duration or label is missing.
-        empty_histories: users without any event of a known item; they get what the policy says when nothing is known.
-        truncated_histories: users with more events than the policy reads; it reads the most recent ones, and the older
-            items are still not listed.
+        impossible_values: watch times and durations that cannot be true (negative, infinite); treated as missing.
+        events_without_feedback: events of known items whose feedback level is 0 (unknown), because watch time, duration
+            or label is missing.
+        empty_histories: users without an event of a known item; they get the recommendations for an empty history.
+        truncated_histories: users with more events than the policy reads. It reads the most recent ones; the older
+            items are not listed either.
         unknown_excluded: items to exclude that are not in the catalog.
         unknown_candidates: candidates to score that are not in the catalog.
         short_lists: users with fewer than k items left.
@@ -86,7 +86,7 @@ class ServingCounts:
     short_lists: int = 0
 
     def __add__(self, other: ServingCounts) -> ServingCounts:
-        """The counts of both."""
+        """The sum of two counts."""
         return ServingCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def to_dict(self) -> dict[str, int]:
@@ -95,7 +95,7 @@ class ServingCounts:
 
 
 class _PerUser(NamedTuple):
-    """Values of all users end to end: those of user u are ``values[offsets[u] : offsets[u + 1]]``."""
+    """Values of all users, concatenated: the values of user u are ``values[offsets[u] : offsets[u + 1]]``."""
 
     values: tuple[np.ndarray, ...]
     offsets: np.ndarray
@@ -125,13 +125,14 @@ class UserHistories:
         users: external ids, in the order in which they are served.
         counts: what was read and what was left out.
         events: item, feedback level and time of every known event, sorted by user and time.
-        exclude: items that must not be listed, those that are too old to be read among them; each once, ascending.
+        exclude: items that must not be listed, including items that are too old to be read; distinct and ascending.
         max_history: H.
         reads_timestamps: whether the batches have times.
-        retired: items that are listed for nobody.
+        retired: items that are listed for no user.
         reads_behaviors: whether the batches have behaviors.
         user: features of the users ``[U]``; None = the policy does not read them.
-        context: features of requests: that of no event, those of ``events``, those of the users now; None as before.
+        context: features of requests: one row for no event, the rows of ``events``, and the rows of the users' current
+            requests; None as above.
     """
 
     users: pa.Array
@@ -146,7 +147,7 @@ class UserHistories:
     context: FeatureArrays | None = None
 
     def batches(self, size: int) -> Iterator[tuple[slice, EncodedHistories]]:
-        """``size`` users at a time: which users, and what a policy reads of them."""
+        """Yields ``size`` users at a time: their indices, and the input of the policy."""
         for begin in range(0, len(self.users), size):
             end = min(begin + size, len(self.users))
             yield slice(begin, end), self._encoded(begin, end)
@@ -170,7 +171,7 @@ class UserHistories:
         )
 
     def _requests(self, begin: int, end: int) -> np.ndarray:
-        """Rows of ``context``, ``[B, H + 1]``: those of the events, and behind the last that of the user now."""
+        """Rows of ``context``, ``[B, H + 1]``: the events, followed by the user's current request."""
         rows = np.pad(self.events.padded(begin, end, 4, self.max_history), ((0, 0), (0, 1)))
         lengths = np.minimum(np.diff(self.events.offsets[begin : end + 1]), self.max_history)
         now = 1 + len(self.events.values[0]) + np.arange(begin, end)
@@ -179,7 +180,7 @@ class UserHistories:
 
 
 class _Events(NamedTuple):
-    """Columns of the events of the users that are served, ``[N]`` each, sorted by user and time."""
+    """Columns of the events of the served users, ``[N]`` each, sorted by user and time."""
 
     user: np.ndarray
     item: np.ndarray
@@ -191,22 +192,22 @@ class _Events(NamedTuple):
 
 @dataclass(frozen=True)
 class HistoryReader:
-    """Reads histories for one policy: its items, its feedback definition, its length.
+    """Reads histories for one policy, given its items, its feedback definition and its length.
 
-    A history is a frame of events, one per row, in any order: ``user_id``, ``item_id``, ``timestamp`` (times, or whole
-    milliseconds since 1970) and, as the log had them, ``watch_time`` and ``duration`` in seconds, ``dislike`` (true and
-    false, or 1 and 0) and ``label`` in [0, 1]; flags of behaviors and features of requests by their names, where the
-    policy reads them; other columns are ignored. Feedback levels are computed here, as
-    ``recpo prepare`` computed those of training.
+    A history is a frame of events, one per row, in any order: ``user_id``, ``item_id``, ``timestamp`` (times, or
+    integer milliseconds since 1970) and, if the log had them, ``watch_time`` and ``duration`` in seconds, ``dislike``
+    (true and false, or 1 and 0) and ``label`` in [0, 1]; also flags of behaviors and features of requests by their
+    names, if the policy reads them. Other columns are ignored. Feedback levels are computed here, exactly as ``recpo
+    prepare`` computed them for training.
 
     Attributes:
-        items: external ids of the catalog; retired ones are read in histories and excluded from every list.
-        feedback: what prepare fitted.
-        max_history: H, how many events the policy reads; the most recent ones count.
+        items: external ids of the catalog. Retired items are read in histories and excluded from every list.
+        feedback: the definition that prepare fitted.
+        max_history: H, the number of events that the policy reads; the most recent ones count.
         reads_timestamps: the policy reads the time of events, not only their order.
-        behaviors: names of the behaviors that it reads, by their bits.
-        user: what encodes features of users; None = it does not read them.
-        context: what encodes features of requests; None = it does not read them.
+        behaviors: names of the behaviors that it reads, in the order of their bits.
+        user: encodes features of users; None = it does not read them.
+        context: encodes features of requests; None = it does not read them.
     """
 
     items: IdMap
@@ -226,20 +227,20 @@ class HistoryReader:
         user_features: Frame | None = None,
         context: Frame | None = None,
     ) -> UserHistories:
-        """Sorts the events by user and time and finds items and feedback levels.
+        """Sorts the events by user and time, and looks up items and feedback levels.
 
         Args:
-            histories: events, see the class; events at the same time stay in the order of the rows.
-            exclude: ``user_id`` and ``item_id`` of what must not be listed, beside the items of the history.
-            users: who is served, and in which order; who has no event is served as a new user. None = the users of
+            histories: events, see the class; events at the same time keep the order of the rows.
+            exclude: ``user_id`` and ``item_id`` pairs that must not be listed, in addition to the items of the history.
+            users: the users to serve, in this order; a user without events is served as a new user. None = the users of
                 ``histories``, in the order of their first rows.
-            user_features: ``user_id`` and columns as in the table of users that was prepared; users without a row, and
-                columns that it lacks, are missing. Ignored by policies that do not read features of users.
-            context: ``user_id`` and, by their names, features of the request that is answered now; missing as above.
+            user_features: ``user_id`` and columns as in the prepared user table. For users without a row, and for
+                absent columns, the features are missing. Ignored if the policy does not read features of users.
+            context: ``user_id`` and features of the current request by name; missing as above.
 
         Raises:
-            RecpoError: a column is missing or of a wrong type, an id or a time is null, a label lies outside [0, 1],
-                a user is asked for twice.
+            RecpoError: a column is missing or of a wrong type, an id or a time is null, a label is outside [0, 1], or a
+                user is named twice.
         """
         table = to_arrow(histories, "histories")
         owner = id_column(table, USER_ID, "histories")
@@ -276,13 +277,13 @@ class HistoryReader:
         user: Mapping[str, Any] | None = None,
         context: Mapping[str, Any] | None = None,
     ) -> EncodedHistories:
-        """What the policy reads of one user, as a server has it.
+        """The input of the policy for one user, for a server that has the request as Python objects.
 
         Args:
-            events: the user's past, in any order; keys as the columns of a history without ``user_id``; may be empty.
+            events: the user's past, in any order; keys are the columns of a history without ``user_id``; may be empty.
             exclude: items that must not be listed.
-            user: features of the user, by the columns of the table of users that was prepared.
-            context: features of the request, by their names.
+            user: features of the user, by the columns of the prepared user table.
+            context: features of the request, by name.
 
         Raises:
             RecpoError: as in ``read``.
@@ -302,16 +303,16 @@ class HistoryReader:
         user_features: Sequence[Mapping[str, Any]] | None = None,
         context: Sequence[Mapping[str, Any]] | None = None,
     ) -> UserHistories:
-        """What the policy reads of the users of some requests, as a server has them.
+        """The input of the policy for the users of several requests, for a server that has them as Python objects.
 
         Args:
-            requests: of each user the events and the items to exclude, as in ``read_request``. The users of the result
-                are their numbers.
-            user_features: of each user the features, by the columns of the table of users that was prepared.
-            context: of each request its features, by their names.
+            requests: for each user, the events and the items to exclude, as in ``read_request``. The users of the
+                result are numbered in this order.
+            user_features: for each user, the features, by the columns of the prepared user table.
+            context: for each request, its features by name.
 
         Raises:
-            RecpoError: as in ``read``; one request with a fault fails all of them.
+            RecpoError: as in ``read``; a fault in one request fails all of them.
         """
         events = [event for history, _ in requests for event in history]
         columns = {
@@ -334,10 +335,10 @@ class HistoryReader:
         )
 
     def known_items(self, table: pa.Table, name: str) -> np.ndarray:
-        """Internal ids ``[N]`` of the column ``item_id`` of a table that is called ``name``; 0 where unknown.
+        """Internal ids ``[N]`` of the column ``item_id`` of a table called ``name``; 0 for unknown items.
 
         Raises:
-            RecpoError: the column is missing, has nulls, or ids of another type than the catalog's.
+            RecpoError: the column is missing, has nulls, or has ids of another type than the catalog.
         """
         try:
             return self.items.to_internal(id_column(table, ITEM_ID, name))
@@ -347,13 +348,13 @@ class HistoryReader:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What is read of an event."""
+        """The columns that are read for an event."""
         return (*EVENT_COLUMNS, *self.behaviors, *self._context_names)
 
     def validate_columns(self, histories: Frame, user_features: Frame | None, context: Frame | None) -> None:
-        """Raises ``RecpoError`` where frames lack what the policy reads: one message for all of it.
+        """Raises ``RecpoError`` if frames lack columns that the policy reads, with one message for all of them.
 
-        A null in a column says that a value is not known; a column that is not there says nothing.
+        A null says that a value is unknown. A column must not be missing silently.
         """
         lacking = [
             f"{name}: {', '.join(missing)}"
@@ -382,13 +383,13 @@ class HistoryReader:
     def _contexts(
         fitted: FittedFeatures, table: pa.Table, rows: np.ndarray, context: Frame | None, served: pa.Array
     ) -> FeatureArrays:
-        """Features of requests: that of no event, those of the events at ``rows`` of ``table``, those of now."""
+        """Features of requests: one row for no event, the events at ``rows`` of ``table``, and the current requests."""
         of_events = fitted.read(table.take(pa.array(rows)), "histories", by_name=True)
         now = _of_users(fitted, context, served, "context", by_name=True)
         return missing_features(fitted.features, (1,)).joined(of_events, now)
 
     def _behaviors(self, table: pa.Table) -> np.ndarray:
-        """Bit sets ``[N]``; a behavior without a column was not done."""
+        """Bit sets ``[N]``. A behavior without a column counts as not done."""
         bits = np.zeros(len(table), np.int64)
         for bit, name in enumerate(self.behaviors):
             flags = flag_column(table, name, "histories")
@@ -397,7 +398,7 @@ class HistoryReader:
         return bits
 
     def _events(self, table: pa.Table, user: np.ndarray, num_users: int) -> tuple[_Events, ServingCounts]:
-        """The events of known items, sorted; what counts of the others."""
+        """The events of known items, sorted, and the counts of the others."""
         item = self.known_items(table, "histories")
         time = _times(table)
         level, impossible = self._levels(table)
@@ -415,7 +416,7 @@ class HistoryReader:
         return _Events(user[kept], item[kept], level[kept].astype(np.int64), time[kept], bits, kept), counts
 
     def _levels(self, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-        """Feedback levels ``[N]``, and how many impossible values ``[N]`` they were computed without."""
+        """Feedback levels ``[N]``, and the number of impossible values ``[N]`` that were ignored."""
         missing = np.full(len(table), np.nan)
         label = _numbers(table, "label", missing)
         outside = ~np.isnan(label) & ~((label >= 0) & (label <= 1))
@@ -439,7 +440,7 @@ class HistoryReader:
     def _excluded(
         self, events: _Events, lengths: np.ndarray, exclude: Frame | None, served: pa.Array
     ) -> tuple[_PerUser, int]:
-        """The items of ``exclude`` and those of the history that are too old to be read; unknown ones are counted."""
+        """The items of ``exclude`` and the history items that are too old to be read. Unknown ones are counted."""
         from_the_end = np.cumsum(lengths)[events.user] - np.arange(len(events.user))
         older = from_the_end > self.max_history
         user, item, unknown = events.user[older], events.item[older], 0
@@ -471,7 +472,7 @@ def _asked_for(users: Iterable[Any]) -> pa.Array:
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A frame of what is known of users 0, 1, ..."""
+    """A frame of the given facts about users 0, 1, ..."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {**{name: [row.get(name) for row in rows] for name in names}, USER_ID: np.arange(len(rows))}
 
@@ -479,7 +480,7 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _of_users(
     fitted: FittedFeatures, frame: Frame | None, served: pa.Array, name: str, by_name: bool = False
 ) -> FeatureArrays:
-    """The features of the users ``served [U]``; missing where ``frame`` has no row."""
+    """The features of the users ``served [U]``; missing if ``frame`` has no row."""
     nothing = missing_features(fitted.features, (1,))
     if frame is None:
         return nothing.rows(np.zeros(len(served), np.int64))
@@ -494,7 +495,7 @@ def _of_users(
 
 
 def rows_of_users(owner: pa.Array, served: pa.Array, name: str) -> np.ndarray:
-    """The place of every ``owner`` among the users ``served``, -1 where that user is not served."""
+    """The index of every ``owner`` among the users ``served``; -1 if that user is not served."""
     if not len(owner) or not len(served):
         return np.full(len(owner), -1, np.int64)
     if pa.types.is_integer(owner.type) != pa.types.is_integer(served.type):
@@ -513,7 +514,7 @@ def _numbers(table: pa.Table, name: str, missing: np.ndarray) -> np.ndarray:
 
 
 def _times(table: pa.Table) -> np.ndarray:
-    """Milliseconds since the epoch; refuses numbers in another unit."""
+    """Milliseconds since the epoch. Rejects numbers in another unit."""
     times = time_column(table, TIMESTAMP, "histories")
     if not len(times):
         return times

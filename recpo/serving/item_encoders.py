@@ -1,6 +1,6 @@
-"""Vectors of items that a bundle does not know, from their features: the encoders of its policy, and the policy grown.
+"""Vectors of items that a bundle does not know, computed from their features, and the policy with these items added.
 
-Torch, and nothing of training: weights are in safetensors, the features in the manifest.
+Uses torch but no training code: the weights are in safetensors, the features in the manifest.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from recpo.serving.bundle_features import ITEM_ENCODERS
 from recpo.serving.manifest import WEIGHTS, BundleManifest
 from recpo.serving.saved_policy import policy_of_size
 
-_TOLERANCE: Final = 1e-5  # of vectors that the same weights make of the same features
+_TOLERANCE: Final = 1e-5  # tolerance between vectors from the same weights and features
 _REMEDY: Final = "copy or export the bundle again"
 
 
 def save_item_encoders(policy: Policy, fitted: FittedFeatures, root: Path) -> None:
-    """Writes the encoders of item features into the directory of a bundle, and reads them again.
+    """Writes the encoders of item features into the directory of a bundle, then reads and compares them.
 
     Args:
-        policy: with item features, as it was trained.
-        fitted: what was fitted of them.
+        policy: with item features, as trained.
+        fitted: the fitted features.
         root: the directory.
 
     Raises:
-        RecpoError: what was read gives other vectors.
+        RecpoError: the encoders that were read compute other vectors.
     """
     weights = {
         f"{name}.{part}": value.detach().contiguous()
@@ -62,10 +62,10 @@ def save_item_encoders(policy: Policy, fitted: FittedFeatures, root: Path) -> No
 
 
 def load_item_encoders(root: Path, fitted: FittedFeatures) -> dict[str, FeatureEncoder]:
-    """The encoders by the names of their item tables, in evaluation mode; files are verified already.
+    """The encoders by the names of their item tables, in evaluation mode. The files are already verified.
 
     Raises:
-        RecpoError: they are missing, damaged, or made for other features.
+        RecpoError: they are missing, damaged, or belong to other features.
     """
     try:
         weights = load_file(root / ITEM_ENCODERS)
@@ -83,18 +83,18 @@ def load_item_encoders(root: Path, fitted: FittedFeatures) -> dict[str, FeatureE
 
 @torch.no_grad()
 def grown_policy(root: Path, manifest: BundleManifest, fitted: FittedFeatures, features: FeatureArrays) -> Policy:
-    """The policy of a bundle with more items behind its own, whose vectors are what their features say.
+    """The policy of a bundle with more items appended, whose vectors come from their features.
 
-    Below a tilted policy a new item has the factors and the bias of one without events, zero: its grade is the mean.
+    Below a tilted policy, a new item has the factors and bias of an item without events, zero; its grade is the mean.
 
     Args:
-        root: the bundle, whose files are verified already.
+        root: the bundle, whose files are already verified.
         manifest: its manifest.
-        fitted: what was fitted of the item features.
-        features: of the new items ``[N]``.
+        fitted: the fitted item features.
+        features: features of the new items ``[N]``.
 
     Raises:
-        RecpoError: the bundle's policy cannot take items.
+        RecpoError: the bundle's policy cannot take more items.
     """
     encoders, added = load_item_encoders(root, fitted), len(features.codes)
     vectors = {f"{name}.weight": _encoded(encoder, features) for name, encoder in encoders.items()}
@@ -111,17 +111,17 @@ def grown_policy(root: Path, manifest: BundleManifest, fitted: FittedFeatures, f
 
 
 def _grown(name: str, saved: Tensor, own: Tensor, vectors: Tensor | None) -> Tensor:
-    """A saved tensor, with rows for the new items where it has one for each item."""
+    """A saved tensor, extended by rows for the new items if it has one row per item."""
     if saved.shape == own.shape:
         return saved
     more = own.shape[0] - saved.shape[0]
     if vectors is not None:
         rows = vectors
     elif name.endswith("factors.factor_variance"):
-        rows = saved.amax(0).expand(more, -1)  # no better known than any item
+        rows = saved.amax(0).expand(more, -1)  # as uncertain as the least known item
     elif ".factors." in f".{name}":
         rows = saved.new_zeros(more, *saved.shape[1:])
-    elif name.rpartition(".")[2] == "cdf":  # of the proposal in training, which proposes none of them
+    elif name.rpartition(".")[2] == "cdf":  # the proposal of training, which never proposes new items
         rows = saved[-1:].expand(more)
     else:
         raise RecpoError(f"refresh: nothing says what {name} is of a new item: train with today's items and export")

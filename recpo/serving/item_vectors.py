@@ -15,13 +15,13 @@ _CODES = ("code_table.weight", "base.code_table.weight")
 
 
 def bundle_item_vectors(root: Path, manifest: BundleManifest | None = None) -> np.ndarray:
-    """The vectors that the bundle's encoder reads of its items, ``[V + 1, d]`` float32; row 0 is no item.
+    """The vectors that the bundle's encoder reads for its items, ``[V + 1, d]`` float32; row 0 is not an item.
 
-    They are in ``policy.safetensors``, whose checksum the manifest has: a bundle needs no file more.
+    They are in ``policy.safetensors``, whose checksum is in the manifest, so the bundle needs no further file.
 
     Args:
         root: the bundle.
-        manifest: its manifest, already verified; None = it is read and verified here.
+        manifest: its manifest, already verified; None = read and verify it here.
 
     Raises:
         RecpoError: no bundle, or its policy has no table of item vectors (semantic ids, a class that is not recpo's).

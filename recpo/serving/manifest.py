@@ -1,4 +1,4 @@
-"""The manifest of a bundle: what it is, where it comes from, and a checksum of every file and of itself."""
+"""The manifest of a bundle: its contents, its origin, and a checksum of every file and of itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class BundleManifest:
-    """What ``manifest.json`` says.
+    """The content of ``manifest.json``.
 
     Attributes:
         num_items: catalog size V.
@@ -43,19 +43,20 @@ class BundleManifest:
         k: length of the program's lists.
         reads_timestamps: the policy reads the time of events.
         feedback: how feedback levels are computed from raw events.
-        policy: ``class``, the class of the policy, and ``options``, what the torch engine builds it with; None where
-            the policy is none of recpo's own, so that the bundle has no torch engine.
-        origin: where the policy comes from: of a run ``run`` (the name of its directory), ``checkpoint``, ``weights``
+        policy: ``class``, the class of the policy, and ``options``, the constructor options for the torch engine;
+            ``options`` is None if the policy is not recpo's own, so that the bundle has no torch engine.
+        origin: where the policy comes from; for a run, ``run`` (the name of its directory), ``checkpoint``, ``weights``
             (SHA-256 of the checkpoint) and ``catalog_checksum``.
-        versions: of recpo and torch, when it was exported.
+        versions: versions of recpo and torch at the time of export.
         files: SHA-256 of every other file, by its name in the bundle.
-        item_precision: how the ONNX program stores the item vectors: float32, float16 or int8.
-        agreement: how its lists agree with the policy's where it rounds them (``recpo.serving.verification``).
-        index: what is known of the approximate index (``recpo.serving.indexing``); None = the whole catalog is scored.
-        features: fitted features of the sides that the bundle reads: of items, for vectors of new ones
-            (``recpo export --refresh``); of users and requests, for the program.
-        behaviors: names of the behaviors that the program reads, by their bits.
-        mask: the program is given a mask of the items that may be listed (``recpo.serving.attributes``).
+        item_precision: number format of the item vectors in the ONNX program: float32, float16 or int8.
+        agreement: agreement of its lists with the policy's, if it rounds them (``recpo.serving.verification``).
+        index: measurements of the approximate index (``recpo.serving.indexing``); None = the complete catalog is
+            scored.
+        features: fitted features of the sides that the bundle reads: of items, for vectors of new ones (``recpo export
+            --refresh``); of users and requests, for the program.
+        behaviors: names of the behaviors that the program reads, in the order of their bits.
+        mask: the program takes a mask of the items that may be listed (``recpo.serving.attributes``).
     """
 
     num_items: int
@@ -76,7 +77,7 @@ class BundleManifest:
 
     @property
     def reads(self) -> ProgramReads:
-        """What the program reads beyond items and feedback."""
+        """The program's inputs beyond items and feedback."""
         places = self.num_items + 1 if self.mask else 0
         return ProgramReads(
             self.reads_timestamps, bool(self.behaviors), self.features.user, self.features.context, places
@@ -84,7 +85,7 @@ class BundleManifest:
 
     @property
     def options(self) -> dict[str, Any] | None:
-        """Constructor options of the policy; None where the bundle has no torch engine."""
+        """Constructor options of the policy; None if the bundle has no torch engine."""
         options: dict[str, Any] | None = self.policy["options"]
         return options
 
@@ -117,8 +118,7 @@ class BundleManifest:
         """Reads the manifest and verifies every file of the bundle.
 
         Raises:
-            RecpoError: no bundle, an export that did not end, another format version, or a file that is missing or is
-                not the one that was exported.
+            RecpoError: no bundle, an unfinished export, another format version, or a missing or altered file.
         """
         root = Path(root)
         content = _content(root / MANIFEST)
@@ -180,7 +180,7 @@ class BundleManifest:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """The JSON object of a manifest of this format version, whole as it was written."""
+    """The JSON object of a manifest of this format version, exactly as written."""
     if not path.is_file():
         raise RecpoError(f"{path.parent} is no bundle: {MANIFEST} is missing; make one with `recpo export`")
     content = read_json(path, _REMEDY)
@@ -197,7 +197,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def program_interface(manifest: BundleManifest) -> dict[str, dict[str, dict[str, Any]]]:
-    """Inputs and outputs of ``model.onnx``, for those who run it without recpo."""
+    """Inputs and outputs of ``model.onnx``, for use without recpo."""
 
     def tensor(kind: str, meaning: str, *shape: object) -> dict[str, Any]:
         return {"shape": ["users", *shape], "type": kind, "meaning": meaning}
