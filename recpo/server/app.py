@@ -1,4 +1,4 @@
-"""The HTTP interface: routes, faults, the OpenAPI page."""
+"""The HTTP interface: routes, error responses, and the OpenAPI page."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _STATUS: dict[type[Exception], int] = {
 
 
 def create_app(service: Service) -> Gate:
-    """The ASGI application of a worker; its lifespan starts and stops ``service``.
+    """The ASGI application of a worker. Its lifespan starts and stops ``service``.
 
     Raises:
-        RecpoError: a file of keys cannot be used.
+        RecpoError: a key file cannot be used.
     """
     options = service.options
 
@@ -76,7 +76,7 @@ def _recommend_routes(service: Service) -> APIRouter:
 
     @router.post("/recommend", response_model=Recommendation, responses=_faults(429, 504))
     async def recommend(body: RecommendRequest) -> Response:
-        """Ranks the catalog for one user; with a log, the impression is on disk before the answer is sent."""
+        """Recommends items for one user. With a log, the impression is on disk before the answer is sent."""
         shown, identifier = await service.recommend(body)
         columns = zip(shown.items, shown.scores, shown.propensity, shown.explored, strict=True)
         answer = {
@@ -93,7 +93,7 @@ def _recommend_routes(service: Service) -> APIRouter:
 
     @router.post("/feedback", response_model=FeedbackAnswer, responses=_faults(404))
     async def feedback(body: FeedbackRequest) -> Response:
-        """Takes what came of the items of a recommendation; it is on disk before the answer is sent."""
+        """Takes outcomes of the items of a recommendation. They are on disk before the answer is sent."""
         return JSONResponse({"accepted": await service.feedback(body)})
 
     return router
@@ -115,18 +115,18 @@ def _admin_routes(service: Service) -> APIRouter:
 
     @router.get("/versions")
     async def versions() -> VersionsAnswer:
-        """Which version serves, and which others there are."""
+        """The version that serves, and the other versions."""
         return answer()
 
     @router.post("/swap")
     async def swap(body: SwapRequest) -> VersionsAnswer:
-        """Makes another version serve once it has answered its golden requests; other workers follow within seconds."""
+        """Switches to another version after it answered its golden requests. Other workers follow within seconds."""
         await asyncio.to_thread(service.versions.swap, body.version)
         return answer()
 
     @router.post("/rollback")
     async def rollback() -> VersionsAnswer:
-        """Makes the version serve that served before."""
+        """Switches back to the version that served before."""
         await asyncio.to_thread(service.versions.rollback)
         return answer()
 
@@ -136,7 +136,7 @@ def _admin_routes(service: Service) -> APIRouter:
 def _add_metrics(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", tags=["Operations"], response_class=Response)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -166,7 +166,7 @@ def _fault(request: Request, status: int, detail: str, headers: Any = None) -> R
 
 
 def _wrong_fields(errors: Sequence[Any]) -> str:
-    """Where and what, without the values: they may be secret, large, or no JSON."""
+    """The location and kind of each error, without values, which may be secret, large, or not JSON."""
     shown = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in errors[:_SHOWN_FAULTS]]
     more = len(errors) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
@@ -177,7 +177,7 @@ def _reason(status: int) -> str:
 
 
 def _faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI page."""
+    """Error responses for the OpenAPI page."""
     meaning = {
         400: "the body is no JSON",
         401: "no valid key",

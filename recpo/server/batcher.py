@@ -1,7 +1,7 @@
-"""Requests that arrive while a batch runs go together into the next one.
+"""Micro-batching: requests that arrive while a batch runs form the next batch.
 
-One thread does the work, so a program has all its cores for itself, and requests wait in the event loop. Without load a
-request goes at once; ``max_wait_ms`` makes it wait for company.
+A single thread does the work, so a program has all cores to itself, and requests wait in the event loop. Without load,
+a request is processed at once; ``max_wait_ms`` makes it wait for other requests.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Answer = TypeVar("Answer")
 
 
 class QueueFullError(Exception):
-    """More requests wait than the options allow."""
+    """More requests are waiting than the options allow."""
 
 
 @dataclass(eq=False)
 class _Waiting(Generic[Query, Answer]):
-    """A query and who waits for its answer; equal to itself only."""
+    """A query and the future of its answer. Instances compare by identity."""
 
     query: Query
     future: asyncio.Future[Answer]
@@ -31,13 +31,13 @@ class _Waiting(Generic[Query, Answer]):
 
 
 class Batcher(Generic[Query, Answer]):
-    """Gives queries in batches to a function that runs in a thread of its own.
+    """Passes batches of queries to a function that runs in its own thread.
 
     Args:
-        work: one answer for each query, in their order; an answer that is an exception is raised for that query only.
-        max_batch: most queries at once.
+        work: returns one answer per query, in order; an answer that is an exception is raised for that query only.
+        max_batch: maximum number of queries in a batch.
         max_wait_ms: how long the first query of a batch waits for others.
-        max_queue: how many may wait; more are refused.
+        max_queue: maximum number of waiting queries; further queries are rejected.
         on_batch: called with the size of every batch.
     """
 
@@ -59,19 +59,19 @@ class Batcher(Generic[Query, Answer]):
 
     @property
     def waiting(self) -> int:
-        """Queries that no batch has taken yet."""
+        """Number of queries that are not in a batch yet."""
         return len(self._queue)
 
     def start(self) -> None:
-        """Begins to take queries; call it in the event loop."""
+        """Starts accepting queries. Call it in the event loop."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def submit(self, query: Query) -> Answer:
-        """The answer to one query; a caller that gives up leaves the queue.
+        """The answer to one query. A cancelled query leaves the queue.
 
         Raises:
-            QueueFullError: too many wait.
-            Exception: the answer was one.
+            QueueFullError: too many queries are waiting.
+            Exception: the answer was this exception.
         """
         if len(self._queue) >= self._max_queue:
             raise QueueFullError
@@ -87,7 +87,7 @@ class Batcher(Generic[Query, Answer]):
                 self._queue.remove(waiting)
 
     async def close(self) -> None:
-        """Ends when every query that was submitted has its answer."""
+        """Returns when every submitted query has its answer."""
         while self._queue:
             await asyncio.sleep(0.005)
         if self._task is not None:
@@ -128,7 +128,7 @@ class Batcher(Generic[Query, Answer]):
     def _answers(self, queries: Sequence[Query]) -> Sequence[Answer | Exception]:
         try:
             return self._work(queries)
-        except Exception as error:  # the queue goes on; every client of this batch is told
+        except Exception as error:  # the queue continues; every client of this batch gets the error
             return [error] * len(queries)
 
 

@@ -1,13 +1,13 @@
-"""Versions of a bundle: which one serves, and how another one takes its place.
+"""Versions of a bundle: which version serves, and how another version replaces it.
 
-``recpo serve`` is given a bundle, or a directory of bundles, whose names are their versions::
+``recpo serve`` takes a bundle, or a directory of bundles whose names are their versions::
 
     versions/2026-11-21/   a bundle
     versions/2026-11-22/   a bundle
-    versions/active.json   which one serves, and which ones served before it
+    versions/active.json   the version that serves, and the versions that served before it
 
-Every worker of every server looks at ``active.json``; a bundle takes over when it is loaded, its checksums are right
-and it has answered its golden requests. A batch is ranked by one bundle from its begin to its end.
+Every worker of every server watches ``active.json``. A bundle takes over after it was loaded, its checksums were
+verified, and it answered its golden requests. Each batch is ranked by a single bundle.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from recpo.serving.manifest import MANIFEST
 from recpo.serving.runtimes import CPU_PROVIDER
 
 ACTIVE: Final = "active.json"
-_KEPT: Final = 100  # names in the list of those that served before
+_KEPT: Final = 100  # number of names in the list of versions that served before
 _LOG = logging.getLogger("recpo.server")
 _REMEDY: Final = f"remove {ACTIVE}: the newest version serves then"
 
@@ -46,12 +46,12 @@ class LoadedBundle:
     """A bundle that has answered its golden requests.
 
     Attributes:
-        name: of the model.
-        version: name of the bundle's directory, or the first digits of its checksum where it stands alone.
-        checksum: SHA-256 of its manifest, which has those of all its files.
-        golden: how many golden requests it has answered; 0 = it has none.
+        name: name of the model.
+        version: name of the bundle's directory; for a single bundle, the first digits of its checksum.
+        checksum: SHA-256 of its manifest, which contains the checksums of all its files.
+        golden: number of golden requests that it answered; 0 = it has none.
         bundle: the bundle.
-        reader: its histories.
+        reader: reads its histories.
         known: what re-ranking reads of its items; None = nothing.
     """
 
@@ -78,11 +78,11 @@ class LoadedBundle:
         reranking: Reranking | None = None,
         provider: str = CPU_PROVIDER,
     ) -> LoadedBundle:
-        """Verifies, loads and tries a bundle; ``threads`` (0 = one per core) and ``provider`` of ONNX Runtime.
+        """Verifies, loads and tests a bundle with ``threads`` (0 = one per core) and ``provider`` of ONNX Runtime.
 
         Raises:
-            RecpoError: it is none, or altered, or answers its golden requests otherwise than when it was exported, or
-                re-ranking lacks what it reads of the items.
+            RecpoError: it is not a bundle, was altered, answers its golden requests differently than at export, or
+                lacks item attributes that re-ranking needs.
         """
         bundle = Bundle.load(path, threads=threads, provider=provider)
         checksum = sha256(path / MANIFEST)
@@ -92,15 +92,15 @@ class LoadedBundle:
 
 
 class Versions:
-    """The bundle that serves, and the others beside it.
+    """The bundle that serves, and the other versions.
 
     Args:
         path: a bundle, or a directory of bundles.
-        name: of the model; None = the directory's.
-        on_change: called with the bundle that serves from now on.
-        threads: of ONNX Runtime; 0 = one per core.
-        shortlist: how many items a bundle must list at least, for exploration and re-ranking.
-        reranking: how slates are chosen as a whole; None = by the policy's order.
+        name: name of the model; None = the name of the directory.
+        on_change: called with each bundle that starts to serve.
+        threads: threads of ONNX Runtime; 0 = one per core.
+        shortlist: minimum list length of a bundle, for exploration and re-ranking.
+        reranking: how complete slates are chosen; None = in the policy's order.
         provider: execution provider of ONNX Runtime.
 
     Raises:
@@ -129,7 +129,7 @@ class Versions:
 
     @property
     def names(self) -> list[str]:
-        """All versions, oldest first: in the order of their names, numbers by their value."""
+        """All versions, oldest first: sorted by name, with numbers in names sorted by value."""
         if self._alone:
             return [self.current.version]
         return _versions(self.path)
@@ -140,16 +140,16 @@ class Versions:
         return [] if self._alone else self._state()[1]
 
     def follow(self) -> LoadedBundle:
-        """Makes the version serve that ``active.json`` names; the current one goes on where it cannot.
+        """Switches to the version in ``active.json``. If it cannot serve, the current version continues.
 
-        Called by every worker again and again: this is how a swap reaches all of them.
+        Every worker calls this periodically; this is how a swap reaches all workers.
         """
         if self._alone:
             return self.current
         try:
-            wanted = self._state()[0]  # without the file nobody has swapped: a new directory may be half copied
+            wanted = self._state()[0]  # no file means no swap so far: a newer directory may be half copied
             if wanted is not None and wanted not in (self.current.version, self._tried):
-                self._tried = wanted  # a version that cannot serve is tried once, until another one is asked for
+                self._tried = wanted  # a version that cannot serve is tried once, until another version is requested
                 self._serve(self._load(wanted))
             if wanted == self.current.version:
                 self._tried = None
@@ -158,13 +158,13 @@ class Versions:
         return self.current
 
     def swap(self, version: str | None = None) -> LoadedBundle:
-        """Makes a version serve, here at once and in other workers when they look.
+        """Switches to another version: here at once, and in other workers with their next check.
 
         Args:
-            version: which one; None = the newest. Of a bundle that stands alone, what lies at its path now.
+            version: the version; None = the newest. For a single bundle, the bundle that is now at its path.
 
         Raises:
-            RecpoError: there is no such version, or it cannot serve; the current one goes on.
+            RecpoError: there is no such version, or it cannot serve; the current one continues.
         """
         if self._alone:
             if version not in (None, self.current.version):
@@ -175,7 +175,7 @@ class Versions:
         version = _newest(self.path) if version is None else version
         if version not in self.names:
             raise RecpoError(f"{self.path} has no version {version!r}, it has {', '.join(self.names)}")
-        loaded = self._load(version)  # it proves itself before anybody is told
+        loaded = self._load(version)  # it must pass its tests before other workers see it
         with _locked(self.path):
             active, previous = self._state()
             before = active or self.current.version
@@ -184,10 +184,10 @@ class Versions:
         return self._serve(loaded)
 
     def rollback(self) -> LoadedBundle:
-        """Makes the version serve that served before the current one.
+        """Switches to the version that served before the current one.
 
         Raises:
-            RecpoError: there was none, or it cannot serve; the current one goes on.
+            RecpoError: there was none, or it cannot serve; the current one continues.
         """
         previous = self.previous
         if not previous:
@@ -217,7 +217,7 @@ class Versions:
         return loaded
 
     def _serve(self, loaded: LoadedBundle) -> LoadedBundle:
-        self.current = loaded  # batches that run keep the one they began with
+        self.current = loaded  # running batches keep the bundle they started with
         self._tried = None
         self._on_change(loaded)
         _LOG.info("bundle %s %s serves (%s)", loaded.name, loaded.version, loaded.checksum[:12])
@@ -228,7 +228,7 @@ class Versions:
         return _newest(self.path) if active is None else active
 
     def _state(self) -> tuple[str | None, list[str]]:
-        """The version that serves by ``active.json``, and those before it."""
+        """The version that serves according to ``active.json``, and the versions before it."""
         place = self.path / ACTIVE
         if not place.is_file():
             return None, []
@@ -244,7 +244,7 @@ class Versions:
 
 
 def _kind(loaded: LoadedBundle) -> tuple[object, ...]:
-    """What the log's columns and the requests depend on."""
+    """The properties that the log's columns and the requests depend on."""
     text, known = "strings" if "string" in str(loaded.bundle.items.type) else "integers", loaded.known_features
     feedback = "watch times" if loaded.bundle.feedback.cutoffs else "labels"
     sides = (one for one in (known.user, known.context) if one is not None)
@@ -274,7 +274,7 @@ def _newest(path: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One change of ``active.json`` at a time."""
+    """A lock: one change of ``active.json`` at a time."""
     handle = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

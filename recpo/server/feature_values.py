@@ -1,4 +1,4 @@
-"""Features and behaviors in the JSON of requests: which values a bundle takes, and what the log keeps of them."""
+"""Features and behaviors in the JSON of requests: the values that a bundle accepts, and their columns in the log."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def feature_kinds(fitted: FittedFeatures | None) -> tuple[tuple[str, str], ...]:
 
 
 def arrow_type(kind: str) -> pa.DataType:
-    """Type of a column of the log with values of a kind."""
+    """The type of a log column for values of a kind."""
     return _TYPES[kind]
 
 
 def known_features(
     known: BundleFeatures, side: Side, values: Mapping[str, Any] | None, where: str
 ) -> dict[str, Any] | None:
-    """The features of a request by their names, as columns hold them; None where nothing is given or read.
+    """The features of a request by name, in the form of columns; None if none are given or read.
 
     Args:
-        known: what the bundle reads.
+        known: the fitted features of the bundle.
         side: whose features.
-        values: of the request; what is not named is missing.
+        values: the values of the request; features that are not named are missing.
         where: the field of the request, for messages.
 
     Raises:
-        RecpoError: a feature that the bundle does not read, or a value that it cannot have.
+        RecpoError: a feature that the bundle does not read, or an invalid value.
     """
     fitted = known.of(side)
     if values is None:
@@ -61,7 +61,7 @@ def known_behaviors(names: Collection[str], values: Mapping[str, bool] | None, w
     """The behaviors of an event.
 
     Raises:
-        RecpoError: one that the bundle does not read.
+        RecpoError: a behavior that the bundle does not read.
     """
     if not values:
         return {}

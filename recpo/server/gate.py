@@ -1,4 +1,4 @@
-"""What every request passes: an id, a key, a limit of its size, a line in the log, a place in the metrics."""
+"""Middleware for every request: a request id, an API key, a size limit, a log line, and metrics."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 ADMIN: Final = "/v1/admin"
-#: Probes, metrics and the pages that describe the interface need no key.
+#: Probes, metrics and the interface's documentation pages need no key.
 _OPEN: Final = ("/v2/health/", "/metrics", "/docs", "/openapi.json", "/redoc")
 _ID: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LOG = logging.getLogger("recpo.server")
 
 
 class _ClientGoneError(Exception):
-    """The connection ended before the whole request was there."""
+    """The connection ended before the request was complete."""
 
 
 class Gate:
-    """Stands around the application.
+    """Middleware around the application.
 
     Args:
         app: the application.
-        metrics: of this worker.
+        metrics: metrics of this worker.
         max_body: bytes.
-        api_keys: None = everybody may ask.
-        admin_keys: None = nobody may swap.
+        api_keys: None = requests need no key.
+        admin_keys: None = swaps are disabled.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Gate:
         self._api_keys, self._admin_keys = api_keys, admin_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request; what is no HTTP goes through."""
+        """Handles one request; passes everything that is not HTTP through."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -87,7 +87,7 @@ class Gate:
             self._account(scope, status, time.perf_counter() - begun, request_id)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
-        """Status and reason where the request goes no further."""
+        """Status and reason if the request is rejected here."""
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._max_body:
             return 413, f"the body is larger than {self._max_body:,} bytes: send a shorter history"
@@ -105,7 +105,7 @@ class Gate:
         return None
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """The whole body; None where it is too large."""
+        """The complete body; None if it is too large."""
         parts, size, more = [], 0, True
         while more:
             message = await receive()
@@ -119,7 +119,9 @@ class Gate:
         return b"".join(parts)
 
     def _account(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
-        route = getattr(scope.get("route"), "path", "other")  # no path of a client's own becomes a label
+        route = getattr(
+            scope.get("route"), "path", "other"
+        )  # a client must not be able to create labels from arbitrary paths
         self._metrics.of_request(route, status, seconds)
         if route.startswith("/v2/health") or route == "/metrics":
             return
@@ -145,7 +147,7 @@ async def _send_fault(send: Send, status: int, detail: str, request_id: str) -> 
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A body that has been read, for the application to read."""
+    """A body that was already read, replayed for the application."""
     pending = [body]
 
     async def replayed() -> Message:

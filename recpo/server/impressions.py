@@ -1,7 +1,7 @@
-"""What was shown and what came of it, as records of the write-ahead files and as rows of the log.
+"""Impressions and outcomes, as records of the write-ahead files and as rows of the log.
 
-A recommendation id is the address of its record: the file, the offset and a random number that the record repeats. So
-any worker finds an impression that another one wrote, now or before a restart, without an index in memory.
+A recommendation id is the address of its record: the file, the offset, and a random number that the record repeats. So
+any worker finds an impression that another worker wrote, now or before a restart, without an index in memory.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from recpo.errors import RecpoError
 from recpo.server.feature_values import arrow_type
 from recpo.server.segments import MAX_SLOTS, Address, SegmentWriter, Slot, read_record
 
-JOURNAL: Final = "_journal"  # `recpo prepare` reads no names that begin with an underscore
+JOURNAL: Final = "_journal"  # `recpo prepare` ignores names that start with an underscore
 IMPRESSION, OUTCOME, HEADER = b"i", b"o", b"h"
 ID_PATTERN: Final = "^[0-9a-f]{44}$"
 
 IdType = Literal["integer", "string"]
 _ID_TYPES: Final[Mapping[str, pa.DataType]] = {"integer": pa.int64(), "string": pa.string()}
-_PER_MS: Final = 4096  # request ids of one worker in a millisecond
+_PER_MS: Final = 4096  # request ids of one worker per millisecond
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class LogLayout:
     """Types and columns of the log's files.
 
     Attributes:
-        user_id: type of the users' ids.
-        item_id: type of the items' ids.
-        graded: outcomes are labels, not watch times: the bundle's feedback levels come from labels.
-        behaviors: what else an outcome may say, a flag each.
+        user_id: type of the user ids.
+        item_id: type of the item ids.
+        graded: outcomes are labels, not watch times, because the bundle's feedback levels come from labels.
+        behaviors: further outcomes, one flag each.
         context: name and kind (``recpo.server.feature_values``) of the features of requests.
     """
 
@@ -52,12 +52,12 @@ class LogLayout:
 
     @property
     def outcomes(self) -> tuple[str, ...]:
-        """What an outcome may say."""
+        """The fields that an outcome may contain."""
         return (*(("label", "dislike") if self.graded else ("watch_time", "duration", "dislike")), *self.behaviors)
 
     @property
     def schema(self) -> pa.Schema:
-        """Columns of the Parquet files: those of a log that ``recpo prepare`` reads, with its names and units."""
+        """Columns of the Parquet files, with the names and units that ``recpo prepare`` reads."""
         flags = ("dislike", *self.behaviors)
         outcomes = [(name, pa.bool_() if name in flags else pa.float64()) for name in self.outcomes]
         return pa.schema(
@@ -74,12 +74,12 @@ class LogLayout:
         )
 
     def header(self) -> bytes:
-        """First record of every segment."""
+        """The first record of every segment."""
         return HEADER + json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_header(cls, payload: bytes) -> LogLayout:
-        """What ``header`` wrote."""
+        """Parses the result of ``header``."""
         found = json.loads(payload[1:])
         found["behaviors"] = tuple(found.get("behaviors", ()))
         found["context"] = tuple((name, kind) for name, kind in found.get("context", ()))
@@ -92,12 +92,12 @@ class Impression(NamedTuple):
     Attributes:
         request_id: number of the request, unique over workers and restarts.
         nonce: the random part of its recommendation id.
-        time_ms: when, milliseconds since the epoch.
-        user_id: who.
+        time_ms: time of the request, milliseconds since the epoch.
+        user_id: the user.
         items: external ids, best first.
-        propensity: probability of each item at a place of the slate that is drawn at random.
+        propensity: probability of each item at a uniformly drawn place of the slate.
         is_random: the item was drawn uniformly.
-        context: features of the request that are known, by their names.
+        context: the known features of the request, by name.
     """
 
     request_id: int
@@ -110,24 +110,24 @@ class Impression(NamedTuple):
     context: Mapping[str, Any] | None = None
 
     def payload(self) -> bytes:
-        """The record."""
+        """Serializes it as a record."""
         return IMPRESSION + json.dumps(self).encode()
 
     @classmethod
     def from_payload(cls, payload: bytes) -> Impression:
-        """What ``payload`` gave."""
+        """Parses the result of ``payload``."""
         return cls(*json.loads(payload[1:]))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one item of a slate.
+    """The outcome of one item of a slate.
 
     Attributes:
-        address: where the impression lies.
-        time_ms: when it was reported; of several reports the later one counts, value by value.
+        address: the address of the impression.
+        time_ms: time of the report. Of several reports, the later one wins, value by value.
         item_id: the item.
-        values: those of ``LogLayout.outcomes`` that are known.
+        values: the known values among ``LogLayout.outcomes``.
     """
 
     address: Address
@@ -136,18 +136,18 @@ class Outcome:
     values: Mapping[str, float | bool] = field(default_factory=dict)
 
     def payload(self) -> bytes:
-        """The record."""
+        """Serializes it as a record."""
         return OUTCOME + json.dumps([*self.address, self.time_ms, self.item_id, dict(self.values)]).encode()
 
     @classmethod
     def from_payload(cls, payload: bytes) -> Outcome:
-        """What ``payload`` gave."""
+        """Parses the result of ``payload``."""
         slot, segment, offset, time_ms, item_id, values = json.loads(payload[1:])
         return cls(Address(slot, segment, offset), time_ms, item_id, values)
 
 
 class RequestIds:
-    """Numbers of requests: milliseconds, slot and a counter in 63 bits; ascending, also when the clock goes back."""
+    """Request numbers: milliseconds, slot and a counter in 63 bits. They increase even if the clock goes back."""
 
     def __init__(self, slot: int) -> None:
         self._slot, self._last = slot, 0
@@ -161,12 +161,12 @@ class RequestIds:
 
 
 class ImpressionLog:
-    """Appends impressions and outcomes; a directory takes any number of these at once, each with files of its own.
+    """Appends impressions and outcomes. Several instances may write to one directory; each has its own files.
 
     Args:
         root: the log's directory.
         layout: types and columns.
-        outcome_window_s: for how long outcomes of an impression are taken.
+        outcome_window_s: how long outcomes of an impression are accepted.
         max_bytes, max_age_s, sync: see ``SegmentWriter``.
     """
 
@@ -200,7 +200,7 @@ class ImpressionLog:
         is_random: Sequence[bool],
         context: Mapping[str, Any] | None = None,
     ) -> tuple[str, Future[None]]:
-        """Takes an impression; its recommendation id counts when the future is done.
+        """Appends an impression. Its recommendation id is valid once the future is done.
 
         Raises:
             RecpoError: the log is closed.
@@ -211,7 +211,7 @@ class ImpressionLog:
         return recommendation_id(address, nonce), written
 
     def find(self, identifier: str) -> tuple[Address, Impression] | None:
-        """The impression of a recommendation id; None where there is none that still takes outcomes."""
+        """The impression of a recommendation id; None if there is none that still accepts outcomes."""
         address, nonce = _parsed(identifier)
         payload = read_record(self._journal, address)
         if payload is None or payload[:1] != IMPRESSION:
@@ -221,9 +221,9 @@ class ImpressionLog:
         return None if impression.nonce != nonce or late else (address, impression)
 
     def add_outcomes(self, address: Address, outcomes: Mapping[Any, Mapping[str, float | bool]]) -> Future[None]:
-        """Takes outcomes of the impression at ``address`` by item; they count when the future is done.
+        """Appends outcomes by item to the impression at ``address``. They are stored once the future is done.
 
-        ``still_open`` must be asked then: only what was on disk before the impression was published is joined.
+        Ask ``still_open`` after that: only outcomes that were on disk before the impression was published are joined.
 
         Raises:
             RecpoError: the log is closed.
@@ -231,16 +231,16 @@ class ImpressionLog:
         now = int(time.time() * 1000)
         written = Future[None]()
         written.set_result(None)
-        for item, values in outcomes.items():  # written in order: the last one's future stands for all
+        for item, values in outcomes.items():  # records are written in order, so the future of the last one covers all
             _, written = self._writer.append(Outcome(address, now, item, values).payload())
         return written
 
     def still_open(self, address: Address) -> bool:
-        """Whether the impression at ``address`` still takes outcomes."""
+        """Whether the impression at ``address`` still accepts outcomes."""
         return read_record(self._journal, address) is not None
 
     def close(self) -> None:
-        """Writes what waits and gives the slot back."""
+        """Writes waiting records and releases the slot."""
         self._writer.close()
         self._slot.release()
 
@@ -251,7 +251,7 @@ def recommendation_id(address: Address, nonce: str) -> str:
 
 
 def joined_rows(impression: Impression, outcomes: Sequence[Outcome], layout: LogLayout) -> list[dict[str, Any]]:
-    """The rows of a slate: one for each item, without values where its outcome is not known."""
+    """The rows of a slate, one per item, with null values if the outcome is not known."""
     known: dict[Any, dict[str, float | bool]] = {}
     for outcome in sorted(outcomes, key=lambda outcome: outcome.time_ms):
         known.setdefault(outcome.item_id, {}).update(outcome.values)
@@ -273,7 +273,7 @@ def joined_rows(impression: Impression, outcomes: Sequence[Outcome], layout: Log
 
 
 def validate_propensities(propensity: Sequence[float]) -> None:
-    """Raises ``RecpoError`` where one is no probability above 0: such a row could not be weighted."""
+    """Raises ``RecpoError`` if a propensity is not a probability above 0, because such a row could not be weighted."""
     wrong = [value for value in propensity if not (math.isfinite(value) and 0.0 < value <= 1.0)]
     if wrong:
         raise RecpoError(f"propensity {wrong[0]} of a shown item, expected a probability in (0, 1]")

@@ -1,4 +1,4 @@
-"""Logs of the process as JSON, one object per line on standard error."""
+"""Process logs as JSON, one object per line on standard error."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _QUIET: Final = ("uvicorn.access",)  # the gate writes a line for each request, 
 
 
 class JsonFormatter(logging.Formatter):
-    """``time``, ``level``, ``logger``, ``message``, and what ``extra={"fields": {...}}`` adds."""
+    """``time``, ``level``, ``logger``, ``message``, and the fields of ``extra={"fields": {...}}``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Formats one line."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -29,7 +29,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_as_json() -> None:
-    """Sends the records of recpo's server and of uvicorn to standard error."""
+    """Sends the log records of recpo's server and of uvicorn to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     for name in ("recpo.server", "uvicorn", "uvicorn.error", "uvicorn.asgi"):

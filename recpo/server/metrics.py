@@ -1,6 +1,6 @@
-"""What ``/metrics`` says, in the text format of Prometheus.
+"""The metrics of ``/metrics``, in the text format of Prometheus.
 
-With several workers the values of all of them are added up (``PROMETHEUS_MULTIPROC_DIR``, which the parent sets).
+With several workers, their values are summed (``PROMETHEUS_MULTIPROC_DIR``, which the parent sets).
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ class Metrics:
         self._serving: tuple[str, str, str] | None = None
 
     def of_request(self, route: str, status: int, seconds: float) -> None:
-        """An answer has been sent."""
+        """Records an answer that was sent."""
         self.requests.labels(route, str(status)).inc()
         self.latency.labels(route).observe(seconds)
 
     def of_histories(self, counts: ServingCounts) -> None:
-        """Histories of a batch have been read."""
+        """Records the histories of a batch."""
         for what, number in counts.to_dict().items():
             if number and what not in ("users", "events"):
                 self.left_out.labels(what).inc(number)
 
     def of_bundle(self, bundle: LoadedBundle) -> None:
-        """A bundle has taken over."""
+        """Records that a bundle started to serve."""
         if self._serving is not None:
             self.bundle.labels(*self._serving).set(0)
         self._serving = bundle.name, bundle.version, bundle.checksum
@@ -82,12 +82,12 @@ class Metrics:
         self.swaps.inc()
 
     def of_settled(self, settled: Settled) -> None:
-        """Rows have been published."""
+        """Records published rows."""
         self.published.inc(settled.rows)
         self.lost.inc(settled.lost_bytes)
 
     def text(self) -> bytes:
-        """The values of this worker, or the sum over all of them."""
+        """The values of this worker, or the sum over all workers."""
         if SHARED not in os.environ:
             return generate_latest(self._registry)
         shared = CollectorRegistry()

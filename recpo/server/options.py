@@ -22,33 +22,33 @@ class ServerOptions:
     """Options of the server.
 
     Args:
-        host: address to listen at; 0.0.0.0 = every one of this machine.
-        port: port to listen at; 0 = any free one, which the log of the process says.
-        workers: processes that answer; each loads the bundle and writes log files of its own.
+        host: address to listen on; 0.0.0.0 = all addresses of this machine.
+        port: port to listen on; 0 = any free port, which the process log names.
+        workers: number of processes; each loads the bundle and writes its own log files.
         name: name of the model in answers and addresses; null = the name of the bundle's directory.
-        log: directory of the log that is written; null = nothing is logged, and feedback is refused.
-        user_ids: type of the users' ids in requests and log: integer or string.
-        api_keys: file of keys, one per line; a request needs one of them. null = everybody may ask.
-        admin_keys: file of keys for swap and rollback; null = nobody may.
-        rerank: how slates are chosen as a whole before any is drawn: MaximalMarginalRelevance, Determinantal,
-            AttributeCap or Calibration of ``recpo.reranking``; null = by the policy's order.
-        rerank_options: how many items are re-ranked, and the file of their attributes.
+        log: directory of the impression log; null = nothing is logged, and feedback is rejected.
+        user_ids: type of the user ids in requests and log: integer or string.
+        api_keys: file of keys, one per line; a request needs one of them. null = requests need no key.
+        admin_keys: file of keys for swap and rollback; null = both are disabled.
+        rerank: how complete slates are chosen before any is drawn: MaximalMarginalRelevance, Determinantal,
+            AttributeCap or Calibration of ``recpo.reranking``; null = in the policy's order.
+        rerank_options: number of re-ranked items, and the file of their attributes.
         exploration: how slates are drawn (``recpo.exploration.Exploration``: temperature, epsilon, shortlist,
-            uniform_over); null = the best items in their order.
-        max_batch: most requests that are ranked together.
-        max_wait_ms: how long a request waits for company; 0 = it goes as soon as the last batch ends.
-        max_queue: how many requests may wait in a worker; more get status 429.
-        timeout_s: seconds after which a request that waits gets status 504.
-        max_events: longest history of a request; a longer one gets status 422.
-        max_exclude: most items to exclude in a request.
-        max_body_kb: largest body of a request in KiB; a larger one gets status 413.
-        outcome_window_s: seconds for which outcomes of an impression are taken; then its rows are published.
-        rotate_s: a log file ends at this age in seconds.
-        rotate_mb: and at this size in MiB.
-        sync: an answer waits until its impression is on disk; false = until the operating system has it, which survives
-            the end of the process, and not that of the machine.
-        publish_on_stop: publish at the end whatever is complete, without waiting for more outcomes.
-        drain_s: seconds between "not ready" and the end of listening when the server is told to stop.
+            uniform_over); null = the best items in order.
+        max_batch: maximum number of requests in a batch.
+        max_wait_ms: how long a request waits for others; 0 = only until the previous batch ends.
+        max_queue: how many requests may wait in a worker; further requests get status 429.
+        timeout_s: seconds after which a waiting request gets status 504.
+        max_events: maximum events in the history of a request; a longer one gets status 422.
+        max_exclude: maximum number of items to exclude in a request.
+        max_body_kb: maximum body size of a request in KiB; a larger one gets status 413.
+        outcome_window_s: seconds for which outcomes of an impression are accepted; then its rows are published.
+        rotate_s: a new log file starts when the current one reaches this age in seconds.
+        rotate_mb: a new log file also starts at this size in MiB.
+        sync: an answer waits until its impression is on disk. false = it waits only for the operating system; the
+            impression then survives the end of the process, but not of the machine.
+        publish_on_stop: when the server stops, publish everything that is complete, without waiting for more outcomes.
+        drain_s: when the server stops, seconds between reporting "not ready" and closing the socket.
         threads: threads of ONNX Runtime in a worker; 0 = one per core.
         provider: execution provider of ONNX Runtime; it must be in ``onnxruntime.get_available_providers()``.
     """
@@ -99,24 +99,24 @@ class ServerOptions:
 
     @property
     def reranking(self) -> Reranking | None:
-        """How slates are chosen as a whole; None = by the policy's order."""
+        """How complete slates are chosen; None = in the policy's order."""
         return None if self.rerank is None else Reranking(self.rerank, self.rerank_options)
 
     @property
     def shortlist(self) -> int:
-        """How many items a bundle must list at least, for exploration and re-ranking."""
+        """Minimum list length of a bundle, for exploration and re-ranking."""
         explored = 0 if self.exploration is None else self.exploration.shortlist
         return max(explored, 0 if self.rerank is None else self.rerank_options.shortlist)
 
 
 class Keys:
-    """Keys of a file, as digests: what is compared takes the same time whatever it is.
+    """Keys of a file, as digests, so that comparisons take constant time.
 
     Args:
-        path: one key per line; empty lines and lines that begin with # do not count.
+        path: one key per line; empty lines and lines that start with # are ignored.
 
     Raises:
-        RecpoError: the file cannot be read, has no key, or one that is too short to be safe.
+        RecpoError: the file cannot be read, has no key, or has a key that is too short to be safe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,10 +125,10 @@ class Keys:
         except OSError as error:
             raise RecpoError(describe_os_error(error, path)) from error
         except UnicodeDecodeError as error:
-            raise RecpoError(f"{path} is no text: expected one key per line") from error
+            raise RecpoError(f"{path} is not text: expected one key per line") from error
         keys = [line for line in lines if line and line[0] != "#"]
         if not keys:
-            raise RecpoError(f"{path} has no key: write one per line")
+            raise RecpoError(f"{path} has no keys: write one per line")
         if short := [number for number, key in enumerate(keys, 1) if len(key) < _SHORTEST_KEY]:
             raise RecpoError(
                 f"{path}: key {short[0]} is shorter than {_SHORTEST_KEY} characters: make one with "

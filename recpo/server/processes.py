@@ -1,4 +1,4 @@
-"""The processes of a server: a worker, or a parent with several of them on one socket."""
+"""The processes of a server: a single worker, or a parent with several workers on one socket."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from recpo.server.options import Keys, ServerOptions
 from recpo.server.settling import settle
 
 _BACKLOG = 2048
-_GRACE_S = 5.0  # beyond timeout and drain, for what runs when the server is told to stop
+_GRACE_S = 5.0  # added to timeout and drain, for requests that run when the server is stopped
 _RESTART_S = 1.0
-_SOON_S = 10.0  # a worker that ends sooner was never ready
+_SOON_S = 10.0  # a worker that ends sooner never became ready
 _ATTEMPTS = 3
 _LOG = logging.getLogger("recpo.server")
 
 
 def run_server(bundle: Path, options: ServerOptions) -> None:
-    """Serves until SIGTERM or SIGINT; then answers what has arrived and returns.
+    """Serves until SIGTERM or SIGINT, then answers the requests that have arrived and returns.
 
-    SIGHUP makes the newest version serve.
+    SIGHUP switches to the newest version.
 
     Raises:
-        RecpoError: the bundle cannot serve, the log cannot be written, the address is taken.
+        RecpoError: the bundle cannot serve, the log cannot be written, or the address is in use.
     """
     log_as_json()
     for keys in (options.api_keys, options.admin_keys):
@@ -57,7 +57,7 @@ def run_server(bundle: Path, options: ServerOptions) -> None:
 
 
 class _Worker(uvicorn.Server):
-    """Uvicorn with a drain: not ready first, deaf later; and without raising the signal again in the end."""
+    """Uvicorn with a drain period: not ready first, no more connections later. It does not re-raise the signal."""
 
     def __init__(self, config: uvicorn.Config, service: Any, drain_s: float) -> None:
         super().__init__(config)
@@ -66,13 +66,13 @@ class _Worker(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT stop, SIGHUP swaps."""
+        """SIGTERM and SIGINT stop the server, SIGHUP swaps."""
         handlers = {signal.SIGTERM: self.handle_exit, signal.SIGINT: self.handle_exit, signal.SIGHUP: self._reload}
         with _handling(handlers):
             yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, a second one waits no longer."""
+        """The first signal drains; a second one stops at once."""
         if self._deaf_at is None:
             self._service.draining = True
             self._deaf_at = time.monotonic() + self._drain_s
@@ -97,7 +97,7 @@ class _Worker(uvicorn.Server):
 
 
 def _work(bundle: Path, options: ServerOptions, listening: socket.socket) -> None:
-    from recpo.server.app import create_app  # after the parent has said where metrics are shared
+    from recpo.server.app import create_app  # after the parent has set where metrics are shared
     from recpo.server.service import Service
 
     service = Service(bundle, options)
@@ -125,7 +125,7 @@ def _work(bundle: Path, options: ServerOptions, listening: socket.socket) -> Non
 
 
 def _child(bundle: Path, options: ServerOptions, listening: socket.socket) -> None:
-    """A worker process."""
+    """Runs a worker process."""
     log_as_json()
     parent = os.getppid()
     threading.Thread(target=_end_with, args=(parent,), name="recpo-parent", daemon=True).start()
@@ -137,17 +137,17 @@ def _child(bundle: Path, options: ServerOptions, listening: socket.socket) -> No
 
 
 def _end_with(parent: int) -> None:
-    """Stops this worker when its parent has died: nobody else would."""
+    """Stops this worker if its parent has died."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _supervise(bundle: Path, options: ServerOptions, listening: socket.socket) -> None:
-    """Keeps ``options.workers`` processes alive until it is told to stop."""
+    """Keeps ``options.workers`` processes alive until the server is stopped."""
     Versions(
         bundle, options.name, shortlist=options.shortlist, reranking=options.reranking, provider=options.provider
-    )  # its faults are told here, once
+    )  # faults of the bundle are reported here, once
     with tempfile.TemporaryDirectory(prefix="recpo-metrics-") as shared:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared
         try:
@@ -163,11 +163,11 @@ def _start(bundle: Path, options: ServerOptions, listening: socket.socket) -> An
 
 
 class _Parent:
-    """Starts workers, passes signals on, replaces a worker that dies.
+    """Starts workers, forwards signals, and replaces workers that die.
 
     Args:
-        start: starts one.
-        options: how many, and how long they may take to stop.
+        start: starts one worker.
+        options: number of workers, and how long they may take to stop.
     """
 
     def __init__(self, start: Callable[[], Any], options: ServerOptions) -> None:
@@ -208,7 +208,7 @@ class _Parent:
                 os.kill(worker.pid, sig)
 
     def _end(self) -> None:
-        """SIGTERM for all; what has not ended in time is killed."""
+        """Sends SIGTERM to all workers, and kills those that do not end in time."""
         for worker, _ in self._workers:
             worker.terminate()
         until = time.monotonic() + self._options.drain_s + self._options.timeout_s + 2 * _GRACE_S
@@ -222,7 +222,7 @@ class _Parent:
 
 @contextmanager
 def _handling(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
-    """These signal handlers in the block; outside of the main thread, where there are none, nothing."""
+    """Installs these signal handlers for the block. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -235,7 +235,7 @@ def _handling(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket; nobody can connect before a worker listens."""
+    """A bound socket. Connections fail until a worker listens."""
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,4 +1,4 @@
-"""Health and metadata of the Open Inference Protocol (v2), for platforms that look there.
+"""Health and metadata endpoints of the Open Inference Protocol (v2), for platforms that use it.
 
 https://github.com/open-inference/open-inference-protocol
 """
@@ -19,7 +19,7 @@ _DATATYPES = {"int64": "INT64", "float32": "FP32", "bool": "BOOL"}
 
 
 def protocol_routes(service: Service) -> APIRouter:
-    """``/v2/...``: liveness, readiness, metadata of server and model; inference is ``/v1/recommend``."""
+    """``/v2/...``: liveness, readiness, metadata of server and model. Inference is ``/v1/recommend``."""
     router = APIRouter(prefix="/v2", tags=["Open Inference Protocol"])
 
     @router.get("", summary="Server metadata")

@@ -1,4 +1,4 @@
-"""From the queries of a batch to the slates that are shown: histories, program, exploration."""
+"""Turns the queries of a batch into slates: histories, program, exploration."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from recpo.serving.recommending import validate_k
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked of the policy.
+    """A query to the policy.
 
     Attributes:
-        history: raw events, keys as the columns of a history (``recpo.serving.histories``).
+        history: raw events; keys are the columns of a history (``recpo.serving.histories``).
         exclude: external ids that must not be listed.
-        k: length of the slate; None = the bundle's own.
-        explore: draw the slate; otherwise the best items in their order.
-        user: features of the user, by the columns of the table of users that was prepared.
-        context: features of the request, by their names.
-        allow: attribute -> values: only items that have one of them in each.
-        deny: attribute -> values: no items that have one of them.
+        k: length of the slate; None = the bundle's maximum.
+        explore: draw the slate; otherwise the best items in order.
+        user: features of the user, by the columns of the prepared user table.
+        context: features of the request, by name.
+        allow: attribute -> values: only items that have one of the values of each attribute.
+        deny: attribute -> values: no items that have one of the values.
     """
 
     history: Sequence[Mapping[str, Any]]
@@ -49,12 +49,12 @@ class Shown:
     """A slate, in the order in which it is shown.
 
     Attributes:
-        bundle: who ranked it.
+        bundle: the bundle that ranked it.
         items: external ids, at most k.
-        scores: natural-log probabilities under the policy; None of an item that it did not list.
-        propensity: probability of each item at a place of the slate that is drawn at random.
-        explored: the item is none of the best ones, which would be shown without exploration.
-        is_random: the whole slate was drawn uniformly.
+        scores: natural-log probabilities under the policy; None for an item that the policy did not list.
+        propensity: probability of each item at a uniformly drawn place of the slate.
+        explored: the item is not among the best items, which would be shown without exploration.
+        is_random: the complete slate was drawn uniformly.
     """
 
     bundle: LoadedBundle
@@ -69,10 +69,10 @@ class Ranker:
     """Ranks batches, one at a time.
 
     Args:
-        exploration: how slates of queries that explore are drawn; None = no query does.
-        on_counts: told what was left out of the histories.
-        reranking: how slates are chosen as a whole, before any is drawn; None = by the policy's order.
-        seed: of all draws; None = from the operating system, so that no two workers draw alike.
+        exploration: how slates are drawn for queries that explore; None = no query may explore.
+        on_counts: called with the counts of what was left out of the histories.
+        reranking: how complete slates are chosen before any is drawn; None = in the policy's order.
+        seed: seed of all draws; None = from the operating system, so that every worker draws differently.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Ranker:
         self._generator = np.random.default_rng(seed)
 
     def rank(self, bundle: LoadedBundle, queries: Sequence[Query]) -> list[Shown | Exception]:
-        """A slate, or what is wrong with the query, for each query.
+        """A slate, or the error of the query, for each query.
 
-        The histories of all queries are read at once, which costs little more than reading one. Where one of them
-        cannot be read, each is read alone, so that a fault stays with the client who made it.
+        The histories of all queries are read together, which costs little more than reading one. If one of them cannot
+        be read, each is read separately, so that an error only affects the client who caused it.
         """
         try:
             return list(self._rank(bundle, queries))
@@ -111,7 +111,7 @@ class Ranker:
         inputs = inputs._replace(allowed=_masks(bundle, queries))
         top_items, scores = bundle.runtime.recommend(inputs, bundle.k)
         self._on_counts(read.counts)
-        own = scores  # of the policy; slates are drawn by scores that fall along the list
+        own = scores  # scores of the policy; slates are drawn from scores that decrease along the list
         if self._reranking is not None and loaded.known is not None:
             order = self._reranking.order(loaded.known, inputs, top_items, scores, lengths)
             top_items, own = (np.take_along_axis(values, order, 1) for values in (top_items, scores))
@@ -155,9 +155,10 @@ class Ranker:
 
 
 def _masks(bundle: Bundle, queries: Sequence[Query]) -> np.ndarray | None:
-    """Which items may be listed, ``[B, V + 1]``; None where nobody filters.
+    """The items that may be listed, ``[B, V + 1]``; None if no query filters.
 
-    Made here, for the catalog of the bundle that ranks the batch: another may have taken over since the request came.
+    Computed here for the catalog of the bundle that ranks the batch, because another bundle may have taken over since
+    the request arrived.
     """
     if not any(query.allow or query.deny for query in queries):
         return None
@@ -166,8 +167,8 @@ def _masks(bundle: Bundle, queries: Sequence[Query]) -> np.ndarray | None:
 
 
 def _best(top_items: np.ndarray) -> Slate:
-    """The deterministic slate: the n best items, each with the propensity 1 / n."""
-    listed = int((top_items > 0).sum())  # what is empty stands at the end
+    """The deterministic slate: the n best items, each with propensity 1 / n."""
+    listed = int((top_items > 0).sum())  # empty places are at the end
     places = np.arange(listed)
     return Slate(top_items[:listed], np.full(listed, 1 / max(1, listed)), np.zeros(listed, bool), False, places)
 

@@ -1,4 +1,4 @@
-"""Re-ranking of the server: what a method needs of a bundle's items, and the lists of a batch in their new order."""
+"""Re-ranking in the server: the item attributes that a method needs, and the reordered lists of a batch."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Reranking:
         scores: np.ndarray,
         lengths: Sequence[int],
     ) -> np.ndarray:
-        """The places ``[B, K]`` of the lists ``[B, K]`` in their new order; what is empty stays where it is.
+        """The new order of the lists ``[B, K]``, as places ``[B, K]``. Empty places do not move.
 
         Args:
-            known: of the bundle that made the lists.
-            inputs: the histories; calibration reads the items of theirs that the policy reads.
+            known: item attributes of the bundle that made the lists.
+            inputs: the histories; calibration reads the items of them that the policy reads.
             top_items: internal ids, 0 = empty.
             scores: log-probabilities.
-            lengths: of each slate.
+            lengths: length of each slate.
         """
         order = np.tile(np.arange(top_items.shape[1]), (len(top_items), 1))
         for row, k in enumerate(lengths):

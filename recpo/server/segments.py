@@ -1,16 +1,17 @@
-"""Write-ahead files: records with length and checksum, on disk before anybody is told so.
+"""Write-ahead files: records with length and checksum, on disk before they are acknowledged.
 
-A writer owns a slot, a directory that it keeps locked, so that no two processes write one file. A slot holds segments::
+A writer owns a slot, which is a directory that it keeps locked, so no two processes write the same file. A slot
+contains segments::
 
     slot-000/01789abcdef0.open     being written
-    slot-000/01789abcdef0.wal      complete: no record is added any more
-    slot-000/01789abcdef0.closing  being published (recpo.server.settling): no outcome is taken for it any more
-    slot-000/01789abcdef0.done     published; kept while outcomes in it belong to segments that are not
-    slot-000/01789abcdef0.damaged  its begin cannot be read, so nothing of it is published; kept for people
+    slot-000/01789abcdef0.wal      complete: no further records
+    slot-000/01789abcdef0.closing  being published (recpo.server.settling): no further outcomes are accepted for it
+    slot-000/01789abcdef0.done     published; kept while outcomes in it belong to unpublished segments
+    slot-000/01789abcdef0.damaged  its start cannot be read, so nothing of it is published; kept for inspection
 
-The number of a segment is the time of its beginning in milliseconds. A file begins with ``MAGIC``; a record is its
-length, its CRC-32 (4 bytes each, little-endian) and its bytes. A process that dies leaves at most a cut record at the
-end of its ``.open`` file; that one was never acknowledged and is dropped.
+The number of a segment is its start time in milliseconds. A file starts with ``MAGIC``. A record is its length, its
+CRC-32 (4 bytes each, little-endian) and its bytes. A process that dies leaves at most one truncated record at the end
+of its ``.open`` file; that record was never acknowledged and is dropped.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ _STATES: Final = (OPEN, COMPLETE, CLOSING, DONE)
 MAGIC: Final = b"recpo-segment-1\n"
 MAX_SLOTS: Final = 512
 _FRAME: Final = struct.Struct("<II")
-_LARGEST_RECORD: Final = 1 << 22  # of a false address no more is read than this
-_TICK_S: Final = 0.5  # how often an idle writer looks at the age of its segment
+_LARGEST_RECORD: Final = 1 << 22  # limits the bytes that are read for a wrong address
+_TICK_S: Final = 0.5  # how often an idle writer checks the age of its segment
 
 
 class Address(NamedTuple):
-    """Where a record lies.
+    """The address of a record.
 
     Attributes:
         slot: number of the writer's directory.
         segment: number of the segment.
-        offset: bytes from the begin of the file.
+        offset: bytes from the start of the file.
     """
 
     slot: int
@@ -58,7 +59,7 @@ class Slot:
 
     Args:
         journal: the directory of all slots.
-        number: which one.
+        number: number of the slot.
         lock: an open, locked handle of it.
     """
 
@@ -72,7 +73,7 @@ class Slot:
         """The first slot that no living process holds.
 
         Raises:
-            RecpoError: all are taken, or the directory cannot be written.
+            RecpoError: all slots are taken, or the directory cannot be written.
         """
         for number in range(MAX_SLOTS):
             slot = cls.try_claim(journal, number)
@@ -82,7 +83,7 @@ class Slot:
 
     @classmethod
     def try_claim(cls, journal: Path, number: int) -> Slot | None:
-        """The slot, or None where a living process holds it."""
+        """The slot; None if a living process holds it."""
         path = slot_path(journal, number)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -97,25 +98,25 @@ class Slot:
         return cls(journal, number, handle)
 
     def complete_segments(self) -> None:
-        """Ends the segments that a process which died has left open."""
+        """Completes the segments that a dead process left open."""
         for left in self.path.glob(f"*{OPEN}"):
             left.rename(left.with_suffix(COMPLETE))
 
     def release(self) -> None:
-        """Gives the slot back."""
+        """Releases the slot."""
         os.close(self._lock)
 
 
 class SegmentWriter:
-    """Appends records to the segments of a slot; one thread writes and syncs whatever has come together.
+    """Appends records to the segments of a slot. One thread writes and syncs all records that are waiting.
 
     Args:
-        slot: where; its segments are begun by the first record.
+        slot: the slot; its first record starts a segment.
         header: first record of every segment.
         max_bytes: a segment ends with the record that reaches this size.
-        max_age_s: and at this age.
-        sync: wait for the disk, not only for the operating system; without it a record survives the end of the
-            process, and not that of the machine.
+        max_age_s: a segment also ends at this age.
+        sync: wait for the disk and not only for the operating system. Without it, a record survives the end of the
+            process but not of the machine.
     """
 
     def __init__(self, slot: Slot, header: bytes, *, max_bytes: int, max_age_s: float, sync: bool = True) -> None:
@@ -134,7 +135,7 @@ class SegmentWriter:
         self._thread.start()
 
     def append(self, payload: bytes) -> tuple[Address, Future[None]]:
-        """Takes a record; the future is done when it is on disk, and fails where it cannot be written.
+        """Appends a record. The future is done when the record is on disk, and fails if it cannot be written.
 
         Raises:
             RecpoError: the writer is closed, or the record is too large.
@@ -156,7 +157,7 @@ class SegmentWriter:
         return address, written
 
     def close(self) -> None:
-        """Writes what waits and completes the segment; the slot stays claimed."""
+        """Writes waiting records and completes the segment. The slot stays locked."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -176,7 +177,7 @@ class SegmentWriter:
                     self._changed.wait(_TICK_S)
                 group, self._waiting = self._waiting, []
                 if not group and self._offset and self._is_old():
-                    self._offset = 0  # the next record begins a new one
+                    self._offset = 0  # the next record starts a new one
                 ended, closed = not self._offset, self._closed
             self._write(group)
             if not group and (ended or closed):
@@ -217,9 +218,9 @@ class SegmentWriter:
         self._file_size += len(content)
 
     def _fail(self, group: list[tuple[int, bytes, Future[None]]], error: OSError) -> None:
-        """No record of this segment after the failure can be where its address says: what waits fails with it."""
+        """After a failure, the addresses of later records in this segment would be wrong, so waiting records fail."""
         if self._file is not None:
-            with suppress(OSError):  # readers stop at the cut record
+            with suppress(OSError):  # readers stop at the truncated record
                 os.ftruncate(self._file, self._file_size)
         self._end_file()
         with self._changed:
@@ -252,10 +253,10 @@ def segment_path(journal: Path, slot: int, segment: int, suffix: str) -> Path:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Offset and bytes of the records of a segment, its header first.
+    """Offset and bytes of the records of a segment, starting with its header.
 
-    Bytes that are no whole record are passed over: the cut end of a process that died, and what a disk has damaged,
-    behind which acknowledged records may stand.
+    Bytes that are not a complete record are skipped: the truncated end of a dead process, and disk damage, which may be
+    followed by acknowledged records.
     """
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
@@ -272,8 +273,8 @@ def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_record(journal: Path, address: Address) -> bytes | None:
-    """The record at an address; None where there is none, or its segment takes no outcomes any more."""
-    for suffix in (OPEN, COMPLETE, OPEN, COMPLETE):  # twice: it may be completed between two looks
+    """The record at an address; None if there is none, or if its segment accepts no more outcomes."""
+    for suffix in (OPEN, COMPLETE, OPEN, COMPLETE):  # twice: the segment may be completed between two attempts
         try:
             with segment_path(journal, address.slot, address.segment, suffix).open("rb") as file:
                 if address.offset >= os.fstat(file.fileno()).st_size:
@@ -286,7 +287,7 @@ def read_record(journal: Path, address: Address) -> bytes | None:
 
 
 def sync_directory(path: Path) -> None:
-    """Puts the names in a directory on disk."""
+    """Flushes the names in a directory to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -295,7 +296,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _next_whole(content: bytes, begin: int) -> int | None:
-    """Offset in the file of the first whole record of ``content``, which begins at ``begin`` with what is none."""
+    """Offset in the file of the first complete record in ``content``, whose first bytes are not one."""
     for place in range(1, len(content) - _FRAME.size):
         length = int.from_bytes(content[place : place + 4], "little")
         if not 0 < length <= min(_LARGEST_RECORD, len(content) - place - _FRAME.size):

@@ -1,4 +1,4 @@
-"""One worker: the bundle that serves, the batches, the log, the metrics."""
+"""One worker: the bundle that serves, the batches, the log, and the metrics."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from recpo.server.settling import settle
 from recpo.server.wire import FeedbackRequest, RecommendRequest
 from recpo.serving.bundle_features import BundleFeatures
 
-_LOOK_S = 1.0  # how often a worker looks for another version and for segments to publish
+_LOOK_S = 1.0  # how often a worker checks for another version and for segments to publish
 _LOG = logging.getLogger("recpo.server")
 
 
 class Answered(NamedTuple):
-    """A slate, and its id where it is logged."""
+    """A slate, and its id if it is logged."""
 
     shown: Shown
     recommendation_id: str | None
 
 
 class UnknownRecommendationError(Exception):
-    """No impression has this id, or its outcomes are not taken any more."""
+    """No impression has this id, or its outcomes are no longer accepted."""
 
 
 class LogUnavailableError(Exception):
-    """What should be on disk before the answer is not."""
+    """The log could not be written, so the answer is not sent."""
 
 
 class Service:
-    """Everything of a worker but HTTP.
+    """All parts of a worker except HTTP.
 
     Args:
         path: a bundle, or a directory of bundles.
@@ -77,18 +77,18 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether requests should come here."""
+        """Whether the worker is ready for requests."""
         return not self.draining and (self.log is None or self.log.writable)
 
     def start(self) -> None:
-        """Begins to answer; call it in the event loop."""
+        """Starts answering. Call it in the event loop."""
         self._batcher.start()
         look = [self.versions.follow, lambda: self.metrics.queue.set(self._batcher.waiting)]
         look += [self._settle] if self.log is not None else []
         self._tasks = [asyncio.get_running_loop().create_task(_repeat(call)) for call in look]
 
     async def stop(self) -> None:
-        """Ends when every query has its answer and every record is on disk."""
+        """Returns when every query has its answer and every record is on disk."""
         self.draining = True
         for task in self._tasks:
             task.cancel()
@@ -99,12 +99,12 @@ class Service:
             await asyncio.to_thread(self._settle)
 
     async def recommend(self, request: RecommendRequest) -> Answered:
-        """Ranks, and logs what is shown; the impression is on disk when this returns.
+        """Ranks, and logs the slate. The impression is on disk when this returns.
 
         Raises:
-            RecpoError: the request cannot be answered as it is.
-            QueueFullError: too many wait.
-            TimeoutError: it has waited for too long.
+            RecpoError: the request cannot be answered.
+            QueueFullError: too many requests are waiting.
+            TimeoutError: the request has waited too long.
             LogUnavailableError: the impression cannot be written.
         """
         self._validate(request)
@@ -127,10 +127,10 @@ class Service:
         return Answered(shown, identifier)
 
     async def feedback(self, request: FeedbackRequest) -> int:
-        """Logs outcomes; they are on disk when this returns. The number of them.
+        """Logs outcomes and returns their number. They are on disk when this returns.
 
         Raises:
-            RecpoError: outcomes of items that were not shown, or of a kind that this log has not.
+            RecpoError: outcomes of items that were not shown, or of a kind that this log does not have.
             UnknownRecommendationError: see there.
             LogUnavailableError: they cannot be written.
         """
@@ -153,10 +153,10 @@ class Service:
         return len(outcomes)
 
     def _query(self, request: RecommendRequest) -> Query:
-        """The request with what the bundle reads of it.
+        """The query for a request, with the features and behaviors that the bundle reads.
 
         Raises:
-            RecpoError: features or behaviors that it does not read, or values that they cannot have.
+            RecpoError: features or behaviors that the bundle does not read, or invalid values.
         """
         explores = self.options.exploration is not None and request.explore is not False
         known = self.versions.current.known_features
@@ -184,7 +184,7 @@ class Service:
             self.metrics.of_settled(settle(self.log.root, self.log.outcome_window_s))
 
     def _validate(self, request: RecommendRequest) -> None:
-        """What is cheap to refuse before it waits, and would cost the batch."""
+        """Cheap checks before a request waits, for errors that would cost the complete batch."""
         options, bundle = self.options, self.versions.current.bundle
         for name, length, most in (
             ("history", len(request.history), options.max_events),
@@ -215,7 +215,7 @@ def _event(event: Mapping[str, Any], known: BundleFeatures, where: str) -> dict[
 
 
 def _unavailable(error: RecpoError) -> LogUnavailableError:
-    """What the client is told; paths of this machine are for its own log."""
+    """The message for the client. Paths of this machine appear only in its own log."""
     _LOG.error("the log cannot be written: %s", error)
     return LogUnavailableError("the log cannot be written, so nothing is acknowledged: try again, or another server")
 
@@ -241,7 +241,7 @@ def _open_log(root: Path, bundle: LoadedBundle, options: ServerOptions) -> Impre
 
 
 def _outcomes(request: FeedbackRequest, shown: Sequence[Any], layout: LogLayout) -> dict[Any, dict[str, float | bool]]:
-    """The outcomes by item; later ones of the same item replace values of earlier ones."""
+    """The outcomes by item; a later outcome of the same item replaces earlier values."""
     outcomes: dict[Any, dict[str, float | bool]] = {}
     for outcome in request.outcomes:
         if outcome.item_id not in shown:
@@ -254,7 +254,7 @@ def _outcomes(request: FeedbackRequest, shown: Sequence[Any], layout: LogLayout)
 
 
 async def _repeat(call: Callable[[], object]) -> None:
-    """Calls again and again in a thread; a fault is logged and the next call comes."""
+    """Calls a function periodically in a thread. An error is logged and does not stop it."""
     while True:
         await asyncio.sleep(_LOOK_S)
         begun = time.monotonic()

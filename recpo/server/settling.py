@@ -1,9 +1,9 @@
-"""From write-ahead files to the log's Parquet files: impressions joined with their outcomes, each row written once.
+"""Publishes write-ahead files as Parquet files of the log: impressions joined with their outcomes, each row once.
 
-A segment is due when its last record is older than the outcome window. It is closed by its name first, so that no
-worker takes outcomes for it any more; then the outcomes in all segments are read, the Parquet file appears under a name
-that the segment determines, and only then is the segment done. Whatever kills the process in between, the next pass
-begins this segment again and writes the same file.
+A segment is due when its last record is older than the outcome window. It is first renamed to closing, so that no
+worker accepts outcomes for it. Then the outcomes in all segments are read, and the Parquet file appears under a name
+that depends only on the segment. Only then is the segment done. If the process dies in between, the next pass repeats
+this segment and writes the same file.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Settled:
         impressions: slates in them.
         rows: items in them.
         outcomes: rows with an outcome.
-        lost_bytes: what is no whole record: of a process that was killed, what was never acknowledged; else damage.
+        lost_bytes: bytes that are not a complete record: unacknowledged data of a killed process, or damage.
     """
 
     files: int = 0
@@ -70,7 +70,7 @@ class Settled:
     lost_bytes: int = 0
 
     def __add__(self, other: Settled) -> Settled:
-        """The sums of both."""
+        """The sum of two passes."""
         return Settled(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
@@ -80,14 +80,14 @@ class _Segment(NamedTuple):
 
 
 def settle(root: Path | str, outcome_window_s: float = 0.0) -> Settled:
-    """Publishes the segments of a log that are due, those of processes that have died among them.
+    """Publishes the segments of a log that are due, including segments of dead processes.
 
-    One process does it at a time; another one that asks meanwhile does nothing. Segments that a living server still
-    writes are left alone.
+    One process publishes at a time; a second call meanwhile does nothing. Segments that a running server still writes
+    are not touched.
 
     Args:
         root: the log's directory.
-        outcome_window_s: for how long outcomes may still arrive; 0 = publish everything that is complete.
+        outcome_window_s: how long outcomes may still arrive; 0 = publish everything that is complete.
 
     Raises:
         RecpoError: a file cannot be written.
@@ -112,7 +112,7 @@ def settle(root: Path | str, outcome_window_s: float = 0.0) -> Settled:
 
 
 def file_name(slot: int, segment: int) -> str:
-    """Name of the Parquet file of a segment: the time of its begin, and its slot."""
+    """Name of the Parquet file of a segment: its start time and its slot."""
     begun = datetime.fromtimestamp(segment / 1000, UTC)
     return f"{begun:%Y%m%dT%H%M%S}.{segment % 1000:03d}Z-{slot:03d}.parquet"
 
@@ -145,7 +145,7 @@ def _publish(root: Path, segment: _Segment, outcomes: Mapping[Address, Sequence[
 def _outcomes(
     journal: Path, closing: set[_Segment]
 ) -> tuple[dict[Address, list[Outcome]], dict[_Segment, set[_Segment]]]:
-    """The outcomes of closing segments by impression; and, of every segment, whose outcomes it holds."""
+    """The outcomes of closing segments by impression, and for every segment the segments of its outcomes."""
     found: dict[Address, list[Outcome]] = defaultdict(list)
     targets: dict[_Segment, set[_Segment]] = defaultdict(set)
     for suffix in (OPEN, COMPLETE, CLOSING, DONE):
@@ -162,7 +162,7 @@ def _outcomes(
 
 
 def _records_of(journal: Path, segment: _Segment) -> Iterator[bytes]:
-    """The records of a segment in whatever state it is: a writer may complete it meanwhile."""
+    """The records of a segment in any of its states; a writer may complete it meanwhile."""
     for suffix in (OPEN, COMPLETE, CLOSING, DONE):
         with suppress(FileNotFoundError):
             yield from (payload for _, payload in read_records(segment_path(journal, *segment, suffix)))
@@ -178,7 +178,7 @@ def _remove_done(journal: Path, targets: Mapping[_Segment, set[_Segment]]) -> No
 
 
 def _complete_orphans(journal: Path) -> None:
-    """Ends the open segments of slots whose process has died."""
+    """Completes the open segments of slots whose process has died."""
     for path in sorted(journal.glob("slot-*")):
         if any(path.glob(f"*{OPEN}")) and (number := _number(path.name)) is not None:
             slot = Slot.try_claim(journal, number)
@@ -212,7 +212,7 @@ def _rename(root: Path, segment: _Segment, before: str, after: str) -> None:
 
 @contextmanager
 def _only_one(journal: Path) -> Iterator[bool]:
-    """True for the one process that may settle now; the lock ends with the process."""
+    """True for the single process that may publish now. The lock ends with the process."""
     handle = os.open(journal / "settling.lock", os.O_CREAT | os.O_RDWR, 0o644)
     try:
         try:

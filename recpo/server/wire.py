@@ -1,4 +1,4 @@
-"""Requests and answers as JSON, with their limits; the OpenAPI page is made of them."""
+"""Requests and answers as JSON, with their limits. The OpenAPI page is generated from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Grade = Annotated[float, Field(strict=True, ge=0, le=1)]
 _Text = Annotated[StrictStr, Field(max_length=512)]
 _Single = StrictBool | StrictInt | Number | _Text
-#: Which of these a feature takes, the bundle says: a category an integer or a string, as its vocabulary.
+#: The bundle determines the type for a feature: for a category an integer or a string, as in its vocabulary.
 FeatureValue = _Single | Annotated[list[StrictInt | Number | _Text], Field(max_length=4096)] | None
 Features = Annotated[dict[str, FeatureValue], Field(max_length=256)]
 Filter = Annotated[
@@ -55,7 +55,7 @@ class Event(TypedDict):
 
 
 class RecommendRequest(BaseModel):
-    """Who asks, what the user did before, and how many items are wanted."""
+    """A request: the user, the user's past, and the number of items."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -131,7 +131,7 @@ class Recommendation(BaseModel):
 
 
 class ItemOutcome(BaseModel):
-    """What came of an item that was shown; what is left out stays unknown."""
+    """The outcome of an item that was shown. Omitted values stay unknown."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -143,12 +143,12 @@ class ItemOutcome(BaseModel):
     behaviors: Behaviors | None = Field(default=None, description="what else the user did, or did not do")
 
     def values(self) -> dict[str, Any]:
-        """What is known; behaviors by their names."""
+        """The known values; behaviors by name."""
         return self.model_dump(exclude={"item_id", "behaviors"}, exclude_none=True) | (self.behaviors or {})
 
 
 class FeedbackRequest(BaseModel):
-    """Outcomes of one slate; more may follow, and a later value replaces an earlier one."""
+    """Outcomes of one slate. More may follow; a later value replaces an earlier one."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -157,13 +157,13 @@ class FeedbackRequest(BaseModel):
 
 
 class FeedbackAnswer(BaseModel):
-    """How many outcomes are on disk."""
+    """Number of outcomes on disk."""
 
     accepted: int
 
 
 class SwapRequest(BaseModel):
-    """Which version is to serve."""
+    """The version that should serve."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -173,7 +173,7 @@ class SwapRequest(BaseModel):
 
 
 class VersionsAnswer(BaseModel):
-    """Which version serves, and which others there are."""
+    """The version that serves, and the other versions."""
 
     name: str
     version: str
@@ -184,7 +184,7 @@ class VersionsAnswer(BaseModel):
 
 
 class Fault(BaseModel):
-    """What is wrong, in words for whoever sent the request."""
+    """The error, in words for the sender of the request."""
 
     detail: str
     request_id: str
