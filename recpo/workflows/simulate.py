@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.parquet as pq
+
 from recpo.artifacts import sha256
 from recpo.errors import RecpoError
 from recpo.exploration import Exploration
@@ -94,7 +96,8 @@ def _serve(
     options = {"days": 1, "seed": 0, **parameters}
     _validate_options(worlds[0], world, options)
     bundle = policy if isinstance(policy, Bundle) else Bundle.load(policy)
-    service = BundleService(bundle, exploration)
+    users = None if worlds[0].users is None else pq.read_table(worlds[0].users)
+    service = BundleService(bundle, exploration, users)
     service.validate(worlds[0].truth)
     who = {
         "bundle": bundle.root.resolve().name,

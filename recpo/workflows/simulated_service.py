@@ -26,10 +26,12 @@ class BundleService:
     Attributes:
         bundle: ranks, and leaves out the items of the histories.
         exploration: how slates are drawn; None = the best items in their order.
+        users: the world's table of users, for a policy that reads their features; None = the world has none.
     """
 
     bundle: Bundle
     exploration: Exploration | None = None
+    users: pa.Table | None = None
 
     def validate(self, truth: Truth) -> None:
         """Checks that this bundle can serve a simulation.
@@ -38,13 +40,7 @@ class BundleService:
             RecpoError: it lists items that the simulation does not have, or too few for exploration or a request, or
                 its policy reads of a request what simulated users do not send.
         """
-        reads = self.bundle.manifest.reads
-        read = {"user features": reads.user, "context features": reads.context, "behaviors": reads.behaviors}
-        if asked := [name for name, one in read.items() if one]:
-            raise RecpoError(
-                f"simulate: the policy of {self.bundle.root} reads {' and '.join(asked)}, and simulated requests have "
-                "none: name a bundle whose policy reads histories (and item features) alone"
-            )
+        self._validate_reads()
         items, bundle = self.bundle.items.to_external(np.arange(1, len(self.bundle.items) + 1)), self.bundle
         known = np.zeros(len(items), bool)
         if pa.types.is_integer(items.type):
@@ -62,6 +58,27 @@ class BundleService:
                 "a larger --k, or set a smaller --exploration.shortlist"
             )
 
+    def _validate_reads(self) -> None:
+        reads = self.bundle.manifest.reads
+        read = {
+            "user features": bool(reads.user) and self.users is None,
+            "context features": reads.context,
+            "behaviors": reads.behaviors,
+        }
+        if asked := [name for name, one in read.items() if one]:
+            raise RecpoError(
+                f"simulate: the policy of {self.bundle.root} reads {' and '.join(asked)}, which this simulation does "
+                "not have: use a bundle whose policy reads histories and item features alone, or, in a living world, "
+                "user features too"
+            )
+        columns = () if self.users is None else self.users.column_names
+        wanted = [feature.source for feature in self.bundle.manifest.features.user]
+        if lacking := [name for name in wanted if name not in columns]:
+            raise RecpoError(
+                f"simulate: the policy of {self.bundle.root} reads the user features {', '.join(lacking)}, the world's "
+                f"table of users has {', '.join(columns)}: use a bundle that was trained on this world"
+            )
+
     def __call__(
         self, histories: pa.Table, user_ids: IntArray, sizes: IntArray, generator: np.random.Generator
     ) -> Shown:
@@ -76,7 +93,9 @@ class BundleService:
             is_random=np.zeros(len(sizes), bool),
             lengths=np.zeros(len(sizes), np.int64),
         )
-        for part, inputs in bundle.reader.read(histories, users=user_ids).batches(BATCH_SIZE):
+        users = self.users if bundle.manifest.features.user else None
+        read = bundle.reader.read(histories, users=user_ids, user_features=users)
+        for part, inputs in read.batches(BATCH_SIZE):
             top_items, scores = bundle.runtime.recommend(inputs, width)
             for size in np.unique(sizes[part]):
                 rows = np.flatnonzero(sizes[part] == size)

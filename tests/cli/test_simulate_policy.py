@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
+
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 import recpo
 from recpo.cli.main import main
+from recpo.errors import RecpoError
 from recpo.exploration import inclusion_probabilities
+from recpo.features.schema import Category, FeatureSchema, Number
 from recpo.simulation.truth import Truth
+from recpo.workflows.simulated_service import BundleService
 
 EXPLORE = recpo.Exploration(temperature=0.7, epsilon=0.2, shortlist=20)
 FLAGS = ["--exploration.temperature=0.7", "--exploration.epsilon=0.2", "--exploration.shortlist=20"]
@@ -114,3 +121,41 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(road, tmp_path,
     assert main(["simulate", *flags]) == 1
     assert "users is 50" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_policy_that_reads_users_serves_a_living_world(tmp_path):
+    """Slates are those that the bundle recommends with the world's table of users, and other ones without it."""
+    world = recpo.simulate(tmp_path / "world", world="living", users=30, items=60, events=1500, days=6, births=0.1)
+    users = pd.read_parquet(world.users)
+    data = recpo.prepare(world.log, tmp_path / "data", users=users, threads=1)
+    policy = partial(recpo.CatalogSoftmaxPolicy, dim=8, layers=1, heads=1, max_history=20, user_features=True)
+    options = {"trainer": {"max_epochs": 1, "logger": False}, "optimizer.init_args.lr": 0.05}
+    layout = {"data.layout.class_path": "SequenceLayout", "data.layout.init_args.history_length": 20}
+    optimizer = {"optimizer.class_path": "torch.optim.AdamW"}
+    run = recpo.train(
+        data, policy=policy, objective=recpo.Likelihood(), out=tmp_path / "run", **optimizer, **options, **layout
+    )
+    bundle = run.export(tmp_path / "bundle")
+    day = recpo.simulate(tmp_path / "day", policy=bundle, after=world).to_pandas()
+    past, alike = pd.read_parquet(world.log), 0
+    first = day[day.groupby("user_id")["request_id"].transform("min") == day["request_id"]]
+    for user, slate in first.groupby("user_id"):
+        own, size = past[past["user_id"] == user], len(slate)
+        expected = bundle.recommend(own, k=size, user_features=users)
+        assert slate["item_id"].tolist() == expected["item_id"].tolist()
+        other = bundle.recommend(own, k=size, user_features=users.assign(user_id=users["user_id"].to_numpy()[::-1]))
+        alike += other["item_id"].tolist() == slate["item_id"].tolist()
+    assert alike < first["user_id"].nunique()
+
+
+def test_features_that_a_simulation_lacks_are_named(road):
+    bundle, world = recpo.Bundle.load(road / "bundle"), recpo.load(road / "log")
+    features = FeatureSchema(user=(Number("income", mean=0.0, std=1.0),), context=(Category("surface", num_codes=3),))
+    reading = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, features=features))
+    with pytest.raises(RecpoError, match="reads user features and context features, which this simulation does not"):
+        BundleService(reading).validate(world.truth)
+    only_users = dataclasses.replace(features, context=())
+    reading = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, features=only_users))
+    with pytest.raises(RecpoError, match="reads the user features income, the world's table of users has user_id, age"):
+        BundleService(reading, users=pa.table({"user_id": [1], "age": [2.0]})).validate(world.truth)
