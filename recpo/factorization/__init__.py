@@ -1,1 +1,1 @@
-"""Factor models of feedback: fitted out of core in seconds to minutes, folded in for anybody who has a history."""
+"""Factor models of feedback: fitted out of core in seconds to minutes, with fold-in for users who have a history."""

@@ -1,7 +1,7 @@
-"""How sure a factor model is of its grades: the variance of the posterior of two ridge regressions.
+"""Uncertainty of a factor model's grades: the posterior variance of two ridge regressions.
 
 ``noise (x_uᵀ C_i x_u + y_iᵀ C_u y_i)`` with ``x_u = [p_u, 1]``, ``y_i = [q_i, 1]`` and the inverses ``C`` of the normal
-matrices: what is not known of the item plus what is not known of the user, each given the other. It shrinks with every
+matrices: the uncertainty of the item plus the uncertainty of the user, each given the other. It shrinks with every
 event of either. It is a dot product of one vector per user and one per item.
 """
 
@@ -19,7 +19,7 @@ from recpo.ops.quadratic_forms import with_one
 if TYPE_CHECKING:
     from recpo.factorization.factors import Factors
 
-# the product with an item whose factors are looked up costs so many times that in a matrix product
+# a product with looked-up items costs this many times as much as one in a matrix product
 GATHER_COST: Final = 8
 
 
@@ -27,13 +27,13 @@ def posterior_variance(model: Factors, users: Tensor, covariance: Tensor, item_i
     """Variance of the predicted grades of some items.
 
     Args:
-        model: with the covariances of its items.
+        model: a model with item covariances.
         users: ``[B, r + 1]``.
         covariance: ``[B, r + 1, r + 1]``, ``C_u``.
-        item_ids: ``[B, S]``; of id 0 anything.
+        item_ids: ``[B, S]``; the result for id 0 is arbitrary.
 
     Returns:
-        ``[B, S]``. Of many items, such as a whole catalog, by one matrix product.
+        ``[B, S]``. For many items, such as the complete catalog, computed by one matrix product.
 
     Raises:
         RecpoError: the model was fitted without ``uncertainty``.

@@ -1,8 +1,8 @@
 """EASE: a linear model from all positives of a user to every item, in closed form.
 
-Steck, "Embarrassingly Shallow Autoencoders for Sparse Data" (WWW 2019, arXiv 1905.03375): of the matrix X of users by
-items, 1 for a positive pair, ``argmin_B |X - X B|^2 + ridge |B|^2`` with a diagonal of 0 is
-``B = I - P diag(1 / diag P)``, ``P = (Xᵀ X + ridge I)^-1``.
+Steck, "Embarrassingly Shallow Autoencoders for Sparse Data" (WWW 2019, arXiv 1905.03375). Let X be the matrix of users
+by items with 1 for each positive pair. ``argmin_B |X - X B|^2 + ridge |B|^2`` with a diagonal of 0 is ``B = I - P
+diag(1 / diag P)``, ``P = (Xᵀ X + ridge I)^-1``.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _KIND: Final = "ease"
 
 @dataclass(frozen=True)
 class EaseOptions:
-    """Hyper-parameters of EASE; the best ridge on the validation period is taken.
+    """Hyper-parameters of EASE. The validation period selects the ridge.
 
     Args:
         ridges: ridges to try.
-        max_items: a larger catalog is refused: about ``32 V^2`` bytes are held while fitting, 3.2 GB at 10,000 items,
-            and a ridge takes ``V^3`` operations.
-        max_history: events of a history that are read; null = those that the prepared data keep per user.
+        max_items: a larger catalog is rejected: fitting needs about ``32 V^2`` bytes, which is 3.2 GB for 10,000 items,
+            and each ridge takes ``V^3`` operations.
+        max_history: number of history events that are read; null = as many as the prepared data keep per user.
     """
 
     ridges: tuple[float, ...] = (30.0, 100.0, 300.0, 1000.0)
@@ -54,9 +54,9 @@ class EASE(ModelInOneFile):
 
     Attributes:
         weights: ``[V, V]`` float32, ``B``; row and column 0 are item 1.
-        catalog_checksum: which items these are.
-        max_history: the most events that are read, the most recent ones.
-        facts: how the model was fitted and chosen.
+        catalog_checksum: identifies the items.
+        max_history: number of most recent events that are read.
+        facts: how the model was fitted and selected.
     """
 
     kind: ClassVar[str] = _KIND
@@ -72,7 +72,7 @@ class EASE(ModelInOneFile):
         return embedding_bag(row, self.weights, mode="sum", per_sample_weights=known.to(self.weights.dtype))
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """The ``k`` items of the highest score, as ``Policy.recommend``; scores are no log-probabilities."""
+        """The ``k`` items with the highest scores, as ``Policy.recommend``. Scores are not log-probabilities."""
         scores = torch.nn.functional.pad(self.scores(histories), (1, 0), value=-torch.inf)
         if exclude is not None:
             scores.scatter_(1, exclude, -torch.inf)
@@ -86,15 +86,16 @@ def fit_ease(
     *,
     progress: bool = False,
 ) -> EASE:
-    """Fits on the positive pairs of the training period; the best NDCG@10 on the validation period is taken.
+    """Fits on the positive pairs of the training period and keeps the ridge with the best validation NDCG@10.
 
     Args:
         data: prepared data.
-        options: ridges to try, and the largest catalog.
+        options: ridges to try, and the maximum catalog size.
         progress: show a progress bar on a terminal.
 
     Raises:
-        RecpoError: the catalog is too large, or there is a choice and the validation period has no positive event.
+        RecpoError: the catalog is too large, or there are several ridges and the validation period has no positive
+            event.
     """
     if data.num_items > options.max_items:
         raise RecpoError(
@@ -112,7 +113,7 @@ def fit_ease(
                 f"{data.root}: no validation user has a positive event, so nothing says which of {len(options.ridges)} "
                 "ridges is best: give one"
             )
-        # one model beside the best one at a time: each is a matrix of items by items
+        # besides the best model, only one other is in memory: each is a matrix of items by items
         best = model if best is None or (value or 0.0) > max(known for known in tried if known is not None) else best
         tried.append(value)
     assert best is not None
@@ -121,7 +122,7 @@ def fit_ease(
 
 
 def cooccurrences(data: Prepared) -> np.ndarray:
-    """``Xᵀ X [V, V]``: how many users have a positive event of both items; one shard in memory at a time."""
+    """``Xᵀ X [V, V]``: the number of users with positive events of both items. One shard is in memory at a time."""
     total = np.zeros((data.num_items, data.num_items))
     for user, item, _ in positive_pairs(data):
         _, row = np.unique(user, return_inverse=True)
@@ -134,7 +135,7 @@ def item_weights(pairs: np.ndarray, ridge: float) -> np.ndarray:
     """``B [V, V]`` float32 of ``Xᵀ X``; its diagonal is 0."""
     matrix = pairs.copy(order="F")
     matrix[np.diag_indices_from(matrix)] += ridge
-    # by Cholesky and in place: a third of the time of a general inverse, and no second matrix
+    # Cholesky in place: a third of the time of a general inverse, and no second matrix
     factor, wrong = dpotrf(matrix, lower=1, overwrite_a=1)
     inverse, also_wrong = dpotri(factor, lower=1, overwrite_c=1)
     assert not wrong

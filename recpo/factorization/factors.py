@@ -1,9 +1,9 @@
-"""A fitted factor model of graded feedback: what it predicts, for whom, and the directory that it lies in.
+"""A fitted factor model of graded feedback: predictions, fold-in, and the directory on disk.
 
 ::
 
     factors/factors.safetensors   item factors and biases, user factors, covariances
-    factors/manifest.json         mean, ridge, noise, checksums, how the model was chosen
+    factors/manifest.json         mean, ridge, noise, checksums, how the model was selected
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class Factors:
         mean: the mean grade.
         item_factors: ``[V, r]`` float32, ``q`` of the items 1..V.
         item_bias: ``[V]`` float32.
-        factor_variance: ``[V, r]`` float32, variance of the item factors where a user is folded in; 0 = taken as exact.
-        ridge: weight of ``|p_u|^2`` where a user is folded in: the noise over the variance of a user factor.
+        factor_variance: ``[V, r]`` float32, variance of the item factors, used when a user is folded in; 0 = exact.
+        ridge: weight of ``|p_u|^2`` when a user is folded in: the noise divided by the variance of a user factor.
         bias_ridge: weight of ``b_u^2``.
-        user_factors: ``[U, r + 1]`` float32 of the users of the training period by their prepared index, the bias
-            last; 0 of users without an event there. None = users are folded in from their history only.
+        user_factors: ``[U, r + 1]`` float32 of the training users by their prepared index, bias last; 0 for users
+            without events. None = users are only folded in from their history.
         item_covariance: ``[V, r + 1, r + 1]`` float32, inverses of the normal matrices of the items; None = no bounds.
-        noise: variance of a grade around its expectation, by the training events.
-        catalog_checksum: which items these are (``Prepared.catalog_checksum``).
-        max_history: the most events that ``fold_in`` reads, the most recent ones.
-        users_checksum: whose ``user_factors`` these are (``Prepared.users_checksum``); None = not known.
-        lower_bound: how many standard deviations of the posterior (``recpo.factorization.bounds``) lists and rankings
-            take from the grade; 0 = they go by the grade itself.
-        facts: how the model was fitted and chosen, for people.
+        noise: variance of a grade around its expectation on the training events.
+        catalog_checksum: identifies the items (``Prepared.catalog_checksum``).
+        max_history: number of most recent events that ``fold_in`` reads.
+        users_checksum: identifies the users of ``user_factors`` (``Prepared.users_checksum``); None = unknown.
+        lower_bound: number of posterior standard deviations (``recpo.factorization.bounds``) that lists and rankings
+            subtract from the grade; 0 = rank by the grade itself.
+        facts: how the model was fitted and selected, for people.
     """
 
     mean: float
@@ -78,7 +78,7 @@ class Factors:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuses tensors that do not belong together."""
+        """Rejects tensors that do not fit together."""
         if not 0 <= self.lower_bound < float("inf") or (self.lower_bound and self.item_covariance is None):
             raise RecpoError(
                 f"factors: lower_bound is {self.lower_bound}; it is at least 0, and 0 where the model was fitted with "
@@ -110,29 +110,29 @@ class Factors:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that the model has, by name."""
+        """The tensors of the model, by name."""
         names = ("item_factors", "item_bias", "factor_variance", "user_factors", "item_covariance")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def to(self, device: torch.device | str) -> Factors:
-        """The same model with its tensors on ``device``."""
+        """The model with its tensors on ``device``."""
         if self.item_factors.device == torch.device(device):
             return self
         tensors: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return replace(self, **tensors)
 
     def fold_in(self, histories: Histories) -> Tensor:
-        """Factors of anybody who has a history: ridge regression of the graded events on the item factors.
+        """Factors of users with a history: ridge regression of the graded events on the item factors.
 
         ``argmin over (p, b) of sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p|^2 +
-        bias_ridge b^2`` with the variances ``v`` of the item factors, over the last ``max_history`` events whose grade
-        is known: the step that fits the users of the training period.
+        bias_ridge b^2`` with the variances ``v`` of the item factors, over the last ``max_history`` events with a known
+        grade. Training fits its users with the same step.
 
         Args:
             histories: contexts with feedback levels; an empty history gives zeros.
 
         Returns:
-            ``[B, r + 1]`` float32, the bias last.
+            ``[B, r + 1]`` float32, bias last.
 
         Raises:
             RecpoError: the histories have no feedback levels.
@@ -140,7 +140,7 @@ class Factors:
         return torch.cat([solution.weights.float() for solution in self._solutions(histories)])
 
     def fold_in_with_covariance(self, histories: Histories) -> tuple[Tensor, Tensor]:
-        """As ``fold_in``, and the inverses ``[B, r + 1, r + 1]`` float32 of the normal matrices."""
+        """Like ``fold_in``; also returns the inverses ``[B, r + 1, r + 1]`` float32 of the normal matrices."""
         solutions = list(self._solutions(histories))
         covariance = torch.cat([solution.covariance.float() for solution in solutions])
         return torch.cat([solution.weights.float() for solution in solutions]), covariance
@@ -174,9 +174,9 @@ class Factors:
         return offset.addmm_(users[:, :-1], self.item_factors.T)
 
     def grades(self, users: Tensor, item_ids: Tensor) -> Tensor:
-        """Predicted grades ``[B, S]`` of items ``[B, S]`` for ``users [B, r + 1]``; of id 0 anything.
+        """Predicted grades ``[B, S]`` of items ``[B, S]`` for ``users [B, r + 1]``; arbitrary for id 0.
 
-        Of many items, such as a whole catalog, by one matrix product.
+        For many items, such as the complete catalog, computed by one matrix product.
         """
         row = (item_ids - 1).clamp_min(0)
         if row.shape[1] * GATHER_COST >= self.num_items:
@@ -185,7 +185,7 @@ class Factors:
         return factors + self.item_bias[row] + (users[:, -1:] + self.mean)
 
     def bounded_grades(self, histories: Histories, item_ids: Tensor) -> Tensor:
-        """What ``recommend`` ranks by, of items ``[B, S]`` for folded-in users: grades less their lower bound."""
+        """The ranking scores of ``recommend`` for items ``[B, S]`` and folded-in users: grades minus the bound."""
         if not self.lower_bound:
             return self.grades(self.fold_in(histories), item_ids)
         users, covariance = self.fold_in_with_covariance(histories)
@@ -193,9 +193,10 @@ class Factors:
         return self.grades(users, item_ids) - self.lower_bound * deviation
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """The ``k`` items of the highest predicted grade for folded-in users, as ``Policy.recommend``.
+        """The ``k`` items with the highest predicted grade for folded-in users, as ``Policy.recommend``.
 
-        With a ``lower_bound`` those of the highest bound. ``scores`` are what is ranked by, not log-probabilities.
+        With a ``lower_bound``, the items with the highest bound. ``scores`` are the ranking scores, not
+        log-probabilities.
         """
         users, covariance = self.fold_in_with_covariance(histories)
         states = with_one(torch.cat([users[:, :-1], users[:, -1:] + self.mean], 1))
@@ -210,7 +211,7 @@ class Factors:
         return Recommendations((rows + 1).masked_fill(best == -torch.inf, 0), best)
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> None:
-        """Writes the directory; it appears whole or not at all.
+        """Writes the directory, which appears complete or not at all.
 
         Raises:
             RecpoError: it exists and ``overwrite`` is False.
@@ -219,7 +220,7 @@ class Factors:
             self.write_files(partial)
 
     def write_files(self, directory: Path) -> None:
-        """Writes the files into an empty directory, which the caller puts into its place."""
+        """Writes the files into an empty directory, which the caller then moves into place."""
         kept = {name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}
         save_file(kept, directory / _TENSORS)
         content = {
@@ -235,7 +236,7 @@ class Factors:
         """Opens a directory that ``save`` or ``recpo factorize`` wrote.
 
         Raises:
-            RecpoError: it is none, of another format version, or not as it was written.
+            RecpoError: it is not such a directory, has another format version, or was changed.
         """
         root = Path(path)
         if not (root / MANIFEST).is_file():
@@ -266,7 +267,7 @@ class Factors:
             raise RecpoError(f"{root} is damaged ({error!r}); {_REMEDY}") from error
 
     def validate_items(self, catalog_checksum: str, shown: object) -> None:
-        """Raises ``RecpoError`` where the catalog of ``shown`` is not the one that the model was fitted on."""
+        """Raises ``RecpoError`` unless ``shown`` has the catalog that the model was fitted on."""
         if catalog_checksum != self.catalog_checksum:
             raise RecpoError(
                 f"the factors were fitted on other items than {shown} holds (items.parquet differs): use the prepared "

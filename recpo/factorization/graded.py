@@ -1,14 +1,14 @@
 """Alternating least squares on graded events, with biases, one shard at a time.
 
 Minimizes ``sum over the events of (g - mean - b_u - b_i - p_u · q_i)^2 + ridge (sum_u |(p_u, b_u)|^2 + sum_i |(q_i,
-b_i)|^2)``: given the items every user is a ridge regression on ``[q_i, 1]``, given the users every item is one on
-``[p_u, 1]``, and a sweep solves both exactly, so the objective never rises. The ridge is one constant, not one per
-event: it stands for a prior that does not grow with the data. A sweep is one pass over the shards. A user's events lie
-in one shard, so the users of a chunk are solved, added to the equations of their items, and forgotten; in memory are a
-shard and the equations of the items, ``V (r + 1) (r + 4) / 2`` numbers.
+b_i)|^2)``. Given the items, every user is a ridge regression on ``[q_i, 1]``; given the users, every item is one on
+``[p_u, 1]``. A sweep solves both exactly, so the objective never increases. The ridge is one constant, not one per
+event: it is the weight of a prior that does not grow with the data. A sweep is one pass over the shards. All events of
+a user are in one shard, so the users of a chunk are solved, added to the equations of their items, and dropped. Memory
+holds one shard and the equations of the items, ``V (r + 1) (r + 4) / 2`` numbers.
 
-Own code, because the `implicit` library (0.7.2, 2023) gives every unobserved pair the target 0, has no biases, and
-holds the whole matrix in memory.
+This is our own code because the `implicit` library (0.7.2, 2023) gives every unobserved pair the target 0, has no
+biases, and keeps the complete matrix in memory.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ from recpo.factorization.factors import Factors
 from recpo.factorization.normal_equations import Equations, Pairs, inverses, no_equations, solve
 from recpo.feedback import GRADES
 
-# events of one chunk of users; a user is never split
+# events in one chunk of users; a user is never split
 CHUNK_EVENTS: Final = 1 << 16
 
 
 @dataclass(frozen=True)
 class FactorOptions:
-    """How a factor model is fitted; of several ranks and ridges the best on the validation period is taken.
+    """Hyper-parameters of a factor model. The validation period selects among several ranks and ridges.
 
     Args:
         method: "variational" (``recpo.factorization.variational``) keeps a posterior of users and items and learns its
             priors; "als" (``recpo.factorization.graded``) is alternating least squares with one ridge.
-        ranks: numbers of factors ``r`` to try; None = 8 and 16, and 4 too with "als".
-        ridges: ridges to try, each above 0; of "als" alone.
+        ranks: numbers of factors ``r`` to try; None = 8 and 16, and also 4 with "als".
+        ridges: ridges to try, each above 0; only for "als".
         sweeps: passes over the training events per model.
-        seed: of the first item factors.
-        max_history: events of a history that a fold-in reads; null = those that the prepared data keep per user
+        seed: seed of the initial item factors.
+        max_history: number of history events that a fold-in reads; null = as many as the prepared data keep per user
             (``max_context``).
-        uncertainty: keep what bounds need: ``V (r + 1)^2`` numbers.
-        lower_bound: lists rank by the expected grade less so many standard deviations of its posterior; 0 without
-            ``uncertainty``. One constant for all data: the estimate of its gain from a log is noisier than the gain.
-        period: whose events are fitted. A model of "valid" or "test" knows nothing of what others were trained on, so
-            it can compare them; nothing is left to choose its rank by, so there is one, and the method is
-            "variational".
+        uncertainty: keep the values that bounds need: ``V (r + 1)^2`` numbers.
+        lower_bound: lists rank by the expected grade minus this many standard deviations of its posterior; 0 without
+            ``uncertainty``. It is one constant for all data, because estimates of its gain from a log are noisier than
+            the gain.
+        period: the period whose events are fitted. A model of "valid" or "test" has not seen the training data of other
+            models, so it can compare them. No period is left to select its rank, so there is one rank, and the method
+            is "variational".
     """
 
     method: Literal["variational", "als"] = "variational"
@@ -94,15 +95,15 @@ class FactorOptions:
 
 
 class Chunk(NamedTuple):
-    """Graded events of some whole users.
+    """Graded events of some users, with all events of each.
 
     Attributes:
-        users: who.
-        user: ``[N]``, places in ``users``.
-        items: which items occur.
-        item: ``[N]``, places in ``items``.
+        users: the users.
+        user: ``[N]``, indices into ``users``.
+        items: the items that occur.
+        item: ``[N]``, indices into ``items``.
         grade: ``[N]``.
-        pairs: the same, for normal equations.
+        pairs: the same events, for normal equations.
     """
 
     users: np.ndarray
@@ -123,12 +124,12 @@ class Items(NamedTuple):
 def chunks(
     data: Prepared, finished: Callable[[int], object] = lambda _: None, period: Period = "train"
 ) -> Iterator[Chunk]:
-    """The events of a period whose grade is known, in chunks of whole users.
+    """The events of a period with known grades, in chunks that contain all events of their users.
 
     Args:
         data: prepared data.
         finished: called with the number of events that were read.
-        period: which period; of a held-out one, the events that are known as context do not count.
+        period: the period; events that a held-out period only has as context do not count.
     """
     grades, names = np.array(GRADES), ["user_index", "item_index", "feedback", "is_target"]
     pieces = data.train_columns(names) if period == "train" else _shards(data, period, names)
@@ -145,10 +146,10 @@ def _shards(data: Prepared, period: Period, names: Sequence[str]) -> Iterator[di
 
 
 def chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items: int) -> Iterator[Chunk]:
-    """Events of whole users, at most ``CHUNK_EVENTS`` of them where they are of several users.
+    """Yields chunks with all events of their users, at most ``CHUNK_EVENTS`` unless one user has more.
 
     Args:
-        user: ``[N]``, the events of a user beside each other.
+        user: ``[N]``, with the events of a user next to each other.
         item: ``[N]``, 0 .. V - 1.
         grade: ``[N]``.
         num_items: V.
@@ -160,7 +161,7 @@ def chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items: 
         end = max(end, begin + 1)
         part = slice(starts[begin], starts[end])
         counts = np.diff(starts[begin : end + 1])
-        # what an item is called in this chunk: a table as long as the catalog is cheaper than sorting the events
+        # the index of each item in this chunk: a table of the size of the catalog is cheaper than sorting the events
         present = np.zeros(num_items, bool)
         present[item[part]] = True
         items, place = np.flatnonzero(present), (np.cumsum(present, dtype=np.int32) - 1)[item[part]]
@@ -211,7 +212,7 @@ def plain_factors(
     ridge: float,
     options: FactorOptions,
 ) -> Factors:
-    """What folds in and predicts; no users of the training period, no bounds."""
+    """A model that can fold in and predict, without training users and without bounds."""
     return Factors(
         mean=mean,
         item_factors=torch.from_numpy(items.rows[:, :-1].astype(np.float32)),
@@ -231,7 +232,7 @@ def mean_grade(data: Prepared, period: Period = "train") -> tuple[float, int]:
     """Mean and number of the known grades of a period.
 
     Raises:
-        RecpoError: there is none.
+        RecpoError: no grade is known.
     """
     total, count = 0.0, 0
     for chunk in chunks(data, period=period):
@@ -262,7 +263,7 @@ def finish(
     options: FactorOptions,
     finished: Callable[[int], object] = lambda _: None,
 ) -> Factors:
-    """The model of fitted items: one more pass gives the users, the noise and the covariances of the items."""
+    """The complete model: one more pass computes the users, the noise and the covariances of the items."""
     width = items.rows.shape[1]
     users = np.zeros((int(data.manifest["num_users"]), width), np.float32)
     left = no_equations(len(items.rows), width).left if options.uncertainty else None

@@ -1,4 +1,4 @@
-"""Implicit alternating least squares: positives are ones, everything else is a zero of little weight.
+"""Implicit alternating least squares: positives are ones, and all other pairs are zeros with a small weight.
 
 Hu, Koren and Volinsky, "Collaborative Filtering for Implicit Feedback Datasets" (ICDM 2008), with the objective and the
 tuning of Rendle, Krichene, Zhang and Koren, "Revisiting the Performance of iALS on Item Recommendation Benchmarks"
@@ -35,19 +35,19 @@ _FOLD_IN_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True)
 class ImplicitOptions:
-    """Hyper-parameters of implicit ALS; of several the best on the validation period is taken.
+    """Hyper-parameters of implicit ALS. The validation period selects among several values.
 
-    Weights and ridges are chosen together with the first rank, then the rank with these, as the paper advises: with a
-    ridge scaled by frequencies their best values hardly depend on it.
+    Weights and ridges are selected together with the first rank, then the rank with these, as the paper advises: with a
+    ridge scaled by frequencies, their best values hardly depend on the rank.
 
     Args:
         ranks: numbers of factors to try.
-        unobserved: weights of the pairs without a positive event to try (alpha_0 of the paper).
+        unobserved: weights of the pairs without a positive event to try (alpha_0 in the paper).
         ridges: ridges to try (lambda).
         nu: exponent of the frequencies that scale the ridge: 1 = per event, 0 = constant.
         sweeps: passes over the training events per model.
-        seed: of the first item factors.
-        max_history: events of a history that a fold-in reads; null = those that the prepared data keep per user.
+        seed: seed of the initial item factors.
+        max_history: number of history events that a fold-in reads; null = as many as the prepared data keep per user.
     """
 
     ranks: tuple[int, ...] = (16, 64)
@@ -78,9 +78,9 @@ class ImplicitALS(ModelInOneFile):
         unobserved: weight of the pairs without a positive event.
         ridge: ridge of the users.
         nu: exponent of their frequency.
-        catalog_checksum: which items these are.
-        max_history: the most events that are read, the most recent ones.
-        facts: how the model was fitted and chosen.
+        catalog_checksum: identifies the items.
+        max_history: number of most recent events that are read.
+        facts: how the model was fitted and selected.
     """
 
     kind: ClassVar[str] = _KIND
@@ -109,7 +109,7 @@ class ImplicitALS(ModelInOneFile):
         return torch.linalg.solve(matrices, rows.sum(1)).float()
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """The ``k`` items of the highest score, as ``Policy.recommend``; scores are no log-probabilities."""
+        """The ``k`` items with the highest scores, as ``Policy.recommend``. Scores are not log-probabilities."""
         states = self.fold_in(histories)
         barred = None if exclude is None else exclude - 1
         rows, best, _ = best_by_blocks(states, self.item_factors, k, barred, padding_rows=0)
@@ -122,15 +122,15 @@ def fit_implicit(
     *,
     progress: bool = False,
 ) -> ImplicitALS:
-    """Fits on the positive pairs of the training period; the best NDCG@10 on the validation period is taken.
+    """Fits on the positive pairs of the training period and keeps the model with the best validation NDCG@10.
 
     Args:
         data: prepared data.
-        options: what is tried.
+        options: values to try.
         progress: show a progress bar on a terminal.
 
     Raises:
-        RecpoError: the validation period has no positive event and there is a choice.
+        RecpoError: there are several models and the validation period has no positive event.
     """
     grid = list(product(options.unobserved, options.ridges))
     first, others = options.ranks[0], options.ranks[1:]
@@ -179,7 +179,7 @@ def _fit_one(
 
 
 def positive_chunks(data: Prepared, finished: Callable[[int], object] = lambda _: None) -> Iterator[Chunk]:
-    """The positive pairs of the training period in chunks of whole users, each with the target 1."""
+    """The positive pairs of the training period, each with the target 1, in chunks with all pairs of their users."""
     for user, item, read in positive_pairs(data):
         yield from chunks_of(user, item, np.ones(len(user)), data.num_items)
         finished(read)

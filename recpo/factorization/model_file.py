@@ -1,4 +1,4 @@
-"""Models of one tensor each, in one safetensors file with a checksum: what an evaluation keeps of its baselines."""
+"""Single-file models in safetensors with a checksum, which an evaluation keeps for its baselines."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ _Model = TypeVar("_Model")
 
 
 def plain(options: Any) -> dict[str, Any]:
-    """The fields of a dataclass as JSON has them."""
+    """The fields of a dataclass as JSON values."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(options)))
     return values
 
 
 class ModelInOneFile:
-    """A dataclass that is kept in one file.
+    """A dataclass that is stored in one file.
 
     Attributes:
-        kind: what it is, which the file says too.
+        kind: the kind of model, also stored in the file.
     """
 
     kind: ClassVar[str]
 
     def save(self, path: Path | str) -> None:
-        """Writes one safetensors file, which appears whole or not at all; one that exists is replaced."""
+        """Writes one safetensors file, which appears complete or not at all. An existing file is replaced."""
         write_model(Path(path), self.kind, self)
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Reads what ``save`` wrote.
+        """Reads a file that ``save`` wrote.
 
         Raises:
-            RecpoError: there is no such file, it holds something else, or it is damaged.
+            RecpoError: there is no such file, it contains something else, or it is damaged.
         """
         return read_model(Path(path), cls.kind, cls)
 
 
 def write_model(path: Path, kind: str, model: Any) -> None:
-    """Writes a dataclass: its tensors as such, all other fields as JSON, and a checksum of both.
+    """Writes a dataclass: its tensors as tensors, all other fields as JSON, and a checksum of both.
 
     Args:
-        path: file to write; one that exists is replaced.
-        kind: what it is, for ``read_model``.
+        path: the file to write; an existing one is replaced.
+        kind: the kind of model, for ``read_model``.
         model: a dataclass.
     """
     values = {field.name: getattr(model, field.name) for field in fields(model)}
@@ -67,10 +67,10 @@ def write_model(path: Path, kind: str, model: Any) -> None:
 
 
 def read_model(path: Path, kind: str, model: type[_Model]) -> _Model:
-    """Reads what ``write_model`` wrote.
+    """Reads a file that ``write_model`` wrote.
 
     Raises:
-        RecpoError: there is no such file, it is another kind or version, or it was changed.
+        RecpoError: there is no such file, it has another kind or version, or it was changed.
     """
     try:
         content = path.read_bytes()

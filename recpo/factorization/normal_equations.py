@@ -1,7 +1,7 @@
-"""Normal equations of many ridge regressions that share their rows: sums of outer products, by sparse products.
+"""Normal equations of many ridge regressions that share their rows: sums of outer products by sparse products.
 
-The equations of a user are ``A_u = sum over the events of y_i y_iᵀ`` and ``b_u = sum of residual y_i``. The outer
-products are made once per item, not once per event, and only their upper triangle: a matrix of users by items times a
+The equations of a user are ``A_u = sum over the events of y_i y_iᵀ`` and ``b_u = sum of residual y_i``. Each outer
+product is computed once per item, not once per event, and only its upper triangle: a matrix of users by items times a
 matrix of items by ``d (d + 1) / 2`` numbers.
 """
 
@@ -13,12 +13,12 @@ from typing import Final, NamedTuple
 import numpy as np
 from scipy.sparse import csr_array
 
-# whole matrices are made for so many regressions at a time
+# number of regressions whose full matrices are in memory at a time
 _MATRICES: Final = 1 << 13
 
 
 class Equations(NamedTuple):
-    """Of ``n`` regressions: ``left [n, d (d + 1) / 2]``, upper triangles of sums, and ``right [n, d]``; float64."""
+    """Equations of ``n`` regressions, float64: ``left [n, d (d + 1) / 2]`` (upper triangles) and ``right [n, d]``."""
 
     left: np.ndarray
     right: np.ndarray
@@ -30,7 +30,7 @@ def no_equations(count: int, width: int) -> Equations:
 
 
 class Pairs(NamedTuple):
-    """Who met what, user by user: the events of user ``n`` are ``starts[n] .. starts[n + 1]``.
+    """Pairs of users and items, user by user: the events of user ``n`` are ``starts[n] .. starts[n + 1]``.
 
     Attributes:
         starts: ``[n + 1]``.
@@ -56,12 +56,12 @@ class Pairs(NamedTuple):
         return self.of_moments(Equations(_products(users), users), target, of_items=True)
 
     def of_moments(self, table: Equations, target: np.ndarray, *, of_items: bool = False) -> Equations:
-        """Sums over the events of every user, or item, of a table with one row per item, or user.
+        """Sums, over the events of every user or item, of a table with one row per item or user.
 
         Args:
-            table: what is summed as it is, and what is summed times the target.
+            table: the values to sum, and the values to sum after multiplication with the target.
             target: ``[N]``.
-            of_items: the table is one of users, and the sums are those of the items.
+            of_items: the table has one row per user, and the sums are per item.
         """
         shape = (len(self.starts) - 1, self.num_items)
         values = (np.ones(len(target)), target)

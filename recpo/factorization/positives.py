@@ -1,9 +1,9 @@
-"""Positive events for recommenders that know only these: of the training period, of a history, of validation.
+"""Positive events for recommenders that use nothing else: of the training period, of a history, of validation.
 
-Training takes the log's own positive events (``recpo.feedback.FeedbackRule``). A history knows feedback levels only;
-there it is the events of the upper two: more of the history is used, and on the validation period of a simulated log
-(200,000 events) NDCG@10 is higher than with the highest level alone (implicit ALS .228 against .221, EASE .216 against
-.209) or with all events (.204, .202).
+Training uses the log's own positive events (``recpo.feedback.FeedbackRule``). A history only has feedback levels;
+there, events of the upper two levels count as positive. That uses more of the history, and on the validation period of
+a simulated log (200,000 events) NDCG@10 is higher than with the highest level alone (implicit ALS .228 against .221,
+EASE .216 against .209) or with all events (.204, .202).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _LEAST_LEVEL: Final = HIGHEST - 1
 
 
 class HistoryRecommender(Protocol):
-    """Recommends for any history, of which it reads the last ``max_history`` events."""
+    """A recommender for any history. It reads the last ``max_history`` events."""
 
     @property
     def max_history(self) -> int:
-        """Events that it reads."""
+        """Number of events that it reads."""
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """As ``Policy.recommend``."""
 
 
 def positive_pairs(data: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Users and items (from 0) of the distinct positive pairs of the training events, and the events read.
+    """Users and items (from 0) of the distinct positive pairs of the training events, and the number of events read.
 
     They come in the pieces of ``Prepared.train_columns``.
     """
@@ -52,7 +52,7 @@ def positive_pairs(data: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray, int
 
 
 def positive_places(histories: Histories, max_history: int) -> Tensor:
-    """``[B, H]`` bool: of each item with an event of the upper two levels the first one in the last ``max_history``.
+    """``[B, H]`` bool: for each item with an event of the upper two levels, the first one in the last ``max_history``.
 
     Raises:
         RecpoError: the histories have no feedback levels.
@@ -67,9 +67,10 @@ def positive_places(histories: Histories, max_history: int) -> Tensor:
 
 
 def best_on_validation(data: Prepared, models: Sequence[HistoryRecommender]) -> tuple[int, list[float | None]]:
-    """Which model has the highest NDCG@10 on the validation positives, and that of each.
+    """The index of the model with the highest NDCG@10 on the validation positives, and the value of each model.
 
-    Items of the user's past are neither listed nor targets. Of one model without validation positives: 0 and None.
+    Items of the user's past are neither listed nor targets. For a single model without validation positives: 0 and
+    None.
 
     Raises:
         RecpoError: there are several models and no validation positive.

@@ -1,4 +1,4 @@
-"""Fits a factor model and chooses its rank and ridge on the validation period."""
+"""Fits a factor model and selects its rank and ridge on the validation period."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recpo.factorization.model_file import plain
 from recpo.types import EvaluationBatch
 
 _USERS_PER_BATCH: Final = 256
-#: validation users, evenly spaced, at most; enough to tell squared errors apart
+#: maximum number of validation users, evenly spaced; enough to distinguish squared errors
 VALIDATION_USERS: Final = 20_000
 
 
@@ -29,11 +29,11 @@ def fit_factors(
     *,
     progress: bool = False,
 ) -> Factors:
-    """Fits a factor model of grades on the training period, or on the one that ``options`` names.
+    """Fits a factor model of grades on the training period, or on the period that ``options`` names.
 
-    Of several ranks and ridges that with the smallest squared error on the validation events is taken, every user
-    folded in from the history before the period (``Factors.fold_in``, as it is served). The model stays the one of the
-    training period. ``Factors.facts`` has all errors.
+    Among several ranks and ridges, it selects the one with the smallest squared error on the validation events. Users
+    are folded in from the history before the period (``Factors.fold_in``), as in serving. The result is the model of
+    the training period. ``Factors.facts`` has all errors.
 
     Args:
         data: prepared data.
@@ -41,7 +41,7 @@ def fit_factors(
         progress: show a progress bar on a terminal.
 
     Raises:
-        RecpoError: no event has a grade, or no validation event has one and there is something to choose.
+        RecpoError: no event has a grade, or no validation event has one and there are several models.
     """
     mean, count = mean_grade(data, options.period)
     grid = options.grid
@@ -62,7 +62,7 @@ def fit_factors(
 
 
 class _Trial(NamedTuple):
-    """A fitted model that folds in and predicts, and what adds the users of the training period."""
+    """A fitted model that folds in and predicts, and a function that adds the training users."""
 
     model: Factors
     finish: Callable[[Callable[[int], object]], Factors]
@@ -105,11 +105,11 @@ def validation_batches(data: Prepared, max_history: int, max_users: int | None =
 
 
 def validation_errors(data: Prepared, models: list[Factors]) -> tuple[list[float], int]:
-    """Mean squared error of every model on the graded validation events, and the number of those.
+    """Mean squared error of every model on the graded validation events, and the number of these events.
 
     Args:
         data: prepared data.
-        models: of equal ``max_history``.
+        models: with equal ``max_history``.
     """
     sums, count = [0.0] * len(models), 0
     for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS):

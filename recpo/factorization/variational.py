@@ -1,19 +1,19 @@
-"""Variational Bayesian factorization of graded events: factors with a posterior, priors learned from the data.
+"""Variational Bayesian factorization of graded events: factors with a posterior, and priors learned from the data.
 
 ``g = mean + p_u · q_i + b_u + b_i + e`` with ``e ~ N(0, noise)``, ``z_u = (p_u, b_u) ~ N(m_z, S_z)`` and ``w_i = (q_i,
 b_i) ~ N(m_w, S_w)`` (Lim and Teh, "Variational Bayesian Approach to Movie Rating Prediction", KDD Cup 2007). The
-posterior is taken as a product of one Gaussian per user and one per item. Given the items that of a user is the
-posterior of a linear regression whose rows are uncertain: their covariances add to the normal matrix, so an item that
-is little known says little. A sweep updates every user, then every item, then means and covariances of the two priors
-and the noise (empirical Bayes), so nothing is left to choose but the largest rank: a full covariance drives the factors
+posterior is approximated by a product of one Gaussian per user and one per item. Given the items, a user's Gaussian is
+the posterior of a linear regression with uncertain rows: their covariances are added to the normal matrix, so an
+uncertain item has little influence. A sweep updates every user, then every item, then the means and covariances of both
+priors and the noise (empirical Bayes). Only the maximum rank remains to be chosen: a full covariance drives factors
 that the data do not support to 0.
 
-In the end users are expressed in units of their prior (``z = m_z + L z'`` with ``S_z = L Lᵀ``; ``L`` is folded into the
-items), which makes ``Factors.fold_in`` a ridge regression with a ridge of ``noise``.
+At the end, users are expressed in units of their prior (``z = m_z + L z'`` with ``S_z = L Lᵀ``; ``L`` is folded into
+the items), which turns ``Factors.fold_in`` into a ridge regression with a ridge of ``noise``.
 
-Both sides are written as one: with ``a_u = (p, b, 1)`` and ``ã_i = (q, 1, b)`` a grade is ``mean + a_u · ã_i``, and all
-that the other side needs of an item are the moments ``E[ã ãᵀ]``. In memory are a shard and the moments of the items'
-users, ``V (r + 2) (r + 3) / 2`` numbers.
+Both sides use the same code: with ``a_u = (p, b, 1)`` and ``ã_i = (q, 1, b)`` a grade is ``mean + a_u · ã_i``, and the
+other side only needs the moments ``E[ã ãᵀ]`` of an item. Memory holds one shard and the moments of the items' users,
+``V (r + 2) (r + 3) / 2`` numbers.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from recpo.factorization.factors import Factors
 from recpo.factorization.graded import Chunk, FactorOptions, Items, chunks, first_items, user_weights
 from recpo.factorization.normal_equations import Equations, no_equations, normal_matrices
 
-#: sweeps before the priors are learned: the first factors are no evidence for them
+#: sweeps before the priors are learned: the initial factors contain no evidence for them
 WARM_UP: Final = 3
-# the first prior is a ridge of so many events
+# the initial prior is a ridge of this many events
 _FIRST_RIDGE: Final = 2.0
 
 
 class Gaussians(NamedTuple):
-    """One Gaussian for every user or item: ``mean [n, d]`` of (factors, bias), ``covariance [n, d, d]``."""
+    """One Gaussian per user or item: ``mean [n, d]`` of (factors, bias), ``covariance [n, d, d]``."""
 
     mean: np.ndarray
     covariance: np.ndarray
 
 
 class Prior(NamedTuple):
-    """What users or items have in common: ``mean [d]``, ``covariance [d, d]``."""
+    """The prior of the users or of the items: ``mean [d]``, ``covariance [d, d]``."""
 
     mean: np.ndarray
     covariance: np.ndarray
@@ -73,8 +73,8 @@ def posterior(sums: Equations, prior: Prior, noise: float) -> Gaussians:
     """The Gaussians of one side, given the other.
 
     Args:
-        sums: of every user or item, over its events: the moments of the other side, and ``(g - mean) ã``.
-        prior: of this side.
+        sums: for every user or item, sums over its events of the moments of the other side, and of ``(g - mean) ã``.
+        prior: the prior of this side.
         noise: variance of a grade around its expectation.
     """
     width = sums.right.shape[1] - 1
@@ -86,7 +86,7 @@ def posterior(sums: Equations, prior: Prior, noise: float) -> Gaussians:
 
 
 def squared_errors(sums: Equations, side: Gaussians) -> float:
-    """``E[sum over the events of (g - mean - a · ã)^2]``, less ``sum (g - mean)^2``."""
+    """``E[sum over the events of (g - mean - a · ã)^2]`` minus ``sum (g - mean)^2``."""
     width = side.mean.shape[1]
     full = normal_matrices(sums.left, width + 1, 0.0)
     own = np.concatenate([side.mean, np.ones((len(side.mean), 1))], 1)
@@ -96,9 +96,9 @@ def squared_errors(sums: Equations, side: Gaussians) -> float:
 
 
 def learned(total: np.ndarray, second: np.ndarray, count: int) -> Prior:
-    """The prior under which ``count`` Gaussians are most likely, of their summed means and second moments."""
+    """The prior that maximizes the likelihood of ``count`` Gaussians, from their summed means and second moments."""
     mean = total / count
-    # a factor that nothing supports may shrink, but not to a singular matrix
+    # an unsupported factor may shrink, but not to a singular matrix
     return Prior(mean, second / count - np.outer(mean, mean) + 1e-9 * np.eye(len(mean)))
 
 
@@ -114,11 +114,11 @@ def fit_items(
 
     Args:
         data: prepared data.
-        mean: of the grades.
-        rank: the most factors.
+        mean: mean of the grades.
+        rank: maximum number of factors.
         options: number of sweeps and seed.
         finished: called with the number of events that were read.
-        period: which period.
+        period: the period.
     """
     width, start = rank + 1, first_items(data.num_items, rank, options.seed)
     items = Gaussians(
@@ -164,16 +164,16 @@ def grade_variance(data: Prepared, mean: float, period: Period) -> float:
     squared, count = 0.0, 0
     for chunk in chunks(data, period=period):
         squared, count = squared + float(np.square(chunk.grade - mean).sum()), count + len(chunk.grade)
-    # of grades that are all equal any noise explains the data
+    # if all grades are equal, any noise explains the data
     return max(squared / count, 1e-6)
 
 
 def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions) -> Factors:
-    """The fitted model with users in units of their prior; no users of the training period.
+    """The fitted model with users in units of their prior, without training users.
 
     With ``z = m + L z'``, ``L`` lower triangular: ``p · q + b_u + b_i = p' · (L_ppᵀ q + l_b) + L_bb b' + (b_i + m_p · q
-    + m_b)``, where ``l_b`` is the last row of ``L`` but for ``L_bb``. The factors are rotated until the mean covariance
-    of the items is diagonal, so that a variance per factor says most of it.
+    + m_b)``, where ``l_b`` is the last row of ``L`` without ``L_bb``. The factors are rotated until the mean covariance
+    of the items is diagonal, so that one variance per factor contains most of it.
     """
     lower = np.linalg.cholesky(fit.users.covariance)
     # (q, b_i) -> (q', b_i'): a linear map and a shift
@@ -205,7 +205,7 @@ def plain_factors(data: Prepared, fit: Fit, mean: float, options: FactorOptions)
 def finish(
     data: Prepared, model: Factors, finished: Callable[[int], object] = lambda _: None, period: Period = "train"
 ) -> Factors:
-    """The model with the users of a period, each folded in from all of their events there."""
+    """The model with the users of a period, each folded in from all of their events in it."""
     rows = np.concatenate([model.item_factors.double().numpy(), np.ones((model.num_items, 1))], 1)
     items, variance = Items(rows, model.item_bias.double().numpy()), model.factor_variance.double().numpy()
     prior = np.array([model.ridge] * model.rank + [model.bias_ridge])

@@ -1,4 +1,4 @@
-"""Many small positive definite systems: by Cholesky, and in plain arithmetic for programs that know no solver."""
+"""Many small positive definite systems: by Cholesky, and by plain arithmetic for programs without a solver."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 def solve_positive_definite(matrix: Tensor, right: Tensor) -> Tensor:
-    """``matrix^-1 right`` of every system, by Gauss-Jordan elimination that is written out, column after column.
+    """``matrix^-1 right`` of every system, by unrolled Gauss-Jordan elimination, column by column.
 
-    The same as ``torch.linalg.solve`` up to rounding: a symmetric positive definite matrix needs no pivoting. ONNX has
-    no solver, but it has these ``O(n)`` products and quotients; n is a constant of the program. Rows and columns are
-    looked up, not cut off: a slice takes the exporter ten nodes, a lookup one.
+    Equal to ``torch.linalg.solve`` up to rounding: a symmetric positive definite matrix needs no pivoting. ONNX has no
+    solver, but it has these ``O(n)`` products and quotients; n is a constant of the program. Rows and columns are
+    looked up instead of sliced, because the exporter turns a slice into ten nodes and a lookup into one.
 
     Args:
         matrix: ``[B, n, n]`` symmetric positive definite, such as ``XᵀX + ridge I`` with a ridge above 0.
-        right: ``[B, n]``, or ``[B, n, m]``: several systems of one matrix.
+        right: ``[B, n]``, or ``[B, n, m]`` for several right sides of one matrix.
 
     Returns:
-        As ``right``.
+        The shape of ``right``.
     """
     size = matrix.shape[1]
     columns = right if right.dim() == 3 else right[..., None]
@@ -35,17 +35,17 @@ def solve_positive_definite(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def solve_by_cholesky(matrix: Tensor, right: Tensor) -> Tensor:
-    """The same as ``solve_positive_definite``, a few times as fast forwards and backwards; not for exported programs.
+    """Equal to ``solve_positive_definite``, several times as fast forward and backward; not for exported programs.
 
-    Its gradients are, with ``v = matrix^-1 dx``, ``-v xᵀ`` of the matrix and ``v`` of the right side.
-    A matrix that is not positive definite gives nan.
+    With ``v = matrix^-1 dx``, the gradient of the matrix is ``-v xᵀ`` and the gradient of the right side is ``v``. A
+    matrix that is not positive definite gives nan.
     """
     solution: Tensor = _CholeskySolve.apply(matrix, right)
     return solution
 
 
 class _CholeskySolve(torch.autograd.Function):
-    """Keeps the factor of the forward pass; autograd through ``torch.linalg.cholesky`` takes three times as long."""
+    """Keeps the factor of the forward pass. Autograd through ``torch.linalg.cholesky`` takes three times as long."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, right: Tensor) -> Tensor:

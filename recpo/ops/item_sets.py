@@ -1,4 +1,4 @@
-"""Rows of item ids as sets: which items occur in them, and where each occurs first."""
+"""Rows of item ids as sets: membership, and first occurrences."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 NO_ITEM = torch.iinfo(torch.int64).max
-"""Sorts behind every item id and equals none."""
+"""Sorts after every item id and equals none."""
 
-_NARROW = 32  # up to this many targets, comparing with each of them beats a binary search (measured)
+_NARROW = 32  # up to this many targets, comparing with each of them is faster than a binary search (measured)
 
 
 def is_member(items: Tensor, of: Tensor, mask: Tensor | None = None) -> Tensor:

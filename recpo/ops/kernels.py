@@ -1,17 +1,17 @@
-"""The one home of what is computed in another way than the formula reads, because that is faster; with plain twins.
+"""The only module with computations that differ from their formula for speed. Each has a plain version for comparison.
 
-- **Products**: PyTorch sends float32 products to MKL, which on AMD processors leaves half of the machine unused:
-  measured on an EPYC with AVX-512, oneDNN is 2.3 times as fast at the shapes of this library, at the same precision.
+- **Products**: PyTorch sends float32 products to MKL, which uses only half of an AMD processor. On an EPYC with
+  AVX-512, oneDNN is 2.3 times as fast for the shapes of this library, at the same precision.
 - **Rows**: an embedding lookup instead of indexing, because its gradient is several times faster on a CPU.
 - **Dropout**: one random byte per element, because Bernoulli numbers cost more than the products around them.
-- **Passes over a catalog**: blocks of logits that fit the cache are reduced at once and made again in the backward pass
-  unless all of them fit ``KEEP_BYTES``. ``linear_logprob`` runs over a whole table, ``sharded_logprob`` over a rank's
-  rows of one. A kernel for another device takes the place of ``sum_over_catalog``, ``add_softmax_gradient`` and
-  ``entropy_gradients``, and nothing else has to know.
+- **Passes over a catalog**: blocks of logits that fit the cache are reduced at once, and computed again in the backward
+  pass unless all of them fit ``KEEP_BYTES``. ``linear_logprob`` runs over a complete table, ``sharded_logprob`` over a
+  rank's rows of one. A kernel for another device replaces ``sum_over_catalog``, ``add_softmax_gradient`` and
+  ``entropy_gradients``; no other code changes.
 
-``with reference_kernels():`` computes all of it as the formulas read, at any cost in time and memory: the tests compare
-both, and a suspicious run can be repeated so. Other devices and types, autocast, export, a build without oneDNN and
-products too small to matter always take the plain way.
+``with reference_kernels():`` computes everything exactly as the formulas read, at any cost in time and memory. The
+tests compare both versions, and you can repeat a suspicious run with it. Other devices and types, autocast, export, a
+build without oneDNN, and small products always use the plain version.
 
 Only ``linear``, ``take_rows`` and ``dropout`` are differentiable by themselves.
 """
@@ -43,7 +43,7 @@ _reference = False
 
 @contextmanager
 def reference_kernels() -> Iterator[None]:
-    """Computes everything in this module as its formula reads; for tests and for debugging, in every thread."""
+    """Computes everything in this module as its formula reads, in every thread; for tests and for debugging."""
     global _reference
     before, _reference = _reference, True
     try:
@@ -54,7 +54,7 @@ def reference_kernels() -> Iterator[None]:
 
 # ---------------------------------------------------------------- products
 def _onednn_available() -> bool:
-    """Whether the operator that ``torch.compile`` itself uses for oneDNN products is there and multiplies."""
+    """Whether the operator that ``torch.compile`` itself uses for oneDNN products exists and works."""
     if not torch.backends.mkldnn.is_available():
         return False
     try:
@@ -70,7 +70,7 @@ def _onednn(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _is_dense(right: Tensor) -> bool:
-    """Whether oneDNN multiplies by it fast; with some columns of a wider matrix it takes 1,000 times as long."""
+    """Whether oneDNN multiplies fast with it. With some columns of a wider matrix, it takes 1,000 times as long."""
     return right.is_contiguous() or right.T.is_contiguous()
 
 
@@ -87,7 +87,7 @@ def matmul_transposed(left: Tensor, right: Tensor) -> Tensor:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Products in float32 whatever training allows the others (TF32): logits of an exact softmax have to be exact."""
+    """Computes products in full float32, even if training allows TF32 elsewhere. An exact softmax needs exact logits."""
     before = torch.get_float32_matmul_precision()
     if before != "highest":
         torch.set_float32_matmul_precision("highest")
@@ -138,7 +138,7 @@ class _Linear(torch.autograd.Function):
         grad_inputs = _onednn(grad, weight.T).view(ctx.shape) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            # oneDNN copies a transposed left operand: let that be the narrower one
+            # oneDNN copies a transposed left operand, so the narrower one is on the left
             narrow_inputs = rows.shape[1] < grad.shape[1]
             grad_weight = _onednn(rows.T, grad.T).T.contiguous() if narrow_inputs else _onednn(grad.T, rows.T)
         return grad_inputs, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None
@@ -176,13 +176,13 @@ def dropout(values: Tensor, threshold: int) -> Tensor:
 
 # ---------------------------------------------------------------- passes over a catalog
 class CatalogSums(NamedTuple):
-    """What one pass over the catalog leaves.
+    """The result of one pass over the catalog.
 
     Attributes:
         lse: ``[N]`` log-sum-exp of all logits.
-        expected_row: ``[N, d]``, None if not asked for.
+        expected_row: ``[N, d]``; None if not requested.
         block_lse: ``[blocks of table rows, N]`` log-sum-exp within each block of table rows.
-        softmax: the softmax within each block, in the order of ``Grid``; empty if they were too large to keep.
+        softmax: the softmax within each block, in the order of ``Grid``; empty if it was too large to keep.
     """
 
     lse: Tensor
@@ -233,10 +233,10 @@ class Grid:
 
 
 def _softmax_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over the rows of a block, which it overwrites, and its log-sum-exp.
+    """Softmax over the rows of a block, in place, and its log-sum-exp.
 
-    The fused kernel is twice as fast as maximum, difference, exponential and sum one by one; its largest probability is
-    ``exp(maximum - lse)``, at least 1/V, so the log-sum-exp loses nothing by being read off it.
+    The fused kernel is twice as fast as separate maximum, difference, exponential and sum. Its largest probability is
+    ``exp(maximum - lse)``, at least 1/V, so the log-sum-exp computed from it is accurate.
     """
     maximum = logits.amax(1)
     # only the CPU kernel is known to allow its output to be its input
@@ -252,7 +252,7 @@ def sum_over_catalog(
         return _plain_sums(states, table, padding_rows, want_expected_row)
     grid = Grid(states, table, padding_rows)
     lse = states.new_full((len(states),), -torch.inf)
-    # one tensor for all blocks: small ones that live on between the large ones that do not would fragment the heap
+    # one tensor for all blocks: small long-lived tensors between large short-lived ones would fragment the heap
     block_lse = states.new_empty(len(grid.columns), len(states))
     expected = torch.zeros_like(states) if want_expected_row else None
     keep = len(states) * (len(table) - padding_rows) * states.element_size() <= keep_bytes
@@ -273,7 +273,7 @@ def sum_over_catalog(
 def add_softmax_gradient(
     gradient: Tensor, weights: Tensor, states: Tensor, table: Tensor, padding_rows: int, sums: CatalogSums
 ) -> None:
-    """Adds ``Σ_n weights_n p_n h_nᵀ`` to the table's gradient, from the kept softmax or from a new one."""
+    """Adds ``Σ_n weights_n p_n h_nᵀ`` to the table's gradient, from the kept softmax or a recomputed one."""
     if _reference:
         p = ((states @ table[padding_rows:].T) - sums.lse[:, None]).exp()
         gradient[padding_rows:] += (weights[:, None] * p).T @ states
@@ -282,7 +282,7 @@ def add_softmax_gradient(
     kept = iter(sums.softmax)
     for column, part, rows in grid:
         softmax = next(kept) if sums.softmax else _softmax_in_place(grid.logits(part, rows))[0]
-        # the block sums to one over its own rows: its share of the catalog goes onto the states, which are smaller
+        # the softmax sums to one over the block's rows; the block's share scales the states, which are smaller
         share = (sums.block_lse[column, part] - sums.lse[part]).exp_().mul_(weights[part])
         gradient[rows] += matmul_transposed((states[part] * share[:, None]).T, softmax.T).T
 

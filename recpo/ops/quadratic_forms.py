@@ -13,7 +13,7 @@ def outer_products(vectors: Tensor) -> Tensor:
 
 
 def folded_triangles(matrices: Tensor) -> Tensor:
-    """Upper triangles ``[N, d (d + 1) / 2]`` of symmetric ``[N, d, d]``, with twice what lies off the diagonal.
+    """Upper triangles ``[N, d (d + 1) / 2]`` of symmetric ``[N, d, d]``, with off-diagonal entries doubled.
 
     The dot product with the outer products of ``x`` is ``xᵀ C x``.
     """

@@ -1,8 +1,8 @@
-"""A table whose rows are cut into blocks over the ranks of a process group, and what its users exchange.
+"""A table whose rows are cut into blocks over the ranks of a process group, and the exchange of its rows.
 
-Every function here is a collective: all ranks of the group call it, in the same order. Ranks may have different numbers
-of rows to give, also none; what the others have is exchanged first (``common_sizes``), and rows are padded to the
-largest count on the wire only.
+Every function here is a collective: all ranks of the group call it, in the same order. Ranks may contribute different
+numbers of rows, including none. The numbers are exchanged first (``common_sizes``), and rows are padded to the largest
+number only for the exchange.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 
 
 class RowShard(NamedTuple):
-    """This rank's rows of a table ``[V + 1, d]``, and where they stand; row 0 of the table is padding.
+    """This rank's rows of a table ``[V + 1, d]``, and their position. Row 0 of the table is padding.
 
-    The blocks of the ranks follow each other in the order of the ranks and make up the table; a block may be empty.
+    The blocks follow each other in the order of the ranks and form the table. A block may be empty.
 
     Attributes:
         rows: ``[R, d]``.
-        first: number of its first row.
-        num_rows: V + 1, of the whole table.
-        group: of the ranks; None = the default group. A group of its own keeps these collectives apart from others
-            that a backward pass starts, such as those of ``DistributedDataParallel``.
+        first: index of its first row.
+        num_rows: V + 1, rows of the complete table.
+        group: the ranks; None = the default group. A separate group keeps these collectives apart from others that a
+            backward pass starts, such as those of ``DistributedDataParallel``.
     """
 
     rows: Tensor
@@ -35,12 +35,12 @@ class RowShard(NamedTuple):
 
     @property
     def padding_rows(self) -> int:
-        """How many of these rows are padding: 1 where row 0 is, else 0."""
+        """Number of padding rows among these: 1 if row 0 is among them, else 0."""
         return int(self.first == 0 and len(self.rows) > 0)
 
     @property
     def rank(self) -> int:
-        """Of this process in the group."""
+        """Rank of this process in the group."""
         return dist.get_rank(self.group)
 
     @property
@@ -50,11 +50,11 @@ class RowShard(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What every rank has.
+    """The sizes on every rank.
 
     Attributes:
-        bounds: ``ranks + 1`` row numbers: rank r holds ``bounds[r]`` to ``bounds[r + 1]``.
-        counts: one list over the ranks for each of the counts asked for.
+        bounds: ``ranks + 1`` row indices: rank r holds ``bounds[r]`` to ``bounds[r + 1]``.
+        counts: for each requested count, one list over the ranks.
     """
 
     bounds: list[int]
@@ -62,15 +62,15 @@ class Sizes(NamedTuple):
 
 
 def common_sizes(shard: RowShard, *counts: int, faults: Tensor | None = None) -> Sizes:
-    """Exchanges sizes; the one place where the mistake of any rank is seen by all, so that none is left waiting.
+    """Exchanges sizes. Every rank sees the errors of all ranks here, so none is left waiting.
 
     Args:
         shard: this rank's rows.
-        counts: of this rank.
-        faults: how many ids of this rank do not exist, a scalar on the device of the rows; None = 0.
+        counts: counts of this rank.
+        faults: number of invalid ids of this rank, a scalar on the device of the rows; None = 0.
 
     Raises:
-        ValueError: the blocks of the ranks do not make up the table.
+        ValueError: the blocks of the ranks do not form the table.
         IndexError: any rank has faults.
     """
     mine = torch.tensor([shard.first, len(shard.rows), shard.num_rows, *counts], device=shard.rows.device)
@@ -131,7 +131,7 @@ def exchange_rows(values: Tensor, send: list[int], receive: list[int], group: di
 
 
 def _pad(values: Tensor, length: int) -> Tensor:
-    """``values`` with zeros behind them up to ``length`` rows, contiguous."""
+    """``values`` padded with zero rows up to ``length`` rows, contiguous."""
     if len(values) == length:
         return values.contiguous()
     return torch.cat([values, values.new_zeros(length - len(values), *values.shape[1:])])
