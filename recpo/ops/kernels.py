@@ -87,7 +87,7 @@ def matmul_transposed(left: Tensor, right: Tensor) -> Tensor:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Computes products in full float32, even if training allows TF32 elsewhere. An exact softmax needs exact logits."""
+    """Full float32 products, even if training allows TF32 elsewhere. An exact softmax needs exact logits."""
     before = torch.get_float32_matmul_precision()
     if before != "highest":
         torch.set_float32_matmul_precision("highest")
