@@ -2,6 +2,7 @@
 
     python benchmarks/loop.py --work runs/loop                                   # every cell, world and seed
     python benchmarks/loop.py --work runs/loop --worlds default --seeds 0 1 --cells exploring:value greedy:value
+    python benchmarks/loop.py --work runs/loop --repeat_after 1                  # an item may come back after a day
 
 A cell is a way to serve and a recipe. Ways: ``unlogged`` (the best items, a log without propensities), ``greedy`` (the
 best items, each with its propensity), ``exploring`` (drawn, with exact propensities). Recipes: ``imitation``
@@ -66,7 +67,7 @@ def configuration(name, options):
     layout["history_length"] = min(layout["history_length"], options.max_history)
     content["data"]["batch_size"] = options.batch_size
     content["trainer"]["max_epochs"] = {"pretrain": options.epochs, "mpo": options.mpo_epochs}.get(
-        name, content["trainer"]["max_epochs"]
+        name, options.align_epochs or content["trainer"]["max_epochs"]
     )
     if name == "mpo":
         # the schedule ends with training: requests of the start's train period, a step per batch
@@ -87,7 +88,8 @@ def run_cell(cell, world, seed, options):
         if options.until is not None and f"{datetime.now():%H:%M}" >= options.until:
             raise TimeoutError
 
-    out = options.work / f"{world}-{seed}-{way}-{recipe}"
+    rule = "" if options.repeat_after is None else f"-after{options.repeat_after:g}"
+    out = options.work / f"{world}-{seed}-{way}-{recipe}{rule}"
     with redirect_stdout(sys.stderr):
         return recpo.loop(
             out,
@@ -98,6 +100,7 @@ def run_cell(cell, world, seed, options):
             exploration=explored if way == "exploring" else None,
             log_propensities=way != "unlogged",
             tilt=options.beta if recipe == "tilted" else None,
+            repeat_after=options.repeat_after,
             warm_epochs=options.warm_epochs,
             users=options.users,
             items=options.items,
@@ -181,6 +184,8 @@ def main():
     parser.add_argument("--epsilon", type=float, default=0.01, help="of the exploring way")
     parser.add_argument("--shortlist", type=int, default=100, help="of the exploring way")
     parser.add_argument("--beta", type=float, default=0.025, help="of the recipe tilted")
+    parser.add_argument("--align_epochs", type=int, help="of gbpo and imitation; as their files say")
+    parser.add_argument("--repeat_after", type=float, help="days after which an item may be shown again; never")
     parser.add_argument("--until", help="HH:MM: begin no further round")
     parser.add_argument("--quick", action="store_true", help="a tiny world and two rounds, to see that it runs")
     options = parser.parse_args()

@@ -23,6 +23,7 @@ def export(
     checkpoint: Literal["best", "last"] = "best",
     item_precision: Precision = "float32",
     index: IndexOptions | None = None,
+    repeats: bool = False,
     attributes: Path | None = None,
     triton: Path | None = None,
     compiled: Path | None = None,
@@ -47,6 +48,8 @@ def export(
         item_precision: how the program stores the item vectors: float32, float16, or int8 with a scale for each item.
         index: an approximate index (faiss) in place of the search of the whole catalog: recall, lists, oversampling.
             Scores are then log-probabilities but for a constant of each user. null = the whole catalog is scored.
+        repeats: items of the history may be listed again, as in music or groceries; only what a request excludes is
+            not.
         attributes: Parquet file with ``item_id`` and attributes of the items (integers, strings, booleans, or lists of
             them), by which requests may filter (``allow``, ``deny``).
         triton: also make this directory, a model repository for the Triton Inference Server.
@@ -73,6 +76,7 @@ def export(
         checkpoint=checkpoint,
         item_precision=item_precision,
         index=index,
+        repeats=repeats,
         attributes=attributes,
         triton=triton,
         compiled=compiled,

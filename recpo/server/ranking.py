@@ -17,6 +17,7 @@ from recpo.serving.attributes import Wanted, filtered
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import EncodedHistories, ServingCounts
 from recpo.serving.recommending import validate_k
+from recpo.serving.runtimes import excluded
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,7 @@ class Ranker:
             if query.explore:
                 exploring[lengths[row]].append(row)
         for k, rows in exploring.items():
-            for row, slate in zip(
-                rows, self._drawn(inputs, (top_items, scores), len(bundle.items), k, rows), strict=True
-            ):
+            for row, slate in zip(rows, self._drawn(inputs, (top_items, scores), bundle, k, rows), strict=True):
                 slates[row] = slate
         external = bundle.items.to_external(np.concatenate([slate.items for slate in slates])).to_pylist()
         ends = np.cumsum([len(slate.items) for slate in slates]).tolist()
@@ -133,18 +132,18 @@ class Ranker:
         ]
 
     def _drawn(
-        self, inputs: EncodedHistories, top: tuple[np.ndarray, np.ndarray], num_items: int, k: int, rows: list[int]
+        self, inputs: EncodedHistories, top: tuple[np.ndarray, np.ndarray], bundle: Bundle, k: int, rows: list[int]
     ) -> list[Slate]:
         """Slates of some rows of the batch."""
         if self._exploration is None:
             raise RecpoError("explore: this server does not explore (--exploration)")
         width = max(self._exploration.shortlist, k)
-        pools = None
+        pools, exclude = None, excluded(inputs, bundle.manifest.repeats)
         if self._exploration.epsilon > 0 and self._exploration.uniform_over == "catalog":
             pools = [
                 Pool.of(
-                    num_items,
-                    exclude=np.concatenate([inputs.item_ids[row], inputs.exclude[row]]),
+                    len(bundle.items),
+                    exclude=exclude[row],
                     ids=None if inputs.allowed is None else np.flatnonzero(inputs.allowed[row][1:]) + 1,
                 )
                 for row in rows

@@ -107,7 +107,9 @@ class Bundle:
         """Reads histories for this policy."""
         manifest, known = self.manifest, self.features
         parts = known.behaviors, known.user, known.context
-        return HistoryReader(self.items, manifest.feedback, manifest.max_history, manifest.reads_timestamps, *parts)
+        return HistoryReader(
+            self.items, manifest.feedback, manifest.max_history, manifest.reads_timestamps, *parts, manifest.repeats
+        )
 
     def recommend(
         self,

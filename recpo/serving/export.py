@@ -56,6 +56,7 @@ def export_bundle(
     k: int = 100,
     item_precision: Precision = "float32",
     index: IndexOptions | None = None,
+    repeats: bool = False,
     options: Mapping[str, Any] | None = None,
     origin: Mapping[str, Any] | None = None,
     features: BundleFeatures = BundleFeatures(),  # noqa: B008  immutable
@@ -82,6 +83,7 @@ def export_bundle(
             item. The torch engine always uses the original vectors.
         index: use an approximate index instead of scoring the complete catalog. Scores are then log-probabilities up to
             a constant per user.
+        repeats: items of the history may be listed again; only the items that a request excludes are left out.
         options: constructor options of the policy, with which the torch engine rebuilds it; None = the bundle has only
             the ONNX program. Ignored for policies that are not recpo's own.
         origin: where the policy comes from, for the manifest (``BundleManifest.origin``).
@@ -117,6 +119,7 @@ def export_bundle(
         item_precision=item_precision,
         features=features.schema,
         behaviors=features.behaviors,
+        repeats=repeats,
     )
 
     def write_features(root: Path) -> None:

@@ -208,6 +208,7 @@ class HistoryReader:
         behaviors: names of the behaviors that it reads, in the order of their bits.
         user: encodes features of users; None = it does not read them.
         context: encodes features of requests; None = it does not read them.
+        repeats: items of the history may be listed again, including those that are too old to be read.
     """
 
     items: IdMap
@@ -217,6 +218,7 @@ class HistoryReader:
     behaviors: tuple[str, ...] = ()
     user: FittedFeatures | None = None
     context: FittedFeatures | None = None
+    repeats: bool = False
 
     def read(
         self,
@@ -440,9 +442,9 @@ class HistoryReader:
     def _excluded(
         self, events: _Events, lengths: np.ndarray, exclude: Frame | None, served: pa.Array
     ) -> tuple[_PerUser, int]:
-        """The items of ``exclude`` and the history items that are too old to be read. Unknown ones are counted."""
+        """The items of ``exclude`` and, unless items may repeat, the history items that are too old to be read."""
         from_the_end = np.cumsum(lengths)[events.user] - np.arange(len(events.user))
-        older = from_the_end > self.max_history
+        older = (from_the_end > self.max_history) & (not self.repeats)
         user, item, unknown = events.user[older], events.item[older], 0
         if exclude is not None:
             table = to_arrow(exclude, "exclude")

@@ -17,7 +17,7 @@ from recpo.errors import RecpoError
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import INDEX, ONNX_PROGRAM, VECTORS, BundleManifest
 from recpo.serving.program_inputs import program_inputs
-from recpo.serving.runtimes import CPU_PROVIDER, OnnxSession, Runtime
+from recpo.serving.runtimes import CPU_PROVIDER, OnnxSession, Runtime, excluded
 
 STATES: Final = "states"
 # Fewer than faiss takes for a matrix product, which would make the lists of a user depend on who else is in the batch.
@@ -173,7 +173,7 @@ class IndexRuntime(Runtime):
         return self._session.run(inputs)[0]
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
-        exclude = np.concatenate([inputs.item_ids, inputs.exclude], 1)
+        exclude = excluded(inputs, self.reads.repeats)
         return self.index.search(self.states(inputs), exclude, k, inputs.allowed)
 
 

@@ -26,7 +26,7 @@ WEIGHTS = "policy.safetensors"
 CODES = "codes"
 INDEX = "index.faiss"
 VECTORS = "vectors.npy"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 _REMEDY = "copy or export the bundle again"
 _PRECISIONS = ("float32", "float16", "int8")
@@ -57,6 +57,7 @@ class BundleManifest:
             --refresh``); of users and requests, for the program.
         behaviors: names of the behaviors that the program reads, in the order of their bits.
         mask: the program takes a mask of the items that may be listed (``recpo.serving.attributes``).
+        repeats: items of the history may be listed again; only the items that a request excludes are left out.
     """
 
     num_items: int
@@ -74,13 +75,14 @@ class BundleManifest:
     features: FeatureSchema = field(default_factory=FeatureSchema)
     behaviors: tuple[str, ...] = ()
     mask: bool = False
+    repeats: bool = False
 
     @property
     def reads(self) -> ProgramReads:
         """The program's inputs beyond items and feedback."""
         places = self.num_items + 1 if self.mask else 0
         return ProgramReads(
-            self.reads_timestamps, bool(self.behaviors), self.features.user, self.features.context, places
+            self.reads_timestamps, bool(self.behaviors), self.features.user, self.features.context, places, self.repeats
         )
 
     @property
@@ -108,6 +110,7 @@ class BundleManifest:
             "features": self.features.to_json(),
             "behaviors": list(self.behaviors),
             "mask": self.mask,
+            "repeats": self.repeats,
             "files": files,
             "program": program_interface(self),
         }
@@ -176,6 +179,7 @@ class BundleManifest:
             features=features,
             behaviors=tuple(behaviors),
             mask=value("mask", bool),
+            repeats=value("repeats", bool),
         )
 
 

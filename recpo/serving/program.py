@@ -27,8 +27,8 @@ class ServingProgram(nn.Module):
 
     ``(item_ids [B, H], feedback [B, H], exclude [B, M], ...) -> (top_items [B, k], scores [B, k])``, with what else it
     reads behind these (``recpo.serving.program_inputs``); ids are internal, rows are padded with 0 on the right, and
-    nothing of the history or of ``exclude`` is recommended. A value out of range counts as 0, unknown: in a lookup -1
-    would stand for the last row.
+    nothing of ``exclude`` is recommended, nor of the history unless ``reads.repeats``. A value out of range counts as
+    0, unknown: in a lookup -1 would stand for the last row.
 
     Args:
         ranker: a policy, or a ``CatalogSearch`` of one.
@@ -48,7 +48,7 @@ class ServingProgram(nn.Module):
         given = dict(zip(self._names, tensors, strict=True))
         histories = histories_of(given, self.reads, self.ranker.num_items)
         exclude = _within(given[EXCLUDE], self.ranker.num_items)
-        exclude = torch.cat([histories.item_ids, exclude], 1)
+        exclude = exclude if self.reads.repeats else torch.cat([histories.item_ids, exclude], 1)
         if isinstance(self.ranker, CatalogSearch):
             top = self.ranker.recommend(histories, self.k, exclude, given.get(ALLOWED))
         else:

@@ -32,6 +32,7 @@ class ProgramReads:
         context: features of the requests of the events, and of the one that is answered.
         mask: number of places of a mask of the items that may be listed; 0 = it has none, and takes them as ids to
             exclude.
+        repeats: items of the history may be listed again; only what is excluded is not.
     """
 
     timestamps: bool = False
@@ -39,6 +40,7 @@ class ProgramReads:
     user: tuple[Feature, ...] = ()
     context: tuple[Feature, ...] = ()
     mask: int = 0
+    repeats: bool = False
 
 
 @dataclass(frozen=True)

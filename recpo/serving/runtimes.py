@@ -59,7 +59,7 @@ class Runtime(ABC):
     k: int
 
     def recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The best items that are neither in the history nor excluded.
+        """The best items that are not excluded, nor in the history unless ``reads.repeats``.
 
         Args:
             inputs: histories of B users.
@@ -208,7 +208,7 @@ class PolicyRuntime(Runtime):
 
         with torch.inference_mode():
             histories = self._histories(inputs)
-            exclude = torch.cat([histories.item_ids, self._tensor(inputs.exclude)], 1)
+            exclude = self._tensor(excluded(inputs, self.reads.repeats))
             top = self.policy.recommend(histories, k, exclude)
         return top.item_ids.cpu().numpy(), top.scores.cpu().numpy()
 
@@ -265,6 +265,11 @@ class TorchProgramRuntime(Runtime):
             tensors = [torch.from_numpy(one.of(inputs)) for one in self._inputs]
             top_items, scores = self._program(*tensors)
         return top_items[:, :k].numpy(), scores[:, :k].numpy()
+
+
+def excluded(inputs: EncodedHistories, repeats: bool) -> np.ndarray:
+    """``[B, M]`` ids that must not be listed, 0 pads: with those of the history, unless they may be repeated."""
+    return inputs.exclude if repeats else np.concatenate([inputs.item_ids, inputs.exclude], 1)
 
 
 def _without_mask(inputs: EncodedHistories) -> EncodedHistories:

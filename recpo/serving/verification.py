@@ -51,7 +51,7 @@ def verify_runtime(
         RecpoError: they differ.
     """
     generator = torch.Generator().manual_seed(seed)
-    reference = reference or PolicyRuntime(policy)
+    reference = reference or PolicyRuntime(policy, reads=runtime.reads)
     for users in _CHECKED_USERS:
         inputs = random_inputs(policy, users, generator, runtime.reads)
         expected_items, expected_scores = map(torch.from_numpy, reference.recommend(inputs, k))
@@ -89,7 +89,7 @@ def verify_rounded(
     """
     verify_runtime(runtime, policy, k, reference=TorchProgramRuntime(program, runtime))
     inputs = random_inputs(policy, _COMPARED_USERS, torch.Generator().manual_seed(1), runtime.reads)
-    found, expected = runtime.recommend(inputs, k), PolicyRuntime(policy).recommend(inputs, k)
+    found, expected = runtime.recommend(inputs, k), PolicyRuntime(policy, reads=runtime.reads).recommend(inputs, k)
     agreement = {"users": _COMPARED_USERS, **_agreement(found, expected, k), "tolerance": ROUNDING[precision]}
     if not agreement["largest_difference"] <= ROUNDING[precision]:
         raise RecpoError(

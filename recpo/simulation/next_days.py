@@ -53,15 +53,21 @@ class Shown(NamedTuple):
 
 
 class ShowSlates(Protocol):
-    """A policy that serves: slates without the items of the histories."""
+    """A policy that serves."""
 
     def __call__(
-        self, histories: pa.Table, user_ids: IntArray, sizes: IntArray, generator: np.random.Generator
+        self,
+        histories: pa.Table,
+        exclude: pa.Table,
+        user_ids: IntArray,
+        sizes: IntArray,
+        generator: np.random.Generator,
     ) -> Shown:
         """Slates of ``sizes [R]`` items for the distinct users ``user_ids [R]``.
 
         Args:
             histories: all events of these users so far, columns as in the log, in any order.
+            exclude: those of the events whose items must not be shown to their users.
             user_ids: who asks.
             sizes: how many items each asks for.
             generator: of all draws.
@@ -111,6 +117,7 @@ def write_next_days(
     seed: int,
     policy: Mapping[str, Any],
     exploration: Mapping[str, Any] | None,
+    repeat_after: float | None = None,
     overwrite: bool = False,
     progress: bool = False,
     inputs: Sequence[Path] = (),
@@ -127,6 +134,7 @@ def write_next_days(
         seed: see ``serve_days``.
         policy: says who served, for ``served.json``.
         exploration: says how slates were drawn.
+        repeat_after: see ``serve_days``.
         overwrite: replace an existing ``out``.
         progress: show a progress bar on a terminal.
         inputs: directories that are read meanwhile, beside those of ``worlds``.
@@ -145,11 +153,13 @@ def write_next_days(
     ) as partial:
         past = pa.concat_tables([pq.read_table(world.log, schema=SCHEMA) for world in worlds])
         numbers = range(first, first + days)
-        events, reports = serve_days(truth, past, show, days=numbers, seed=seed, progress=progress)
+        events, reports = serve_days(
+            truth, past, show, days=numbers, seed=seed, repeat_after=repeat_after, progress=progress
+        )
         truth.save(partial / "truth")
         write_side_information(truth.preferences, partial, numbers[-1])
         write_parts([events], partial / LOG, events.num_rows, progress=False)
-        served = ServedDays(policy, exploration, seed, tuple(reports))
+        served = ServedDays(policy, exploration, seed, tuple(reports), repeat_after)
         served.save(partial)
     return Simulation(Path(out), truth, served)
 
@@ -182,6 +192,7 @@ def serve_days(
     *,
     days: Sequence[int],
     seed: int = 0,
+    repeat_after: float | None = None,
     progress: bool = False,
 ) -> tuple[pa.Table, list[DayReport]]:
     """Serves consecutive days.
@@ -195,6 +206,8 @@ def serve_days(
         show: the policy.
         days: numbers of the days to come.
         seed: of sessions, draws and feedback; other seeds give other days of the same world.
+        repeat_after: an item may be shown to a user again so many days (of 24 hours) after the user was shown it last;
+            None = never. The oracle is held to the same.
         progress: show a progress bar on a terminal.
 
     Returns:
@@ -209,7 +222,7 @@ def serve_days(
             requests = plan_day(truth.preferences, day, generator)
             bar.reset(total=len(requests.user_row))
             so_far = _sorted(pa.concat_tables([past, *served]))
-            events, report = _serve_day(truth, so_far, show, requests, day, generator, bar)
+            events, report = _serve_day(truth, so_far, show, requests, day, repeat_after, generator, bar)
             served.append(events)
             reports.append(report)
     return _sorted(pa.concat_tables(served)), reports
@@ -242,6 +255,7 @@ def _serve_day(
     show: ShowSlates,
     requests: Requests,
     day: int,
+    repeat_after: float | None,
     generator: np.random.Generator,
     bar: tqdm[None],
 ) -> tuple[pa.Table, DayReport]:
@@ -258,7 +272,8 @@ def _serve_day(
         histories = pa.concat_tables([past.take(_ranges(offsets[user_rows], offsets[user_rows + 1])), *today])
         asked = requests.of(chosen)
         begin = np.where(asked.opens_session, np.maximum(asked.due, free[user_rows]), free[user_rows])
-        one = _serve_round(truth, histories, show, asked, begin, request_ids[chosen], day, generator)
+        excluded = _excluded(truth, histories, user_rows, begin, repeat_after)
+        one = _serve_round(truth, (histories, excluded), show, asked, begin, request_ids[chosen], day, generator)
         free[user_rows] = one.free
         rounds.append(one)
         bar.update(len(chosen))
@@ -268,7 +283,7 @@ def _serve_day(
 
 def _serve_round(
     truth: Truth,
-    histories: pa.Table,
+    known: tuple[pa.Table, pa.Table],
     show: ShowSlates,
     asked: Requests,
     begin: IntArray,
@@ -276,10 +291,14 @@ def _serve_round(
     day: int,
     generator: np.random.Generator,
 ) -> _Served:
-    """One request of each of some users: what is shown, what they make of it, and what that is truly worth."""
+    """One request of each of some users: what is shown, what they make of it, and what that is truly worth.
+
+    ``known`` has their histories, and those of the events whose items are excluded.
+    """
+    histories, excluded = known
     preferences, items, user_rows = truth.preferences, truth.preferences.items, asked.user_row
     user_ids = truth.user_ids[user_rows]
-    shown = show(histories, user_ids, asked.size, generator)
+    shown = show(histories, excluded, user_ids, asked.size, generator)
     filled = np.arange(shown.item_ids.shape[1]) < shown.lengths[:, None]
     item_rows = np.where(filled, np.searchsorted(items.item_id, np.where(filled, shown.item_ids, 0)), -1)
     request, place = np.nonzero(filled)
@@ -304,12 +323,12 @@ def _serve_round(
         "is_random": shown.is_random[request],
         "request_id": request_ids[request],
     }
-    known = np.argsort(user_ids)
-    past = (
-        known[np.searchsorted(user_ids[known], histories["user_id"].to_numpy())],
-        np.searchsorted(items.item_id, histories["item_id"].to_numpy()),
+    order = np.argsort(user_ids)
+    barred = (
+        order[np.searchsorted(user_ids[order], excluded["user_id"].to_numpy())],
+        np.searchsorted(items.item_id, excluded["item_id"].to_numpy()),
     )
-    values, not_shown = request_values(truth, float(day), user_rows, Slates(item_rows, shown.lengths), past)
+    values, not_shown = request_values(truth, float(day), user_rows, Slates(item_rows, shown.lengths), barred)
     return _Served(
         pa.table(events, schema=SCHEMA),
         begin + busy.sum(axis=1),
@@ -318,6 +337,18 @@ def _serve_round(
         int(shown.explored[filled].sum()),
         int((shown.lengths < asked.size).sum()),
     )
+
+
+def _excluded(
+    truth: Truth, histories: pa.Table, user_rows: IntArray, begin: IntArray, repeat_after: float | None
+) -> pa.Table:
+    """The events of users ``user_rows [R]`` whose items they may not be shown ``begin [R]`` ms after day 0."""
+    if repeat_after is None:
+        return histories
+    since = np.full(len(truth.user_ids), _LOWEST)
+    since[user_rows] = begin + truth.preferences.parameters.start_ms - round(repeat_after * MILLISECONDS_PER_DAY)
+    owner = np.searchsorted(truth.user_ids, histories["user_id"].to_numpy())
+    return histories.filter(pa.array(histories["timestamp"].to_numpy() > since[owner]))
 
 
 def _validate_born(truth: Truth, item_rows: IntArray, day: int) -> None:

@@ -21,7 +21,7 @@ class RequestValues(NamedTuple):
         logging_value: expected reward of the logging policy for the user.
         logging_dislikes: dislike probability of the logging policy for the user.
         oracle_value: true reward of the best available items of the same number, without those of
-            the user's past.
+            the user's past that were excluded.
     """
 
     value: FloatArray
@@ -44,7 +44,7 @@ class Slates(NamedTuple):
 
 
 def request_values(
-    truth: Truth, day: float, user_rows: IntArray, slates: Slates, past: tuple[IntArray, IntArray]
+    truth: Truth, day: float, user_rows: IntArray, slates: Slates, excluded: tuple[IntArray, IntArray]
 ) -> tuple[RequestValues, FloatArray]:
     """True values of slates that were shown on ``day``.
 
@@ -52,8 +52,8 @@ def request_values(
         truth: the simulation's.
         day: on which tastes are asked.
         user_rows: ``[R]`` whose requests.
-        slates: what was shown; of items that are not in the past.
-        past: ``[P]`` each, the requests and item rows of what their users had been shown before.
+        slates: what was shown; of items that are not excluded.
+        excluded: ``[P]`` each, requests and rows of the items that their users must not be shown.
 
     Returns:
         The values, and ``[V]`` the log of the probability that the logging policy, with as many independent exposures
@@ -61,8 +61,8 @@ def request_values(
     """
     preferences, policy, absent = truth.preferences, truth.policy_on(day), ~truth.available(day)
     clickbait = preferences.items.clickbait
-    order = np.argsort(past[0], kind="stable")
-    owner, seen = past[0][order], past[1][order]
+    order = np.argsort(excluded[0], kind="stable")
+    owner, barred = excluded[0][order], excluded[1][order]
     values, not_shown = RequestValues(*np.full((5, len(user_rows)), np.nan)), np.zeros(len(clickbait))
     step = max(1, _CELLS_PER_CHUNK // len(clickbait))
     for begin in range(0, len(user_rows), step):
@@ -78,7 +78,7 @@ def request_values(
         values.logging_value[part] = np.einsum("rv,rv->r", probability, reward)
         values.logging_dislikes[part] = np.einsum("rv,rv->r", probability, dislike)
         of_part = slice(*np.searchsorted(owner, [part.start, part.stop]))
-        reward[owner[of_part] - begin, seen[of_part]] = -np.inf
+        reward[owner[of_part] - begin, barred[of_part]] = -np.inf
         reward[:, absent] = -np.inf
         values.oracle_value[part] = _best(reward, length)
         with np.errstate(divide="ignore"):

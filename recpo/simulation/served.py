@@ -12,7 +12,7 @@ from recpo.artifacts import read_json, write_json
 from recpo.errors import RecpoError
 
 SERVED: Final = "served.json"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 _REMEDY: Final = "simulate the day again"
 
 
@@ -30,7 +30,7 @@ class DayReport:
         logged_dislikes: share of exposures that were disliked in the log.
         logging_value: exact expected reward of the simulator's own logging policy for the same requests.
         logging_dislikes: exact dislike probability of the logging policy for the same requests.
-        oracle_value: mean true reward of the best slates of the same lengths, without the items of the users' pasts.
+        oracle_value: mean true reward of the best slates of the same lengths, without the items that were excluded.
         regret: ``oracle_value - value``.
         coverage: share of the catalog that was shown.
         logging_coverage: expected share of the catalog that the logging policy would have shown in as many exposures.
@@ -65,12 +65,14 @@ class ServedDays:
         exploration: options of ``recpo.Exploration``; None = the best items in their order.
         seed: of sessions, draws and feedback.
         days: the reports, in the order of the days.
+        repeat_after: days after which an item may be shown to a user again; None = never.
     """
 
     policy: Mapping[str, Any]
     exploration: Mapping[str, Any] | None
     seed: int
     days: tuple[DayReport, ...]
+    repeat_after: float | None = None
 
     def save(self, root: Path) -> None:
         """Writes ``served.json`` into the directory ``root``."""

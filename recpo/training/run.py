@@ -314,6 +314,7 @@ class Run:
         checkpoint: str = "best",
         item_precision: Precision = "float32",
         index: IndexOptions | None = None,
+        repeats: bool = False,
         attributes: FrameOrPath | None = None,
         evaluation: Evaluation | Path | str | None = None,
         overwrite: bool = False,
@@ -326,6 +327,7 @@ class Run:
             checkpoint: ``best`` or ``last``.
             item_precision: float32, float16 or int8; see ``recpo.serving.export.export_bundle``.
             index: an approximate index in place of the search of the whole catalog; see there.
+            repeats: items of the history may be listed again; only what a request excludes is not.
             attributes: ``item_id`` and attributes of the items, by which requests may filter.
             evaluation: in which this run is a contender: its metrics, and those of baselines, go into the model card.
             overwrite: replace a bundle in ``out``.
@@ -344,6 +346,7 @@ class Run:
             k=min(k, self.num_items),
             item_precision=item_precision,
             index=index,
+            repeats=repeats,
             options=self.configuration["policy"].get("init_args", {}),
             origin={
                 "run": name,

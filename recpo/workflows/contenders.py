@@ -163,9 +163,12 @@ def _load_bundle(name: str, bundle: Bundle) -> Loaded:
     )
 
     def recommend(histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
+        if exclude is None and bundle.manifest.repeats:
+            exclude = histories.item_ids.new_zeros(len(histories.item_ids), 1)
         if exclude is None:
             raise RecpoError(
-                f"{name}: a bundle never shows what is in the history; evaluate its run with exclude_past false"
+                f"{name}: this bundle never lists what is in the history; evaluate its run with exclude_past false, or "
+                "export with repeats"
             )
         ids, feedback, times = (
             torch.nn.functional.pad(values, (0, length - values.shape[1])).cpu().numpy()

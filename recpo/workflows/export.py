@@ -28,6 +28,7 @@ def export(
     checkpoint: Literal["best", "last"] = "best",
     item_precision: Precision = "float32",
     index: IndexOptions | None = None,
+    repeats: bool = False,
     attributes: FrameOrPath | None = None,
     triton: Path | str | None = None,
     compiled: Path | str | None = None,
@@ -47,6 +48,7 @@ def export(
         item_precision: how the program stores the item vectors: float32, float16, or int8 with a scale for each item.
         index: an approximate index in place of the search of the whole catalog; scores are then log-probabilities but
             for a constant of each user.
+        repeats: items of the history may be listed again; only what a request excludes is not.
         attributes: a frame or a Parquet file with ``item_id`` and attributes of the items (integers, strings, booleans,
             or lists of them), by which requests may filter.
         triton: also make this directory, a model repository for the Triton Inference Server.
@@ -70,6 +72,7 @@ def export(
         checkpoint=checkpoint,
         item_precision=item_precision,
         index=index,
+        repeats=repeats,
         attributes=attributes,
         evaluation=evaluation,
         overwrite=overwrite,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 LOOP: Final = "loop.json"
 REPORT: Final = "report.html"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 
 _LEAST_DAYS: Final = 3  # one to train on, one to validate on, one to test on
 _REMEDY: Final = "run the loop again with overwrite"
@@ -146,6 +147,7 @@ def loop(
     exploration: Exploration | None = None,
     log_propensities: bool = True,
     tilt: float | Literal["auto"] | None = None,
+    repeat_after: float | None = None,
     warm_start: bool = True,
     warm_epochs: int | None = None,
     k: int = 10,
@@ -180,6 +182,8 @@ def loop(
             estimated off-policy, and nothing can be trained on them.
         tilt: beta with which the last policy of the recipe is tilted by the round's factorization; "auto" = chosen on
             the validation period; None = not tilted.
+        repeat_after: days after which an item may be shown to a user again; None = never. The oracle is held to the
+            same. Lists of an evaluation are made without any exclusion then.
         warm_start: whether the first configuration starts from the round before; where the catalog has changed, it
             starts from nothing all the same.
         warm_epochs: its epochs then; None = as it says itself.
@@ -201,7 +205,7 @@ def loop(
         raise RecpoError(f"loop: world is {world!r}, expected one of {', '.join(WORLDS)}")
     parameters = {**WORLDS[world], **parameters}
     described = SimulationParameters(seed=seed, **parameters)
-    _validate(rounds, k, described)
+    _validate(rounds, k, repeat_after, described)
     shared = RoundOptions(
         world=world,
         parameters={name: value for name, value in dataclasses.asdict(described).items() if name != "seed"},
@@ -209,6 +213,7 @@ def loop(
         exploration=exploration,
         log_propensities=log_propensities,
         k=k,
+        repeat_after=repeat_after,
         reward=LoggedReward(),
     )
     options = _options(shared, chosen)
@@ -240,8 +245,13 @@ def outcomes(rounds: Sequence[Round]) -> list[Outcome]:
     return found
 
 
-def _validate(rounds: int, k: int, parameters: SimulationParameters) -> None:
+def _validate(rounds: int, k: int, repeat_after: float | None, parameters: SimulationParameters) -> None:
     checks = {
+        "repeat_after": (
+            repeat_after,
+            repeat_after is None or 0 <= repeat_after < math.inf,
+            "days from 0 on, or null for never",
+        ),
         "rounds": (rounds, not isinstance(rounds, bool) and rounds >= 1, "at least 1"),
         "k": (k, not isinstance(k, bool) and k >= 1, "at least 1"),
         "days": (parameters.days, parameters.days >= _LEAST_DAYS, f"at least {_LEAST_DAYS}: train, validation, test"),

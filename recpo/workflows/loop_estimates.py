@@ -110,9 +110,9 @@ class _Slates:
     def log_prob(self, batch: FeedbackBatch) -> Tensor:
         """``[B, S, 1]``; -inf = such a slate never shows the item."""
         assert self.shortlists is not None
-        assert self.exclude is not None
         items, scores = (part.numpy() for part in self.shortlists)
-        pools = [Pool.of(len(self.of.items), exclude=row) for row in self.exclude.numpy()]
+        barred = items[:, :0] if self.exclude is None else self.exclude.numpy()
+        pools = [Pool.of(len(self.of.items), exclude=row) for row in barred]
         filled = np.where(items > 0, scores, -np.inf)
         found = self.exploration.probabilities(items, filled, self.size, batch.slates.item_ids.numpy(), pools)
         return torch.from_numpy(found).log()[:, :, None]

@@ -50,7 +50,7 @@ class ListValue:
     Attributes:
         true_reward: mean true expected reward of the items of the lists.
         half_width: of its 95 % interval over users.
-        oracle: the same of the best lists there are, without the items of the users' pasts.
+        oracle: the same of the best lists there are, without the items of the users' pasts unless they may be repeated.
         true_dislike: mean true probability of a dislike.
         ndcg: NDCG of the lists on logged positives; None = no user has any.
         coverage: share of the catalog that is on any list.
@@ -127,6 +127,7 @@ class RoundOptions:
     exploration: Exploration | None
     log_propensities: bool
     k: int
+    repeat_after: float | None
     reward: LoggedReward
 
 
@@ -182,8 +183,15 @@ def _log(
         parameters = {**options.parameters, "seed": options.seed}
         return simulate(out, world=options.world, progress=progress, **parameters)
     bundle = Bundle.load(before / BUNDLE)
-    exploration, seed = options.exploration, options.seed
-    return simulate(out, policy=bundle, after=days, exploration=exploration, seed=seed, progress=progress)
+    return simulate(
+        out,
+        policy=bundle,
+        after=days,
+        exploration=options.exploration,
+        repeat_after=options.repeat_after,
+        seed=options.seed,
+        progress=progress,
+    )
 
 
 def _prepared(out: Path, days: Sequence[Simulation], last_day: int, log_propensities: bool, progress: bool) -> Prepared:
@@ -204,7 +212,7 @@ def _bundle(out: Path, run: Run, options: RoundOptions, truth: Truth, trust: Seq
         return Bundle.load(out)
     shortlist = 1 if options.exploration is None else options.exploration.shortlist
     longest = max(_LEAST_K, options.k, shortlist, truth.preferences.parameters.request_size)
-    return export(run, out, k=longest, trust=trust)
+    return export(run, out, k=longest, repeats=options.repeat_after is not None, trust=trust)
 
 
 def _evaluation(
@@ -219,6 +227,7 @@ def _evaluation(
         [as_served(bundle, data, options.exploration, size, ks)],
         out=out,
         ks=ks,
+        exclude_past=options.repeat_after is None,
         reward=options.reward,
         truth=world.root,
         segments=False,

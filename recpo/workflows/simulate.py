@@ -27,6 +27,7 @@ def simulate(
     policy: Path | str | Bundle | None = None,
     after: Path | str | Simulation | Sequence[Path | str | Simulation] | None = None,
     exploration: Exploration | None = None,
+    repeat_after: float | None = None,
     overwrite: bool = False,
     progress: bool = False,
     **parameters: Any,
@@ -50,6 +51,8 @@ def simulate(
         policy: bundle that serves, or the directory of one; it was trained on logs of this world.
         after: directory of the world that goes on; or a list of it and of the days that were served since, in order.
         exploration: how the policy's slates are drawn; None = the best items in their order.
+        repeat_after: days after which the policy may show a user an item again (its bundle was exported with
+            ``repeats``); None = never. The oracle of the report is held to the same.
         overwrite: replace ``out`` where it exists.
         progress: show a progress bar on a terminal.
         **parameters: users, items, events, days, seed and the others of
@@ -67,8 +70,15 @@ def simulate(
     if world not in WORLDS:
         raise RecpoError(f"simulate: world is {world!r}, expected one of {', '.join(WORLDS)}")
     if policy is not None and after is not None:
-        return _serve(Path(out), policy, _opened(after), exploration, world, overwrite, progress, parameters)
-    for name, value in (("policy", policy), ("after", after), ("exploration", exploration)):
+        return _serve(
+            Path(out), policy, _opened(after), exploration, repeat_after, world, overwrite, progress, parameters
+        )
+    for name, value in (
+        ("policy", policy),
+        ("after", after),
+        ("exploration", exploration),
+        ("repeat_after", repeat_after),
+    ):
         if value is not None:
             raise RecpoError(
                 f"simulate: {name} is given, expected policy and after together: a bundle, and the world that it serves"
@@ -83,6 +93,7 @@ def _serve(
     policy: Path | str | Bundle,
     worlds: Sequence[Simulation],
     exploration: Exploration | None,
+    repeat_after: float | None,
     world: str,
     overwrite: bool,
     progress: bool,
@@ -98,7 +109,7 @@ def _serve(
     bundle = policy if isinstance(policy, Bundle) else Bundle.load(policy)
     users = None if worlds[0].users is None else pq.read_table(worlds[0].users)
     service = BundleService(bundle, exploration, users)
-    service.validate(worlds[0].truth)
+    service.validate(worlds[0].truth, repeat_after)
     who = {
         "bundle": bundle.root.resolve().name,
         "manifest": sha256(bundle.root / MANIFEST),
@@ -112,6 +123,7 @@ def _serve(
         seed=options["seed"],
         policy=who,
         exploration=None if exploration is None else dataclasses.asdict(exploration),
+        repeat_after=repeat_after,
         overwrite=overwrite,
         progress=progress,
         inputs=[bundle.root],

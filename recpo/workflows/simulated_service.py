@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +11,9 @@ import pyarrow as pa
 from recpo.errors import RecpoError
 from recpo.exploration import Exploration, Pool, SlateBatch
 from recpo.serving.bundle import Bundle
-from recpo.serving.histories import EncodedHistories
+from recpo.serving.histories import ITEM_ID, USER_ID, EncodedHistories
 from recpo.serving.recommending import BATCH_SIZE
+from recpo.serving.runtimes import excluded
 from recpo.simulation.next_days import Shown
 from recpo.simulation.preferences import IntArray
 from recpo.simulation.truth import Truth
@@ -24,7 +26,7 @@ class BundleService:
     """Shows the slates of a bundle; see ``recpo.simulation.next_days.ShowSlates``.
 
     Attributes:
-        bundle: ranks, and leaves out the items of the histories.
+        bundle: ranks, and leaves out the items of the histories unless it may repeat them.
         exploration: how slates are drawn; None = the best items in their order.
         users: the world's table of users, for a policy that reads their features; None = the world has none.
     """
@@ -33,13 +35,15 @@ class BundleService:
     exploration: Exploration | None = None
     users: pa.Table | None = None
 
-    def validate(self, truth: Truth) -> None:
+    def validate(self, truth: Truth, repeat_after: float | None = None) -> None:
         """Checks that this bundle can serve a simulation.
 
         Raises:
-            RecpoError: it lists items that the simulation does not have, or too few for exploration or a request, or
-                its policy reads of a request what simulated users do not send.
+            RecpoError: items shall be repeated and it does not do so, it lists items that the simulation does not
+                have, or too few for exploration or a request, or its policy reads of a request what simulated users do
+                not send.
         """
+        self._validate_repeats(repeat_after)
         self._validate_reads()
         items, bundle = self.bundle.items.to_external(np.arange(1, len(self.bundle.items) + 1)), self.bundle
         known = np.zeros(len(items), bool)
@@ -56,6 +60,15 @@ class BundleService:
             raise RecpoError(
                 f"simulate: {bundle.root} lists {bundle.k} items, exploration or a request takes {needed}: export with "
                 "a larger --k, or set a smaller --exploration.shortlist"
+            )
+
+    def _validate_repeats(self, repeat_after: float | None) -> None:
+        if repeat_after is not None and not (math.isfinite(repeat_after) and repeat_after >= 0):
+            raise RecpoError(f"simulate: repeat_after is {repeat_after}, expected days from 0 on, or null for never")
+        if repeat_after is not None and not self.bundle.manifest.repeats:
+            raise RecpoError(
+                f"simulate: repeat_after is {repeat_after:g}, and {self.bundle.root} never lists what is in the "
+                "history: export it with --repeats true, or leave repeat_after out"
             )
 
     def _validate_reads(self) -> None:
@@ -80,7 +93,12 @@ class BundleService:
             )
 
     def __call__(
-        self, histories: pa.Table, user_ids: IntArray, sizes: IntArray, generator: np.random.Generator
+        self,
+        histories: pa.Table,
+        exclude: pa.Table,
+        user_ids: IntArray,
+        sizes: IntArray,
+        generator: np.random.Generator,
     ) -> Shown:
         """See ``ShowSlates``."""
         bundle, longest = self.bundle, int(sizes.max())
@@ -94,7 +112,9 @@ class BundleService:
             lengths=np.zeros(len(sizes), np.int64),
         )
         users = self.users if bundle.manifest.features.user else None
-        read = bundle.reader.read(histories, users=user_ids, user_features=users)
+        # a bundle that does not repeat leaves the whole history out by itself
+        barred = exclude.select([USER_ID, ITEM_ID]) if bundle.manifest.repeats else None
+        read = bundle.reader.read(histories, exclude=barred, users=user_ids, user_features=users)
         for part, inputs in read.batches(BATCH_SIZE):
             top_items, scores = bundle.runtime.recommend(inputs, width)
             for size in np.unique(sizes[part]):
@@ -108,11 +128,9 @@ class BundleService:
         return found
 
     def _pools(self, inputs: EncodedHistories, rows: IntArray) -> list[Pool]:
-        """What uniform slates may show: the bundle's items without those of the history."""
-        return [
-            Pool.of(len(self.bundle.items), exclude=np.concatenate([inputs.item_ids[row], inputs.exclude[row]]))
-            for row in rows
-        ]
+        """What uniform slates may show: the bundle's items without those that are excluded."""
+        exclude = excluded(inputs, self.bundle.manifest.repeats)
+        return [Pool.of(len(self.bundle.items), exclude=exclude[row]) for row in rows]
 
     def _keep(self, found: Shown, rows: IntArray, slates: SlateBatch) -> None:
         places = slice(slates.items.shape[1])

@@ -265,13 +265,17 @@ def test_the_numbers_of_a_round_are_those_of_its_parts(whole):
 
 @pytest.mark.slow
 def test_without_logged_propensities_nothing_is_estimated(tmp_path):
-    options = {"recipe": [PRETRAIN], "log_propensities": False, "tilt": 0.1, "warm_start": False}
+    options = {"recipe": [PRETRAIN], "log_propensities": False, "tilt": 0.1, "warm_start": False, "repeat_after": 0.5}
     done = recpo.loop(tmp_path / "out", rounds=1, **options, **WORLD)
     assert [one.estimate for one in done.rounds] == [None, None]
     assert done.outcomes[0].value is None
     assert done.outcomes[0].earned is not None
     assert not done.rounds[1].warm_start
     assert done.bundle.manifest.origin["run"] == "tilted"
+    assert done.bundle.manifest.repeats
+    days = [recpo.load(tmp_path / "out" / "rounds" / one / "log") for one in ("00", "01")]
+    assert days[1].served.repeat_after == 0.5
+    assert len(days[1].to_pandas().merge(days[0].to_pandas(), on=["user_id", "item_id"])) > 0
     for one in ("00", "01"):
         data = recpo.load(tmp_path / "out" / "rounds" / one / "prepared")
         rows = [

@@ -108,6 +108,20 @@ def test_options_that_may_be_null_are_kept(tmp_path, length):
     assert Bundle.load(tmp_path / "b", engine="torch").manifest.options["attention_length"] == length
 
 
+def test_a_bundle_that_repeats_lists_the_history_again_and_nothing_that_is_excluded(parts, tmp_path):
+    policy, options = parts.policy("sasrec")
+    export_bundle(policy, parts.items, parts.feedback, tmp_path / "b", k=20, options=options, repeats=True)
+    best = Bundle.load(tmp_path / "b").recommend_one([], 3)
+    history = [{"item_id": best[0][0], "timestamp": number} for number in range(14)]  # longer than the policy reads
+    for engine in ("onnx", "torch"):
+        bundle = Bundle.load(tmp_path / "b", engine=engine)
+        listed = [item for item, _ in bundle.recommend_one(history, 20)]
+        assert bundle.manifest.repeats
+        assert history[0]["item_id"] in listed
+        again = [item for item, _ in bundle.recommend_one(history, 20, [listed[0], listed[3]])]
+        assert again[:17] == [item for item in listed if item not in (listed[0], listed[3])][:17]
+
+
 def test_a_policy_without_its_options_has_the_onnx_engine_only(tmp_path):
     export_bundle(CatalogSoftmaxPolicy(7, dim=4, max_history=3), SEVEN, FEEDBACK, tmp_path / "b", k=3)
     with pytest.raises(RecpoError, match="exported without its options"):

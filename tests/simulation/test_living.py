@@ -243,7 +243,7 @@ def test_parameters_of_life_are_checked(options, message):
 def best_of(truth, day, unborn=False):
     """Serves the oracle's items, or those that do not exist yet."""
 
-    def show(histories, user_ids, sizes, generator):
+    def show(histories, exclude, user_ids, sizes, generator):
         k = int(sizes.max())
         items = truth.oracle_top_k(user_ids, k, day)
         if unborn:

@@ -7,6 +7,7 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -26,10 +27,10 @@ class Taste:
         self.truth, self.exploration = truth, exploration or Exploration(temperature=0.2, shortlist=12)
         self.calls = []
 
-    def __call__(self, histories, user_ids, sizes, generator):
+    def __call__(self, histories, exclude, user_ids, sizes, generator):
         truth, longest = self.truth, int(sizes.max())
         logp = 3 * truth.preferences.affinity_to_all(np.searchsorted(truth.user_ids, user_ids), 0.0)
-        past = histories.select(["user_id", "item_id"]).to_pandas()
+        past = exclude.select(["user_id", "item_id"]).to_pandas()
         assert set(past["user_id"]) <= set(user_ids.tolist())
         for row, user in enumerate(user_ids):
             logp[row, np.searchsorted(truth.item_ids, past["item_id"][past["user_id"] == user])] = -np.inf
@@ -49,12 +50,13 @@ class Taste:
             places = slice(part.items.shape[1])
             shown.item_ids[row, places] = truth.item_ids[np.maximum(part.items[0] - 1, 0)]
             shown.propensity[row, places], shown.explored[row, places] = part.propensity[0], part.explored[0]
-        self.calls.append(SimpleNamespace(histories=histories, users=user_ids, shown=shown))
+        self.calls.append(SimpleNamespace(histories=histories, exclude=exclude, users=user_ids, shown=shown))
         return shown
 
 
-def serve(worlds, out, show, days=1, seed=0):
-    return write_next_days(worlds, out, show, days=days, seed=seed, policy={"bundle": "taste"}, exploration=None)
+def serve(worlds, out, show, days=1, seed=0, **options):
+    policy = {"bundle": "taste"}
+    return write_next_days(worlds, out, show, days=days, seed=seed, policy=policy, exploration=None, **options)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +107,22 @@ def test_every_request_sees_all_that_came_before_and_no_item_is_shown_twice(stan
     log, past = days.to_pandas(), stands.to_pandas()
     assert not log.duplicated(["user_id", "item_id"]).any()
     assert log.merge(past, on=["user_id", "item_id"]).empty
+
+
+def test_an_item_comes_back_when_the_time_has_passed_and_the_oracle_is_held_to_the_same(stands, tmp_path):
+    show, hours = Taste(stands.truth), 12
+    days = serve([stands], tmp_path / "days", show, days=2, repeat_after=hours / 24)
+    log = pd.concat([stands.to_pandas(), days.to_pandas()])
+    log = log.sort_values("timestamp", kind="stable")
+    again = log.groupby(["user_id", "item_id"])["timestamp"].diff()
+    again = again[log["request_id"] >= days.to_pandas()["request_id"].min()]
+    assert again.notna().any()
+    assert again.min() >= hours * 3_600_000
+    never = serve([stands], tmp_path / "never", Taste(stands.truth), days=2)
+    for one, other in zip(days.served.days, never.served.days, strict=True):
+        assert one.oracle_value > other.oracle_value
+        assert one.value <= one.oracle_value
+    assert Simulation.open(days.root).served.repeat_after == hours / 24
 
 
 def test_two_days_at_once_are_one_after_the_other_and_seeds_matter(stands, two_days, tmp_path):
