@@ -1,8 +1,9 @@
 """Item vectors in blocks of rows, for exported programs that search a large catalog block by block.
 
-A loop over the blocks keeps the best items so far and the log-sum-exp of every block. Nothing of size ``[B, V]`` is
-allocated, and the table is stored once, for search and for lookups. Rows may be rounded to float16 or int8; they are
-converted back one block at a time, in the cache.
+A loop over the blocks keeps the largest score of every group of 16 rows and the log-sum-exp so far. The k best items
+are in the k groups with the largest of these scores (k + M groups if M items are excluded), which are scored again.
+Nothing of size ``[B, V]`` is allocated, and the table is stored once, for search and for lookups. Rows may be rounded
+to float16 or int8; they are converted back one block at a time, in the cache.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from recpo.types import Recommendations
 #: Number format of an item matrix.
 Precision = Literal["float32", "float16", "int8"]
 
-BLOCK_ROWS: Final = 8192
-"""Maximum rows in a block. At d = 64, the rows and the scores of 32 users stay in the cache of one core."""
+BLOCK_ROWS: Final = 16_384
+"""Maximum rows in a block. At d = 64, the rows and the scores of 32 users stay in the caches of one core."""
+
+GROUP_ROWS: Final = 16
+"""Rows in a group, of which the search first keeps only the largest score."""
 
 _LARGEST_INT8: Final = 127
 
@@ -37,7 +41,7 @@ class BlockedTable(nn.Module):
         vectors: ``[V + 1, d]``; row 0 is not an item.
         precision: number format; float16 and int8 round.
         rooted: see ``recpo.policies.catalog_search.scores_of``.
-        block_rows: maximum rows in a block, at least 2.
+        block_rows: maximum rows in a block, at least 2; rounded up to whole groups.
 
     Attributes:
         values: ``[n, R, d]`` in the number format.
@@ -54,7 +58,6 @@ class BlockedTable(nn.Module):
     scales: Tensor
     columns: Tensor
     bias: Tensor
-    starts: Tensor
 
     def __init__(
         self, vectors: Tensor, precision: Precision = "float32", rooted: int = 0, block_rows: int = BLOCK_ROWS
@@ -63,7 +66,8 @@ class BlockedTable(nn.Module):
         validate_precision(precision)
         size, dim = vectors.shape
         blocks = -(-size // block_rows)
-        self.rows = -(-size // blocks)
+        self.group = min(GROUP_ROWS, -(-size // blocks))
+        self.rows = -(-size // (blocks * self.group)) * self.group
         self.num_items, self.rooted, self.precision = size - 1, rooted, precision
         self.written_out = False
         padded = F.pad(vectors.detach().float(), (0, 0, 0, blocks * self.rows - size))
@@ -80,7 +84,6 @@ class BlockedTable(nn.Module):
         self.register_buffer("scales", scales.view(blocks, self.rows))
         self.register_buffer("columns", columns)
         self.register_buffer("bias", bias.view(blocks, self.rows))
-        self.register_buffer("starts", torch.arange(blocks) * self.rows)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Vectors ``[..., d]`` float32 of the items ``[...]``, with rounding; zero for id 0."""
@@ -100,47 +103,72 @@ class BlockedTable(nn.Module):
         (its TopK guarantees this); a torch program may list another item of equal score.
         """
         states = states * self.columns if self.precision == "int8" else states
-        blocks: tuple[Tensor, ...] = (self.values, self.scales, self.bias, self.starts)
+        maxima, lse = self._pass(states, allowed)
+        groups, inside = _largest(maxima, k + exclude.shape[1])
+        ids = (groups[:, :, None] * self.group + torch.arange(self.group)).flatten(1)
+        listed = inside[:, :, None].expand(-1, -1, self.group).flatten(1)
         if allowed is not None:
-            users, (parts_, rows) = allowed.shape[0], self.bias.shape
-            padded = F.pad(allowed, (0, parts_ * rows - allowed.shape[1]))
-            blocks = (*blocks, padded.view(users, parts_, rows).transpose(0, 1))
-        nothing = states.new_full((states.shape[0], k), -torch.inf)
-        carry: tuple[Tensor, Tensor] = (nothing, torch.zeros_like(nothing, dtype=torch.long))
+            padded = F.pad(allowed, (0, self.bias.numel() - allowed.shape[1]))
+            listed = listed & padded.gather(1, ids)
+        scores = torch.where(listed, self._candidate_scores(states, groups), -torch.inf)
+        best, place = self._without(scores, groups, exclude).topk(k, 1)
+        ids = ties_to_smaller_id(best, ids.gather(1, place), self.bias.numel())
+        return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])
 
-        def search(carry: tuple[Tensor, Tensor], block: tuple[Tensor, ...]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-            return self._search(states, k, exclude, carry, block)
+    def _pass(self, states: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The largest score ``[B, N]`` of every group, of rows that may be listed; and the log-sum-exp ``[B]``."""
+        blocks: tuple[Tensor, ...] = (self.values, self.scales, self.bias)
+        if allowed is not None:
+            users, (parts, rows) = allowed.shape[0], self.bias.shape
+            padded = F.pad(allowed, (0, parts * rows - allowed.shape[1]))
+            blocks = (*blocks, padded.view(users, parts, rows).transpose(0, 1))
+        lse = states.new_full((states.shape[0],), -torch.inf)
+
+        def step(lse: Tensor, block: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+            scores = self._scores(states, *block[:3])
+            maxima = self._of_groups(scores)
+            lse = torch.logaddexp(lse, _log_sum_exp(scores, maxima))
+            if len(block) > 3:
+                maxima = self._of_groups(torch.where(block[3], scores, -torch.inf))
+            return lse, maxima
 
         if torch.compiler.is_exporting() and not self.written_out:
-            carry, sums = scan(search, carry, blocks)
+            lse, found = scan(step, lse, blocks)
         else:
-            parts = []
+            parts_ = []
             for block in zip(*blocks, strict=True):
-                carry, part = search(carry, block)
-                parts.append(part)
-            sums = torch.stack(parts)
-        best, ids = carry
-        ids = ties_to_smaller_id(best, ids, self.num_items + 1)
-        return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - sums.logsumexp(0)[:, None])
+                lse, maxima = step(lse, block)
+                parts_.append(maxima)
+            found = torch.stack(parts_)
+        return found.transpose(0, 1).flatten(1), lse
 
-    def _search(
-        self, states: Tensor, k: int, exclude: Tensor, carry: tuple[Tensor, Tensor], block: tuple[Tensor, ...]
-    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Adds one block to the search: the best items so far, and the log-sum-exp ``[B]`` of its items."""
-        values, scales, bias, start = block[:4]
-        scores = self._scores(states, values, scales, bias)
-        lse = scores.logsumexp(1)
-        place = exclude - start
-        inside = (place >= 0) & (place < self.rows)
-        # an id outside the block writes +inf, which a minimum ignores
-        barred = torch.where(inside, -torch.inf, torch.inf).to(scores.dtype)
-        scores = scores.scatter_reduce(1, place.clamp(0, self.rows - 1), barred, "amin")
-        if len(block) > 4:
-            scores = torch.where(block[4], scores, -torch.inf)
-        best, ids = scores.topk(min(k, self.rows), 1)
-        # earlier results have smaller ids and come first
-        best, order = torch.cat([carry[0], best], 1).topk(k, 1)
-        return (best, torch.cat([carry[1], ids + start], 1).gather(1, order)), lse
+    def _of_groups(self, scores: Tensor) -> Tensor:
+        """The largest score ``[B, R / G]`` of every group."""
+        return scores.view(scores.shape[0], -1, self.group).amax(2)
+
+    def _candidate_scores(self, states: Tensor, groups: Tensor) -> Tensor:
+        """Scores ``[B, n G]`` of the rows of the groups ``[B, n]``, each in the order of its rows."""
+        dim = self.values.shape[2]
+        values, scales, bias = (
+            part.view(-1, self.group, *part.shape[2:])[groups].flatten(1, 2)
+            for part in (self.values, self.scales, self.bias)
+        )
+        rows, own = values.float(), dim - self.rooted
+        scores = (rows[:, :, :own] @ states[:, :own, None]).squeeze(2)
+        scores = scores * scales if self.precision == "int8" else scores
+        if self.rooted:
+            variance = (rows[:, :, own:] @ states[:, own:, None]).squeeze(2)
+            variance = variance * scales if self.precision == "int8" else variance
+            scores = scores - variance.clamp_min(0.0).sqrt()
+        return scores + bias
+
+    def _without(self, scores: Tensor, groups: Tensor, exclude: Tensor) -> Tensor:
+        """Scores ``[B, n G]`` of the rows of the groups ``[B, n]``, -inf where an item is excluded."""
+        same = groups[:, None, :] == (exclude // self.group)[:, :, None]
+        place = same.long().argmax(2) * self.group + exclude % self.group
+        # an id of no group writes +inf, which a minimum ignores
+        barred = torch.where(same.any(2), -torch.inf, torch.inf).to(scores.dtype)
+        return scores.scatter_reduce(1, place, barred, "amin")
 
     def _scores(self, states: Tensor, values: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
         """Scores ``[B, R]`` of one block; -inf for rows that are not items."""
@@ -173,6 +201,22 @@ class RoundedRows(nn.Module):
         """Vectors ``[..., width]`` of the items ``[...]``; zero for id 0."""
         vectors: Tensor = self.table(ids)
         return vectors if vectors.shape[-1] == self.width else vectors[..., : self.width]
+
+
+def _largest(maxima: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The ``number`` groups of largest maxima ``[B, N]``, in the order of their rows, and which of them there are.
+
+    An item that is not in them is behind the first item of each of them, by score and then by id: so the best items
+    without ``M`` excluded ones are in ``k + M`` groups.
+    """
+    groups = F.pad(maxima, (0, number), value=-torch.inf).topk(number, 1).indices.sort(1).values
+    return groups.clamp_max(maxima.shape[1] - 1), groups < maxima.shape[1]
+
+
+def _log_sum_exp(scores: Tensor, maxima: Tensor) -> Tensor:
+    """Log-sum-exp ``[B]`` of scores ``[B, R]`` whose groups have these maxima, in operators that runtimes vectorize."""
+    largest = maxima.amax(1).clamp_min(torch.finfo(scores.dtype).min)  # a block of no items has -inf alone
+    return (scores - largest[:, None]).exp().sum(1).log() + largest
 
 
 def validate_precision(precision: object) -> None:

@@ -106,8 +106,8 @@ def item_matrix(policy: Policy) -> tuple[Tensor, int]:
 
 
 def ranker_of(policy: Policy, precision: Precision, block_rows: int = BLOCK_ROWS) -> Policy | CatalogSearch:
-    """What a bundle's program runs: the policy itself where its catalog fits one block as it is."""
-    if precision == "float32" and (policy.num_items < block_rows or not has_item_matrix(policy)):
+    """What a bundle's program runs: the policy itself where its catalog fits half a block as it is."""
+    if precision == "float32" and (policy.num_items < block_rows // 2 or not has_item_matrix(policy)):
         return policy
     return CatalogSearch(policy, precision, block_rows)
 
