@@ -31,7 +31,7 @@ _DISK_FAULTS: Final = {
 
 
 class DuckDBEngine(Engine):
-    """Runs Ibis expressions on DuckDB, whose tables and spilled data live in ``work``.
+    """Runs Ibis expressions on DuckDB, whose tables live in memory up to ``memory_limit``, beyond it in ``work``.
 
     Args:
         work: an existing local directory for temporary files; the caller removes it.
@@ -54,7 +54,8 @@ class DuckDBEngine(Engine):
         if threads is not None:
             settings["threads"] = threads
         try:
-            self._connection = ibis.duckdb.connect(work / "events.duckdb", **settings)
+            # A database in a file would compress and write every table; this one writes what memory does not hold.
+            self._connection = ibis.duckdb.connect(**settings)
         except duckdb.Error as error:
             raise RecpoError(
                 f"DuckDB could not start with memory_limit {memory_limit!r} in {work}: {_first_line(error)}"

@@ -58,12 +58,21 @@ from recpo.data.schema import (
     item_schema,
     user_schema,
 )
-from recpo.data.shaping import Label, WatchQuantiles, cutoff_table, definition, quantile_table, watch_ties
+from recpo.data.shaping import (
+    Label,
+    WatchQuantiles,
+    bucket_counts,
+    cutoff_table,
+    definition,
+    quantile_table,
+    watch_ties,
+)
 from recpo.data.splits import (
     Split,
     TemporalSplit,
     held_out_events,
     last_events,
+    outside_events,
     past_items,
     period_rows,
     train_items,
@@ -267,12 +276,13 @@ class PrepareRun:
         items, users, kept = self._keep(events)
         self._stage()
         shaped, feedback = self._shape(kept)
+        outside = self._outside(events, items, users)
         sizes = self._write_tables(log, items, users, shaped)
         self._stage()
         context = self._write_features(items, users, shaped)
         shards = {name: self._write_period(shaped, number, feedback, context) for number, name in enumerate(PERIODS)}
         self._write_histories(log, items, users, shaped)
-        later = self._write_for_extension(log, events, shaped, items, users)
+        later = self._write_for_extension(log, outside, shaped, items, users)
         past = [shard["past"] for listed in shards.values() for shard in listed if "past" in shard]
         files = ("items.parquet", "users.parquet", "quantiles.parquet", "histories.parquet", *past, *later)
         return {
@@ -359,14 +369,30 @@ class PrepareRun:
 
     def _shape(self, events: ir.Table) -> tuple[ir.Table, FeedbackDefinition]:
         engine, base = self.engine, self.choice.label.duration_base
-        placed = engine.materialize("placed", add_positions(events, time_order(events)))
-        quantiles = engine.materialize("quantiles", quantile_table(placed, base))
+        counts = engine.materialize("counts", bucket_counts(events, base))
+        quantiles = quantile_table(counts)
         self._write_rows(quantiles.order_by(quantiles.columns[:2]), QUANTILE_SCHEMA, "quantiles.parquet")
         self.counts["watch_time_ties"] = engine.row(watch_ties(quantiles))
-        shaped = engine.materialize("shaped", self.choice.label.add(placed))
-        engine.drop("placed")
+        placed, label = add_positions(events, time_order(events)), self.choice.label
+        if not label.reads_events_once:
+            placed = engine.materialize("placed", placed)
+        shaped = engine.materialize("shaped", label.add_counted(placed, counts))
+        if not label.reads_events_once:
+            engine.drop("placed")
         fitted = engine.table(cutoff_table(quantiles))
         return shaped, definition(fitted, self.choice.feedback, base, self.choice.max_watch_time)
+
+    def _outside(self, events: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table | None:
+        """What an extension needs of events that are not kept; None = the split cannot be rolled forward.
+
+        From here on nothing else needs the rows of the log.
+        """
+        if not self.choice.split.is_per_event:
+            self.engine.drop("distinct", "events")
+            return None
+        outside = self.engine.materialize("outside", outside_events(events, items, users))
+        self.engine.drop("distinct")
+        return outside
 
     def _write_tables(self, log: Log, items: ir.Table, users: ir.Table, events: ir.Table) -> dict[str, int]:
         item_ids, user_ids = log.types[LogColumns.ITEM_ID], log.types[LogColumns.USER_ID]
@@ -441,15 +467,15 @@ class PrepareRun:
         return history_schema(*ids, self.more.behaviors, self._plain_context(log))
 
     def _write_for_extension(
-        self, log: Log, events: ir.Table, shaped: ir.Table, items: ir.Table, users: ir.Table
+        self, log: Log, outside: ir.Table | None, shaped: ir.Table, items: ir.Table, users: ir.Table
     ) -> list[str]:
         """What ``prepare --extends`` reads in place of the train shards, where the split can be rolled forward."""
-        if not self.choice.split.is_per_event:
+        if outside is None:
             return []
         (self.partial / TRAIN_PAST).mkdir()
         past = f"{TRAIN_PAST}/00000.parquet"
         self._write_rows(train_items(shaped), PAST_SCHEMA, past)
-        self._write_rows(held_out_events(events, shaped, items, users), self._held_out_schema(log), HELD_OUT)
+        self._write_rows(held_out_events(outside, shaped, items, users), self._held_out_schema(log), HELD_OUT)
         return [HELD_OUT, past]
 
     def _held_out_schema(self, log: Log) -> pa.Schema:

@@ -37,9 +37,11 @@ class Label(ABC):
 
     Attributes:
         needs: standard columns that the log must have.
+        reads_events_once: ``add_counted`` refers to its events once, so that they need not be materialized for it.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
+    reads_events_once: ClassVar[bool] = False
 
     @abstractmethod
     def add(self, events: ir.Table) -> ir.Table:
@@ -48,6 +50,15 @@ class Label(ABC):
         Args:
             events: standard events with ``user_index`` and ``period``.
         """
+
+    def add_counted(self, events: ir.Table, counts: ir.Table) -> ir.Table:
+        """As ``add``, where the ``bucket_counts`` of the events with ``duration_base`` are at hand.
+
+        Args:
+            events: standard events with ``user_index`` and ``period``.
+            counts: their ``bucket_counts``.
+        """
+        return self.add(events)
 
     def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
         """As ``add``, with what was fitted to all users before in place of what the events would give.
@@ -95,6 +106,7 @@ class WatchQuantiles(Label):
     ties: Ties = "mid"
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
+    reads_events_once: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_base(self.base)
@@ -108,17 +120,21 @@ class WatchQuantiles(Label):
 
     def add(self, events: ir.Table) -> ir.Table:
         """The user's share, or the bucket's where the user has too few watch times, or null."""
-        return self._labeled(events, None)
+        return self._labeled(events, bucket_counts(events, self.base))
+
+    def add_counted(self, events: ir.Table, counts: ir.Table) -> ir.Table:
+        """The bucket's shares are those of ``counts``."""
+        return self._labeled(events, counts)
 
     def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
         """The bucket's shares are the kept ones; the user's own are of the train events among ``events``."""
-        return self._labeled(events, fitted)
-
-    def _labeled(self, events: ir.Table, kept: ir.Table | None) -> ir.Table:
         keyed = events.mutate(bucket=bucket(events, self.base))
-        table = watch_counts(keyed, ["bucket"], kept=kept)
-        share_of_all = _share(table.at_most, table["count"], table.total, self.ties)
-        table = table.select("bucket", Derived.WATCH_MS, share_of_all=share_of_all, total_of_all=table.total)
+        return self._labeled(events, watch_counts(keyed, ["bucket"], kept=fitted))
+
+    def _labeled(self, events: ir.Table, counts: ir.Table) -> ir.Table:
+        keyed = events.mutate(bucket=bucket(events, self.base))
+        share_of_all = _share(counts.at_most, counts["count"], counts.total, self.ties)
+        table = counts.select("bucket", Derived.WATCH_MS, share_of_all=share_of_all, total_of_all=counts.total)
         keyed = keyed.left_join(table, ["bucket", Derived.WATCH_MS])
         own = {"group_by": [Derived.USER_INDEX, "bucket"], "order_by": Derived.WATCH_MS}
         fitted = _is_fitted(keyed)
@@ -150,6 +166,7 @@ class WatchRatio(Label):
     cap: float = 1.0
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
+    reads_events_once: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.cap > 0:
@@ -260,6 +277,8 @@ class WatchTimeGain(Label):
 class EveryEvent(Label):
     """Every event is a positive: 1. For logs of purchases, clicks or visits without any other feedback."""
 
+    reads_events_once: ClassVar[bool] = True
+
     def add(self, events: ir.Table) -> ir.Table:
         """A constant column."""
         return events.mutate(**{Derived.LABEL: ibis.literal(1.0)})
@@ -273,6 +292,7 @@ class BinaryColumn(Label):
     """
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.LABEL,)
+    reads_events_once: ClassVar[bool] = True
 
     def unreadable(self, label: ir.FloatingColumn) -> ir.BooleanColumn:
         """Anything but 0 and 1."""
@@ -301,6 +321,7 @@ class NumericColumn(Label):
     threshold: float | None = None
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.LABEL,)
+    reads_events_once: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.low < self.high:
@@ -391,10 +412,18 @@ def _check_base(base: float) -> None:
         raise RecpoError(f"label: base {base} of the duration buckets must be greater than 1")
 
 
-def quantile_table(events: ir.Table, base: float) -> ir.Table:
-    """All users' train watch times: ``bucket``, ``watch_ms``, ``count``, ``quantile`` (share that is no longer)."""
-    table = watch_counts(events.mutate(bucket=bucket(events, base)), ["bucket"])
-    table = table.filter(table["count"] > 0)
+def bucket_counts(events: ir.Table, base: float) -> ir.Table:
+    """The ``watch_counts`` of duration buckets: of the quantiles of all users, and of those of labels."""
+    return watch_counts(events.mutate(bucket=bucket(events, base)), ["bucket"])
+
+
+def quantile_table(counts: ir.Table) -> ir.Table:
+    """All users' train watch times: ``bucket``, ``watch_ms``, ``count``, ``quantile`` (share that is no longer).
+
+    Args:
+        counts: of ``bucket_counts``.
+    """
+    table = counts.filter(counts["count"] > 0)
     table = table.mutate(quantile=table.at_most / table.total)
     return table.select("bucket", Derived.WATCH_MS, "count", "quantile").order_by(["bucket", Derived.WATCH_MS])
 

@@ -192,21 +192,34 @@ def train_items(events: ir.Table) -> ir.Table:
     return events.filter(events[Derived.PERIOD] == TRAIN).select(user, item).distinct().order_by([user, item])
 
 
-def held_out_events(events: ir.Table, placed: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
-    """The standard events of the held-out periods (``held_out_schema``), in one order.
+def outside_events(events: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
+    """The standard events of the held-out periods whose item or user is not kept.
 
     Args:
         events: all standard events with their period.
-        placed: those of kept items and users, with their labels and requests.
+        items: kept items.
+        users: kept users.
+    """
+    later, item, user = events.filter(events[Derived.PERIOD] > TRAIN), LogColumns.ITEM_ID, LogColumns.USER_ID
+    keys = items.select(kept_item=items[item]), users.select(kept_user=users[user])
+    joined = later.left_join(keys[0], later[item] == keys[0]["kept_item"])
+    joined = joined.left_join(keys[1], joined[user] == keys[1]["kept_user"])
+    outside = joined.filter(joined["kept_item"].isnull() | joined["kept_user"].isnull())
+    return outside.select(user, *TIE_RULE, *more_columns(events))
+
+
+def held_out_events(outside: ir.Table, placed: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
+    """The standard events of the held-out periods (``held_out_schema``), in one order.
+
+    Args:
+        outside: those of items and users that are not kept (``outside_events``).
+        placed: the others, with their labels and requests.
         items: kept items.
         users: kept users.
     """
     later = placed.filter(placed[Derived.PERIOD] > TRAIN)
     kept = later.inner_join(items, Derived.ITEM_INDEX).inner_join(users, Derived.USER_INDEX)
-    others = events.filter(events[Derived.PERIOD] > TRAIN)
-    outside = others.anti_join(items, LogColumns.ITEM_ID)
-    outside = outside.union(others.semi_join(items, LogColumns.ITEM_ID).anti_join(users, LogColumns.USER_ID))
-    names = [LogColumns.USER_ID, *TIE_RULE, *more_columns(events)]
+    names = outside.columns
     unknown = {Derived.LABEL: ibis.null("float64"), Derived.REQUEST: ibis.null("int64")}
     rows = kept.select(*names, Derived.LABEL, Derived.REQUEST, **{Derived.IS_PLACED: ibis.literal(True)}).union(
         outside.select(*names, **unknown, **{Derived.IS_PLACED: ibis.literal(False)})

@@ -21,6 +21,7 @@ from recpo.features.encoding import FittedFeatures
 from recpo.feedback import FeedbackDefinition
 
 _ROW_GROUP: Final = 1 << 16
+_LEVEL_ROWS: Final = 1 << 14  # what is computed on the way stays in the cache
 _REPEATING: Final = (Derived.USER_INDEX, Derived.ITEM_INDEX, Derived.FEEDBACK, LogColumns.DURATION, Derived.BEHAVIORS)
 
 
@@ -178,7 +179,9 @@ def _write_shard(
 ) -> dict[str, Any]:
     names = (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.DISLIKE, Derived.LABEL, Derived.IS_TARGET)
     watch_time, duration, dislike, label, is_target = (block[name].to_numpy() for name in names)
-    levels = feedback.levels(watch_time, duration, dislike, label)
+    columns = (watch_time, duration, dislike, label)
+    parts = (slice(start, start + _LEVEL_ROWS) for start in range(0, len(label), _LEVEL_ROWS))
+    levels = np.concatenate([feedback.levels(*(column[part] for column in columns)) for part in parts])
     table = block.append_column(Derived.FEEDBACK, pa.array(levels))
     schema = EVENT_SCHEMA if not behaviors else EVENT_SCHEMA.append(pa.field(Derived.BEHAVIORS, pa.int32()))
     table = table.select(schema.names).cast(schema)

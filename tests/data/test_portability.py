@@ -15,6 +15,7 @@ from recpo.data.shaping import (
     WatchQuantiles,
     WatchRatio,
     WatchTimeGain,
+    bucket_counts,
     cutoff_table,
     quantile_table,
     watch_ties,
@@ -75,9 +76,12 @@ def test_the_pipeline_compiles_for_spark():
     placed = add_positions(placed, time_order(placed))
     assert compiles(placed)
     placed = unbound(placed, "placed")
-    quantiles = quantile_table(placed, 2.0)
+    counts = bucket_counts(placed, 2.0)
+    quantiles = quantile_table(unbound(counts, "counts"))
     fitted = unbound(quantiles, "quantiles")
-    assert compiles(quantiles, cutoff_table(fitted), watch_ties(fitted), *(label.add(placed) for label in LABELS))
+    assert compiles(
+        counts, quantiles, cutoff_table(fitted), watch_ties(fitted), *(label.add(placed) for label in LABELS)
+    )
     shaped = unbound(EveryEvent().add(placed), "shaped")
     assert compiles(
         item_table(items, shaped, FeedbackRule()), last_events(shaped, items, users, 9), period_rows(shaped, 2, 9)

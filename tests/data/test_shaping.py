@@ -18,6 +18,7 @@ from recpo.data.shaping import (
     WatchQuantiles,
     WatchRatio,
     WatchTimeGain,
+    bucket_counts,
     cutoff_table,
     definition,
     quantile_table,
@@ -161,7 +162,7 @@ def test_a_skip_after_zero_seconds_is_never_positive(engine, label):
 def test_many_ties_are_warned_of(engine):
     def warnings(watch, label=None):
         rows = table([0] * len(watch), watch, [30_000] * len(watch), [0] * len(watch))
-        return tie_warnings(label or WatchQuantiles(), engine.row(watch_ties(quantile_table(rows, 2.0))))
+        return tie_warnings(label or WatchQuantiles(), engine.row(watch_ties(quantile_table(bucket_counts(rows, 2.0)))))
 
     assert warnings([1000, 2000, 3000, 4000, 5000, 0]) == []
     assert "40% of the train watch times are zero seconds" in warnings([0, 0, 1000, 2000, 3000])[0]
@@ -173,12 +174,12 @@ def test_many_ties_are_warned_of(engine):
 def test_ties_are_counted_by_bucket(engine):
     # of 10 s: two of zero seconds; of 100 s: none, and three that are alike
     rows = table([0] * 7, [0, 0, 1000, 5000, 5000, 5000, 7000], [10_000] * 3 + [100_000] * 4, [0] * 7)
-    assert engine.row(watch_ties(quantile_table(rows, 2.0))) == {"watched": 7, "zero": 2, "tied": 5}
+    assert engine.row(watch_ties(quantile_table(bucket_counts(rows, 2.0)))) == {"watched": 7, "zero": 2, "tied": 5}
 
 
 def test_cutoffs_are_quarters_of_the_watch_times(engine):
     rows = table([0] * 20, [1000 * second for second in range(1, 21)], [30_000] * 20, [0] * 20)
-    assert engine.table(cutoff_table(quantile_table(rows, 2.0))).to_pylist() == [
+    assert engine.table(cutoff_table(quantile_table(bucket_counts(rows, 2.0)))).to_pylist() == [
         {"bucket": 4, "q25": 5000, "q50": 10_000, "q75": 15_000}
     ]
 
@@ -186,7 +187,7 @@ def test_cutoffs_are_quarters_of_the_watch_times(engine):
 @QUICK
 @given(events=EVENTS)
 def test_feedback_levels_equal_the_formula(engine, events):
-    cutoffs = engine.table(cutoff_table(quantile_table(table(*events), 2.0)))
+    cutoffs = engine.table(cutoff_table(quantile_table(bucket_counts(table(*events), 2.0))))
     seconds = [np.array([np.nan if ms is None else ms / 1000 for ms in column]) for column in events[1:3]]
     unlabeled = np.full(len(events[0]), np.nan)
     found = definition(cutoffs, FeedbackRule(), 2.0, 86_400.0).levels(*seconds, np.array(events[4]), unlabeled)
@@ -234,7 +235,9 @@ def test_column_labels(engine):
 
 def test_cutoffs_are_described_in_seconds(engine):
     rows = table([0] * 5, [1000, 2000, 3000, 4000, 999_000], [9000] * 5, [0, 0, 0, 0, 1])
-    fitted = definition(engine.table(cutoff_table(quantile_table(rows, 2.0))), FeedbackRule(), 2.0, 86_400.0)
+    fitted = definition(
+        engine.table(cutoff_table(quantile_table(bucket_counts(rows, 2.0)))), FeedbackRule(), 2.0, 86_400.0
+    )
     assert fitted == FeedbackDefinition(FeedbackRule(), 2.0, {3: (1.0, 2.0, 3.0)})
 
 
