@@ -1,12 +1,14 @@
 """Training on a catalog that is cut over two ranks of one machine: what it takes in memory, and how fast it goes.
 
     python benchmarks/large_catalog.py --items 20000000 --work large      # 20 GB of disk, 15 minutes on 2 cores
+    python benchmarks/large_catalog.py --items 1000000 --work features --contenders sampled features --steps 20
 
 Writes a log that shows every item at least once, prepares it, gives the items codes, and trains a policy with a sampled
 normalizer and one with semantic ids (item vectors and codes) through the command line, on two gloo ranks: some steps,
-a checkpoint, and ten more steps after a resume, with a validation over the full catalog. Prints one JSON line per
-policy: the largest memory of all processes together (proportional set size, pages mapped from files included, GiB), the
-same of a single process, and the size of the checkpoint.
+a checkpoint, and ten more steps after a resume, with a validation over the full catalog. The contender ``features`` is
+the first policy on a log that was prepared with a table of the items: five categories and a vector of 64. Prints one
+JSON line per preparation and policy: the largest memory of all processes together (proportional set size, pages mapped
+from files included, GiB), the same of a single process, and the size of the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import yaml
 
 DAY_MS = 86_400_000
 PARTS = 24
+CONTENDERS = ("sampled", "semantic", "features")
+CATEGORIES, WIDTH = (20, 200, 2000, 50, 8), 64
 
 
 def write_log(file: Path, items: int, seed: int = 0) -> None:
@@ -43,6 +47,27 @@ def write_log(file: Path, items: int, seed: int = 0) -> None:
             when = 1_700_000_000_000 + rng.integers(0, 10 * DAY_MS, count)
             users = rng.integers(0, max(1, items // 50), count)
             writer.write_table(pa.table({"user_id": users, "item_id": shown, "timestamp": when}))
+
+
+def write_items(file: Path, items: int, seed: int = 1) -> None:
+    """Five categories and a vector of 64 for every item."""
+    rng = np.random.default_rng(seed)
+    kinds = {f"category_{size}": pa.int64() for size in CATEGORIES}
+    schema = pa.schema({"item_id": pa.int64(), **kinds, "text": pa.list_(pa.float32(), WIDTH)})
+    with pq.ParquetWriter(file, schema) as writer:
+        for ids in np.array_split(np.arange(items), PARTS):
+            vectors = pa.array(rng.standard_normal(len(ids) * WIDTH, np.float32))
+            drawn = [pa.array(rng.integers(0, size, len(ids))) for size in CATEGORIES]
+            columns = [pa.array(ids), *drawn, pa.FixedSizeListArray.from_arrays(vectors, WIDTH)]
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+
+
+def prepare(work: Path, out: Path, items: int, *others: str) -> None:
+    """Prepares the log, and prints what it took in memory."""
+    verb = ["prepare", "--log", str(work / "log.parquet"), "--out", str(out), "--catalog", "log", *others]
+    label = ["--label", "EveryEvent", "--columns.time_unit", "ms"]
+    took = measured([sys.executable, "-m", "recpo.cli.main", *verb, *label])
+    print(json.dumps({"items": items, "prepared": out.name, **took}), flush=True)
 
 
 def write_codes(prepared: Path, out: Path) -> None:
@@ -111,9 +136,9 @@ def resident(pid: int) -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / (1 << 20)
 
 
-def train(work: Path, name: str, policy: dict[str, Any], steps: int, batch_size: int) -> dict[str, Any]:
+def train(work: Path, prepared: Path, name: str, policy: dict[str, Any], steps: int, batch_size: int) -> dict[str, Any]:
     run, file = work / name, work / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(config(work / "prepared", policy, batch_size)))
+    file.write_text(yaml.safe_dump(config(prepared, policy, batch_size)))
     shutil.rmtree(run, ignore_errors=True)
     verb = [sys.executable, "-m", "recpo.cli.main", "train", "--config", str(file), "--out", str(run)]
     first = measured([*verb, "--trainer.max_steps", str(steps)])
@@ -138,24 +163,31 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--contenders", choices=CONTENDERS, nargs="+", default=["sampled", "semantic"])
     arguments = parser.parse_args()
     work: Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)
-    if not (work / "prepared").is_dir():
+    if not (work / "log.parquet").is_file():
         write_log(work / "log.parquet", arguments.items)
-        prepare = ["prepare", "--log", str(work / "log.parquet"), "--out", str(work / "prepared"), "--catalog", "log"]
-        label = ["--label", "EveryEvent", "--columns.time_unit", "ms"]
-        subprocess.run([sys.executable, "-m", "recpo.cli.main", *prepare, *label], check=True, stdout=sys.stderr)
-    if not (work / "codes").is_dir():
-        write_codes(work / "prepared", work / "codes")
+    plain, featured = work / "prepared", work / "prepared_features"
+    if not plain.is_dir() and {"sampled", "semantic"} & set(arguments.contenders):
+        prepare(work, plain, arguments.items)
+    if not featured.is_dir() and "features" in arguments.contenders:
+        write_items(work / "items.parquet", arguments.items)
+        prepare(work, featured, arguments.items, "--items", str(work / "items.parquet"))
+    if not (work / "codes").is_dir() and "semantic" in arguments.contenders:
+        write_codes(plain, work / "codes")
     common = {"dim": arguments.dim, "layers": 2, "heads": 2, "max_history": 50}
     sampled = {"class_path": "CatalogSoftmaxPolicy", "init_args": common | {"normalizer": "sampled"}}
+    reading = {"class_path": "CatalogSoftmaxPolicy", "init_args": {**sampled["init_args"], "item_features": {}}}
     semantic = {
         "class_path": "SemanticIdPolicy",
         "init_args": common | {"codes": str(work / "codes"), "beam_width": 20},
     }
-    for name, policy in (("sampled", sampled), ("semantic", semantic)):
-        line = train(work, name, policy, arguments.steps, arguments.batch_size)
+    policies = {"sampled": (plain, sampled), "semantic": (plain, semantic), "features": (featured, reading)}
+    for name in arguments.contenders:
+        prepared, policy = policies[name]
+        line = train(work, prepared, name, policy, arguments.steps, arguments.batch_size)
         print(json.dumps({"items": arguments.items, "dim": arguments.dim, "ranks": 2} | line), flush=True)
 
 

@@ -83,8 +83,17 @@ class ItemFeatures(nn.Module):
                 f"item features have {len(features.codes)} rows, expected {self.num_items + 1}: one for each of the "
                 f"{self.num_items} items of the catalog, behind that of no item"
             )
-        inputs = self.encoder.inputs(features)
-        self._rows, self._weights, self._dense = inputs.rows.int(), inputs.weights, inputs.dense
+        count = len(features.codes)
+        rows, weights, dense = self.encoder.inputs(features.rows(torch.arange(0)))
+        self._rows = rows.new_empty((count, *rows.shape[1:]), dtype=torch.int32)
+        self._weights = None if weights is None else weights.new_empty((count, *weights.shape[1:]))
+        self._dense = dense.new_empty((count, *dense.shape[1:]))
+        for begin in range(0, count, BLOCK_ITEMS):  # what the encoder makes on the way takes several times the result
+            block = torch.arange(begin, min(begin + BLOCK_ITEMS, count), device=features.codes.device)
+            inputs = self.encoder.inputs(features.rows(block))
+            self._rows[block], self._dense[block] = inputs.rows.int(), inputs.dense
+            if self._weights is not None and inputs.weights is not None:
+                self._weights[block] = inputs.weights
 
     def begin_step(self, seed: int) -> None:
         """Draws the id rows to drop until the next step."""
