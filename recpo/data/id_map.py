@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -37,6 +36,8 @@ class IdMap:
         self._external = external
         self._is_text = _is_text(external.type)
         # An object index keeps its hash table, so that a request for a few ids does not cost a pass over the catalog.
+        import pandas as pd  # 35 MB, and training looks up no external id
+
         values = external.to_numpy(zero_copy_only=False)
         self._index = pd.Index(values.astype(object) if self._is_text else values)
         if not self._index.is_unique:

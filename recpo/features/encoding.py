@@ -9,15 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 
 from recpo.errors import RecpoError
 from recpo.features.arrays import FeatureArrays, read_features
 from recpo.features.columns import expected_type, plain_column
 from recpo.features.schema import FIRST_CODE, MISSING, UNKNOWN, Categories, Category, Feature, Number, Vector
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class Vocabulary:
@@ -64,6 +67,8 @@ class Vocabulary:
 
 
 def _hashable(values: pa.Array) -> pd.Index:
+    import pandas as pd  # 35 MB, and training encodes no raw value
+
     found: np.ndarray = values.to_numpy(zero_copy_only=False)
     return pd.Index(found.astype(object) if pa.types.is_string(values.type) else found)
 

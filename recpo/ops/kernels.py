@@ -2,6 +2,8 @@
 
 - **Products**: PyTorch sends float32 products to MKL, which uses only half of an AMD processor. On an EPYC with
   AVX-512, oneDNN is 2.3 times as fast for the shapes of this library, at the same precision.
+- **Numbers of rows**: where they differ from step to step, they are filled up to a multiple of 64, because oneDNN
+  compiles and keeps a kernel for every new number.
 - **Rows**: an embedding lookup instead of indexing, because its gradient is several times faster on a CPU.
 - **Dropout**: one random byte per element, because Bernoulli numbers cost more than the products around them.
 - **Passes over a catalog**: blocks of logits that fit the cache are reduced at once, and computed again in the backward
@@ -36,6 +38,9 @@ KEEP_BYTES = 192 << 20
 BLOCK_ROWS_OF_TABLE = 8192
 # Below this many multiplications a product is over before oneDNN has looked up its kernel.
 _SMALL = 1 << 20
+# oneDNN compiles a kernel for every number of rows that it meets, and keeps 1,024 of them (some 100 KB each). Where the
+# number differs from step to step it is filled up to a multiple of this, so that few are ever compiled.
+ROW_MULTIPLE = 64
 _LEAST_INT64 = -(2**63)
 
 _reference = False
@@ -181,7 +186,7 @@ class CatalogSums(NamedTuple):
     Attributes:
         lse: ``[N]`` log-sum-exp of all logits.
         expected_row: ``[N, d]``; None if not requested.
-        block_lse: ``[blocks of table rows, N]`` log-sum-exp within each block of table rows.
+        block_lse: ``[blocks of table rows, M]`` log-sum-exp within each block of table rows, of the states of ``Grid``.
         softmax: the softmax within each block, in the order of ``Grid``; empty if it was too large to keep.
     """
 
@@ -213,23 +218,35 @@ class Grid:
         states: ``[N, d]``.
         table: ``[V + padding_rows, d]``.
         padding_rows: rows of the table to leave out.
+
+    Attributes:
+        states: ``[M, d]``, the states and, for oneDNN, rows of zeros up to a multiple of ``ROW_MULTIPLE``.
     """
 
     def __init__(self, states: Tensor, table: Tensor, padding_rows: int) -> None:
-        self.states, self.table = states, table
+        self.states, self.table = padded_rows(states), table
         self.columns = list(column_blocks(len(table), padding_rows, BLOCK_ROWS_OF_TABLE))
         self.block_bytes = BLOCK_BYTES.get(states.device.type, BLOCK_BYTES_ACCELERATOR)
 
     def __iter__(self) -> Iterator[tuple[int, slice, slice]]:
         """Yields the number of the block of table rows, the states' slice and the rows' slice."""
         for column, rows in enumerate(self.columns):
-            height = max(64, self.block_bytes // (self.states.element_size() * (rows.stop - rows.start)))
+            height = self.block_bytes // (self.states.element_size() * (rows.stop - rows.start))
+            height = max(ROW_MULTIPLE, height // ROW_MULTIPLE * ROW_MULTIPLE)
             for start in range(0, len(self.states), height):
                 yield column, slice(start, min(start + height, len(self.states))), rows
 
     def logits(self, part: slice, rows: slice) -> Tensor:
         """The logits of some states over some table rows."""
         return matmul_transposed(self.states[part], self.table[rows])
+
+
+def padded_rows(values: Tensor) -> Tensor:
+    """``[N, ...]`` with zeros up to a multiple of ``ROW_MULTIPLE`` rows, where oneDNN multiplies by them."""
+    missing = -len(values) % ROW_MULTIPLE
+    if not missing or len(values) < ROW_MULTIPLE or not _suits(values):
+        return values
+    return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
 
 
 def _softmax_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,10 +268,10 @@ def sum_over_catalog(
     if _reference:
         return _plain_sums(states, table, padding_rows, want_expected_row)
     grid = Grid(states, table, padding_rows)
-    lse = states.new_full((len(states),), -torch.inf)
+    lse = states.new_full((len(grid.states),), -torch.inf)
     # one tensor for all blocks: small long-lived tensors between large short-lived ones would fragment the heap
-    block_lse = states.new_empty(len(grid.columns), len(states))
-    expected = torch.zeros_like(states) if want_expected_row else None
+    block_lse = states.new_empty(len(grid.columns), len(grid.states))
+    expected = torch.zeros_like(grid.states) if want_expected_row else None
     keep = len(states) * (len(table) - padding_rows) * states.element_size() <= keep_bytes
     kept: list[Tensor] = []
     for column, part, rows in grid:
@@ -267,7 +284,7 @@ def sum_over_catalog(
             expected[part].mul_((before - lse[part]).exp_()[:, None]).add_(of_block)
         if keep:
             kept.append(softmax)
-    return CatalogSums(lse, expected, block_lse, kept)
+    return CatalogSums(lse[: len(states)], None if expected is None else expected[: len(states)], block_lse, kept)
 
 
 def add_softmax_gradient(
@@ -279,12 +296,13 @@ def add_softmax_gradient(
         gradient[padding_rows:] += (weights[:, None] * p).T @ states
         return
     grid = Grid(states, table, padding_rows)
+    weights, lse = padded_rows(weights), padded_rows(sums.lse)
     kept = iter(sums.softmax)
     for column, part, rows in grid:
         softmax = next(kept) if sums.softmax else _softmax_in_place(grid.logits(part, rows))[0]
         # the softmax sums to one over the block's rows; the block's share scales the states, which are smaller
-        share = (sums.block_lse[column, part] - sums.lse[part]).exp_().mul_(weights[part])
-        gradient[rows] += matmul_transposed((states[part] * share[:, None]).T, softmax.T).T
+        share = (sums.block_lse[column, part] - lse[part]).exp_().mul_(weights[part])
+        gradient[rows] += matmul_transposed((grid.states[part] * share[:, None]).T, softmax.T).T
 
 
 def entropy_gradients(
@@ -300,17 +318,18 @@ def entropy_gradients(
     """What these rows add to the gradients of states and table, by ``dH/ds_v = -p_v (log p_v + H)``, block by block."""
     if _reference:
         return _plain_entropy_gradients(grad, states, table, padding_rows, lse, entropy)
-    grad_states = torch.zeros_like(states) if needs_states else None
-    grad_table = torch.zeros_like(table) if needs_table else None
     grid = Grid(states, table, padding_rows)
+    grad_states = torch.zeros_like(grid.states) if needs_states else None
+    grad_table = torch.zeros_like(table) if needs_table else None
+    grad, lse, entropy = padded_rows(grad), padded_rows(lse), padded_rows(entropy)
     for _, part, rows in grid:
         logp = grid.logits(part, rows).sub_(lse[part, None])
         grad_logits = logp.exp().mul_(logp.add_(entropy[part, None])).mul_(-grad[part, None])
         if grad_states is not None:
             grad_states[part] += matmul_transposed(grad_logits, table[rows].T)
         if grad_table is not None:
-            grad_table[rows] += matmul_transposed(states[part].T, grad_logits.T).T
-    return grad_states, grad_table
+            grad_table[rows] += matmul_transposed(grid.states[part].T, grad_logits.T).T
+    return None if grad_states is None else grad_states[: len(states)], grad_table
 
 
 def _plain_sums(states: Tensor, table: Tensor, padding_rows: int, want_expected_row: bool) -> CatalogSums:

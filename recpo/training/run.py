@@ -24,7 +24,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 

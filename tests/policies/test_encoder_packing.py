@@ -3,13 +3,17 @@
 import pytest
 import torch
 
+from recpo.ops.kernels import ROW_MULTIPLE
 from recpo.policies.encoder import HistoryEncoder
 from recpo.policies.layers import Packing
 
 LENGTH, DIM = 9, 16
 
 
-@pytest.mark.parametrize("lengths", [[0, 1, 3, 9, 2], [0, 0], [9], [1, 0, 0], []], ids=str)
+MANY = [3, 0, 1, 5, 2] * 7  # more events than the multiple to which their number is filled up
+
+
+@pytest.mark.parametrize("lengths", [[0, 1, 3, 9, 2], [0, 0], [9], [1, 0, 0], [], MANY], ids=str)
 def test_states_and_gradients_are_those_of_the_padded_encoder(lengths):
     torch.manual_seed(0)
     model = HistoryEncoder(
@@ -35,5 +39,8 @@ def test_only_padded_histories_are_packed():
     assert Packing.of(torch.tensor([4, 4]), 4) is None
     packing = Packing.of(torch.tensor([1, 0, 2]), 4)
     assert packing.places.tolist() == [0, 8, 9]
+    many = Packing.of(torch.tensor(MANY), LENGTH)
+    assert many is not None
+    assert len(many.places) == len(set(many.places.tolist())) == 2 * ROW_MULTIPLE
     padded = torch.arange(12.0).view(3, 4, 1)
     assert packing.unpack(packing.pack(padded)).flatten().tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 8, 9, 0, 0]
