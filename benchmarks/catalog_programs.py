@@ -13,6 +13,8 @@ policy instead. Every form is exported and opened in a process of its own, one t
 
     python benchmarks/catalog_programs.py                     10^5 and 10^6 items; some ten minutes
     python benchmarks/catalog_programs.py --run runs/mpo      a trained policy
+    python benchmarks/catalog_programs.py --items 10000 100000 --forms plain blocks torch compiled
+                                                              ONNX Runtime, the torch engine, AOTInductor
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from recpo.errors import RecpoError
 DIM, HISTORY, K = 64, 50, 100
 FORMS = ("plain", "blocks", "float16", "int8", "index")
 FILES = ("model.onnx", "model.onnx.data", "index.faiss", "vectors.npy")
+COMPILED = "compiled.pt2"  # beside the bundle
 
 
 def make_policy(items: int) -> tuple[Any, dict[str, Any]]:
@@ -66,7 +69,12 @@ def export(policy: Any, options: dict[str, Any], form: str, out: Path) -> None:
     arguments: dict[str, Any] = {"item_precision": form} if form in ("float16", "int8") else {}
     arguments |= {"index": IndexOptions()} if form == "index" else {}
     items = IdMap(pa.array(np.arange(policy.num_items, dtype=np.int64)))
+    arguments |= {"options": options} if form in ("torch", "compiled") else {}
     exporting.export_bundle(policy, items, FeedbackDefinition(), out, k=K, **arguments)
+    if form == "compiled":
+        from recpo.serving.compiled import write_compiled
+
+        write_compiled(out, out.parent / COMPILED)
 
 
 def resident_mb(field: str = "VmRSS") -> float:
@@ -95,7 +103,12 @@ def measure(root: Path, form: str, repeats: int) -> dict[str, Any]:
 
     manifest = BundleManifest.read(root)
     before = resident_mb()
-    runtime = load_runtime(root, manifest, "onnx", threads=1)
+    if form == "compiled":
+        from recpo.serving.compiled import load_compiled
+
+        runtime = load_compiled(root, root.parent / COMPILED).runtime
+    else:
+        runtime = load_runtime(root, manifest, "torch" if form == "torch" else "onnx", threads=1)
     generator, found = np.random.default_rng(0), {"form": form, "items": manifest.num_items}
     found["load_mb"] = round(resident_mb() - before)
     for users in (1, 32):

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ from recpo.artifacts import (
 from recpo.errors import RecpoError
 
 HANGING = """
-import sys, time
+import signal, sys
 from recpo.artifacts import output_directory, output_file
 from pathlib import Path
 target, what, overwrite = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "overwrite"
@@ -35,7 +34,7 @@ make = output_file(target) if what == "file" else output_directory(target, kind=
 with make as working:
     (working if what == "file" else working / "content").write_text("half")
     print("working", flush=True)
-    time.sleep(60)
+    signal.pause()
 """
 
 
@@ -339,7 +338,7 @@ def test_writers_of_one_file_do_not_disturb_each_other(tmp_path, hanging):
 def test_of_many_simultaneous_writers_one_wins_and_the_others_are_told(tmp_path):
     code = (
         "import sys\nfrom pathlib import Path\nfrom recpo.artifacts import output_directory\n"
-        "from recpo.errors import RecpoError\nsys.stdin.readline()\n"
+        "from recpo.errors import RecpoError\nprint('ready', flush=True)\nsys.stdin.readline()\n"
         "try:\n"
         "    with output_directory(Path(sys.argv[1]), kind='prepared') as working:\n"
         "        [(working / f'{n}').write_text(sys.argv[2]) for n in range(50)]\n"
@@ -357,7 +356,7 @@ def test_of_many_simultaneous_writers_one_wins_and_the_others_are_told(tmp_path)
         )
         for number in range(4)
     ]
-    time.sleep(0.3)
+    assert {process.stdout.readline() for process in processes} == {"ready\n"}
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()

@@ -67,7 +67,7 @@ def killed(config, out):
     """A run of two ranks of which the second one is killed after its first checkpoint."""
     command = [sys.executable, "-m", "recpo.cli.main", "train", "--config", str(config), "--out", str(out)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    last, deadline = checkpoint_path(out, "last"), time.monotonic() + 120
+    last, deadline = checkpoint_path(out, "last"), time.monotonic() + 600
     while not last.exists():
         assert first.poll() is None, first.communicate()[1][-3000:]
         assert time.monotonic() < deadline

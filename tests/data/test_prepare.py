@@ -284,14 +284,14 @@ def test_a_killed_run_leaves_nothing_that_counts_as_prepared(tmp_path):
     path = write_log(tmp_path / "log.parquet", make_log(users=500, items=300, events=200_000))
     arguments = ["prepare", "--log", path, "--out", str(tmp_path / "out"), "--rows_per_shard", "2000"]
     process = subprocess.Popen([sys.executable, "-m", "recpo.cli.main", *arguments], stdout=subprocess.DEVNULL)
-    while not (working := list(tmp_path.glob("out.recpo-unfinished-*"))) and process.poll() is None:
+    while not list(tmp_path.glob("out.recpo-unfinished-*/*")) and process.poll() is None:
         time.sleep(0.005)
-    time.sleep(0.3)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "out").exists()
+    (working,) = tmp_path.glob("out.recpo-unfinished-*")
     with pytest.raises(RecpoError, match=r"manifest.json"):
-        Prepared.open(working[0])
+        Prepared.open(working)
     run(path, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.parquet", "out"]
     Prepared.open(tmp_path / "out").verify()

@@ -311,7 +311,7 @@ def test_recommend_runs_where_training_code_cannot_be_imported(bundle_path, tmp_
         [sys.executable, "-c", WITHOUT.format(blocked=blocked, arguments=arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         check=False,
     )

@@ -44,10 +44,10 @@ class Ranks:
     Args:
         world_size: how many.
         backend: of their collectives.
-        timeout: seconds that one function may take; a rank waits for the others a little less.
+        timeout: seconds that one function may take; a rank waits for the others a little less, but at least 60.
     """
 
-    def __init__(self, world_size: int, backend: str = "gloo", timeout: float = 60) -> None:
+    def __init__(self, world_size: int, backend: str = "gloo", timeout: float = 240) -> None:
         self.world_size, self.backend, self.timeout = world_size, backend, timeout
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -63,12 +63,12 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.world_size):
             store = f"file://{self._folder.name}/store"
-            group = [self.backend, store, str(rank), str(self.world_size), str(0.8 * self.timeout)]
+            group = [self.backend, store, str(rank), str(self.world_size), str(max(0.8 * self.timeout, 60))]
             command = [sys.executable, __file__, *group]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self._processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, **pipes))
         # a busy machine may take long to import torch; that is not the time of the first function
-        self._ask_all((__file__, _ready.__name__, ()), max(self.timeout, 120))
+        self._ask_all((__file__, _ready.__name__, ()), max(self.timeout, 600))
 
     def _end(self) -> None:
         for process in self._processes:

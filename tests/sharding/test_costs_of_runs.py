@@ -168,7 +168,7 @@ def observe(prepared: Path, out: Path, policy: dict[str, Any], strategy: dict[st
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with Ranks(2, timeout=120) as ranks:
+    with Ranks(2, timeout=240) as ranks:
         yield ranks
 
 

@@ -20,7 +20,7 @@ KINDS = ["PairwiseReward", "PointwiseReward", "PointwiseReward that reads only",
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[dict[int, Ranks]]:
-    made = {size: Ranks(size, timeout=120) for size in (1, 2)}
+    made = {size: Ranks(size, timeout=240) for size in (1, 2)}
     yield made
     for group in made.values():
         group.__exit__()

@@ -25,13 +25,13 @@ lost_ranks.ReportLostRanks(Path("runs/x")).setup(None, None, "fit")
 @pytest.mark.parametrize(
     ("grace", "rest", "status", "said"),
     [
-        (0.1, "time.sleep(60)", 1, "--resume true (process"),  # it hangs in a collective
+        (0.1, "time.sleep(600)", 1, "--resume true (process"),  # it hangs in a collective
         (30, "time.sleep(1); sys.exit('said by itself')", 1, "said by itself"),
     ],
 )
 def test_rank_0_ends_with_a_message(grace, rest, status, said):
     code = CHILD.format(grace=grace, rest=rest)
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert ended.returncode == status, ended.stderr[-2000:]
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr
