@@ -1,4 +1,4 @@
-"""Prepared shards -> batches, as Lightning asks for them."""
+"""Batches from prepared shards, as a Lightning data module."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ class FeedbackDataModule(LightningDataModule):
         prepared: directory written by ``recpo prepare``.
         batch_size: contexts of one micro-batch on one rank.
         layout: how events become contexts and slates: ``SequenceLayout`` (every position of a user's history in one
-            pass), ``ImpressionLayout`` (one request at a time) or ``PreferenceListLayout`` (one positive event against
+            pass), ``ImpressionLayout`` (one request at a time) or ``PreferenceListLayout`` (one positive event and
             rejected items).
         num_workers: processes that gather batches; 0 gathers in the training process. The batches are the same.
-        seed: order of the epochs, and items that the layout samples.
+        seed: determines the order of the epochs and the items that the layout samples.
         evaluation_batch_size: users of one validation batch.
-        max_validation_users: validate on so many users of the validation split, evenly spaced; null = all.
-        assign: what is assigned to the ranks. With "batches" every rank reads every shard and gathers every W-th batch,
-            W being the number of ranks: results do not depend on W. With "shards" the shards are divided among the
-            ranks, the same ones to a rank in every epoch, and each rank reads and cuts its own: reading is divided by
-            W. Every context still comes once per epoch, in an order of (seed, epoch, W); what an optimizer step holds
-            depends on W, the labels of a step (TernaryAdvantage) are those of the rank's own part of it, and a run goes
-            on in mid-epoch only on as many ranks. Ranks with fewer batches than the first get empty ones. With one rank
-            both are the same.
-        segments: of data that was extended (``recpo prepare --extends``), go through all of it, or through the events
-            that the last extension added: a nightly run that starts from yesterday's, at a cost that does not grow
-            with the log.
-        replay: with segments newest, so many batches of older events for each batch of new ones, others in each epoch.
+        max_validation_users: validate on this many users of the validation split, evenly spaced; null = all.
+        assign: what is assigned to the ranks. With "batches", every rank reads every shard and gathers every W-th
+            batch, where W is the number of ranks; results do not depend on W. With "shards", the shards are divided
+            among the ranks, the same ones to a rank in every epoch, and each rank reads and cuts its own, so reading is
+            divided by W. Every context still occurs once per epoch, in an order that depends on (seed, epoch, W). The
+            content of an optimizer step then depends on W, the labels of a step (TernaryAdvantage) are those of the
+            rank's own part, and a run can resume in the middle of an epoch only with the same number of ranks. Ranks
+            with fewer batches than the first get empty ones. With one rank, both options are the same.
+        segments: for data that was extended (``recpo prepare --extends``): use all of it, or only the events that the
+            last extension added. The latter is for a nightly run that starts from yesterday's run, at a cost that does
+            not grow with the log.
+        replay: with segments newest, the number of batches of older events per batch of new ones; they differ in each
+            epoch.
 
     Attributes:
-        phases: how training goes through the epoch; set by whoever trains.
-        step_labels: training reads ``FeedbackBatch.step_labels``; set by whoever trains.
-        reads: what batches hold beyond items, feedback and times; set by whoever trains.
+        phases: how training goes through the epoch; set by the training workflow.
+        step_labels: training reads ``FeedbackBatch.step_labels``; set by the training workflow.
+        reads: what batches contain beyond items, feedback and times; set by the training workflow.
     """
 
     phases = Phases()
@@ -107,7 +108,7 @@ class FeedbackDataModule(LightningDataModule):
         """Every context of the training period once, on every rank.
 
         Raises:
-            RecpoError: training goes through the newest segment only.
+            RecpoError: training uses only the newest segment.
         """
         if self._segments.newest_only:
             raise RecpoError("reference: cached needs every context: set reference to frozen, or data.segments to all")

@@ -1,4 +1,4 @@
-"""Preference lists: one chosen item against rejected ones, for DPO, its list-wise forms and reward models."""
+"""Preference lists: one chosen item and its rejected items, for DPO, its list-wise forms and reward models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recpo.data.slates import BatchMaker, Catalog, Layout, Windows, grades, hist
 from recpo.errors import RecpoError
 from recpo.types import FeedbackBatch, Slates, SlateTraits
 
-# How often a place is drawn anew when it got an item that the user likes or that the list holds already.
+# How often a place is redrawn after it got an item that the user likes or that is already in the list.
 _ATTEMPTS = 8
 _DISLIKES, _SKIPPED, _EXPOSED, _UNIFORM, _POPULARITY, _IN_BATCH = range(6)
 
@@ -26,29 +26,28 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 class PreferenceListLayout(Layout):
     """The slate is ``[chosen, rejected, ...]``: one context per positive event of the training period.
 
-    Which events are positive and which are skipped is settled by the prepared log (``FeedbackRule``). A context is what
-    happened before the event's request. The rejected items come from the sources below, a number of each. No list holds
-    an item twice, and no rejected item is one of the user's positives of the training period, even if it was disliked
-    another time: a place for which no such item is found in a few draws stays empty.
+    The prepared log defines positive and skipped events (``FeedbackRule``). A context contains the events before the
+    positive event's request. The rejected items come from the sources below, with a number for each. No list contains
+    an item twice. No rejected item is one of the user's positives of the training period, even if the user disliked it
+    another time. If a few draws find no such item, the place stays empty.
 
-    A draw is a function of (seed, epoch, row, place) alone, except that ``in_batch`` depends on what else is in the
-    batch.
+    A draw depends only on (seed, epoch, row, place), except that ``in_batch`` depends on the other rows of the batch.
 
     Attributes:
-        history_length: H, the events before the request that the policy sees.
-        dislikes: items that the user disliked, at any time of the training period.
+        history_length: H, number of events before the request that the policy sees.
+        dislikes: items that the user disliked at any time in the training period.
         skipped: items that the user was shown and skipped.
-        exposed: items that the user was shown, labeled or disliked, and never positive: neutral, skipped and disliked
-            ones alike, in place of ``dislikes`` and ``skipped``. What the user passed over was chosen by the same
-            logging policy as what the user liked, so its preferences cancel.
+        exposed: items that the user was shown, labeled or disliked, and never positive. Neutral, skipped and disliked
+            items count alike, so use it in place of ``dislikes`` and ``skipped``. The same logging policy chose these
+            items and the ones that the user liked, so its preferences cancel.
         uniform: items drawn uniformly from the catalog.
         popularity: items drawn in proportion to ``train_count ** popularity_power``.
         in_batch: chosen items of other rows of the batch.
-        hard: the policy's own top ranks, which training appends; the better the policy, the more of them the user would
-            have liked.
+        hard: the policy's own top-ranked items, which training appends. The better the policy, the more of them the
+            user would have liked.
         popularity_power: 1 = as often as in the log, 0 = uniformly over the items that occur in it.
-        fill: where a user has fewer dislikes, skipped or exposed items than asked for, items drawn uniformly take
-            their places, so that all lists are equally long; false = such places stay empty.
+        fill: if a user has fewer dislikes, skipped or exposed items than requested, fill up with uniformly drawn items,
+            so that all lists have equal length; false = these places stay empty.
     """
 
     history_length: int = 50
@@ -90,7 +89,7 @@ class PreferenceListLayout(Layout):
         return self.popularity > 0
 
     def windows(self, user: np.ndarray, request_start: np.ndarray, positive: np.ndarray | None = None) -> Windows:
-        """See ``Layout.windows``; the slate range is the chosen event."""
+        """See ``Layout.windows``. The slate range is the chosen event."""
         assert positive is not None
         chosen = np.flatnonzero(positive)
         return Windows(*preceding(user, request_start, chosen, self.history_length), chosen, chosen + 1)
@@ -114,7 +113,7 @@ class _Pairs(NamedTuple):
 
 
 class _ShardIndex(NamedTuple):
-    """What the users of a shard like, disliked, skipped, and were shown without ever liking it."""
+    """The items that the users of a shard like, disliked, skipped, and were shown without ever liking them."""
 
     events: Events
     positives: _Pairs
@@ -124,19 +123,19 @@ class _ShardIndex(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """Rejected items ``[B, L]``, 0 = empty, and the event that tells about them, -1 = sampled."""
+    """Rejected items ``[B, L]``, 0 = empty, and the event that each comes from, -1 = sampled."""
 
     items: np.ndarray
     events: np.ndarray
 
 
 class _PreferenceBatches:
-    """Gathers preference lists; knows the users of the shard at hand.
+    """Gathers preference lists. It keeps facts about the users of the current shard.
 
     Args:
-        layout: how many rejected items of which source.
-        catalog: what is sampled from.
-        seed: of the samples.
+        layout: the number of rejected items from each source.
+        catalog: the items to sample from.
+        seed: seed of the samples.
     """
 
     def __init__(self, layout: PreferenceListLayout, catalog: Catalog, seed: int) -> None:
@@ -216,7 +215,7 @@ class _PreferenceBatches:
         return _Drawn(items, np.where(drawn.items > 0, drawn.events, -1))
 
     def _logged(self, index: _ShardIndex, user: np.ndarray, context_ids: np.ndarray, epoch: int) -> _Drawn:
-        """Dislikes, skipped and exposed items: a run of each of the user's, from a random start."""
+        """Dislikes, skipped and exposed items: consecutive items of each kind, from a random start."""
         items = np.zeros((len(user), len(self._source)), np.int64)
         event = np.full_like(items, -1)
         logged = ((_DISLIKES, index.dislikes), (_SKIPPED, index.skipped), (_EXPOSED, index.exposed))
@@ -234,7 +233,7 @@ class _PreferenceBatches:
         return _Drawn(items, event)
 
     def _candidates(self, numbers: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        """An item for every place from one uniform number each; 0 where there is none to take."""
+        """An item for every place, from one uniform number each; 0 if there are no items to draw from."""
         candidates = 1 + (numbers * (self._stride - 1)).astype(np.int64)
         popular, others = self._source == _POPULARITY, self._source == _IN_BATCH
         if self._cdf is not None:
@@ -245,7 +244,7 @@ class _PreferenceBatches:
         return candidates
 
     def _positives_of(self, index: _ShardIndex, user: np.ndarray) -> np.ndarray:
-        """Every item that the user is known to like, ``[B, M]``, 0 pads."""
+        """Every item that the user is known to like, ``[B, M]``, padded with 0."""
         keys = index.positives.key
         first = np.searchsorted(keys, user * self._stride)
         count = np.searchsorted(keys, (user + 1) * self._stride) - first
@@ -255,7 +254,7 @@ class _PreferenceBatches:
 
 
 def _without_repeats(items: np.ndarray, is_new: np.ndarray) -> np.ndarray:
-    """Every item of a row once: the ones that were there stay, repeats become 0."""
+    """Replaces repeated items in a row with 0. Items that were there before are kept."""
     order = np.argsort(items * 2 + is_new, axis=1, kind="stable")
     ascending = np.take_along_axis(items, order, 1)
     repeats = np.zeros_like(items, bool)
@@ -264,12 +263,12 @@ def _without_repeats(items: np.ndarray, is_new: np.ndarray) -> np.ndarray:
 
 
 def uniform(*keys: np.ndarray | int) -> np.ndarray:
-    """Uniform numbers in [0, 1) of the broadcast shape of ``keys``: integers of 64 bits, negative ones included.
+    """Uniform numbers in [0, 1) in the broadcast shape of ``keys``, which are 64-bit integers (negative ones included).
 
-    A number is a hash of its keys, such as (seed, epoch, context, place), not of how many were drawn before: neither
-    ranks nor workers nor the batch size nor a resume changes it, and a whole batch is drawn at once.
+    A number is a hash of its keys, such as (seed, epoch, context, place). It does not depend on earlier draws, so
+    ranks, workers, batch size and resuming do not change it, and a complete batch is drawn at once.
 
-    The keys are folded in one after the other by the finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
+    The keys are combined one after the other with the finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
     """
     state = np.zeros(1, np.uint64)
     for key in keys:
@@ -278,7 +277,7 @@ def uniform(*keys: np.ndarray | int) -> np.ndarray:
 
 
 def _mixed(state: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is the point
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended
         state = state + _GOLDEN
         state = (state ^ (state >> np.uint64(30))) * _FIRST
         state = (state ^ (state >> np.uint64(27))) * _SECOND

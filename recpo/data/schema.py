@@ -1,8 +1,8 @@
-"""The columns of an interaction log, their units, and the columns of what ``recpo prepare`` writes.
+"""The columns of an interaction log with their units, and the columns of prepared data.
 
-Every name is written once, here. ``LogColumns`` names the standard columns of a log, ``Columns`` says what they are
-called in the log at hand and in which units, ``PRESETS`` has those of well-known logs, ``EVENT_SCHEMA`` is the
-layout of the prepared shards.
+Every name is defined once, here. ``LogColumns`` has the standard columns of a log. ``Columns`` maps them to the names
+and units of a given log. ``PRESETS`` has the mappings of well-known logs. ``EVENT_SCHEMA`` is the layout of the
+prepared shards.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ MILLISECONDS_PER_UNIT: Final[dict[str, float]] = {"ns": 1e-6, "us": 1e-3, "ms": 
 
 
 class LogColumns:
-    """Standard names of the columns of an interaction log; only the first three are required.
+    """Standard names of the columns of an interaction log. Only the first three are required.
 
     Attributes:
-        USER_ID: who; an integer or a string.
-        ITEM_ID: what; an integer or a string.
+        USER_ID: the user; an integer or a string.
+        ITEM_ID: the item; an integer or a string.
         TIMESTAMP: when the item was shown; a number (in ``Columns.time_unit``), a time, or a string that parses.
-        WATCH_TIME: for how long it was watched.
+        WATCH_TIME: how long it was watched.
         DURATION: how long the item is.
         DISLIKE: an explicit negative signal; bool or 0/1.
         LABEL: a number that a label method reads (a rating, a binary "long view").
         PROPENSITY: probability in (0, 1] with which the logging policy showed the item.
         IS_RANDOM: the exposure was uniformly random; bool or 0/1.
-        REQUEST_ID: events of one request (impression) share it.
+        REQUEST_ID: shared by the events of one request (impression).
     """
 
     USER_ID: Final = "user_id"
@@ -53,16 +53,16 @@ class LogColumns:
 
 
 class Derived:
-    """Names of the columns that the Ibis expressions of this package add on the way to the prepared shards.
+    """Names of the columns that the Ibis expressions of this package add before the shards are written.
 
     Attributes:
-        WATCH_MS: watch time in whole milliseconds, null = unknown; counts over it make quantiles exact.
-        DURATION_MS: duration in whole milliseconds, null = unknown.
+        WATCH_MS: watch time in integer milliseconds, null = unknown; counts of them make quantiles exact.
+        DURATION_MS: duration in integer milliseconds, null = unknown.
         PERIOD: 0 train, 1 valid, 2 test (``PERIODS``).
-        VALUE: the number in the log's label column, null = missing; what a label method may read.
+        VALUE: the number in the log's label column, null = missing; input of label methods.
         LABEL: how good the event was, in [0, 1]; null = unknown.
         FEEDBACK: feedback level 0..5 (``recpo.feedback.FeedbackDefinition``).
-        POSITION: place of the event in its user's history, from 0.
+        POSITION: position of the event in its user's history, from 0.
         BEHAVIORS: bit set of what the user did with the item: bit b is the b-th behavior of the manifest.
         AVAILABLE_FROM: time in ms from which an item may be recommended, null = always.
     """
@@ -86,7 +86,7 @@ class Derived:
 TRAIN, VALID, TEST = 0, 1, 2
 PERIODS: Final = ("train", "valid", "test")
 
-#: A user's events are in this one order, nulls first, whatever the order of rows and files in the log.
+#: The order of a user's events, nulls first. It does not depend on the order of rows and files in the log.
 TIE_RULE: Final = (
     LogColumns.TIMESTAMP,
     LogColumns.REQUEST_ID,
@@ -121,7 +121,7 @@ QUANTILE_SCHEMA: Final = pa.schema(
 )
 
 
-#: Layout of the items that the users of a held-out shard had before the period, each pair once.
+#: Layout of the items that the users of a held-out shard had before the period; pairs are distinct.
 PAST_SCHEMA: Final = pa.schema([(Derived.USER_INDEX, pa.int32()), (Derived.ITEM_INDEX, pa.int32())])
 
 
@@ -139,7 +139,7 @@ def item_schema(item_id: pa.DataType, has_available: bool = False) -> pa.Schema:
     )
 
 
-#: Column of ``items.parquet`` that is there once an item was retired: it is no candidate any more.
+#: Column of ``items.parquet`` that exists once an item was retired; a retired item is no longer a candidate.
 RETIRED: Final = "retired"
 
 
@@ -157,15 +157,15 @@ def held_out_schema(
 ) -> pa.Schema:
     """Layout of ``held_out.parquet``: the standard events of the held-out periods, which an extension reads again.
 
-    Events of items and users outside the catalog are among them: they may enter it later. ``label`` and ``request`` are
-    known where ``is_placed``, of events that the shards hold.
+    Events of items and users outside the catalog are included, because they may enter it later. ``label`` and
+    ``request`` are known if ``is_placed``, that is, for events that are in the shards.
 
     Args:
-        user_id: type of the users' ids.
-        item_id: type of the items' ids.
-        request_id: type of the requests' ids.
+        user_id: type of the user ids.
+        item_id: type of the item ids.
+        request_id: type of the request ids.
         has_behaviors: there is a column of bit sets.
-        context: columns of features of requests and the types of their plain values.
+        context: columns of request features and the types of their plain values.
     """
     return pa.schema(
         [
@@ -197,10 +197,10 @@ def history_schema(
     """Layout of ``histories.parquet``: raw events with external ids, for ``recpo recommend``; null = unknown.
 
     Args:
-        user_id: type of the users' ids.
-        item_id: type of the items' ids.
-        behaviors: names of behaviors, a flag each.
-        context: names of features of requests and the types of their values.
+        user_id: type of the user ids.
+        item_id: type of the item ids.
+        behaviors: names of behaviors, one flag each.
+        context: names of request features and the types of their values.
     """
     return pa.schema(
         [
@@ -219,23 +219,23 @@ def history_schema(
 
 @dataclass(frozen=True)
 class Columns:
-    """What the standard columns are called in the log, and in which units they are.
+    """The log's names and units of the standard columns.
 
-    A column named here must exist in the log. A column left out keeps the name that the preset gives it, and is used
-    where the log has it.
+    A column named here must exist in the log. A column that is left out keeps its name in the preset, and is used if
+    the log has it.
 
     Args:
         user_id: column of the user, integer or string.
         item_id: column of the item, integer or string.
         timestamp: column of the time of the event: number, time, or string that parses.
-        watch_time: column of the time watched.
+        watch_time: column of the watch time.
         duration: column of the item's duration.
         dislike: column of an explicit negative signal, bool or 0/1.
         label: column of a number that the label method reads (a rating, a binary signal).
         propensity: column of the logging policy's probability of the item, in (0, 1].
-        is_random: column that is true where the exposure was uniformly random, bool or 0/1.
-        request_id: column that the events of one request share.
-        time_unit: unit of a numeric ``timestamp``, since 1970-01-01 UTC; "order" = a bare position without a clock.
+        is_random: column that is true for uniformly random exposures, bool or 0/1.
+        request_id: column that is shared by the events of one request.
+        time_unit: unit of a numeric ``timestamp``, since 1970-01-01 UTC; "order" = a position without a clock.
         watch_time_unit: unit of ``watch_time``.
         duration_unit: unit of ``duration``.
     """
@@ -255,12 +255,12 @@ class Columns:
     duration_unit: DurationUnit | None = None
 
     def over(self, preset: Columns) -> Columns:
-        """This mapping where it says something, ``preset`` elsewhere."""
+        """This mapping, completed by ``preset``."""
         said = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(preset, **{name: value for name, value in said.items() if value is not None})
 
     def named(self) -> dict[str, str]:
-        """Standard name -> name in the log, of every column that this mapping names."""
+        """Standard name -> name in the log, for every column that this mapping names."""
         names = {column: getattr(self, column) for column in LogColumns.ALL}
         return {column: name for column, name in names.items() if name is not None}
 

@@ -1,12 +1,12 @@
-"""What ``recpo prepare`` makes of feedback, as Ibis expressions: labels in [0, 1], and the cutoffs of feedback levels.
+"""Labels in [0, 1] and the cutoffs of feedback levels, as Ibis expressions.
 
-Every label has the interface of ``Label``. Whatever is fitted counts events of the train period alone, so no label
-depends on what happens later. An event whose label cannot be known is unlabeled: null here, nan in the shards. Watch
-times are compared in whole milliseconds, which makes every quantile exact.
+Every label implements ``Label``. Fitted values only use events of the train period, so no label depends on later
+events. An event whose label cannot be determined is unlabeled: null here, nan in the shards. Watch times are compared
+in integer milliseconds, which makes every quantile exact.
 
 The share of watch times that an event reaches is a mid-rank: (number below + half of the number equal) / n. Counting
-ties in full, as the paper prints it (``ties="full"``), moves whole ties up: in a log in which most items are skipped
-after zero seconds, a skip would be no shorter than most watch times and count as positive.
+ties in full, as printed in the paper (``ties="full"``), moves ties up: in a log in which most items are skipped after
+zero seconds, a skip would be no shorter than most watch times and would count as positive.
 """
 
 from __future__ import annotations
@@ -61,43 +61,43 @@ class Label(ABC):
         return self.add(events)
 
     def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
-        """As ``add``, with what was fitted to all users before in place of what the events would give.
+        """Like ``add``, but with values that were fitted to all users before instead of values from these events.
 
         Args:
-            events: standard events with ``user_index`` and ``period``, the recent past of their users among them.
+            events: standard events with ``user_index`` and ``period``, including the recent past of their users.
             fitted: the kept ``quantile_table``.
 
         Raises:
-            RecpoError: what this label fits is not kept.
+            RecpoError: the fitted values of this label are not kept.
         """
         return self.add(events)
 
     def unreadable(self, label: ir.FloatingColumn) -> ir.BooleanColumn | None:
-        """Where the log's ``label`` has a value that this method cannot read; None = it reads any number."""
+        """True for values in the log's ``label`` that this method cannot read; None = it reads any number."""
         return None
 
     @property
     def duration_base(self) -> float:
-        """Base of the duration buckets that go with this label."""
+        """Base of the duration buckets for this label."""
         return DEFAULT_DURATION_BASE
 
 
 @dataclass(frozen=True)
 class WatchQuantiles(Label):
-    """Where the watch time stands among the user's own train watch times on items of like duration.
+    """Rank of the watch time among the user's own train watch times on items of similar duration.
 
-    ``q_i = (|{p in P: p < p_i}| + |{p in P: p = p_i}| / 2) / |P|``, ``P`` = the same user's watch times of the train
-    period in the duration bucket ``floor(log_base(d + 1e-6))``, ``d`` in seconds (OneRec-V2, arXiv 2508.20900, section
-    3.1; a train event is itself in ``P``). A watch of zero seconds has 0. With ``ties="full"`` it is as the paper
-    prints it, ``q_i = |{p in P: p <= p_i}| / |P|``.
+    ``q_i = (|{p in P: p < p_i}| + |{p in P: p = p_i}| / 2) / |P|``, where ``P`` is the same user's watch times of the
+    train period in the duration bucket ``floor(log_base(d + 1e-6))``, ``d`` in seconds (OneRec-V2, arXiv 2508.20900,
+    section 3.1; a train event is itself in ``P``). A watch time of zero seconds has 0. With ``ties="full"`` the label
+    is as printed in the paper, ``q_i = |{p in P: p <= p_i}| / |P|``.
 
-    The paper is silent on thin histories: with ``|P| < min_history`` the same share among all users' train watch times
-    of that bucket is taken, and where those are fewer than ``min_history`` as well the event has no label. Nor has it
-    one where the duration is missing, zero or negative, or the watch time missing.
+    The paper does not cover short histories. If ``|P| < min_history``, the rank among all users' train watch times of
+    that bucket is used. If these are fewer than ``min_history`` as well, the event has no label. It also has no label
+    if the duration is missing, zero or negative, or if the watch time is missing.
 
     Args:
         base: base of the duration buckets.
-        min_history: least number of watch times for a quantile.
+        min_history: minimum number of watch times for a quantile.
         ties: how equal watch times count: by half (mid), or in full (full).
     """
 
@@ -119,7 +119,7 @@ class WatchQuantiles(Label):
         return self.base
 
     def add(self, events: ir.Table) -> ir.Table:
-        """The user's share, or the bucket's where the user has too few watch times, or null."""
+        """The user's rank, or the bucket's rank if the user has too few watch times, or null."""
         return self._labeled(events, bucket_counts(events, self.base))
 
     def add_counted(self, events: ir.Table, counts: ir.Table) -> ir.Table:
@@ -127,7 +127,7 @@ class WatchQuantiles(Label):
         return self._labeled(events, counts)
 
     def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
-        """The bucket's shares are the kept ones; the user's own are of the train events among ``events``."""
+        """Uses the kept table for the bucket's ranks, and the train events among ``events`` for the user's own."""
         keyed = events.mutate(bucket=bucket(events, self.base))
         return self._labeled(events, watch_counts(keyed, ["bucket"], kept=fitted))
 
@@ -180,16 +180,16 @@ class WatchRatio(Label):
 
 @dataclass(frozen=True)
 class D2Q(Label):
-    """Where the watch time stands among all users' train watch times in the item's duration group.
+    """Rank of the watch time among all users' train watch times in the item's duration group.
 
     Duration-deconfounded quantile (Zhan et al., KDD 2022, arXiv 2206.06003): items are divided by duration into
-    ``groups`` groups of equally many train events, and the label is the mid-rank of the watch time in the group; 0 for
-    a watch of zero seconds. Events of one duration are never separated, so groups may differ in size where durations
-    repeat.
+    ``groups`` groups with equally many train events, and the label is the mid-rank of the watch time in the group; 0
+    for a watch time of zero seconds. Events of equal duration are never separated, so groups may differ in size if
+    durations repeat.
 
     Args:
         groups: number of duration groups.
-        min_history: least number of train watch times in a group; events of thinner groups have no label.
+        min_history: minimum number of train watch times in a group; events of smaller groups have no label.
         ties: how equal watch times count: by half (mid), or in full (full).
     """
 
@@ -204,11 +204,11 @@ class D2Q(Label):
             raise RecpoError(f"label D2Q: groups {self.groups} must be at least 1")
 
     def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
-        """See ``Label.extend``: refused."""
+        """See ``Label.extend``: not supported."""
         raise _not_kept(self)
 
     def add(self, events: ir.Table) -> ir.Table:
-        """Groups are the quantiles of the train durations; a later, unknown duration falls where it would stand."""
+        """Groups are quantiles of the train durations. A later, unknown duration is placed by its value."""
         durations = _train_counts(events, [Derived.DURATION_MS])
         in_order = ibis.cumulative_window(order_by=Derived.DURATION_MS)
         below = durations["count"].sum().over(in_order).cast("int64") - durations["count"]
@@ -226,14 +226,14 @@ class WatchTimeGain(Label):
     """Rank of the watch-time gain ``(w - mean) / std`` among all train events.
 
     Watch-time gain (WTG) of DVR, Zheng et al., ACM MM 2022, arXiv 2208.05190: the watch time standardized within items
-    of like duration. The mean and the standard deviation (of the population) are those of all users' train watch times
-    in the duration bucket. Departure from the paper: buckets are those of ``WatchQuantiles``, and the gain, which has
-    no bounds, becomes its mid-rank among the train gains, to a resolution of one millionth of a deviation. 0 for a
-    watch of zero seconds.
+    of similar duration. Mean and (population) standard deviation are computed over all users' train watch times in the
+    duration bucket. Differences from the paper: buckets are those of ``WatchQuantiles``, and the unbounded gain is
+    replaced by its mid-rank among the train gains, with a resolution of one millionth of a deviation. 0 for a watch
+    time of zero seconds.
 
     Args:
         base: base of the duration buckets.
-        min_history: least number of train watch times in a bucket; events of thinner buckets have no label.
+        min_history: minimum number of train watch times in a bucket; events of smaller buckets have no label.
         ties: how equal gains count: by half (mid), or in full (full).
     """
 
@@ -252,11 +252,11 @@ class WatchTimeGain(Label):
         return self.base
 
     def extend(self, events: ir.Table, fitted: ir.Table) -> ir.Table:
-        """See ``Label.extend``: refused."""
+        """See ``Label.extend``: not supported."""
         raise _not_kept(self)
 
     def add(self, events: ir.Table) -> ir.Table:
-        """Moments are summed as whole numbers, so that they do not depend on the order of summation."""
+        """Moments are sums of integers, so they do not depend on the order of summation."""
         keyed = events.mutate(bucket=bucket(events, self.base))
         fitted = keyed.filter(_is_fitted(keyed) == 1, keyed.bucket.notnull())
         exact = fitted[Derived.WATCH_MS].cast("decimal(38, 0)")
@@ -275,7 +275,7 @@ class WatchTimeGain(Label):
 
 @dataclass(frozen=True)
 class EveryEvent(Label):
-    """Every event is a positive: 1. For logs of purchases, clicks or visits without any other feedback."""
+    """Every event is positive: 1. For logs of purchases, clicks or visits without other feedback."""
 
     reads_events_once: ClassVar[bool] = True
 
@@ -286,9 +286,9 @@ class EveryEvent(Label):
 
 @dataclass(frozen=True)
 class BinaryColumn(Label):
-    """The column mapped to ``label`` as it is, 0 or 1: a click, a like, KuaiRand's ``long_view``.
+    """The column mapped to ``label`` itself, 0 or 1: a click, a like, KuaiRand's ``long_view``.
 
-    Any other value is refused by ``recpo prepare``; where it is missing, the event has no label.
+    ``recpo prepare`` rejects other values. An event with a missing value has no label.
     """
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.LABEL,)
@@ -305,15 +305,15 @@ class BinaryColumn(Label):
 
 @dataclass(frozen=True)
 class NumericColumn(Label):
-    """The number mapped to ``label`` on a line from ``low`` (0) to ``high`` (1), clipped; or compared with a threshold.
+    """The number mapped to ``label``, scaled linearly from ``low`` (0) to ``high`` (1) and clipped; or a threshold.
 
-    The ends are given, not fitted: the label of an event does not depend on other events. For ratings from 0.5 to 5
-    take ``low=0.5, high=5``, or ``threshold=4`` for 1 where the rating is at least 4 and 0 elsewhere.
+    The ends are given, not fitted, so the label of an event does not depend on other events. For ratings from 0.5 to 5,
+    use ``low=0.5, high=5``, or ``threshold=4`` for 1 if the rating is at least 4 and 0 otherwise.
 
     Args:
         low: value that becomes 0.
         high: value that becomes 1.
-        threshold: with a threshold, 1 where the value is at least this and 0 elsewhere, whatever ``low`` and ``high``.
+        threshold: 1 if the value is at least this and 0 otherwise; ``low`` and ``high`` are then ignored.
     """
 
     low: float = 0.0
@@ -328,7 +328,7 @@ class NumericColumn(Label):
             raise RecpoError(f"label NumericColumn: low {self.low} must be below high {self.high}")
 
     def add(self, events: ir.Table) -> ir.Table:
-        """A line or a step."""
+        """Linear scaling, or a threshold."""
         value = events[Derived.VALUE]
         if self.threshold is None:
             label = ((value - self.low) / (self.high - self.low)).clip(lower=0.0, upper=1.0)
@@ -345,11 +345,11 @@ def watch_counts(
     Args:
         keyed: events with the columns ``by`` and ``value``.
         by: columns of the group.
-        value: column of whole numbers.
-        kept: counts of train events that take the place of those of ``keyed``.
+        value: integer column.
+        kept: counts of train events that replace the counts of ``keyed``.
 
     Returns:
-        ``by``, ``value``, ``count``, ``at_most``, ``total`` (int64); values of later events alone have count 0.
+        ``by``, ``value``, ``count``, ``at_most``, ``total`` (int64). Values that only later events have get count 0.
     """
     counts = _train_counts(keyed, [*by, value])
     if kept is not None:
@@ -384,7 +384,7 @@ def _share_within(events: ir.Table, keyed: ir.Table, group: str, value: str, min
 def _share(
     at_most: ir.IntegerColumn, equal: ir.IntegerColumn, total: ir.IntegerColumn, ties: Ties
 ) -> ir.FloatingColumn:
-    """Rank / total out of whole numbers, so that every engine divides the same two numbers."""
+    """Rank / total from integers, so that every engine divides the same two numbers."""
     if ties == "full":
         return at_most.cast("float64") / total.cast("float64")
     return (at_most * 2 - equal).cast("float64") / (total * 2).cast("float64")
@@ -439,7 +439,7 @@ def cutoff_table(quantiles: ir.Table) -> ir.Table:
 
 
 def definition(cutoffs: pa.Table, rule: FeedbackRule, base: float, max_watch_time: float) -> FeedbackDefinition:
-    """The rule with what was fitted: the cutoffs of ``cutoff_table`` in seconds."""
+    """The rule with the fitted values: the cutoffs of ``cutoff_table`` in seconds."""
     low, middle, high = ((cutoffs[name].to_numpy() / 1000).tolist() for name in _CUTOFFS)
     fitted = zip(cutoffs["bucket"].to_pylist(), low, middle, high, strict=True)
     by_bucket = {bucket: (one, two, three) for bucket, one, two, three in fitted}
@@ -447,9 +447,10 @@ def definition(cutoffs: pa.Table, rule: FeedbackRule, base: float, max_watch_tim
 
 
 def watch_ties(quantiles: ir.Table) -> ir.Table:
-    """One row about the train watch times of ``quantile_table``: ``watched``, of them ``zero`` and ``tied`` (int64).
+    """One row about the train watch times of ``quantile_table``: ``watched``, ``zero`` and ``tied`` (int64).
 
-    ``zero`` are those of zero seconds, ``tied`` those that equal the most frequent watch time of their duration bucket.
+    ``zero`` counts watch times of zero seconds. ``tied`` counts those that equal the most frequent watch time of their
+    duration bucket.
     """
     count, no_watch = quantiles["count"], quantiles[Derived.WATCH_MS] == 0
     buckets = quantiles.group_by("bucket").aggregate(

@@ -1,15 +1,15 @@
-"""From the events of a shard to ``FeedbackBatch``: which history a context sees and which positions are scored.
+"""Turns the events of a shard into ``FeedbackBatch``: the history of each context and the positions to score.
 
-A *window* is one context: history events ``[history_start, history_stop)`` and slate events
-``[slate_start, slate_stop)``. Histories index the shard's events in the order of time; slates index them in the order
-of requests (``Events.by_request``), in which the events of a request stand together even where requests overlap in
-time. In the layouts of this module every event of the training period is a slate position of exactly one window.
+A *window* is one context: history events ``[history_start, history_stop)`` and slate events ``[slate_start,
+slate_stop)``. Histories index the shard's events in the order of time. Slates index them in the order of requests
+(``Events.by_request``), in which the events of a request are adjacent even if requests overlap in time. In the layouts
+of this module, every event of the training period is a slate position of exactly one window.
 
-No position ever sees an event of its own request or a later one: its history ends where its request began
-(``visible``). And no position sees nothing but where nothing came before its request. Layouts that sample other items
-into their slates are in ``recpo.data.preference_lists``.
-A session ends where the user's next event comes more than ``SESSION_GAP_MS`` later. After a user's last event of the
-training period nothing is known: it ends no session.
+No position ever sees an event of its own request or a later one: its history ends where its request starts
+(``visible``). A position sees an empty history only if nothing came before its request. Layouts that sample other items
+into their slates are in ``recpo.data.preference_lists``. A session ends if the user's next event is more than
+``SESSION_GAP_MS`` later. What follows a user's last event of the training period is unknown, so that event ends no
+session.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Windows(NamedTuple):
     slate_stop: np.ndarray
 
     def take(self, rows: np.ndarray) -> Windows:
-        """The windows of ``rows``."""
+        """Selects the windows ``rows``."""
         return Windows(*(column[rows] for column in self))
 
     def empty(self, count: int) -> Windows:
@@ -50,7 +50,7 @@ class Windows(NamedTuple):
 
 
 BatchMaker = Callable[[Events, Windows, np.ndarray, int], FeedbackBatch]
-"""Gathers windows of a shard: ``(events, windows, context_ids, epoch) -> batch``. It may keep facts of a shard."""
+"""Gathers windows of a shard: ``(events, windows, context_ids, epoch) -> batch``. It may cache facts about a shard."""
 
 
 class Catalog(NamedTuple):
@@ -58,7 +58,7 @@ class Catalog(NamedTuple):
 
     Attributes:
         num_items: V.
-        train_counts: ``[V]`` events of the items 1..V in the training period; None where the layout asks for none.
+        train_counts: ``[V]`` events of the items 1..V in the training period; None if the layout does not use them.
     """
 
     num_items: int
@@ -69,8 +69,8 @@ class Layout(ABC):
     """How a user's events are cut into contexts and slates.
 
     Attributes:
-        history_length: H, the most history events of a context.
-        cuts_by_label: ``windows`` reads which events are positive too.
+        history_length: H, maximum number of history events of a context.
+        cuts_by_label: ``windows`` also needs to know which events are positive.
     """
 
     history_length: int
@@ -82,8 +82,8 @@ class Layout(ABC):
 
         Args:
             user: ``[N]``, equal for the events of a user.
-            request_start: ``[N]``, ascending, place in time of the first event of each event's request.
-            positive: ``[N]`` bool, which events are positive; read where ``cuts_by_label``.
+            request_start: ``[N]``, ascending; the place in time of the first event of each event's request.
+            positive: ``[N]`` bool, which events are positive; used only with ``cuts_by_label``.
         """
 
     def windows_of(self, events: Events) -> Windows:
@@ -91,7 +91,7 @@ class Layout(ABC):
         return self.scoring_windows(events.keys)
 
     def scoring_windows(self, keys: Keys) -> Windows:
-        """The windows of a shard that score something: an extension's shards have context rows, which are only read."""
+        """The windows of a shard that have something to score; context rows of an extension are only read."""
         windows = self.windows(keys.user, keys.request_start, keys.positive)
         if keys.is_target is None:
             return windows
@@ -100,7 +100,7 @@ class Layout(ABC):
 
     @property
     def traits(self) -> SlateTraits:
-        """What training has to know about the slates."""
+        """The properties of the slates that training needs to know."""
         return SlateTraits()
 
     @property
@@ -109,7 +109,7 @@ class Layout(ABC):
         return False
 
     def batch_maker(self, catalog: Catalog, seed: int) -> BatchMaker:
-        """What gathers windows into batches; ``seed`` is that of whatever it samples."""
+        """The function that gathers windows into batches; ``seed`` determines what it samples."""
         return _logged_batch
 
 
@@ -117,19 +117,19 @@ class Layout(ABC):
 class SequenceLayout(Layout):
     """The slate is a part of the user's own sequence: every event is scored after the events before its request.
 
-    A window reads at most H events and scores at most H, all in one pass of a causal encoder. Windows are cut at the
-    boundaries of requests, from the user's end, so that the most recent one is full. Where a user has more than one,
-    they overlap: the first events that a window reads are scored in the window before it, so that its early positions
-    see a history as well. Every event is scored in exactly one window; a position sees at least
-    ``min(overlap, events before its request)`` events, and the last one of a full window H. Only a request of more
-    than H events is cut, into windows with the same history.
+    A window reads at most H events and scores at most H, in one pass of a causal encoder. Windows are cut at the
+    boundaries of requests, starting from the user's last event, so that the most recent window is full. If a user has
+    several windows, they overlap: the first events that a window reads are scored in the previous window, so that its
+    early positions have a history as well. Every event is scored in exactly one window. A position sees at least
+    ``min(overlap, events before its request)`` events, and the last position of a full window sees H. Only a request
+    with more than H events is cut, into windows with the same history.
 
-    This is next-item pre-training, and, with the feedback of the same events, alignment from logs.
+    Use it for next-item pre-training and, with the feedback of the same events, for alignment from logs.
 
     Args:
         history_length: H.
-        overlap: O, the least history of a position where the user has as much: 1 scores the most positions per pass,
-            H gives every request a pass of its own. None = H / 4, rounded up: with H = 50 on a simulated log it gained
+        overlap: O, minimum history of a position if the user has that many events. 1 scores the most positions per
+            pass; H gives every request its own pass. None = H / 4, rounded up: with H = 50 on a simulated log it gained
             0.008 of validation NDCG@10 for a tenth of the speed; H / 2 costs a quarter (docs/training.md).
         last_window_only: keep only each user's most recent window (the convention of SASRec's evaluation protocol).
 
@@ -158,7 +158,7 @@ class SequenceLayout(Layout):
         """See ``Layout.windows``."""
         user_offsets = np.append(np.flatnonzero(run_change(user)), len(user))
         first = self._first_of_window(user, request_start, user_offsets)
-        # Every user's windows are found from the end, the n-th of all users in one pass over those that have one.
+        # Windows are found from the end; each pass finds the n-th window of all users that have one.
         begins, stops = user_offsets[:-1], user_offsets[1:]
         starts_found, stops_found = [], []
         while len(stops):
@@ -175,17 +175,17 @@ class SequenceLayout(Layout):
         return Windows(np.maximum(history_stop - self.history_length, own_start), history_stop, slate_start, slate_stop)
 
     def _first_of_window(self, user: np.ndarray, request_start: np.ndarray, user_offsets: np.ndarray) -> np.ndarray:
-        """For every event the first event of the window that ends with it, all in the order of requests."""
+        """For every event, the first event of the window that ends with it, all in the order of requests."""
         index = np.arange(len(user))
         own_start = np.repeat(user_offsets[:-1], np.diff(user_offsets))
         read_from = request_start - self.history_length
-        # with the user's first events in reach no history is cut short; otherwise the overlap must fit
+        # if the user's first events are within reach, no history is cut; otherwise the overlap must fit
         earliest = np.where(read_from <= own_start, own_start, read_from + self.least_history)
         first = np.maximum(np.searchsorted(request_start, earliest), index + 1 - self.history_length)
         request_first = last_true(run_change(request_start))
         next_request = np.searchsorted(request_start, request_start[first], side="right")
         cuts_request = request_first[first] < first
-        # a whole request less, unless it is the only one: then it is longer than H, and cut
+        # one request less, unless it is the only one: then it is longer than H and is cut
         return np.where(cuts_request & (next_request <= index), next_request, first)
 
 
@@ -194,7 +194,7 @@ class ImpressionLayout(Layout):
     """The slate is one request: all its items are scored after the same history.
 
     Attributes:
-        history_length: H, the events before the request that the policy sees.
+        history_length: H, number of events before the request that the policy sees.
         slate_length: S; a longer request is cut into several contexts with the same history.
     """
 
@@ -223,11 +223,11 @@ def _logged_batch(events: Events, windows: Windows, context_ids: np.ndarray, epo
 
 
 def feedback_batch(events: Events, windows: Windows, context_ids: np.ndarray) -> FeedbackBatch:
-    """Gathers windows into right-padded tensors; H and S are the longest of these windows."""
+    """Gathers windows into right-padded tensors. H and S are the longest among these windows."""
     place, valid = ranges(windows.slate_start, windows.slate_stop)
     index, lengths = events.by_request[place], windows.history_stop - windows.history_start
-    valid &= events.is_target[index]  # context rows of an extension's shards are no positions
-    # the history reaches to where the event's request began: what was shown together was chosen together
+    valid &= events.is_target[index]  # context rows of an extension's shards are not positions
+    # the history ends where the event's request starts, because items shown together were chosen together
     visible = np.clip(events.request_start[index] - windows.history_start[:, None], 0, lengths[:, None])
     slates = Slates(
         item_ids=padded(events.item_index[index], valid),
@@ -259,7 +259,7 @@ def preceding(
 
 
 def last_true(change: np.ndarray) -> np.ndarray:
-    """For every row the index of the last True up to it; the first row is True."""
+    """For every row, the index of the last True up to it; the first row is True."""
     return np.maximum.accumulate(np.where(change, np.arange(len(change)), 0))
 
 
@@ -272,7 +272,7 @@ def _ends_session(events: Events, place: np.ndarray) -> np.ndarray:
 
 
 def slate_behaviors(events: Events, index: np.ndarray, valid: np.ndarray) -> Tensor | None:
-    """Bit sets of the events ``index [B, S]``, 0 where not ``valid``; None where the events have none."""
+    """Bit sets of the events ``index [B, S]``, 0 if not ``valid``; None if the events have none."""
     return None if events.behaviors is None else padded(events.behaviors[index], valid)
 
 
@@ -302,21 +302,21 @@ def grades(levels: np.ndarray) -> np.ndarray:
 
 
 def logp_behavior(events: Events, index: np.ndarray) -> np.ndarray:
-    """Log-probability of the logged items under the policy that made the log; nan = not logged."""
+    """Log-probability of the logged items under the policy that produced the log; nan = not logged."""
     with np.errstate(divide="ignore"):
         logp: np.ndarray = np.log(events.propensity[index]).astype(np.float32)
     return logp
 
 
 def ranges(start: np.ndarray, stop: np.ndarray, least: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Indices ``[N, L]`` of the ranges, and which of them lie inside; L is the longest range, at least ``least``."""
+    """Indices ``[N, L]`` of the ranges, and which of them are inside; L is the longest range, at least ``least``."""
     width = max(least, int((stop - start).max(initial=0)))
     index = start[:, None] + np.arange(width)
     valid = index < stop[:, None]
-    # an index outside its range is masked below; it only has to be a legal index, and 0 is one in any non-empty shard
+    # an index outside its range is masked below; it only has to be valid, and 0 is valid in any non-empty shard
     return np.where(valid, index, 0), valid
 
 
 def padded(values: np.ndarray, valid: np.ndarray, fill: float = 0) -> Tensor:
-    """``values`` where they are ``valid``, ``fill`` elsewhere."""
+    """``values`` if ``valid``, else ``fill``."""
     return torch.from_numpy(np.where(valid, values, np.asarray(fill, dtype=values.dtype)))

@@ -1,6 +1,6 @@
-"""Divides a log into what a policy learns from (train), is selected by (valid) and is evaluated on (test).
+"""Divides a log into the events that train a policy (train), select it (valid) and evaluate it (test).
 
-Beside the rules themselves: which rows the shards of a period and the serving histories hold.
+This module has the split rules, and selects the rows of each period's shards and of the serving histories.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Split(ABC):
-    """Says for each event to which period it belongs; implementations are frozen dataclasses.
+    """Assigns each event to a period. Implementations are frozen dataclasses.
 
     Attributes:
-        is_per_event: the period follows from the event alone, so that it costs nothing to find it again.
+        is_per_event: the period depends only on the event itself, so that computing it again is cheap.
     """
 
     is_per_event: ClassVar[bool] = False
 
     @abstractmethod
     def boundaries(self, first_ms: int, last_ms: int, has_clock: bool) -> dict[str, Any]:
-        """What is settled from the log's first and last time; goes into the manifest.
+        """The values that follow from the log's first and last time; they are written into the manifest.
 
         Args:
             first_ms: earliest timestamp of the log.
             last_ms: latest timestamp of the log.
-            has_clock: False where timestamps are bare positions (``time_unit: order``).
+            has_clock: False if timestamps are positions (``time_unit: order``).
 
         Raises:
             RecpoError: the log cannot be split this way.
@@ -53,17 +53,18 @@ class Split(ABC):
 
 @dataclass(frozen=True)
 class TemporalSplit(Split):
-    """One moment for all users: valid is what happened in the days before the test days, test the last days.
+    """Two points in time for all users: the test period is the last days, the valid period the days before them.
 
-    Days are calendar days in ``timezone``; the day of the log's last event is the last test day. An event at the very
-    boundary belongs to the later period, so equal times are never separated. With explicit times the days are not used.
+    Days are calendar days in ``timezone``; the day of the log's last event is the last test day. An event exactly at a
+    boundary belongs to the later period, so equal times are never separated. If explicit times are given, the numbers
+    of days are not used.
 
     Args:
         valid_days: length of the valid period in days.
         test_days: length of the test period in days.
-        valid_start: ISO time at which valid begins; without an offset it is in ``timezone``.
-        test_start: ISO time at which test begins; without an offset it is in ``timezone``.
-        timezone: where midnight is: a UTC offset such as "+08:00", or an IANA name.
+        valid_start: ISO time at which the valid period starts; without an offset, it is in ``timezone``.
+        test_start: ISO time at which the test period starts; without an offset, it is in ``timezone``.
+        timezone: determines midnight: a UTC offset such as "+08:00", or an IANA name.
     """
 
     valid_days: int = 1
@@ -75,7 +76,7 @@ class TemporalSplit(Split):
     is_per_event: ClassVar[bool] = True
 
     def boundaries(self, first_ms: int, last_ms: int, has_clock: bool) -> dict[str, Any]:
-        """The two moments in milliseconds since the epoch, and as ISO times in ``timezone``."""
+        """The two times in milliseconds since the epoch, and as ISO times in ``timezone``."""
         if not has_clock:
             raise RecpoError("split TemporalSplit needs real times, but time_unit is order: use LeaveLastOut")
         if min(self.valid_days, self.test_days) < 1:
@@ -118,26 +119,27 @@ class TemporalSplit(Split):
 
 @dataclass(frozen=True)
 class LeaveLastOut(Split):
-    """Each user's last event is test, the one before it valid, all earlier ones train.
+    """Each user's last event is test, the previous one valid, and all earlier ones train.
 
-    Which event is last is settled by the one order of a user's events (``recpo.data.schema.TIE_RULE``), so ties in time
-    do not depend on the order of the log. Other users' events may lie after a user's test event: use ``TemporalSplit``
-    where that matters. The last event is taken before events of items outside the catalog are dropped.
+    The last event is determined by the fixed order of a user's events (``recpo.data.schema.TIE_RULE``), so ties in time
+    do not depend on the order of the log. Events of other users may be later than a user's test event; use
+    ``TemporalSplit`` if that matters. The last event is selected before events of items outside the catalog are
+    dropped.
 
     Args:
-        min_history: least number of train events for a user to be held out; shorter histories are train throughout.
+        min_history: minimum number of train events of a held-out user; users with shorter histories are only in train.
     """
 
     min_history: int = 1
 
     def boundaries(self, first_ms: int, last_ms: int, has_clock: bool) -> dict[str, Any]:
-        """Nothing depends on the log."""
+        """Does nothing: the split does not depend on the log."""
         if self.min_history < 0:
             raise RecpoError(f"split LeaveLastOut: min_history {self.min_history} must be at least 0")
         return {}
 
     def assign(self, events: ir.Table, boundaries: dict[str, Any]) -> ir.Table:
-        """Counts every user's events from the last one."""
+        """Counts every user's events from the last one backward."""
         user = events[LogColumns.USER_ID]
         from_end = ibis.row_number().over(group_by=user, order_by=time_order(events, newest_first=True))
         total = events.count().over(group_by=user)
@@ -149,16 +151,16 @@ class LeaveLastOut(Split):
 def period_rows(events: ir.Table, period: int, max_context: int, *, has_context: bool | None = None) -> ir.Table:
     """The rows of one period for ``recpo.data.writing.write_shards``, sorted by user and time.
 
-    They have the columns of ``EVENT_SCHEMA`` but the feedback level; times in seconds are float64 here.
+    They have the columns of ``EVENT_SCHEMA`` except the feedback level; times in seconds are float64 here.
 
     Train: every event, all of them targets. Valid and test, and train in an extension: for each user with an event in
-    the period, the last ``max_context`` earlier events as context, then the period's events as targets.
+    the period, the last ``max_context`` earlier events as context, followed by the period's events as targets.
 
     Args:
         events: labeled events with ``position`` and ``period``.
         period: 0, 1 or 2.
         max_context: number of context events.
-        has_context: whether there are context events; None = in the held-out periods.
+        has_context: whether there are context events; None = only in the held-out periods.
     """
     if not (period != TRAIN if has_context is None else has_context):
         chosen = events.filter(events[Derived.PERIOD] == TRAIN)
@@ -172,12 +174,12 @@ def period_rows(events: ir.Table, period: int, max_context: int, *, has_context:
 
 
 def past_items(events: ir.Table, period: int, earlier: ir.Table | None = None) -> ir.Table:
-    """The items that the users of a held-out period had before it: ``PAST_SCHEMA``, each pair once, in that order.
+    """The items that the users of a held-out period had before it: ``PAST_SCHEMA``, distinct pairs, sorted.
 
     Args:
         events: events with their period.
         period: 1 or 2.
-        earlier: pairs of ``PAST_SCHEMA`` that count as well.
+        earlier: pairs of ``PAST_SCHEMA`` to include.
     """
     user, item = Derived.USER_INDEX, Derived.ITEM_INDEX
     held_out = events.filter(events[Derived.PERIOD] == period).select(user).distinct()
@@ -187,7 +189,7 @@ def past_items(events: ir.Table, period: int, earlier: ir.Table | None = None) -
 
 
 def train_items(events: ir.Table) -> ir.Table:
-    """The items that users had in the train period: ``PAST_SCHEMA``, each pair once, in that order."""
+    """The items that users had in the train period: ``PAST_SCHEMA``, distinct pairs, sorted."""
     user, item = Derived.USER_INDEX, Derived.ITEM_INDEX
     return events.filter(events[Derived.PERIOD] == TRAIN).select(user, item).distinct().order_by([user, item])
 
