@@ -40,21 +40,17 @@ PAST = {"without the past": True, "past kept": False}
 
 
 class Recipe(NamedTuple):
-    """Configurations in ``configs/`` of what is trained.
-
-    ``tokenize`` names that of the codes, which are made from the vectors of the run of ``codes_from``, a recipe too.
-    """
+    """Configurations in ``configs/``: of the run, and of its codes, which are made from the vectors of another run."""
 
     train: str
     reads_items: bool = False
     tokenize: str | None = None
-    codes_from: str | None = None
 
 
 RECIPES = {
     "catalog": Recipe("beauty_catalog.yaml"),
     "catalog_features": Recipe("beauty_catalog_categories.yaml", reads_items=True),
-    "semantic": Recipe("beauty_semantic.yaml", tokenize="tokenize_trained.yaml", codes_from="catalog"),
+    "semantic": Recipe("beauty_semantic.yaml", tokenize="tokenize_trained.yaml"),
 }
 
 #: Recall@10 and NDCG@10. Codes in these sets hardly repeat an item, so papers keep the past or do not say.
@@ -80,11 +76,12 @@ PUBLISHED: dict[str, dict[str, tuple[float, float | None]]] = {
 
 
 def prepared(options: argparse.Namespace, recipe: Recipe, more: list[str]) -> Path:
-    """The prepared log, with the table of items where the recipe reads it."""
-    out = options.work / ("prepared_with_items" if recipe.reads_items else "prepared")
+    """The prepared log, with the table of items where the recipe, or that of its codes, reads it."""
+    reads_items = recipe.reads_items or (recipe.tokenize is not None and options.items is not None)
+    out = options.work / ("prepared_with_items" if reads_items else "prepared")
     if not (out / "manifest.json").is_file():
         files = ["--log", str(options.log), "--out", str(out)]
-        files += ["--items", str(options.items)] if recipe.reads_items else []
+        files += ["--items", str(options.items)] if reads_items else []
         start = ["--config", str(CONFIGS / "beauty_prepare.yaml")]
         if options.preset is not None:
             start = ["--preset", options.preset, *LEAVE_ONE_OUT]
@@ -100,7 +97,7 @@ def trained(options: argparse.Namespace, name: str, seed: int, more: list[str]) 
         return recpo.load(out)
     data = prepared(options, recipe, more)
     settings: dict[str, Any] = {"seed": seed, "data.seed": seed, **(QUICK if options.quick else {})}
-    if recipe.codes_from is not None:
+    if recipe.tokenize is not None:
         settings["policy.init_args.codes"] = str(codes(options, recipe, more))
     resume = (out / "checkpoints" / "last.ckpt").is_file()
     config = CONFIGS / recipe.train
@@ -108,11 +105,11 @@ def trained(options: argparse.Namespace, name: str, seed: int, more: list[str]) 
 
 
 def codes(options: argparse.Namespace, recipe: Recipe, more: list[str]) -> Path:
-    """Codes of the items, from the first seed's run of another recipe."""
-    assert recipe.codes_from is not None
-    out = options.work / "codes"
+    """Codes from the item vectors of the first seed's catalog softmax; with a table of items, of the one that reads it."""
+    source = "catalog" if options.items is None else "catalog_features"
+    out = options.work / f"codes_{source}"
     if not (out / "manifest.json").is_file():
-        run = trained(options, recipe.codes_from, options.seeds[0], more)
+        run = trained(options, source, options.seeds[0], more)
         files = ["--prepared", str(prepared(options, recipe, more)), "--out", str(out)]
         if verb(["tokenize", "--config", str(CONFIGS / str(recipe.tokenize)), *files, "--vectors.run", str(run.root)]):
             raise SystemExit("no codes could be made")
