@@ -105,7 +105,7 @@ def trained(options: argparse.Namespace, name: str, seed: int, more: list[str]) 
 
 
 def codes(options: argparse.Namespace, recipe: Recipe, more: list[str]) -> Path:
-    """Codes from the item vectors of the first seed's catalog softmax; with a table of items, of the one that reads it."""
+    """Codes from the item vectors of the first seed's catalog softmax: the one with features if items are given."""
     source = "catalog" if options.items is None else "catalog_features"
     out = options.work / f"codes_{source}"
     if not (out / "manifest.json").is_file():
