@@ -50,7 +50,7 @@ from recpo.data.schema import (
     item_schema,
     user_schema,
 )
-from recpo.data.splits import held_out_events, outside_events, past_items, period_rows, recent_events, train_items
+from recpo.data.splits import held_out_events, outside_events, past_items, period_rows, recent_events
 from recpo.data.writing import write_parquet, write_rows, write_shards
 from recpo.data.yesterday import (
     BEFORE,
@@ -441,7 +441,7 @@ class _ExtensionRun(PrepareRun):
         for name in kept:
             self._link(name)
         past = f"{TRAIN_PAST}/{len(kept):05d}.parquet"
-        self._write_rows(train_items(shaped), PAST_SCHEMA, past)
+        self._write_train_past(shaped, past)
         names = users.drop(BEFORE)
         rows = held_out_events(outside_events(events, items, names), shaped, items, names)
         self._write_rows(rows, self._held_out_schema(log), HELD_OUT)

@@ -78,7 +78,7 @@ from recpo.data.splits import (
     train_items,
 )
 from recpo.data.validate import check_rows
-from recpo.data.writing import write_past, write_rows, write_shards
+from recpo.data.writing import without_repeats, write_past, write_rows, write_shards
 from recpo.errors import RecpoError
 from recpo.features.columns import plain_type
 from recpo.features.encoding import FittedFeatures
@@ -474,7 +474,7 @@ class PrepareRun:
             return []
         (self.partial / TRAIN_PAST).mkdir()
         past = f"{TRAIN_PAST}/00000.parquet"
-        self._write_rows(train_items(shaped), PAST_SCHEMA, past)
+        self._write_train_past(shaped, past)
         self._write_rows(held_out_events(outside, shaped, items, users), self._held_out_schema(log), HELD_OUT)
         return [HELD_OUT, past]
 
@@ -487,6 +487,9 @@ class PrepareRun:
     def _plain_context(self, log: Log) -> dict[str, pa.DataType]:
         """Types of the plain features of requests, by name."""
         return {one.name: plain_type(one, log.types[CONTEXT + one.name]) for one in self.more.context}
+
+    def _write_train_past(self, shaped: ir.Table, file: str) -> None:
+        write_rows(without_repeats(self.engine.stream(train_items(shaped))), PAST_SCHEMA, self.partial / file)
 
     def _write_rows(self, rows: ir.Table, schema: pa.Schema, file: str) -> int:
         return write_rows(self.engine.stream(rows), schema, self.partial / file)

@@ -174,7 +174,9 @@ def period_rows(events: ir.Table, period: int, max_context: int, *, has_context:
 
 
 def past_items(events: ir.Table, period: int, earlier: ir.Table | None = None) -> ir.Table:
-    """The items that the users of a held-out period had before it: ``PAST_SCHEMA``, distinct pairs, sorted.
+    """The items that the users of a held-out period had before it: ``PAST_SCHEMA``, sorted pairs with repeats.
+
+    ``recpo.data.writing.without_repeats`` drops the repeats: cheaper than a hash table of pairs.
 
     Args:
         events: events with their period.
@@ -185,13 +187,13 @@ def past_items(events: ir.Table, period: int, earlier: ir.Table | None = None) -
     held_out = events.filter(events[Derived.PERIOD] == period).select(user).distinct()
     before = events.filter(events[Derived.PERIOD] < period).select(user, item)
     before = (before if earlier is None else before.union(earlier.select(user, item))).semi_join(held_out, user)
-    return before.distinct().order_by([user, item])
+    return before.order_by([user, item])
 
 
 def train_items(events: ir.Table) -> ir.Table:
-    """The items that users had in the train period: ``PAST_SCHEMA``, distinct pairs, sorted."""
+    """The items that users had in the train period: ``PAST_SCHEMA``, sorted pairs with repeats, as ``past_items``."""
     user, item = Derived.USER_INDEX, Derived.ITEM_INDEX
-    return events.filter(events[Derived.PERIOD] == TRAIN).select(user, item).distinct().order_by([user, item])
+    return events.filter(events[Derived.PERIOD] == TRAIN).select(user, item).order_by([user, item])
 
 
 def outside_events(events: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:

@@ -84,6 +84,22 @@ def write_rows(
     return rows + held
 
 
+def without_repeats(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The rows that differ from the row before them: of sorted rows each once."""
+    last: list[Any] | None = None
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        columns = [column.to_numpy() for column in batch.columns]
+        is_new = np.ones(batch.num_rows, bool)
+        is_new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+        is_new[0] = last is None or any(column[0] != before for column, before in zip(columns, last, strict=True))
+        last = [column[-1] for column in columns]
+        kept = batch.filter(pa.array(is_new))
+        if kept.num_rows:
+            yield kept
+
+
 def _writer(file: Path, schema: pa.Schema, more: Sequence[str] = ()) -> pq.ParquetWriter:
     # A dictionary of values that hardly repeat costs time and space.
     repeating = [name for name in schema.names if name in (*_REPEATING, *more) or name.startswith(CONTEXT)]
@@ -142,7 +158,7 @@ def write_past(batches: Iterable[pa.RecordBatch], shards: list[dict[str, Any]], 
     """Writes what the users of each held-out shard had before the period, one row group at a time.
 
     Args:
-        batches: rows of ``PAST_SCHEMA``, sorted, of users of ``shards``.
+        batches: rows of ``PAST_SCHEMA``, sorted, of users of ``shards``; repeats are left out.
         shards: what ``write_shards`` returned, at least one.
         root: the directory that their files are relative to.
 
@@ -152,7 +168,7 @@ def write_past(batches: Iterable[pa.RecordBatch], shards: list[dict[str, Any]], 
     last_users = [shard["last_user"] for shard in shards]
 
     def pieces() -> Iterator[tuple[int, pa.RecordBatch]]:
-        for batch in batches:
+        for batch in without_repeats(batches):
             numbers = np.searchsorted(last_users, batch.column(Derived.USER_INDEX).to_numpy())
             starts = np.flatnonzero(np.diff(numbers, prepend=-1))
             for start, stop in zip(starts, [*starts[1:], batch.num_rows], strict=True):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recpo.data import writing
-from recpo.data.writing import user_blocks, write_parquet, write_rows
+from recpo.data.writing import user_blocks, without_repeats, write_parquet, write_rows
 
 
 @given(
@@ -48,3 +48,13 @@ def test_a_streamed_table_has_the_bytes_of_a_whole_one(tmp_path, monkeypatch, ro
     ]
     assert write_rows(batches, table.schema, tmp_path / "streamed.parquet") == rows
     assert (tmp_path / "whole.parquet").read_bytes() == (tmp_path / "streamed.parquet").read_bytes()
+
+
+@pytest.mark.parametrize("cut", [1, 3, 100])
+def test_of_sorted_rows_repeats_are_left_out_across_batches(cut):
+    rng = np.random.default_rng(0)
+    pairs = np.unique(rng.integers(0, 6, (60, 2)), axis=0)
+    rows = np.repeat(pairs, rng.integers(1, 4, len(pairs)), axis=0)
+    table = pa.table({"user_index": rows[:, 0], "item_index": rows[:, 1]})
+    found = pa.Table.from_batches(without_repeats(table.to_batches(max_chunksize=cut)))
+    np.testing.assert_array_equal(np.stack([column.to_numpy() for column in found.columns], 1), pairs)
