@@ -67,7 +67,7 @@ class Batcher(Generic[Query, Answer]):
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def submit(self, query: Query) -> Answer:
-        """The answer to one query. A cancelled query leaves the queue.
+        """The answer to one query. A canceled query leaves the queue.
 
         Raises:
             QueueFullError: too many queries are waiting.
