@@ -51,7 +51,9 @@ def _print_found(found: Inspection) -> None:
     terminal, counts = console(), found.counts
     about = "" if counts.is_whole else "about "
     preset = found.recognition.preset
-    log = f"{about}{counts.events:,} events of {counts.users:,} users and {counts.items:,} items"
+    log = f"{about}{counts.events:,} events"
+    if counts.users and counts.items:  # 0 = not counted, because no column was recognized
+        log += f" of {counts.users:,} users and {counts.items:,} items"
     terminal.print(f"{', '.join(found.log)}: {log}{'' if preset == 'plain' else f'; preset {preset}'}", soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
     for heading in ("column", "is", "unit", "evidence"):

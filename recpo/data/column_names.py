@@ -11,6 +11,7 @@ from recpo.data.schema import LogColumns
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     LogColumns.USER_ID: (
         *("userid", "uid", "user", "useridx", "userindex", "customerid", "customer", "memberid", "visitorid"),
+        *("listener", "viewer", "visitor", "reader"),
         *("viewerid", "reviewerid", "accountid", "profileid", "listenerid", "readerid", "buyerid", "playerid"),
         *("deviceid", "sessionid"),
     ),

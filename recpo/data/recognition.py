@@ -87,7 +87,7 @@ def recognize(facts: Sequence[ColumnFacts], given: Columns = Columns()) -> Recog
     preset = _preset(by_name)
     columns, how = _roles(by_name, preset, given)
     questions = [
-        f"{role}: no column was recognized as one ({', '.join(by_name)}): name it with --columns.{role} NAME"
+        f"{role}: not recognized among the columns {', '.join(by_name)}: pass --columns.{role} NAME"
         for role in LogColumns.REQUIRED
         if role not in columns
     ]

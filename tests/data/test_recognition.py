@@ -105,7 +105,7 @@ def test_what_is_missing_is_asked_for_and_a_clock_is_known_by_its_values():
     found = recognize(facts(who=[1, 2] * 20, item_id=[3, 4] * 20, moment=SECONDS))
     assert (found.column("timestamp"), found.columns.time_unit) == ("moment", "s")
     (question,) = found.questions
-    assert question.startswith("user_id: no column was recognized as one (who, item_id, moment)")
+    assert question.startswith("user_id: not recognized among the columns who, item_id, moment")
     assert (
         recognize(facts(who=[1, 2] * 20, item_id=[3, 4] * 20, moment=SECONDS), Columns(user_id="who")).questions == ()
     )
