@@ -1,4 +1,4 @@
-"""Which columns of a log and of its tables are features and behaviors, and those of well-known logs."""
+"""The columns of a log and of its tables that are features and behaviors, and the presets of well-known logs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from recpo.data.schema import Derived, LogColumns, PresetName, TimeUnit
 from recpo.errors import RecpoError
 from recpo.features.schema import SIDES, Categories, Category, Feature, FeatureSchema, Number, Side
 
-#: Columns of events that stand for a behavior or a feature of the request begin so while a log is prepared.
+#: Prefix of event columns for behaviors and request features while a log is prepared.
 BEHAVIOR, CONTEXT = "behavior_", "context_"
-#: In an extension, the encoded features of requests of events that were prepared before.
+#: Prefix, in an extension, of the encoded request features of events that were prepared before.
 ENCODED: Final = "encoded_"
-#: Columns of tables that stand for a feature begin so while a file is read.
+#: Prefix of table columns for features while a file is read.
 FEATURE: Final = "feature_"
 _MOST_BEHAVIORS: Final = 31  # bits of an int32
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -27,13 +27,15 @@ class FeatureColumns:
     """Features of items, users and requests, and the columns that they are read from.
 
     Args:
-        item: features in the table of items; null = the preset's, or all columns of the table, as their types suggest.
-        user: features in the table of users; null = the preset's, or all columns of the table, as their types suggest.
-        context: features in the log, ``Category`` or ``Number``: the surface, the hour, the device of the request in
-            which an event was shown; null = the preset's, or none.
-        item_id: column of the item's id in the table of items; null = as in the log.
-        user_id: column of the user's id in the table of users; null = as in the log.
-        available_from: column of the table of items with the time from which an item may be recommended; it is no
+        item: features in the item table; null = the preset's, or all columns of the table, with kinds that follow from
+            their types.
+        user: features in the user table; null = the preset's, or all columns of the table, with kinds that follow from
+            their types.
+        context: features in the log, ``Category`` or ``Number``: the surface, the hour, or the device of the request
+            that showed an event; null = the preset's, or none.
+        item_id: column of the item id in the item table; null = as in the log.
+        user_id: column of the user id in the user table; null = as in the log.
+        available_from: column of the item table with the time from which an item may be recommended. It is not a
             feature. null = the preset's, or none.
         available_from_unit: unit of a numeric ``available_from``.
     """
@@ -53,12 +55,12 @@ class FeatureColumns:
         FeatureSchema(*(self.of(side) or () for side in SIDES))
 
     def of(self, side: Side) -> tuple[Feature, ...] | None:
-        """The features of one side; None = nothing is said."""
+        """The features of one side; None = not given."""
         found: tuple[Feature, ...] | None = getattr(self, side)
         return found
 
     def over(self, preset: FeatureColumns) -> FeatureColumns:
-        """These columns where they say something, ``preset`` elsewhere."""
+        """These columns, completed by ``preset``."""
         said: dict[str, Any] = {side: self.of(side) for side in SIDES if self.of(side) is not None}
         if self.available_from is not None:
             said |= {"available_from": self.available_from, "available_from_unit": self.available_from_unit}
@@ -89,7 +91,7 @@ def _validate(feature: Feature, side: Side) -> None:
 
 
 def validate_behaviors(behaviors: Mapping[str, str], context: tuple[Feature, ...]) -> None:
-    """Raises ``RecpoError`` where behaviors have names that events cannot carry beside their other columns."""
+    """Raises ``RecpoError`` if a behavior has a name that is not allowed among the other columns of events."""
     if len(behaviors) > _MOST_BEHAVIORS:
         raise RecpoError(f"behaviors: {len(behaviors)} of them, at most {_MOST_BEHAVIORS} are kept")
     taken = _TAKEN | {feature.name for feature in context}
@@ -124,7 +126,7 @@ _KUAIRAND: Final = FeatureColumns(
 )
 _MOVIELENS: Final = FeatureColumns(item=(Categories("genres", separator="|"),))
 
-#: Features of well-known logs; a column that a table or log lacks is left out.
+#: Features of well-known logs. A column that a table or log lacks is left out.
 PRESET_FEATURES: Final[dict[PresetName, FeatureColumns]] = {
     "plain": FeatureColumns(),
     # video_features_basic_*.csv, user_features_*.csv; hourmin is the hour times 100
@@ -134,7 +136,7 @@ PRESET_FEATURES: Final[dict[PresetName, FeatureColumns]] = {
     "recbole": FeatureColumns(),
 }
 
-#: Behaviors of well-known logs: name -> column; a column that a log lacks is left out.
+#: Behaviors of well-known logs: name -> column. A column that a log lacks is left out.
 PRESET_BEHAVIORS: Final[dict[PresetName, dict[str, str]]] = {
     "plain": {},
     "kuairand": {
@@ -152,12 +154,12 @@ PRESET_BEHAVIORS: Final[dict[PresetName, dict[str, str]]] = {
 
 @dataclass(frozen=True)
 class EventColumns:
-    """Columns of the log beside the standard ones: behaviors and features of requests.
+    """Columns of the log beyond the standard ones: behaviors and features of requests.
 
     Attributes:
-        behaviors: name -> column; that of number b is bit b.
+        behaviors: name -> column; behavior b is bit b.
         context: features of requests.
-        chosen: standard names of those that the user named; these must exist.
+        chosen: standard names of the columns that the user named; these must exist.
     """
 
     behaviors: dict[str, str] = field(default_factory=dict)
@@ -170,22 +172,22 @@ class EventColumns:
         return behaviors | {CONTEXT + feature.name: feature.source for feature in self.context}
 
     def among(self, columns: Mapping[str, str]) -> EventColumns:
-        """Those that a log has, by the names of ``named``."""
+        """The columns that a log has, by the names of ``named``."""
         behaviors = {name: column for name, column in self.behaviors.items() if BEHAVIOR + name in columns}
         context = tuple(feature for feature in self.context if CONTEXT + feature.name in columns)
         return EventColumns(behaviors, context, self.chosen)
 
 
 def event_columns(preset: PresetName, features: FeatureColumns, behaviors: Mapping[str, str] | None) -> EventColumns:
-    """What is read of every event, out of a preset and what the user says over it.
+    """The columns that are read for every event, from a preset and the user's options, which override it.
 
     Args:
         preset: name of the preset.
-        features: what the user says.
+        features: the user's options.
         behaviors: name -> column; None = the preset's.
 
     Raises:
-        RecpoError: a behavior has a name that it cannot have.
+        RecpoError: the name of a behavior is not allowed.
     """
     named = PRESET_BEHAVIORS[preset] if behaviors is None else dict(behaviors)
     context = features.over(PRESET_FEATURES[preset]).context or ()

@@ -1,4 +1,4 @@
-"""The one bridge between external item ids and internal ones: 1..V, 0 pads and means unknown."""
+"""Maps external item ids to internal ones: 1..V; 0 is padding and means unknown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class IdMap:
 
     Args:
         external: the external ids (integers or strings) of item 1, item 2 and so on; distinct, without nulls.
-        retired: internal ids of the items that are no candidates any more, ascending; None = there are none.
+        retired: internal ids of the retired items, which are no longer candidates, ascending; None = none.
 
     Raises:
         RecpoError: nulls, repeated ids, or ids that are neither integers nor strings.
@@ -35,7 +35,7 @@ class IdMap:
             raise RecpoError(f"item ids: {external.null_count} nulls among {len(external)} items")
         self._external = external
         self._is_text = _is_text(external.type)
-        # An object index keeps its hash table, so that a request for a few ids does not cost a pass over the catalog.
+        # An object index keeps its hash table, so that looking up a few ids does not cost a pass over the catalog.
         import pandas as pd  # 35 MB, and training looks up no external id
 
         values = external.to_numpy(zero_copy_only=False)
@@ -47,13 +47,13 @@ class IdMap:
 
     @classmethod
     def from_values(cls, values: Iterable[Any]) -> IdMap:
-        """Distinct values in ascending order become 1..V."""
+        """Assigns 1..V to distinct values in ascending order."""
         distinct = pc.unique(_to_array(values))
         return cls(distinct.take(pc.sort_indices(distinct)))
 
     @classmethod
     def load(cls, path: Path | pa.NativeFile) -> IdMap:
-        """Reads ``items.parquet``: ``item_index`` (1..V, ascending), ``item_id`` and, if it is there, ``retired``.
+        """Reads ``items.parquet``: ``item_index`` (1..V, ascending), ``item_id`` and, if present, ``retired``.
 
         Raises:
             RecpoError: the file cannot be read or its indices are not 1..V.
@@ -73,7 +73,7 @@ class IdMap:
         return cls(table["item_id"].combine_chunks(), retired)
 
     def save(self, path: Path) -> None:
-        """Writes ``item_index`` int32, ``item_id`` in its own type and, where items are retired, ``retired`` bool."""
+        """Writes ``item_index`` int32, ``item_id`` in its own type and, if items are retired, ``retired`` bool."""
         index = np.arange(1, len(self) + 1, dtype=np.int32)
         columns = {"item_index": pa.array(index), "item_id": self._external}
         if len(self.retired):
@@ -90,14 +90,14 @@ class IdMap:
         return self._external.type
 
     def equals(self, other: IdMap) -> bool:
-        """Whether item 1, item 2 and so on are the same here and there."""
+        """Whether both maps assign the same ids to item 1, item 2 and so on."""
         return self._is_text == other._is_text and self._index.equals(other._index)
 
     def to_internal(self, values: Iterable[Any]) -> np.ndarray:
-        """Internal ids, int64, one for each value; unknown and null values become 0.
+        """Internal ids, int64, one per value; 0 for unknown and null values.
 
         Raises:
-            RecpoError: strings where ids are integers, or the other way round.
+            RecpoError: strings if ids are integers, or the other way round.
         """
         given = _to_array(values)
         if not len(given) or pa.types.is_null(given.type):
@@ -111,7 +111,7 @@ class IdMap:
         return found
 
     def to_external(self, item_ids: np.ndarray | Iterable[int]) -> pa.Array:
-        """External ids in their own type, flattened in order; null where the internal id is 0.
+        """External ids in their own type, flattened in order; null for internal id 0.
 
         Raises:
             RecpoError: an id outside 0..V.

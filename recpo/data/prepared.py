@@ -1,9 +1,9 @@
-"""Reading what ``recpo prepare`` wrote: the manifest and, one at a time, the shards.
+"""Reads prepared data: the manifest and, one at a time, the shards.
 
-Nothing that was changed is taken for data: the manifest has a checksum of its own values and of every file. A file is
-compared when a process first reads it, from the bytes that are then decoded: SHA-256 takes 9 ms for the 8.6 MB of a
-shard of 500,000 events, whose decoding takes 65 ms (AMD EPYC, one core), and checksums of Parquet's pages would leave
-its headers and its footer unprotected.
+Altered files are never used as data. The manifest has a checksum of its own values and of every file. A file is
+verified when a process first reads it, from the same bytes that are then decoded. SHA-256 takes 9 ms for the 8.6 MB of
+a shard of 500,000 events, and decoding takes 65 ms (AMD EPYC, one core). Checksums of Parquet pages would not protect
+the headers and the footer.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ Period = Literal["train", "valid", "test"]
 MANIFEST = "manifest.json"
 _REMEDY = "copy the directory again, or prepare the log again"
 _ITEMS, _USERS = "items.parquet", "users.parquet"
-#: Tables of features: row v - 1 is item v, row u is user u.
+#: Feature tables: row v - 1 is item v, row u is user u.
 ITEM_FEATURES: Final = "item_features.parquet"
 USER_FEATURES: Final = "user_features.parquet"
-#: What ``prepare --extends`` reads: the events of the held-out periods, and the pairs of users and items before them.
+#: Inputs of ``prepare --extends``: the events of the held-out periods, and the pairs of users and items before them.
 HELD_OUT, TRAIN_PAST = "held_out.parquet", "train_past"
 _Source: TypeAlias = Path | pa.NativeFile | pa.BufferReader
-#: files that this process has compared: path, size and time of the change, checksum
+#: files that this process has verified: path, size and modification time, checksum
 _COMPARED: set[tuple[object, ...]] = set()
 FORMAT_VERSION = 3
-# what training batches are made of; shards also hold columns for people: watch_time, duration
+# the columns of training batches; shards also have columns for people: watch_time, duration
 _EVENT_COLUMNS = (
     "user_index",
     "item_index",
@@ -64,14 +64,13 @@ _HELD_OUT_COLUMNS = (*_EVENT_COLUMNS, "is_random")
 class Events(NamedTuple):
     """The events of one shard as flat arrays of equal length, sorted by user, then time.
 
-    ``offsets [U + 1]`` cuts them into users: user ``u`` owns ``offsets[u] : offsets[u + 1]``. ``request_start[i]`` is
-    the index of the first event of event i's request: what happened from there on was not known when i was shown.
-    ``by_request`` lists the events in the order of requests (``request_order``), as slates take them; it differs from
-    the order of time where requests of a user overlap.
-    ``positive`` and ``skipped`` are those of the directory's ``FeedbackRule``.
-    ``is_random`` is read for the held-out periods only: no training batch uses it.
-    ``behaviors [N]`` are bit sets, ``context [N]`` features of requests, ``users [U]`` features of users; None where
-    nobody reads them, or there are none.
+    ``offsets [U + 1]`` divides them into users: user ``u`` owns ``offsets[u] : offsets[u + 1]``. ``request_start[i]``
+    is the index of the first event of event i's request: when i was shown, the events from there on were not known.
+    ``by_request`` lists the events in the order of requests (``request_order``), which slates use; it differs from the
+    order of time if requests of a user overlap. ``positive`` and ``skipped`` follow the directory's ``FeedbackRule``.
+    ``is_random`` is read only for the held-out periods, because training does not use it. ``behaviors [N]`` are bit
+    sets, ``context [N]`` features of requests, ``users [U]`` features of users; each is None if it was not requested or
+    does not exist.
     """
 
     user_index: np.ndarray
@@ -94,15 +93,16 @@ class Events(NamedTuple):
 
     @property
     def keys(self) -> Keys:
-        """What windows are cut by."""
+        """The columns that windows are cut by."""
         order = self.by_request
         return Keys(self.user_index, self.request_start[order], self.positive[order], self.is_target[order])
 
 
 class Keys(NamedTuple):
-    """What windows are cut by: the events of a shard in the order of requests (``Events.by_request``), each ``[N]``.
+    """The columns that windows are cut by, each ``[N]``, in the order of requests (``Events.by_request``).
 
-    ``request_start`` is ascending; ``positive`` is None where it was not asked for, ``is_target`` where all are.
+    ``request_start`` is ascending. ``positive`` is None if it was not requested, ``is_target`` if all events are
+    targets.
     """
 
     user: np.ndarray
@@ -128,9 +128,8 @@ class Prepared:
         """Opens a directory written by ``recpo prepare``, here or in an object store (``recpo.data.locations``).
 
         Raises:
-            RecpoError: no manifest (not a prepared directory, or a preparation that did not end), another format
-                version, a shard that is missing or cut short, or a manifest, table of items or table of users that is
-                not as it was written.
+            RecpoError: no manifest (not a prepared directory, or an unfinished preparation), another format version, a
+                shard that is missing or truncated, or a manifest, item table or user table that was changed.
         """
         root = locate(root)
         file = root / MANIFEST
@@ -144,22 +143,22 @@ class Prepared:
             )
         opened = cls(root, unseal(manifest, file, _REMEDY))
         opened._check_sizes()
-        if isinstance(root, Path):  # far away, files are compared when they are read
+        if isinstance(root, Path):  # in an object store, files are verified when they are read
             for name in {_ITEMS, _USERS} & opened.checksums.keys():
                 opened._compared(name)
         return opened
 
     @cached_property
     def checksums(self) -> dict[str, str]:
-        """File, relative to the directory -> SHA-256, of every file but the manifest."""
+        """File, relative to the directory -> SHA-256, for every file except the manifest."""
         shards = [shard for period in self.manifest["shards"].values() for shard in period]
         return self.manifest["files"] | {shard["file"]: shard["sha256"] for shard in shards}
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compares files with their checksums.
+        """Verifies the checksums of files.
 
         Args:
-            names: of the files; None = every file.
+            names: the files; None = every file.
 
         Raises:
             RecpoError: a file is missing or its bytes differ.
@@ -168,7 +167,7 @@ class Prepared:
             self._compared(name, again=True)
 
     def _check_sizes(self) -> None:
-        """Notices now what would end an epoch later: shards that are missing or were cut short."""
+        """Detects missing and truncated shards now instead of an epoch later."""
         shards = {shard["file"]: shard["bytes"] for period in self.manifest["shards"].values() for shard in period}
         found = _sizes(self.root, shards)
         missing = [name for name in shards if name not in found]
@@ -182,7 +181,7 @@ class Prepared:
             )
 
     def _compared(self, name: str, again: bool = False) -> _Source:
-        """The file, for pyarrow's readers; compared with its checksum where this process has not done so yet."""
+        """The file, for pyarrow's readers. It is verified if this process has not done so yet."""
         place, expected = self.root / name, self.checksums.get(name)
         if expected is None:
             raise RecpoError(f"{self.root / MANIFEST} knows no file {name}; {_REMEDY}")
@@ -197,12 +196,12 @@ class Prepared:
 
     @cached_property
     def feedback(self) -> FeedbackDefinition:
-        """What counts as positive, skipped, disliked and unknown here, and the feedback levels of raw events."""
+        """Defines positive, skipped, disliked and unknown events, and the feedback levels of raw events."""
         return FeedbackDefinition.from_json(self.manifest.get("feedback"), f"{self.root / MANIFEST}, feedback")
 
     @property
     def feedback_counts(self) -> dict[Period, dict[str, int]]:
-        """How many events of each period are of each of ``FEEDBACK_KINDS``."""
+        """Number of events of each of ``FEEDBACK_KINDS`` in each period."""
         splits = self.manifest["counts"]["splits"]
         return {period: {kind: int(counts[kind]) for kind in FEEDBACK_KINDS} for period, counts in splits.items()}
 
@@ -219,17 +218,17 @@ class Prepared:
         """A file of the directory, or some of its columns, in memory.
 
         Raises:
-            RecpoError: it is missing, or not as it was written.
+            RecpoError: it is missing, or was changed.
         """
         return _decoded(self._compared(file), self.root / file, columns)
 
     def item_ids(self) -> IdMap:
-        """The bridge between external item ids and 1..V."""
+        """Maps external item ids to 1..V and back."""
         return IdMap.load(self._compared(_ITEMS))
 
     @cached_property
     def retired_items(self) -> np.ndarray:
-        """Internal ids of the items that are no candidates any more, ascending; they stay in histories."""
+        """Internal ids of retired items, ascending. They are no longer candidates, and remain in histories."""
         place = self.root / _ITEMS
         with _decoding(place), pq.ParquetFile(self._compared(_ITEMS)) as file:
             if RETIRED not in file.schema_arrow.names:
@@ -238,26 +237,26 @@ class Prepared:
 
     @property
     def catalog_checksum(self) -> str:
-        """Identifies the id map: a policy serves only the catalog it was trained on."""
+        """Identifies the id map. A policy serves only the catalog that it was trained on."""
         return str(self.manifest["files"][_ITEMS])
 
     @property
     def users_checksum(self) -> str:
-        """Identifies the users by their number (``FeedbackBatch.user_ids``)."""
+        """Identifies the users by their index (``FeedbackBatch.user_ids``)."""
         return str(self.manifest["files"][_USERS])
 
     @cached_property
     def feature_schema(self) -> FeatureSchema:
-        """The features of items, users and requests, fitted to the train period; without any where there are none."""
+        """The features of items, users and requests, fitted on the train period; empty if there are none."""
         return FeatureSchema.from_json(self.manifest.get("features"), f"{self.root / MANIFEST}, features")
 
     @property
     def behaviors(self) -> tuple[str, ...]:
-        """Names of the behaviors; that of number b is bit b of the bit sets in shards and batches."""
+        """Names of the behaviors. Behavior b is bit b of the bit sets in shards and batches."""
         return tuple(self.manifest.get("behaviors", ()))
 
     def item_features(self) -> Features:
-        """The features of the catalog, leading shape ``[V + 1]``; row 0, that of no item, is missing throughout."""
+        """The features of the catalog, leading shape ``[V + 1]``. Row 0 is no item: all features are missing."""
         features = self.feature_schema.item
         if not features:
             return missing_features(features, (self.num_items + 1,)).tensors()
@@ -265,10 +264,10 @@ class Prepared:
         return read_features(features, self.table(ITEM_FEATURES, names), first_missing=True).tensors()
 
     def user_features(self, users: np.ndarray | None = None) -> FeatureArrays:
-        """The features of some users, leading shape ``[U]``; one row group at a time is in memory.
+        """The features of some users, leading shape ``[U]``. One row group at a time is in memory.
 
         Args:
-            users: ``[U]`` numbers of users, ascending; None = all.
+            users: ``[U]`` ascending user indices; None = all.
         """
         features = self.feature_schema.user
         users = np.arange(self.manifest["num_users"]) if users is None else users
@@ -288,16 +287,16 @@ class Prepared:
         return read_features(features, table)
 
     def vocabulary(self, side: Side, name: str) -> pa.Array:
-        """The values of a category: place i has the code i + 2.
+        """The values of a category: the value at index i has code i + 2.
 
         Args:
-            side: whose feature it is.
-            name: of a ``Category`` or ``Categories`` of ``feature_schema``.
+            side: items, users or context.
+            name: a ``Category`` or ``Categories`` of ``feature_schema``.
         """
         return self.table(vocabulary_file(side, name), ["value"]).column(0).combine_chunks()
 
     def fitted_features(self, side: Side) -> FittedFeatures:
-        """What encodes the raw features of further items, users or requests as those of this directory."""
+        """Encodes the raw features of further items, users or requests in the same way as this directory."""
         features = self.feature_schema.of(side)
         coded = [feature.name for feature in features if isinstance(feature, Category | Categories)]
         return of_side(features, {name: self.vocabulary(side, name) for name in coded})
@@ -308,7 +307,7 @@ class Prepared:
 
     @property
     def segments(self) -> list[int]:
-        """Training shards of the first preparation and of every extension since, in this order."""
+        """Training shards of the first preparation and of every later extension, in this order."""
         return list(self.manifest.get("segments", [self.num_shards("train")]))
 
     def load(self, split: Period, shard: int, reads: Reads = Reads()) -> Events:  # noqa: B008  immutable
@@ -316,7 +315,7 @@ class Prepared:
 
         Args:
             split: the period.
-            shard: its number.
+            shard: index of the shard.
             reads: what to read beyond the columns that every batch has.
         """
         names = list(_EVENT_COLUMNS if split == "train" else _HELD_OUT_COLUMNS)
@@ -350,11 +349,11 @@ class Prepared:
     def keys(self, split: Period, shard: int, positive: bool = False) -> Keys:
         """The keys of one shard: enough to plan an epoch without reading the rest.
 
-        With ``positive``, also which events are positive.
+        With ``positive``, they include which events are positive.
         """
         has_context = split == "train" and shard >= self.segments[0]
         names = ["user_index", "request"] + ["label", "dislike"] * positive + ["is_target"] * has_context
-        # Not compared with the checksum, which would need all bytes of all shards before the first step; loading does.
+        # Not verified: that would read all bytes of all shards before the first step. Loading a shard verifies it.
         file = self.root / self._shard_file(split, shard)
         table = _decoded(readable(file), file, names)
         columns = {name: table.column(name).to_numpy() for name in names}
@@ -365,17 +364,17 @@ class Prepared:
         return Keys(columns["user_index"], start[order], liked, is_target)
 
     def past_items(self, split: Period, shard: int, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What some users of a held-out shard had before the period: every item once, however long ago.
+        """The items that some users of a held-out shard had before the period: distinct, however long ago.
 
-        Only the row groups that hold one of them are read, one at a time.
+        Only the row groups that contain one of the users are read, one at a time.
 
         Args:
             split: "valid" or "test".
-            shard: its number.
+            shard: index of the shard.
             users: ``[B]`` ascending user indices.
 
         Returns:
-            ``[B]`` number of items of each user, and the items of all, user by user, ascending.
+            ``[B]`` number of items of each user, and the items of all users, user by user, ascending.
         """
         counts, items = np.zeros(len(users), np.int64), [np.zeros(0, np.int64)]
         name = self.manifest["shards"][split][shard]["past"]
@@ -388,10 +387,10 @@ class Prepared:
         return counts, np.concatenate(items)
 
     def held_out_sizes(self, split: Period, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each user of a held-out shard, ``[U]`` each: events in the period, and distinct items before it."""
+        """For each user of a held-out shard, ``[U]`` each: events in the period, and distinct items before it."""
         entry = self.manifest["shards"][split][shard]
         file, past_file = self.root / entry["file"], self.root / entry["past"]
-        # as for keys, what is loaded later is compared then
+        # as for keys, files are verified when they are loaded later
         table = _decoded(readable(file), file, [Derived.USER_INDEX, Derived.IS_TARGET])
         user, is_target = (column.to_numpy() for column in table.columns)
         starts = _run_offsets(user)[:-1]
@@ -401,7 +400,7 @@ class Prepared:
         return np.add.reduceat(is_target.astype(np.int64), starts), past
 
     def _pairs(self, name: str, source: _Source, first: int, last: int) -> Iterator[pa.Table]:
-        """The row groups of a file of ``PAST_SCHEMA`` that hold one of the users ``first`` .. ``last``."""
+        """The row groups of a ``PAST_SCHEMA`` file that contain one of the users ``first`` .. ``last``."""
         with _decoding(self.root / name):
             file = pq.ParquetFile(source)
             for number in range(file.num_row_groups):
@@ -410,10 +409,10 @@ class Prepared:
                     yield file.read_row_group(number)
 
     def train_columns(self, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
-        """Some columns of the training events, each event once, in pieces of whole users.
+        """Some columns of the training events, each event once, in pieces that contain all events of their users.
 
-        A piece is a shard; where the data was extended, what several segments hold of the same users comes together,
-        in the order of time, and a shard of every segment is in memory.
+        A piece is a shard. If the data was extended, the events of the same users in several segments come together, in
+        the order of time, and a shard of every segment is in memory.
         """
         segments, first = list[Iterator[int]](), 0
         for count in self.segments:
@@ -442,7 +441,7 @@ class Prepared:
             yield _merged(pieces, names)
 
     def columns(self, split: Period, shard: int, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Some columns of one shard, by name (``recpo.data.schema.EVENT_SCHEMA``), its context rows included."""
+        """Some columns of one shard, by name (``recpo.data.schema.EVENT_SCHEMA``), including its context rows."""
         table = self.table(self._shard_file(split, shard), names)
         return {name: table.column(name).to_numpy() for name in names}
 
@@ -451,22 +450,22 @@ class Prepared:
 
 
 def _context_table(table: pa.Table, features: Sequence[Feature]) -> pa.Table:
-    """The columns of a shard with the features of requests, by their names."""
+    """The columns of a shard with the features of requests, by name."""
     columns = [table[CONTEXT + feature.name] for feature in features]
     return pa.table(columns, names=[feature.name for feature in features])
 
 
 def vocabulary_file(side: Side, name: str) -> str:
-    """Where the vocabulary of a category is, relative to the directory: ``value`` and its ``count``, by code."""
+    """The vocabulary file of a category, relative to the directory: ``value`` and its ``count``, by code."""
     return f"vocabularies/{side}_{name}.parquet"
 
 
 def write_manifest(root: Path, content: dict[str, Any], known: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Completes a prepared directory: adds the size of every shard, checksums that are not there yet, and its own.
+    """Completes a prepared directory: adds the size of every shard, missing checksums, and the manifest's own checksum.
 
     Args:
-        root: a directory with all the files that ``content`` names.
-        content: ``shards`` by period, each with ``file``; ``files``, names of the others; and whatever else.
+        root: a directory with all files that ``content`` names.
+        content: ``shards`` by period, each with ``file``; ``files``, names of the other files; and any further values.
         known: checksums of files that were not written now.
 
     Returns:
@@ -485,7 +484,7 @@ def _completed(root: Path, shard: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(root: Place, files: Iterable[str]) -> dict[str, int]:
-    """Bytes of those of ``files`` that are there."""
+    """Total size in bytes of the existing files among ``files``."""
     if isinstance(root, Path):
         return {file: (root / file).stat().st_size for file in files if (root / file).is_file()}
     return {file.removeprefix(root.inside).strip("/"): size for file, size in root.sizes().items()}
@@ -519,7 +518,7 @@ def _decoding(place: Place) -> Iterator[None]:
 
 
 def _merged(pieces: list[dict[str, np.ndarray]], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """The targets of ``pieces``, by user, those of an earlier piece first."""
+    """The targets of ``pieces`` by user, with the targets of earlier pieces first."""
     whole = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
     order = np.argsort(whole[Derived.USER_INDEX], kind="stable")
     order = order[whole[Derived.IS_TARGET][order]]
@@ -542,15 +541,15 @@ def _run_offsets(*keys: np.ndarray) -> np.ndarray:
 def request_starts(user: np.ndarray, request: np.ndarray) -> np.ndarray:
     """For every event, sorted by user and time, the index of the first event of its request.
 
-    Requests of a user may overlap in time: then a request is several runs of events, and begins with the first.
+    Requests of a user may overlap in time. A request then consists of several runs of events and starts with the first.
     """
     change = run_change(user, request)
     starts = np.flatnonzero(change)
-    # requests are named in the order in which they begin, so a name that falls is one that comes again
+    # requests are named in the order in which they start, so a decreasing name is a repeated one
     again = (np.diff(request[starts]) <= 0) & (np.diff(user[starts]) == 0)
     if not again.any():
         return starts[np.cumsum(change) - 1]
-    order = np.lexsort((request, user))  # stable: the first of equals is the first in time
+    order = np.lexsort((request, user))  # stable: of equal names, the first one is the first in time
     change = run_change(user[order], request[order])
     begins = np.empty_like(order)
     begins[order] = order[change][np.cumsum(change) - 1]
@@ -558,5 +557,5 @@ def request_starts(user: np.ndarray, request: np.ndarray) -> np.ndarray:
 
 
 def request_order(request_start: np.ndarray) -> np.ndarray:
-    """The events in the order of their requests, those of one request in the order of time."""
+    """The events in the order of their requests; the events of one request are in the order of time."""
     return np.argsort(request_start, kind="stable")
