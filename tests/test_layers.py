@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "cli": None,
 }
 FOREIGN = {
-    "ops": {"torch", "math", "typing", "collections", "__future__", "functools", "contextlib"},
+    "ops": {"torch", "triton", "math", "typing", "collections", "__future__", "functools", "contextlib"},
     "objectives": {"torch", "math", "typing", "collections", "__future__", "dataclasses", "functools", "abc"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -72,6 +72,8 @@ def test_a_module_imports_only_what_its_layer_may(path):
             assert allowed is None or not target or target in allowed, f"{path}: {own} may not import {name}"
         elif own in FOREIGN:
             assert root in FOREIGN[own], f"{path}: {own} may not import {name}"
+        if root == "triton":
+            assert path.name == "triton_catalog.py", f"{path}: only triton_catalog.py imports triton"
         if root == "torchrec":
             assert own == "sharding", f"{path}: only sharding.py imports torchrec"
         if root in ("lightning", "pytorch_lightning") and own not in ("training", "sharding", "workflows", "cli"):

@@ -8,8 +8,8 @@
 - **Dropout**: one random byte per element, because Bernoulli numbers cost more than the products around them.
 - **Passes over a catalog**: blocks of logits that fit the cache are reduced at once, and computed again in the backward
   pass unless all of them fit ``KEEP_BYTES``. ``linear_logprob`` runs over a complete table, ``sharded_logprob`` over a
-  rank's rows of one. A kernel for another device replaces ``sum_over_catalog``, ``add_softmax_gradient`` and
-  ``entropy_gradients``; no other code changes.
+  rank's rows of one. Kernels for another device replace ``sum_over_catalog``, ``add_softmax_gradient`` and
+  ``entropy_gradients`` (``catalog_passes``); no other code changes.
 
 ``with reference_kernels():`` computes everything exactly as the formulas read, at any cost in time and memory. The
 tests compare both versions, and you can repeat a suspicious run with it. Other devices and types, autocast, export, a
@@ -55,6 +55,11 @@ def reference_kernels() -> Iterator[None]:
         yield
     finally:
         _reference = before
+
+
+def is_reference() -> bool:
+    """Whether the code runs within ``reference_kernels``."""
+    return _reference
 
 
 # ---------------------------------------------------------------- products

@@ -28,13 +28,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recpo.ops import kernels
-from recpo.ops.kernels import add_softmax_gradient, as_float, entropy_gradients, sum_over_catalog, sum_rows
+from recpo.ops.catalog_passes import CatalogKernel, CatalogPasses, catalog_passes
+from recpo.ops.kernels import as_float, sum_rows
 from recpo.ops.linear_logprob import state_of_targets
 from recpo.ops.row_shard import RowShard, common_sizes, exchange_rows, gather_rows, start_sum_of_rows
 
 
 def sharded_logprob(
-    states: Tensor, shard: RowShard, targets: Tensor, state_index: Tensor | None = None, *, temperature: float = 1.0
+    states: Tensor,
+    shard: RowShard,
+    targets: Tensor,
+    state_index: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    kernel: CatalogKernel = "plain",
 ) -> Tensor:
     """``log softmax(states tableᵀ / temperature)`` at ``targets``, the table being cut over the ranks.
 
@@ -44,27 +51,32 @@ def sharded_logprob(
         targets: row numbers in the whole table: ``[N]`` or ``[N, K]``; ``[M]`` with ``state_index``.
         state_index: ``[M]``, the state of each target; None = target (or row of targets) ``n`` belongs to state ``n``.
         temperature: divides the logits.
+        kernel: see ``linear_logprob``.
 
     Returns:
         float32 (float64 for float64 states), of the shape of ``targets``. Differentiable once, in states and rows.
 
     Raises:
-        ValueError: shapes that do not fit, or blocks that do not make up a table.
+        ValueError: shapes that do not fit, blocks that do not make up a table, or fused kernels where they cannot run.
         IndexError: on all ranks, if one has a target outside of the table or of a state that is not there.
     """
     _check(states, shard)
     index = state_of_targets(states, targets, state_index)
+    passes = catalog_passes(kernel, states, shard.rows)
     scaled, rows = as_float(states, temperature), as_float(shard.rows)
     with torch.autocast(states.device.type, enabled=False):
-        logp = _ShardedLogProb.apply(scaled, rows, targets.reshape(-1), index, shard)
+        logp = _ShardedLogProb.apply(scaled, rows, targets.reshape(-1), index, shard, passes)
     return logp.view(targets.shape)
 
 
-def sharded_entropy(states: Tensor, shard: RowShard, *, temperature: float = 1.0) -> Tensor:
+def sharded_entropy(
+    states: Tensor, shard: RowShard, *, temperature: float = 1.0, kernel: CatalogKernel = "plain"
+) -> Tensor:
     """Entropy of ``softmax(states tableᵀ / temperature)`` in nats, ``[N]``; arguments as in ``sharded_logprob``."""
     _check(states, shard)
+    passes = catalog_passes(kernel, states, shard.rows)
     with torch.autocast(states.device.type, enabled=False):
-        return _ShardedEntropy.apply(as_float(states, temperature), as_float(shard.rows), shard)
+        return _ShardedEntropy.apply(as_float(states, temperature), as_float(shard.rows), shard, passes)
 
 
 def sharded_lookup(ids: Tensor, shard: RowShard) -> Tensor:
@@ -100,7 +112,13 @@ def _faults(ids: Tensor, stop: int) -> Tensor:
 class _ShardedLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, rows: Tensor, targets: Tensor, state_index: Tensor, shard: RowShard
+        ctx: Any,
+        states: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        state_index: Tensor,
+        shard: RowShard,
+        passes: CatalogPasses,
     ) -> Tensor:
         faults = _faults(targets, shard.num_rows) + _faults(state_index, len(states))
         _, (num_states, num_targets) = common_sizes(shard, len(states), len(targets), faults=faults)
@@ -112,7 +130,7 @@ class _ShardedLogProb(torch.autograd.Function):
 
         needs_states, needs_rows = ctx.needs_input_grad[:2]
         keep_bytes = kernels.KEEP_BYTES if needs_rows else 0
-        sums = sum_over_catalog(
+        sums = passes.sum_over_catalog(
             everyone, rows, shard.padding_rows, want_expected_row=needs_states, keep_bytes=keep_bytes
         )
         scores = everyone.new_zeros(len(targets))
@@ -123,7 +141,7 @@ class _ShardedLogProb(torch.autograd.Function):
 
         ctx.save_for_backward(everyone, rows, state_index, held, row_of_held, state_of_held)
         ctx.sums, ctx.shard, ctx.num_states, ctx.num_targets = sums._replace(lse=lse), shard, num_states, num_targets
-        start = sum(num_targets[: shard.rank])
+        ctx.passes, start = passes, sum(num_targets[: shard.rank])
         return (scores - lse[state_index])[start : start + len(own)].clone()
 
     @staticmethod
@@ -143,8 +161,10 @@ class _ShardedLogProb(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_rows = sum_rows(everyone[state_of_held] * (of_held / shard.ranks), row_of_held, len(rows))
             grad_rows[: shard.padding_rows] = 0
-            add_softmax_gradient(grad_rows, per_state / -shard.ranks, everyone, rows, shard.padding_rows, sums)
-        return None if grad_states is None else grad_states(), grad_rows, None, None, None
+            ctx.passes.add_softmax_gradient(
+                grad_rows, per_state / -shard.ranks, everyone, rows, shard.padding_rows, sums
+            )
+        return None if grad_states is None else grad_states(), grad_rows, None, None, None, None
 
 
 def _log_sum_over_ranks(lse: Tensor, values: Tensor, shard: RowShard) -> tuple[Tensor, Tensor]:
@@ -159,31 +179,31 @@ def _log_sum_over_ranks(lse: Tensor, values: Tensor, shard: RowShard) -> tuple[T
 
 class _ShardedEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, rows: Tensor, shard: RowShard) -> Tensor:
+    def forward(ctx: Any, states: Tensor, rows: Tensor, shard: RowShard, passes: CatalogPasses) -> Tensor:
         _, (num_states,) = common_sizes(shard, len(states))
         everyone = gather_rows(states, num_states, shard.group)
-        sums = sum_over_catalog(everyone, rows, shard.padding_rows, want_expected_row=True)
+        sums = passes.sum_over_catalog(everyone, rows, shard.padding_rows, want_expected_row=True)
         assert sums.expected_row is not None
         lse, _ = _log_sum_over_ranks(sums.lse, sums.lse[:0], shard)
         mean_score = torch.einsum("nd,nd->n", everyone, sums.expected_row).mul_((sums.lse - lse).exp_())
         dist.all_reduce(mean_score, group=shard.group)
         entropy = lse - mean_score
         ctx.save_for_backward(everyone, rows, lse, entropy)
-        ctx.shard, ctx.num_states = shard, num_states
+        ctx.shard, ctx.num_states, ctx.passes = shard, num_states, passes
         return entropy.split(num_states)[shard.rank].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         everyone, rows, lse, entropy = ctx.saved_tensors
-        shard, (needs_states, needs_rows, _) = ctx.shard, ctx.needs_input_grad
+        shard, (needs_states, needs_rows) = ctx.shard, ctx.needs_input_grad[:2]
         grad = gather_rows(grad, ctx.num_states, shard.group)
-        grad_states, grad_rows = entropy_gradients(
+        grad_states, grad_rows = ctx.passes.entropy_gradients(
             grad, everyone, rows, shard.padding_rows, lse, entropy, needs_states, needs_rows
         )
         if grad_states is not None:
             grad_states = start_sum_of_rows(grad_states, ctx.num_states, shard.group)()
-        return grad_states, None if grad_rows is None else grad_rows.div_(shard.ranks), None
+        return grad_states, None if grad_rows is None else grad_rows.div_(shard.ranks), None, None
 
 
 class _ShardedLookup(torch.autograd.Function):

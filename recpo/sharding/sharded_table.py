@@ -78,7 +78,8 @@ class ShardedTable(PlacedTable):
     ) -> Tensor:
         """See ``ItemTable.log_prob``."""
         shard = self.row_shard(learns=True, cosine=cosine)
-        return sharded_logprob(states, shard, targets, state_index, temperature=temperature)
+        kernel = self.kernel_for(states)
+        return sharded_logprob(states, shard, targets, state_index, temperature=temperature, kernel=kernel)
 
     def catalog_log_prob(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
         """Not supported: no rank has the complete table.
@@ -93,7 +94,8 @@ class ShardedTable(PlacedTable):
 
     def entropy(self, states: Tensor, *, temperature: float = 1.0, cosine: bool = False) -> Tensor:
         """See ``ItemTable.entropy``."""
-        return sharded_entropy(states, self.row_shard(learns=True, cosine=cosine), temperature=temperature)
+        shard, kernel = self.row_shard(learns=True, cosine=cosine), self.kernel_for(states)
+        return sharded_entropy(states, shard, temperature=temperature, kernel=kernel)
 
     def top_k(self, states: Tensor, k: int, exclude: Tensor | None, *, cosine: bool = False) -> Recommendations:
         """See ``ItemTable.top_k``."""
