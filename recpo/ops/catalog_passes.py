@@ -1,7 +1,7 @@
-"""Which kernels go over the catalog: the plain ones of ``kernels`` or the fused ones of ``triton_catalog``.
+"""Selects the kernels that pass over the catalog: the plain ones (``kernels``) or the fused ones (``triton_catalog``).
 
-The fused ones have been compiled for several generations of GPUs and checked in Triton's interpreter, and have not run
-on a device. So ``plain`` is the default everywhere, and ``fused`` has to be asked for by name.
+``plain`` is the default. The fused kernels have been compiled for several generations of GPUs and tested in Triton's
+interpreter, but they have not run on a GPU, so callers must select ``fused`` by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from recpo.ops import kernels
 from recpo.ops.kernels import CatalogSums
 
 CatalogKernel = Literal["plain", "fused"]
-#: Two tiles of wider vectors do not fit a chip, and there the plain path is bound by its products anyway.
+#: Wider vectors do not fit the registers; there the plain kernels are limited by their products, not by memory.
 LARGEST_FUSED_DIM = 128
 
 
@@ -44,12 +44,12 @@ class CatalogPasses(Protocol):
 
 
 def catalog_passes(kernel: CatalogKernel, states: Tensor, table: Tensor) -> CatalogPasses:
-    """The passes of that name for states ``[N, d]`` and a table ``[V + padding_rows, d]``.
+    """The passes named ``kernel`` for states ``[N, d]`` and a table ``[V + padding_rows, d]``.
 
-    Within ``kernels.reference_kernels()`` the formulas as they read, whatever the name.
+    Within ``kernels.reference_kernels()`` always those of ``kernels``.
 
     Raises:
-        ValueError: the fused kernels were asked for and cannot run here; see ``why_not_fused``.
+        ValueError: ``kernel`` is "fused", and the fused kernels cannot run here; see ``why_not_fused``.
     """
     if kernel == "plain" or kernels.is_reference():
         return kernels
@@ -62,7 +62,7 @@ def catalog_passes(kernel: CatalogKernel, states: Tensor, table: Tensor) -> Cata
 
 
 def why_not_fused(states: Tensor, table: Tensor) -> str | None:
-    """Why the fused kernels cannot run on these tensors, with what they need; None = they can."""
+    """The reason why the fused kernels cannot run on these tensors; None = they can."""
     try:
         from recpo.ops import triton_catalog
     except ImportError as error:

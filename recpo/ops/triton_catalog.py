@@ -1,25 +1,25 @@
-"""Passes over a catalog on a GPU: Triton kernels in which no logit ever leaves the chip.
+"""Passes over a catalog on a GPU: Triton kernels that never write a logit to memory.
 
-The three functions of ``recpo.ops.kernels`` that ``catalog_passes`` chooses between, with the same arguments and
-results; only a machine with the ``triton`` compiler can import this module. (The compiler, not NVIDIA's server.)
+The module has the three functions of ``recpo.ops.kernels`` that ``catalog_passes`` selects, with the same arguments and
+results. It needs the package ``triton`` (the compiler, not NVIDIA's inference server).
 
-- **Sums**: a program holds ``BLOCK_ROWS`` states and goes over its share of the table with an online log-sum-exp (the
-  largest score so far, the sum of exponentials relative to it), and gathers the expected row beside it as attention
-  gathers its values: while a tile of the table is on the chip for the scores, it is there for the sum too. This is what
-  makes a second pass for the gradient of the states unnecessary.
-- **Gradient of the table**: a program owns a tile of items, makes their scores again and sums over the states. Nobody
-  else writes its rows, so there are no atomic additions, and equal inputs give equal bits on equal devices.
-- **Rows without a gradient** are left out: which ones is planned on the device beforehand, and the kernels read how
-  many there are, so that nothing waits for the CPU.
-- Where one axis has too few tiles to fill a device the other is cut into parts (splits), which are summed afterwards in
-  their order. Tiles are fixed by ``d`` and the device: tuning by the clock would let equal runs add in other orders.
+- **Sums**: each program keeps a tile of states and passes over its part of the table with an online log-sum-exp (the
+  largest score so far, and the sum of exponentials relative to it). It sums the expected row in the same pass, as
+  attention sums its values, so the gradient of the states needs no second pass.
+- **Gradient of the table**: each program owns a tile of items, computes their scores again and sums over the states. No
+  other program writes these rows, so there are no atomic additions, and equal inputs give equal bits on one device.
+- **States without a gradient** are left out. A sort on the device plans this before the kernel starts, and the kernel
+  reads their number, so the CPU never waits.
+- If one axis has too few tiles to fill a device, the other axis is cut into parts (splits), which are added in order
+  afterwards. Tiles depend on ``d`` and the device only: autotuning could change the order of additions between runs.
 
-Products are float32 ("ieee"), or, where ``torch.get_float32_matmul_precision()`` is not "highest", three products of
-TF32 parts ("tf32x3"), whose error is that of float32 within a small factor; never plain TF32, because an exact softmax
-has to be exact. Tables in bfloat16 and float16 are read as they are and multiplied in float32.
+Products are float32 ("ieee"). If ``torch.get_float32_matmul_precision()`` is not "highest", they are sums of three
+products of TF32 parts ("tf32x3"), with an error of the size of float32's. Plain TF32 is never used: it keeps 11 bits,
+so a score of 10 could be wrong by 0.005. Tables in bfloat16 and float16 are read as they are and multiplied in float32.
 
 References: "Online normalizer calculation for softmax" (arXiv 1805.02867); FlashAttention-2 (arXiv 2307.08691); "Cut
-Your Losses in Large-Vocabulary Language Models" (arXiv 2411.09009), whose gradients are atomic and of lower precision.
+Your Losses in Large-Vocabulary Language Models" (arXiv 2411.09009), which adds gradients with atomics and drops small
+ones; these kernels do neither.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from recpo.ops.kernels import CatalogSums
 
-#: As many programs as fill any GPU of today a few times; a constant, so that it is the same on all of them.
+#: Programs per kernel: enough to fill any current GPU several times. A constant, so the order of additions is too.
 PROGRAMS = 512
 
 

@@ -52,8 +52,8 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         proposal: distribution of the sampled items: "uniform", or "popularity", which is ``(count + 1)^0.75`` with the
             counts given to ``set_item_counts``.
         softmax_kernel: kernels of the exact softmax and its entropy: "plain", or "fused" for Triton kernels on NVIDIA
-            GPUs, which keep no scores in memory and have not been measured on a GPU yet (docs/scaling.md). Evaluation on
-            a CPU uses the plain kernels.
+            GPUs, which keep no scores in memory and have not been measured on a GPU yet (docs/scaling.md). Evaluation
+            on a CPU uses the plain kernels.
         item_features: add the features of the items to their vectors; null = ids only.
         user_features: add the features of the user to the states.
         context_features: add the features of the requests to the events and to the states.
