@@ -67,7 +67,7 @@ def test_the_resolved_configuration_repeats_the_run(tmp_path, prepared):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("every", ["null", "4"])
+@pytest.mark.parametrize("every", ["null", pytest.param("4", marks=pytest.mark.slow)])
 def test_a_run_that_max_steps_ended_goes_on_in_mid_epoch(tmp_path, prepared, every):
     whole, cut = (write_config(tmp_path, prepared, name) for name in ("whole", "cut"))
     assert main(["train", "--config", str(whole)]) == 0
@@ -147,7 +147,9 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path, prepared):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_a_run_with_its_status_and_says_how_to_go_on(tmp_path, prepared, sent, status):
     config = write_config(tmp_path, prepared, "run", epochs=1000)
     process = subprocess.Popen(command(config), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -181,7 +183,7 @@ def log_of(items):
     return frame.assign(watch_time=3.0 + frame.index % 7, duration=10.0)
 
 
-@pytest.mark.parametrize("items", [1, 2])
+@pytest.mark.parametrize("items", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_catalog_of_one_or_two_items_is_trained_validated_exported_and_recommended(tmp_path, items):
     data = recpo.prepare(log_of(items), out=tmp_path / "prepared")
     run, bundle, histories = tmp_path / "run", tmp_path / "bundle", data.root / "histories.parquet"
@@ -216,6 +218,7 @@ class Own(CatalogSoftmaxPolicy):
 """
 
 
+@pytest.mark.slow
 def test_every_verb_that_opens_a_run_takes_trust(tmp_path, prepared, monkeypatch, capsys):
     (tmp_path / "own_package.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(str(tmp_path))

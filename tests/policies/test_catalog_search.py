@@ -100,7 +100,7 @@ def _inputs(rows: int, seen: int = 6) -> tuple[Histories, Tensor]:
     return Histories(ids, lengths, ids % 6), torch.randint(0, V + 1, (rows, seen), generator=generator)
 
 
-@pytest.mark.parametrize("blocks", ["sasrec", "hstu"])
+@pytest.mark.parametrize("blocks", ["sasrec", pytest.param("hstu", marks=pytest.mark.slow)])
 def test_exported_programs_recommend_the_same(blocks: str, tmp_path: Path) -> None:
     import onnxruntime
 

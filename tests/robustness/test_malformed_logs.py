@@ -324,7 +324,7 @@ VALUE = st.one_of(
 )
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), kind=st.sampled_from(["parquet", "csv"]))
 def test_values_of_any_kind(tmp_path_factory, capsys, data, kind):
     folder = tmp_path_factory.mktemp("values")
