@@ -1,6 +1,6 @@
-"""Every option of training, declared, documented and validated once: one tree of frozen dataclasses.
+"""All options of training, declared, documented and validated in one place: a tree of frozen dataclasses.
 
-``LearningOptions`` is what ``PreferenceModule`` learns by; ``TrainOptions`` adds the data, the policy and the trainer
+``LearningOptions`` defines how ``PreferenceModule`` learns. ``TrainOptions`` adds the data, the policy and the trainer
 of a run. Flags, YAML keys and the keyword arguments of ``recpo.train`` are the fields of ``TrainOptions``.
 """
 
@@ -36,16 +36,17 @@ PolicyFactory = Callable[[int], Policy]
 
 @dataclass(frozen=True)
 class CriticOptions:
-    """Options of the heads that the objective asks for: state values (PPO), Q-values, or scores (a reward model).
+    """Options of the heads that the objective needs: state values (PPO), Q-values, or scores (a reward model).
 
     Attributes:
         hidden: width of their hidden layer.
-        shares_encoder: their losses also train the encoder that they read; false: they only read it, which makes the
-            better reward model where the policy was trained on the same log.
-        gamma: discount of Q-learning; 0 = a regression on the rewards.
-        double: the online network chooses the best next item, the target network values it; false: the target both.
+        shares_encoder: their losses also train the encoder. false: they only read the encoder's states, which gives the
+            better reward model if the policy was trained on the same log.
+        gamma: discount factor of Q-learning; 0 = a regression on the rewards.
+        double: double Q-learning: the online network chooses the best next item, and the target network evaluates it.
+            false: the target network does both.
         target_every: optimizer steps between two updates of the target network (encoder and Q head).
-        target_rate: how far an update moves it towards the online network; 1 = all the way.
+        target_rate: how far an update moves it toward the online network; 1 = all the way.
     """
 
     hidden: int = 64
@@ -65,16 +66,16 @@ class CriticOptions:
 
 @dataclass(frozen=True)
 class CollapseLimits:
-    """Limits at which a run with a rollout counts as collapsed and stops; null switches a limit off.
+    """Limits at which a run with a rollout counts as collapsed and stops. null disables a limit.
 
     Attributes:
-        min_valid_share: least share of draws that are items.
-        min_unique_share: least share of draws that are no repeats in their group.
-        min_entropy: least entropy of what candidates are drawn from, in nats per item.
-        max_kl: largest mean of ``logp_old - logp``, in nats per token.
-        zero_group_steps: number of steps in a row in which no group has an advantage.
-        min_ndcg_share: least validation NDCG as a share of the highest one seen (with ``trainer.num_sanity_val_steps``
-            -1 that of the policy which training starts from is among them).
+        min_valid_share: minimum share of draws that are items.
+        min_unique_share: minimum share of draws that are not repeats in their group.
+        min_entropy: minimum entropy of the distribution that candidates are drawn from, in nats per item.
+        max_kl: maximum mean of ``logp_old - logp``, in nats per token.
+        zero_group_steps: number of consecutive steps in which no group has an advantage.
+        min_ndcg_share: minimum validation NDCG, as a share of the highest one so far. With
+            ``trainer.num_sanity_val_steps`` -1, the initial policy's value counts too.
     """
 
     min_valid_share: float | None = 0.5
@@ -92,32 +93,32 @@ class CollapseLimits:
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """Which candidates a context has, and how long the policy learns from them.
+    """The candidates of a context, and how long the policy learns from them.
 
     Attributes:
-        candidates: ``draws`` from the snapshot; its top ranks (``beam``); or every item 1..V in the order of the ids
-            (``catalog``), for policies of one token per item: nothing is drawn, so the options of drawing stay as they
-            are, and what is kept of a phase is ``batches * batch_size * V`` rewards and log-probabilities (up to 13
-            bytes each; nothing with ``epochs: 1``).
-        group_size: G, candidates per context; ``catalog`` does not read it.
-        batches: optimizer steps of one pass over a phase: the number of batches that share a snapshot.
-        epochs: passes over a phase, with the same candidates; a phase is ``batches * epochs`` optimizer steps.
-        temperature: divides the scores before the softmax (at every token); ``pi_old`` is what is drawn from, so with
-            anything but 1 ratios do not start at 1.
+        candidates: ``draws`` from the snapshot; its top-ranked items (``beam``); or every item 1..V in the order of the
+            ids (``catalog``), for policies with one token per item. With ``catalog`` nothing is drawn, so the drawing
+            options must keep their defaults, and a phase stores ``batches * batch_size * V`` rewards and
+            log-probabilities (up to 13 bytes each; none with ``epochs: 1``).
+        group_size: G, candidates per context; not used by ``catalog``.
+        batches: optimizer steps in one pass over a phase, that is, the number of batches that share a snapshot.
+        epochs: passes over a phase, with the same candidates; a phase has ``batches * epochs`` optimizer steps.
+        temperature: divides the scores before the softmax (at every token). ``pi_old`` is the distribution that is
+            drawn from, so with any value but 1, ratios do not start at 1.
         top_p: draw only from the smallest set of choices whose probability reaches this share; 1 = from all.
-        replacement: false draws different items of a group, by Gumbel top-k: fewer repeats, and a gradient that is no
+        replacement: false draws distinct items for a group, by Gumbel top-k: fewer repeats, but the gradient is no
             longer unbiased.
-        logged_share: share of a group that is taken from what the log shows for the context, in place of draws.
-        duplicates: ``keep`` repeated draws of an item, as sampling with replacement wants it, or ``drop`` all but the
-            first from their group.
-        resamples: dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards are all equal are drawn again up to
-            this many times, and left out if they still are; 0 = they stay, without a gradient.
-        preference: turn a scored group into a preference list for the DPO family: the candidate of the highest reward
-            against all that have less (``best_vs_rest``) or against the lowest (``best_vs_worst``).
-        max_kl: nats per item; once the policy is farther than this from the snapshot, KL(old || policy) by the k3
-            estimate over an optimizer step, that step and the rest of the phase are not taken.
-        monitor_reward: a second reward of the candidates, which is only logged: if it falls while the reward rises,
-            the policy has learned the faults of the reward.
+        logged_share: share of a group that is taken from the context's logged items instead of draws.
+        duplicates: ``keep`` repeated draws of an item, which is correct for sampling with replacement, or ``drop`` all
+            but the first from their group.
+        resamples: dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards are all equal are redrawn up to this
+            many times, and left out if they are still equal; 0 = they stay, without a gradient.
+        preference: turn a scored group into a preference list for the DPO family: the candidate with the highest reward
+            against all lower ones (``best_vs_rest``) or against the lowest (``best_vs_worst``).
+        max_kl: in nats per item. If the policy moves farther than this from the snapshot, measured by KL(old || policy)
+            with the k3 estimate over an optimizer step, that step and the rest of the phase are skipped.
+        monitor_reward: a second reward of the candidates, which is only logged. If it falls while the reward rises, the
+            policy exploits errors of the reward.
         collapse: limits at which the run counts as collapsed and stops.
     """
 
@@ -153,7 +154,7 @@ class RolloutOptions:
         self._validate_catalog()
 
     def _validate_catalog(self) -> None:
-        """Raises where the whole catalog is to be drawn, mixed or sorted."""
+        """Raises if the complete catalog is combined with options for drawing, mixing or sorting."""
         drawing = {
             "temperature": 1.0,
             "top_p": 1.0,
@@ -177,7 +178,7 @@ class RolloutOptions:
 
     @property
     def num_logged(self) -> int:
-        """Places of a group that logged items may take."""
+        """Number of places in a group that logged items may take."""
         return round(self.group_size * self.logged_share)
 
     @property
@@ -188,11 +189,11 @@ class RolloutOptions:
 
 @dataclass(frozen=True)
 class KLTarget:
-    """Moves the objective's ``kl_coef``, which is then only the initial value, towards a divergence.
+    """Adjusts the objective's ``kl_coef``, which is then only the initial value, to reach a given divergence.
 
     Attributes:
-        target: KL(policy || reference) to hold, in nats per token, by the objective's own estimator.
-        horizon: items over which the coefficient may change by a factor of about e^0.2.
+        target: KL(policy || reference) to maintain, in nats per token, by the objective's own estimator.
+        horizon: number of items over which the coefficient may change by a factor of about e^0.2.
     """
 
     target: float
@@ -207,41 +208,43 @@ class KLTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningOptions:
-    """What the policy learns, from what, and how.
+    """What the policy learns, from which data, and how.
 
     Attributes:
-        objective: what is minimized: Likelihood pre-trains, every other objective aligns.
-        advantage: turns feedback into advantages, for the objectives that weigh by them.
-        reward: turns feedback into rewards, for the advantages and objectives that read them.
+        objective: the loss: Likelihood pre-trains, every other objective aligns.
+        advantage: turns feedback into advantages, for objectives that use advantages.
+        reward: turns feedback into rewards, for advantages and objectives that use rewards.
         optimizer: optimizer of the dense parameters.
         sparse_optimizer: optimizer of sparse embedding tables.
         lr_scheduler: learning-rate schedule, stepped once per optimizer step.
-        old_policy: where old log-probabilities come from: there are none, every ratio is 1 (current), the propensity
-            column of the log (logged), or a frozen copy (snapshot).
-        snapshot_every: optimizer steps between two refreshes of the snapshot; with a rollout it is refreshed at the
+        old_policy: the source of old log-probabilities: none, so every ratio is 1 (current); the propensity column of
+            the log (logged); or a frozen copy (snapshot).
+        snapshot_every: optimizer steps between two refreshes of the snapshot. With a rollout, it is refreshed at the
             start of every phase instead.
-        reference: keep a frozen copy of the starting policy (frozen), or its cached log-probabilities of the training
-            rows (cached), or take the snapshot of old_policy: the previous iterate (snapshot).
-        rollout: learn from candidates that the snapshot draws for every request and the reward scores; null = from what
-            the log shows.
-        adaptive_kl: move the objective's kl_coef towards a divergence from the reference policy.
+        reference: keep a frozen copy of the initial policy (frozen), cache its log-probabilities of the training rows
+            (cached), or use the snapshot of old_policy, which is the previous iterate (snapshot).
+        rollout: learn from candidates that the snapshot draws for every request and that the reward scores; null =
+            learn from the logged items.
+        adaptive_kl: adjust the objective's kl_coef to reach a given divergence from the reference policy.
         critic: heads that the objective trains beside the policy (state values, Q-values, scores).
         anchor_coef: weight of the likelihood of all logged positions of the same batches, added to the loss and divided
             by the same denominator as the objective (the number of candidates, with a rollout); 0 = none.
-        item_coef: weight of the likelihood of whole items in pre-training of semantic ids, added to the loss: a softmax
-            over the catalog of the policy's states and item vectors. Divided by the number of codes, so with 1 an item
-            counts as much as its codes together. Lists come from the codes alone. 0 = none.
-        mask_shared_prefix: of semantic ids, leave codes that a rejected item shares with the chosen one out of its side
-            of a preference list (RAD-DPO, arXiv 2602.23964).
-        validation_k: list length of the validation metrics; a smaller catalog caps the lists, not their name.
+        item_coef: weight of the item likelihood in pre-training of semantic ids, added to the loss: a softmax over the
+            catalog of the policy's states and item vectors. It is divided by the number of codes, so with 1 an item
+            counts as much as all its codes together. Lists still come from the codes alone. 0 = none.
+        mask_shared_prefix: for semantic ids, leave the codes that a rejected item shares with the chosen one out of the
+            rejected side of a preference list (RAD-DPO, arXiv 2602.23964).
+        validation_k: list length of the validation metrics. A smaller catalog shortens the lists, but the names of the
+            metrics stay.
         monitor: validation metric that ``best.ckpt`` and ``patience`` follow. ``NDCG``: of lists against logged
-            positives. ``SNIPS``: mean logged reward under the policy, by propensities. ``AUC_other``: log-probability
-            of a user's positives against the user's other exposures; ``pair_loss``: logistic loss of the same pairs,
-            lower is better; not of objectives for preference lists. ``reward``: mean of ``validation_reward`` over the
-            lists. ``log_likelihood``: of a reward model. null = by what is learned: see docs/training.md; resolved.yaml
-            has the choice.
-        validation_reward: reward of the lists of held-out users, e.g. a reward model that the policy is not trained on.
-        seed: of initialization, dropout and sampling; the order of the data has its own (data.seed).
+            positives. ``SNIPS``: mean logged reward under the policy, weighted by propensities. ``AUC_other``:
+            log-probability of a user's positives against the user's other exposures. ``pair_loss``: logistic loss of
+            the same pairs, lower is better; not for objectives of preference lists. ``reward``: mean of
+            ``validation_reward`` over the lists. ``log_likelihood``: of a reward model. null = a default for the
+            objective (docs/training.md); resolved.yaml records it.
+        validation_reward: reward of the lists of held-out users, for example a reward model that the policy is not
+            trained on.
+        seed: seed of initialization, dropout and sampling. The order of the data has its own seed (data.seed).
     """
 
     objective: Objective = Likelihood()  # noqa: RUF009  frozen
@@ -272,7 +275,7 @@ class LearningOptions:
 
 
 def rewards_of(options: LearningOptions) -> dict[str, RewardFunction]:
-    """The rewards that are given, by the names of their options."""
+    """The given rewards, by the names of their options."""
     rewards = {
         "reward": options.reward,
         "validation_reward": options.validation_reward,
@@ -282,7 +285,7 @@ def rewards_of(options: LearningOptions) -> dict[str, RewardFunction]:
 
 
 def reads_of(policy: Policy, options: LearningOptions) -> Reads:
-    """What batches have to hold for the policy, the objective and the rewards."""
+    """What batches must contain for the policy, the objective and the rewards."""
     reads = policy.reads | options.objective.reads
     for reward in rewards_of(options).values():
         reads |= reward.reads
@@ -294,7 +297,7 @@ class WeightAverage:
     """An exponential moving average of the weights over optimizer steps (Polyak and Juditsky 1992).
 
     Attributes:
-        decay: share of the average that a step keeps; it reaches back over about ``1 / (1 - decay)`` steps.
+        decay: share of the average that a step keeps; the average covers about ``1 / (1 - decay)`` steps.
     """
 
     decay: float = 0.99
@@ -312,14 +315,14 @@ class TrainOptions(LearningOptions):
         data: the batches.
         policy: the policy to train; the catalog size comes from the data.
         trainer: options of lightning.Trainer.
-        weight_averaging: validate and keep a moving average of the weights (``{decay: .99}``), which overfits later
+        weight_averaging: validate and save a moving average of the weights (``{decay: .99}``), which overfits later
             than the weights themselves; null = the weights.
-        patience: stop once the monitor has not improved for so many validations; null = train to the end.
-        checkpoint_every: also write last.ckpt every so many optimizer steps, not only after every epoch.
-        matmul_precision: of float32 matrix products on CUDA: high uses TF32 (10 bits of mantissa, several times
-            faster), highest does not; the log-sum-exp of an exact softmax is float32 in either case.
-        allocator: keep freed memory in the process (glibc only): up to a third faster on CPU, some more memory.
-        progress: show a progress bar, or without a terminal a line every half minute and after every epoch.
+        patience: stop when the monitor has not improved for this many validations; null = train to the end.
+        checkpoint_every: write last.ckpt every this many optimizer steps, and not only after every epoch.
+        matmul_precision: precision of float32 matrix products on CUDA: high uses TF32 (10 bits of mantissa, several
+            times faster), highest does not. The log-sum-exp of an exact softmax is float32 in either case.
+        allocator: keep freed memory in the process (glibc only): up to a third faster on CPU, for somewhat more memory.
+        progress: show a progress bar or, without a terminal, a line every half minute and after every epoch.
     """
 
     data: FeedbackDataModule
@@ -352,7 +355,7 @@ class TrainOptions(LearningOptions):
 
 
 def _validate_at_least(group: str, options: object, **least: int) -> None:
-    """Raises ``RecpoError`` where an option lies below its least value."""
+    """Raises ``RecpoError`` if an option is below its minimum."""
     for name, bound in least.items():
         value = getattr(options, name)
         if not value >= bound:

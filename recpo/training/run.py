@@ -1,17 +1,17 @@
-"""A run directory: self-contained, relocatable, and refused where it is not as it was written.
+"""A run directory. It is self-contained and relocatable, and altered files are rejected.
 
 ::
 
     run/resolved.yaml      every option of the run; `recpo train --config run/resolved.yaml` repeats it
     run/items.parquet      external item ids of 1..V
     run/feedback.json      how feedback levels are computed from raw events
-    run/codes/             the item codes of a policy of semantic ids
-    run/features.json      and item_features.parquet: what a policy that reads features has of them (run_features.py)
-    run/origin.json        what the run depends on (prepared data, init_from, reward models), with checksums
+    run/codes/             the item codes of a policy over semantic ids
+    run/features.json      and item_features.parquet, for a policy that reads features (run_features.py)
+    run/origin.json        the run's inputs (prepared data, init_from, reward models), with checksums
     run/checkpoints/       best.ckpt (by the validation metric) and last.ckpt: plain tensors and numbers, read with
-                           torch.load(weights_only=True); of a sharded run directories of safetensors
+                           torch.load(weights_only=True); for a sharded run, directories of safetensors
     run/logs/              metrics.csv and TensorBoard events
-    run/run.json           written last: the run is finished; checksums of the above and of itself
+    run/run.json           written last: the run is finished; checksums of the files above and of itself
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.j
 REMEDY = "copy the whole run again, or train it again"
 ITEMS, FEEDBACK, CODES = "items.parquet", "feedback.json", "codes"
 TRUSTED = ("recpo", "torch.optim", "lightning")
-"""Packages whose classes the configuration of a run may name without being allowed to."""
+"""Packages whose classes the configuration of a run may always name."""
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _LEAVINGS = (".partial", ".recpo-")  # parts of names of what a killed process has begun to write
@@ -72,7 +72,7 @@ class Run:
     Attributes:
         root: its directory.
         facts: content of ``run.json``.
-        trust: packages whose classes its configuration may name, besides ``TRUSTED``.
+        trust: packages besides ``TRUSTED`` whose classes its configuration may name.
     """
 
     root: Path
@@ -81,19 +81,19 @@ class Run:
 
     @classmethod
     def open(cls, root: Path | str | Run, trust: Sequence[str] = ()) -> Run:
-        """Opens the directory of a finished run and verifies it; checkpoints are verified when they are loaded.
+        """Opens and verifies the directory of a finished run. Checkpoints are verified when they are loaded.
 
-        A configuration names classes, and loading a policy imports them. So a directory that somebody handed over could
-        name code of its own: only classes of ``TRUSTED`` packages are allowed, which is checked before anything is
-        imported. Weights are read without unpickling (``weights_only``).
+        A configuration names classes, and loading a policy imports them, so a directory from somebody else could name
+        its own code. Only classes of ``TRUSTED`` packages are allowed; this is checked before anything is imported.
+        Weights are read without unpickling (``weights_only``).
 
         Args:
-            root: the directory, or a run that is open already.
+            root: the directory, or an open run.
             trust: further packages whose classes the configuration may name.
 
         Raises:
-            RecpoError: no run, an unfinished one, one of another format, one whose files have changed, or one that
-                names classes of other packages.
+            RecpoError: not a run, an unfinished run, another format, changed files, or a configuration that names
+                classes of other packages.
         """
         if isinstance(root, Run):
             return root
@@ -120,10 +120,10 @@ class Run:
         return run
 
     def verify(self, files: Iterable[str]) -> None:
-        """Compares files with their checksums.
+        """Verifies the checksums of files.
 
         Raises:
-            RecpoError: one is missing or has changed.
+            RecpoError: a file is missing or has changed.
         """
         expected = self.facts["files"]
         wrong = []
@@ -141,11 +141,11 @@ class Run:
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
-        """Every option of the run, as ``resolved.yaml`` says it; item codes are those in the run."""
+        """Every option of the run, from ``resolved.yaml``; item codes are the ones in the run."""
         content: dict[str, Any] = read_yaml(self.root / RESOLVED, REMEDY)
         policy = content.get("policy", {})
         if (self.root / CODES).is_dir():
-            # of a tilted policy the codes are its base's
+            # a tilted policy has the codes of its base
             for part in (policy, policy.get("init_args", {}).get("base", {})):
                 if "codes" in part.get("init_args", {}):
                     part["init_args"]["codes"] = str(self.root / CODES)
@@ -158,7 +158,7 @@ class Run:
 
     @property
     def monitor(self) -> str | None:
-        """The metric by which the best checkpoint was chosen."""
+        """The metric that selected the best checkpoint."""
         return self.facts.get("monitor")
 
     @property
@@ -168,7 +168,7 @@ class Run:
 
     @property
     def catalog_checksum(self) -> str:
-        """Of the items it was trained on (``Prepared.catalog_checksum``)."""
+        """Checksum of the items it was trained on (``Prepared.catalog_checksum``)."""
         return str(self.facts["catalog_checksum"])
 
     @cached_property
@@ -182,7 +182,7 @@ class Run:
         return FeedbackDefinition.from_json(read_json(self.root / FEEDBACK, REMEDY), str(self.root / FEEDBACK))
 
     def validate_items(self, data: Prepared) -> None:
-        """Raises ``RecpoError`` where prepared data holds other items than the run was trained on."""
+        """Raises ``RecpoError`` if prepared data has other items than the run was trained on."""
         if self.catalog_checksum == data.catalog_checksum:
             return
         if not self.items.equals(data.item_ids()):  # a longer log of the same items has other counts in the file
@@ -206,7 +206,7 @@ class Run:
         return path
 
     def option(self, name: str, kind: Any) -> Any:
-        """The option ``name`` of the run, built anew from its configuration."""
+        """The option ``name`` of the run, rebuilt from its configuration."""
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument(f"--{name}", type=kind)
         try:
@@ -242,19 +242,20 @@ class Run:
         user_features: Frame | None = None,
         context: Frame | None = None,
     ) -> pd.DataFrame:
-        """The best items for every user, by the best checkpoint; see ``recpo.serving.recommending.recommend_lists``.
+        """The best items for every user, from the best checkpoint; see ``recpo.serving.recommending.recommend_lists``.
 
         Args:
-            histories: raw events, one per row: ``user_id``, ``item_id``, ``timestamp`` and, as the log had them,
+            histories: raw events, one per row: ``user_id``, ``item_id``, ``timestamp`` and, if the log had them,
                 ``watch_time`` and ``duration`` in seconds, ``dislike`` and ``label``; external ids.
-            k: list length; None = 10, or all of a smaller catalog.
-            exclude: ``user_id`` and ``item_id`` of what must not be listed, besides the items of the history.
-            users: who is served, in this order, new users among them; None = the users of ``histories``.
-            user_features: ``user_id`` and columns as in the table of users that was prepared, if the policy reads it.
-            context: ``user_id`` and the features of the requests that are answered now, where the policy reads them.
+            k: list length; None = 10, or all items of a smaller catalog.
+            exclude: ``user_id`` and ``item_id`` pairs that must not be listed, in addition to the items of the history.
+            users: the users to serve, in this order; may include new users. None = the users of ``histories``.
+            user_features: ``user_id`` and columns as in the prepared user table, if the policy reads it.
+            context: ``user_id`` and the features of the current requests, if the policy reads them.
 
         Returns:
-            ``user_id``, ``rank``, ``item_id``, ``score``; ``attrs["counts"]`` says what was left out, as of a bundle.
+            ``user_id``, ``rank``, ``item_id``, ``score``; ``attrs["counts"]`` reports what was left out, as for a
+            bundle.
         """
         k = min(10, self.num_items) if k is None else k
         return recommend_lists(
@@ -294,7 +295,7 @@ class Run:
 
     @cached_property
     def runtime(self) -> PolicyRuntime:
-        """Ranks and scores encoded histories, by the best checkpoint."""
+        """Ranks and scores encoded histories with the best checkpoint."""
         return PolicyRuntime(self.policy())
 
     @cached_property
@@ -318,21 +319,22 @@ class Run:
         evaluation: Evaluation | Path | str | None = None,
         overwrite: bool = False,
     ) -> Bundle:
-        """Writes the policy as a bundle for serving; nothing but the run is needed.
+        """Writes the policy as a bundle for serving. It needs nothing but the run.
 
         Args:
-            out: bundle directory to make.
-            k: length of its lists; a smaller catalog caps it.
+            out: bundle directory to create.
+            k: length of its lists; a smaller catalog limits it.
             checkpoint: ``best`` or ``last``.
             item_precision: float32, float16 or int8; see ``recpo.serving.export.export_bundle``.
-            index: an approximate index in place of the search of the whole catalog; see there.
-            repeats: items of the history may be listed again; only what a request excludes is not.
-            attributes: ``item_id`` and attributes of the items, by which requests may filter.
-            evaluation: in which this run is a contender: its metrics, and those of baselines, go into the model card.
+            index: use an approximate index instead of scoring the complete catalog; see there.
+            repeats: items of the history may be listed again; only the items that a request excludes are left out.
+            attributes: ``item_id`` and attributes of the items for the filters of requests.
+            evaluation: an evaluation with this run as a contender; its metrics, and those of the baselines, go into the
+                model card.
             overwrite: replace a bundle in ``out``.
 
         Raises:
-            RecpoError: ``out`` is in the way, an option does not suit the policy, or an engine differs from it.
+            RecpoError: ``out`` already exists, an option does not fit the policy, or an engine differs from it.
         """
         name, origin = self.root.resolve().name, read_json(self.root / ORIGIN, REMEDY)
         measured = None if evaluation is None else evaluation_facts(evaluation, name)
@@ -363,7 +365,7 @@ class Run:
 
 
 def class_paths(configuration: Any, key: str = "") -> Iterator[str]:
-    """Everything in a configuration that looks like a dotted name, except in options that hold paths."""
+    """Every dotted name in a configuration, except in options that hold paths."""
     if isinstance(configuration, dict):
         for name, value in configuration.items():
             yield from class_paths(value, str(name))
@@ -375,9 +377,9 @@ def class_paths(configuration: Any, key: str = "") -> Iterator[str]:
 
 
 def validate_class_paths(configuration: Any, trust: Sequence[str], file: Path) -> None:
-    """Raises ``RecpoError`` where a configuration names something to import that is not of a trusted package.
+    """Raises ``RecpoError`` if a configuration names something to import from a package that is not trusted.
 
-    Nothing is imported. Everything that looks like a dotted name counts, whatever the option.
+    Nothing is imported. Everything that looks like a dotted name counts, in any option.
 
     Args:
         configuration: parsed YAML.
@@ -395,7 +397,7 @@ def validate_class_paths(configuration: Any, trust: Sequence[str], file: Path) -
 
 
 def differences(before: Any, after: Any, prefix: str = "") -> Iterator[str]:
-    """Keys, with dots, in which two configurations differ."""
+    """Dotted keys in which two configurations differ."""
     if isinstance(before, dict) and isinstance(after, dict):
         for name in sorted({*before, *after}):
             yield from differences(before.get(name), after.get(name), f"{prefix}{name}.")
@@ -406,15 +408,15 @@ def differences(before: Any, after: Any, prefix: str = "") -> Iterator[str]:
 def write_start(
     root: Path, resolved: str, data: Prepared, policy: Policy, codes: Path | None, origin: dict[str, Any]
 ) -> None:
-    """Writes what a run holds before its first step.
+    """Writes the files that a run has before its first step.
 
     Args:
         root: the run directory.
         resolved: every option, as YAML.
-        data: what it is trained on.
-        policy: what is trained.
+        data: the training data.
+        policy: the policy.
         codes: directory of the item codes of its policy.
-        origin: what it depends on.
+        origin: the run's inputs.
     """
     write_text(root / MARKER, marker("run"))
     write_text(root / RESOLVED, resolved)
@@ -422,7 +424,7 @@ def write_start(
     write_json(root / FEEDBACK, data.feedback.to_json())
     write_features(root, policy, data)
     if codes is not None:
-        ignore = shutil.ignore_patterns(CODEBOOKS)  # which only new items would need
+        ignore = shutil.ignore_patterns(CODEBOOKS)  # only new items would need them
         shutil.copytree(codes, root / CODES, ignore=ignore, dirs_exist_ok=True)
     write_json(root / ORIGIN, {"format_version": FORMAT_VERSION, **origin})
 
@@ -430,14 +432,14 @@ def write_start(
 def mark_finished(
     root: Path, policy: Policy, data: Prepared | Run, results: dict[str, float | None], monitor: str | None = None
 ) -> None:
-    """Writes ``run.json``, after which other verbs take the run for a whole one.
+    """Writes ``run.json``, which marks the run as finished for other verbs.
 
     Args:
         root: the run directory.
-        policy: what was trained.
-        data: what it was trained on, or a run on the same items.
+        policy: the trained policy.
+        data: its training data, or a run on the same items.
         results: metrics of the last step and the last validation.
-        monitor: the metric that chose the best checkpoint.
+        monitor: the metric that selected the best checkpoint.
     """
     kept = [file for file in (RESOLVED, ITEMS, FEEDBACK, ORIGIN, *FEATURE_FILES) if (root / file).is_file()]
     kept += [
@@ -460,12 +462,12 @@ def _files_in(directory: Path) -> list[Path]:
 
 
 def checkpoint_path(run: Path, checkpoint: str = "best") -> Path:
-    """Where a run keeps the checkpoint called ``best`` or ``last``."""
+    """The path of the checkpoint ``best`` or ``last``."""
     return Path(run) / CHECKPOINTS / f"{checkpoint}.ckpt"
 
 
 def write_text(file: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
+    """Writes a file, completely or not at all."""
     with output_file(file) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -476,16 +478,16 @@ def load_weights(
     prefix: str = "policy.",
     adapt: Callable[[dict[str, Any], Mapping[str, Tensor]], dict[str, Any]] | None = None,
 ) -> None:
-    """Copies the weights of the trained policy in ``checkpoint`` into ``module``; nothing is unpickled.
+    """Copies the weights of the trained policy in ``checkpoint`` into ``module``. Nothing is unpickled.
 
     Args:
         module: the policy, or another network of the training.
         checkpoint: the file, or the directory of a sharded run.
-        prefix: of the network's weights: ``policy.``, ``critic.score.`` and so on.
-        adapt: makes of the saved tensors and the network's own what is loaded; None = they are loaded as they are.
+        prefix: prefix of the network's weights: ``policy.``, ``critic.score.`` and so on.
+        adapt: computes the tensors to load from the saved tensors and the network's own; None = load them unchanged.
 
     Raises:
-        RecpoError: the file is missing, or a weight is missing, left over, of another shape, or not a number.
+        RecpoError: the file is missing, or a weight is missing, unexpected, of another shape, or not a number.
     """
     saved = saved_tensors(checkpoint)
     weights = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
@@ -503,7 +505,7 @@ def load_weights(
         raise RecpoError(
             f"{checkpoint} does not fit the {part} ({len(faults)} faults); use that run's {part} options:\n  {listed}"
         )
-    # a table without memory of its own takes what it needs when it is sharded
+    # a table without memory gets its values when it is sharded
     whole = {n: w if isinstance(w, Tensor) or own[n].is_meta else w.whole() for n, w in weights.items()}
     spoiled = [n for n, w in whole.items() if isinstance(w, Tensor) and not w.isfinite().all()]
     if spoiled:

@@ -23,13 +23,13 @@ from recpo.errors import RecpoError
 
 LINE_SECONDS = 30.0
 DEFAULT_EPOCHS = 10
-"""``max_epochs`` where none of ``max_epochs``, ``max_steps`` and ``max_time`` is given."""
+"""``max_epochs`` if none of ``max_epochs``, ``max_steps`` and ``max_time`` is given."""
 
 
 class ProgressBar(TQDMProgressBar):
-    """Lightning's bar without the version number of the logger.
+    """Lightning's progress bar without the version number of the logger.
 
-    Where there is no terminal, lines: one every ``LINE_SECONDS`` (epoch, batches, rate, remaining time of the epoch,
+    Without a terminal, it prints lines: one every ``LINE_SECONDS`` (epoch, batches, rate, remaining time of the epoch,
     loss) and one after every epoch.
     """
 
@@ -49,13 +49,13 @@ class ProgressBar(TQDMProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keeps the loss for the epoch's mean, and says where training is when the last word is long ago."""
+        """Stores the loss for the epoch's mean, and prints a line if the last one is long ago."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._terminal or "train/loss" not in trainer.callback_metrics:
             return
         self._losses.append(trainer.callback_metrics["train/loss"])
         now, done, total = time.monotonic(), batch_idx + 1, trainer.num_training_batches
-        if self._first is None:  # a resumed epoch begins in its middle
+        if self._first is None:  # a resumed epoch starts in the middle
             self._began, self._first = now, done
         if now - self._said >= LINE_SECONDS and trainer.is_global_zero:
             self._said = now
@@ -68,7 +68,7 @@ class ProgressBar(TQDMProgressBar):
             )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the epoch's line, with its mean loss, where there is no bar."""
+        """Prints the epoch's line, with its mean loss, if there is no bar."""
         super().on_train_epoch_end(trainer, pl_module)
         if self._losses and trainer.is_global_zero:
             shown = self.get_metrics(trainer, pl_module) | {"train/loss": torch.stack(self._losses).mean()}
@@ -86,8 +86,8 @@ class ProgressBar(TQDMProgressBar):
 class Throughput(Callback):
     """Logs the scored positions per second and the peak memory of the process, once per epoch.
 
-    ``train/positions_per_second`` is that of this rank, validation left out; ``train/peak_memory_mib`` the largest
-    resident size so far, on a GPU the largest memory that its tensors took.
+    ``train/positions_per_second`` counts this rank, without validation. ``train/peak_memory_mib`` is the largest
+    resident size so far or, on a GPU, the largest memory that its tensors used.
     """
 
     def __init__(self) -> None:
@@ -95,23 +95,23 @@ class Throughput(Callback):
         self._seconds, self._began = 0.0, 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Starts the clock after what is not training."""
+        """Starts the clock after everything that is not training."""
         self._began = self._began or time.monotonic()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts, without waiting for the device."""
+        """Counts without waiting for the device."""
         self._positions.append(batch.slates.mask.sum())
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._stop()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validation is no training."""
+        """Stops the clock: validation does not count."""
         self._stop()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Logs."""
+        """Logs the values of the epoch."""
         self._stop()
         if self._positions and self._seconds:
             positions = float(torch.stack(self._positions).sum())
@@ -134,7 +134,7 @@ def _resident_bytes() -> int:
 
 
 def says_when_to_stop(options: Mapping[str, Any]) -> bool:
-    """Whether options of the trainer hold a limit, or say that there is none (``max_epochs`` -1)."""
+    """Whether the trainer's options contain a limit, or state that there is none (``max_epochs`` -1)."""
     given = options.get("max_epochs") is not None or options.get("max_time") is not None
     return given or options.get("max_steps") not in (None, -1)
 
@@ -142,10 +142,10 @@ def says_when_to_stop(options: Mapping[str, Any]) -> bool:
 class TrainerOptions:
     """Every option of ``lightning.Trainer``, by its own name.
 
-    Left alone, ``logger`` writes CSV and TensorBoard files into the run directory, and checkpoints keep the best policy
-    (by the monitor) and the last state; any logger, callback or strategy is set by its class path. The run
-    directory takes the place of ``default_root_dir``. Where none of ``max_epochs``, ``max_steps`` and ``max_time`` is
-    given, ``max_epochs`` is 10 (Lightning would go on for 1,000).
+    By default, ``logger`` writes CSV and TensorBoard files into the run directory, and checkpoints keep the best policy
+    (by the monitor) and the last state. Any logger, callback or strategy can be set by its class path. The run
+    directory replaces ``default_root_dir``. If none of ``max_epochs``, ``max_steps`` and ``max_time`` is given,
+    ``max_epochs`` is 10 (Lightning's default is 1,000).
 
     Args:
         options: see https://lightning.ai/docs/pytorch/stable/common/trainer.html
@@ -157,9 +157,9 @@ class TrainerOptions:
             self._options["max_epochs"] = DEFAULT_EPOCHS
 
     def validate(self) -> None:
-        """Raises ``RecpoError`` where the options ask for no training at all; -1 is no limit, as in Lightning.
+        """Raises ``RecpoError`` if the options allow no training at all; -1 is no limit, as in Lightning.
 
-        Lightning itself takes them, and would end at once with nothing learned.
+        Lightning itself accepts such options, and would end at once with nothing learned.
         """
         for name, least in (("max_epochs", 1), ("max_steps", 1), ("accumulate_grad_batches", 1)):
             value = self._options.get(name)
@@ -173,7 +173,7 @@ class TrainerOptions:
 
     @property
     def shards_tables(self) -> bool:
-        """Whether the strategy cuts item tables over the ranks, so that none has to hold all of one."""
+        """Whether the strategy shards item tables over the ranks."""
         return bool(getattr(self._options.get("strategy"), "shards_tables", False))
 
     @property
@@ -182,15 +182,15 @@ class TrainerOptions:
         return int(self._options.get("accumulate_grad_batches") or 1)
 
     def build(self, run: Path, *, callbacks: Sequence[Callback] = (), progress: bool = True) -> Trainer:
-        """Makes the trainer of a run; may be called again, for the same or another run.
+        """Creates the trainer of a run. It may be called again, for the same or another run.
 
         Args:
             run: the run directory.
-            callbacks: further ones, behind those of the options.
-            progress: show a progress bar, or lines where there is no terminal.
+            callbacks: further callbacks, after those of the options.
+            progress: show a progress bar, or lines without a terminal.
 
         Raises:
-            RecpoError: Lightning refuses the options.
+            RecpoError: Lightning rejects the options.
         """
         _quieten()
         options, own = dict(self._options), self._options.get("callbacks") or []
@@ -218,7 +218,7 @@ class TrainerOptions:
 
 
 def _quieten() -> None:
-    """Leaves out what Lightning says about itself; warnings about the user's options stay."""
+    """Silences Lightning's messages about itself. Warnings about the user's options remain."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     # frozen copies stay in evaluation mode on purpose
     for message in (
@@ -227,7 +227,7 @@ def _quieten() -> None:
         ".*IterableDataset. has .__len__. defined.*",
         ".*does not have many workers.*",
         ".*smaller than the logging interval.*",
-        ".*recommended to use `self.log.*sync_dist=True.*",  # what is logged per epoch is reduced already
+        ".*recommended to use `self.log.*sync_dist=True.*",  # values that are logged per epoch are reduced already
         ".*all_gather.*deprecated.*",
     ):
         warnings.filterwarnings("ignore", message=message)
