@@ -132,7 +132,7 @@ def _check_inputs(place: Path, target: Path | str, inputs: Iterable[object]) -> 
         if place in source.parents:
             raise RecpoError(f"{target} holds {given}, which is read: choose another output")
         if source in place.parents:
-            raise RecpoError(f"{target} lies in {given}, which is read: choose an output outside of it")
+            raise RecpoError(f"{target} lies in {given}, which is read: choose an output outside that directory")
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def _publish(working: Path, place: Path, target: Path | str, kind: Kind, overwri
         kept = unused(place, ".recpo-kept-")
         os.rename(working, kept)
         raise RecpoError(
-            f"{target} was made by somebody else meanwhile; what was to go there is whole in {kept}"
+            f"another process made {target} in the meantime; the complete new output is in {kept}"
         ) from error
     if _exchange(working, place):
         flush(place.parent)

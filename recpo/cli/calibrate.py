@@ -1,4 +1,4 @@
-"""``recpo calibrate``: makes reward models mean what they say, and says on later data which of them is best."""
+"""``recpo calibrate``: calibrates reward models and compares rewards on later data."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ def calibrate(
 ) -> VerbResult:
     """Calibrates reward models on the validation period and compares rewards on the test period.
 
-    Of every run of a PointwiseReward objective, ``sigmoid(scale * score + shift)`` (Platt, 1999) is fitted to the
-    exposures of the validation period and written into the run (calibration.json), where LearnedReward reads it. Then
-    every reward is measured on the exposures of the test period, and on those that the log showed at random: error and
-    rank correlation of the grade, AUC of dislikes; and by its greedy lists: their value as the log estimates it (SNIPS
-    with logged propensities) and, where the log was simulated, their true value.
+    For every run of a PointwiseReward objective, fits ``sigmoid(scale * score + shift)`` (Platt, 1999) to the exposures
+    of the validation period and writes it into the run (calibration.json), where LearnedReward reads it. Then measures
+    every reward on the exposures of the test period, and on the random exposures among them: error and rank correlation
+    of the grade, and AUC of dislikes. Also measures the reward's greedy lists: their value estimated from the log
+    (SNIPS with logged propensities) and, for a simulated log, their true value.
 
     Args:
         prepared: directory written by ``recpo prepare``, of the same items.
         run: run directory of a PointwiseReward or PairwiseReward objective, or a list of them, ``[runs/a, runs/b]``.
-        factors: directory written by ``recpo factorize``, or a list of them; users are folded in from their history.
-        reward: other rewards, ``[{class_path: EnsembleReward, init_args: {...}}]``.
-        truth: directory that ``recpo simulate`` wrote: adds the true value of the lists on the first day of the period.
+        factors: directory written by ``recpo factorize``, or a list of them; user vectors are folded in from the
+            history.
+        reward: more rewards to compare, ``[{class_path: EnsembleReward, init_args: {...}}]``.
+        truth: directory written by ``recpo simulate``; adds the true value of the lists on the first day of the period.
         out: JSON file for the comparison, with every interval; null = none.
-        trust: packages beside recpo whose classes the configurations of the runs may name.
+        trust: packages, in addition to recpo, whose classes the configurations of the runs may name.
         **options: those of ``recpo.workflows.calibrate.calibrate``.
     """
     directories = [path for paths in (run, factors) for path in ([paths] if isinstance(paths, Path) else paths)]

@@ -1,4 +1,4 @@
-"""``recpo compare``: a new bundle against the old one on logged requests, as the gate of a swap."""
+"""``recpo compare``: compares a new bundle with the old one on logged requests, before a swap."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _COUNTS = ("short_lists", "unknown_items", "places_of_items_not_in_data")
 
 
 def compare(old: Path, new: Path, prepared: str | Path, out: Path | None = None, **options: Any) -> VerbResult:
-    """Holds a new bundle against the old one on logged requests: agreement, value, ranking, and the gate of a swap.
+    """Compares a new bundle with the old one on logged requests: agreement, value, ranking, and limits for a swap.
 
-    Ends with status 0 where the gate is open, with 3 and one line where ``--max_loss`` or ``--min_overlap`` closes it,
-    and with 1 where the two cannot be compared.
+    Exit status 0: the new bundle passes. 3: it violates ``--max_loss`` or ``--min_overlap``; one line says which. 1:
+    the bundles cannot be compared.
 
     Args:
         old: directory of the bundle that serves.
-        new: directory of the bundle that is to take over.
+        new: directory of the bundle that will replace it.
         prepared: directory written by ``recpo prepare``, with the logged requests in a held-out period.
-        out: directory to make, with compare.json (every number); null = nothing is written.
+        out: output directory with compare.json (every number); null = write nothing.
         **options: those of ``recpo.workflows.compare.compare``.
     """
     found = compare_bundles(old, new, prepared, out=out, progress=True, **options)
@@ -40,7 +40,7 @@ def compare(old: Path, new: Path, prepared: str | Path, out: Path | None = None,
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """Warnings, one table, and where the rest is."""
+    """Prints the warnings, one table, and the path of all numbers."""
     document, terminal = comparison.document, console()
     for warning in comparison.warnings:
         terminal.print(f"warning: {warning}", style="yellow", soft_wrap=True)

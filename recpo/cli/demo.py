@@ -1,4 +1,4 @@
-"""``recpo demo``: the whole road on a simulated log, each step printed as the command that it is."""
+"""``recpo demo``: every step on a simulated log, printed as commands."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _CODEBOOK_SIZE = 32
 
 
 class _Family(NamedTuple):
-    """One kind of policy: how its rows, and its configurations and runs, begin, and which of ``_ROAD`` it goes."""
+    """One kind of policy: the prefix of its rows, configurations and runs, and the steps of ``_ROAD`` that it takes."""
 
     label: str
     prefix: str
@@ -61,7 +61,7 @@ class _Family(NamedTuple):
 
     @property
     def configurations(self) -> list[str]:
-        """Files that train it."""
+        """Configuration files that train it."""
         return [f"{self.prefix}{step}.yaml" for step in self.road]
 
 
@@ -76,23 +76,25 @@ def demo(
     epochs: int | None = None,
     overwrite: bool = False,
 ) -> VerbResult:
-    """Simulates a log, prepares it, pre-trains and aligns policies, evaluates them, exports one and recommends.
+    """Runs every step on a simulated log: prepare, pre-train, align, evaluate, export and recommend.
 
     Ends with a table of popularity, two matrix factorizations, pre-trained policies, policies aligned from the log
     (GBPO), policies aligned for value (MPO with a variational factorization as its reward model), the lists of that
-    reward model itself, and the value-aligned policies tilted by it. Their true expected reward is known, because the
-    users are simulated; the oracle has the most that any list can have.
+    reward model itself, and the value-aligned policies tilted by it. The true expected reward is known, because the
+    users are simulated. The oracle has the maximum that any list can have.
 
     Args:
-        out: directory for everything that the demo writes.
-        configs: directory of the YAML files that it trains with; null = configs, or those that recpo brings along.
-        policy: what is exported; with SemanticIdPolicy items get codes too, and both kinds are trained and compared.
-        seeds: how many policies are trained of each kind; they differ in their random numbers, not in their data.
-        users: simulated users.
-        items: simulated items.
-        events: simulated events.
-        epochs: epochs of every training, to try the road in a hurry; null = what the YAML files say.
-        overwrite: replace ``out`` where an earlier demo wrote it.
+        out: output directory for all files of the demo.
+        configs: directory of the YAML files for training; null = ``configs`` here, or else the files installed with
+            recpo.
+        policy: policy class to export; with SemanticIdPolicy, items also get codes, and both classes are trained and
+            compared.
+        seeds: number of policies to train of each kind; they differ in their random numbers, not in their data.
+        users: number of simulated users.
+        items: number of simulated items.
+        events: number of simulated events.
+        epochs: epochs of every training, for a quick trial; null = as in the YAML files.
+        overwrite: replace ``out`` if an earlier demo wrote it.
     """
     SimulationParameters(users=users, items=items, events=events)  # raises now what would end the first step
     families = [_Family("", "", tuple(_ROAD), ())]

@@ -1,4 +1,4 @@
-"""``recpo doctor``: what is installed and whether it works."""
+"""``recpo doctor``: reports which libraries are installed and whether they work."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ _PARTS = (
 
 
 def doctor() -> VerbResult:
-    """Prints versions, and whether torch, lightning, DuckDB, ONNX Runtime, torchrec, fbgemm, Spark and CUDA load.
+    """Prints versions and checks that torch, lightning, DuckDB, ONNX Runtime, torchrec, fbgemm, Spark and CUDA load.
 
-    Every library is tried in a process of its own, because a broken one may take its process down. The exit status is 0
-    unless something that recpo cannot do without is broken.
+    Each library is tried in a separate process, because a broken library may crash its process. The exit status is 0
+    unless a required library is broken.
     """
     with ThreadPoolExecutor(max_workers=2) as pool:
         findings = list(pool.map(_examine, _PARTS))
@@ -90,7 +90,7 @@ def doctor() -> VerbResult:
 
 
 def advice(findings: list[_Finding]) -> str:
-    """What to do about the optional libraries that do not work, in words."""
+    """Advice for optional libraries that do not work."""
     by_name = {finding.part.name: finding for finding in findings}
     fbgemm, torchrec = by_name["fbgemm"], by_name["torchrec"]
     if fbgemm.works and torchrec.works:

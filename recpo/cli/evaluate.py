@@ -1,4 +1,4 @@
-"""``recpo evaluate``: full-catalog ranking and off-policy value of policies, bundles and baselines, side by side."""
+"""``recpo evaluate``: full-catalog ranking and off-policy value of policies, bundles and baselines."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def evaluate(
     trust: list[str] = [],  # noqa: B006
     **options: Any,
 ) -> VerbResult:
-    """Evaluates policies, bundles and baselines on the same held-out users, and tells them apart.
+    """Evaluates policies, bundles and baselines on the same held-out users, with paired differences.
 
-    Rankings of the full catalog, what is beyond accuracy, off-policy value, paired differences. Writes a directory
-    with metrics.json (every number), report.html (one file, opens offline) and resolved.yaml (the options, which repeat
-    the result), and prints the main tables.
+    Computes full-catalog ranking metrics, beyond-accuracy metrics, off-policy value and paired differences. Writes a
+    directory with metrics.json (every number), report.html (one file, opens offline) and resolved.yaml (options that
+    reproduce the result), and prints the main tables.
 
     Args:
         prepared: directory written by ``recpo prepare``.
-        out: directory to make.
+        out: output directory.
         run: run directory written by ``recpo train``, or a list of them, ``[runs/a, runs/b]``, on the same items.
-        bundle: bundle directory written by ``recpo export``, or a list of them; a bundle ranks, and gives no
+        bundle: bundle directory written by ``recpo export``, or a list of them; a bundle ranks, but gives no
             probabilities of logged items.
         factors: directory written by ``recpo factorize``, or a list of them.
         lists: recommendations of any other system, ``NAME=FILE`` or a list of them: a Parquet file, a directory of
@@ -65,22 +65,23 @@ def evaluate(
         baselines: popularity (training events), positives (training positives), recency (training events, newer ones
             counting more), cooccurrence (items near the user's last ones), factorization (matrix factorization of
             graded feedback), implicit_als (alternating least squares on positives), ease (linear model of items by
-            items, for catalogs up to 10,000 items), random. The logging policy is added where its value is known. null
-            = popularity, recency, cooccurrence, random, and factorization where the log has grades.
+            items, for catalogs up to 10,000 items), random. The logging policy is added if its value is known. null =
+            popularity, recency, cooccurrence, random, and factorization if the log has grades.
         ks: list lengths; the tables show the first.
-        baseline_cache: directory of fitted baselines, which other evaluations of the same data may share; null = in
-            ``out``, where an evaluation that replaces this one finds them. They are fitted once per data and options.
-        truth: directory that ``recpo simulate`` wrote: adds the true expected reward and the true probability of a
-            dislike, means over the first k places, on the first day of the period; the oracle, which lists every user's
-            best items; and each contender's share of what the oracle has above the pre-trained policy.
-        candidates: which items could be listed at the begin of the period: a Parquet file of items (item_id and, where
-            there are such columns, available_from and available_until), a CandidateTable with other names of columns,
-            or the word all. null = the times of the prepared data, and every item where they have none. What was not
-            available is in no list and no target.
-        rerank: also evaluate every run, bundle and factor model with re-ranked lists, slates of the first k:
+        baseline_cache: directory of fitted baselines, which evaluations of the same data can share; null = in ``out``,
+            where a later evaluation that replaces this one reads them. Each baseline is fitted once per data and
+            options.
+        truth: directory written by ``recpo simulate``; adds the true expected reward and the true probability of a
+            dislike (means over the first k places, on the first day of the period), the oracle, which lists every
+            user's best items, and each contender's share of the oracle's gain over the pre-trained policy.
+        candidates: items that could be listed at the start of the period: a Parquet file of items (item_id and
+            optionally available_from and available_until), a CandidateTable with other column names, or the word all.
+            null = the times of the prepared data, or every item if the data have no times. Items that were not
+            available are in no list and are no targets.
+        rerank: also evaluate every run, bundle and factor model with re-ranked lists (slates of the first k):
             MaximalMarginalRelevance, Determinantal, AttributeCap or Calibration of ``recpo.reranking``, or a list of
             them (``docs/exploration.md``).
-        trust: packages beside recpo whose classes the configurations of the runs may name.
+        trust: packages, in addition to recpo, whose classes the configurations of the runs may name.
         **options: those of ``recpo.workflows.evaluate.evaluate``.
     """
     data = Prepared.open(prepared)
@@ -111,7 +112,7 @@ def _listed(given: list[_T] | _T) -> list[_T]:
 
 
 def print_evaluation(evaluation: Evaluation) -> None:
-    """Warnings, the main tables, and where the rest is; a name or a path is never read as markup."""
+    """Prints the warnings, the main tables, and the path of the rest; names and paths are never read as markup."""
     document, terminal = evaluation.document, console()
     setting, counts = document["setting"], _ranked(document)[0]["counts"]
     for warning in evaluation.warnings:
@@ -155,7 +156,7 @@ def metrics_table(document: Document) -> Table:
 def differences_table(document: Document) -> Table:
     """Paired differences of metrics at the first k, bold where they survive Holm's correction for all pairs.
 
-    Every pair up to four contenders, from there on each against the first; the document has every pair.
+    With up to four contenders, every pair; with more, each against the first. The document has every pair.
     """
     contenders, k = _ranked(document), document["setting"]["ks"][0]
     ranked = [contender["name"] for contender in contenders]
@@ -175,7 +176,7 @@ def differences_table(document: Document) -> Table:
 
 
 def headroom_table(document: Document) -> Table | None:
-    """Shares of the true value between the start and the oracle; None where the truth is not known."""
+    """Shares of the true value between the start and the oracle; None if the truth is not known."""
     k = document["setting"]["ks"][0]
     shares = shares_at(document, k)
     if not shares:
@@ -193,7 +194,7 @@ def headroom_table(document: Document) -> Table | None:
 
 
 def new_items_table(document: Document) -> Table | None:
-    """What the contenders make of candidates without a training event; None where there are none."""
+    """Metrics of the contenders on candidates without a training event; None if there are none."""
     k, new = document["setting"]["ks"][0], document["new_items"]["items"]
     names = _shown(_ranked(document), NEW_METRICS, k)
     if not new or not names:
@@ -209,7 +210,7 @@ def new_items_table(document: Document) -> Table | None:
 
 
 def value_table(document: Document) -> Table | None:
-    """Off-policy values of the policies and of their lists of the first k; None where the document has none."""
+    """Off-policy values of the policies and of their lists of the first k; None if the document has none."""
     k = document["setting"]["ks"][0]
     shown = [(target, estimator) for target in ("policy", f"top_{k}") for estimator in ("SNIPS", "DR")]
     rows = {
@@ -233,7 +234,7 @@ def value_table(document: Document) -> Table | None:
 
 
 def _ranked(document: Document) -> list[Document]:
-    """Everybody but the logging policy, which makes no lists."""
+    """All contenders except the logging policy, which makes no lists."""
     return [contender for contender in document["contenders"] if contender["counts"]]
 
 

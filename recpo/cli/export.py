@@ -1,4 +1,4 @@
-"""``recpo export``: a trained policy as a bundle for serving."""
+"""``recpo export``: writes a trained policy as a bundle for serving."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def export(
 ) -> VerbResult:
     """Writes a trained policy as a bundle: an ONNX program, weights, items, a manifest with checksums.
 
-    Nothing but the run is needed. Every engine is compared with the policy before the bundle appears. With ``refresh``
-    a bundle that stands gets the candidates of today, in seconds: items that ``items`` does not name, or names as
-    retired, are listed no more; new ones get the vector that their features say, where the policy reads item features.
+    Only the run is needed. Every engine is compared with the policy before the bundle appears. With ``refresh``, an
+    existing bundle gets today's candidates in seconds: items that ``items`` does not contain, or marks as retired, are
+    no longer listed; new items get a vector from their features, if the policy reads item features.
 
     Args:
-        out: bundle directory to make.
+        out: output bundle directory.
         run: run directory written by ``recpo train``.
-        refresh: in place of a run, the bundle that stands.
+        refresh: existing bundle to update, instead of a run.
         items: with ``refresh``, ``items.parquet`` of prepared data, or a Parquet file with ``item_id``, the columns of
             the features and, if items are retired, ``retired``.
         k: length of the lists that the bundle serves; a smaller catalog caps it.
         checkpoint: which checkpoint of the run.
         item_precision: how the program stores the item vectors: float32, float16, or int8 with a scale for each item.
         index: an approximate index (faiss) in place of the search of the whole catalog: recall, lists, oversampling.
-            Scores are then log-probabilities but for a constant of each user. null = the whole catalog is scored.
-        repeats: items of the history may be listed again, as in music or groceries; only what a request excludes is
-            not.
+            Scores are then log-probabilities plus a constant per user. null = the full catalog is scored.
+        repeats: items of the history may be listed again, as in music or groceries; only items that a request excludes
+            may not.
         attributes: Parquet file with ``item_id`` and attributes of the items (integers, strings, booleans, or lists of
-            them), by which requests may filter (``allow``, ``deny``).
-        triton: also make this directory, a model repository for the Triton Inference Server.
+            them) that requests can filter by (``allow``, ``deny``).
+        triton: also write this directory, a model repository for the Triton Inference Server.
         compiled: also make this file, the program as machine code for machines like this one (AOTInductor of torch).
         evaluation: directory that ``recpo evaluate`` wrote, with the run among its contenders: its metrics, and
             those of baselines, go into the model card.

@@ -1,4 +1,4 @@
-"""``recpo factorize``: a matrix factorization of graded feedback, as a reward and as a recommender."""
+"""``recpo factorize``: fits a matrix factorization of graded feedback, as a reward and as a baseline."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def factorize(
 ) -> VerbResult:
     """Fits a matrix factorization of graded feedback, for FactorReward and as a baseline.
 
-    Writes factors.safetensors and manifest.json. Of several ranks and ridges the one with the smallest squared error
-    on the validation period is taken.
+    Writes factors.safetensors and manifest.json. If several ranks and ridges are given, the one with the smallest
+    squared error on the validation period is chosen.
 
     Args:
         prepared: directory written by ``recpo prepare``.
-        out: directory to make.
+        out: output directory.
         method: "variational" keeps a posterior of every user and item and learns their priors from the data (Lim and
             Teh, 2007); "als" is alternating least squares with one ridge.
         ranks: numbers of factors to try; null = 8 and 16, and 4 too with "als".
-        ridges: ridges that "als" tries: the weight of the squared factors and biases, against one per event.
+        ridges: ridges that "als" tries: the weight of the squared factors and biases, relative to a weight of 1 per
+            event.
         progress: show a progress bar on a terminal.
         **options: those of ``recpo.workflows.factorize.factorize``.
     """

@@ -1,4 +1,4 @@
-"""``recpo init``: looks at a log, and writes configurations that run on it."""
+"""``recpo init``: inspects a log and writes configurations for it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def init(
     columns: Columns = Columns(),  # noqa: B008  frozen
     csv: CsvFormat = CsvFormat(),  # noqa: B008  frozen
 ) -> VerbResult:
-    """Looks at a log, says what it found, and writes prepare.yaml, pretrain.yaml and the alignments that suit it.
+    """Inspects a log, prints what it found, and writes prepare.yaml, pretrain.yaml and the alignments that fit the log.
 
-    Columns are recognized by their names and values, units by the values that are plausible in them. Where two readings
-    differ by units, or a user, item or time is not recognized, it asks for the option that decides, ends with status 1,
-    and writes nothing.
+    Columns are recognized by their names and values, and units by plausible values. If two readings differ by units, or
+    if no user, item or time column is recognized, it asks for the option that decides, ends with status 1, and writes
+    nothing.
 
     Args:
-        log: Parquet or text files, a directory of them, or a pattern; tables of items and users may lie among them.
+        log: Parquet or text files, a directory of them, or a pattern; item and user tables may be among them.
         out: directory for the configurations; files that exist are not replaced.
-        columns: names of columns and units that are known; they are not guessed.
-        csv: delimiter and names of text files, where they are known.
+        columns: known column names and units; recpo does not guess these.
+        csv: delimiter and column names of text files, if known.
     """
     found = inspect_log(log, columns=columns, csv=csv)
     _print_found(found)
@@ -47,7 +47,7 @@ def init(
 
 
 def _print_found(found: Inspection) -> None:
-    """Columns with their evidence, counts, and what should be checked; text of the log is never read as markup."""
+    """Prints columns with their evidence, counts, and what to check; text of the log is never read as markup."""
     terminal, counts = console(), found.counts
     about = "" if counts.is_whole else "about "
     preset = found.recognition.preset

@@ -1,6 +1,6 @@
-"""The command line: a verb is a typed function; flags, YAML keys, types, defaults and help come from its signature.
+"""The command line. A verb is a typed function; flags, YAML keys, types, defaults and help come from its signature.
 
-Only the module of the verb that was asked for is imported.
+Only the module of the requested verb is imported.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from recpo.cli.verb_results import failed as failure
 from recpo.errors import GateClosedError, RecpoError
 
 VERBS = {
-    "init": "look at a log and write configurations that run on it",
-    "simulate": "make an interaction log whose true preferences are known",
+    "init": "inspect a log and write configurations for it",
+    "simulate": "simulate an interaction log with known preferences",
     "prepare": "turn an interaction log into training, validation and test shards",
     "tokenize": "give every item a tuple of codes, for policies that generate items code by code",
     "factorize": "fit a matrix factorization of graded feedback, as a reward and as a baseline",
     "train": "train or align a policy on prepared data",
     "calibrate": "calibrate reward models and compare rewards on later data",
-    "tilt": "tilt a trained policy towards the grades that a factor model expects",
+    "tilt": "tilt a trained policy towards the grades that a factor model predicts",
     "evaluate": "rank the full catalog for held-out users and report metrics",
     "export": "write a trained policy as a bundle for serving",
     "recommend": "run a bundle over a Parquet file of histories",
-    "compare": "hold a new bundle against the old one on logged requests, as the gate of a swap",
-    "serve": "answer requests with a bundle over HTTP, and log what was shown",
-    "loop": "rounds of serving and training on simulated users",
-    "plan": "say what training needs: memory and exchange per rank, and which rank holds what",
-    "demo": "the whole road on a simulated log",
-    "doctor": "say what is installed and whether it works",
+    "compare": "compare a new bundle with the old one on logged requests, before a swap",
+    "serve": "answer HTTP requests from a bundle, and log impressions and outcomes",
+    "loop": "repeat serving and training on simulated users",
+    "plan": "compute the memory, communication and table placement of training",
+    "demo": "run every step on a simulated log",
+    "doctor": "report which libraries are installed and whether they work",
 }
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -56,9 +56,9 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit status.
 
-    0: done. 1: the user must fix something, said in one message. 2: unknown verb or option. 3: the gate of
-    ``recpo compare`` is closed. 130 and 143: ended by SIGINT (Ctrl-C) or SIGTERM; what was being written has been
-    removed, or is resumed as the message says.
+    0: done. 1: the user must fix something; one message says what. 2: unknown verb or option. 3: the new bundle
+    violates a limit of ``recpo compare``. 130 and 143: ended by SIGINT (Ctrl-C) or SIGTERM; unfinished output has been
+    removed, or can be resumed as the message says.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _print_any_text()
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_result(result: VerbResult, verb: str, terminal: TerminalOptions) -> None:
-    """The last lines of a verb, or its JSON document; of several processes that train together, the first prints."""
+    """Prints the last lines of a verb, or its JSON document; only the first of several training processes prints."""
     if not _is_first_process():
         return
     if terminal.as_json:
@@ -141,7 +141,7 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def _outcome(error: BaseException) -> tuple[int | None, str]:
-    """Exit status and message of what ended a verb; no status where it is a fault of recpo, which needs a traceback."""
+    """Exit status and message for an error that ended a verb. No status = a fault of recpo, which needs a traceback."""
     if isinstance(error, GateClosedError):
         return 3, f"swap refused: {error}"
     if isinstance(error, RecpoError):
@@ -168,7 +168,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _print_any_text() -> None:
-    """What the terminal's encoding has no letters for is printed as escapes: an id must not end a verb."""
+    """Characters that the terminal's encoding lacks are printed as escapes, so that an id cannot end a verb."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -196,9 +196,9 @@ def run(function: Callable[..., VerbResult | None], options: Sequence[str]) -> V
 
 
 def _named_first(function: Callable[..., VerbResult | None], options: Sequence[str]) -> list[str]:
-    """A first word that is no option is the value of the verb's first one: ``recpo init logs``, ``recpo serve bundle``.
+    """Makes a first word without dashes the value of the verb's first option: ``recpo init logs``.
 
-    More words belong to it as well, where it takes a list: what a shell made of ``logs/*.csv``.
+    If the option takes a list, all further words belong to it, such as the files of ``logs/*.csv``.
     """
     first = next(iter(inspect.signature(function).parameters.values()), None)
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), options))
@@ -209,12 +209,12 @@ def _named_first(function: Callable[..., VerbResult | None], options: Sequence[s
 
 
 def _validate_local_paths(configuration: Namespace) -> None:
-    """A path option that was given ``s3://...`` would make a local directory of that name."""
+    """Refuses ``s3://...`` for local path options; it would otherwise make a local directory of that name."""
     for name, value in vars(configuration.as_flat()).items():
         if isinstance(value, Path) and _ADDRESS.match(str(value)):
             raise RecpoError(
-                f"--{name} {value}: a local path is expected; in an object store may lie the log, what prepare writes, "
-                "and the prepared directory that the other verbs read"
+                f"--{name} {value}: a local path is expected; only the log, the output of prepare, and the "
+                "prepared directory that other verbs read can be in an object store"
             )
 
 
@@ -248,13 +248,13 @@ def parser_of(function: Callable[..., Any]) -> ArgumentParser:
 
 
 def _own_parser(function: Callable[..., Any]) -> Callable[[], ArgumentParser] | None:
-    """The parser of a verb whose options are not those of its signature: its module has a function ``parser``."""
+    """The parser of a verb whose options do not come from its signature; its module has a function ``parser``."""
     own: Callable[[], ArgumentParser] | None = _of_module(function, "parser")
     return own
 
 
 def _of_module(function: Callable[..., Any], name: str) -> Any:
-    """Function ``name`` of a verb's module, or None: ``parser``, or ``defaults`` where some depend on other options."""
+    """Function ``name`` of a verb's module, ``parser`` or ``defaults`` (if some depend on other options), or None."""
     return getattr(sys.modules[function.__module__], name, None)
 
 

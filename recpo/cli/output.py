@@ -1,4 +1,4 @@
-"""How the verbs print: what users called their items, files and runs is text, never markup; or they print nothing."""
+"""Terminal output of the verbs. Names of items, files and runs are text, never markup; ``--quiet`` prints nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def console() -> Console:
 
 @dataclass(frozen=True)
 class TerminalOptions:
-    """What every verb takes beside its own options.
+    """Options of every verb, in addition to its own.
 
     Attributes:
         quiet: print nothing but errors.
@@ -47,14 +47,14 @@ def terminal_options(options: Sequence[str]) -> tuple[TerminalOptions, list[str]
 
 
 class _Nowhere(io.TextIOBase):
-    """A stream that forgets; it is no terminal, so that progress bars are hidden. It is never closed."""
+    """A stream that drops its input. It is not a terminal, so progress bars are hidden. It is never closed."""
 
     def write(self, text: str) -> int:
-        """Nothing is kept."""
+        """Drops the text."""
         return len(text)
 
     def writable(self) -> bool:
-        """Whatever is written is taken."""
+        """Always true."""
         return True
 
 
@@ -63,7 +63,7 @@ _NOWHERE = _Nowhere()
 
 @contextmanager
 def printing(options: TerminalOptions) -> Iterator[None]:
-    """What is printed inside goes where ``options`` say: of a quiet verb nowhere, of one with JSON not to stdout."""
+    """Redirects prints inside the block: a quiet verb prints nothing, a verb with JSON prints nothing to stdout."""
     with ExitStack() as streams:
         if options.quiet or options.as_json:
             streams.enter_context(redirect_stdout(_NOWHERE))

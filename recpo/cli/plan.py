@@ -1,4 +1,4 @@
-"""``recpo plan``: what training costs before it is run: memory and exchange per rank, and which rank holds what."""
+"""``recpo plan``: computes the memory, communication and table placement of training before it runs."""
 
 from __future__ import annotations
 
@@ -60,46 +60,46 @@ def plan(
     between_nodes_gb: float = 12.5,
     out: Path | None = None,
 ) -> VerbResult:
-    """Says what a run needs: memory per rank, bytes exchanged and operations per step, and which rank holds what.
+    """Computes what a run needs: memory per rank, bytes sent and operations per step, and the placement of tables.
 
-    Everything is computed, nothing is run; docs/scaling.md has the formulas and how far they were checked. The exit
-    status is 1 where it does not fit.
+    Everything is computed and nothing is run; docs/scaling.md has the formulas and their accuracy. The exit status is 1
+    if the run does not fit.
 
     Args:
-        num_items: catalog size; or take that of prepared.
-        prepared: directory of recpo prepare: its items, and its training events for the steps of an epoch.
-        events: training events of an epoch, for the number of steps; those of prepared go before.
-        ranks: processes, one per device.
-        ranks_per_node: of one machine; null = all.
-        memory_gib: memory of a rank in GiB; null = whatever it takes.
-        device: where it runs.
+        num_items: catalog size; give either this or prepared.
+        prepared: directory written by ``recpo prepare``; gives the catalog size and the training events of an epoch.
+        events: training events of an epoch, for the number of steps; prepared overrides it.
+        ranks: number of processes, one per device.
+        ranks_per_node: ranks of one machine; null = all.
+        memory_gib: memory of a rank in GiB; null = no limit.
+        device: device of every rank.
         batch_size: contexts per rank and step.
         history_length: events per context.
-        slate: items that are scored after the whole history (an impression, a list, a group); null = pre-training,
-            every event of the history is scored.
-        policy: a softmax over the catalog, or semantic ids.
+        slate: number of items scored after the full history (an impression, a list, a group); null = pre-training,
+            which scores every event of the history.
+        policy: kind of policy: a softmax over the catalog, or semantic ids.
         dim: width of vectors and states.
-        blocks: of the history encoder.
-        layers: of the history encoder.
-        heads: of attention.
-        feedback_levels: that the encoder reads.
-        tie_weights: of a softmax: one table for input and output.
-        normalizer: of a softmax: over all items, or over sampled ones.
-        num_negatives: sampled items per step.
-        codebooks: of semantic ids: the number of codes of every level.
-        decoder_layers: of semantic ids.
-        kv_groups: of semantic ids.
-        kv_layers: of semantic ids.
-        item_vectors: of semantic ids: the encoder also reads a vector per item.
-        item_features: hidden width of the encoder of item features (policy.init_args.item_features.hidden), which are
-            those of prepared; 0 = ids alone.
-        copies: frozen copies of the policy: 1 for an old policy (snapshot), 1 for a frozen reference.
-        sharding: of all tables, or by name (policy.item_table, policy.output_table, policy.code_table).
-        table_optimizer: of the tables; everything else is stepped by Adam.
-        precision: under mixed precision activations are smaller; weights, states and what is exchanged are not.
-        within_node_gb: GB per second from a rank to the others of its node.
-        between_nodes_gb: GB per second from a rank to other nodes.
-        out: JSON file with everything.
+        blocks: kind of blocks of the history encoder.
+        layers: number of layers of the history encoder.
+        heads: number of attention heads.
+        feedback_levels: number of feedback levels that the encoder reads.
+        tie_weights: catalog softmax: one table for input and output.
+        normalizer: catalog softmax: normalize over all items, or over sampled ones.
+        num_negatives: number of sampled items per step.
+        codebooks: semantic ids: the number of codes of every level.
+        decoder_layers: semantic ids: number of decoder layers.
+        kv_groups: semantic ids: groups of query heads that share keys and values.
+        kv_layers: semantic ids: number of distinct sets of keys and values over the decoder layers.
+        item_vectors: semantic ids: the encoder also reads a vector per item.
+        item_features: hidden width of the encoder of prepared's item features (policy.init_args.item_features.hidden);
+            0 = ids only.
+        copies: number of frozen copies of the policy: 1 for an old policy (snapshot), 1 for a frozen reference.
+        sharding: sharding of all tables, or by name (policy.item_table, policy.output_table, policy.code_table).
+        table_optimizer: optimizer of the tables; Adam updates all other parameters.
+        precision: mixed precision makes activations smaller, but not weights, optimizer states or messages.
+        within_node_gb: bandwidth from a rank to the others of its node, GB per second.
+        between_nodes_gb: bandwidth from a rank to other nodes, GB per second.
+        out: JSON file for all results.
     """
     catalog, in_log = catalog_of(num_items, prepared, events)
     workload = Workload(
@@ -177,7 +177,7 @@ def _table_rows(document: dict[str, Any]) -> _Rows:
             held = f"{first['num_rows']:,} x {first['num_columns']}"
             lines.append((name, f"{table['rows']:,} x {table['dim']}", table["sharding"], on, held))
     copies = document["workload"]["copies"]
-    title = "tables" + (f"; their {copies} frozen copies lie alike" if copies else "")
+    title = "tables" + (f"; their {copies} frozen copies are placed the same way" if copies else "")
     return title, ("", "size", "sharding", "on ranks", "block"), lines
 
 

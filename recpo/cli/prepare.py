@@ -1,4 +1,4 @@
-"""``recpo prepare``: from an interaction log to training, validation and test shards."""
+"""``recpo prepare``: turns an interaction log into training, validation and test shards."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ def prepare(
     progress: bool = True,
     **options: Any,
 ) -> VerbResult:
-    """Checks an interaction log and writes it as indexed, labeled, split and sorted shards.
+    """Checks an interaction log and writes indexed, labeled, split and sorted shards.
 
     One error lists every fault of the log. Refused: files that cannot be read, missing columns, wrong types, null
     users, items or times, times that do not parse. Neutralized and counted (the event stays, without that value):
     missing or impossible watch times, durations, labels and propensities. Dropped and counted: exact duplicates (equal
-    in every column that is used), events of items outside the catalog. The counts stand in ``manifest.json``.
-    Whatever is fitted is fitted on the train period. Equal logs give equal bytes, in whatever order their rows are, and
-    whichever engine runs.
+    in every column that is used), events of items outside the catalog. ``manifest.json`` has the counts. Everything is
+    fitted on the train period only. Equal logs give equal bytes, for any order of rows and any engine.
 
     Args:
-        log: Parquet or CSV file (``.csv``, ``.csv.gz``), directory of such files, or glob pattern; or a list of them.
-            With a scheme (s3://, gs://, abfs://, hdfs://) in an object store.
-        out: directory to make, here or in an object store.
-        items: table with features of items, one row for each: files as ``log``. Which column is which feature,
-            ``features`` says; without it, the preset or the types of the columns (docs/features.md). Rows of items that
-            are not in the catalog are counted. With ``extends``, rows of new and changed items are enough.
-        users: table with features of users, one row for each: files as ``log``.
-        extends: prepared directory of the days before ``log``, of which ``out`` then holds everything as well: items
-            and users keep their numbers, the periods roll forward, and what was fitted is kept. The other options are
-            those that it was prepared with.
+        log: Parquet or CSV file (``.csv``, ``.csv.gz``), directory of such files, or glob pattern; or a list of these.
+            A name with a scheme (s3://, gs://, abfs://, hdfs://) is in an object store.
+        out: output directory, local or in an object store.
+        items: item table with features, one row per item; files as in ``log``. ``features`` maps columns to features;
+            the default is the preset's mapping, or the types of the columns (docs/features.md). Rows of items outside
+            the catalog are counted. With ``extends``, rows of new and changed items are enough.
+        users: user table with features, one row per user; files as in ``log``.
+        extends: prepared directory of the days before ``log``. ``out`` then holds both: items and users keep their
+            numbers, the periods roll forward, and fitted values are kept. The other options are taken from that
+            directory.
         progress: show a progress bar on a terminal.
         **options: those of ``recpo.workflows.prepare.prepare``.
     """

@@ -1,4 +1,4 @@
-"""``recpo recommend``: a bundle over a Parquet file of histories."""
+"""``recpo recommend``: runs a bundle over a Parquet file of histories."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def recommend(
 ) -> VerbResult:
     """Recommends for every user of a Parquet file of histories; a bundle needs neither lightning nor torchrec.
 
-    Items of the history and those to exclude are never recommended. Unknown items are skipped and counted, and a user
-    without events gets what the policy recommends when nothing is known.
+    Items of the history and excluded items are never recommended. Unknown items are skipped and counted. A user without
+    events gets the policy's recommendations for an empty history.
 
     Args:
         histories: Parquet file or directory of events, the rows of a user together: user_id, item_id, timestamp (times,
@@ -55,20 +55,19 @@ def recommend(
         bundle: directory written by ``recpo export``.
         run: instead of a bundle, a run directory written by ``recpo train``; its best checkpoint answers.
         k: list length; null = the longest that the bundle serves, of a run 10, or all of a smaller catalog.
-        exclude: Parquet file of user_id and item_id: what must not be listed.
-        users: Parquet file with user_id: who is served, new users among them; null = the users of the histories.
-        user_features: Parquet file of user_id and features as in the table of users that was prepared; only where the
-            policy reads them.
-        context: Parquet file of user_id and features of the requests that are answered now; only where the policy reads
+        exclude: Parquet file of user_id and item_id: items that must not be listed.
+        users: Parquet file with user_id: the users to serve, including new users; null = the users of the histories.
+        user_features: Parquet file of user_id and the features as in the prepared user table; only if the policy reads
             them.
-        allow: attribute -> values, of a bundle that was exported with attributes: only items that have one of them in
-            each, such as {"category": ["film"]}.
-        deny: attribute -> values: no items that have one of them.
+        context: Parquet file of user_id and features of the current requests; only if the policy reads them.
+        allow: attribute -> values, for a bundle with attributes: list only items that have one of the values of every
+            attribute, such as {"category": ["film"]}.
+        deny: attribute -> values: list no item that has one of these values.
         engine: onnx (ONNX Runtime, without torch) or torch.
         provider: execution provider of ONNX Runtime; it must be in ``onnxruntime.get_available_providers()``.
-        batch_size: users ranked at once.
-        show: print the lists of the first so many users.
-        trust: packages beside recpo whose classes the configuration of ``run`` may name.
+        batch_size: number of users ranked at once.
+        show: number of users whose lists are printed.
+        trust: packages, in addition to recpo, whose classes the configuration of ``run`` may name.
     """
     if (bundle is None) == (run is None):
         raise RecpoError("recommend takes one of --bundle and --run")

@@ -1,4 +1,4 @@
-"""``recpo serve``: a bundle behind HTTP."""
+"""``recpo serve``: answers HTTP requests from a bundle."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from recpo.workflows.serve import serve as _serve
 
 
 def serve(bundle: Path, **options: Any) -> None:
-    """Answers requests with a bundle until it is told to stop (SIGTERM, Ctrl-C); docs/server.md has the interface.
+    """Answers HTTP requests from a bundle until it receives SIGTERM or Ctrl-C; docs/server.md describes the interface.
 
-    Needs neither torch nor lightning, and ``pip install recpo[serve]``.
+    Needs ``pip install recpo[serve]``, but neither torch nor lightning.
 
     Args:
         bundle: directory written by ``recpo export``, or a directory of such directories, whose names are versions.

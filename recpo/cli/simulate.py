@@ -1,4 +1,4 @@
-"""``recpo simulate``: an interaction log with known truth, and the days after it under a policy that is served."""
+"""``recpo simulate``: simulates an interaction log with known truth, and later days that a policy serves."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def simulate(
 
     Writes ``out/log/*.parquet`` (user_id, item_id, timestamp, watch_time, duration, dislike, propensity, is_random,
     request_id; sorted by user and time) and ``out/truth/``, from which the true value of any policy can be computed
-    later. Equal arguments give equal bytes. Where the catalog lives, ``out/items.parquet`` and ``out/users.parquet``
-    are tables of what is known of items, from their birth on, and of users.
+    later. Equal arguments give equal bytes. With ``--world living``, ``out/items.parquet`` and ``out/users.parquet``
+    are the item table (each item from its birth on) and the user table.
 
-    With --policy and --after, a bundle instead of the simulator's own logging policy serves the users of a world that
-    stands, on the days after its log; ``out/served.json`` then says what they were truly worth (docs/exploration.md).
+    With --policy and --after, a bundle replaces the simulator's own logging policy and serves the users of an existing
+    world on the days after its log. ``out/served.json`` then has the true value of these days (docs/exploration.md).
 
     Args:
-        out: directory to make.
+        out: output directory.
         world: preset of the options below: default, confounded (popularity knows nothing of quality, more clickbait),
             skewed (little exploration), small (20,000 events of 500 users on 5,000 items) or living (items are born and
             fade; tables of items and users beside the log). An option given beside it overrides it.
-        policy: bundle that serves; it was trained on logs of this world. Beside it, --days (1) and --seed (0) are those
-            of the new days, and all other options those of the world.
-        after: directory of the world that goes on; or a list of it and of the days that were served since, in order.
+        policy: bundle that serves, trained on logs of this world. --days (1) and --seed (0) then apply to the new days,
+            and all other options are those of the world.
+        after: directory of the world that continues; or a list of the world and the days served since, in order.
         progress: show a progress bar on a terminal.
         **options: those of ``recpo.workflows.simulate.simulate``.
     """
@@ -77,7 +77,7 @@ def _print_served(simulated: Simulation, served: ServedDays) -> None:
 
 
 def defaults(chosen: Namespace) -> dict[str, Any]:
-    """The defaults of the other options in the chosen world, or those of the world that goes on."""
+    """The defaults of the other options in the chosen world, or the options of the world that continues."""
     if chosen.after is None:
         return dict(WORLDS[chosen.world])
     stands = chosen.after if isinstance(chosen.after, Path) else chosen.after[0]

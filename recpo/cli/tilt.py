@@ -1,4 +1,4 @@
-"""``recpo tilt``: a trained policy and factors of grades as one policy, written as a run."""
+"""``recpo tilt``: combines a trained policy with factors of grades into one policy, written as a run."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def tilt(
     trust: list[str] = [],  # noqa: B006  jsonargparse prints it
     **options: Any,
 ) -> VerbResult:
-    """Tilts a trained policy towards the grades that a factor model expects, and writes it as a run.
+    """Tilts a trained policy towards the grades that a factor model predicts, and writes it as a run.
 
-    The new run is self-contained: evaluate, export and recommend take it as any other. Its policy is ``pi(i | h) ∝
-    base(i | h) exp(grade(h, i) / beta)``, the optimum of ``E_pi[grade] - beta KL(pi || base)``. Prints what every beta
-    is worth in the validation period, how far it moves the policy, and which one was taken.
+    The new run is self-contained: evaluate, export and recommend take it like any other run. Its policy is ``pi(i | h)
+    ∝ base(i | h) exp(grade(h, i) / beta)``, the optimum of ``E_pi[grade] - beta KL(pi || base)``. Prints the value of
+    every beta in the validation period, how far it moves the policy, and the chosen beta.
 
     Args:
         run: run directory written by ``recpo train``.
         factors: directory written by ``recpo factorize``, of the same items.
-        out: run directory to make.
-        prepared: directory written by ``recpo prepare``, of the same items, on whose validation period beta is chosen;
+        out: output run directory.
+        prepared: directory written by ``recpo prepare``, of the same items; beta is chosen on its validation period.
             null = beta is given.
-        betas: what is tried where beta is auto.
-        reward: of logged items, for the off-policy value.
-        trust: packages beside recpo whose classes the configuration of the run may name.
+        betas: values to try if beta is auto.
+        reward: reward of logged items, for the off-policy value.
+        trust: packages, in addition to recpo, whose classes the configuration of the run may name.
         **options: those of ``recpo.workflows.tilt.tilt``.
     """
     found = _tilt(run, factors, prepared, out=out, betas=betas, reward=reward, trust=trust, progress=True, **options)
@@ -58,7 +58,7 @@ def tilt(
 
 
 def print_tilt(found: Tilt) -> None:
-    """The table of betas, and what was taken; a path is never read as markup."""
+    """Prints the table of betas and the chosen one; a path is never read as markup."""
     terminal = console()
     if found.trials:
         terminal.print(_table(found))

@@ -1,4 +1,4 @@
-"""``recpo tokenize``: the items of a catalog as tuples of codes, so that a policy can generate them."""
+"""``recpo tokenize``: gives every item a tuple of codes, so that a policy can generate items code by code."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def tokenize(
     progress: bool = True,
     **options: Any,
 ) -> VerbResult:
-    """Gives every item of a catalog a tuple of codes of its own: residual k-means, then a pass that ends collisions.
+    """Gives every item of a catalog a unique tuple of codes: residual k-means, then a pass that resolves collisions.
 
     Writes codes.parquet, manifest.json with a report, and codebooks.safetensors. Equal items, options and seed give
     equal bytes.
 
     Args:
         prepared: directory written by ``recpo prepare``.
-        out: directory to make.
-        vectors: what codes are made from: VectorsFromCooccurrence, VectorsFromFeatures, VectorsFromParquet,
-            VectorsFromRun, or codes that exist already: CodesFromFile.
-        extends: directory that this verb wrote for an earlier catalog: its items keep their codes, new items get
-            free tuples by its codebooks.
+        out: output directory.
+        vectors: source of the codes: VectorsFromCooccurrence, VectorsFromFeatures, VectorsFromParquet, VectorsFromRun,
+            or CodesFromFile for existing codes.
+        extends: directory that this verb wrote for an earlier catalog. Its items keep their codes, and new items get
+            free tuples of its codebooks.
         progress: show a progress bar on a terminal.
         **options: those of ``recpo.workflows.tokenize.tokenize``.
     """

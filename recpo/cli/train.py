@@ -1,4 +1,4 @@
-"""``recpo train``: pre-training and alignment are the same verb with another objective."""
+"""``recpo train``: pre-trains or aligns a policy; only the objective differs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recpo.workflows.train import run_configuration
 
 
 def train(arguments: Sequence[str]) -> VerbResult:
-    """Parses the options, trains, and says where the run lies."""
+    """Parses the options, trains, and prints the path of the run."""
     configuration = parse_arguments(arguments)
     run = run_configuration(configuration, trust=configuration.trust)
     reached = None if run.monitor is None else run.results.get(run.monitor)

@@ -1,4 +1,4 @@
-"""What a verb has done: the files that it wrote, its numbers, and the command that usually comes next.
+"""The result of a verb: the files that it wrote, its numbers, and the usual next command.
 
 One small function for each verb; ``recpo.cli.main`` prints what they return, in words or as JSON.
 """
@@ -22,7 +22,7 @@ class VerbResult:
 
     Attributes:
         wrote: files and directories.
-        following: the command that usually comes next; None = there is none.
+        following: the usual next command; None = there is none.
         result: the main numbers, for machines.
     """
 
@@ -36,7 +36,7 @@ class VerbResult:
         return wrote + ([f"next: {self.following}"] if self.following is not None else [])
 
     def document(self, verb: str) -> str:
-        """The same as one JSON document; numbers that are none are null."""
+        """The same as one JSON document; nan and infinity are null."""
         content = {"verb": verb, "status": 0, "wrote": list(self.wrote), "next": self.following, **self.result}
         return json.dumps(_plain(content), ensure_ascii=False, allow_nan=False)
 
@@ -52,14 +52,14 @@ def command(verb: str, *words: object) -> str:
 
 
 def configurations(here: Path = Path()) -> Path:
-    """The directory of recpo's own configurations: that of a clone, or the one that is installed with the package."""
+    """The directory of recpo's own configurations: in a clone, or installed with the package."""
     return (
         Path("configs") if (here / "configs" / "pretrain.yaml").is_file() else Path(recpo.__file__).parent / "configs"
     )
 
 
 def configuration(name: str, here: Path = Path()) -> str:
-    """Where the configuration of an objective is: beside the log's own, as ``recpo init`` wrote it, or recpo's."""
+    """Path of an objective's configuration: the one that ``recpo init`` wrote for the log, or recpo's own."""
     return name if (here / name).is_file() else str(configurations(here) / name)
 
 
@@ -131,7 +131,7 @@ def after_recommend(out: Path, bundle: Path | None, run: Path | None, result: Ma
 
 
 def after_compare(new: Path, out: Path | None, result: Mapping[str, Any]) -> VerbResult:
-    """The gate of a swap is open."""
+    """The new bundle passes."""
     return VerbResult(() if out is None else (str(out),), command("serve", "--bundle", new), result)
 
 
@@ -162,7 +162,7 @@ def after_init(written: Sequence[Path], commands: Sequence[str], result: Mapping
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: paths as text, tuples as lists, numbers that are none as null."""
+    """A value for JSON: paths as text, tuples as lists, nan and infinity as null."""
     if isinstance(value, Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -157,7 +157,7 @@ def evaluate_ranking(
             validate_answer(recommender, lists, past, logp, batch.feedback.slates.mask)
             if absent is not None and bool(is_member(lists.item_ids, absent).any()):
                 raise RecpoError(
-                    f"{recommender.name} returned items that are no candidates; leave them out of its lists"
+                    f"{recommender.name} returned items that are not candidates; leave them out of its lists"
                 )
             targets = collected.rankable(held_out_targets(batch), past, absent)
             new = (
@@ -215,8 +215,8 @@ def _validate_logp(name: str, what: str, logp: Tensor | None, mask: Tensor) -> N
         raise RecpoError(f"{name} gave {what} log-probabilities that are nan; was its training stable?")
     if bool((logp > _ROUNDING).any()):
         raise RecpoError(
-            f"{name} gave {what} log-probabilities up to {float(logp.max()):.4g}, expected at most 0: they are no "
-            "log-probabilities, so its values would mean nothing; normalize them"
+            f"{name} gave {what} log-probabilities up to {float(logp.max()):.4g}, expected at most 0: these are "
+            "not log-probabilities, so its values would be meaningless; normalize the scores"
         )
 
 

@@ -48,7 +48,7 @@ class Evaluation:
         """
         root = Path(path)
         if not (root / METRICS).is_file():
-            raise RecpoError(f"{root} is no evaluation: {METRICS} is missing; make one with `recpo evaluate`")
+            raise RecpoError(f"{root} is not an evaluation: {METRICS} is missing; make one with `recpo evaluate`")
         document = read_json(root / METRICS, "evaluate again")
         version = document.get("schema_version")
         if version != SCHEMA_VERSION:

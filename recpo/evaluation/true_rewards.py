@@ -112,7 +112,7 @@ def true_rewards(path: Path, data: Prepared, split: Literal["valid", "test"], ks
         item_ids, user_ids = (column.cast("int64").to_numpy() for column in (items, users))
     except ValueError as error:
         raise RecpoError(
-            f"{data.root} was not prepared from the simulation in {path}: its ids are no numbers"
+            f"{data.root} was not prepared from the simulation in {path}: its ids are not numbers"
         ) from error
     return TrueRewards(truth, user_ids, item_ids, day, ks)
 

@@ -96,7 +96,7 @@ class Simulation:
         """
         root = Path(root)
         if not (root / LOG).is_dir():
-            raise RecpoError(f"{root} is no simulation: {LOG}/ is missing; make one with `recpo simulate`")
+            raise RecpoError(f"{root} is not a simulation: {LOG}/ is missing; make one with `recpo simulate`")
         truth, served = Truth.load(root), ServedDays.load(root)
         verify_sealed(root, SEALED, "simulate again")
         return cls(root, truth, served)

@@ -66,16 +66,16 @@ def train_parser() -> ArgumentParser:
         "--init_training",
         type=bool | None,
         default=None,
-        help="take over the critic heads and the optimizer's state of the run of init_from too; null = where the "
+        help="also copy the critic heads and the optimizer state of the run of init_from; null = only if the "
         "catalog has grown since, and objective and optimizers are the same",
     )
-    parser.add_argument("--resume", type=bool, default=False, help="go on from last.ckpt in out")
+    parser.add_argument("--resume", type=bool, default=False, help="continue from last.ckpt in out")
     parser.add_argument("--overwrite", type=bool, default=False, help="replace the run in out once training has begun")
     parser.add_argument(
         "--trust",
         type=list[str],
         default=[],
-        help="packages whose classes the run of init_from may name, besides those of recpo, torch.optim and lightning",
+        help="packages, in addition to recpo, torch.optim and lightning, whose classes the run of init_from may name",
     )
     return parser
 

@@ -1,1 +1,1 @@
-"""One function per verb: typed objects and paths in, objects out; nothing is printed."""
+"""One function per verb. Functions take typed objects and paths, return objects, and print nothing."""

@@ -1,4 +1,4 @@
-"""The verb ``calibrate``: makes reward models mean what they say, and says on later data which of them is best."""
+"""The verb ``calibrate``: calibrates reward models and compares rewards on later data."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def calibrate(
 ) -> CalibrationReport:
     """Calibrates reward models on the validation period and compares rewards on the test period.
 
-    Of every run of the ``PointwiseReward`` objective, ``sigmoid(scale * score + shift)`` (Platt, 1999) is fitted to the
-    exposures of the validation period, for the grade and for dislikes, and written into the run (calibration.json),
-    where ``LearnedReward`` reads it. Then every reward is measured on the exposures of the test period, scored from
-    what was known when the period began, and on those among them that the log showed at random: root mean squared
-    error of the grade (after a line that is fitted on the validation period, so that units do not matter), Spearman's
-    rank correlation with the grade over all of them and within users, and the AUC of dislikes where the reward has a
-    head for them. Last, the value of its greedy lists: the k items that it likes best for each user, without those of
-    the user's past, estimated from the log (SNIPS with logged propensities) and, where the log was simulated, true.
+    For every run of the ``PointwiseReward`` objective, fits ``sigmoid(scale * score + shift)`` (Platt, 1999) to the
+    exposures of the validation period, for the grade and for dislikes, and writes it into the run (calibration.json),
+    where ``LearnedReward`` reads it. Then measures every reward on the exposures of the test period, scored from what
+    was known at the start of the period, and on the random exposures among them: root mean squared error of the grade
+    (after a linear fit on the validation period, so that units do not matter), Spearman's rank correlation with the
+    grade over all exposures and within users, and the AUC of dislikes if the reward has a head for them. Finally
+    measures the value of its greedy lists, the k items with the highest reward for each user without the user's past
+    items: estimated from the log (SNIPS with logged propensities) and, for a simulated log, the true value.
 
     ::
 
@@ -102,23 +102,23 @@ def calibrate(
 
     Args:
         prepared: prepared data, or its directory.
-        rewards: what is compared: runs of reward models, directories of ``recpo factorize`` (users folded in from their
-            history), or reward functions; one, several, or several by name.
+        rewards: rewards to compare: runs of reward models, directories of ``recpo factorize`` (users are folded in from
+            their history), or reward functions; one, several, or several by name.
         k: length of the greedy lists.
-        truth: directory that ``recpo simulate`` wrote: adds the true value of the lists on the first day of the period.
-        logged_reward: of logged items, for the value that is estimated from the log.
+        truth: directory written by ``recpo simulate``; adds the true value of the lists on the first day of the period.
+        logged_reward: reward of logged items, for the value that is estimated from the log.
         out: JSON file for the comparison; None = none.
         checkpoint: which checkpoint of the runs.
-        batch_size: users scored at once; fewer where whole catalogs would not fit.
-        resamples: of the bootstrap over users.
-        seed: of the bootstrap.
+        batch_size: users scored at once; fewer if full catalogs would not fit into memory.
+        resamples: number of resamples of the bootstrap over users.
+        seed: seed of the bootstrap.
         device: where models run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
-        trust: packages beside recpo whose classes the configurations of the runs may name.
+        trust: packages, in addition to recpo, whose classes the configurations of the runs may name.
         progress: show progress bars on a terminal.
 
     Raises:
-        RecpoError: a reward is none or knows other items, a period has no graded exposure, or an option is out of
-            range.
+        RecpoError: an entry of rewards is not a reward or knows other items, a period has no graded exposure, or an
+            option is out of range.
     """
     if min(batch_size, resamples, k) < 1:
         raise RecpoError(f"batch_size is {batch_size}, resamples is {resamples} and k is {k}, expected at least 1 each")
@@ -267,14 +267,14 @@ class _Scored:
 
 @dataclass(frozen=True)
 class _Setting:
-    """What all rewards are measured on.
+    """The data and options that all rewards share.
 
     Attributes:
         data: the log.
         device: where rewards are computed.
         batch_size: users.
         resamples: of the bootstrap.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
         k: length of the lists.
         truth: of a simulated log.
         logged_reward: for the value from the log; None = it has no propensities.
@@ -313,7 +313,7 @@ class _Setting:
             parts.append([column[slates.mask].cpu().numpy() for column in every])
         if not parts:
             raise RecpoError(
-                f"{self.data.root}: nobody has an event in the {split} period, so there is nothing to calibrate by"
+                f"{self.data.root}: no user has an event in the {split} period, so nothing can be calibrated"
             )
         return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
@@ -420,16 +420,16 @@ class _Setting:
 def greedy_lists(
     reward: RewardFunction, batch: EvaluationBatch, num_items: int, k: int, unavailable: Tensor | None = None
 ) -> Recommendations:
-    """The k items of the catalog that the reward likes best, without those of the user's past; ties to the smaller id.
+    """The k items of the catalog with the highest reward, without the user's past items; ties go to the smaller id.
 
-    Scores are rewards; where fewer than k items are left or known, the id is 0 and the score -inf.
+    Scores are rewards. If fewer than k items are left or known, the remaining ids are 0 and their scores -inf.
 
     Args:
-        reward: what is maximized.
+        reward: the reward to maximize.
         batch: users.
         num_items: catalog size V.
         k: length of the lists.
-        unavailable: ``[B, N]`` items that are no candidates, 0 pads; None = every item is one.
+        unavailable: ``[B, N]`` items that are not candidates, 0 pads; None = every item is a candidate.
     """
     histories = batch.feedback.histories
     users = len(histories.lengths)

@@ -1,4 +1,4 @@
-"""The verb ``compare``: a new bundle against the old one on logged requests, as the gate of a swap."""
+"""The verb ``compare``: compares a new bundle with the old one on logged requests, before a swap."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _RANKING = ("NDCG", "Recall", "HitRate", "MRR", "disliked")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two bundles on the same logged requests.
+    """The comparison of two bundles on the same logged requests.
 
     Attributes:
         document: every number, as in ``compare.json``; see ``compare``.
@@ -60,11 +60,11 @@ class Comparison:
         """Reads a directory that ``compare`` wrote.
 
         Raises:
-            RecpoError: there is none, it is damaged, or of another format version.
+            RecpoError: there is no comparison, or it is damaged or of another format version.
         """
         root = Path(path)
         if not (root / COMPARE).is_file():
-            raise RecpoError(f"{root} is no comparison: {COMPARE} is missing; make one with `recpo compare`")
+            raise RecpoError(f"{root} is not a comparison: {COMPARE} is missing; make one with `recpo compare`")
         document = read_json(root / COMPARE, "compare again")
         if document.get("schema_version") != SCHEMA_VERSION:
             raise RecpoError(
@@ -76,12 +76,12 @@ class Comparison:
 
     @property
     def failures(self) -> list[str]:
-        """Why the new bundle should not take over, one sentence per limit; empty = the gate is open."""
+        """Why the new bundle should not replace the old one, one sentence per violated limit; empty = it passes."""
         return list(self.document["gate"]["failures"])
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader must know before the numbers."""
+        """Warnings to read before the numbers."""
         return list(self.document["warnings"])
 
 
@@ -102,11 +102,11 @@ def compare(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Comparison:
-    """Holds a new bundle against the old one on logged requests: agreement, value, ranking, and the gate of a swap.
+    """Compares a new bundle with the old one on logged requests: agreement, value, ranking, and limits for a swap.
 
-    Both bundles list k items for every held-out user of the prepared data, from the raw events before the period, read
-    as a server reads them: each bundle with its own catalog and its own feedback cutoffs. Lists are compared by
-    external item id. Value and ranking metrics are those of ``evaluate``, paired over users. The document::
+    Both bundles list k items for every held-out user of the prepared data. They read the raw events before the period
+    as a server does, each with its own catalog and feedback cutoffs. Lists are compared by external item id. Value and
+    ranking metrics are those of ``evaluate``, paired over users. The document::
 
         schema_version  1
         setting         prepared, split, k, persistence, off_policy, reward, requests
@@ -123,21 +123,21 @@ def compare(
 
     Args:
         old: the bundle that serves, or its directory.
-        new: the bundle that is to take over, or its directory.
+        new: the bundle that will replace it, or its directory.
         prepared: prepared data with the logged requests in a held-out period, or its directory.
-        out: directory to make, with ``compare.json``; null = the comparison is in memory only.
+        out: output directory for ``compare.json``; null = keep the comparison in memory only.
         split: held-out period.
         k: list length, at most that of both bundles.
-        persistence: of the rank-biased overlap: probability with which a reader goes on to the next place.
-        max_loss: the gate is closed where a larger loss cannot be ruled out: where the lower end of the paired 95 %
-            interval of new - old lies below ``-max_loss``. Of the value (SNIPS, top k) where it is estimated,
-            otherwise of NDCG; null = no such limit.
-        min_overlap: the gate is closed where the mean overlap of the lists is below it; null = no such limit.
+        persistence: probability that a reader continues to the next place, for the rank-biased overlap.
+        max_loss: the new bundle fails if a larger loss cannot be ruled out, that is, if the lower end of the paired 95
+            % interval of new - old is below ``-max_loss``. The interval is that of the value (SNIPS, top k) if the
+            value is estimated, otherwise of NDCG; null = no such limit.
+        min_overlap: the new bundle fails if the mean overlap of the lists is below this; null = no such limit.
         off_policy: how the value is estimated from the log; null = not at all. With logged propensities it is left out
-            where the period has none.
-        reward: of logged items, for the value.
+            if the period has none.
+        reward: reward of logged items, for the value.
         batch_size: users ranked at once.
-        overwrite: replace ``out`` where it exists.
+        overwrite: replace ``out`` if it exists.
         progress: show progress bars on a terminal.
 
     Raises:
@@ -387,7 +387,7 @@ def _unread(answers: Mapping[str, _Answers]) -> list[str]:
 
 
 def _gate(document: Document, k: int, max_loss: float | None, min_overlap: float | None) -> Document:
-    """The limits, what was found, and one sentence for each limit that is passed; what is not known is no pass."""
+    """The limits, the measured numbers, and one sentence for each violated limit; unknown numbers violate it."""
     if document["value"] is None:
         measure, found = f"NDCG@{k}", document["ranking"][f"NDCG@{k}"]["difference"]
         mean, half_width = found["mean"], found["half_width"]

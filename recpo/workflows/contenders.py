@@ -1,4 +1,4 @@
-"""Whom ``evaluate`` compares: runs, bundles, factors, lists and baselines, each checked before the first is loaded."""
+"""The contenders of ``evaluate``: runs, bundles, factors, lists and baselines, checked before any is loaded."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def contenders_of(
     trust: Sequence[str],
     make_baseline: Callable[[Baseline], Contender],
 ) -> list[Contender]:
-    """Everybody, checked before the first one is loaded.
+    """All contenders, checked before the first one is loaded.
 
     Raises:
-        RecpoError: one that is none, is unfinished or knows other items; two of one name; lists that cannot be read.
+        RecpoError: an entry is not a contender, is unfinished or knows other items; two have the same name; lists
+            cannot be read.
     """
     names = _names([path for one in named if (path := directory_of(one)) is not None])
     longest = max(ks)
@@ -71,7 +72,7 @@ def contenders_of(
 
 
 def directory_of(contender: Named) -> Path | None:
-    """The directory of a contender; None = it has none: a baseline, lists, or a model in memory."""
+    """The directory of a contender; None for a baseline, lists, or a model in memory."""
     if isinstance(contender, Run | Bundle):
         return contender.root
     if isinstance(contender, Lists | Factors | Contender) or contender in BASELINES:
@@ -104,8 +105,8 @@ def _from_directory(
     if kind == "factors":
         return _factors(name, Factors.open(path), str(path), data)
     raise RecpoError(
-        f"{path} is no run and no bundle, and the baselines are called {', '.join(BASELINES)}: name what `recpo "
-        "train`, `recpo export` or `recpo factorize` wrote, or a baseline"
+        f"{path} is neither a run nor a bundle nor a baseline ({', '.join(BASELINES)}): name an output of `recpo "
+        "train`, `recpo export` or `recpo factorize`, or a baseline"
     )
 
 
@@ -136,7 +137,7 @@ def _factors(name: str, factors: Factors, where: str, data: Prepared) -> Contend
 
 
 def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int) -> Contender:
-    """A bundle, run by ONNX Runtime on the CPU: it ranks, and gives no log-probabilities of given items."""
+    """A bundle, run by ONNX Runtime on the CPU. It ranks, but gives no log-probabilities of given items."""
     expected = data.item_ids().to_external(np.arange(1, data.num_items + 1))
     ids = np.arange(1, len(bundle.items) + 1)
     if len(bundle.items) != data.num_items or not bundle.items.to_external(ids).equals(expected):

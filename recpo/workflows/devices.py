@@ -1,4 +1,4 @@
-"""Where a verb computes."""
+"""The device of a verb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb ``evaluate``: full-catalog ranking and off-policy value of policies, bundles and baselines, side by side."""
+"""The verb ``evaluate``: full-catalog ranking and off-policy value of policies, bundles and baselines."""
 
 from __future__ import annotations
 
@@ -84,50 +84,52 @@ def evaluate(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Evaluation:
-    """Evaluates policies, bundles and baselines on the same held-out users, and tells them apart.
+    """Evaluates policies, bundles and baselines on the same held-out users, with paired differences.
 
-    Rankings of the full catalog, what is beyond accuracy, off-policy value, paired differences. With ``out`` it writes
-    a directory with metrics.json (every number), report.html (one file, opens offline) and resolved.yaml (the options:
-    ``recpo evaluate --config`` repeats the result).
+    Computes full-catalog ranking metrics, beyond-accuracy metrics, off-policy value and paired differences. With
+    ``out`` it writes a directory with metrics.json (every number), report.html (one file, opens offline) and
+    resolved.yaml (the options; ``recpo evaluate --config`` repeats the result).
 
     Args:
         prepared: prepared data, or its directory.
-        contenders: who is compared: runs, bundles and factors on the same items, their directories, ``Lists`` of other
+        contenders: what to compare: runs, bundles and factors on the same items, their directories, ``Lists`` of other
             systems, and names of baselines (popularity, positives, recency, cooccurrence, factorization, implicit_als,
-            ease, random). The logging policy is added where its value is known.
-        out: directory to make; null = the evaluation is in memory only.
+            ease, random). The logging policy is added if its value is known.
+        out: output directory; null = keep the evaluation in memory only.
         split: held-out period.
         ks: list lengths; the tables show the first.
-        exclude_past: leave the items of a user's past out of the lists, and such held-out events out of the targets.
-        gain: of the graded NDCG: the label (linear), or 0, 1, 3, 7 for its quarters (exponential).
-        segments: also by length of the history, popularity, duration and age of the items.
-        candidates: which items could be listed at the begin of the period: a table (its columns item_id and, where
-            there are such, available_from and available_until), ``CandidateTable`` with other names of columns, or
-            all. null = the times of the prepared data, and every item where they have none. What was not available is
-            in no list and no target.
-        bootstrap_resamples: also bootstrap intervals over users of every per-user metric, from so many resamples.
+        exclude_past: exclude the items of a user's past from the lists, and their held-out events from the targets.
+        gain: gain of the graded NDCG: the label (linear), or 0, 1, 3, 7 for its quarters (exponential).
+        segments: also report by length of the history and by popularity, duration and age of the items.
+        candidates: items that could be listed at the start of the period: a table (columns item_id and optionally
+            available_from and available_until), a ``CandidateTable`` with other column names, or all. null = the times
+            of the prepared data, or every item if the data have no times. Items that were not available are in no list
+            and are no targets.
+        bootstrap_resamples: number of resamples for bootstrap intervals over users of every per-user metric; 0 = none.
         item_features: tags or vectors of the items, for diversity and calibration.
         off_policy: how the value is estimated from the log; null = not at all. With logged propensities it is left out
-            where the period has none.
-        reward: of logged items, for the off-policy value.
-        baseline_options: of the baselines.
-        baseline_cache: directory of fitted baselines, which other evaluations of the same data may share; null = in
-            ``out``, where an evaluation that replaces this one finds them. They are fitted once per data and options.
-        truth: directory that ``recpo simulate`` wrote: adds the true expected reward and the true probability of a
-            dislike, means over the first k places, on the first day of the period; the oracle, which lists every user's
-            best items; and each contender's share of what the oracle has above the pre-trained policy.
-        rerank: also evaluate every run, bundle and factor model with lists that these re-rank, to slates of the first
-            k: the cost and the effect of diversity, caps and calibration.
-        rerank_options: how many items are re-ranked, and the file of their attributes.
+            if the period has none.
+        reward: reward of logged items, for the off-policy value.
+        baseline_options: options of the baselines.
+        baseline_cache: directory of fitted baselines, which evaluations of the same data can share; null = in ``out``,
+            where a later evaluation that replaces this one reads them. Each baseline is fitted once per data and
+            options.
+        truth: directory written by ``recpo simulate``; adds the true expected reward and the true probability of a
+            dislike (means over the first k places, on the first day of the period), the oracle, which lists every
+            user's best items, and each contender's share of the oracle's gain over the pre-trained policy.
+        rerank: methods; every run, bundle and factor model is also evaluated with lists re-ranked by each method
+            (slates of the first k), to measure the cost and the effect of diversity, caps and calibration.
+        rerank_options: number of items to re-rank, and the file of their attributes.
         checkpoint: which checkpoint of the runs.
         batch_size: users scored at once.
         device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
-        trust: packages beside recpo whose classes the configurations of the runs may name.
-        overwrite: replace ``out`` where it exists.
+        trust: packages, in addition to recpo, whose classes the configurations of the runs may name.
+        overwrite: replace ``out`` if it exists.
         progress: show progress bars on a terminal.
 
     Raises:
-        RecpoError: a contender that is none, is unfinished, or knows other items; options out of range; ``out`` exists.
+        RecpoError: an entry is not a contender, is unfinished, or knows other items; options are out of range; ``out``
+            exists.
     """
     contenders = [contenders] if isinstance(contenders, Named) else contenders
     validate_ks(ks)

@@ -1,4 +1,4 @@
-"""The verb ``export``: a trained policy as a bundle for serving."""
+"""The verb ``export``: writes a trained policy as a bundle for serving."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def export(
     overwrite: bool = False,
     trust: Sequence[str] = (),
 ) -> Bundle:
-    """Writes the policy of a run as a bundle; nothing but the run is needed.
+    """Writes the policy of a run as a bundle; only the run is needed.
 
     Every engine is compared with the policy before the bundle appears.
 
@@ -46,16 +46,17 @@ def export(
         k: length of the lists that the bundle serves; a smaller catalog caps it.
         checkpoint: which checkpoint of the run.
         item_precision: how the program stores the item vectors: float32, float16, or int8 with a scale for each item.
-        index: an approximate index in place of the search of the whole catalog; scores are then log-probabilities but
-            for a constant of each user.
-        repeats: items of the history may be listed again; only what a request excludes is not.
+        index: an approximate index instead of a search of the full catalog; scores are then log-probabilities plus a
+            constant per user.
+        repeats: items of the history may be listed again; only items that a request excludes may not.
         attributes: a frame or a Parquet file with ``item_id`` and attributes of the items (integers, strings, booleans,
-            or lists of them), by which requests may filter.
-        triton: also make this directory, a model repository for the Triton Inference Server.
-        compiled: also make this file, the program as machine code by AOTInductor (``recpo.serving.compiled``).
-        evaluation: in which the run is a contender: its metrics, and those of baselines, go into the model card.
+            or lists of them) that requests can filter by.
+        triton: also write this directory, a model repository for the Triton Inference Server.
+        compiled: also write this file, the program as machine code by AOTInductor (``recpo.serving.compiled``).
+        evaluation: evaluation with this run as a contender; its metrics, and those of baselines, go into the model
+            card.
         overwrite: replace ``out`` where it is a bundle.
-        trust: packages beside recpo whose classes the configuration of the run may name.
+        trust: packages, in addition to recpo, whose classes the configuration of the run may name.
 
     Raises:
         RecpoError: no run, a run that has changed since it was written, ``out`` is in the way, or an engine differs
@@ -87,15 +88,15 @@ def export(
 
 
 def refresh(bundle: Bundle | Path | str, items: Path | str, out: Path | str, *, overwrite: bool = False) -> Refreshed:
-    """A bundle with the candidates of today out of one that stands, without its run and without training.
+    """Updates the candidates of an existing bundle, without its run and without training.
 
-    Items that the table does not name, or names as retired, are listed no more. New items get the vector that their
-    features say, if the policy reads item features; otherwise they are counted and left out.
+    Items that the table does not contain, or marks as retired, are no longer listed. New items get a vector from their
+    features if the policy reads item features; otherwise they are counted and left out.
 
     Args:
         bundle: the bundle, or its directory.
-        items: ``items.parquet`` of prepared data, whose features lie beside it; or a table of items as ``prepare``
-            reads it, Parquet with ``item_id`` and the columns of the features. Items whose ``retired`` is true are no
+        items: ``items.parquet`` of prepared data, with its features next to it; or an item table as ``prepare`` reads
+            it, Parquet with ``item_id`` and the columns of the features. Items whose ``retired`` is true are not
             candidates.
         out: bundle directory to make.
         overwrite: replace ``out`` where it is a bundle.

@@ -1,4 +1,4 @@
-"""The verb ``factorize``: a matrix factorization of graded feedback, as a reward and as a recommender."""
+"""The verb ``factorize``: fits a matrix factorization of graded feedback, as a reward and as a baseline."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ def factorize(
 ) -> Factors:
     """Fits ``grade(user, item) = mean + p · q + user bias + item bias`` on the graded events of the training period.
 
-    One shard is in memory at a time. Of several ranks and ridges the one with the smallest squared error on the
-    validation period is taken, with users folded in from the history before it. The grade of an event is
-    the middle of its feedback level's quartile, 0 for a dislike (``recpo.feedback.GRADES``).
+    One shard is in memory at a time. If several ranks and ridges are given, the one with the smallest squared error on
+    the validation period is chosen; users are folded in from the history before it. The grade of an event is the middle
+    of its feedback level's quartile, 0 for a dislike (``recpo.feedback.GRADES``).
 
     Args:
         prepared: what ``recpo.prepare`` returned, or its directory.
-        out: directory to make; None = the model is in memory only.
+        out: output directory; None = keep the model in memory only.
         method: "variational" keeps a posterior of every user and item and learns their priors from the data (Lim and
             Teh, 2007); "als" is alternating least squares with one ridge.
         ranks: numbers of factors to try; None = 8 and 16, and 4 too with "als"; of a held-out period 8.
-        ridges: ridges that "als" tries: the weight of the squared factors and biases, against one per event.
-        sweeps: passes over the training events per model.
-        seed: of the first item factors.
+        ridges: ridges that "als" tries: the weight of the squared factors and biases, relative to a weight of 1 per
+            event.
+        sweeps: number of passes over the training events per model.
+        seed: seed of the initial item factors.
         max_history: events of a history that a fold-in reads; null = ``max_context`` of the prepared data.
         uncertainty: keep the covariances that lower bounds need.
-        lower_bound: its own lists rank by the expected grade less so many standard deviations; 0 without uncertainty.
-            ``tilt`` and ``FactorReward`` have bounds of their own.
-        period: whose events are fitted. A model of "valid" knows nothing of what policies and rewards learned from
-            "train": as a ``FactorReward`` it tells which of them has the better lists.
+        lower_bound: the model's own lists rank by the expected grade minus this many standard deviations; 0 without
+            uncertainty. ``tilt`` and ``FactorReward`` have separate options for bounds.
+        period: period whose events are fitted. A model of "valid" is independent of the events that policies and
+            rewards learned from ("train"), so as a ``FactorReward`` it can compare their lists.
         overwrite: replace ``out`` where it exists.
         progress: show a progress bar on a terminal.
 

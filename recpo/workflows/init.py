@@ -1,4 +1,4 @@
-"""The verb ``init``: from the files of a log to configurations that run."""
+"""The verb ``init``: inspects the files of a log and writes configurations for it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _MS_PER_DAY: Final = 86_400_000.0
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found in a log, and what to begin with.
+    """The findings in a log, and the suggested configurations.
 
     Attributes:
-        log: what was named.
+        log: the files that were named.
         sample: the files of the log, and their rows that were looked at.
         recognition: its columns, units, preset, doubts and questions.
         counts: its size.
-        others: further files that were named, with their columns; the log is not in them.
+        others: other named files that are not the log, with their columns.
         tables: "item" and "user" -> a file with one row for each.
         written: the files that were written, by what they configure; empty before.
     """
@@ -65,17 +65,17 @@ class Inspection:
 
     @property
     def questions(self) -> tuple[str, ...]:
-        """What only the reader can decide; nothing is written while there is one."""
+        """Questions that only the user can answer; nothing is written while there is one."""
         return self.recognition.questions
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """What was taken for granted, and should be checked."""
+        """Assumptions that should be checked."""
         return self.recognition.doubts
 
     @cached_property
     def facts(self) -> dict[str, ColumnFacts]:
-        """What the values of every column say, by its name."""
+        """Facts about the values of every column, by its name."""
         return facts_of(self.sample.table)
 
     @property
@@ -85,12 +85,12 @@ class Inspection:
 
     @property
     def objectives(self) -> dict[str, str]:
-        """The alignments that the feedback allows, and why."""
+        """The alignments that the feedback allows, with reasons."""
         return objectives_of(self.recognition, self.label)
 
     @property
     def commands(self) -> list[str]:
-        """What to run, in this order, from the log to recommendations."""
+        """The commands to run, in order, from the log to recommendations."""
         return [] if not self.written else _commands(self)
 
 
@@ -106,19 +106,18 @@ def init(
     columns: Columns = Columns(),  # noqa: B008  frozen
     csv: CsvFormat = CsvFormat(),  # noqa: B008  frozen
 ) -> Inspection:
-    """Looks at a log and writes configurations for it: ``prepare.yaml``, ``pretrain.yaml`` and those of alignments.
+    """Inspects a log and writes configurations for it: ``prepare.yaml``, ``pretrain.yaml`` and those of alignments.
 
-    Columns are recognized by their names and values, units by the values that are plausible in them. Where two readings
-    differ by units, or a user, item or time is not recognized, nothing is written.
+    Columns are recognized by their names and values, and units by plausible values. If two readings differ by units, or
+    if no user, item or time column is recognized, nothing is written.
 
     Args:
-        log: Parquet or text files, a directory of them, or a pattern; tables of items and users may lie among them.
+        log: Parquet or text files, a directory of them, or a pattern; item and user tables may be among them.
         out: directory for the configurations; files that exist are not replaced.
-        columns: names of columns and units that are known; they are not guessed.
-        csv: delimiter and names of text files, where they are known.
+        columns: known column names and units; recpo does not guess these.
+        csv: delimiter and column names of text files, if known.
 
-    Returns:
-        What was found, the files that were written, and the commands to run.
+    Returns: The findings, the files that were written, and the commands to run.
 
     Raises:
         RecpoError: a file cannot be read, something has to be decided (every question names its option), or a file
@@ -133,7 +132,7 @@ def inspect_log(
     columns: Columns = Columns(),  # noqa: B008  frozen
     csv: CsvFormat = CsvFormat(),  # noqa: B008  frozen
 ) -> Inspection:
-    """Looks at a log, as ``init`` does, and writes nothing.
+    """Inspects a log as ``init`` does, but writes nothing.
 
     Args:
         log: as for ``init``.

@@ -28,14 +28,14 @@ _READABLE = "prepared data, codes, factors, a run, a bundle, an evaluation, a co
 def load(
     path: str | PathLike[str], trust: Sequence[str] = ()
 ) -> Prepared | Run | Codes | Factors | Bundle | Evaluation | Comparison | Loop | Simulation:
-    """Opens a directory that recpo wrote, whichever kind it is of; ``recpo.json`` in it says which.
+    """Opens a directory that recpo wrote, of any kind; its ``recpo.json`` names the kind.
 
-    Only what the kind needs is imported: a bundle is opened where torch is not installed.
+    Imports only what the kind needs: a bundle opens without torch.
 
     Args:
-        path: the directory; of prepared data also an address in an object store.
-        trust: packages whose classes the configuration of a run may name, besides those of recpo; whoever names one
-            lets its code run.
+        path: the directory; for prepared data also an address in an object store.
+        trust: packages, in addition to recpo, whose classes the configuration of a run may name; naming a package lets
+            its code run.
 
     Raises:
         RecpoError: there is no such directory, recpo did not write it, or it is damaged or of another version.

@@ -1,4 +1,4 @@
-"""``recpo plan`` as a function: memory and exchange per rank, and which rank holds what, before anything is run."""
+"""The verb ``plan``: computes the memory, communication and table placement of training before it runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from recpo.sharding.workload import StepCosts, Workload, estimate, place_softmax
 
 
 class Plan(NamedTuple):
-    """What a run needs.
+    """The needs of a run.
 
     Attributes:
-        document: everything, as JSON takes it.
-        fault: why it does not fit; None = it does.
+        document: all results, as JSON values.
+        fault: why the run does not fit; None = it fits.
     """
 
     document: dict[str, Any]
@@ -34,20 +34,20 @@ def plan(
     links: Links = Links(),  # noqa: B008  immutable
     events: int | None = None,
 ) -> Plan:
-    """Says what a run needs: memory per rank, bytes exchanged and operations per step, and which rank holds what.
+    """Computes what a run needs: memory per rank, bytes sent and operations per step, and the placement of tables.
 
     Weights are counted on the policy itself, on the meta device; the rest are formulas (docs/scaling.md).
 
     Args:
         workload: the policy, its batches and its ranks.
-        sharding: of all tables, or by name.
-        ranks_per_node: of one machine; None = all.
-        memory_gib: memory of a rank in GiB; None = whatever it takes.
+        sharding: sharding of all tables, or by name.
+        ranks_per_node: ranks of one machine; None = all.
+        memory_gib: memory of a rank in GiB; None = no limit.
         links: bandwidths.
         events: training events of an epoch, for the number of steps.
 
     Raises:
-        RecpoError: options that describe no run. What does not fit is not raised: see ``Plan.fault``.
+        RecpoError: options that describe no run. A run that does not fit is not an error: see ``Plan.fault``.
     """
     if links.within_node <= 0 or links.between_nodes <= 0:
         raise RecpoError(

@@ -1,4 +1,4 @@
-"""The verb ``prepare``: from an interaction log to training, validation and test shards."""
+"""The verb ``prepare``: turns an interaction log into training, validation and test shards."""
 
 from __future__ import annotations
 
@@ -86,66 +86,66 @@ def prepare(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Prepared:
-    """Checks an interaction log and writes it as indexed, labeled, split and sorted shards.
+    """Checks an interaction log and writes indexed, labeled, split and sorted shards.
 
     One error lists every fault of the log. Refused: files that cannot be read, missing columns, wrong types, null
     users, items or times, times that do not parse. Neutralized and counted (the event stays, without that value):
     missing or impossible watch times, durations, labels and propensities. Dropped and counted: exact duplicates (equal
-    in every column that is used), events of items outside the catalog. The counts stand in ``manifest.json``.
-    Whatever is fitted is fitted on the train period. Equal logs give equal bytes, in whatever order their rows are, and
-    whichever engine runs.
+    in every column that is used), events of items outside the catalog. ``manifest.json`` has the counts. Everything is
+    fitted on the train period only. Equal logs give equal bytes, for any order of rows and any engine.
 
     Args:
-        log: Parquet or CSV file (``.csv``, ``.csv.gz``), directory of such files, or glob pattern; or a list of them.
-            With a scheme (s3://, gs://, abfs://, hdfs://) in an object store. Or a frame (pandas, polars, pyarrow),
-            which is written to a temporary file in ``work`` first, as the engines read the log several times.
-        out: directory to make, here or in an object store.
-        items: table with features of items, one row for each; files or a frame, as ``log``. Which column is which
-            feature, ``features`` says; without it, the preset or the types of the columns (docs/features.md). Rows of
-            items that are not in the catalog are counted in the manifest. With ``extends``, rows of new and changed
-            items are enough.
-        users: table with features of users, one row for each; files or a frame, as ``log``.
-        extends: prepared directory of the days before ``log``, of which ``out`` then holds everything as well: items
-            and users keep their numbers, the periods roll forward, and what was fitted is kept
-            (``recpo.data.extension.extend``). The other options are those that it was prepared with.
-        retire: with ``extends``, items that are no candidates any more: their ids, or a Parquet or CSV file with a
-            column ``item_id``. They keep their numbers and stay in histories; no evaluation and no bundle lists them.
-        preset: column names and units to start from, features and behaviors among them.
+        log: Parquet or CSV file (``.csv``, ``.csv.gz``), directory of such files, or glob pattern; or a list of these.
+            A name with a scheme (s3://, gs://, abfs://, hdfs://) is in an object store. Or a frame (pandas, polars,
+            pyarrow), which is first written to a temporary file in ``work``, because the engines read the log several
+            times.
+        out: output directory, local or in an object store.
+        items: item table with features, one row per item; files or a frame, as in ``log``. ``features`` maps columns to
+            features; the default is the preset's mapping, or the types of the columns (docs/features.md). Rows of items
+            outside the catalog are counted in the manifest. With ``extends``, rows of new and changed items are enough.
+        users: user table with features, one row per user; files or a frame, as in ``log``.
+        extends: prepared directory of the days before ``log``. ``out`` then holds both: items and users keep their
+            numbers, the periods roll forward, and fitted values are kept (``recpo.data.extension.extend``). The other
+            options are taken from that directory.
+        retire: with ``extends``, items that are no longer candidates: their ids, or a Parquet or CSV file with a column
+            ``item_id``. They keep their numbers and stay in histories; no evaluation and no bundle lists them.
+        preset: column names and units to start from, including features and behaviors.
         columns: columns and units that differ from the preset.
         split: TemporalSplit or LeaveLastOut.
         label: how the preference label is made: WatchQuantiles, WatchRatio, D2Q, WatchTimeGain, BinaryColumn,
             NumericColumn or EveryEvent.
-        feedback: which labels make an event positive or skipped; whatever trains on or evaluates this log uses it.
-        max_context: number of earlier events that a held-out user keeps as context, and of events in a serving history.
+        feedback: which labels make an event positive or skipped; training and evaluation on this log use this
+            definition.
+        max_context: number of earlier events that a held-out user keeps as context, and number of events in a serving
+            history.
         rows_per_shard: a shard ends with the user who reaches this number of rows.
         min_user_events: drop users with fewer train events; 0 keeps users who first appear later.
         min_item_events: drop items with fewer events in the period that ``catalog`` names; counted before users.
-        catalog: items of the train period (train), so that nothing is known of the future; of the whole log (log); or
-            of the train period and of the table ``items``, which may be recommended before their first event (items).
+        catalog: the items of the train period (train), so that the catalog contains no information about the future; of
+            the full log (log); or of the train period and of the table ``items``, whose items can be recommended before
+            their first event (items).
         max_watch_time: longest possible watch time in seconds.
         strict: refuse impossible values and exact duplicates instead of neutralizing or dropping them.
         features: features of items, users and requests, and the columns that they are read from.
         behaviors: named feedback beside label and dislike: name -> column of the log (bool or 0/1), such as
             ``{"like": "is_like"}``; null = the preset's.
-        csv: how text files of the log are written: their delimiter, such as ``::``, and their names where the first
-            line has none.
-        engine: duckdb inside this process, or spark for logs beyond one machine; the result is the same.
-        memory_limit: what DuckDB, Spark's local process or each Spark executor may hold before it writes to disk.
-        threads: worker threads of DuckDB or of Spark's local process; null = one for each core.
+        csv: format of text files: their delimiter, such as ``::``, and their column names if the first line has none.
+        engine: duckdb inside this process, or spark for logs that do not fit on one machine; the result is the same.
+        memory_limit: memory of DuckDB, of Spark's local process or of each Spark executor, before it spills to disk.
+        threads: worker threads of DuckDB or of Spark's local process; null = one per core.
         spark_master: where Spark runs: local[*], spark://host:port, yarn, k8s://...
         spark_conf: more settings of Spark by their names, as a dictionary.
-        work: directory for temporary files; null = beside ``out``, or the system's where ``out`` is in an object store.
-            Spark on a cluster needs one that all its machines reach (hdfs://, s3://, a network mount).
-        overwrite: replace ``out`` where it exists and is a prepared directory.
+        work: directory for temporary files; null = next to ``out``, or the system's if ``out`` is in an object store.
+            Spark on a cluster needs a directory that all its machines can access (hdfs://, s3://, a network mount).
+        overwrite: replace ``out`` if it is a prepared directory.
         progress: show a progress bar on a terminal.
 
-    Returns:
-        The prepared directory; what became of the events stands in ``manifest["counts"]``.
+    Returns: The prepared directory; ``manifest["counts"]`` says what happened to the events.
 
     Raises:
         RecpoError: the log has faults (all of them in one message), or cannot be split; an option is out of range, or
-            another one than that of ``extends``; ``log`` is not later than ``extends``; ``out`` exists and
-            ``overwrite`` is False, or is no prepared directory, or holds the log.
+            differs from that of ``extends``; ``log`` is not later than ``extends``; ``out`` exists and ``overwrite`` is
+            False, or it is not a prepared directory, or it contains the log.
     """
     preparation = Preparation(
         preset=preset,
@@ -171,7 +171,9 @@ def prepare(
     common |= {"users": None if users is None else _source(users, "users")}
     if extends is None:
         if retire != []:
-            raise RecpoError("retire: an item is retired where the catalog goes on: name the directory with --extends")
+            raise RecpoError(
+                "retire: items can be retired only when a catalog is extended: name the directory with --extends"
+            )
         preparation.run(_source(log, "log"), place, **common)
     else:
         kept = extends if isinstance(extends, Prepared) else Prepared.open(fspath(extends))
@@ -188,7 +190,7 @@ def _item_ids(given: list[int] | list[str] | Path) -> list[Any]:
         table = read_csv(file) if file.suffix == ".csv" else pq.read_table(file)
         ids: list[Any] = table["item_id"].to_pylist()
     except (OSError, KeyError, pa.ArrowException) as error:
-        raise RecpoError(f"retire: {file} is no Parquet or CSV file with a column item_id ({error})") from error
+        raise RecpoError(f"retire: {file} is not a Parquet or CSV file with a column item_id ({error})") from error
     return ids
 
 
@@ -198,6 +200,6 @@ def _source(log: Path | Sequence[Path] | Frame, what: str) -> list[str] | pa.Tab
         return [fspath(log)]
     if isinstance(log, Sequence):
         if not all(isinstance(name, str | PathLike) for name in log):
-            raise RecpoError(f"{what}: a list holds names of files; a frame is given alone")
+            raise RecpoError(f"{what}: a list may hold only file names; give a frame without a list")
         return [fspath(name) for name in log]
     return to_arrow(log, what)

@@ -1,4 +1,4 @@
-"""The verb ``recommend``: a bundle or a run over a frame in memory, or over a Parquet file of any size."""
+"""The verb ``recommend``: runs a bundle or a run over a frame in memory, or over a Parquet file of any size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Source = Union[Bundle, "Run", str, PathLike[str]]
 
 
 class Server(NamedTuple):
-    """What answers: a runtime, the reader of its histories, and what filters go by."""
+    """A runtime with the reader of its histories and the attributes for filters."""
 
     runtime: Runtime
     reader: HistoryReader
@@ -64,7 +64,7 @@ def recommend(
         histories: events in long format: a frame, or a Parquet file or directory, which has to fit into memory.
         k: list length; None = the longest that is served.
         exclude: ``user_id`` and ``item_id`` of what must not be listed.
-        users: who is served, in this order, new users among them; None = the users of ``histories``.
+        users: the users to serve, in this order, including new users; None = the users of ``histories``.
         user_features: of users, ``user_id`` and columns as in the table that was prepared, if the policy reads it.
         context: ``user_id`` and the features of the requests that are answered now, if the policy reads them.
         allow: attribute -> values, of a bundle with attributes: only items that have one of them in each.
@@ -117,12 +117,12 @@ def write_recommendations(
 
     Args:
         source: a bundle, a run, or the directory of one; of a run the best checkpoint answers.
-        histories: Parquet file or directory of events in long format, in which the rows of a user stand together.
+        histories: Parquet file or directory of events in long format; the rows of a user must be adjacent.
         out: Parquet file to write: ``user_id``, ``rank``, ``item_id``, ``score``; an existing one is replaced.
         k: list length; None = the longest that is served.
-        exclude: ``user_id`` and ``item_id`` of what must not be listed; held in memory.
-        users: frame or Parquet file with ``user_id``: who is served; those with events come first, in the order of the
-            histories. None = the users of ``histories``.
+        exclude: ``user_id`` and ``item_id`` pairs that must not be listed; held in memory.
+        users: frame or Parquet file with ``user_id``: the users to serve; those with events come first, in the order of
+            the histories. None = the users of ``histories``.
         user_features: of users, ``user_id`` and columns as in the table that was prepared, if the policy reads it;
             held in memory, as ``context`` is.
         context: ``user_id`` and the features of the requests that are answered now, if the policy reads them.
@@ -134,11 +134,10 @@ def write_recommendations(
         progress: called with the number of events read.
         trust: packages beside recpo whose classes the configuration of a run may name.
 
-    Returns:
-        What was served and what was left out.
+    Returns: Counts of what was served and what was left out.
 
     Raises:
-        RecpoError: see ``Bundle.load`` and ``HistoryReader.read``; a user's rows do not stand together.
+        RecpoError: see ``Bundle.load`` and ``HistoryReader.read``; a user's rows are not adjacent.
     """
     server = _server(source, engine, provider, trust)
     k = validate_k(server.runtime.k if k is None else k, server.runtime.k)
@@ -223,8 +222,8 @@ def _blocks(
         users = id_column(block, USER_ID, str(path)).unique()
         if again := served.intersection(users.to_pylist()):
             raise RecpoError(
-                f"{path}: the rows of user_id {min(again)!r} do not stand together ({len(again)} such users): sort the "
-                "file by user_id, or hand over a frame in memory"
+                f"{path}: the rows of user_id {min(again)!r} are not adjacent ({len(again)} such users): sort the "
+                "file by user_id, or pass a frame in memory"
             )
         served.update(users.to_pylist())
         yield block, users if asked is None else users.filter(pc.is_in(users, value_set=asked.cast(users.type)))

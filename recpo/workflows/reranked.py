@@ -1,4 +1,4 @@
-"""The re-ranked contenders of an evaluation: every run, bundle and factor model by every method."""
+"""The re-ranked contenders of an evaluation: every run, bundle and factor model with every method."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reranked_contenders(
         return []
     bases = [one for one in contenders if one.kind in _RERANKED]
     if not bases:
-        raise RecpoError("rerank: there is no run, bundle or factor model whose lists could be re-ranked; name one")
+        raise RecpoError("rerank: no run, bundle or factor model is given whose lists could be re-ranked; name one")
     if options.shortlist < ks[0]:
         raise RecpoError(
             f"rerank_options.shortlist is {options.shortlist}, and lists of {ks[0]} are chosen from it: name more"
@@ -59,7 +59,7 @@ def reranked_contenders(
 
 
 def policy_item_vectors(policy: Policy) -> FloatArray | None:
-    """What the encoder of a policy reads of the items, ``[V + 1, d]``; None where it has no such vectors."""
+    """The item vectors that the encoder of a policy reads, ``[V + 1, d]``; None if it has no such vectors."""
     base = policy.base if isinstance(policy, TiltedPolicy | RerankedPolicy) else policy
     if not isinstance(base, StatePolicy):
         return None

@@ -1,4 +1,4 @@
-"""The verb ``serve``: a bundle behind HTTP, with a log of what was shown and what came of it."""
+"""The verb ``serve``: answers HTTP requests from a bundle and logs impressions and outcomes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def serve(bundle: Path | str, **options: Any) -> None:
-    """Answers requests until the process is told to stop (SIGTERM, Ctrl-C); docs/server.md has the interface.
+    """Answers HTTP requests until the process receives SIGTERM or Ctrl-C; docs/server.md describes the interface.
 
     ``recpo.serve("demo/bundle", log="impressions", port=8000)``; the files in ``impressions`` are a log for
     ``recpo.prepare``.

@@ -1,4 +1,4 @@
-"""The verb ``simulate``: an interaction log with known truth, and the days after it under a policy that is served."""
+"""The verb ``simulate``: simulates an interaction log with known truth, and later days that a policy serves."""
 
 from __future__ import annotations
 
@@ -36,36 +36,36 @@ def simulate(
 
     Writes ``out/log/*.parquet`` (user_id, item_id, timestamp, watch_time, duration, dislike, propensity, is_random,
     request_id; sorted by user and time) and ``out/truth/``, from which the true value of any policy can be computed
-    later. Equal arguments give equal bytes. Where the catalog lives, ``out/items.parquet`` and ``out/users.parquet``
-    are tables of what is known of items, from their birth on, and of users.
+    later. Equal arguments give equal bytes. In the world ``living``, ``out/items.parquet`` and ``out/users.parquet``
+    are the item table (each item from its birth on) and the user table.
 
-    With ``policy`` and ``after``, a bundle instead of the simulator's own logging policy serves the users of a world
-    that stands, on the days after its log. ``out`` then also has ``served.json``: what the days were truly worth,
-    beside the logging policy and the oracle (docs/exploration.md).
+    With ``policy`` and ``after``, a bundle replaces the simulator's own logging policy and serves the users of an
+    existing world on the days after its log. ``out`` then also has ``served.json``: the true value of these days, of
+    the logging policy and of the oracle (docs/exploration.md).
 
     Args:
-        out: directory to make.
+        out: output directory.
         world: preset of parameters: default, confounded (popularity knows nothing of quality, more clickbait), skewed
             (little exploration), small (20,000 events of 500 users on 5,000 items) or living (items are born and fade;
-            tables of items and users beside the log). What is given beside it overrides it.
+            tables of items and users beside the log). Parameters override the preset.
         policy: bundle that serves, or the directory of one; it was trained on logs of this world.
-        after: directory of the world that goes on; or a list of it and of the days that were served since, in order.
+        after: directory of the world that continues; or a list of the world and the days served since, in order.
         exploration: how the policy's slates are drawn; None = the best items in their order.
         repeat_after: days after which the policy may show a user an item again (its bundle was exported with
-            ``repeats``); None = never. The oracle of the report is held to the same.
-        overwrite: replace ``out`` where it exists.
+            ``repeats``); None = never. The oracle of the report follows the same rule.
+        overwrite: replace ``out`` if it exists.
         progress: show a progress bar on a terminal.
         **parameters: users, items, events, days, seed and the others of
-            ``recpo.simulation.parameters.SimulationParameters``; beside a policy ``days`` (default 1) and ``seed``
-            (default 0; of the new days alone), all others are those of the world.
+            ``recpo.simulation.parameters.SimulationParameters``. With a policy, only ``days`` (default 1) and ``seed``
+            (default 0) can be given; they apply to the new days.
 
     Returns:
         The log's directory (``log``), the log as a frame (``to_pandas()``), the ``truth`` and what was ``served``.
 
     Raises:
         RecpoError: ``out`` exists and ``overwrite`` is False, the world is unknown or a parameter is out of range. With
-            a policy: ``after`` is no simulation or not one world day after day, the bundle is of another catalog or
-            lists too few items.
+            a policy: ``after`` is not a simulation or not consecutive days of one world, the bundle has another catalog
+            or lists too few items.
     """
     if world not in WORLDS:
         raise RecpoError(f"simulate: world is {world!r}, expected one of {', '.join(WORLDS)}")
@@ -133,15 +133,17 @@ def _serve(
 def _opened(after: Path | str | Simulation | Sequence[Path | str | Simulation]) -> list[Simulation]:
     named = [after] if isinstance(after, Path | str | Simulation) else list(after)
     if not named:
-        raise RecpoError("simulate: after is an empty list, expected the world that goes on")
+        raise RecpoError("simulate: after is an empty list, expected the world to continue")
     return [one if isinstance(one, Simulation) else Simulation.open(one) for one in named]
 
 
 def _validate_options(stands: Simulation, world: str, options: Mapping[str, Any]) -> None:
-    """The parameters of a world that stands cannot change; those of its next days can."""
+    """The parameters of an existing world cannot change; those of its next days can."""
     truth = stands.truth
     if world not in ("default", truth.world):
-        raise RecpoError(f"simulate: world is {world}, {stands.root} is {truth.world}: leave it out beside a policy")
+        raise RecpoError(
+            f"simulate: world is {world}, {stands.root} is {truth.world}: leave world out when a policy is given"
+        )
     known = dataclasses.asdict(truth.preferences.parameters)
     for name, value in options.items():
         if name in ("days", "seed"):
@@ -149,9 +151,9 @@ def _validate_options(stands: Simulation, world: str, options: Mapping[str, Any]
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise RecpoError(f"simulate: {name} is {value!r}, expected a whole number from {least} on")
         elif name not in known:
-            raise RecpoError(f"simulate: there is no option {name}; beside a policy give days and seed")
+            raise RecpoError(f"simulate: there is no option {name}; with a policy, give only days and seed")
         elif value != known[name]:
             raise RecpoError(
-                f"simulate: {name} is {value!r}, {stands.root} has {known[name]!r}: a policy serves a world as it "
-                "stands; give days and seed alone"
+                f"simulate: {name} is {value!r}, {stands.root} has {known[name]!r}: a policy serves an "
+                "existing world; give only days and seed"
             )

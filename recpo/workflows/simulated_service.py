@@ -1,4 +1,4 @@
-"""A bundle as the policy that serves simulated users: histories, program, exploration, as a server does it."""
+"""A bundle that serves simulated users as a server does: histories, program, exploration."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class BundleService:
         """Checks that this bundle can serve a simulation.
 
         Raises:
-            RecpoError: items shall be repeated and it does not do so, it lists items that the simulation does not
-                have, or too few for exploration or a request, or its policy reads of a request what simulated users do
-                not send.
+            RecpoError: items may be repeated and the bundle does not repeat items, the bundle lists items that the
+                simulation does not have, or too few for exploration or a request, or its policy reads request values
+                that simulated users do not send.
         """
         self._validate_repeats(repeat_after)
         self._validate_reads()
@@ -128,7 +128,7 @@ class BundleService:
         return found
 
     def _pools(self, inputs: EncodedHistories, rows: IntArray) -> list[Pool]:
-        """What uniform slates may show: the bundle's items without those that are excluded."""
+        """The pool of uniform slates: the bundle's items without excluded ones."""
         exclude = excluded(inputs, self.bundle.manifest.repeats)
         return [Pool.of(len(self.bundle.items), exclude=exclude[row]) for row in rows]
 

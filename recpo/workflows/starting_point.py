@@ -1,6 +1,6 @@
-"""What to begin with on a log: its label, its split, the objectives that suit its feedback, and sizes of training.
+"""Suggestions for a log: its label, its split, the objectives that fit its feedback, and sizes of training.
 
-Pure functions of what was recognized and counted; ``recpo.workflows.init`` writes them down.
+Pure functions of the recognized columns and counts; ``recpo.workflows.init`` writes the result.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _MOST_STEPS: Final = 3_000  # of MPO, each of which goes through the catalog
 
 @dataclass(frozen=True)
 class LogCounts:
-    """How large a log is.
+    """The size of a log.
 
     Attributes:
-        events: its rows.
-        users: users among the rows that were looked at.
-        items: items among them.
+        events: number of rows.
+        users: users among the rows that were read.
+        items: items among these rows.
         requests: requests, over all rows.
         events_per_user: nine of ten users have at most this many.
-        days: days from the first event to the last; None where there is no clock.
-        is_whole: all rows were looked at.
+        days: days from the first event to the last; None if the log has no clock.
+        is_whole: all rows were read.
     """
 
     events: int
@@ -54,8 +54,8 @@ class Label:
     Attributes:
         class_name: a label of ``recpo prepare``.
         init_args: its options.
-        why: what it was chosen by.
-        column: column that it reads in place of the recognized label.
+        why: the reason for the choice.
+        column: column that it reads instead of the recognized label.
     """
 
     class_name: str
@@ -74,8 +74,8 @@ class Sizes:
         dim: width of item vectors.
         batch_size: contexts of a batch.
         epochs: passes over the training period.
-        steps: optimizer steps, about.
-        max_steps: where training ends; None = with the epochs.
+        steps: approximate number of optimizer steps.
+        max_steps: training ends after this many steps; None = after the epochs.
     """
 
     history_length: int
@@ -88,7 +88,7 @@ class Sizes:
 
 
 def label_of(found: Recognition, facts: Mapping[str, ColumnFacts]) -> Label:
-    """The label that reads the feedback of a log: watch times before ratings before nothing."""
+    """The label for the feedback of a log: watch times if there are any, else ratings, else none."""
     watch, duration, rated = (
         found.column(role) for role in (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.LABEL)
     )
@@ -108,7 +108,7 @@ def label_of(found: Recognition, facts: Mapping[str, ColumnFacts]) -> Label:
 
 
 def scale(facts: ColumnFacts) -> tuple[float, float]:
-    """The ends of a rating's scale: a common one that its values reach, else the values' own."""
+    """The ends of a rating's scale: a common scale that the values reach, else the smallest and largest value."""
     least, most = facts.least or 0.0, facts.most or 1.0
     for low, high in _SCALES:
         if low <= least and most <= high and (most == high or (facts.kind == "number" and high == 1)):
@@ -130,7 +130,7 @@ def split_of(found: Recognition, counts: LogCounts, label: Label) -> tuple[str, 
 
 
 def objectives_of(found: Recognition, label: Label) -> dict[str, str]:
-    """The alignments that a log's feedback allows, the first one first, each with its reason."""
+    """The alignments that a log's feedback allows, in order of preference, each with its reason."""
     chosen = {}
     disliked, propensity = found.column(LogColumns.DISLIKE), found.column(LogColumns.PROPENSITY)
     if label.class_name != "EveryEvent" or disliked is not None:

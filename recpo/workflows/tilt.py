@@ -1,4 +1,4 @@
-"""The verb ``tilt``: a trained policy and factors of grades as one policy, tilted as far as validation says."""
+"""The verb ``tilt``: combines a trained policy with factors of grades, with beta chosen on the validation period."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ BETAS = (0.0125, 0.025, 0.035, 0.05, 0.07, 0.1, 0.2, 0.4)
 
 @dataclass(frozen=True)
 class TiltTrial:
-    """What a policy is worth in the validation period; nan where it is not known.
+    """The value of a policy in the validation period; nan if it is not known.
 
     Attributes:
-        beta: of the tilt; inf = the untilted policy.
-        value: by the criterion.
-        half_width: of its 95 % interval over users.
-        loss: what the best tilted policy is worth more, on the same users.
+        beta: beta of the tilt; inf = the untilted policy.
+        value: value by the criterion.
+        half_width: half-width of its 95 % interval over users.
+        loss: value of the best tilted policy minus this value, on the same users.
         loss_error: standard error of that difference.
         top_k: off-policy value (SNIPS) of an item of the list of k.
         policy: off-policy value (SNIPS) of an item drawn from the policy.
-        grade: mean grade of the lists of k, as a factorization of the validation period's own events expects it.
-        auc: mean over users of ``AUC_other``: their positives against their other exposures.
+        grade: mean grade of the lists of k, as a factorization of the validation period's own events predicts it. auc:
+            mean over users of ``AUC_other``: their positives against their other exposures.
         monitor_reward: mean reward of the lists of k.
-        effective_rows: so many exposures of equal weight say as much about ``top_k``.
+        effective_rows: number of equally weighted exposures that would be as informative about ``top_k``.
         kl: mean of KL(tilted || base) over users, in nats.
         ndcg: NDCG of the lists of k on logged positives.
         coverage: share of the catalog that is on any list of k.
@@ -108,11 +108,11 @@ class Tilt:
 
     Attributes:
         run: the run.
-        beta: what it was tilted with.
-        lower_bound: standard deviations that were taken from the grade.
-        criterion: what beta was chosen by; None = it was given, and nothing was measured.
+        beta: beta of the tilt.
+        lower_bound: number of standard deviations subtracted from the grade.
+        criterion: criterion that chose beta; None = beta was given, and nothing was measured.
         k: length of the lists.
-        trials: the untilted policy first, then every beta, descending; empty where nothing was measured.
+        trials: the untilted policy first, then every beta, descending; empty if nothing was measured.
     """
 
     run: Run
@@ -132,18 +132,18 @@ class Tilt:
 def tilted(
     base: Policy, factors: Factors, beta: float, candidates: int = 200, lower_bound: float = 0.0
 ) -> TiltedPolicy | RerankedPolicy:
-    """``base(i | h) exp(grade(h, i) / beta)``, normalized: exact where the base is a softmax over the catalog.
+    """``base(i | h) exp(grade(h, i) / beta)``, normalized; exact if the base is a softmax over the catalog.
 
     Args:
-        base: the policy to tilt; it is a part of the new one.
-        factors: of the same items.
+        base: the policy to tilt; it becomes part of the new one.
+        factors: factors of the same items.
         beta: difference in grade that moves the log-odds of two items by 1; above 0.
-        candidates: of any other policy, how many items of its own search are ranked again.
-        lower_bound: the grade is less so many standard deviations of its posterior.
+        candidates: for any other policy, how many items of its own search are ranked again.
+        lower_bound: number of standard deviations of the posterior to subtract from the grade.
 
     Raises:
-        RecpoError: beta is no number above 0, the factors have other items, or they have no bounds and are asked for
-            one.
+        RecpoError: beta is not a number above 0, the factors have other items, or a lower bound is requested and the
+            factors have none.
     """
     arguments = _arguments(base, factors, beta, candidates, lower_bound)
     policy: TiltedPolicy | RerankedPolicy
@@ -179,45 +179,45 @@ def tilt(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Tilt:
-    """Tilts a trained policy towards the grades that a factor model expects, and writes it as a run.
+    """Tilts a trained policy towards the grades that a factor model predicts, and writes it as a run.
 
-    The new run is self-contained: ``evaluate``, ``export``, ``recommend`` and ``recpo.load`` take it as any other. Its
-    policy is ``pi(i | h) ∝ base(i | h) exp(grade(h, i) / beta)``, the optimum of ``E_pi[grade] - beta KL(pi || base)``.
+    The new run is self-contained: ``evaluate``, ``export``, ``recommend`` and ``recpo.load`` take it like any other
+    run. Its policy is ``pi(i | h) ∝ base(i | h) exp(grade(h, i) / beta)``, the optimum of ``E_pi[grade] - beta KL(pi ||
+    base)``.
 
     Args:
-        run: what is tilted, or its directory.
-        factors: what ``recpo factorize`` wrote for the same items, or its directory.
-        prepared: prepared data of the same items, on whose validation period beta is chosen, by lists of the items
-            that were candidates at its begin; null = beta is given.
-        out: run directory to make.
-        beta: difference in grade that moves the log-odds of two items by 1; auto = the largest of betas, which is
-            the nearest to the base, whose value is within one standard error of the best (of the difference, on the
-            same users).
-        betas: what is tried where beta is auto.
-        criterion: what a beta is worth: grade (mean grade of its lists, as a factorization of the validation period's
-            own events expects it, which shares no noise with the factors), top_k (off-policy value of its lists,
-            SNIPS), policy (of items drawn from it), auc (mean per-user AUC of positives against other exposures) or
-            monitor_reward. null = monitor_reward where it is given, else grade where the period has grades, else auc.
+        run: the run to tilt, or its directory.
+        factors: factors that ``recpo factorize`` fitted for the same items, or their directory.
+        prepared: prepared data of the same items. Beta is chosen on its validation period, by lists of the items that
+            were candidates at its start; null = beta is given.
+        out: output run directory.
+        beta: difference in grade that moves the log-odds of two items by 1; auto = the largest beta (the closest to the
+            base) whose value is within one standard error of the best. The error is that of the difference on the same
+            users.
+        betas: values to try if beta is auto.
+        criterion: value of a beta: grade (mean grade of its lists, as a factorization of the validation period's own
+            events predicts it; it shares no noise with the factors), top_k (off-policy value of its lists, SNIPS),
+            policy (of items drawn from it), auc (mean per-user AUC of positives against other exposures) or
+            monitor_reward. null = monitor_reward if it is given, else grade if the period has grades, else auc.
         k: list length.
-        candidates: of policies of semantic ids, how many items of the beam are ranked again.
-        lower_bound: take so many standard deviations from the grade, so that items of which little is known are listed
-            less; each request then costs a second product with the catalog, of ``(r + 1) (r + 2)`` columns.
+        candidates: for policies of semantic ids, how many items of the beam are ranked again.
+        lower_bound: number of standard deviations to subtract from the grade, so that items with few events are listed
+            less often. Each request then costs a second product with the catalog, of ``(r + 1) (r + 2)`` columns.
         off_policy: how values are estimated from the log.
-        reward: of logged items, for the off-policy value.
-        monitor_reward: scores the lists; best a reward that the factors do not know.
+        reward: reward of logged items, for the off-policy value.
+        monitor_reward: scores the lists; prefer a reward that the factors do not use.
         checkpoint: which checkpoint of the run.
         batch_size: users scored at once.
         device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
-        trust: packages beside recpo whose classes the configuration of the run may name.
-        overwrite: replace ``out`` where it is a run.
+        trust: packages, in addition to recpo, whose classes the configuration of the run may name.
+        overwrite: replace ``out`` if it is a run.
         progress: show a progress bar on a terminal.
 
-    Returns:
-        The new run, its beta, and what every beta that was tried is worth.
+    Returns: The new run, its beta, and the value of every beta that was tried.
 
     Raises:
-        RecpoError: run, factors and data have other items; the run is tilted already; options out of range; nothing
-            says what a beta is worth; ``out`` exists.
+        RecpoError: run, factors and data have different items; the run is already tilted; options are out of range; no
+            user gives a value for a beta; ``out`` exists.
     """
     betas = tuple(sorted({float(one) for one in betas}, reverse=True)) if beta == "auto" else (float(beta),)
     _validate(betas, k, batch_size)
@@ -226,7 +226,9 @@ def tilt(
     opened = factors if isinstance(factors, Factors) else Factors.open(factors)
     opened.validate_items(base.catalog_checksum, base.root)
     if data is None and beta == "auto":
-        raise RecpoError("beta is auto, and there is no validation period to choose it by: name prepared data, or beta")
+        raise RecpoError(
+            "beta is auto, and there is no validation period to choose it on: name prepared data, or give beta"
+        )
     inputs = [base.root, None if data is None else data.root, None if isinstance(factors, Factors) else factors]
     with output_directory(out, kind="run", overwrite=overwrite, inputs=[one for one in inputs if one]) as target:
         policy = base.policy(checkpoint)

@@ -1,4 +1,4 @@
-"""The verb ``tokenize``: the items of a catalog as tuples of codes, so that a policy can generate them."""
+"""The verb ``tokenize``: gives every item a tuple of codes, so that a policy can generate items code by code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class VectorsFromRun(VectorSource):
     Attributes:
         run: run directory written by ``recpo train`` on the same prepared data.
         checkpoint: which checkpoint of the run.
-        trust: packages whose classes that run's configuration may name, besides those of recpo.
+        trust: packages, in addition to recpo, whose classes the configuration of that run may name.
     """
 
     run: Path
@@ -72,7 +72,7 @@ def tokenize(
     progress: bool = False,
     **quantizer: Any,
 ) -> Codes:
-    """Gives every item of a catalog a tuple of codes of its own: residual k-means, then a pass that ends collisions.
+    """Gives every item of a catalog a unique tuple of codes: residual k-means, then a pass that resolves collisions.
 
     Writes codes.parquet, manifest.json with a report, and codebooks.safetensors. Equal items, options and seed give
     equal bytes.

@@ -189,7 +189,7 @@ def _warm_start(configuration: Namespace, options: TrainOptions, path: Path, tru
     growth, asked = growth_of(base, options.data.prepared), configuration.init_training
     if asked and (options.trainer.shards_tables or base.checkpoint().is_dir()):
         raise RecpoError(
-            "init_training: the optimizer state of sharded tables is not taken over: leave it out, or train without "
+            "init_training: the optimizer state of sharded tables cannot be copied: leave it out, or train without "
             "ShardedStrategy"
         )
     same = not options.trainer.shards_tables and same_training(base, growth, yaml.safe_load(resolved(configuration)))
@@ -274,7 +274,7 @@ def _quiet_loggers() -> Iterator[None]:
 
     def report(fault: threading.ExceptHookArgs) -> None:
         if isinstance(fault.exc_value, OSError):
-            print(f"a log is not written any more: {describe_os_error(fault.exc_value)}", file=sys.stderr)
+            print(f"a log is no longer written: {describe_os_error(fault.exc_value)}", file=sys.stderr)
         else:
             before(fault)
 
@@ -315,7 +315,7 @@ def _kept(out: Path, signal: str, trainer: Trainer, again: str) -> str:
     last = out / CHECKPOINTS / "last.ckpt"
     if not last.exists():
         return f"stopped by {signal} at step {trainer.global_step}: no checkpoint was written yet; start again"
-    return f"stopped by {signal} at step {trainer.global_step}: {last} is kept; go on with {again}"
+    return f"stopped by {signal} at step {trainer.global_step}: {last} is kept; continue with {again}"
 
 
 def _named_packages(text: str) -> list[str]:

@@ -182,7 +182,7 @@ def test_users_that_do_not_stand_together_are_refused(road, histories, tmp_path,
     monkeypatch.setattr("recpo.workflows.recommend._ROWS_AT_ONCE", 50)
     with monkeypatch.context():
         assert main(["recommend", "--bundle", str(road / "bundle"), *options]) == 1
-        assert "do not stand together" in capsys.readouterr().err
+        assert "are not adjacent" in capsys.readouterr().err
         whole = road / "prepared" / "histories.parquet"
         counts = write_recommendations(road / "bundle", whole, tmp_path / "o.parquet", 3)
     monkeypatch.undo()

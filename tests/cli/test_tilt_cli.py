@@ -230,7 +230,7 @@ def test_what_cannot_be_tilted_is_said_before_anything_is_written(road, tmp_path
         ({"run": road.root / "run", "beta": 0.1}, "tilted already"),
         ({"beta": 0.0}, "beta is 0"),
         ({"beta": -1.0}, "beta is -1"),
-        ({"beta": "auto"}, "no validation period to choose it by"),
+        ({"beta": "auto"}, "no validation period to choose it on"),
         ({"beta": "auto", "betas": [], "prepared": road.prepared}, "betas is empty"),
         ({"beta": 0.1, "k": 0}, "k is 0"),
         ({"beta": 0.1, "factors": base}, "holds no factors"),

@@ -161,7 +161,7 @@ def test_a_signal_ends_a_run_with_its_status_and_says_how_to_go_on(tmp_path, pre
     _, said = process.communicate(timeout=600)
     assert process.returncode == status
     assert f"stopped by {sent.name} at step" in said
-    assert f"{last} is kept; go on with recpo train --config {tmp_path}/run/resolved.yaml --resume true" in said
+    assert f"{last} is kept; continue with recpo train --config {tmp_path}/run/resolved.yaml --resume true" in said
     assert "Traceback" not in said
     assert not (tmp_path / "run" / "run.json").exists()
     at = torch.load(last, weights_only=True)["global_step"]

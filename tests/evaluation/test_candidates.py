@@ -106,7 +106,7 @@ def test_every_user_has_the_candidates_of_the_own_moment():
 def test_a_contender_that_lists_what_does_not_exist_is_refused():
     stubborn = Recommender(lambda histories, k, exclude: Recommendations(torch.tensor([[2]]), torch.zeros(1, 1)))
     batches = [batch_of([[1]], [[0.9]])]
-    with pytest.raises(RecpoError, match="returned items that are no candidates"):
+    with pytest.raises(RecpoError, match="returned items that are not candidates"):
         evaluate_ranking(stubborn, batches, num_items=3, ks=(1,), candidates=spans([0, 7, 0])(3))
 
 

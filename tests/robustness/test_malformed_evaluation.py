@@ -141,7 +141,7 @@ def test_an_old_evaluation_and_a_foreign_directory_are_not_opened(place, tmp_pat
     (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document | {"schema_version": 2}))
     with pytest.raises(RecpoError, match="format version 2, this recpo reads 5: evaluate again"):
         Evaluation.open(tmp_path / "evaluation")
-    with pytest.raises(RecpoError, match="is no evaluation"):
+    with pytest.raises(RecpoError, match="is not an evaluation"):
         Evaluation.open(place["run-0"])
     (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document))
     for content in ("[", "1", ""):

@@ -178,7 +178,7 @@ def test_what_is_no_bundle_is_an_error(bundles, prepared, capsys):
     arguments = ["compare", "--old", str(bundles / "old"), "--new", str(prepared), "--prepared", str(prepared)]
     assert main(arguments) == 1
     assert "error: " in capsys.readouterr().err
-    with pytest.raises(recpo.RecpoError, match=r"is no comparison: compare\.json is missing"):
+    with pytest.raises(recpo.RecpoError, match=r"is not a comparison: compare\.json is missing"):
         recpo.Comparison.open(bundles / "old")
 
 

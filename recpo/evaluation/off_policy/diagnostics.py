@@ -65,8 +65,8 @@ def warnings_of(estimator: Estimator, diagnostics: Diagnostics, source: Propensi
         found += _about_size(diagnostics) + _about_tail(diagnostics.tail) + _about_support(diagnostics)
         if estimator.self_normalized and diagnostics.no_item_share > MEAN_WEIGHT_TOLERANCE:
             found.append(
-                f"biased: {diagnostics.no_item_share:.0%} of the policy's draws are no item, which self-normalized "
-                "estimators leave out; IPS and DR count them as a reward of 0"
+                f"biased: {diagnostics.no_item_share:.0%} of the policy's draws are not items; self-normalized "
+                "estimators leave them out; IPS and DR count them as a reward of 0"
             )
         if source == "estimated":
             found.append("propensities are estimated: they know how often an item was shown, not to whom")

@@ -417,8 +417,8 @@ def test_a_draw_that_is_no_item_earns_0_for_the_reward_model_too():
     assert diagnostics.no_item_share == pytest.approx(0.4, abs=0.01)
     for estimator, warned in (("SNIPS", True), ("SNDR", True), ("DR", False), ("IPS", False)):
         said = found.estimate("policy", estimator).warnings
-        assert any("draws are no item" in warning for warning in said) == warned, estimator
-    assert not any("draws are no item" in w for w in other.estimate("policy", "SNIPS").warnings)
+        assert any("draws are not items" in warning for warning in said) == warned, estimator
+    assert not any("draws are not items" in w for w in other.estimate("policy", "SNIPS").warnings)
 
 
 @pytest.mark.parametrize(
