@@ -1,4 +1,4 @@
-"""The objectives: one file each."""
+"""The objectives, one file each."""
 
 from recpo.objectives.aspo import ASPO
 from recpo.objectives.catalog_policy_gradient import CatalogPolicyGradient

@@ -24,7 +24,7 @@ def aspo_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = 3.0,
 ) -> Tensor:
-    """Policy gradient that weighs a positive token by its *reciprocal* ratio: unlikely ones catch up; per token.
+    """Policy gradient, per token, that weights a positive by its *reciprocal* ratio, so that unlikely tokens catch up.
 
     ``-A w grad logp`` with ``w = pi_old / pi`` for ``A > 0`` (``pi_old pi / sg(pi^2)``) and ``w = rho`` for ``A < 0``.
     Hard mask, ``w = 0``: ``A > 0`` and ``rho > 1 + clip_high``, or ``A < 0`` and ``rho < 1 - clip_low``. Soft cap:
@@ -61,9 +61,9 @@ def aspo_loss(
 class ASPO(ClippedObjective):
     """Asymmetric importance sampling policy optimization (arXiv 2510.06062).
 
-    ``-A w grad logp`` with ``w = 1 / rho`` for ``A > 0`` and ``rho`` for ``A < 0``: a positive that the policy has come
-    to find unlikely gets more weight, not less. Outside the clip range there is no gradient (hard mask), and ``w`` is
-    capped at ``dual_clip`` with its gradient kept (soft cap).
+    ``-A w grad logp`` with ``w = 1 / rho`` for ``A > 0`` and ``rho`` for ``A < 0``: a positive whose probability has
+    fallen gets more weight, not less. Outside the clip range there is no gradient (hard mask), and ``w`` is capped at
+    ``dual_clip`` with its gradient kept (soft cap).
 
     Attributes:
         dual_clip: the soft cap on the weight of both signs, above 1; none = no cap.
@@ -85,7 +85,7 @@ class ASPO(ClippedObjective):
         )
 
     def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """Share of tokens without gradient, and of those whose weight was capped."""
+        """Share of tokens without gradient, and share of tokens whose weight was capped."""
         metrics = super().clip_metrics(log_ratio, advantages, mask)
         if self.dual_clip is not None:
             weight = guarded_ratio(-advantages.sign() * log_ratio)

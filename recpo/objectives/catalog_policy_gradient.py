@@ -1,4 +1,4 @@
-"""Exact policy gradient: the expected reward of a policy, summed over the whole catalog instead of sampled."""
+"""Exact policy gradient: the expected reward of a policy, summed over the full catalog instead of sampled."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def catalog_policy_gradient_loss(
 
     All three are sums over the catalog: nothing is sampled, so there is no variance for a baseline to lower. Gradient
     on the logit of item i: ``-pi_i (r_i - sum_j pi_j r_j)``, plus ``kl_coef pi_i (log pi_i - log pi_ref_i - KL)``, plus
-    ``entropy_coef pi_i (log pi_i + H)``. Items that the policy hardly shows hardly move, however good they are: ``MPO``
-    has no such factor.
+    ``entropy_coef pi_i (log pi_i + H)``. The logit of an item with a small probability hardly changes, however good the
+    item is; ``MPO`` has no such factor.
 
     Args:
-        logp: ``[..., V]``, of every item, summed over tokens; normalized.
+        logp: ``[..., V]`` of every item, summed over tokens; normalized.
         rewards: ``[..., V]``; no gradient flows into it.
-        logp_ref: ``[..., V]``; read with ``kl_coef`` alone; no gradient flows into it.
+        logp_ref: ``[..., V]``; only read with ``kl_coef``; no gradient flows into it.
         mask: ``[..., V]``, True keeps.
         kl_coef: weight of the divergence from the reference, at least 0.
         entropy_coef: weight of the entropy, at least 0.
@@ -68,14 +68,14 @@ def _distribution(logp: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class CatalogPolicyGradient(Objective):
-    """Exact policy gradient over the whole catalog, averaged over contexts (``rollout.candidates: catalog``).
+    """Exact policy gradient over the full catalog, averaged over contexts (``rollout.candidates: catalog``).
 
     ``-sum_i pi_i r_i + kl_coef KL(pi || pi_ref) - entropy_coef H(pi)``. With ``kl_coef`` its optimum is that of ``MPO``
-    with ``temperature = kl_coef`` and the reference as base; the way there differs.
+    with ``temperature = kl_coef`` and the reference as base; only the path of training differs.
 
     Attributes:
-        kl_coef: weight of the exact divergence from the reference policy, in units of the reward; 0 = none: then all
-            probability ends on the best item of every context.
+        kl_coef: weight of the exact divergence from the reference policy, in units of the reward. 0 = none; then all
+            probability moves to the best item of every context.
         entropy_coef: weight of the exact entropy; 0 = none.
     """
 
@@ -122,7 +122,7 @@ class CatalogPolicyGradient(Objective):
         return LossOutput(loss, self._health(logp.detach(), rewards, reference, mask))
 
     def _validate_mass(self, logp: Tensor, mask: Tensor) -> None:
-        """Raises where the candidates are not the whole catalog, or the log-probabilities not normalized."""
+        """Raises if the candidates are not the full catalog, or the log-probabilities are not normalized."""
         if logp.device.type != "cpu":  # it would wait for what is still being computed there
             return
         off = ((_distribution(logp.float(), mask)[1].sum(-1) - 1.0) * mask.any(-1)).abs()

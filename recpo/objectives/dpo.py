@@ -18,7 +18,8 @@ PairVariant = Literal["sigmoid", "robust", "ipo", "hinge"]
 """Losses of one pair against a reference policy; see ``dpo_loss``."""
 
 Variant = Literal["sigmoid", "robust", "ipo", "hinge", "simpo", "dmpo"]
-"""Those, and what departs from them: no reference (``simpo_loss``), the mean of the rejected items (``dmpo_loss``)."""
+"""All variants of ``DPO``: those of a pair, no reference (``simpo_loss``), the mean of the rejected items
+(``dmpo_loss``)."""
 
 
 def dpo_loss(
@@ -41,8 +42,8 @@ def dpo_loss(
     - ``ipo`` (arXiv 2310.12036): ``(h - 1 / (2 beta))^2``
     - ``hinge`` (SLiC, arXiv 2305.10425): ``max(0, 1 - beta h)``
 
-    Gradient of ``sigmoid`` on ``logp_chosen``: ``-beta sigmoid(-beta h)``, and its opposite on ``logp_rejected``: a
-    pair that the policy orders wrongly weighs most.
+    Gradient of ``sigmoid`` on ``logp_chosen``: ``-beta sigmoid(-beta h)``, and its opposite on ``logp_rejected``: pairs
+    in the wrong order have the largest weight.
 
     Args:
         logp_chosen: ``[B]`` (any shape), summed over tokens.
@@ -52,8 +53,8 @@ def dpo_loss(
         beta: temperature; inside the sigmoid.
         label_smoothing: assumed share of wrongly labeled pairs, in [0, 0.5); read by ``sigmoid`` and ``robust``.
         variant: see above.
-        margin: lead in implicit reward, ``beta`` times the log-ratio, that the chosen item is to have (DPO with an
-            offset, arXiv 2402.10571; by the gap of the labels, RecPO, arXiv 2506.02261); same shape, or one for all. No
+        margin: lead in implicit reward (``beta`` times the log-ratio) that the chosen item should have (DPO with an
+            offset, arXiv 2402.10571; by the gap of the labels, RecPO, arXiv 2506.02261); same shape, or one number. No
             gradient flows into it.
 
     Returns:
@@ -92,16 +93,16 @@ def simpo_loss(
     margin: float | Tensor = 1.0,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """SimPO (arXiv 2405.14734): no reference policy, log-probabilities per token, a target margin; of pairs.
+    """SimPO (arXiv 2405.14734), per pair: no reference policy, log-probabilities per token, a target margin.
 
     ``-(1 - ls) logsigmoid(x) - ls logsigmoid(-x)`` with ``x = beta (logp_c - logp_r) - margin``. Gradient on
-    ``logp_c``: ``-beta sigmoid(-x)`` without smoothing. Nothing holds the policy near where it started.
+    ``logp_c``: ``-beta sigmoid(-x)`` without smoothing. No term keeps the policy close to its start.
 
     Args:
         logp_chosen: ``[B]`` (any shape), the mean over tokens.
         logp_rejected: same shape, the mean over tokens.
         beta: temperature.
-        margin: lead in ``beta logp`` that the chosen item is to have; same shape, or one for all.
+        margin: lead in ``beta logp`` that the chosen item should have; same shape, or one number.
         label_smoothing: assumed share of wrongly labeled pairs, in [0, 0.5).
 
     Returns:
@@ -128,7 +129,7 @@ def dmpo_loss(
     """DMPO (Bai et al., CIKM 2024): the chosen item against the mean of the rejected ones, per list.
 
     ``-logsigmoid(r_c - mean_l r_l - mean_l margin_l)`` with ``r = beta (logp - logp_ref)``. All L rejected items of a
-    list get the same push, 1 / L of the chosen one's; in softmax-DPO the hardest gets most.
+    list get the same gradient, 1 / L of the chosen item's. In softmax-DPO the hardest one gets the largest gradient.
 
     Args:
         logp_chosen: ``[B]``, summed over tokens.
@@ -166,18 +167,18 @@ def dmpo_loss(
 class DPO(PreferenceObjective):
     """Direct preference optimization (arXiv 2305.18290) and the robust, IPO, hinge, SimPO and DMPO variants.
 
-    The chosen item is paired with every rejected item of its list; the list's loss is the mean over its pairs, and 0
-    without any. See ``dpo_loss`` for the formulas, ``simpo_loss`` for the variant without a reference policy, and
-    ``dmpo_loss`` for the one that compares the chosen item with the mean of the rejected ones instead of with each.
+    The chosen item is paired with every rejected item of its list. The list's loss is the mean over its pairs, and 0
+    without pairs. See ``dpo_loss`` for the formulas, ``simpo_loss`` for the variant without a reference policy, and
+    ``dmpo_loss`` for the variant that compares the chosen item with the mean of the rejected items.
 
     Attributes:
         variant: ``sigmoid``, ``robust``, ``ipo``, ``hinge``, ``simpo`` or ``dmpo``.
         label_smoothing: assumed share of wrongly labeled pairs, in [0, 0.5); ``ipo`` and ``hinge`` do not read it.
         length_normalized: divide an item's log-probability by its number of tokens (the IPO of TRL); ``simpo`` always
             does.
-        margin: lead in implicit reward that the chosen item is to have over a rejected one; the gamma of SimPO.
-        grade_gap_coef: adds to the margin so many times the gap of the grades of the two items (RecPO, arXiv
-            2506.02261); 0 where either grade is unknown, and where the rejected item has the higher one.
+        margin: lead in implicit reward that the chosen item should have over a rejected one; the gamma of SimPO.
+        grade_gap_coef: factor on the gap of the two items' grades, added to the margin (RecPO, arXiv 2506.02261). The
+            gap is 0 if either grade is unknown or the rejected item has the higher grade.
     """
 
     variant: Variant = "sigmoid"

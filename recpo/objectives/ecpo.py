@@ -30,8 +30,8 @@ def ecpo_loss(
     """PPO whose ratio is capped *before* the clip, with its gradient kept, per token.
 
     ``ppo_loss`` against ``pi_old' = max(sg(pi) / (1 + clip_high + delta), pi_old)``, so that ``rho <= 1 + clip_high +
-    delta``. Positives are as in PPO (they are flat there anyway); a negative keeps a gradient weight of at most
-    ``1 + clip_high + delta`` where PPO's grows without bound.
+    delta``. Positives are as in PPO (they have no gradient there anyway). A negative has a gradient weight of at most
+    ``1 + clip_high + delta``, while PPO's weight grows without bound.
 
     Args:
         logp: ``[..., T]``.
@@ -40,9 +40,7 @@ def ecpo_loss(
         mask: ``[..., T]``.
         clip_low: lower clip range: for ``A < 0`` the gradient is zero once ``rho < 1 - clip_low``.
         clip_high: upper clip range: for ``A > 0`` the gradient is zero once ``rho > 1 + clip_high``.
-        delta: room between the clip and the cap.
-
-    Returns:
+        delta: distance between the clip and the cap. Returns:
         ``[..., T]``; 0 at masked tokens.
 
     Raises:
@@ -62,7 +60,7 @@ class ECPO(ClippedObjective):
     The ratio is capped at ``1 + clip_high + delta``:
     ``pi_old' = max(sg(pi) / (1 + clip_high + delta), pi_old)`` keeps the gradient of negatives bounded.
 
-    Departures: the paper's ratio is that of the whole item; here it is per token, as in the other objectives.
+    Departures: the paper's ratio is per item; here it is per token, as in the other objectives.
 
     Attributes:
         delta: room between the clip and the cap.
@@ -88,6 +86,6 @@ class ECPO(ClippedObjective):
         )
 
     def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """Share of flat tokens, and of negatives whose ratio was capped early."""
+        """Share of tokens without gradient, and share of negatives whose ratio was capped early."""
         capped = (advantages < 0) & (guarded_ratio(log_ratio) > 1.0 + self.clip_high + self.delta)
         return super().clip_metrics(log_ratio, advantages, mask) | {"early_clip_fraction": masked_mean(capped, mask)}

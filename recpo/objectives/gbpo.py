@@ -25,7 +25,8 @@ def gbpo_loss(
 
     ``-pi / den * A`` with ``den = max(pi_old, sg(pi))`` for ``A >= 0`` and ``max(pi_old, 1 - sg(pi))`` for ``A < 0``.
     The weight on ``grad logp`` is ``-A min(1, pi / pi_old)`` for positives and ``-A min(pi / pi_old, pi / (1 - pi))``
-    for negatives. The value says nothing: it is the constant -1 for a positive without ``logp_old``. Read gradients.
+    for negatives. The value of the loss carries no information: for a positive without ``logp_old`` it is the constant
+    -1. Monitor the gradients instead.
 
     Everything stays in log space and no probability is clamped; the log of the weight is guarded from above at
     ``LOG_RATIO_GUARD`` (a negative of probability 1), where the gradient is kept.
@@ -33,10 +34,10 @@ def gbpo_loss(
     Args:
         logp: ``[..., T]``.
         advantages: ``[...]`` or ``[..., T]``; no gradient flows into it.
-        logp_old: ``[..., T]``, at exposure, where it was logged; None = ``sg(logp)``, a ratio of 1 for positives.
+        logp_old: ``[..., T]`` at exposure, if it was logged; None = ``sg(logp)``, a ratio of 1 for positives.
         mask: ``[..., T]``.
         level: ``token`` bounds each token by its own probability; ``sequence`` uses the product over the item's tokens,
-            returned on each of its tokens. On a large catalog that product is about 1e-6, so that negatives vanish.
+            returned on each of its tokens. On a large catalog that product is about 1e-6, so negatives vanish.
 
     Returns:
         ``[..., T]``; 0 at masked tokens.
@@ -65,11 +66,11 @@ class GBPO(PolicyGradientObjective):
     """Gradient-bounded policy optimization (OneRec-V2, arXiv 2508.20900): ``-pi / max(pi_old, bound) * A``.
 
     ``bound`` is ``sg(pi)`` for ``A >= 0`` and ``1 - sg(pi)`` for ``A < 0``. Averaged over all kept items, ``A = 0``
-    included. ``pi_old`` is what the module supplies (logged or snapshot); where it supplies none, it is ``sg(pi)``.
+    included. The training module supplies ``pi_old`` (logged or snapshot); without one, it is ``sg(pi)``.
 
-    On a catalog policy (``T = 1``) a negative weighs ``pi / (1 - pi)``: only disliked items that the policy still
-    ranks high are pushed down. Watch ``negative_gradient_share``; where dislikes matter more, use ``SoftmaxDPO`` or mix
-    both.
+    On a catalog policy (``T = 1``) a negative has the weight ``pi / (1 - pi)``: only disliked items that the policy
+    still ranks high are pushed down. Monitor ``negative_gradient_share``. If dislikes matter more, use ``SoftmaxDPO``
+    or combine both.
 
     Departures: the paper writes ``pi(o_i | u)`` and analyzes tokens; ``level="token"`` follows the analysis.
 
@@ -81,11 +82,11 @@ class GBPO(PolicyGradientObjective):
 
     @property
     def requires(self) -> frozenset[str]:
-        """The old policy is read where it is supplied, and never required."""
+        """The old policy is read if it is supplied, and never required."""
         return super().requires - {"old"}
 
     def old(self, inputs: ObjectiveInputs) -> Tensor | None:
-        """Log-probabilities under the old policy, where supplied."""
+        """Log-probabilities under the old policy, if supplied."""
         return inputs.logp.old
 
     def token_loss(self, logp: Tensor, logp_old: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class GRPO(ClippedObjective):
 
 @dataclass(frozen=True)
 class DrGRPO(GRPO):
-    """GRPO done right (arXiv 2503.20783): no division by the length of an item, and none by the group's deviation.
+    """Dr.GRPO (arXiv 2503.20783): no division by the length of an item, and none by the group's standard deviation.
 
     Token sums over a constant ``length``, averaged over items; pair it with
     ``GroupNormalizedAdvantage(scale=False)``. No KL penalty by default.
@@ -48,8 +48,9 @@ class DrGRPO(GRPO):
 class DAPO(GRPO):
     """Decoupled clip and token-level mean (arXiv 2503.14476): clip 0.2 / 0.28, no KL penalty.
 
-    Dynamic sampling (dropping groups of equal rewards) and the overlong penalty belong to the rollout; without
-    dropping, such groups have zero advantages and only enter the denominator (``zero_group_share`` tells how many).
+    Dynamic sampling (dropping groups of equal rewards) and the overlong penalty belong to the rollout. Without
+    dropping, such groups have zero advantages and only enter the denominator (``zero_group_share`` reports their
+    share).
     """
 
     aggregation: Aggregation = "token-mean"

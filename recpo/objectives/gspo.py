@@ -24,9 +24,9 @@ def gspo_loss(
 ) -> Tensor:
     """The clipped surrogate with one ratio per sequence, ``s = exp(mean_t log rho)``, returned on each of its tokens.
 
-    Gradient of the token mean: ``-A s mean_t grad logp_t`` where not clipped. ``level="token"`` uses
-    ``sg(s) pi / sg(pi)``: the same value and, under ``seq-mean-token-mean``, the same gradient when the advantage is
-    one per sequence, but it admits an advantage per token.
+    Gradient of the token mean: ``-A s mean_t grad logp_t`` if not clipped. ``level="token"`` uses ``sg(s) pi /
+    sg(pi)``: the same value and, under ``seq-mean-token-mean``, the same gradient when the advantage is one per
+    sequence, but it admits an advantage per token.
 
     Args:
         logp: ``[..., T]``.
@@ -58,8 +58,9 @@ def gspo_loss(
 class GSPO(ClippedObjective):
     """Group sequence policy optimization (arXiv 2507.18071): one ratio per item, the geometric mean over its tokens.
 
-    ``-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)``. On a catalog policy (``T = 1``) it is GRPO with another
-    clip range: there the ratio is no mean over many tokens and leaves the paper's 3e-4 / 4e-4 at once, so raise them.
+    ``-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)``. On a catalog policy (``T = 1``) it is GRPO with another clip
+    range: the ratio is then not a mean over many tokens and leaves the paper's range of 3e-4 / 4e-4 at once, so raise
+    both options.
 
     Attributes:
         level: ``token`` is GSPO-token: the same gradient for one advantage per item.

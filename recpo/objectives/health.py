@@ -1,4 +1,4 @@
-"""Health metrics shared by the objectives: detached scalar tensors, computed over what is kept."""
+"""Health metrics shared by the objectives: detached scalar tensors, computed over the kept entries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recpo.ops.surrogate import guarded_ratio
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the kept entries; 0 where there are none."""
+    """Mean over the kept entries; 0 if there are none."""
     return zero_masked(values, mask).float().sum() / mask.sum().clamp(min=1)
 
 
@@ -36,7 +36,7 @@ def ratio_metrics(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Mean, deviation and maximum of the ratio, approximate KL(old || policy), and the effective sample size.
 
     ``approx_kl = mean(-log_ratio)``, the k1 value; ``effective_sample_size = (sum w)^2 / (n sum w^2)`` in (0, 1], of
-    the ratios as importance weights; 0 where nothing is kept.
+    the ratios as importance weights; 0 if nothing is kept.
 
     Args:
         log_ratio: ``[..., T]``.

@@ -1,4 +1,4 @@
-"""Checks of what objectives read out of ``ObjectiveInputs``: required tensors, and log-probabilities that are some."""
+"""Checks of the inputs that objectives read from ``ObjectiveInputs``: required tensors, and valid log-probabilities."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ ROUNDING = 0.01
 
 
 def required(value: Tensor | None, name: str, objective: object) -> Tensor:
-    """``value``, or an error that says what the objective lacks.
+    """``value``, or an error that names the missing input.
 
     Raises:
-        RecpoError: the module did not supply it.
+        RecpoError: the training module did not supply it.
     """
     if value is None:
         raise RecpoError(f"{type(objective).__name__} needs {name}, which come from {SOURCES[name]}: configure one.")
@@ -47,13 +47,13 @@ def required(value: Tensor | None, name: str, objective: object) -> Tensor:
 
 @torch.no_grad()
 def validate_log_probs(logp: LogProbs, objective: object) -> None:
-    """Rejects logits, or probabilities, that were given for log-probabilities.
+    """Rejects logits or probabilities given as log-probabilities.
 
-    Shapes are always checked. Values are on a CPU, where it costs a thousandth of a step; on another device the check
-    would wait for what is still being computed there.
+    Shapes are always checked. Values are checked only on a CPU, where this costs a thousandth of a step; on another
+    device the check would have to wait for pending computation.
 
     Raises:
-        RecpoError: a kept log-probability lies above 0.
+        RecpoError: a kept log-probability is above 0.
         ValueError: shapes that differ.
     """
     check_same_shape(policy=logp.policy, mask=logp.mask, old=logp.old, reference=logp.reference)

@@ -1,4 +1,4 @@
-"""KTO (arXiv 2402.01306): preference from unary labels, each item desirable or undesirable by itself."""
+"""KTO (arXiv 2402.01306): preference from unary labels; each item is desirable or undesirable on its own."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def kto_loss(
 ) -> Tensor:
     """One minus the value of an item, which saturates on both sides of a reference point, per item.
 
-    With ``h = logp - logp_ref`` and ``z`` the reference point: ``desirable_weight (1 - s)``, ``s = sigmoid(beta (h -
-    z))``, where the sign is positive, and ``undesirable_weight (1 - s)``, ``s = sigmoid(beta (z - h))``, where it is
-    negative. Gradient on ``logp``: ``-`` or ``+ weight beta s (1 - s)``: most at ``h = z``, next to nothing far from it
-    on either side, so that an item that cannot be moved is given up.
+    With ``h = logp - logp_ref`` and ``z`` the reference point: the loss is ``desirable_weight (1 - s)`` with ``s =
+    sigmoid(beta (h - z))`` for a positive sign, and ``undesirable_weight (1 - s)`` with ``s = sigmoid(beta (z - h))``
+    for a negative sign. Gradient on ``logp``: ``-`` or ``+ weight beta s (1 - s)``. It is largest at ``h = z`` and
+    almost 0 far from it on both sides, so the loss gives up on items that it cannot move.
 
     Args:
         logp: ``[..., S]``, summed over tokens.
@@ -60,19 +60,19 @@ def kto_loss(
 
 @dataclass(frozen=True)
 class KTO(Objective):
-    """Kahneman-Tversky optimization (arXiv 2402.01306): no pairs, only what is good and what is bad by itself.
+    """Kahneman-Tversky optimization (arXiv 2402.01306): no pairs, only items that are good or bad on their own.
 
-    Items with a positive advantage are desirable, with a negative one undesirable; only the sign is read, and items
-    with none leave both the loss and its denominator. So any layout and any advantage serves: dislikes alone as
-    undesirable (``TernaryAdvantage``) or everything under a grade (``GradedAdvantage``).
+    Items with a positive advantage are desirable, and items with a negative one are undesirable. Only the sign is read;
+    items with advantage 0 leave both the loss and its denominator. So any layout and any advantage works: only dislikes
+    as undesirable (``TernaryAdvantage``), or everything below a grade (``GradedAdvantage``).
 
     Attributes:
         beta: temperature of the implicit rewards ``beta (logp - logp_ref)``.
-        desirable_weight: of the desirable items; the paper keeps ``desirable_weight * number of desirable`` within 1 to
-            4/3 of the same product of the undesirable ones.
+        desirable_weight: weight of the desirable items; the paper keeps ``desirable_weight * number of desirable``
+            within 1 to 4/3 of the same product of the undesirable ones.
         undesirable_weight: of the undesirable items.
-        reference_point: where the value of an item turns: an estimate of KL(pi || pi_ref), the mean of ``logp -
-            logp_ref`` over the labeled items of the ``slate`` or of the micro-``batch``, 0 at least.
+        reference_point: scope of the estimate of KL(pi || pi_ref) that separates gains from losses: the mean of ``logp
+            - logp_ref`` over the labeled items of the ``slate`` or of the micro-``batch``, at least 0.
     """
 
     beta: float = 0.1

@@ -1,4 +1,4 @@
-"""Maximum likelihood: next-item pre-training, and behavior cloning of the well-watched items."""
+"""Maximum likelihood: next-item pre-training, and behavior cloning of positive items."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recpo.types import LossOutput, ObjectiveInputs
 class Likelihood(Objective):
     """Negative log-likelihood of the kept tokens: ``-logp``, averaged.
 
-    Gradient: ``-1`` on ``grad logp`` of every kept token. With ``positive_only`` it is filtered behavior cloning: the
+    Gradient: ``-1`` on ``grad logp`` of every kept token. With ``positive_only`` it is filtered behavior cloning: all
     other positions leave both the loss and its denominator.
 
     Attributes:

@@ -57,7 +57,7 @@ def softmax_dpo_loss(
         beta: temperature.
         mask: ``[B, L]``, True keeps.
         pair_weights: ``[B, L]``, not negative; multiply the term of a rejected item inside the sum (0 removes it).
-        margins: ``[B, L]``, lead in reward that the chosen item is to have; None = 0. No gradient flows into it.
+        margins: ``[B, L]``, lead in reward that the chosen item should have; None = 0. No gradient flows into it.
 
     Returns:
         ``[B]``; 0 for a list without any rejected item.
@@ -93,7 +93,7 @@ def margin_listwise_dpo_loss(
 
     ``-log sigmoid(logsumexp_l(gap_weight max(0, r_chosen - r_l - margin))) - nll_coef logp_chosen``.
 
-    Know what it does: a mis-ordered pair (gap below the margin) gets **no** preference gradient, the easiest rejected
+    Note its behavior: a mis-ordered pair (gap below the margin) gets **no** preference gradient, the easiest rejected
     item dominates the sum, and the preference term never exceeds ``log(1 + 1 / L)``. ``softmax_dpo_loss`` has none of
     these traits.
 
@@ -107,7 +107,7 @@ def margin_listwise_dpo_loss(
         gap_weight: factor on the gaps.
         nll_coef: weight of the likelihood of the chosen item.
         mask: ``[B, L]``, True keeps.
-        pair_weights: ``[B, L]``, not negative; further factors on the gaps.
+        pair_weights: ``[B, L]``, not negative; additional factors on the gaps.
 
     Returns:
         ``[B]``; only the likelihood term for a list without any rejected item.
@@ -132,10 +132,10 @@ class SoftmaxDPO(PreferenceObjective):
     ``-log sigmoid(-logsumexp_l(r_l - r_chosen))`` with ``r = beta (logp - logp_ref)`` summed over tokens.
 
     Attributes:
-        gap_weighted: weigh each rejected item by how much lower its reward is than the chosen one's (never below 0);
-            needs rewards.
-        grade_gap_coef: the chosen item is to lead every rejected one by so many times the gap of their grades (RecPO,
-            arXiv 2506.02261); 0 where either grade is unknown, and where the rejected item has the higher one.
+        gap_weighted: weight each rejected item by the chosen item's reward minus its own (at least 0); needs rewards.
+        grade_gap_coef: factor on the gap of the grades; the chosen item should lead every rejected item by this margin
+            (RecPO, arXiv 2506.02261). The gap is 0 if either grade is unknown or the rejected item has the higher
+            grade.
     """
 
     beta: float = 1.0
@@ -178,7 +178,7 @@ class MarginListwiseDPO(PreferenceObjective):
     Attributes:
         margin: gap below which a pair has no gradient.
         gap_weight: factor on the gaps.
-        gap_weighted: further weigh each gap by the difference of the rewards (never below 0); needs rewards.
+        gap_weighted: also weight each gap by the difference of the rewards (at least 0); needs rewards.
     """
 
     nll_coef: float = 0.1

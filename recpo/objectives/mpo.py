@@ -1,4 +1,4 @@
-"""Maximum a posteriori policy optimization, MPO (arXiv 1806.06920): fit the policy to a target that rewards reweigh."""
+"""Maximum a posteriori policy optimization, MPO (arXiv 1806.06920): fit the policy to a reward-weighted target."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def mpo_target(
 
     Args:
         rewards: ``[..., S]``.
-        temperature: above 0, in units of the reward; towards 0 the best candidate gets all the weight.
-        log_base: ``[..., S]`` log-weights of the candidates before rewards are looked at, up to a constant per context;
-            None = all alike.
+        temperature: above 0, in units of the reward; close to 0, the best candidate gets all the weight.
+        log_base: ``[..., S]`` log-weights of the candidates before the rewards, up to a constant per context; None =
+            equal weights.
         mask: ``[..., S]``, True keeps.
 
     Returns:
@@ -51,7 +51,7 @@ def mpo_target(
 def dual_temperature(
     rewards: Tensor, kl_target: float, *, log_base: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """The temperature at which the targets lie ``kl_target`` nats from their base, on average over the contexts.
+    """The temperature at which the targets are ``kl_target`` nats from their base, on average over the contexts.
 
     It minimizes the dual ``g(eta) = eta kl_target + eta mean_b log sum_s base_s exp(r_s / eta)`` (arXiv 1806.06920,
     section 3.2.1), which is convex, with the base normalized over the candidates of a context. Its derivative is
@@ -60,8 +60,8 @@ def dual_temperature(
 
     Args:
         rewards: ``[..., S]``.
-        kl_target: nats, above 0. What no temperature reaches, since the rewards of a context are all alike or the base
-            of the best candidate is above ``exp(-kl_target)``, gives ``MIN_TEMPERATURE``.
+        kl_target: nats, above 0. If no temperature reaches it, because all rewards of a context are equal or the base
+            of the best candidate is above ``exp(-kl_target)``, the result is ``MIN_TEMPERATURE``.
         log_base: see ``mpo_target``.
         mask: ``[..., S]``.
 
@@ -93,8 +93,8 @@ def mpo_loss(
 ) -> Tensor:
     """Cross-entropy of the policy against the target of ``mpo_target``, per context: ``-sum_s w_s logp_s``.
 
-    Gradient: ``-w_s`` on ``logp_s``. Where the candidates are the whole catalog, the gradient on the logit of item i is
-    ``pi_i - w_i``: the loss stops at ``pi = w`` and nowhere else.
+    Gradient: ``-w_s`` on ``logp_s``. If the candidates are the full catalog, the gradient on the logit of item i is
+    ``pi_i - w_i``, so the only minimum is ``pi = w``.
 
     Args:
         logp: ``[..., S]``, summed over tokens.
@@ -142,22 +142,21 @@ def _divergence(log_target: Tensor, base: Tensor) -> Tensor:
 class MPO(Objective):
     """Maximum a posteriori policy optimization (arXiv 1806.06920): cross-entropy to ``base_s exp(r_s / temperature)``.
 
-    ``-sum_s w_s logp_s`` over the candidates of a context, ``w`` that target normalized over them, averaged over the
-    contexts that have any. The weights carry no gradient and there is no ratio: nothing is clipped.
+    ``-sum_s w_s logp_s`` over the candidates of a context, averaged over the contexts with candidates; ``w`` is the
+    target, normalized over the candidates. The weights carry no gradient. There is no ratio, so nothing is clipped.
 
-    With the reference policy as base the target stays where it is: the optimum of ``E[r] - temperature KL(pi ||
-    pi_ref)``, exactly so where the candidates are the whole catalog (``rollout.candidates: catalog``). With the old
-    policy as base every phase starts from the last one and moves on, towards the best item of every context.
+    With the reference policy as base the target is fixed: the optimum of ``E[r] - temperature KL(pi || pi_ref)``. This
+    is exact if the candidates are the full catalog (``rollout.candidates: catalog``). With the old policy as base,
+    every phase starts from the last one and moves further towards the best item of every context.
 
     Attributes:
-        temperature: in units of the reward; not read with ``kl_target``.
-        kl_target: nats that the target may lie from its base, on average over the contexts: every batch gets the
-            temperature that keeps to it (see ``dual_temperature``); none = a fixed temperature. Each micro-batch solves
-            for its own.
-        base: what rewards reweigh: the ``reference`` policy or the ``old`` one.
-        candidates_are_draws: the candidates are draws of the old policy, so that how often an item stands among them
-            carries its weight already (``rollout.candidates: draws``, or logged impressions). False: every candidate
-            stands there once, whatever its probability (``catalog``, ``beam``), and the base weighs it.
+        temperature: temperature of the target, in units of the reward; not read with ``kl_target``.
+        kl_target: distance of the target from its base in nats, on average over the contexts. Every micro-batch
+            computes the temperature for it (see ``dual_temperature``); none = a fixed temperature.
+        base: the policy that the rewards reweight: ``reference`` or ``old``.
+        candidates_are_draws: the candidates are draws of the old policy, so the number of times that an item was drawn
+            already carries its weight (``rollout.candidates: draws``, or logged impressions). False: every candidate
+            appears once, for any probability (``catalog``, ``beam``), and the base gives its weight.
     """
 
     temperature: float = 0.05
@@ -173,7 +172,7 @@ class MPO(Objective):
 
     @property
     def requires(self) -> frozenset[str]:
-        """Rewards, and what the weights of the base are computed from: draws of the base itself need nothing."""
+        """Rewards, and the inputs of the base weights; draws of the base itself need no weights."""
         reweighed = self.base != "old" or not self.candidates_are_draws
         of_draws = frozenset({"old"}) if self.candidates_are_draws and reweighed else frozenset()
         return frozenset({"rewards"}) | of_draws | (frozenset({self.base}) if reweighed else frozenset())

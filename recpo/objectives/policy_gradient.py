@@ -1,7 +1,7 @@
-"""The common part of the objectives that weigh ``grad logp`` of every token by an advantage.
+"""The common part of the objectives that weight ``grad logp`` of every token by an advantage.
 
-They differ in four choices: at which level the ratio is taken, how it is clipped (both in ``token_loss``), how token
-losses are aggregated, and which penalties are added before the aggregation. Notation: ``rho = exp(logp - logp_old)``.
+They differ in four choices: the level of the ratio and its clipping (both in ``token_loss``), the aggregation of token
+losses, and the penalties that are added before the aggregation. Notation: ``rho = exp(logp - logp_old)``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from recpo.types import LossOutput, ObjectiveInputs
 class PolicyGradientObjective(Objective):
     """``aggregate(token_loss + kl_coef * KL(policy, reference) - entropy_coef * entropy)``.
 
-    Penalties join the token losses before the aggregation, so that all terms share one denominator, and a step split
-    over micro-batches or ranks stays the same step.
+    Penalties are added to the token losses before the aggregation. So all terms share one denominator, and splitting a
+    step over micro-batches or ranks does not change it.
 
     Attributes:
         aggregation: how token losses become one number (see ``recpo.ops.reduce.aggregate``).
         length: the constant of ``seq-mean-token-sum-norm``; none = tokens per item.
-        kl_coef: weight of the penalty that keeps the policy near the reference policy; 0 = none.
+        kl_coef: weight of the penalty that keeps the policy close to the reference policy; 0 = none.
         kl_kind: its estimator (see ``recpo.ops.kl.kl_estimate``).
         entropy_coef: weight of the entropy bonus; 0 = none.
     """

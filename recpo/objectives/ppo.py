@@ -108,7 +108,8 @@ class PPO(ClippedObjective):
 
     Attributes:
         dual_clip: upper bound, above 1, of the ratio for ``A < 0``; none = no bound.
-        value_coef: weight of the value loss; 0 = no critic (advantages that need none, such as group-normalized ones).
+        value_coef: weight of the value loss; 0 = no critic (for advantages that need none, such as group-normalized
+            ones).
         value_clip: largest change of a value from its old one that still has a gradient; none = no clipping.
     """
 
@@ -162,7 +163,7 @@ class PPO(ClippedObjective):
         return zero_masked(super().gradient_weight(loss, log_ratio, advantages), ~self._capped(log_ratio, advantages))
 
     def clip_metrics(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """Share of clipped tokens, and of those that the dual clip stopped."""
+        """Share of clipped tokens, and share of tokens that the dual clip stopped."""
         metrics = super().clip_metrics(log_ratio, advantages, mask)
         if self.dual_clip is not None:
             metrics["dual_clip_fraction"] = masked_mean(self._capped(log_ratio, advantages), mask)

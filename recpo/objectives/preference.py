@@ -42,7 +42,7 @@ class PreferenceLists(NamedTuple):
 def preference_lists(inputs: ObjectiveInputs, objective: object) -> PreferenceLists:
     """Splits the slate axis into the chosen item and the rejected ones.
 
-    An item is kept when any of its tokens is. Rows without exactly one kept chosen item are dropped.
+    An item is kept if any of its tokens is kept. Rows without exactly one kept chosen item are dropped.
     """
     kept = inputs.logp.mask.bool().any(-1)
     is_chosen = required(inputs.chosen, "chosen", objective).bool() & kept
@@ -51,9 +51,9 @@ def preference_lists(inputs: ObjectiveInputs, objective: object) -> PreferenceLi
 
 
 def grade_gaps(lists: PreferenceLists, inputs: ObjectiveInputs, objective: object) -> Tensor:
-    """By how much the chosen item is graded above each other one, ``[B, L]``.
+    """Grade of the chosen item minus the grade of each other item, ``[B, L]``.
 
-    0 where the other one has the higher grade, and where either grade is unknown (items that were never shown).
+    0 if the other item has the higher grade, or if either grade is unknown (items that were never shown).
     """
     grades = required(inputs.grades, "grades", objective).detach()
     return zero_masked(
@@ -69,7 +69,7 @@ class PreferenceObjective(Objective):
     the chosen one can be left out of the rejected side (RAD-DPO, arXiv 2602.23964): mask them there.
 
     Attributes:
-        beta: temperature of the implicit rewards ``beta (logp - logp_ref)``; larger = nearer to the reference policy.
+        beta: temperature of the implicit rewards ``beta (logp - logp_ref)``; larger = closer to the reference policy.
         nll_coef: weight of the likelihood of the chosen item, which keeps its probability from falling; 0 = none.
     """
 

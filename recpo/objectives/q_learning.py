@@ -77,11 +77,11 @@ def q_loss(q_values: Tensor, q_targets: Tensor, *, huber: float | None = None) -
 class QLearning(Objective):
     """Temporal-difference loss of a Q head beside the likelihood of the policy (SQN, arXiv 2006.05779).
 
-    ``-likelihood_coef * logp + q_coef * 0.5 (Q(s, a) - target)^2`` per item. Both share the encoder, so that the
-    rewards shape its states; the policy itself learns by likelihood.
+    ``-likelihood_coef * logp + q_coef * 0.5 (Q(s, a) - target)^2`` per item. Both share the encoder, so the rewards
+    shape its states. The policy itself learns by likelihood.
 
     Attributes:
-        likelihood_coef: weight of the likelihood of the logged item; 0 = Q-learning alone.
+        likelihood_coef: weight of the likelihood of the logged item; 0 = only Q-learning.
         q_coef: weight of the temporal-difference loss.
         huber: error beyond which that loss is linear; none = never.
     """

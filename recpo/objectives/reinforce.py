@@ -25,9 +25,9 @@ def reinforce_loss(
 ) -> Tensor:
     """The plain policy gradient with a weight per item, ``-sg(min(rho, ratio_cap) lambda_K) A grad logp``, per token.
 
-    ``rho`` and ``pi`` are those of the whole item, products over its tokens. ``lambda_K = K (1 - pi)^(K - 1)`` is the
-    derivative of the probability that the item is among K draws: it goes on pushing an item that K slots still lack,
-    and stops once they surely show it. The value is ``-A`` times the weight.
+    ``rho`` and ``pi`` are per item, products over its tokens. ``lambda_K = K (1 - pi)^(K - 1)`` is the derivative of
+    the probability that the item is among K draws: it pushes an item up while K draws may still miss it, and goes to 0
+    once they almost surely contain it. The value is ``-A`` times the weight.
 
     Args:
         logp: ``[..., T]``.
@@ -63,7 +63,7 @@ class Reinforce(PolicyGradientObjective):
     ``-sg(min(rho, ratio_cap) K (1 - pi)^(K - 1)) A grad logp`` per item: the simple baseline of the clipped objectives.
 
     Attributes:
-        off_policy: weigh by the ratio of policy to behavior policy; needs an old policy. False: a ratio of 1.
+        off_policy: weight by the ratio of policy to behavior policy; needs an old policy. False: a ratio of 1.
         ratio_cap: largest ratio; none = no bound.
         top_k: number of slots that are filled at once; 1 = no correction.
     """

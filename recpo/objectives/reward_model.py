@@ -1,4 +1,4 @@
-"""Reward models: a score head that learns which item is better (pairwise) or how good each is (pointwise)."""
+"""Reward models: a score head that learns which item is better (pairwise) or how good each item is (pointwise)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PairwiseReward(Objective):
     without any. It trains the score head and, through it, the encoder; log-probabilities are not read.
 
     Attributes:
-        margin: by how much the chosen item's score should exceed the others.
+        margin: lead that the chosen item's score should have over the others.
     """
 
     margin: float = 0.0
@@ -101,8 +101,8 @@ def pointwise_reward_loss(
         scores: ``[..., K]``.
         targets: ``[..., K]``, in [0, 1]; anything where masked.
         mask: ``[..., K]``, True keeps.
-        positive_weight: ``[K]``, weight ``w_k`` of the positives of a target; None = 1. With another weight the
-            probabilities are off by the odds ``w_k``, which a calibration takes back.
+        positive_weight: ``[K]``, weight ``w_k`` of the positives of a target; None = 1. With another weight, the odds
+            are too large by the factor ``w_k``, which a calibration corrects.
 
     Returns:
         ``[..., K]``, 0 where masked.
@@ -124,21 +124,21 @@ def pointwise_reward_loss(
 class PointwiseReward(Objective):
     """Pointwise reward model: cross-entropy of one score per item and target: grade, dislike, and named behaviors.
 
-    The first score may be about whether the event is positive instead (``target``).
+    With ``target: positive``, the first score is the probability of a positive event instead of the grade.
 
     ``sigmoid`` of the first score is the expected grade of the event (``recpo.feedback.GRADES``), a number in [0, 1]
-    that enters the cross-entropy as a soft label; that of the second is the probability of a dislike, those of the
-    others of one behavior each, which the log says of every event. A disliked event has the grade 0. The loss is the
-    mean over the known targets of the kept positions. It trains the score head and, through it, the encoder;
-    log-probabilities are not read.
+    that enters the cross-entropy as a soft label; ``sigmoid`` of the second score is the probability of a dislike, and
+    that of every other score is the probability of one behavior. The log has dislikes and behaviors for every event. A
+    disliked event has the grade 0. The loss is the mean over the known targets of the kept positions. It trains the
+    score head and, through it, the encoder; log-probabilities are not read.
 
     Attributes:
-        positive_weight: weight of a dislike against an event without one, above 0; with another weight than 1 the
-            probabilities are true only after ``recpo calibrate``.
-        behaviors: what else is predicted, by its name in the prepared data (``like``, ``follow``, ...).
-        target: what the first score is about: the grade, or whether the event is positive by the log's own definition
-            (``recpo.feedback.FeedbackRule``), 0 or 1. A grade says more of an event; where what matters is which events
-            are positive, its other steps are noise.
+        positive_weight: weight of a dislike relative to an event without one, above 0. If it is not 1, the
+            probabilities are correct only after ``recpo calibrate``.
+        behaviors: more targets, by their names in the prepared data (``like``, ``follow``, ...).
+        target: target of the first score: the grade, or 1 for a positive event by the log's own definition
+            (``recpo.feedback.FeedbackRule``) and 0 otherwise. A grade has more information about an event; if only
+            positive events matter, its other steps are noise.
     """
 
     positive_weight: float = 1.0
@@ -180,7 +180,7 @@ class PointwiseReward(Objective):
 
     @property
     def target_names(self) -> tuple[str, ...]:
-        """What the scores are about, in their order."""
+        """The targets of the scores, in their order."""
         return (self.target, TARGETS[1], *self.behaviors)
 
     @property

@@ -30,7 +30,7 @@ def likelihood_weights(
 
     Args:
         advantages: ``[..., S]``.
-        logp_behavior: ``[..., S]`` log-propensities; read with ``ips_power`` alone.
+        logp_behavior: ``[..., S]`` log-propensities; only read with ``ips_power``.
         mask: ``[..., S]``, True keeps.
         temperature: above 0, in units of the advantage: smaller = only the best items count.
         max_weight: cap on the first factor.
@@ -56,9 +56,9 @@ def likelihood_weights(
 def weighted_likelihood_loss(logp: Tensor, weights: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """``-w sum_t logp_t`` per item (AWR, arXiv 1910.00177).
 
-    Gradient: ``-w`` on each token. It is the projection of ``pi_behavior exp(A / temperature)``, the optimum of
-    ``E[A] - temperature KL(pi || pi_behavior)``, onto the policy; with full inverse propensities the behavior policy
-    drops out, and the optimum is ``exp(A / temperature)`` alone.
+    Gradient: ``-w`` on each token. It is the projection of ``pi_behavior exp(A / temperature)``, the optimum of ``E[A]
+    - temperature KL(pi || pi_behavior)``, onto the policy. With full inverse propensities the behavior policy cancels,
+    and the optimum is ``exp(A / temperature)``.
 
     Args:
         logp: ``[..., T]``.
@@ -83,16 +83,16 @@ class WeightedLikelihood(Objective):
 
     Advantage-weighted regression (AWR, arXiv 1910.00177); on graded feedback exponentially reward-weighted fine-tuning
     (Exp-RSFT, arXiv 2603.10279); with capped inverse propensities PWLL (arXiv 2509.03456). Weights are never negative:
-    a disliked item is imitated less, and not pushed down.
+    a disliked item is imitated less, but not pushed down.
 
     Attributes:
-        temperature: in units of the advantage; grades lie within 1 of each other.
+        temperature: temperature in units of the advantage; two grades differ by at most 1.
         max_weight: cap on ``exp(A / temperature)``.
         ips_power: power of the inverse propensities; 0 = none, 1 = in full. Reads the propensities of the log: set
             ``old_policy: logged``.
         max_ips: cap on that power.
-        self_normalized: divide by the sum of the weights of the whole optimizer step instead of by its number of items,
-            so that the step has one size whatever the temperature.
+        self_normalized: divide by the sum of the weights of the full optimizer step instead of by its number of items,
+            so that the size of the step does not depend on the temperature.
     """
 
     temperature: float = 0.25
