@@ -1,4 +1,4 @@
-"""Advantages: how much better than expected each slate position did.
+"""Advantages: how much better each slate position is than expected.
 
 Pure functions on tensors, and the estimators that read a ``FeedbackBatch``. Shapes: ``[B, S]``, ``B`` contexts and
 ``S`` slate positions; the slate axis is the group of GRPO and the time axis of a session. Nothing here carries a

@@ -29,8 +29,8 @@ def generalized_advantage_estimate(
     """Generalized advantage estimation along the last axis (GAE, arXiv 1506.02438).
 
     ``delta_t = r_t + gamma (1 - d_t) v_{t+1} - v_t``; ``A_t = delta_t + gamma lam (1 - d_t) A_{t+1}``; the return is
-    ``A + v``. Termination (``dones``) says that nothing follows; truncation that something follows which was not
-    recorded: there the recursion stops and ``bootstrap_values`` stands for the next value.
+    ``A + v``. Termination (``dones``) means that nothing follows. Truncation means that later steps were not recorded:
+    the recursion stops there, and ``bootstrap_values`` replaces the next value.
 
     Args:
         rewards: ``[..., S]``, the last axis is time.
@@ -76,11 +76,11 @@ def generalized_advantage_estimate(
 class GAEAdvantage(ReturnEstimator):
     """Generalized advantage estimation over the slate axis, whose positions are the steps of sessions.
 
-    Where a position ends its session nothing follows. Where the last kept position does not (its window was cut, or the
-    log ends there), what follows was not recorded: its value stands for the rest in the returns of the steps before it,
-    and it learns nothing itself (advantage 0, return = value). With ``gamma`` 0 nothing is read of what follows, and
-    every step learns. Slates that do not say where sessions end are taken for one session that ends with them.
-    Candidates of a rollout are each a session of one step: ``A = r - V``.
+    Nothing follows a position that ends its session. If the last kept position does not end its session (its window was
+    cut, or the log ends there), the later steps were not recorded. Its value then replaces them in the returns of the
+    steps before it, and it learns nothing itself (advantage 0, return = value). With ``gamma`` 0 later steps are not
+    read, and every step learns. A slate without session ends is treated as one session that ends with the slate. Each
+    candidate of a rollout is a session of one step: ``A = r - V``.
 
     Attributes:
         gamma: discount.
@@ -121,7 +121,7 @@ def _last_kept(mask: Tensor) -> Tensor:
 
 
 def _ends_of_kept(ends: Tensor, kept: Tensor) -> Tensor:
-    """Which kept steps are the last kept ones of their session: the step that ended it may have been left out."""
+    """Which kept steps are the last kept steps of their session; the step that ended it may be masked."""
     ended = ends.long().cumsum(-1)
     before = ended - ends.long()
     after = torch.where(kept, before, ended[..., -1:]).flip(-1).cummin(-1).values.flip(-1)

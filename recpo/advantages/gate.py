@@ -1,4 +1,4 @@
-"""Advantages only where a reward is to be trusted and has something to teach."""
+"""Advantages only for groups whose reward is reliable and informative."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def reward_gate(
     max_hit_share: float = 0.5,
     min_separation: float = 0.75,
 ) -> Tensor:
-    """Which groups a reward may teach: the policy does not know the answer yet, and the reward does.
+    """Groups whose reward is used: the policy is unsure, and the reward discriminates.
 
-    - The policy is unsure: at most ``max_hit_share`` of its draws are an item that the user is logged to like.
-    - The reward discriminates: over all pairs of a liked item and another draw, the share in which the liked one has
-      the higher reward (a tie counts half) is at least ``min_separation``.
+    - The policy is unsure: at most ``max_hit_share`` of its draws are items that the user liked in the log.
+    - The reward discriminates: of all pairs of a liked item and another draw, the share in which the liked item has the
+      higher reward (a tie counts half) is at least ``min_separation``.
 
     Args:
         rewards: ``[..., S]``.
@@ -57,17 +57,18 @@ def reward_gate(
 
 @dataclass(frozen=True)
 class GatedAdvantage(AdvantageEstimator):
-    """The advantages of another estimator, 0 in the groups whose reward is not to be trusted or has nothing to teach.
+    """The advantages of another estimator, and 0 in groups whose reward is unreliable or uninformative.
 
-    After AdaGRPO (arXiv 2606.08480): a group passes if the policy rarely draws what the user is logged to like, and the
-    reward ranks that above the other draws (see ``reward_gate``). Both are read from the logged items of a group: set
-    ``rollout.logged_share``; a group without a liked one never passes. What remains for the others is the likelihood
-    of the log: set ``anchor_coef``.
+    After AdaGRPO (arXiv 2606.08480): a group passes if the policy rarely draws the items that the user liked in the
+    log, and the reward ranks these above the other draws (see ``reward_gate``). Both conditions need logged items in a
+    group: set ``rollout.logged_share``. A group without a liked item never passes. To let the other groups learn from
+    the likelihood of the log, set ``anchor_coef``.
 
     Attributes:
-        estimator: whose advantages pass.
-        max_hit_share: largest share of the draws that are a liked item.
-        min_separation: least share of pairs of a liked item and another draw that the reward orders right; .5 = chance.
+        estimator: the estimator whose advantages pass.
+        max_hit_share: largest share of draws that are liked items.
+        min_separation: smallest share of pairs (a liked item, another draw) that the reward orders correctly; .5 =
+            chance.
     """
 
     estimator: AdvantageEstimator = GroupNormalizedAdvantage()  # noqa: RUF009  frozen

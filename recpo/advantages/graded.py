@@ -14,13 +14,13 @@ from recpo.types import FeedbackBatch
 
 
 def graded_advantage(grade: Tensor, mask: Tensor | None = None, *, baseline: float | None = None) -> Tensor:
-    """Grade minus a baseline: how much better an item was received than what is compared with.
+    """Grade minus a baseline.
 
     Args:
         grade: ``[..., S]`` in [0, 1]; nan = unknown.
         mask: ``[..., S]``, True keeps.
-        baseline: a constant; None = the mean over the known grades of the slate, the last axis: over a user's sequence,
-            what this user gives on average.
+        baseline: a constant; None = the mean over the known grades of the slate, the last axis; over a user's sequence
+            this is the user's mean grade.
 
     Returns:
         ``[..., S]`` in [-1, 1]; 0 at masked positions and where the grade is unknown.
@@ -36,8 +36,8 @@ def graded_advantage(grade: Tensor, mask: Tensor | None = None, *, baseline: flo
 class GradedAdvantage(AdvantageEstimator):
     """Grade of the feedback minus a baseline, in [-1, 1] (see ``graded_advantage``).
 
-    Nothing is thrown away: a dislike has the grade 0, and the watch time of the others its quartile. Unknown feedback
-    counts neither way: its advantage is 0.
+    All known feedback counts: a dislike has the grade 0, and other events have the grade of their watch-time quartile.
+    Unknown feedback has the advantage 0.
 
     Attributes:
         baseline: a constant grade in [0, 1]; none = the mean of the slate. Over ``SequenceLayout`` that is about the

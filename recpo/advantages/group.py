@@ -14,7 +14,7 @@ from recpo.types import FeedbackBatch
 
 
 def kept_mask(values: Tensor, mask: Tensor | None) -> Tensor:
-    """``mask`` as bool; True throughout where there is none."""
+    """``mask`` as bool; all True if there is none."""
     return torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
 
 
@@ -22,7 +22,7 @@ def rewards_of(batch: FeedbackBatch, estimator: object) -> Tensor:
     """The rewards ``[B, S]`` that ``estimator`` reads.
 
     Raises:
-        RecpoError: nobody configured a reward.
+        RecpoError: no reward is configured.
     """
     if batch.slates.reward is None:
         raise RecpoError(f"{type(estimator).__name__} needs rewards, which this batch lacks: configure a reward.")
@@ -47,8 +47,8 @@ def group_normalized_advantage(
         unbiased: divide the squared deviations by n - 1 instead of n.
         eps: added to the standard deviation.
 
-    Returns:
-        ``[..., S]``; exactly 0 for a group of one or of equal rewards, where rounding would be blown up by 1 / eps.
+    Returns: ``[..., S]``; exactly 0 for a group of one or of equal rewards, because 1 / eps would amplify rounding
+    errors.
     """
     kept = kept_mask(rewards, mask)
     rewards = zero_masked(rewards.detach(), kept)

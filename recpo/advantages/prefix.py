@@ -1,4 +1,4 @@
-"""Advantages of the single tokens of an item: rewards compared among the candidates that share a prefix."""
+"""Advantages per token of an item: rewards are compared among the candidates that share a prefix."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def prefix_group_advantage(
     scale: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Reward minus the mean reward of the candidates that chose alike up to the token, for every token of an item.
+    """Reward minus the mean reward of the candidates with the same prefix, for every token of an item.
 
-    Token t of a candidate answers for what the choice at t made better than the other choices there: its baseline is
-    the mean over the candidates with the same first t - 1 tokens. That is the whole group at the first token, so one
-    token per item gives ``group_normalized_advantage``. Where fewer than ``min_group`` share that prefix, the deepest
-    prefix that enough of them share gives the baseline. Baselines depend on the prefix alone, so they change the
-    variance of the policy gradient and not its direction.
+    The advantage of token t compares the choice at t with the other choices there: its baseline is the mean over the
+    candidates with the same first t - 1 tokens. At the first token these are all candidates of the group, so one token
+    per item gives ``group_normalized_advantage``. If fewer than ``min_group`` candidates share that prefix, the longest
+    prefix that enough candidates share gives the baseline. Baselines depend only on the prefix, so they change the
+    variance of the policy gradient but not its direction.
 
     Args:
         rewards: ``[..., S]``.

@@ -1,4 +1,4 @@
-"""The items that may be listed, without an array of all of them."""
+"""The items that may be listed, stored without an array of all items."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """The items 1..V of a catalog, or some of them, without those to exclude.
+    """The items 1..V of a catalog, or some of them, without excluded items.
 
-    What a request excludes is a handful of items; the rest of the catalog is not copied for it.
+    A request excludes only a few items, so the rest of the catalog is not copied for it.
 
     Attributes:
         ids: ``[N]`` internal ids, ascending; None = 1..``num_items``.
@@ -35,7 +35,7 @@ class Pool:
         Args:
             num_items: V.
             exclude: internal ids that must not be listed, in any order; 0 pads.
-            ids: internal ids that alone may be listed; None = the whole catalog.
+            ids: the only internal ids that may be listed; None = the full catalog.
 
         Raises:
             RecpoError: an id outside 1..V (0..V for those to exclude).

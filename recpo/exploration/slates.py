@@ -1,4 +1,4 @@
-"""Draws slates from a shortlist and says with which probability every item was shown."""
+"""Draws slates from a shortlist and computes the probability with which every item was shown."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _COLDEST = 1e-6  # below this the differences of log-probabilities leave the pre
 
 
 class Slate(NamedTuple):
-    """What one request is shown.
+    """The slate of one request.
 
     Attributes:
-        items: ``[n]`` internal ids in the order in which they are shown; n is k, or fewer where fewer may be listed.
-        propensity: ``[n]`` probability in (0, 1] of the item at a place of this slate drawn at random; over all items
-            that may be listed it sums to 1. The log's column ``propensity``.
-        explored: ``[n]`` bool, the item is none of the n best ones, which would be shown without exploration.
-        is_random: the whole slate was drawn uniformly. The log's column ``is_random``, of all its rows.
+        items: ``[n]`` internal ids in the order in which they are shown; n is k, or less if fewer items may be listed.
+        propensity: ``[n]`` probability in (0, 1] of the item at a random position of this slate; over all items that
+            may be listed it sums to 1. The log's column ``propensity``.
+        explored: ``[n]`` bool, the item is not one of the n best, which would be shown without exploration.
+        is_random: the slate was drawn uniformly. The log's column ``is_random`` for all rows of the slate.
         positions: ``[n]`` places in the shortlist, -1 = the item was drawn from the rest of the catalog.
     """
 
@@ -71,26 +71,26 @@ class SlateBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Exploration:
-    """How a slate of k items is drawn from the M best ones.
+    """Options that draw a slate of k items from the M best items.
 
-    With probability ``epsilon`` the whole slate is uniform without replacement; otherwise its items are drawn without
+    With probability ``epsilon`` the slate is uniform without replacement; otherwise its items are drawn without
     replacement from ``softmax(logp / temperature)`` over the shortlist, by Gumbel top-k (Kool et al., arXiv
-    1903.06059). The propensity of an item, of n that are shown, is exact:
+    1903.06059). The propensity of an item on a slate of n items is exact:
 
         (1 - epsilon) P(item among n drawn from the shortlist) / n + epsilon / N
 
-    with N items in the pool of the uniform part: the probability of the item at a place of the slate that is drawn at
-    random. An exposure is such a place, so this is what makes IPS, SNIPS and doubly robust values of the log unbiased.
-    The probability of the item given those above it would not: an item that stands above cannot be drawn again, and
-    what a target policy makes of it at this place would never be seen. docs/exploration.md has the argument.
+    with N items in the pool of the uniform part. It is the probability of the item at a random position of the slate.
+    An exposure is such a position, so with this propensity IPS, SNIPS and doubly robust values of the log are unbiased.
+    The probability of the item given the items above it would be biased: an item above cannot be drawn again, so the
+    target policy's probability of it at this position would be missing. docs/exploration.md has the derivation.
 
     Attributes:
         temperature: divides the log-probabilities; 1 = the policy itself, more = closer to uniform, 0 = the best items
             in their order.
-        epsilon: share of requests whose whole slate is uniform, in [0, 1].
+        epsilon: share of requests whose slate is uniform, in [0, 1].
         shortlist: M, how many of the policy's best items can be drawn at a temperature.
-        uniform_over: what uniform slates are drawn from: the whole allowed catalog, so that every item that may be
-            listed has a propensity above 0, or the shortlist, which shows nobody an item far from their taste.
+        uniform_over: source of uniform slates: the full allowed catalog, so that every item that may be listed has a
+            propensity above 0, or the shortlist, so that no user is shown items far from their taste.
     """
 
     temperature: float = 1.0
@@ -122,9 +122,9 @@ class Exploration:
             items: ``[M]`` internal ids of the shortlist, distinct; 0 = an empty place.
             logp: ``[M]`` their log-probabilities, or any scores on that scale; -inf = cannot be shown.
             k: length of the slate.
-            generator: of all random numbers.
-            allowed: what may be listed: nothing else of the shortlist is drawn. None = all of the shortlist; uniform
-                slates over the catalog need it.
+            generator: source of all random numbers.
+            allowed: the items that may be listed; no other item of the shortlist is drawn. None = all of the shortlist;
+                uniform slates over the catalog need it.
 
         Raises:
             RecpoError: see ``sample_batch``.
@@ -170,17 +170,16 @@ class Exploration:
         asked: ArrayLike,
         allowed: Sequence[Pool] | None = None,
     ) -> FloatArray:
-        """Propensities of given items, shown or not: what ``Slate.propensity`` is where one of them is drawn.
+        """Propensities of given items, shown or not; equal to ``Slate.propensity`` for an item that is drawn.
 
         Args:
             items: ``[B, M]`` shortlists, as in ``sample_batch``.
             logp: ``[B, M]``.
             k: length of the slates.
             asked: ``[B, S]`` internal ids; 0 = none.
-            allowed: what may be listed, as in ``sample_batch``.
+            allowed: the items that may be listed, as in ``sample_batch``.
 
-        Returns:
-            ``[B, S]``, 0 where an item is never shown.
+        Returns: ``[B, S]``, 0 for items that are never shown.
 
         Raises:
             RecpoError: see ``sample_batch``.
@@ -207,7 +206,7 @@ class Exploration:
     def _prepared(
         self, items: ArrayLike, logp: ArrayLike, k: int, allowed: Sequence[Pool] | None
     ) -> tuple[IntArray, FloatArray, Sequence[Pool] | None]:
-        """Shortlists without what may not be listed, and what uniform slates are drawn from; None = the shortlists."""
+        """Shortlists without forbidden items, and the source of uniform slates; None = the shortlists."""
         ids, scores = _validated(items, logp, k)
         if self.epsilon > 0 and self.uniform_over == "catalog" and allowed is None:
             raise RecpoError(

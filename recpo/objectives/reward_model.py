@@ -102,7 +102,7 @@ def pointwise_reward_loss(
         targets: ``[..., K]``, in [0, 1]; anything where masked.
         mask: ``[..., K]``, True keeps.
         positive_weight: ``[K]``, weight ``w_k`` of the positives of a target; None = 1. With another weight, the odds
-            are too large by the factor ``w_k``, which a calibration corrects.
+            are off by the factor ``w_k``, which a calibration corrects.
 
     Returns:
         ``[..., K]``, 0 where masked.

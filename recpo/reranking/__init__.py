@@ -1,4 +1,4 @@
-"""Lists that are chosen as a whole: diverse, capped or calibrated, from a shortlist of what is relevant."""
+"""Re-ranking: lists chosen jointly from a shortlist of relevant items, to be diverse, capped or calibrated."""
 
 from recpo.reranking.attributes import ItemAttributes as ItemAttributes
 from recpo.reranking.attributes import RerankOptions as RerankOptions

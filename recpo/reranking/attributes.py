@@ -1,4 +1,4 @@
-"""What re-ranking knows of the items beside their scores: tags and vectors, as NumPy arrays by internal id."""
+"""Item attributes for re-ranking: tags and vectors, as NumPy arrays by internal id."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Tags(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ItemAttributes:
-    """What is known of the items 1..V of a catalog; place 0 is no item.
+    """Tags and vectors of the items 1..V of a catalog; index 0 is not an item.
 
     Attributes:
         tags: attribute name to the items' tags.
@@ -73,11 +73,11 @@ class ItemAttributes:
         """Reads a frame, or a Parquet file, with one row per item; rows of other items are ignored.
 
         Args:
-            source: with the external ids of the log.
+            source: frame or file with the external ids of the log.
             items: the catalog.
             names: columns of attributes: a value, or a list of values, per item; null = unknown.
             vectors: column of lists of numbers; None = none are read.
-            item_id: column of the ids.
+            item_id: column of the item ids.
 
         Raises:
             RecpoError: it cannot be read, a column is missing or of a wrong type, or no item of the catalog is named.
@@ -107,7 +107,7 @@ class ItemAttributes:
         """The tags of an attribute.
 
         Raises:
-            RecpoError: there is none of this name.
+            RecpoError: there is no attribute of this name.
         """
         if name not in self.tags:
             raise RecpoError(
@@ -119,13 +119,13 @@ class ItemAttributes:
 
 @dataclass(frozen=True)
 class RerankOptions:
-    """What all re-ranking of an evaluation or of a server shares.
+    """Options that all re-ranking of an evaluation or a server shares.
 
     Attributes:
         shortlist: how many of the best items are re-ranked.
-        attributes: Parquet file (or a directory of such files) with one row per item: the columns that methods name.
-        item_id: its column of the item ids of the log.
-        vectors: its column of lists of numbers; null = the item vectors of the policy itself.
+        attributes: Parquet file (or a directory of such files) with one row per item and the columns that methods name.
+        item_id: its column with the item ids of the log.
+        vectors: its column with lists of numbers; null = the item vectors of the policy itself.
     """
 
     shortlist: int = 100
@@ -140,10 +140,10 @@ class RerankOptions:
             raise RecpoError(f"re-ranking: vectors names the column {self.vectors!r}; name its file too (attributes)")
 
     def read(self, names: Iterable[str], items: IdMap) -> ItemAttributes:
-        """The attributes ``names``, and the vectors where a column has them.
+        """The attributes ``names``, and the vectors if a column has them.
 
         Raises:
-            RecpoError: see ``ItemAttributes.read``; or there is no file and an attribute is asked for.
+            RecpoError: see ``ItemAttributes.read``; or an attribute is requested and there is no file.
         """
         wanted = sorted(set(names))
         if self.attributes is None:

@@ -20,13 +20,13 @@ class Calibration(Reranker):
 
         w sum_(i in Y) relevance_i - (1 - w) sum_g p_g ln(p_g / ((1 - .01) q_g(Y) + .01 p_g))
 
-    with the shares p in the history and q in the slate, in which every item with categories has weight 1, divided
-    equally among them. A user without such a history gets the most relevant items. Time proportional to ``k M`` times
-    the categories of the history.
+    where p are the shares in the history and q those in the slate; every item with categories has weight 1, divided
+    equally among them. A user without such a history gets the most relevant items. Time is proportional to ``k M``
+    times the categories of the history.
 
     Attributes:
         attribute: column of the item attributes, such as category.
-        relevance_weight: w in [0, 1]; 1 = by relevance alone.
+        relevance_weight: w in [0, 1]; 1 = only relevance.
     """
 
     attribute: str

@@ -1,4 +1,4 @@
-"""Caps: at most so many items of a slate by the same author, of the same category."""
+"""Caps on the number of items of a slate with the same author or category."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from recpo.reranking.reranker import Reranker, by_score
 
 @dataclass(frozen=True)
 class AttributeCap(Reranker):
-    """The most relevant items of which no more than ``at_most`` share a value of an attribute.
+    """The most relevant items such that at most ``at_most`` of them share a value of an attribute.
 
-    An item with several values counts for each of them; one without a value is never held back. Where the shortlist has
-    too few such items, the most relevant ones of the others complete the slate.
+    An item with several values counts for each of them. An item without a value is never capped. If the shortlist has
+    too few such items, the most relevant other items complete the slate.
 
     Attributes:
         attribute: column of the item attributes, such as author or category.
-        at_most: how many items of a slate may share a value.
+        at_most: largest number of items of a slate that may share a value.
     """
 
     attribute: str

@@ -20,13 +20,13 @@ class Determinantal(Reranker):
 
         w sum_(i in Y) relevance_i + (1 - w) log det S_Y,    S_ij = (1 + cos(v_i, v_j)) / 2
 
-    which is the most probable slate of a determinantal point process with the kernel ``q_i S_ij q_j``,
-    ``q_i = exp(w relevance_i / (2 (1 - w)))``. What an item adds to the log-determinant is the logarithm of its squared
-    distance from the span of those above, which one more column of a Cholesky factor updates: time proportional to
-    ``k M (k + d)``. Items in that span come last, by relevance.
+    which is the most probable slate of a determinantal point process with the kernel ``q_i S_ij q_j``, ``q_i = exp(w
+    relevance_i / (2 (1 - w)))``. The gain of an item in the log-determinant is the logarithm of its squared distance
+    from the span of the items above, which one more column of a Cholesky factor updates. Time is proportional to ``k M
+    (k + d)``. Items in that span come last, by relevance.
 
     Attributes:
-        relevance_weight: w in [0, 1]; 1 = by relevance alone.
+        relevance_weight: w in [0, 1]; 1 = only relevance.
     """
 
     relevance_weight: float = 0.7

@@ -12,17 +12,17 @@ from recpo.reranking.reranker import Reranker, relevance, validate_weight, vecto
 
 @dataclass(frozen=True)
 class MaximalMarginalRelevance(Reranker):
-    """A slate of items that are relevant and unlike those above them.
+    """A slate of items that are relevant and not similar to the items above them.
 
     The next item has the largest
 
         w relevance_i - (1 - w) max over the items j above of cos(v_i, v_j)
 
-    with the relevance between 0, the worst of the shortlist, and 1. The first item is the most relevant one. Time
-    proportional to ``k M d``.
+    where relevance is scaled from 0 (the worst of the shortlist) to 1 (the best). The first item is the most relevant
+    one. Time is proportional to ``k M d``.
 
     Attributes:
-        relevance_weight: w in [0, 1]; 1 = by relevance alone.
+        relevance_weight: w in [0, 1]; 1 = only relevance.
     """
 
     relevance_weight: float = 0.7

@@ -1,4 +1,4 @@
-"""The contract of re-ranking, and how a re-ranked list keeps its scores."""
+"""The contract of re-ranking, and the scores of a re-ranked list."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def rerank(
     known: ItemAttributes,
     history: ArrayLike | None = None,
 ) -> tuple[IntArray, FloatArray]:
-    """A whole shortlist in its new order: the slate, then the rest by relevance; empty places stay at the end.
+    """The full shortlist in its new order: the slate, then the rest by relevance; empty places stay at the end.
 
-    The i-th item gets the i-th largest score. So scores fall along the list, as those of any ranking, their
-    distribution is the policy's own, and exploration of the re-ranked list has exact propensities: what slates are
-    drawn from is a fixed function of the request.
+    The i-th item gets the i-th largest score. So scores fall along the list, as in any ranking, and their distribution
+    is the policy's own. Exploration of the re-ranked list has exact propensities, because the re-ranked list is a
+    deterministic function of the request.
 
     Args:
         reranker: chooses the slate.
@@ -90,7 +90,7 @@ def reranked_places(
     known: ItemAttributes,
     history: ArrayLike | None = None,
 ) -> IntArray:
-    """The places of a whole shortlist in its new order, without those that are empty; see ``rerank``."""
+    """The places of the full shortlist in its new order, without empty places; see ``rerank``."""
     items, scores = np.asarray(items, np.int64), np.asarray(scores)
     best = np.argsort(-scores, kind="stable")
     best = best[(items[best] > 0) & (scores[best] > -np.inf)]
@@ -102,7 +102,7 @@ def reranked_places(
 
 
 def relevance(scores: FloatArray) -> FloatArray:
-    """Scores of a shortlist on the scale of similarities: 0 = the worst of it, 1 = the best; all 0 where they tie."""
+    """Scores of a shortlist, scaled to similarities: 0 = the worst, 1 = the best; all 0 if all scores are equal."""
     low, high = scores.min(initial=np.inf), scores.max(initial=-np.inf)
     return np.asarray((scores - low) / (high - low) if high > low else np.zeros(len(scores)), np.float64)
 

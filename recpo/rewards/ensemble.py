@@ -1,4 +1,4 @@
-"""Several rewards averaged, less where they disagree."""
+"""The mean of several rewards, minus a multiple of their disagreement."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from recpo.types import FeedbackBatch, Slates
 class EnsembleReward(RewardFunction):
     """``mean - lower_bound * standard deviation`` over the members, such as models of different seeds.
 
-    Where members were fitted alike and disagree, the log says little: a lower bound keeps a policy from what only some
-    of them believe in (Jeunen and Goethals, RecSys 2021). The members must have one unit. The standard deviation is
-    that of these members (divided by their number). A candidate that any member does not know is unknown (nan).
+    If members that were fitted the same way disagree, the log has little information. A lower bound keeps a policy away
+    from items that only some members rate high (Jeunen and Goethals, RecSys 2021). All members must have the same unit.
+    The standard deviation divides by the number of members. A candidate that any member does not know is unknown (nan).
 
     Attributes:
         members: at least two rewards.
-        lower_bound: how many standard deviations are taken away, at least 0.
+        lower_bound: number of standard deviations to subtract, at least 0.
     """
 
     members: list[RewardFunction]

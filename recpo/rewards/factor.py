@@ -19,23 +19,24 @@ from recpo.types import FeedbackBatch, Slates
 
 @dataclass(frozen=True)
 class FactorReward(RewardFunction):
-    """The grade in about [0, 1] that a graded matrix factorization expects of a candidate.
+    """The grade, in about [0, 1], that a graded matrix factorization predicts for a candidate.
 
     ``mean + p_u · q_i + b_u + b_i - lower_bound * sqrt(variance)``, with the variance of
-    ``recpo.factorization.bounds.posterior_variance``. A policy finds what a model overrates, and a lower bound takes
-    most from items and users of whom little is known (Jeunen and Goethals, "Pessimistic Reward Models for Off-Policy
-    Learning in Recommendation", RecSys 2021). A candidate that is no item (id 0) has no reward (nan).
+    ``recpo.factorization.bounds.posterior_variance``. A policy finds the items that a model overrates. A lower bound
+    reduces the reward of items and users with few events the most (Jeunen and Goethals, "Pessimistic Reward Models for
+    Off-Policy Learning in Recommendation", RecSys 2021). A candidate that is not an item (id 0) has no reward (nan).
 
-    Whole catalogs are scored by one matrix product. The reward is one of user and item: it does not depend on which
-    events of the history a position sees (``Slates.visible``).
+    One matrix product scores the full catalog. The reward depends only on user and item, not on the events of the
+    history that a position sees (``Slates.visible``).
 
     Attributes:
         factors: directory that ``recpo factorize`` wrote, of the same items.
         users: "trained" takes the user factors that were fitted on all events of the training period, by
-            ``FeedbackBatch.user_ids``: those of the same prepared data (``users_checksum`` says which); a user without
-            an event there has those of an empty history. "folded" folds users in from ``FeedbackBatch.histories``.
-        lower_bound: how many standard deviations of the posterior are taken away, at least 0. What is not known of a
-            user is that of the batch's history, also with trained users.
+            ``FeedbackBatch.user_ids``; the prepared data must be the same (``users_checksum`` identifies them), and a
+            user without an event there has the factors of an empty history. "folded" folds users in from
+            ``FeedbackBatch.histories``.
+        lower_bound: number of standard deviations of the posterior to subtract, at least 0. The uncertainty about a
+            user comes from the batch's history, also with trained users.
     """
 
     factors: Path

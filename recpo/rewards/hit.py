@@ -1,4 +1,4 @@
-"""Rewards for hits: did the policy find an item that the log knows to be good in this context?"""
+"""Rewards for hits: a candidate that is a logged positive of its context."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from recpo.types import FeedbackBatch, Slates
 
 @dataclass(frozen=True)
 class HitReward(RewardFunction):
-    """1 for a candidate that is one of its context's logged positives, 0 for any other, also for one that is no item.
+    """1 for a candidate that is a logged positive of its context; 0 for any other, including one that is not an item.
 
     A logged positive is an item of the context's logged slate (``batch.slates``) that is positive there
-    (``Slates.positive``), and that the candidate's history does not hold yet: one that the candidate sees no more of
-    than the log's position did. Under a slate that is one request these are the items of the request; under a sequence
-    they are all that follows.
+    (``Slates.positive``) and is not in the candidate's history yet: the candidate sees no more events than the log's
+    position did. If a slate is one request, these are the items of the request; in a sequence, they are all later
+    positives.
     """
 
     @property
@@ -34,7 +34,7 @@ class HitReward(RewardFunction):
 
 
 def is_hit(batch: FeedbackBatch, candidates: Slates) -> Tensor:
-    """``[B, G]`` bool: the candidate is one of its context's logged positives; see ``HitReward``.
+    """``[B, G]`` bool: the candidate is a logged positive of its context; see ``HitReward``.
 
     Sorted by item, so memory does not grow with the product of candidates and logged positions.
 
@@ -81,9 +81,9 @@ def rank_aware_reward(hits: Tensor, mask: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class RankAwareReward(RewardFunction):
-    """1 for a hit (see ``HitReward``), and for a miss a share of -1 that is the larger the higher it ranks.
+    """1 for a hit (see ``HitReward``), and a share of -1 for a miss; a higher rank gives a larger share.
 
-    The candidates of a group must stand in the order of the policy's own probability, best first. See
+    The candidates of a group must be in the order of the policy's own probability, best first. See
     ``rank_aware_reward``.
     """
 

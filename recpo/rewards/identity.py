@@ -1,4 +1,4 @@
-"""Whose rewards they are: the items and users that a reward was made for, compared with those it is to score."""
+"""Checks that a reward was made for the items and users that it scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recpo.errors import RecpoError
 
 
 class Identified(Protocol):
-    """Prepared data, as far as its items and users go."""
+    """The items and users of prepared data."""
 
     @property
     def root(self) -> object:
@@ -18,23 +18,23 @@ class Identified(Protocol):
 
     @property
     def catalog_checksum(self) -> str:
-        """Of its items."""
+        """The checksum of its items."""
 
     @property
     def users_checksum(self) -> str:
-        """Of its users."""
+        """The checksum of its users."""
 
 
 def validate_identity(reward: RewardFunction, name: str, data: Identified) -> None:
-    """Raises where a reward was made for others than those that it is to score.
+    """Raises if a reward was made for other items or users than those that it scores.
 
     Args:
         reward: the reward.
-        name: what it is called in the message.
-        data: what it is to score.
+        name: its name in the message.
+        data: the data that it scores.
 
     Raises:
-        RecpoError: other items, or other users than those whose rewards it keeps.
+        RecpoError: the items differ, or the reward keeps factors of other users.
     """
     if reward.catalog_checksum not in (None, data.catalog_checksum):
         raise RecpoError(
@@ -50,12 +50,12 @@ def validate_identity(reward: RewardFunction, name: str, data: Identified) -> No
 
 
 def common_checksum(name: str, kind: str, checksums: Iterable[str | None]) -> str | None:
-    """The one checksum of those of several rewards that have one; None where none has.
+    """The common checksum of several rewards, without those that have none; None if no reward has one.
 
     Args:
-        name: of the reward that combines them.
-        kind: what they identify: items, users.
-        checksums: of the rewards.
+        name: name of the reward that combines them.
+        kind: what the checksums identify: items, users.
+        checksums: checksums of the rewards.
 
     Raises:
         RecpoError: they differ.

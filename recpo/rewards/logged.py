@@ -1,4 +1,4 @@
-"""Rewards of logged items, computed from what the log says about them."""
+"""Rewards of logged items, computed from their feedback in the log."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from recpo.types import FeedbackBatch, Slates
 class LoggedReward(RewardFunction):
     """``label + sum_b behaviors_b did_b - dislike_cost * disliked`` of logged items.
 
-    An item with a dislike, or a behavior that has a weight, and without a label is known: its label counts as 0. An
-    item of which nothing is known (neither label nor dislike nor behavior: a missing watch time, a sampled negative)
-    has no reward: it leaves its slate, and with it the group whose mean is taken, the session and every denominator,
-    unless ``unknown`` names its reward.
+    An item without a label but with a dislike, or with a behavior that has a weight, is known; its label counts as 0.
+    An item without label, dislike and behavior (a missing watch time, a sampled negative) has no reward. It leaves its
+    slate, and so the group mean, the session and every denominator, unless ``unknown`` gives its reward.
 
     Attributes:
-        dislike_cost: what a dislike takes away.
+        dislike_cost: amount that a dislike subtracts.
         unknown: reward of an item without label, dislike and behavior; none = it is left out.
-        behaviors: what a behavior adds, by its name in the prepared data, such as ``{"like": 1.0, "follow": 2.0}``.
+        behaviors: amount that a behavior adds, by its name in the prepared data, such as ``{"like": 1.0, "follow":
+            2.0}``.
     """
 
     dislike_cost: float = 1.0

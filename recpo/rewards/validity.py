@@ -1,4 +1,4 @@
-"""Validity reward (OneRec, arXiv 2506.13695, section 2.4.2): is the candidate an item at all?"""
+"""Validity reward (OneRec, arXiv 2506.13695, section 2.4.2): rewards candidates that are items."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from recpo.types import FeedbackBatch, Slates
 
 @dataclass(frozen=True)
 class ValidityReward(RewardFunction):
-    """1 for a candidate that is an item, 0 for one that is none (id 0), of ``count`` random candidates per context.
+    """1 for a candidate that is an item and 0 for one that is not (id 0), for ``count`` random candidates per context.
 
-    The other candidates have no validity reward (nan). The random draw is what keeps it honest: the candidates that
-    the policy is surest of are valid anyway, and rewarding those only makes it surer (OneRec finds that their validity
-    rises while that of all candidates falls).
+    The other candidates have no validity reward (nan). The draw must be random: the most probable candidates are valid
+    anyway, and rewarding only those makes the policy more certain (OneRec finds that their validity then rises while
+    the validity of all candidates falls).
 
     Attributes:
-        count: candidates per context that are judged; the paper takes 5 of 128. All of them where there are fewer.
+        count: candidates per context that get a reward, or all if there are fewer; the paper takes 5 of 128.
     """
 
     count: int = 5

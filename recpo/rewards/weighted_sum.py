@@ -20,8 +20,8 @@ from recpo.types import FeedbackBatch, Slates
 class WeightedSum(RewardFunction):
     """``sum_i weight_i reward_i`` over the rewards that are known.
 
-    A candidate that some of the rewards do not know (nan) gets the sum of the others, as if the unknown ones were 0;
-    one that none of them knows stays unknown. With ``strict`` it must be known to all.
+    A candidate that some rewards do not know (nan) gets the sum of the others, as if the unknown ones were 0. A
+    candidate that no reward knows stays unknown. With ``strict``, all rewards must know it.
 
     Attributes:
         rewards: the terms.
