@@ -1,8 +1,8 @@
-"""Checkpoints: when they are written, and their tensors, whoever wrote them.
+"""Checkpoints: when they are written, and how their tensors are read in every format.
 
-A checkpoint is one file, or a directory that the ranks of a sharded run wrote. A directory holds safetensors files,
-each with one rank's blocks of the tensors and where they stand; here the blocks are put together again, without
-torchrec and without other ranks, and only as far as they are asked for.
+A checkpoint is one file, or a directory that the ranks of a sharded run wrote. A directory has safetensors files, each
+with one rank's blocks of the tensors and their positions. This module combines the blocks on demand, without torchrec
+and without other ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from recpo.artifacts import PARTIAL, describe_os_error, flush
 from recpo.errors import RecpoError
 
 META = "meta.pt"
-"""What a checkpoint directory holds beside tensors; a directory without it is none."""
+"""The file for everything that is not a tensor. A directory without it is not a checkpoint."""
 
 
 class _Block(NamedTuple):
@@ -38,11 +38,11 @@ class SavedTensor:
     """A tensor in the blocks of a checkpoint directory.
 
     Args:
-        name: in the files.
-        blocks: which together are the tensor.
+        name: its name in the files.
+        blocks: the blocks that form the tensor.
 
     Attributes:
-        shape: of the whole.
+        shape: shape of the complete tensor.
     """
 
     def __init__(self, name: str, blocks: list[_Block]) -> None:
@@ -51,7 +51,7 @@ class SavedTensor:
         self.shape = torch.Size(max(sizes) for sizes in zip(*ends, strict=True))
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """The rows of a range, as of a tensor; its step is 1."""
+        """The rows of a range with step 1, like indexing a tensor."""
         begin, end, _ = rows.indices(self.shape[0])
         end = max(begin, end)
         whole: Tensor | None = None
@@ -68,7 +68,7 @@ class SavedTensor:
         return torch.empty(0, *self.shape[1:]) if whole is None else whole
 
     def whole(self) -> Tensor:
-        """All of it."""
+        """The complete tensor."""
         if not self.shape:
             with safe_open(self._blocks[0].file, framework="pt") as file:
                 scalar: Tensor = file.get_tensor(self._name)
@@ -77,7 +77,7 @@ class SavedTensor:
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
-    """The weights in a checkpoint, by name; nothing is unpickled, and the large ones stay on the disk.
+    """The weights in a checkpoint, by name. Nothing is unpickled, and large tensors stay on disk.
 
     Raises:
         RecpoError: there is no checkpoint.
@@ -102,13 +102,13 @@ def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
 
 
 def validate_checkpoint(checkpoint: Path) -> None:
-    """Raises where a checkpoint that training goes on from is not as it was written.
+    """Raises if a checkpoint to resume from was changed.
 
-    That of an unfinished run is in no ``run.json``, and torch does not look at the checksums that its own format has:
-    without this, a weight with a changed bit would be trained on.
+    The checkpoint of an unfinished run is not in any ``run.json``, and torch does not verify the checksums of its own
+    format. Without this check, training would continue from a weight with a flipped bit.
 
     Args:
-        checkpoint: the file; of the directory of a sharded run only what is missing is noticed.
+        checkpoint: the file; for the directory of a sharded run, only missing files are detected.
 
     Raises:
         RecpoError: it is damaged.
@@ -127,7 +127,7 @@ def validate_checkpoint(checkpoint: Path) -> None:
         raise
     except OSError as error:
         raise RecpoError(f"{describe_os_error(error, checkpoint)}; {remedy}") from error
-    except Exception as error:  # zipfile, pickle and torch have classes of their own, and more than a few
+    except Exception as error:  # zipfile, pickle and torch raise their own exceptions, and several kinds
         reason = " ".join(str(error).split())[:200]
         raise RecpoError(f"{checkpoint} is damaged ({type(error).__name__}: {reason}); {remedy}") from error
 
@@ -137,10 +137,10 @@ def _numbers(blocks: list[_Block]) -> int:
 
 
 class _WholeCheckpoint(ModelCheckpoint):
-    """Writes a checkpoint beside its target and renames it, so that there is always a whole one."""
+    """Writes a checkpoint next to its target and renames it, so that a complete one always exists."""
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        if getattr(trainer.strategy, "shards_tables", False):  # writes a directory, and takes care of it itself
+        if getattr(trainer.strategy, "shards_tables", False):  # writes a directory, and handles this itself
             super()._save_checkpoint(trainer, filepath)
             return
         super()._save_checkpoint(trainer, filepath + PARTIAL)
@@ -154,10 +154,10 @@ class _WholeCheckpoint(ModelCheckpoint):
 
 
 class BestCheckpoint(_WholeCheckpoint):
-    """Keeps the policy with the best validation metric, and where nothing was validated the last one.
+    """Keeps the policy with the best validation metric or, without validation, the last one.
 
     Args:
-        directory: of the checkpoints.
+        directory: directory of the checkpoints.
         monitor: the validation metric.
         mode: whether its smallest or its largest value is the best.
     """
@@ -167,13 +167,13 @@ class BestCheckpoint(_WholeCheckpoint):
 
 
 class LastCheckpoint(_WholeCheckpoint):
-    """Keeps the last state: after every epoch, every so many optimizer steps, and where ``max_steps`` ends an epoch.
+    """Keeps the last state: after every epoch, every few optimizer steps, and when ``max_steps`` ends an epoch.
 
-    Of an epoch that ``max_steps`` ends early Lightning would keep a state in which the epoch is over, and a run that is
-    resumed from there would leave the rest of it out.
+    If ``max_steps`` ends an epoch early, Lightning would save a state in which the epoch is over, and a resumed run
+    would skip the rest of it.
 
     Args:
-        directory: of the checkpoints.
+        directory: directory of the checkpoints.
         every: optimizer steps; None = only after epochs.
     """
 
@@ -186,13 +186,13 @@ class LastCheckpoint(_WholeCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keeps the state in mid-epoch, where it is due or the run ends."""
+        """Saves the state within an epoch if it is due or the run ends."""
         due = trainer.global_step == trainer.max_steps or (self._every and trainer.global_step % self._every == 0)
         if due and not _epoch_is_over(trainer) and not self._should_skip_saving_checkpoint(trainer):
             self._save_checkpoint(trainer, str(Path(self.dirpath or "") / "last.ckpt"))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps the state after an epoch that was gone through."""
+        """Saves the state after a complete epoch."""
         if _epoch_is_over(trainer):
             super().on_train_epoch_end(trainer, pl_module)
 

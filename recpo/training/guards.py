@@ -1,4 +1,4 @@
-"""When a run stops by itself: it has diverged, or a policy that learns from its own candidates has collapsed."""
+"""Stops a run that has diverged, or a policy that has collapsed while learning from its own candidates."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ IN_TERMINAL = frozenset(
         "draw_entropy",
     }
 )
-"""Training metrics that the progress bar shows beside the loss; the loggers get all of them."""
+"""Training metrics that the progress bar shows beside the loss. The loggers get all metrics."""
 
 
 class FiniteGuard(Callback):
-    """Stops a run whose loss or metrics are no numbers any more, with an error that names the step and the metric.
+    """Stops a run whose loss or metrics are no longer finite, with an error that names the step and the metric.
 
-    The loss is looked at after every step, before the state is kept, and so are the other metrics where
-    there is one rank.
+    The loss is checked after every step, before the state is saved. With a single rank, the other metrics are checked
+    too.
     """
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Looks at the metrics of the step; the loss is the mean over the ranks, so that all of them stop together."""
+        """Checks the metrics of the step. The loss is the mean over the ranks, so all ranks stop together."""
         names = ["train/loss"]
-        if trainer.world_size == 1:  # of the others every rank has its own
+        if trainer.world_size == 1:  # every rank has its own values of the other metrics
             names += [name for name in trainer.callback_metrics if name.startswith("train/")]
         self._check(trainer, names)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks at the metrics of the validation."""
+        """Checks the metrics of the validation."""
         self._check(trainer, [name for name in trainer.callback_metrics if name.startswith("val/")])
 
     def _check(self, trainer: Trainer, names: list[str]) -> None:
@@ -54,7 +54,7 @@ class FiniteGuard(Callback):
 
 
 def diverged(what: str, step: int) -> RecpoError:
-    """The error of a run that has diverged."""
+    """The error of a diverged run."""
     return RecpoError(
         f"training has diverged: at step {step} {what}. Lower the learning rate (optimizer.init_args.lr), clip "
         "gradients (trainer.gradient_clip_val), or raise a policy.temperature close to 0; earlier checkpoints are kept"
@@ -62,7 +62,7 @@ def diverged(what: str, step: int) -> RecpoError:
 
 
 class CollapseGuard(Callback):
-    """Stops a run that has collapsed, with an error that names the number and its limit.
+    """Stops a collapsed run, with an error that names the metric and its limit.
 
     Args:
         limits: see ``CollapseLimits``.
@@ -83,7 +83,7 @@ class CollapseGuard(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Looks at the metrics of the step, averaged over the ranks, so that all of them stop together."""
+        """Checks the metrics of the step, averaged over the ranks, so all ranks stop together."""
         groups = ["train/zero_group_share", "train/dropped_group_share"]
         values = self._values(trainer, [*self._least, *self._most, *groups])
         step = trainer.global_step
@@ -111,7 +111,7 @@ class CollapseGuard(Callback):
         self._best = max(self._best, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know."""
+        """The state that a resumed run needs."""
         return {"zero_steps": self._zero_steps, "best": self._best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Computes the inputs that an objective declares in ``Objective.requires``, and nothing else."""
+"""Computes the inputs that an objective declares in ``Objective.requires``, and no others."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from recpo.types import FeedbackBatch, LogProbs, ObjectiveInputs, Slates
 
 
 class StepInputs(NamedTuple):
-    """Everything that the loss of a batch is computed from.
+    """All inputs of the loss of a batch.
 
     Attributes:
-        objective: what the objective looks at.
-        logged: what an anchor looks at: the log-probabilities of the logged slate. These are the objective's, unless
-            candidates took the slate's place.
-        metrics: of the slates.
-        items: log-probabilities ``[B, S]`` of the logged items as a whole, where ``item_coef`` weighs them.
+        objective: inputs of the objective.
+        logged: inputs of the anchor: the log-probabilities of the logged slate. Equal to ``objective`` unless
+            candidates replaced the slate.
+        metrics: metrics of the slates.
+        items: log-probabilities ``[B, S]`` of the logged items as a whole, for ``item_coef``.
     """
 
     objective: ObjectiveInputs
@@ -54,9 +54,9 @@ class InputBuilder:
     """Turns a batch into the inputs of an objective.
 
     Args:
-        networks: the policy and the networks beside it.
+        networks: the policy and the other networks.
         options: what the policy learns from.
-        hard_negatives: number of the policy's top ranks that are appended to every slate.
+        hard_negatives: number of the policy's top-ranked items that are appended to every slate.
 
     Attributes:
         rollouts: the candidates of the current phase; None without a rollout.
@@ -72,7 +72,7 @@ class InputBuilder:
         self.rollouts = None if rollout is None else Rollouts(options.seed, keep=rollout.epochs > 1)
 
     def __call__(self, batch: FeedbackBatch) -> StepInputs:
-        """Slates, rewards, states, values, advantages, log-probabilities: in this order."""
+        """Computes slates, rewards, states, values, advantages and log-probabilities, in this order."""
         logged, rollout = batch.slates, None
         if self.rollouts is None:
             batch = self._logged(batch)
@@ -107,13 +107,13 @@ class InputBuilder:
         return StepInputs(inputs, of_log, metrics, self._items(states, batch.slates))
 
     def _logged(self, batch: FeedbackBatch) -> FeedbackBatch:
-        """The logged slates with what training adds to them: hard negatives and rewards."""
+        """The logged slates with the additions of training: hard negatives and rewards."""
         if self._hard_negatives:
             batch = with_hard_negatives(batch, self._networks.policy, self._hard_negatives)
         return self._rewarded(batch) if "rewards" in self._requires else batch
 
     def _rewarded(self, batch: FeedbackBatch) -> FeedbackBatch:
-        """With rewards; a position whose reward is unknown leaves its slate."""
+        """The batch with rewards. A position with an unknown reward leaves its slate."""
         assert self._options.reward is not None
         slates = batch.slates
         reward = self._options.reward(batch, slates).detach()
@@ -122,7 +122,7 @@ class InputBuilder:
 
     @torch.no_grad()
     def _roll_out(self, batch: FeedbackBatch) -> Rollout:
-        """Candidates, and what stays the same of them for the whole phase."""
+        """Candidates, and their values that stay constant for the phase."""
         options, old = self._options, self._networks.old
         assert old is not None
         assert options.rollout is not None
@@ -138,16 +138,16 @@ class InputBuilder:
         return rollout._replace(reference=reference, values=values)
 
     def _states(self, batch: FeedbackBatch) -> Tensor | None:
-        """The policy's states ``[B, H + 1, d]``, where heads read them; without a gradient where they only read."""
+        """The policy's states ``[B, H + 1, d]`` if heads read them; without a gradient if heads do not train them."""
         policy = self._networks.policy
-        shared = self._catalog and self._anchored  # by the catalog and the logged slate
+        shared = self._catalog and self._anchored  # shared by the catalog and the logged slate
         if not (self._requires & OF_STATES or shared or self._options.item_coef):
             return None
         assert isinstance(policy, StatePolicy)
         return policy.encode(batch.histories)
 
     def _items(self, states: Tensor | None, slates: Slates) -> Tensor | None:
-        """Log-probabilities of the items as a whole, where they are weighed."""
+        """Log-probabilities of the logged items as a whole, if ``item_coef`` is set."""
         if not self._options.item_coef:
             return None
         policy = self._networks.policy
@@ -179,7 +179,7 @@ class InputBuilder:
         return estimator(batch, values), None
 
     def _needed(self, batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:
-        """Positions that have to be scored. Of candidates it is all of them: they measure the divergence."""
+        """Positions that must be scored. For candidates, all of them, because they measure the divergence."""
         mask = items_of(batch.slates)
         inert = self._objective.zero_advantage_is_inert and advantages is not None
         if not inert or self._anchored or self.rollouts is not None:
@@ -191,7 +191,7 @@ class InputBuilder:
     def _logp(
         self, batch: FeedbackBatch, needed: Tensor, states: Tensor | None, beside: Slates | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the batch's slates, and of the logged ones ``beside`` them."""
+        """Log-probabilities of the batch's slates, and of the logged slates ``beside`` them."""
         policy, width = self._networks.policy, needed.shape[1]
         if self._catalog:
             assert isinstance(policy, StatePolicy)
@@ -237,7 +237,7 @@ class InputBuilder:
         return None if reference is None else reference.catalog_log_prob(batch)
 
     def _from_slates(self, inputs: ObjectiveInputs, slates: Slates) -> ObjectiveInputs:
-        """With what stands on the slates already."""
+        """Adds the inputs that are part of the slates."""
         if "labels" in self._requires:
             inputs = inputs._replace(label=slates.label, dislike=slates.dislike)
         if "grades" in self._requires:
@@ -263,7 +263,7 @@ class InputBuilder:
     def _with_item_values(
         self, inputs: ObjectiveInputs, batch: FeedbackBatch, states: Tensor | None
     ) -> ObjectiveInputs:
-        """With Q-values, their targets, and scores, where they are asked for."""
+        """Adds Q-values, their targets, and scores, if required."""
         critic, policy = self._networks.critic, self._networks.policy
         if critic is None or states is None:
             return inputs
@@ -291,9 +291,9 @@ class InputBuilder:
 
 
 def _reads_snapshot(options: LearningOptions, requires: frozenset[str]) -> bool:
-    """Whether anything depends on the snapshot's log-probabilities of the whole catalog.
+    """Whether anything depends on the snapshot's log-probabilities of the complete catalog.
 
-    A phase of one step is taken at the snapshot itself: its divergence from it is 0, whatever limit there is.
+    In a phase of one step, the policy equals the snapshot: its divergence is 0, so no limit applies.
     """
     rollout = options.rollout
     assert rollout is not None

@@ -1,4 +1,4 @@
-"""The one LightningModule: a policy, an objective, and only what the objective asks for."""
+"""The LightningModule of recpo: a policy, an objective, and only what the objective requires."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from recpo.types import EvaluationBatch, FeedbackBatch, SlateTraits
 
 
 class PreferenceModule(LightningModule):
-    """Trains a policy with one objective; pre-training is the ``Likelihood`` objective.
+    """Trains a policy with one objective. Pre-training is the ``Likelihood`` objective.
 
-    The loss of every micro-batch on every rank is divided by the denominator of the whole optimizer step, so that
-    accumulation and data parallelism only split the work. The weights of ``policy`` itself are trained; making a module
-    changes nothing of it.
+    The loss of every micro-batch on every rank is divided by the denominator of the complete optimizer step, so
+    accumulation and data parallelism only split the work. Training changes the weights of ``policy`` itself; creating a
+    module does not.
 
     Args:
         policy: the trained policy.
-        options: what it learns, from what, and how.
-        slates: what the data says about its slates.
-        item_counts: ``[V]`` training events of the items 1..V, which tell head from tail in the validation.
+        options: what it learns, from which data, and how.
+        slates: properties of the data's slates.
+        item_counts: ``[V]`` training events of the items 1..V, which define head and tail in the validation.
 
     Attributes:
         policy: the trained policy.
-        reference: frozen copy of the policy that training starts from, or None.
-        old: frozen copy of the policy, renewed every ``snapshot_every`` steps, or None.
+        reference: frozen copy of the initial policy, or None.
+        old: frozen copy of the policy, updated every ``snapshot_every`` steps, or None.
         critic: heads on the policy's states, or None.
         networks: these four together.
-        objective: what is minimized.
+        objective: the loss.
         validated: the metrics of the last validation.
         results: the metrics at the time of the checkpoint that training was resumed from.
     """
@@ -95,7 +95,7 @@ class PreferenceModule(LightningModule):
 
     @property
     def monitor(self) -> str:
-        """The validation metric that marks the best policy or reward model, as it is logged."""
+        """The name under which the validation metric that selects the best checkpoint is logged."""
         asked = self._options.monitor
         names = self._validation.names
         return f"val/{names[0] if asked is None else next(n for n in names if n.partition('@')[0] == asked)}"
@@ -111,10 +111,10 @@ class PreferenceModule(LightningModule):
         return f"val/{self._validation.names[0]}"
 
     def setup(self, stage: str) -> None:
-        """Makes the reference cache before any checkpoint is restored, from the weights that training starts with.
+        """Creates the reference cache from the initial weights, before any checkpoint is restored.
 
-        A policy whose states are only read is frozen for the time of the training: a parallel strategy would wait for
-        its gradients.
+        A policy whose states are only read is frozen during training; otherwise a parallel strategy would wait for its
+        gradients.
         """
         if self.trainer.datamodule is not None:  # type: ignore[attr-defined]
             self.trainer.datamodule.reads = reads_of(self.policy, self._options)  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ class PreferenceModule(LightningModule):
             self.policy.requires_grad_(False)
 
     def teardown(self, stage: str) -> None:
-        """Gives the caller's policy back as it was."""
+        """Restores the caller's policy."""
         for weight in self._frozen:
             weight.requires_grad_(True)
         self._frozen = []
@@ -205,14 +205,14 @@ class PreferenceModule(LightningModule):
         self.log_dict({f"train/{name}": value for name, value in self._kl.metrics.items()}, batch_size=size)
 
     def _no_loss(self) -> Tensor:
-        """0, with a gradient of 0 for every parameter but the blocks of sharded tables, which wait for no rank."""
+        """0, with a zero gradient for every parameter except blocks of sharded tables, which wait for no rank."""
         blocks = block_weights(self)
         return 0.0 * torch.stack([p.sum() for p in self.parameters() if p.requires_grad and id(p) not in blocks]).sum()
 
     def _nominal_denominator(self, count: Tensor) -> Tensor:
         """The denominator of this rank's micro-batches: an equal share of the first micro-batch's total over the ranks.
 
-        ``on_before_optimizer_step`` corrects it to the total of the whole step, which is known only then.
+        ``on_before_optimizer_step`` corrects it to the total of the complete step, which is known only then.
         """
         total = count.detach()
         if self.trainer.world_size > 1:
@@ -226,7 +226,7 @@ class PreferenceModule(LightningModule):
         return self._nominal
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Turns the nominal denominator into the true one."""
+        """Replaces the nominal denominator by the true one."""
         assert self._step_count is not None
         self._kl.end_step(self._sum_over_ranks)
         if self._kl.stopped:  # an optimizer leaves parameters without a gradient as they are, momentum and all
@@ -263,7 +263,7 @@ class PreferenceModule(LightningModule):
         self.log_dict(self.validated, prog_bar=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what is neither a weight nor the optimizer's."""
+        """Adds the state that belongs to neither the weights nor the optimizer."""
         checkpoint["kl_control"] = self._kl.state_dict()
         checkpoint["results"] = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
 

@@ -1,7 +1,7 @@
-"""Selection by value: the validation metric that early stopping, ``best.ckpt`` and the final report follow.
+"""The monitor: the validation metric that early stopping, ``best.ckpt`` and the final report follow.
 
-NDCG on logged positives rewards agreeing with the policy that made the log, so it selects pre-training well and aligned
-policies badly. What is learned from feedback is selected by what the held-out feedback says of it.
+NDCG on logged positives rewards agreement with the logging policy, so it selects pre-trained policies well and aligned
+policies badly. Policies that learn from feedback are selected by held-out feedback.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from recpo.training.options import LearningOptions, Monitor
 
 LOWER_IS_BETTER: frozenset[Monitor] = frozenset({"pair_loss"})
 MIN_PROPENSITY_SHARE = 0.5
-"""Share of the validation events with a propensity from which on SNIPS is the default."""
+"""Minimum share of validation events with a propensity for SNIPS as the default."""
 
 
 class HeldOutFacts(NamedTuple):
-    """What the validation period can tell.
+    """Which metrics the validation period supports.
 
     Attributes:
         propensity_share: share of its events with a logged propensity.
@@ -53,13 +53,13 @@ def held_out_facts(prepared: Prepared) -> HeldOutFacts:
 
 
 def default_monitor(options: LearningOptions, facts: HeldOutFacts) -> Monitor:
-    """The metric that fits what is learned.
+    """The default metric for an objective.
 
-    - A reward model: its held-out log-likelihood, or ``AUC_other`` where it has no probabilities.
+    - A reward model: its held-out log-likelihood, or ``AUC_other`` if it has no probabilities.
     - Pre-training (``Likelihood`` of all events): ``NDCG``.
-    - What learns from feedback: ``reward`` where ``validation_reward`` is given; for preference lists of logged events
-      ``AUC_other``; else ``SNIPS`` where at least ``MIN_PROPENSITY_SHARE`` of the validation events have a propensity,
-      and ``AUC_other`` where not. Where the period has nothing to compare: ``NDCG``, with a warning.
+    - Objectives that learn from feedback: ``reward`` if ``validation_reward`` is given; ``AUC_other`` for preference
+      lists of logged events; otherwise ``SNIPS`` if at least ``MIN_PROPENSITY_SHARE`` of the validation events have a
+      propensity, else ``AUC_other``. If the period has nothing to compare: ``NDCG``, with a warning.
     """
     objective = options.objective
     if "score" in objective.requires:
@@ -82,16 +82,16 @@ def default_monitor(options: LearningOptions, facts: HeldOutFacts) -> Monitor:
 
 
 def has_pair_loss(objective: Objective) -> bool:
-    """Whether ``pair_loss`` says anything of a policy that the objective trains.
+    """Whether ``pair_loss`` is meaningful for a policy that the objective trains.
 
-    Objectives for preference lists have a ``beta`` and a reference, which it knows nothing of: it rises while the value
-    of the lists rises (docs/training.md).
+    Objectives for preference lists have a ``beta`` and a reference, which ``pair_loss`` ignores: it rises while the
+    value of the lists rises (docs/training.md).
     """
     return not isinstance(objective, PreferenceObjective)
 
 
 def validate_monitor(monitor: Monitor, options: LearningOptions, facts: HeldOutFacts) -> None:
-    """Raises ``RecpoError`` where the metric cannot be computed."""
+    """Raises ``RecpoError`` if the metric cannot be computed."""
     name = type(options.objective).__name__
     scores = "score" in options.objective.requires
     scored = {"log_likelihood", "AUC_other"} if isinstance(options.objective, PointwiseReward) else {"AUC_other"}

@@ -1,4 +1,4 @@
-"""The networks that training holds: the policy, a frozen reference, an old policy, and the critic.
+"""The networks of a training run: the policy, a frozen reference, an old policy, and the critic.
 
 They are attributes of ``PreferenceModule``, so a checkpoint names their weights ``policy.*``, ``reference.*``,
 ``old.*`` and ``critic.*``.
@@ -27,14 +27,14 @@ _POSITIONS_AT_ONCE = 1 << 14
 
 @dataclass
 class Networks:
-    """The trained policy and what an objective needs beside it; None where it needs none.
+    """The trained policy and the other networks that an objective needs; None if it does not need one.
 
     Attributes:
         policy: the trained policy.
-        reference: frozen copy of the policy that training starts from.
-        old: frozen copy that ``refresh`` renews, and with it the state values of then.
+        reference: frozen copy of the initial policy.
+        old: frozen copy that ``refresh`` updates, together with its state values.
         critic: heads on the policy's states.
-        reference_cache: reference log-probabilities kept in memory in place of a frozen copy.
+        reference_cache: reference log-probabilities in memory instead of a frozen copy.
     """
 
     policy: Policy
@@ -45,7 +45,7 @@ class Networks:
 
     @classmethod
     def of(cls, policy: Policy, options: LearningOptions) -> Networks:
-        """Makes what ``options.objective`` requires; the policy itself is neither copied nor changed."""
+        """Creates the networks that ``options.objective`` requires. The policy itself is neither copied nor changed."""
         requires = all_requirements(options.objective, options.advantage)
         critic = None
         if requires & (OF_STATES - {"entropy"}):
@@ -60,7 +60,7 @@ class Networks:
         )
 
     def refresh(self, step: int, snapshot_every: int) -> None:
-        """Brings old policy and target network to where they stand at optimizer step ``step``."""
+        """Updates the old policy and the target network for optimizer step ``step``."""
         if self.old is not None and step % snapshot_every == 0:
             self.old.refresh(self.policy, None if self.critic is None else self.critic.state_value)
         if self.critic is not None and isinstance(self.policy, StatePolicy):
@@ -68,11 +68,11 @@ class Networks:
 
 
 class Snapshot(nn.Module):
-    """A frozen copy of a policy, always in evaluation mode; its weights travel with the module's checkpoints.
+    """A frozen copy of a policy, always in evaluation mode. Its weights are part of the module's checkpoints.
 
     Args:
-        policy: what is copied.
-        head: a head on the policy's states that is copied along: state values, or values of items.
+        policy: the policy to copy.
+        head: a head on the policy's states to copy with it: state values, or values of items.
     """
 
     def __init__(self, policy: Policy, head: nn.Module | None = None) -> None:
@@ -81,19 +81,19 @@ class Snapshot(nn.Module):
         self.head = None if head is None else copy.deepcopy(head).requires_grad_(False).eval()
 
     def train(self, mode: bool = True) -> Snapshot:
-        """Stays in evaluation mode: Lightning switches every submodule to training."""
+        """Stays in evaluation mode, although Lightning switches every submodule to training."""
         return self
 
     @torch.no_grad()
     def refresh(self, policy: Policy, head: nn.Module | None = None, rate: float = 1.0) -> None:
-        """Moves the weights by ``rate`` of the way to those of ``policy`` and ``head``; 1 takes them over."""
+        """Moves the weights by ``rate`` of the way to the weights of ``policy`` and ``head``; 1 copies them."""
         for own, other in ((self.policy, policy), (self.head, head)):
             if own is not None and other is not None:
                 _move_towards(own, other, rate)
 
     @torch.no_grad()
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
-        """See ``Policy.log_prob``; ``states`` are those of ``encode``, where they are at hand already."""
+        """See ``Policy.log_prob``. ``states`` is the result of ``encode`` if the caller already has it."""
         if states is None:
             return self.policy.log_prob(batch, needed)
         assert isinstance(self.policy, StatePolicy)
@@ -120,7 +120,7 @@ class Snapshot(nn.Module):
 
 
 def _move_towards(own: nn.Module, other: nn.Module, rate: float) -> None:
-    # not by state_dict: of a sharded table that is all ranks' blocks, and the copy's block lies where its original's is
+    # not by state_dict: for a sharded table it has all ranks' blocks, and the copy has the blocks of its original
     weights = _tensors(other)
     for name, value in _tensors(own).items():
         if rate < 1.0 and value.is_floating_point():
@@ -133,7 +133,7 @@ def _move_towards(own: nn.Module, other: nn.Module, rate: float) -> None:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Weights and the buffers that are saved: the others, such as a trie, are the same in every copy."""
+    """Weights and saved buffers. Other buffers, such as a trie, are equal in every copy."""
     saved = {
         f"{prefix}.{name}": buffer
         for prefix, part in module.named_modules()
@@ -146,8 +146,8 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 class ReferenceCache:
     """Reference log-probabilities of every training row, from one pass before training.
 
-    Memory: ``rows * S * T`` floats on the CPU, in place of a second policy and its forward pass in each step. Only
-    slates that are the same in every epoch can be cached.
+    Memory: ``rows * S * T`` floats on the CPU, instead of a second policy and its forward pass in each step. Only
+    slates that are equal in every epoch can be cached.
     """
 
     def __init__(
@@ -160,11 +160,11 @@ class ReferenceCache:
             wider = logp.shape[1] - self._table.shape[1]
             if wider > 0:
                 self._table = nn.functional.pad(self._table, (0, 0, 0, wider))
-            kept = batch.slates.mask.any(-1)  # an empty row pads a rank's last step and has no id of its own
+            kept = batch.slates.mask.any(-1)  # an empty row, which pads a rank's last step, has no id
             self._table[batch.context_ids[kept], : logp.shape[1]] = logp[kept]
 
     def log_prob(self, batch: FeedbackBatch) -> Tensor:
-        """``[B, S, T]``, as ``Policy.log_prob`` gave it."""
+        """``[B, S, T]``, the values of ``Policy.log_prob``."""
         return self._table[batch.context_ids.cpu(), : batch.slates.mask.shape[1]].to(batch.context_ids.device)
 
 
@@ -172,8 +172,8 @@ class Critic(nn.Module):
     """The heads that an objective requires.
 
     Args:
-        policy: whose states they read.
-        requires: out of ``{"value", "q_value", "score"}``; others are ignored.
+        policy: the policy whose states they read.
+        requires: a subset of ``{"value", "q_value", "score"}``; other names are ignored.
         options: see ``CriticOptions``.
         num_scores: ``Objective.num_scores``.
     """
@@ -188,12 +188,12 @@ class Critic(nn.Module):
         self.target = None if self.q_value is None else Snapshot(policy, self.q_value)
 
     def refresh_target(self, policy: StatePolicy, step: int) -> None:
-        """Moves the target network where it is due at optimizer step ``step``."""
+        """Updates the target network if it is due at optimizer step ``step``."""
         if self.target is not None and step and step % self.options.target_every == 0:
             self.target.refresh(policy, self.q_value, self.options.target_rate)
 
     def positions(self, states: Tensor, batch: FeedbackBatch) -> Tensor:
-        """What the heads read at every slate position, ``[B, S, d]``, from the policy's states ``[B, H + 1, d]``."""
+        """The states that heads read at every slate position, ``[B, S, d]``, from the policy's ``[B, H + 1, d]``."""
         return states_at(states if self.options.shares_encoder else states.detach(), batch.slates.visible)
 
     def scores(self, policy: StatePolicy, states: Tensor, batch: FeedbackBatch) -> Tensor:
@@ -206,9 +206,9 @@ class Critic(nn.Module):
 
     @torch.no_grad()
     def q_targets(self, states: Tensor, batch: FeedbackBatch, rewards: Tensor) -> Tensor:
-        """Bellman targets ``[B, S]``: the next state of a position is that of the next request on its slate.
+        """Bellman targets ``[B, S]``: the next state of a position is the state of the next request on its slate.
 
-        Nothing follows the last request of a slate.
+        The last request of a slate has no next state.
 
         Args:
             states: ``[B, H + 1, d]`` of the online policy.
@@ -229,16 +229,16 @@ class Critic(nn.Module):
 
 
 def next_visible(visible: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """For every position the ``visible`` of the first later position that sees more, and whether there is none.
+    """For every position, ``visible`` of the first later position with a larger value, and whether there is none.
 
     Args:
-        visible: ``[B, S]``, not decreasing over the kept positions.
+        visible: ``[B, S]``, not decreasing over the real positions.
         mask: ``[B, S]``.
 
     Returns:
-        ``[B, S]`` each; 0 and True where there is none, and at masked positions.
+        ``[B, S]`` each; 0 and True if there is none, and at masked positions.
     """
-    # what sees nothing more sorts behind every position
+    # a position without a larger value sorts after every position
     beyond = int(torch.iinfo(visible.dtype).max)
     ascending = visible.masked_fill(~mask, beyond).sort(-1).values
     index = torch.searchsorted(ascending, visible.contiguous(), right=True)
@@ -251,7 +251,7 @@ def next_visible(visible: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def item_scores(policy: StatePolicy, head: ItemScore, histories: Histories, slates: Slates) -> Tensor:
     """Scores ``[B, S, K]`` of the items of ``slates``, 0 at masked positions; no gradient.
 
-    Each is scored after the ``visible`` events of its history. Positions are taken in blocks.
+    Each item is scored after the ``visible`` events of its history. Positions are processed in blocks.
     """
     states = policy.encode(histories)
     rows = torch.arange(len(states), device=states.device)[:, None] * states.shape[1] + slates.visible

@@ -1,10 +1,10 @@
-"""On-policy candidates: a frozen snapshot of the policy draws a group of items for every context, a reward scores them.
+"""On-policy candidates: a frozen snapshot of the policy draws a group of items per context, and a reward scores them.
 
-In place of draws they may be the snapshot's top ranks, or the whole catalog.
+Instead of draws, the candidates may be the snapshot's top-ranked items, or the complete catalog.
 
-A rollout is a pure function of the snapshot, the contexts and a seed, so nothing of it has to be stored: a run that is
-resumed in the middle of a phase draws the same candidates again. Training goes in phases: the snapshot is refreshed at
-their start, and the batches of a phase are gone through several times with the candidates of the first visit.
+A rollout is a pure function of the snapshot, the contexts and a seed, so it need not be stored: a run that resumes in
+the middle of a phase draws the same candidates again. Training has phases. The snapshot is refreshed at the start of a
+phase, and the batches of the phase are visited several times with the candidates of the first visit.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from recpo.types import FeedbackBatch, Slates, catalog_slates
 
 
 class Rollout(NamedTuple):
-    """What a phase keeps of a batch.
+    """The values that a phase keeps for a batch.
 
     Attributes:
         slates: the candidates and their rewards.
-        logp: ``[B, S, T]`` under exactly the distribution that they were drawn from: ``pi_old``; of the whole catalog
-            under the snapshot, None where nothing reads it.
-        metrics: of the draws.
-        reference: ``[B, S, T]`` under the reference policy, where the objective asks for it.
-        values: ``[B, S]`` of the snapshot's critic, where there is one.
-        monitored: ``[B, S]`` monitor rewards of the whole catalog, where there are any.
+        logp: ``[B, S, T]`` under the distribution that they were drawn from, ``pi_old``; for the complete catalog,
+            under the snapshot; None if nothing reads it.
+        metrics: metrics of the draws.
+        reference: ``[B, S, T]`` under the reference policy, if the objective needs it.
+        values: ``[B, S]`` of the snapshot's critic, if there is one.
+        monitored: ``[B, S]`` monitor rewards of the complete catalog, if there are any.
     """
 
     slates: Slates
@@ -56,10 +56,10 @@ class Rollout(NamedTuple):
 
 
 class Rollouts:
-    """The rollouts of the phase at hand: made on the first visit of a batch, kept until the phase ends.
+    """The rollouts of the current phase: created on the first visit of a batch, and kept until the phase ends.
 
     Args:
-        seed: candidates are a function of it, the phase, the rows of the batch and the snapshot.
+        seed: together with the phase, the rows of the batch and the snapshot, it determines the candidates.
         keep: batches are visited again in their phase.
     """
 
@@ -69,14 +69,14 @@ class Rollouts:
         self._kept: dict[tuple[int, ...], Rollout] = {}
 
     def begin(self, *phase: int) -> None:
-        """Says which phase it is, by any numbers that no other phase of the run has."""
+        """Sets the phase, identified by numbers that no other phase of the run has."""
         if phase != self._phase:
             self._phase = phase
             self._kept.clear()
 
     def of(self, batch: FeedbackBatch, make: Callable[[FeedbackBatch], Rollout]) -> Rollout:
-        """The rollout of ``batch``, made by ``make`` with the random numbers that belong to it."""
-        rows = (batch.context_ids + 1) * batch.slates.mask.any(-1)  # 0: an empty row, which fills up a rank's last step
+        """The rollout of ``batch``, created by ``make`` with the random numbers of that batch."""
+        rows = (batch.context_ids + 1) * batch.slates.mask.any(-1)  # 0: an empty row, which pads a rank's last step
         key = tuple(rows.tolist())
         if key in self._kept:
             return self._kept[key]
@@ -93,14 +93,14 @@ class Rollouts:
 def roll_out(
     policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction, scores_catalog: bool = True
 ) -> Rollout:
-    """Draws and scores a group of candidates for every context, at the state after its whole history.
+    """Draws and scores a group of candidates for every context, at the state after its complete history.
 
     Args:
         policy: the snapshot, in evaluation mode.
-        batch: contexts, and what the log shows for them.
-        options: which candidates they have.
+        batch: contexts, and their logged slates.
+        options: the kind of candidates.
         reward: scores them.
-        scores_catalog: the snapshot scores the whole catalog; False = nothing reads that.
+        scores_catalog: the snapshot scores the complete catalog; False = nothing reads these scores.
     """
     if options.candidates == "catalog":
         rollout = _whole_catalog(policy, batch, options, reward)
@@ -123,7 +123,7 @@ def roll_out(
 
 
 def _whole_catalog(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction) -> Rollout:
-    """Every item as a candidate, with rewards, not scored yet."""
+    """Every item as a candidate, with rewards but without log-probabilities."""
     contexts = batch.slates.mask.any(-1, keepdim=True)
     slates = catalog_slates(batch.histories, policy.num_items)
     nothing, missing = contexts.new_zeros(()), slates.visible.new_full((), torch.nan, dtype=torch.float32)
@@ -145,11 +145,11 @@ def _whole_catalog(policy: Policy, batch: FeedbackBatch, options: RolloutOptions
 
 @torch.no_grad()
 def catalog_metrics(rollout: Rollout, logp: Tensor) -> dict[str, Tensor]:
-    """What is a mean over a group of draws, as an expectation over the whole catalog.
+    """The metrics that are means over a group of draws, as expectations over the complete catalog.
 
     Args:
-        rollout: of the catalog.
-        logp: ``[B, V, 1]`` of the policy that is expected under.
+        rollout: a rollout of the catalog.
+        logp: ``[B, V, 1]`` of the policy for the expectation.
     """
     slates, contexts = rollout.slates, rollout.slates.mask.any(-1, keepdim=True)
     probability = logp[..., 0].exp() * contexts
@@ -169,7 +169,7 @@ def catalog_metrics(rollout: Rollout, logp: Tensor) -> dict[str, Tensor]:
 
 
 def _scored(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction) -> Candidates:
-    """Candidates with rewards; one whose reward is unknown leaves its group."""
+    """Candidates with rewards. A candidate with an unknown reward leaves its group."""
     candidates = _drawn(policy, batch, options)
     slates = candidates.slates
     rewards = reward(batch, slates).detach()
@@ -178,7 +178,7 @@ def _scored(policy: Policy, batch: FeedbackBatch, options: RolloutOptions, rewar
 
 
 def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Candidates:
-    """Groups in descending probability, as rewards that look at ranks want them."""
+    """Sorts groups by descending probability, as rewards that read ranks require."""
     histories, size = batch.histories, options.group_size
     if options.candidates == "beam":
         item_ids = policy.recommend(histories, min(size, policy.num_items)).item_ids
@@ -189,13 +189,13 @@ def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Can
     slates = Slates(
         item_ids=item_ids * kept,
         visible=histories.lengths[:, None] * kept,
-        mask=kept,  # a draw that is no item stays: a reward may know it, as a miss
+        mask=kept,  # a draw that is not an item stays, because a reward may score it as a miss
         label=torch.full(kept.shape, torch.nan, device=kept.device),
         dislike=torch.zeros_like(kept),
         positive=torch.zeros_like(kept),
         grade=torch.full(kept.shape, torch.nan, device=kept.device),
         is_logged=torch.zeros_like(kept),
-        ends_session=torch.ones_like(kept),  # every candidate is a step of its own: what would follow it is not known
+        ends_session=torch.ones_like(kept),  # every candidate is a separate step: its continuation is unknown
     )
     slates = with_logged(slates, batch.slates, options.num_logged)
     assert slates.is_logged is not None
@@ -213,7 +213,7 @@ def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Can
 def _informative(
     drawn: Candidates, policy: Policy, batch: FeedbackBatch, options: RolloutOptions, reward: RewardFunction
 ) -> tuple[Candidates, dict[str, Tensor]]:
-    """Groups of equal rewards are drawn anew a bounded number of times; those that remain are left out."""
+    """Redraws groups of equal rewards a limited number of times, and leaves out those that are still equal."""
     contexts = batch.slates.mask.any(-1)
     again = torch.zeros((), device=contexts.device)
     constant = _is_constant(drawn) & contexts
@@ -233,13 +233,13 @@ def _informative(
 
 
 def _is_constant(drawn: Candidates) -> Tensor:
-    """``[B]``: all rewards of the group are equal, or there is at most one."""
+    """``[B]``: True if all rewards of the group are equal, or if there is at most one."""
     assert drawn.slates.reward is not None
     return (group_normalized_advantage(drawn.slates.reward, drawn.slates.mask, scale=False) == 0).all(-1)
 
 
 def _draw_metrics(drawn: Candidates, batch: FeedbackBatch, options: RolloutOptions) -> dict[str, Tensor]:
-    """Shares of valid and of unique draws, of groups that hold an item the user is logged to like, and the entropy."""
+    """Shares of valid and unique draws, share of groups with an item that the user liked, and the entropy."""
     slates, logged = drawn.slates, batch.slates
     assert slates.is_logged is not None
     generated = logged.mask.any(-1, keepdim=True) & ~slates.is_logged
@@ -253,6 +253,6 @@ def _draw_metrics(drawn: Candidates, batch: FeedbackBatch, options: RolloutOptio
         hit = valid & is_member(slates.item_ids, logged.item_ids, logged.mask & logged.positive)
         metrics["hit_group_share"] = masked_mean(hit.any(-1), logged.mask.any(-1))
     if options.candidates == "draws":
-        # -log p of a draw is an unbiased estimate of the entropy of what it was drawn from
+        # -log p of a draw is an unbiased estimate of the entropy of its distribution
         metrics["draw_entropy"] = masked_mean(-drawn.logp.sum(-1), valid & slates.mask)
     return metrics

@@ -20,35 +20,36 @@ from recpo.types import EvaluationBatch, FeedbackBatch, Slates
 
 OF_EXPOSURES = ("AUC_other", "pair_loss", "SNIPS")
 MAX_WEIGHT = 100.0
-"""Bound on the importance weights of SNIPS: what is cut is biased towards what the log showed."""
+"""Bound on the importance weights of SNIPS. Clipping them biases the estimate toward the logging policy."""
 
 
 def tail_items(item_counts: Tensor) -> Tensor:
-    """Which items 0..V are in the tail or have no event, ``[V + 1]`` bool, from their training counts ``[V]``.
+    """The items 0..V that are in the tail or have no event, ``[V + 1]`` bool, from their training counts ``[V]``.
 
-    The tail is that of ``popularity_bins``: the least popular items, behind those that hold 80 % of the events.
+    The tail is defined by ``popularity_bins``: the least popular items, after those that have 80 % of the events.
     """
     return popularity_bins(torch.nn.functional.pad(item_counts, (1, 0))) >= POPULARITY_BINS.index("tail")
 
 
 class ValidationMetrics:
-    """Means over users of NDCG@k and HitRate@k on positives and of the disliked share of the lists.
+    """Means over users of NDCG@k and HitRate@k on positives, and of the disliked share of the lists.
 
     Items of the user's past are left out of the lists and of the targets. Users without a positive target are left out
-    of the first two means, users without a held-out dislike out of the third. ``coverage@k`` is the share of the
-    catalog on at least one list; with ``item_counts``, ``Recall_head@k`` and ``Recall_tail@k`` are the recalls of the
+    of the first two means, and users without a held-out dislike out of the third. ``coverage@k`` is the share of the
+    catalog on at least one list. With ``item_counts``, ``Recall_head@k`` and ``Recall_tail@k`` are the recalls of the
     positives outside and inside the tail of the catalog (``tail_items``).
 
-    Of the held-out exposures, whatever the lists are: ``AUC_other``, ``pair_loss`` and ``SNIPS`` (``exposure_sums``).
-    With ``reward``, ``reward@k`` is its mean over the lists of all users with held-out events. A metric of these four
-    that nothing is known of (no user with both kinds of exposures, no propensity) is left out.
+    Metrics of the held-out exposures, which do not depend on the lists: ``AUC_other``, ``pair_loss`` and ``SNIPS``
+    (``exposure_sums``). With ``reward``, ``reward@k`` is its mean over the lists of all users with held-out events.
+    Each of these four metrics is left out if it cannot be computed (no user with both kinds of exposures, no
+    propensity).
 
     Args:
-        k: length of the lists, which a smaller catalog caps; the metrics are called by it.
+        k: length of the lists, limited by a smaller catalog; the names of the metrics keep k.
         num_items: catalog size.
         item_counts: ``[V]`` training events of the items 1..V.
-        reward: of the lists.
-        pair_loss: it is one of the metrics.
+        reward: reward of the lists.
+        pair_loss: include this metric.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class ValidationMetrics:
         self._shown[items.flatten().cpu()] = 1.0
 
     def compute(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """The means over every rank's users, 0 where there is none; starts anew."""
+        """The means over the users of all ranks, 0 if there are none. Resets the sums."""
         totals, shown = reduce_sum(self._sums), reduce_sum(self._shown)
         self._sums, self._shown = torch.zeros_like(self._sums), torch.zeros_like(self._shown)
         always, denominators = len(self._names), totals[:, 1].clone()
@@ -109,14 +110,14 @@ class ValidationMetrics:
 def exposure_sums(policy: Policy, batch: EvaluationBatch, names: Sequence[str] = OF_EXPOSURES) -> Tensor:
     """Numerators and denominators ``[len(names), 2]`` float64, on the CPU, of ``names`` over a batch of users.
 
-    With ``l(i)`` the log-probability of an item at the start of the period, positives P and other or disliked
-    exposures N of a user as in ``held_out_targets``, each item once:
+    Let ``l(i)`` be the log-probability of an item at the start of the period, P a user's positives and N the other or
+    disliked exposures (``held_out_targets``), each item once:
 
-    - ``AUC_other``: the mean over users of ``exposure_auc``, against the others without the disliked.
+    - ``AUC_other``: the mean over users of ``exposure_auc``, against the other exposures without the disliked ones.
     - ``pair_loss``: the mean over users of the mean over ``P x N`` of ``-log sigmoid(l(p) - l(n))``.
-    - ``SNIPS``: ``sum w r / sum w`` over exposures with a propensity ``p0`` and a grade or a dislike, with
-      ``w = min(exp(l) / p0, MAX_WEIGHT)`` and ``r`` the grade minus 1 for a dislike: the mean logged reward of
-      the items that the policy would draw (Swaminathan and Joachims, 2015).
+    - ``SNIPS``: ``sum w r / sum w`` over exposures with a propensity ``p0`` and a grade or a dislike, with ``w =
+      min(exp(l) / p0, MAX_WEIGHT)``, where ``r`` is the grade, minus 1 for a dislike: the mean logged reward of the
+      items that the policy would draw (Swaminathan and Joachims, 2015).
     """
     slates, targets = batch.feedback.slates, held_out_targets(batch)
     rewarded = torch.zeros_like(slates.mask)
@@ -138,16 +139,16 @@ def exposure_sums(policy: Policy, batch: EvaluationBatch, names: Sequence[str] =
 
 
 def _over_users(metric: Tensor) -> Tensor:
-    """Sum and number of the users of whom it is known."""
+    """Sum over the users with a known value, and their number."""
     return torch.stack([metric.nansum(), metric.isfinite().sum().double()])
 
 
 def exposure_pair_loss(logp: Tensor, targets: Targets) -> Tensor:
-    """``-log sigmoid(l(p) - l(n))``, the mean over each user's pairs, ``[B]`` float64; nan where a user has no pair.
+    """``-log sigmoid(l(p) - l(n))``, the mean over each user's pairs, ``[B]`` float64; nan for users without a pair.
 
     Args:
         logp: ``[B, S]`` scores ``l`` of the slate items.
-        targets: the positives ``p``, and the others and disliked ``n``; an item that occurs several times counts once.
+        targets: the positives ``p``, and the others and disliked ``n``; a repeated item counts once.
     """
     positive = first_places(targets.item_ids, targets.positive)
     negative = first_places(targets.item_ids, targets.other | targets.disliked)
@@ -167,13 +168,13 @@ def _list_reward(reward: RewardFunction, batch: FeedbackBatch, items: Tensor) ->
 
 
 class ScoreMetrics:
-    """What is watched while a reward model is trained, on the held-out exposures of the validation split.
+    """Validation metrics of a reward model, on the held-out exposures of the validation split.
 
-    ``log_likelihood``, of a pointwise model, the mean over known targets; ``AUC_other``, the mean over users of the
-    probability that the first score puts a positive item above another labeled one.
+    ``log_likelihood``, for a pointwise model, is the mean over known targets. ``AUC_other`` is the mean over users of
+    the probability that the first score ranks a positive item above another labeled one.
 
     Args:
-        objective: what is trained.
+        objective: the trained objective.
         head: its scores.
     """
 
@@ -205,7 +206,7 @@ class ScoreMetrics:
         self._sums += torch.stack([torch.stack(pair) for pair in sums]).cpu()
 
     def compute(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """The means over every rank's users, 0 where there is none; starts anew."""
+        """The means over the users of all ranks, 0 if there are none. Resets the sums."""
         totals = reduce_sum(self._sums)
         self._sums = torch.zeros_like(self._sums)
         means = (totals[:, 0] / totals[:, 1].clamp(min=1.0)).float()
