@@ -326,11 +326,11 @@ def reward_score(reward: RewardFunction, asked):
 
 
 @torch.inference_mode()
-def metrics_of_scores(score, data, options):
+def metrics_of_scores(score, data, options, max_history=50):
     """AUC over all users together, of new items alone too, and the mean of that of every user; see ``exposure_auc``."""
     new = np.append(False, data.item_counts() == 0)
     per_user, parts = [], []
-    for batch in evaluation_batches(data.root, options.split, 50, 2048, Reads(True, True, True)):
+    for batch in evaluation_batches(data.root, options.split, max_history, 2048, Reads(True, True, True)):
         targets = held_out_targets(batch).without(batch.exclude)
         scores = score(batch.feedback)
         per_user.append(exposure_auc(scores, targets)["AUC_other"])
@@ -356,8 +356,10 @@ def policy_metrics(run, data, options):
     measures = [NewItems(new_items(counts, None), [10])]
     batches = evaluation_batches(data.root, options.split, policy.max_history, 512, policy.reads)
     found = evaluate_ranking(recommender, batches, num_items=data.num_items, ks=[10], measures=measures)
+    scores = metrics_of_scores(lambda asked: policy.log_prob(asked)[..., 0], data, options, policy.max_history)
     values = {metric: estimate(per_user)._asdict() for metric, per_user in found.per_user.items()}
-    return values | {metric: {"mean": total} for metric, total in found.totals.items()}
+    values |= {metric: {"mean": total} for metric, total in found.totals.items()}
+    return values | {metric: scores[metric] for metric in ("AUC", "AUC_new")}
 
 
 def feature_results(options):
