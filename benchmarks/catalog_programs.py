@@ -129,6 +129,42 @@ def measure(root: Path, form: str, repeats: int) -> dict[str, Any]:
     return found | (dict(manifest.index) if manifest.index else {})
 
 
+def measure_search(items: int, precision: str, repeats: int) -> dict[str, Any]:
+    """The search alone, of random states in a random table, in ONNX Runtime."""
+    import onnxruntime
+    import torch
+
+    from recpo.policies.blocked_table import BlockedTable
+
+    torch.manual_seed(0)
+    table = BlockedTable(torch.randn(items + 1, DIM) * 0.3, precision)
+
+    class Search(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = table
+
+        def forward(self, states: torch.Tensor, exclude: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            top = self.table.top_k(states, K, exclude)
+            return top.item_ids, top.scores
+
+    users, width = torch.export.Dim("users", min=1), torch.export.Dim("exclude", min=1)
+    example = torch.randn(2, DIM), torch.randint(items, (2, 53))
+    exported = torch.export.export(Search(), example, dynamic_shapes=({0: users}, {0: users, 1: width}))
+    program = torch.onnx.export(exported, input_names=["states", "exclude"], dynamo=True, verbose=False)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString(), options)
+    found: dict[str, Any] = {"form": f"search {precision}", "items": items}
+    for users_ in (1, 32):
+        given = {"states": torch.randn(users_, DIM).numpy(), "exclude": torch.randint(items, (users_, 53)).numpy()}
+        cpu, wall = smallest(lambda given=given: session.run(None, given), repeats)
+        found |= {f"cpu_ms_{users_}": cpu, f"wall_ms_{users_}": wall}
+    plain = np.ones(items * DIM // 2, np.int64)
+    found["read_cpu_ms"] = smallest(lambda: plain.max(), repeats)[0]
+    return found | {"times_read": round(found["cpu_ms_1"] / found["read_cpu_ms"], 2)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
@@ -136,13 +172,17 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="a trained policy instead of a made-up one")
     parser.add_argument("--forms", nargs="*", default=FORMS)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--search", action="store_true", help="the search alone, without policy, bundle and checks")
     parser.add_argument("--bundle", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.bundle:
         print(json.dumps(measure(arguments.bundle, arguments.forms[0], arguments.repeats)))
         return
     sizes = arguments.items or ([10_000] if arguments.quick else [100_000, 1_000_000])
-    sizes = [0] if arguments.run else sizes
+    for items in sizes if arguments.search else ():
+        for precision in ("float32", "float16", "int8"):
+            print(json.dumps(measure_search(items, precision, arguments.repeats)), flush=True)
+    sizes = [] if arguments.search else [0] if arguments.run else sizes
     for items in sizes:
         if arguments.run:
             from recpo.training.run import Run
