@@ -149,10 +149,12 @@ class BlockedTable(nn.Module):
     def _candidate_scores(self, states: Tensor, groups: Tensor) -> Tensor:
         """Scores ``[B, n G]`` of the rows of the groups ``[B, n]``, each in the order of its rows."""
         dim = self.values.shape[2]
-        values, scales, bias = (
-            part.view(-1, self.group, *part.shape[2:])[groups].flatten(1, 2)
-            for part in (self.values, self.scales, self.bias)
+        users = groups.shape[0]
+        values, scales, bias = (  # whole groups end to end: runtimes copy them at once
+            part.view(-1, self.group * width).index_select(0, groups.flatten()).view(users, -1, width)
+            for part, width in ((self.values, dim), (self.scales, 1), (self.bias, 1))
         )
+        scales, bias = scales.squeeze(2), bias.squeeze(2)
         rows, own = values.float(), dim - self.rooted
         scores = (rows[:, :, :own] @ states[:, :own, None]).squeeze(2)
         scores = scores * scales if self.precision == "int8" else scores
