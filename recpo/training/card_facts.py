@@ -1,4 +1,4 @@
-"""What a run says of itself for the model card of its bundle."""
+"""The facts about a run for the model card of its bundle."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def card_facts(
 
 
 def evaluation_facts(evaluation: Evaluation | Path | str, run: str) -> dict[str, Any]:
-    """The metrics of a run, and of the baselines beside it, out of an evaluation.
+    """The metrics of a run, and of the baselines in the same evaluation.
 
     Args:
         evaluation: the evaluation, or its directory.
         run: name of the run among its contenders.
 
     Raises:
-        RecpoError: no evaluation, or the run is not among its contenders.
+        RecpoError: not an evaluation, or the run is not among its contenders.
     """
     document = (evaluation if isinstance(evaluation, Evaluation) else Evaluation.open(evaluation)).document
     contenders = {one["name"]: one for one in document["contenders"] if one.get("metrics")}

@@ -36,7 +36,7 @@ from recpo.training.run import Run
 from recpo.training.trainer import DEFAULT_EPOCHS, says_when_to_stop
 
 DEFAULT_ADVANTAGE = TernaryAdvantage(positive_fraction=0.25)
-"""Advantage of objectives that weigh logged feedback by advantages alone, such as GBPO, where none is given."""
+"""Default advantage of objectives that weigh logged feedback only by advantages, such as GBPO."""
 _UNRECORDED = ("config", "resume", "overwrite", "trust")
 _BY_CLASS = (Objective, AdvantageEstimator, RewardFunction, Layout)
 
@@ -81,11 +81,11 @@ def train_parser() -> ArgumentParser:
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
-    """Parses the flags of ``recpo train`` and completes what they leave open.
+    """Parses the flags of ``recpo train`` and fills in missing ones.
 
-    Options of ``policy`` that are not given, and ``data.layout``, are those of ``init_from``. An objective that weighs
-    logged feedback by advantages alone (GBPO, Reinforce) gets ``DEFAULT_ADVANTAGE`` where none is given. Training whose
-    end is not said takes ``DEFAULT_EPOCHS``.
+    Options of ``policy`` that are not given, and ``data.layout``, come from ``init_from``. An objective that weighs
+    logged feedback only by advantages (GBPO, Reinforce) gets ``DEFAULT_ADVANTAGE`` if none is given. Training without a
+    given end uses ``DEFAULT_EPOCHS``.
 
     Raises:
         ArgumentError: an unknown option, or a value of a wrong type.
@@ -116,7 +116,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
 
 
 def _readable_nulls(arguments: Sequence[str]) -> list[str]:
-    """``--a.b.c null`` as ``--a.b {c: null}``: jsonargparse takes the former for text two levels below an option."""
+    """Rewrites ``--a.b.c null`` as ``--a.b {c: null}``; jsonargparse reads the former as text at this depth."""
     readable: list[str] = []
     words = iter(arguments)
     for word in words:
@@ -149,7 +149,7 @@ def instantiate(configuration: Namespace) -> TrainOptions:
 
 
 def resolved(configuration: Namespace) -> str:
-    """YAML of every option, defaults included, but for what says how to treat a run that exists already."""
+    """YAML of every option, including defaults, except the options on how to treat an existing run."""
     kept = configuration.clone()
     for name in _UNRECORDED:
         kept.pop(name, None)
@@ -172,10 +172,10 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def as_configuration(value: Any) -> Any:
-    """A Python value as YAML would say it.
+    """A Python value in the form that YAML would have.
 
     Classes, ``functools.partial`` of classes, objectives, advantages, rewards and layouts become class paths; other
-    options their fields; directories their paths.
+    options become their fields; directories become paths.
 
     Raises:
         RecpoError: an object that no configuration can name.

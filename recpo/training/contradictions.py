@@ -1,4 +1,4 @@
-"""What does not fit together, said before training starts and with the option that fixes it."""
+"""Rejects options that do not fit together, before training starts, with a message that names the option to change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OF_STATES = frozenset({"value", "entropy", "q_value", "score"})
 
 
 def all_requirements(objective: Objective, advantage: AdvantageEstimator | None) -> frozenset[str]:
-    """What the objective asks for, and what that needs in turn."""
+    """The requirements of the objective, and the requirements that follow from them."""
     requires = objective.requires
     if "advantages" in requires and advantage is not None:
         requires |= advantage.requires
@@ -38,15 +38,15 @@ def all_requirements(objective: Objective, advantage: AdvantageEstimator | None)
 
 
 def validate_options(policy: Policy, options: LearningOptions, slates: SlateTraits) -> None:
-    """Raises where policy, options and data do not fit together.
+    """Raises if policy, options and data do not fit together.
 
     Args:
-        policy: to train.
+        policy: the policy to train.
         options: what it learns from.
-        slates: what the data says about its slates.
+        slates: properties of the data's slates.
 
     Raises:
-        RecpoError: names the option that fixes it.
+        RecpoError: names the option to change.
     """
     objective, rollout = options.objective, options.rollout
     if objective.reads_catalog and (rollout is None or rollout.candidates != "catalog"):
@@ -70,7 +70,7 @@ def validate_options(policy: Policy, options: LearningOptions, slates: SlateTrai
 
 
 def validate_item_likelihood(policy: Policy, objective: Objective) -> None:
-    """Raises where there is no likelihood of whole items to add, or where it would be that of all exposures."""
+    """Raises if the policy has no codes, or if the objective is not the likelihood of all exposures."""
     if not isinstance(policy, StatePolicy) or policy.num_tokens == 1:
         raise RecpoError(
             f"item_coef adds the likelihood of whole items to that of their codes, and {type(policy).__name__} has no "
@@ -84,7 +84,7 @@ def validate_item_likelihood(policy: Policy, objective: Objective) -> None:
 
 
 def validate_policy(policy: Policy, objective: Objective) -> None:
-    """Raises where the policy cannot give what the objective asks for."""
+    """Raises if the policy cannot compute what the objective requires."""
     name = type(objective).__name__
     asked = objective.requires & OF_STATES
     if asked and not isinstance(policy, StatePolicy):
@@ -102,7 +102,7 @@ def validate_policy(policy: Policy, objective: Objective) -> None:
 def validate_feedback(
     objective: Objective, advantage: AdvantageEstimator | None, reward: RewardFunction | None
 ) -> None:
-    """Raises where advantages, rewards or values are asked for and not given."""
+    """Raises if advantages, rewards or values are required and not given."""
     name, requires = type(objective).__name__, objective.requires
     if requires - KNOWN:
         raise RecpoError(f"objective {name} asks for {sorted(requires - KNOWN)}, which training does not know")
@@ -129,10 +129,10 @@ def validate_feedback(
 
 
 def validate_old_policy(objective: Objective, old_policy: str) -> None:
-    """Raises where ratios would be 1 throughout.
+    """Raises if all ratios would be 1.
 
-    One step on the policy's own samples has them at 1 by right; that is what ``Reinforce`` (and ``GBPO`` without an old
-    policy) computes. An objective whose point is the ratio must be told which policy is old.
+    For a single step on the policy's own samples, ratios of 1 are correct; that is what ``Reinforce`` (and ``GBPO``
+    without an old policy) computes. An objective that uses the ratio must be told which policy is the old one.
     """
     name = type(objective).__name__
     if isinstance(objective, WeightedLikelihood) and objective.ips_power and old_policy != "logged":
@@ -149,7 +149,7 @@ def validate_old_policy(objective: Objective, old_policy: str) -> None:
 
 
 def validate_slates(objective: Objective, slates: SlateTraits, reference: str, anchor_coef: float) -> None:
-    """Raises where the slates of the data are not of the kind that the objective compares."""
+    """Raises if the slates of the data are not of the kind that the objective compares."""
     name, wants_lists = type(objective).__name__, "chosen" in objective.requires
     if wants_lists and not slates.is_preference_list:
         raise RecpoError(
@@ -176,7 +176,7 @@ def validate_slates(objective: Objective, slates: SlateTraits, reference: str, a
 def validate_rollout(
     objective: Objective, rollout: RolloutOptions, slates: SlateTraits, reward: RewardFunction | None, old_policy: str
 ) -> None:
-    """Raises where candidates cannot be drawn, scored or learned from."""
+    """Raises if candidates cannot be drawn, scored or learned from."""
     if not slates.one_request:
         raise RecpoError(
             "rollout draws candidates at the moment of a request: set data.layout to class_path: ImpressionLayout"
@@ -199,7 +199,7 @@ def validate_rollout(
 
 
 def validate_draws(objective: Objective, rollout: RolloutOptions) -> None:
-    """Raises where the objective takes draws for candidates that stand there once, or the other way round."""
+    """Raises if the objective expects draws and gets distinct candidates, or the other way round."""
     wanted, drawn = objective.reads_draws, rollout.candidates == "draws"
     if wanted is None:
         return
@@ -218,7 +218,7 @@ def validate_draws(objective: Objective, rollout: RolloutOptions) -> None:
 
 
 def validate_catalog(policy: Policy, objective: Objective, reward: RewardFunction | None) -> None:
-    """Raises where the whole catalog cannot be the slate of a context."""
+    """Raises if the complete catalog cannot be the slate of a context."""
     if not isinstance(policy, StatePolicy) or policy.num_tokens > 1:
         raise RecpoError(
             f"rollout.candidates: catalog scores every item at once, and {type(policy).__name__} has "
@@ -240,7 +240,7 @@ def validate_catalog(policy: Policy, objective: Objective, reward: RewardFunctio
 
 
 def validate_snapshot_reference(objective: Objective, reference: str, old_policy: str) -> None:
-    """Raises where the snapshot that is to be the reference does not exist."""
+    """Raises if the snapshot that should be the reference does not exist."""
     if reference == "snapshot" and "reference" in objective.requires and old_policy != "snapshot":
         raise RecpoError(
             f"reference: snapshot takes the old policy's copy: set old_policy to snapshot, not {old_policy}"
@@ -248,7 +248,7 @@ def validate_snapshot_reference(objective: Objective, reference: str, old_policy
 
 
 def validate_shared_prefix(policy: Policy, objective: Objective) -> None:
-    """Raises where there is no prefix that a rejected item could share with the chosen one."""
+    """Raises if a rejected item cannot share a prefix with the chosen one."""
     if policy.num_tokens == 1 or "chosen" not in objective.requires:
         raise RecpoError(
             "mask_shared_prefix leaves out codes that a rejected item shares with the chosen one: it needs a policy of "
@@ -263,10 +263,10 @@ def feedback_warnings(
     reward: RewardFunction | None,
     counts: Mapping[str, int],
 ) -> list[str]:
-    """What to say of feedback that the objective learns from and the log hardly has.
+    """A warning about feedback that the objective learns from and that is rare in the log.
 
     Args:
-        objective: what is trained.
+        objective: the objective.
         advantage: its advantages.
         reward: its rewards.
         counts: train events of each of ``FEEDBACK_KINDS``.

@@ -1,4 +1,4 @@
-"""Likelihood of whole items beside that of their codes: what a policy of semantic ids learns its states from."""
+"""Likelihood of whole items, in addition to the likelihood of their codes, for the states of a semantic-id policy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from recpo.types import Slates
 
 
 def item_log_prob(policy: StatePolicy, states: Tensor, slates: Slates) -> Tensor:
-    """``log softmax_v(state · vector_v)`` of the items of slates over the whole catalog, ``[B, S]``; 0 where masked.
+    """``log softmax_v(state · vector_v)`` over the catalog for the items of slates, ``[B, S]``; 0 where masked.
 
-    The vectors are those that the encoder reads (``StatePolicy.item_vectors``), so that an item's codes are trained
-    by it as well.
+    The vectors are the ones that the encoder reads (``StatePolicy.item_vectors``), so this also trains the codes'
+    vectors.
 
     Args:
-        policy: whose vectors they are.
+        policy: the policy that has the vectors.
         states: ``[B, H + 1, d]`` of ``policy.encode``.
         slates: the items.
     """

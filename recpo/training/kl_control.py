@@ -1,4 +1,4 @@
-"""Adaptive coefficient of the KL penalty, and the end of a phase that moved too far from its snapshot."""
+"""Adaptive coefficient of the KL penalty, and early end of a phase that moved too far from its snapshot."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from recpo.training.options import KLTarget
 from recpo.types import LogProbs
 
 MAX_ERROR = 0.2
-"""Bound on the proportional error, so that one outlying batch cannot blow the coefficient up (arXiv 1909.08593)."""
+"""Bound on the proportional error, so that an outlier cannot change the coefficient too much (arXiv 1909.08593)."""
 
 
 class AdaptiveKLCoefficient:
-    """Steers the coefficient of the KL penalty so that the measured divergence approaches ``target``.
+    """Adjusts the coefficient of the KL penalty so that the measured divergence approaches ``target``.
 
     ``c <- c (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)`` after ``n`` samples (arXiv 1909.08593, section 2.2).
 
     Args:
         value: the initial coefficient.
-        target: the divergence to hold, in nats.
+        target: the divergence to maintain, in nats.
         horizon: number of samples over which the coefficient may change by a factor of about e^0.2.
     """
 
@@ -53,14 +53,14 @@ class AdaptiveKLCoefficient:
 
 
 class KLControl:
-    """Measures divergences over whole optimizer steps, moves the coefficient and stops a phase that went too far.
+    """Measures divergences over complete optimizer steps, adjusts the coefficient, and stops a phase that went too far.
 
     Args:
-        objective: whose ``kl_coef`` is moved.
-        target: where to; None = it stays.
-        max_kl: largest KL(old || policy) in nats per item, by the k3 estimate over items drawn from the old policy;
-            None = any.
-        catalog: slates are the whole catalog: the divergence is exact, and a context counts as one item.
+        objective: the objective with the ``kl_coef``.
+        target: the target divergence; None = the coefficient is constant.
+        max_kl: maximum KL(old || policy) in nats per item, by the k3 estimate over items drawn from the old policy;
+            None = no limit.
+        catalog: slates are the complete catalog: the divergence is exact, and a context counts as one item.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class KLControl:
 
     @property
     def objective(self) -> Objective:
-        """The objective with the coefficient as it is now."""
+        """The objective with the current coefficient."""
         if self._coefficient is None:
             return self._objective
         return replace(self._objective, kl_coef=self._coefficient.value)  # type: ignore[type-var]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What it does, for the logs."""
+        """Metrics for the logs."""
         metrics = {} if self._coefficient is None else {"kl_coef": self._coefficient.value}
         return metrics if self._max_kl is None else metrics | {"step_skipped": float(self.stopped)}
 
     def begin_phase(self) -> None:
-        """A new snapshot: nothing has moved yet."""
+        """Resets the measurement after a new snapshot."""
         self.stopped = False
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class KLControl:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def end_step(self, reduce_sum: Callable[[Tensor], Tensor]) -> None:
-        """Decides over what every micro-batch of every rank measured; every rank decides the same."""
+        """Decides from the measurements of every micro-batch on every rank, so all ranks decide the same."""
         if self._sums is None:
             return
         moved, items, from_reference, tokens = reduce_sum(self._sums).tolist()

@@ -28,12 +28,12 @@ Checkpoint = Literal["best", "last"]
 
 
 class RewardModel(nn.Module):
-    """The score head of a run over the states of its policy; frozen, in evaluation mode.
+    """The score head of a run on the states of its policy; frozen, in evaluation mode.
 
     Args:
-        policy: whose states and item vectors are read.
+        policy: the policy whose states and item vectors it reads.
         head: the scores.
-        objective: what they were trained for.
+        objective: the objective that trained them.
     """
 
     def __init__(self, policy: StatePolicy, head: ItemScore, objective: Objective) -> None:
@@ -42,10 +42,10 @@ class RewardModel(nn.Module):
         self.requires_grad_(False).eval()
 
     def forward(self, histories: Histories, slates: Slates) -> Tensor:
-        """Scores ``[B, S, K]`` in float32, whatever the precision of the training around it; 0 at masked positions.
+        """Scores ``[B, S, K]`` in float32, in any training precision; 0 at masked positions.
 
-        Of a history that is longer than the policy reads, the most recent events are taken; every position must then be
-        scored after the whole history.
+        If a history is longer than the policy reads, the most recent events are used. Every position must then be
+        scored after the complete history.
         """
         histories, slates = self._readable(histories, slates)
         with torch.autocast(slates.item_ids.device.type, enabled=False):
@@ -111,15 +111,15 @@ def checkpoint_sha256(run: Path, checkpoint: Checkpoint) -> str:
 
 
 def load_calibration(run: Path, checkpoint: Checkpoint = "best", names: tuple[str, ...] = TARGETS) -> Calibration:
-    """What ``recpo calibrate`` fitted.
+    """The calibration that ``recpo calibrate`` fitted.
 
     Args:
-        run: of the reward model.
-        checkpoint: which one of the run.
+        run: run of the reward model.
+        checkpoint: the checkpoint of the run.
         names: its targets (``PointwiseReward.target_names``).
 
     Raises:
-        RecpoError: nothing was fitted, or to other weights.
+        RecpoError: there is no calibration, or it belongs to other weights.
     """
     fix = f"run `recpo calibrate --run {run} --checkpoint {checkpoint}` with the prepared directory it was trained on"
     file = Path(run) / CALIBRATION
@@ -137,22 +137,21 @@ def load_calibration(run: Path, checkpoint: Checkpoint = "best", names: tuple[st
 
 @dataclass(frozen=True)
 class LearnedReward(RewardFunction):
-    """What a trained reward model expects of a candidate, logged or generated; it is never trained here.
+    """The expectation of a trained reward model for a candidate, logged or generated. The model is not trained here.
 
-    Of a run of ``PointwiseReward``: ``grade_weight E[grade] + sum_b behaviors_b P(b) - dislike_cost P(dislike)``, as
-    ``recpo calibrate`` fitted them; P(positive) takes the place of the grade where the run was trained for that
-    (``target``). Of a run of ``PairwiseReward``: its score, whose zero and unit mean
-    nothing; only differences within a context do. A candidate that is no item (id 0) has no reward (nan).
+    For a run of ``PointwiseReward``: ``grade_weight E[grade] + sum_b behaviors_b P(b) - dislike_cost P(dislike)``,
+    calibrated by ``recpo calibrate``. If the run was trained for P(positive) (``target``), that replaces the grade. For
+    a run of ``PairwiseReward``: its score, which has an arbitrary zero and unit, so only differences within a context
+    are meaningful. A candidate that is not an item (id 0) has no reward (nan).
 
     Attributes:
-        run: run directory of the reward model, of the same items.
+        run: run directory of the reward model, for the same items.
         grade_weight: weight of the expected grade, in [0, 1] (``recpo.feedback.GRADES``).
-        dislike_cost: what a certain dislike takes away, beside the grade of 0 that it has; 1 is the whole range of
-            grades.
-        behaviors: what a certain behavior adds, by its name, out of those that the model was trained for.
-        calibrated: false takes the model's own numbers, so that no ``recpo calibrate`` is needed.
-        checkpoint: which one of the run.
-        trust: packages whose classes that run's configuration may name, besides those of recpo.
+        dislike_cost: what a certain dislike subtracts, in addition to its grade of 0; 1 is the full range of grades.
+        behaviors: what a certain behavior adds, by its name, among those that the model was trained for.
+        calibrated: false uses the model's raw outputs, so that no ``recpo calibrate`` is needed.
+        checkpoint: the checkpoint of the run.
+        trust: packages, in addition to recpo's, whose classes that run's configuration may name.
     """
 
     run: Path
@@ -164,7 +163,7 @@ class LearnedReward(RewardFunction):
     trust: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # what is wrong is said before training starts
+        # errors are reported before training starts
         objective = _objective_of(self._opened)
         predicted = objective.behaviors if isinstance(objective, PointwiseReward) else ()
         if unknown := sorted(self.behaviors.keys() - set(predicted)):

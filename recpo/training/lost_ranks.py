@@ -1,8 +1,8 @@
-"""What becomes of a run of several processes when one of them ends.
+"""Handles the end of one process in a run of several.
 
-Lightning looks every five seconds whether the ranks that rank 0 has started are alive, and kills all of them, rank 0
-too, where one is not: by SIGKILL, so that nobody says why. Usually rank 0 has found out by itself before, since its
-next collective fails; on a busy machine it has not.
+Every five seconds, Lightning checks whether the ranks that rank 0 started are alive. If one is not, it kills all ranks,
+including rank 0, by SIGKILL, so no process can report why. Usually rank 0 has noticed before, because its next
+collective fails; on a busy machine it may not have.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ GRACE_S: Final = 30.0
 
 
 class ReportLostRanks(Callback):
-    """Lets rank 0 say that another rank has ended, where Lightning would kill it without a word.
+    """Lets rank 0 report that another rank has ended, before Lightning would kill it silently.
 
-    Rank 0 has ``GRACE_S`` seconds to end by itself, as it does where a collective fails. Then it says what happened,
-    and all ranks of this machine are ended.
+    Rank 0 has ``GRACE_S`` seconds to end by itself, as it does if a collective fails. After that it reports what
+    happened, and all ranks of this machine are ended.
 
     Args:
         out: the run directory.

@@ -1,4 +1,4 @@
-"""Dense and sparse parameters under one optimizer, as Lightning's automatic optimization wants it."""
+"""Dense and sparse parameters under one optimizer, as Lightning's automatic optimization requires."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class JointOptimizer(Optimizer):
     def __init__(self, optimizers: list[Optimizer]) -> None:
         super().__init__([group for o in optimizers for group in o.param_groups], {})
         self.members = optimizers
-        # the base class copied the groups; a schedule must reach the ones that the members step with
+        # the base class copied the groups; a schedule must change the ones that the members use
         self.param_groups = [group for o in optimizers for group in o.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -54,10 +54,10 @@ class JointOptimizer(Optimizer):
 
 
 def build_optimizer(model: nn.Module, dense: OptimizerFactory, sparse: OptimizerFactory) -> Optimizer:
-    """Gives the weights of sparse item tables to ``sparse`` and every other trainable parameter to ``dense``.
+    """Assigns the weights of sparse item tables to ``sparse`` and all other trainable parameters to ``dense``.
 
-    Tables that bring an optimizer of their own keep it, and the blocks of a sharded table get a ``dense`` one that has
-    no other parameters: distributed tensors and plain ones cannot be stepped in one go.
+    Tables with their own optimizer keep it. The blocks of a sharded table get a separate ``dense`` optimizer, because
+    distributed and plain tensors cannot be updated together.
     """
     tables = [module for module in model.modules() if isinstance(module, ItemTable) and module.weight.requires_grad]
     own = {id(t.optimizer): t.optimizer for t in tables if isinstance(t, PlacedTable) and t.optimizer is not None}
@@ -79,22 +79,22 @@ def _kind(table: ItemTable) -> str:
 
 
 def block_weights(module: nn.Module) -> set[int]:
-    """Identities of the weights of which each rank holds a part."""
+    """Identities of the weights that are distributed over the ranks."""
     return {id(m.weight) for m in module.modules() if isinstance(m, PlacedTable) and m.is_block}
 
 
 def needs_own_clipping(module: nn.Module) -> bool:
-    """Whether there are sparse gradients or blocks of sharded tables, which PyTorch's clipping does not take."""
+    """Whether there are sparse gradients or blocks of sharded tables, which PyTorch's clipping does not support."""
     tables = [table for table in module.modules() if isinstance(table, ItemTable)]
     return any(table.sparse or (isinstance(table, PlacedTable) and table.is_block) for table in tables)
 
 
 def local_gradients(module: nn.Module, *, of_blocks: bool | None = None) -> list[Tensor]:
-    """The memory of every gradient on this rank, of sparse ones the values.
+    """The tensors of all gradients on this rank; for sparse gradients, their values.
 
     Args:
-        module: what was trained.
-        of_blocks: True: only of parameters of which each rank holds a part; False: only of the others; None: all.
+        module: the trained module.
+        of_blocks: True: only parameters that are distributed over the ranks; False: only the others; None: all.
     """
     blocks = block_weights(module)
     gradients = []
@@ -118,13 +118,13 @@ def scale_gradients(module: nn.Module, factor: Tensor | float) -> None:
 def clip_gradients(
     module: nn.Module, clip_value: float, algorithm: str, sum_over_ranks: Callable[[Tensor], Tensor]
 ) -> None:
-    """``torch.nn.utils.clip_grad_{norm,value}_`` that also takes sparse gradients and those of sharded tables.
+    """``torch.nn.utils.clip_grad_{norm,value}_`` that also supports sparse gradients and sharded tables.
 
     Args:
-        module: what was trained.
-        clip_value: largest norm of all gradients together, or largest value of each.
+        module: the trained module.
+        clip_value: maximum norm of all gradients together, or maximum value of each.
         algorithm: "norm" or "value".
-        sum_over_ranks: adds a number up over the ranks.
+        sum_over_ranks: sums a number over the ranks.
     """
     gradients = local_gradients(module)
     if algorithm == "value":

@@ -1,4 +1,4 @@
-"""The directory of a run while it is trained: validated first, replaced or resumed only once a step has been taken."""
+"""The directory of a run during training: validated first, and replaced or resumed only after the first step."""
 
 from __future__ import annotations
 
@@ -47,16 +47,19 @@ MAY_CHANGE = (
     *(f"trainer.{name}" for name in ("log_every_n_steps", "enable_progress_bar", "enable_model_summary")),
     *(f"trainer.{name}" for name in ("num_sanity_val_steps", "enable_checkpointing", "default_root_dir")),
 )
-"""Options that a resumed run may change; a changed learning rate, say, would be ignored or give another run."""
+"""Options that a resumed run may change. Others, such as a learning rate, would be ignored or give another run."""
 _OF_THE_SAME_CONTENT = (  # directories that may have moved
     *("data.prepared", "init_from", "reward.run", "reward.factors"),
     *("validation_reward.run", "validation_reward.factors"),
 )
-_OF_THE_SAME_STEP = ("data.batch_size", "trainer.accumulate_grad_batches")  # if the optimizer step stays as large
+_OF_THE_SAME_STEP = (
+    "data.batch_size",
+    "trainer.accumulate_grad_batches",
+)  # if the size of the optimizer step stays the same
 
 
 def origin(text: str, options: TrainOptions, base: Path | None, world_size: int) -> dict[str, Any]:
-    """What a run depends on, with checksums, and how many contexts an optimizer step takes."""
+    """The inputs of a run with checksums, and the number of contexts in an optimizer step."""
     configuration = yaml.safe_load(text)
     data = options.data.prepared
     content: dict[str, Any] = {
@@ -83,21 +86,21 @@ def origin(text: str, options: TrainOptions, base: Path | None, world_size: int)
 def validate(
     out: Path, text: str, now: dict[str, Any], options: TrainOptions, *, resume: bool, overwrite: bool
 ) -> Path | None:
-    """Checks the target of a run; changes nothing.
+    """Validates the target of a run without changing anything.
 
     Args:
         out: the run directory.
         text: every option, as YAML.
-        now: what the run depends on.
+        now: the inputs of the run.
         options: the same options.
-        resume: go on from the last checkpoint in ``out``.
+        resume: resume from the last checkpoint in ``out``.
         overwrite: replace ``out``.
 
     Returns:
-        The checkpoint to go on from, None to start.
+        The checkpoint to resume from; None to start.
 
     Raises:
-        RecpoError: ``out`` is in the way, is no run, or was made with other options.
+        RecpoError: ``out`` exists, is not a run, or was created with other options.
     """
     last = checkpoint_path(out, "last")
     goes_on = last if resume and last.exists() else None
@@ -158,7 +161,7 @@ def _plain(configuration: Any) -> Any:
 
 
 def _validate_no_input(out: Path, text: str) -> None:
-    """Raises where the directory to be replaced holds, or is, what the run reads."""
+    """Raises if the directory to be replaced contains, or is, an input of the run."""
     configuration, place = yaml.safe_load(text), out.resolve()
     inputs = [configuration.get("init_from"), *_reward_runs(configuration), codes_of(text)]
     prepared = configuration["data"]["init_args"]["prepared"]
@@ -180,26 +183,26 @@ def opened(
     resume: bool,
     check: Callable[[], object],
 ) -> Iterator[Callback]:
-    """Makes the run directory, or opens it again; a failure before the first step leaves what was there.
+    """Creates or reopens the run directory. A failure before the first step leaves the previous content in place.
 
-    No other process that asks writes in it meanwhile. A run that is replaced is kept aside until the first step of the
-    new one is done; where this process is killed before, the next one brings it back.
+    Other processes that ask for the lock cannot write to it meanwhile. A run that is replaced is kept aside until the
+    first step of the new one is done. If this process is killed before that, the next one restores it.
 
     Args:
-        out: the run directory, as ``validate`` found it good.
+        out: the run directory, as ``validate`` accepted it.
         text: every option, as YAML.
-        data: what it is trained on.
-        policy: what is trained.
+        data: the training data.
+        policy: the policy.
         codes: directory of the item codes of its policy.
-        now: what it depends on.
-        resume: go on in ``out``, if it exists.
-        check: ``validate``, once more: another process may have made a run here meanwhile.
+        now: the inputs of the run.
+        resume: continue in ``out``, if it exists.
+        check: calls ``validate`` again, because another process may have created a run here meanwhile.
 
     Yields:
-        A callback that has to watch the training.
+        A callback that must be added to the training.
 
     Raises:
-        RecpoError: another process trains here, or what ``check`` raises.
+        RecpoError: another process trains here, or an error of ``check``.
     """
     watch = _FirstStep()
     if _is_other_rank():
@@ -223,7 +226,7 @@ def _commit(out: Path, text: str) -> None:
 
 
 class _FirstStep(Callback):
-    """Runs actions once, when the first batch of this process is done."""
+    """Runs actions once, after the first batch of this process."""
 
     def __init__(self) -> None:
         self.actions: list[Any] = []
@@ -240,7 +243,7 @@ class _FirstStep(Callback):
 
 
 def finish(out: Path, module: PreferenceModule, data: Prepared) -> None:
-    """Marks a run as finished, unless it was before and nothing was added."""
+    """Marks a run as finished, unless it already was and nothing was added."""
     if (out / FINISHED).is_file():
         return
     best, last = (checkpoint_path(out, name) for name in ("best", "last"))
@@ -261,7 +264,7 @@ def codes_of(text: str) -> Path | None:
 
 
 def _reward_runs(configuration: Any) -> Iterator[str]:
-    """Runs and factors that rewards of a configuration name, wherever they stand."""
+    """Runs and factors that the rewards of a configuration name, at any depth."""
     if isinstance(configuration, dict):
         arguments = configuration.get("init_args")
         for reward, name in ((".LearnedReward", "run"), (".FactorReward", "factors")):

@@ -1,9 +1,9 @@
-"""What a run keeps of features: schema and behaviors, and the features of its items, where its policy reads them.
+"""The features that a run keeps: schema and behaviors, and the features of its items, if its policy reads them.
 
 ::
 
     run/features.json          the fitted schema, and the behaviors in the order of their bits
-    run/item_features.parquet  the features of the items, row v - 1 is item v
+    run/item_features.parquet  the features of the items; row v - 1 is item v
     run/vocabularies/          of the categories, for raw features in serving
 """
 
@@ -33,10 +33,10 @@ _REMEDY: Final = "copy the whole run again, or train it again"
 
 
 def hand_over(policy: Policy, data: Prepared) -> None:
-    """Gives a new policy schema, behaviors and item features of prepared data; before its weights are loaded.
+    """Gives a new policy the schema, behaviors and item features of prepared data, before its weights are loaded.
 
     Raises:
-        RecpoError: the policy reads what the data does not have.
+        RecpoError: the policy reads something that the data does not have.
     """
     policy.set_schema(data.feature_schema, data.behaviors)
     if policy.reads_item_features:
@@ -44,7 +44,7 @@ def hand_over(policy: Policy, data: Prepared) -> None:
 
 
 def write_features(root: Path, policy: Policy, data: Prepared) -> None:
-    """Keeps in the run directory ``root`` what ``hand_over_kept`` needs; nothing where the policy reads nothing."""
+    """Stores in the run directory ``root`` what ``hand_over_kept`` needs; nothing if the policy reads no features."""
     if not _reads(policy):
         return
     write_json(root / SCHEMA, {"features": data.feature_schema.to_json(), "behaviors": list(data.behaviors)})
@@ -59,7 +59,7 @@ def write_features(root: Path, policy: Policy, data: Prepared) -> None:
 
 
 def kept_features(policy: Policy, root: Path) -> BundleFeatures:
-    """What was fitted of the features that a policy reads, and its behaviors, out of what its run ``root`` keeps.
+    """The fitted features that a policy reads, and its behaviors, from its run ``root``.
 
     Raises:
         RecpoError: a file is missing or damaged.
@@ -98,7 +98,7 @@ def _coded(features: Iterable[Feature]) -> list[str]:
 
 
 def features_that_differ(policy: Policy, root: Path, data: Prepared) -> list[str]:
-    """What a policy reads and ``data`` fitted otherwise than the run ``root`` keeps it; nothing if it keeps nothing."""
+    """The fitted features of ``data`` that differ from those of the run ``root``; empty if the run keeps none."""
     if not (_reads(policy) and (root / SCHEMA).is_file()):
         return []
     content = read_json(root / SCHEMA, _REMEDY)
@@ -126,7 +126,7 @@ def copy_features(base: Path, root: Path) -> None:
 
 
 def hand_over_kept(policy: Policy, root: Path) -> None:
-    """``hand_over`` of what the run ``root`` keeps.
+    """``hand_over`` with the features of the run ``root``.
 
     Raises:
         RecpoError: a file is missing or damaged.

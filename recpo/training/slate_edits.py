@@ -1,4 +1,4 @@
-"""What training does to slates: candidates in the place of logged items, hard negatives, preference lists."""
+"""Changes that training makes to slates: candidates instead of logged items, hard negatives, preference lists."""
 
 from __future__ import annotations
 
