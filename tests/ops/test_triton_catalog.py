@@ -298,7 +298,7 @@ def test_trains_through_the_command_line_as_the_plain_kernels_do(prepared: Path,
         options = ["--out", str(out), "--policy.init_args.softmax_kernel", kernel]
         result = fresh(*command, *options, TRITON_INTERPRET="1")
         assert result.returncode == 0, result.stderr[-2000:]
-        weights.append(torch.load(out / "last.ckpt", weights_only=False)["state_dict"])
+        weights.append(torch.load(out / "checkpoints/last.ckpt")["state_dict"])
     refused = fresh(*command, "--out", str(tmp_path / "none"), "--policy.init_args.softmax_kernel", "fused")
     assert refused.returncode == 1
     assert "policy.softmax_kernel" in refused.stderr
