@@ -104,7 +104,7 @@ def test_every_command_of_the_documents_is_understood(document, clone, capsys):
 def test_the_trainer_options_of_the_documents_are_understood(clone):
     from recpo.cli.train import train
 
-    (options,) = re.findall(r"```yaml\n(.*?)```", _text(ROOT / "docs" / "training.md"), re.DOTALL)
+    (options,) = re.findall(r"```yaml\n(trainer:.*?)```", _text(ROOT / "docs" / "training.md"), re.DOTALL)
     (clone / "trainer.yaml").write_text(options, encoding="utf-8")
     configuration = parser_of(train).parse_args(["--config", "configs/gbpo.yaml", "--config", "trainer.yaml"])
     assert configuration.trainer.init_args.devices == 2

@@ -1,6 +1,7 @@
 """One spelling and one word per thing: what the text and the names of the project may not say."""
 
 import ast
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -14,6 +15,13 @@ BRITISH = re.compile(
     r"serial|summar|recogn|organ|parallel|regular|central|priorit)is(e|ed|er|ers|es|ing|ation|ations|able)\b|"
     r"colour|favour|behaviour|neighbour|honour|labell(ed|ing)\b|\bcent(re|res|red|ring)\b|\bgrey\b|\blicence|"
     r"\banalys(e|ed|es)\b|cancelled|modelling",
+    re.IGNORECASE,
+)
+# habits of translated text, none of which plain US English needs; tested in documents and configurations
+HABITS = re.compile(
+    r"\bbut for\b|\bat hand\b|\banew\b|\bsaid to\b|\bthe begin\b|\bgo(es)? along\b|\btowards\b|\b(among|whil)st\b|"
+    r"\bso are\b|\bin the place of\b|\bgone through\b|\bless (that|those)\b|\bis no part\b|\bwhere none\b|\bto be had\b|"
+    r"\bon the way\b|\b(compared|measured|counted|shown|read|listed) are the\b|\bwhat (the|a|an) \w+ says\b",
     re.IGNORECASE,
 )
 # what a name says, and the word for it
@@ -55,6 +63,20 @@ def test_the_text_is_spelled_as_in_the_us():
             if found:
                 wrong.append(f"{path.relative_to(ROOT)}:{number}: {found.group()}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_documents_have_no_habits_of_translated_text():
+    wrong = []
+    for path in tracked("*.md", "*.ipynb", "*.yaml"):
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".ipynb":  # what the cells of text say; outputs and code are not prose
+            cells = json.loads(text)["cells"]
+            text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        for number, line in enumerate(text.splitlines(), 1):
+            found = HABITS.search(line)
+            if found:
+                wrong.append(f"{path.relative_to(ROOT)}:{number}: {found.group()}")
+    assert not wrong, "say it plainly:\n" + "\n".join(wrong)
 
 
 def test_names_use_the_word_of_the_thing():
