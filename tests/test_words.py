@@ -20,8 +20,9 @@ BRITISH = re.compile(
 # habits of translated text, none of which plain US English needs; tested in documents and configurations
 HABITS = re.compile(
     r"\bbut for\b|\bat hand\b|\banew\b|\bsaid to\b|\bthe begin\b|\bgo(es)? along\b|\btowards\b|\b(among|whil)st\b|"
-    r"\bso are\b|\bin the place of\b|\bgone through\b|\bless (that|those)\b|\bis no part\b|\bwhere none\b|\bto be had\b|"
-    r"\bon the way\b|\b(compared|measured|counted|shown|read|listed) are the\b|\bwhat (the|a|an) \w+ says\b",
+    r"\bso are\b|\bin the place of\b|\bgone through\b|\bless (that|those)\b|\bis no part\b|\bto be had\b|"
+    r"\bwhere none\b|\bon the way\b|"
+    r"\b(compared|measured|counted|shown|read|listed) are the\b|\bwhat (the|a|an) \w+ says\b",
     re.IGNORECASE,
 )
 # what a name says, and the word for it
