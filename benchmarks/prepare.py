@@ -65,7 +65,8 @@ def with_pandas(log, out):
         events["sum"] = events.groupby(group)["fitted"].cumsum()
         at_most = events.groupby([*group, "watch_ms"])["sum"].transform("max")
         total = events.groupby(group)["fitted"].transform("sum")
-        shares[name] = (at_most / total).where(total >= MIN_HISTORY)
+        equal = events.groupby([*group, "watch_ms"])["fitted"].transform("sum")
+        shares[name] = ((at_most - equal / 2) / total).where(total >= MIN_HISTORY)
     events["label"] = shares["own"].fillna(shares["all"])
     events = events.drop(columns=["sum", "fitted"]).sort_values(["user_id", "timestamp", "request_id", "item_id"])
     events["position"] = events.groupby("user_id").cumcount()
@@ -97,7 +98,7 @@ def with_polars(log, out):
     for name, group in (("own", ["user_id", "bucket"]), ("all", ["bucket"])):
         counts = events.group_by([*group, "watch_ms"]).agg(n=(pl.col("period") == 0).sum()).sort([*group, "watch_ms"])
         counts = counts.with_columns(at_most=pl.col("n").cum_sum().over(group), total=pl.col("n").sum().over(group))
-        share = pl.when(pl.col("total") >= MIN_HISTORY).then(pl.col("at_most") / pl.col("total"))
+        share = pl.when(pl.col("total") >= MIN_HISTORY).then((pl.col("at_most") - pl.col("n") / 2) / pl.col("total"))
         events = events.join(counts.select(*group, watch, share.alias(name)), on=[*group, "watch_ms"])
     events = events.with_columns(label=pl.coalesce("own", "all")).drop("own", "all")
     events = events.sort("user_id", "timestamp", "request_id", "item_id")
