@@ -2,16 +2,19 @@
 
     python benchmarks/item_features.py
     python benchmarks/item_features.py --items 1000000 --normalizer sampled --steps 10
+    python benchmarks/item_features.py --items 1000000 --normalizer sampled --steps 4 --alone features    # and: ids
 
 Both policies are those of configs/pretrain.yaml, trained by AdamW on the same random histories of a made-up catalog.
 They take turns, one step each, so that whatever else the machine does falls on both. One JSON line per normalizer:
 median CPU seconds of a step, and the speed with features as a share of that without (median and quartiles of pairs).
+With ``--alone`` one of the two is trained by itself, and the line has the peak resident size of the process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import time
 
@@ -100,18 +103,32 @@ def measure(items: int, normalizer: str, steps: int, size: int) -> dict[str, obj
     }
 
 
+def alone(items: int, normalizer: str, steps: int, size: int, *, features: bool) -> dict[str, object]:
+    """The memory of one policy in training."""
+    trainer = Trainer(policy_of(items, normalizer, features=features))
+    for _ in range(steps):
+        trainer(batch_of(items, size))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    return {"normalizer": normalizer, "items": items, "features": features, "peak_mb": round(peak)}
+
+
 def main() -> None:
     """Parses, measures, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=5000)
     parser.add_argument("--normalizer", choices=["full", "sampled"], nargs="+", default=["full", "sampled"])
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--alone", choices=["ids", "features"], help="train one, and print its memory")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     items, steps, size = (200, 3, 4) if options.quick else (options.items, options.steps, BATCH)
     for normalizer in options.normalizer:
-        print(json.dumps(measure(items, normalizer, steps, size)), flush=True)
+        if options.alone is None:
+            line = measure(items, normalizer, steps, size)
+        else:
+            line = alone(items, normalizer, steps, size, features=options.alone == "features")
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
