@@ -1,9 +1,9 @@
-"""What recpo writes: it appears whole or not at all, and takes the place of nothing that recpo did not write itself.
+"""Outputs appear complete or not at all, and replace only what recpo itself wrote.
 
-Every output is made under a name of its own beside its target and renamed in the end. A directory carries
-``recpo.json`` from the first moment, which says what kind it is (``kind_of``). So a later call can tell its own kind,
-which it may replace, from a directory of somebody else's, which it may not, and the leavings of a killed process from
-the work of a living one: that one holds a lock on its working directory.
+Every output is written next to its target under a temporary name and renamed at the end. A directory has a
+``recpo.json`` from the start, which names its kind (``kind_of``). So a later call can distinguish a directory of its
+own kind, which it may replace, from a foreign directory, which it may not. It can also distinguish the leftovers of a
+killed process from the work of a running one, which holds a lock on its working directory.
 """
 
 from recpo.artifacts.checksums import seal, sha256, unseal, verify

@@ -13,7 +13,7 @@ from recpo.errors import RecpoError
 
 
 def sha256(file: Path | bytes | Any) -> str:
-    """Checksum of a file, of bytes, or of what is left to read of an open file."""
+    """Checksum of a file, of bytes, or of the rest of an open file."""
     if isinstance(file, bytes):
         return hashlib.sha256(file).hexdigest()
     if not isinstance(file, Path):
@@ -28,7 +28,7 @@ def verify(root: Path, checksums: Mapping[str, str], remedy: str) -> None:
     Args:
         root: the directory.
         checksums: file, relative to ``root`` -> SHA-256.
-        remedy: what to do where they differ; ends the message.
+        remedy: what to do if they differ; the end of the message.
 
     Raises:
         RecpoError: a file is missing or its bytes differ (all of them are named), or a name leads out of ``root``.
@@ -46,15 +46,15 @@ def verify(root: Path, checksums: Mapping[str, str], remedy: str) -> None:
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """``content`` and, under ``sha256``, the checksum of its values: a changed bit in a manifest is noticed as well."""
+    """``content`` with, under ``sha256``, the checksum of its values, which detects a changed bit in a manifest."""
     return {**content, "sha256": _checksum_of_values(content)}
 
 
 def unseal(content: Mapping[str, Any], shown: object, remedy: str) -> dict[str, Any]:
-    """What was given to ``seal``.
+    """The content that was passed to ``seal``.
 
     Raises:
-        RecpoError: there is no checksum, or that of other values.
+        RecpoError: there is no checksum, or it does not match the values.
     """
     values = {key: value for key, value in content.items() if key != "sha256"}
     try:

@@ -1,4 +1,4 @@
-"""What is written is on the disk before it counts."""
+"""Flushes written files to disk before they count as output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON and YAML files, read: damage is one message."""
+"""Reads JSON and YAML files; damage gives one message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_json(file: Path, remedy: str) -> dict[str, Any]:
         remedy: what to do where it is damaged; ends the message.
 
     Raises:
-        RecpoError: it cannot be read, is no JSON, or is no object.
+        RecpoError: the file cannot be read, is not JSON, or is not an object.
     """
     try:
         content = file.read_bytes()
@@ -32,14 +32,14 @@ def read_json(file: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_yaml(file: Path, remedy: str) -> dict[str, Any]:
-    """Reads a YAML mapping; no object is made of its tags.
+    """Reads a YAML mapping without building objects from its tags.
 
     Args:
         file: the file.
         remedy: what to do where it is damaged; ends the message.
 
     Raises:
-        RecpoError: it cannot be read, is no YAML, or is no mapping.
+        RecpoError: the file cannot be read, is not YAML, or is not a mapping.
     """
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def read_yaml(file: Path, remedy: str) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, shown: object, remedy: str) -> dict[str, Any]:
-    """As ``read_json``, of bytes that are read already; ``shown`` is the name for messages."""
+    """Like ``read_json``, for bytes that are already read; ``shown`` is the name for messages."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -65,7 +65,7 @@ def parse_json(content: bytes, shown: object, remedy: str) -> dict[str, Any]:
 
 
 def validate_configuration_files(arguments: Sequence[str]) -> None:
-    """Raises ``RecpoError`` where a file of ``--config`` is no YAML: the parser of options would end in a traceback."""
+    """Raises ``RecpoError`` if a file of ``--config`` is not YAML; the parser of options would end in a traceback."""
     for place, word in enumerate(arguments):
         flag, equals, value = word.partition("=")
         name = value if equals else next(iter(arguments[place + 1 : place + 2]), "")

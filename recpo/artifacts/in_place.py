@@ -1,4 +1,4 @@
-"""Directories that are filled where they stand, such as a run while it is trained."""
+"""Directories that are filled in place, such as a run during training."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def directory_in_place(
     start: Callable[[Path], None] | None,
     check: Callable[[], object],
 ) -> Iterator[Callable[[], None]]:
-    """Keeps other writers out of a directory that is filled where it stands, such as a run while it is trained.
+    """Keeps other writers out of a directory that is filled in place, such as a run during training.
 
-    A new one takes the place of what stands there, which is kept aside and comes back where the block fails or the
-    process is killed (then by the next call for the same target) before the function that is yielded was called.
+    A new directory replaces the existing one, which is kept under another name. If the block fails before the yielded
+    function was called, the old directory is restored; if the process is killed, the next call for the same target
+    restores it.
 
     Args:
-        target: the directory; of a symbolic link, what it points to.
+        target: the directory, or a symbolic link to it.
         kind: what the directory will be.
-        start: writes the first files of a new directory; None = ``target`` exists and is gone on with.
-        check: raises where ``target`` may not be made, replaced or gone on with; called once nobody else can write it.
+        start: writes the first files of a new directory; None = ``target`` exists and is continued.
+        check: raises if ``target`` may not be made, replaced or continued; called when no other process can write it.
 
-    Yields:
-        A function to call once the new directory is worth keeping: what it replaces is removed.
+    Yields: A function to call when the new directory should be kept; it removes the replaced directory.
 
     Raises:
         RecpoError: another process writes the directory, or it cannot be written.

@@ -1,4 +1,4 @@
-"""``recpo.json``: what a directory of recpo's is, and the checksums of its files."""
+"""``recpo.json``: the kind of a directory that recpo wrote, and the checksums of its files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MARKER: Final = "recpo.json"
 
 
 def kind_of(directory: Path | str) -> Kind | None:
-    """What recpo wrote there, from ``recpo.json``; None where there is no such file, or none that recpo wrote."""
+    """The kind of a directory, from its ``recpo.json``; None if there is no such file, or recpo did not write it."""
     try:
         kind = json.loads((Path(directory) / MARKER).read_bytes())["kind"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -43,14 +43,14 @@ def marker(kind: Kind) -> str:
 
 
 def verify_sealed(directory: Path, names: Iterable[str], remedy: str) -> None:
-    """Compares files of a directory with the checksums that ``recpo.json`` in it holds.
+    """Compares files of a directory with the checksums in its ``recpo.json``.
 
-    A directory without that file is a part of something else, which has checksums of its own.
+    A directory without that file is part of another output, which has its own checksums.
 
     Args:
         directory: as ``output_directory`` made it with ``sealed``.
         names: the files; one that was not written is not there either.
-        remedy: what to do where they differ; ends the message.
+        remedy: what to do if they differ; the end of the message.
 
     Raises:
         RecpoError: ``recpo.json`` has no checksums or was changed, or a file is missing or differs.

@@ -1,4 +1,4 @@
-"""Names of what is being written, and what killed processes have left under them."""
+"""Temporary names of outputs, and the leftovers of killed processes under these names."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PARTIAL: Final = ".partial"
 
 
 def unused(place: Path, suffix: str) -> Path:
-    """A name beside ``place`` that nobody has."""
+    """An unused name next to ``place``."""
     return place.with_name(f"{place.name}{suffix}{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def settle_leavings(place: Path) -> None:
-    """Brings back what a killed process had set aside, removes what it left, and refuses a second writer."""
+    """Restores what a killed process had set aside, removes its leftovers, and refuses a second writer."""
     for entry in [*_siblings(place), place]:
         if entry.is_symlink() or (kind_of(entry) is None and not (entry != place and _is_barely_begun(entry))):
             continue

@@ -29,7 +29,7 @@ def locked_directory(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def locked_parent(place: Path) -> Iterator[None]:
-    """Of two processes that claim ``place`` one sees what the other has done."""
+    """Serializes processes that claim ``place``, so that each sees what the other has done."""
     parent = os.open(place.parent, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -53,7 +53,7 @@ def taken(place: Path) -> RecpoError:
 
 
 def try_lock(handle: int) -> bool:
-    """Locks an open file; False where another process holds it. A file system without locks locks nobody out."""
+    """Locks an open file; False if another process holds it. A file system without locks excludes no process."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -64,7 +64,7 @@ def try_lock(handle: int) -> bool:
 
 
 def unlock(handle: int) -> None:
-    """Frees the lock also where a forked child still holds the file open."""
+    """Releases the lock even if a forked child still holds the file open."""
     with suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)

@@ -1,4 +1,4 @@
-"""What the operating system reports, as one line for a user."""
+"""Errors of the operating system, as one line for a user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs: a file or directory appears whole or not at all, and takes the place of nothing of somebody else's."""
+"""Outputs: a file or directory appears complete or not at all, and never replaces foreign files."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def output_directory(
 ) -> Iterator[Path]:
     """Yields an empty directory that becomes ``target`` when the block ends without an error.
 
-    A directory that exists is replaced in one step (Linux; where the file system knows no exchange, the old one has
-    another name for an instant, under which the next call finds it again should the process die there). What a killed
-    process left behind is removed by the next call for the same target. An empty directory counts as none.
+    An existing directory is replaced in one step (Linux). If the file system has no exchange, the old one has another
+    name for an instant, and the next call finds it there if the process dies. The next call for the same target removes
+    the leftovers of a killed process. An empty directory counts as absent.
 
     Args:
         target: the directory to make; of a symbolic link, what it points to.
         kind: what the directory will be.
         overwrite: replace a ``target`` of the same kind; the old one goes only after the new one is complete.
-        inputs: files and directories that are read meanwhile; what is no path (an object store) is left alone.
-        sealed: names of files whose checksums ``recpo.json`` shall hold, for ``verify_sealed``.
+        inputs: files and directories that are read meanwhile; entries that are not paths (an object store) are ignored.
+        sealed: names of files whose checksums go into ``recpo.json``, for ``verify_sealed``.
 
     Raises:
         RecpoError: before anything is touched, ``target`` exists and ``overwrite`` is False; is a file, or a directory

@@ -1,4 +1,4 @@
-"""Documents, written whole or not at all."""
+"""Writes documents completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ RESOLVED: ContextVar[str | None] = ContextVar("resolved_configuration", default=
 
 
 def write_json(target: Path, value: Any) -> None:
-    """Writes ``value`` as indented JSON with sorted keys, whole or not at all; nan and infinities are refused."""
+    """Writes ``value`` as indented JSON with sorted keys, completely or not at all; nan and infinities are refused."""
     content = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
     with output_file(target) as working:
         working.write_text(content, encoding="utf-8")
 
 
 def write_resolved(file: Path) -> None:
-    """Writes the running verb's options to ``file``; nothing where a verb was called from Python."""
+    """Writes the running verb's options to ``file``; writes nothing if the verb was called from Python."""
     resolved = RESOLVED.get()
     if resolved is not None:
         with output_file(file) as partial:

@@ -1,1 +1,1 @@
-"""A simulated world whose true preferences are known."""
+"""A simulated world with known true preferences."""

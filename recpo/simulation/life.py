@@ -1,14 +1,14 @@
-"""What lives in a world: parameters of births, fading and side information, and when each item is born.
+"""Growing catalogs: parameters of births, fading and side information, and the birth day of each item.
 
 The catalog grows by a constant share a day and has ``items`` items when it stops growing, on day D - 1 where D is
 ``birth_days``, or the days of the log. So day d has ``n(d) = items (1 + births)^(d - D + 1)`` items, and the j-th
-oldest is born on the first day, maybe long before the log, on which ``n(d) >= j``. Items are born at 00:00 UTC; which
-of them are old is drawn at random, so neither an item's id nor what it is worth tells its age.
+oldest is born on the first day with ``n(d) >= j``, possibly long before the log. Items are born at 00:00 UTC. Ages are
+assigned at random, so neither an item's id nor its value reveals its age.
 
     freshness(i, day) = 2^(-age / half_life),    age = max(day - born_i, 0)
 
-Users like what is fresh: an item without any freshness left has lost ``fading`` of its affinity logit. So does the
-logging policy, which weighs the popularity of an item by its freshness.
+Users prefer fresh items: an item with no freshness left has lost ``fading`` of its affinity logit. The logging policy
+also prefers fresh items; it multiplies the popularity of an item by its freshness.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ Born = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class LifeParameters:
-    """The part of the parameters that worlds with a growing catalog alone read; ``births`` 0 = nothing lives.
+    """The parameters that only worlds with a growing catalog read; ``births`` 0 = a fixed catalog.
 
     A signal is a ratio of variances, signal to noise: a linear regression of the factor on what was observed of it
     explains the share ``signal / (1 + signal)`` of its variance.
 
     Attributes:
-        births: growth of the catalog, share a day; 0 = all items are there from the beginning, and for ever.
-        birth_days: number of days, from day 0 on, on which items are born; 0 = those of the log. More than the log has
-            let the catalog grow on the days that a policy serves after it.
+        births: growth of the catalog, as a share per day; 0 = all items exist from start to end.
+        birth_days: number of days, from day 0 on, on which items are born; 0 = the days of the log. With more days than
+            the log has, the catalog also grows on the days that a policy serves after it.
         half_life: days after which an item has lost half of its freshness.
-        fading: what an item that has lost all of its freshness has lost in the affinity logit.
+        fading: loss in the affinity logit of an item with no freshness left.
         content_dim: width of the content vectors.
         content_signal: signal of every coordinate of the item latents in the content vectors.
         quality_signal: signal of the item quality in the content vectors.
         tags: number of different tags.
-        category_noise: probability that an item's category is drawn at random, and is not its topic.
+        category_noise: probability that an item's category is drawn at random instead of being its topic.
         author_items: mean number of items of an author, all of one topic.
         author_signal: signal of the item quality in the order by which items get their authors.
         attribute_signal: signal of the tastes of day 0 in the attributes of the users.

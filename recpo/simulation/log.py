@@ -1,4 +1,4 @@
-"""Draws the interaction log, block of users after block of users, and streams it to Parquet in bounded memory."""
+"""Draws the interaction log in blocks of users and streams it to Parquet in bounded memory."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class Sessions(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated log with its truth, on disk.
+    """A simulated log and its truth, on disk.
 
     Attributes:
-        root: the directory: ``log/part-*.parquet`` and ``truth/``; ``items.parquet`` and ``users.parquet`` of a world
-            that lives.
+        root: the directory with ``log/part-*.parquet`` and ``truth/``, and for a living world ``items.parquet`` and
+            ``users.parquet``.
         truth: true rewards and exposure probabilities.
-        served: of days on which another policy served, who that was and what came of it; None = the log is that of the
-            simulator's own logging policy.
+        served: the policy and the results of days that another policy served; None = the simulator's own logging policy
+            made the log.
     """
 
     root: Path
@@ -92,7 +92,7 @@ class Simulation:
         """Opens a directory written by ``recpo simulate``.
 
         Raises:
-            RecpoError: it is none, of another version, or damaged.
+            RecpoError: the directory is not a simulation, has another version, or is damaged.
         """
         root = Path(root)
         if not (root / LOG).is_dir():
@@ -115,7 +115,7 @@ class Simulation:
 
     @property
     def items(self) -> Path | None:
-        """Table of the items that were born by the last day; None = this catalog stands still."""
+        """Table of the items that were born by the last day; None = the catalog is fixed."""
         return self.root / ITEM_TABLE if self.truth.lives else None
 
     @property
@@ -124,7 +124,7 @@ class Simulation:
         return self.root / USER_TABLE if self.truth.lives else None
 
     def to_pandas(self) -> pd.DataFrame:
-        """The whole log in memory, sorted by user and time."""
+        """The full log in memory, sorted by user and time."""
         return to_pandas(pq.read_table(self.log))
 
     def values(self, k: int = 10, users: int = 500) -> dict[str, float]:
@@ -132,7 +132,7 @@ class Simulation:
 
         Args:
             k: length of the lists, at most the size of the catalog.
-            users: the mean is over the first so many users.
+            users: number of users, from the first on, to average over.
         """
         truth, day = self.truth, float(self.days[-1])
         sample, k = truth.user_ids[:users], min(k, int(truth.available(day).sum()))
@@ -152,10 +152,9 @@ def write_simulation(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Simulation:
-    """Writes ``out/log/part-*.parquet`` and ``out/truth/``, whole or not at all.
+    """Writes ``out/log/part-*.parquet`` and ``out/truth/``, completely or not at all.
 
-    A world that lives also has ``out/items.parquet`` and ``out/users.parquet``, see
-    ``recpo.simulation.side_information``.
+    A living world also has ``out/items.parquet`` and ``out/users.parquet``, see ``recpo.simulation.side_information``.
 
     Rows are sorted by user and time. A row's day, on which its feedback depends, is the day on which its session was
     due. ``propensity`` is the marginal probability of the item under the logging policy, whether ``is_random`` or not
@@ -181,7 +180,7 @@ def write_simulation(
 
 
 def draw_log(truth: Truth) -> Iterator[pa.Table]:
-    """Yields the log in blocks of whole users; each block has random numbers of its own, so memory is bounded."""
+    """Yields the log in blocks of complete users; each block has its own random stream, so memory is bounded."""
     parameters, users, _ = truth.preferences
     activity = users.activity.astype(np.float64)
     counts = parameters.generator(_COUNT_STREAM).multinomial(parameters.events, activity / activity.sum())

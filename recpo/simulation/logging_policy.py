@@ -1,4 +1,4 @@
-"""The policy that makes the log; its probabilities are known exactly."""
+"""The policy that makes the log; its exact probabilities are known."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class LoggingPolicy(NamedTuple):
 
         p(i | u) = random_share / V + (1 - random_share) P(topic_i | u) popularity_i / sum over the topic of popularity
 
-    The topic probabilities are a softmax over a noisy estimate from day 0 and never learn of drift, so ``p`` is the
-    same on every day. Where the catalog lives, the policy of a day knows the items that have been born, V is their
-    number, and popularity is multiplied by freshness (``recpo.simulation.life``). The policy knows nothing of quality
-    and of taste within a topic, and it likes clickbait: popular items are exposed more than they deserve, which
-    confounds any plain average over the log.
+    The topic probabilities are a softmax over a noisy estimate from day 0 and do not follow drift, so ``p`` is the same
+    on every day. In a living world, the policy of a day knows the items born so far, V is their number, and popularity
+    is multiplied by freshness (``recpo.simulation.life``). The policy does not know quality or taste within a topic,
+    and it prefers clickbait. So popular items are exposed more often than their quality justifies, which confounds any
+    plain average over the log.
 
     Attributes:
         random_share: probability of a uniformly random exposure.

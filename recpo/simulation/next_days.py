@@ -1,10 +1,11 @@
-"""The days after a log: a policy that is handed in serves the simulated users, who react by the truth of the day.
+"""The days after a log: a given policy serves the simulated users, who react by the truth of the day.
 
 A user comes as before: as many exposures a day as the world's log has on average, spread over users by their activity,
 in sessions and requests of the same lengths. What the users do is what the world does: watch times, dislikes and drift.
 
-Requests are served in rounds: the n-th requests of all users of a day are one batch. So every request sees all that its
-user was shown before, also on the same day, and yet a day takes as many batches as its busiest user has requests.
+Requests are served in rounds: the n-th requests of all users of a day are one batch. So every request sees everything
+that its user was shown before, also on the same day, and a day takes only as many batches as its busiest user has
+requests.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class Shown(NamedTuple):
     """Slates that a policy shows in some requests.
 
     Attributes:
-        item_ids: ``[R, k]`` external ids; what lies beyond a slate's length is not read.
-        propensity: ``[R, k]`` probability of the item at a place of the slate that is drawn at random.
-        explored: ``[R, k]`` bool, the item is none of the best ones.
-        is_random: ``[R]`` bool, the whole slate was drawn uniformly.
+        item_ids: ``[R, k]`` external ids; entries beyond a slate's length are not read.
+        propensity: ``[R, k]`` probability of the item at a random position of the slate.
+        explored: ``[R, k]`` bool, the item is not one of the best.
+        is_random: ``[R]`` bool, the slate was drawn uniformly.
         lengths: ``[R]`` items in each slate, at most what was asked for.
     """
 
@@ -122,9 +123,9 @@ def write_next_days(
     progress: bool = False,
     inputs: Sequence[Path] = (),
 ) -> Simulation:
-    """Writes ``out/log/``, ``out/truth/`` and ``out/served.json``, whole or not at all.
+    """Writes ``out/log/``, ``out/truth/`` and ``out/served.json``, completely or not at all.
 
-    Reads the whole log so far into memory.
+    Reads the full log so far into memory.
 
     Args:
         worlds: all days so far: a world, and after it the days that policies served, in their order.
@@ -207,7 +208,7 @@ def serve_days(
         days: numbers of the days to come.
         seed: of sessions, draws and feedback; other seeds give other days of the same world.
         repeat_after: an item may be shown to a user again so many days (of 24 hours) after the user was shown it last;
-            None = never. The oracle is held to the same.
+            None = never. The oracle follows the same rule.
         progress: show a progress bar on a terminal.
 
     Returns:

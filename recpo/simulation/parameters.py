@@ -1,4 +1,4 @@
-"""Every number of the simulation: what a run is asked for, and the constants of the user model."""
+"""All numbers of the simulation: the size of a run, and the constants of the user model."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ WORLDS: Final[Mapping[World, Mapping[str, float]]] = MappingProxyType(
 class SimulationParameters(LifeParameters):
     """The complete description of a simulation: equal parameters give equal bytes.
 
-    Beside these it has the parameters of ``LifeParameters``.
+    It also has the parameters of ``LifeParameters``.
 
     Attributes:
         users: number of users.
-        items: number of items, V; of a growing catalog, when it has stopped growing.
+        items: number of items, V; for a growing catalog, the final number.
         events: number of rows of the log, exactly.
         days: the log covers days 0..days-1; a session that starts before midnight may run past it.
         random_share: probability epsilon that an exposure is drawn uniformly from the catalog.
         topics: number of topics; a topic may be empty when the catalog is small.
-        drift: mean speed at which a taste turns, radians per day; 0 = tastes stand still.
-        dislike_cost: what one dislike takes from the reward.
+        drift: mean angular speed of a taste, radians per day; 0 = fixed tastes.
+        dislike_cost: amount that one dislike subtracts from the reward.
         seed: every random number follows from it.
         latent_dim: dimension d of tastes and item latents.
         start_ms: time of day 0, 00:00 UTC, milliseconds since the epoch (2026-01-05, a Monday).
@@ -58,11 +58,12 @@ class SimulationParameters(LifeParameters):
         quality_scale: weight of the item quality (standard normal) in the affinity logit.
         affinity_bias: constant of the affinity logit.
         clickbait_share: probability that an item is clickbait.
-        clickbait_boost: what clickbait adds to an item's log-popularity.
+        clickbait_boost: amount that clickbait adds to an item's log-popularity.
         dislike_base: dislike probability of an ordinary item as its affinity goes to 0.
-        clickbait_dislike: what clickbait adds to the dislike probability as the affinity goes to 0.
+        clickbait_dislike: amount that clickbait adds to the dislike probability as the affinity goes to 0.
         popularity_spread: standard deviation of the log-popularity of items of equal quality.
-        popularity_quality: how much of an item's quality its log-popularity knows; small, so that popular is not best.
+        popularity_quality: weight of an item's quality in its log-popularity; small, so that popular items are not the
+            best.
         topic_sharpness: inverse temperature of the logging policy's topic softmax.
         topic_noise: standard deviation of the logging policy's error about a user's affinity for a topic.
         activity_spread: standard deviation of the log-activity of users.
@@ -72,7 +73,7 @@ class SimulationParameters(LifeParameters):
         duration_median: median duration, seconds.
         duration_spread: standard deviation of the log-duration.
         skip_share: probability of an immediate skip as the affinity goes to 0.
-        watch_noise: standard deviation of the log-watch-ratio of what is not skipped.
+        watch_noise: standard deviation of the log-watch-ratio of events that are not skipped.
     """
 
     users: int = 2000

@@ -1,15 +1,15 @@
-"""The user model: latent tastes that drift, items with topics, and what a user truly thinks of an item.
+"""The user model: latent tastes that drift, items with topics, and the true reward of an item for a user.
 
     taste(u, day)      = cos(rate_u day) taste_u + sin(rate_u day) direction_u              (unit length)
     affinity(u,i,day)  = sigmoid(taste_scale <taste(u, day), latent_i> + quality_scale quality_i + affinity_bias)
     dislike(u,i,day)   = dislike_base (1 - affinity)^2 + clickbait_dislike clickbait_i (1 - affinity)
     reward(u,i,day)    = affinity - dislike_cost dislike                                    in (-dislike_cost, 1)
 
-Where the catalog lives, the logit of the affinity also has ``- fading (1 - freshness(i, day))``, see
+In a living world, the logit of the affinity also has ``- fading (1 - freshness(i, day))``, see
 ``recpo.simulation.life``.
 
-The affinity is the probability that the exposure satisfies the user. Nobody who reads the log sees it: the log has
-watch times and dislikes that follow from it.
+The affinity is the probability that the exposure satisfies the user. The log does not contain it: the log has watch
+times and dislikes that depend on it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Items(NamedTuple):
         clickbait: ``[V]`` bool, shown too often and disliked.
         duration: ``[V]`` float32, seconds.
         popularity: ``[V]`` float32, the logging policy's log-weight within the topic.
-        born: ``[V]`` int32, the day at whose begin the item appears, negative before the log; None = all items are
-            there from the beginning.
+        born: ``[V]`` int32, the day at whose start the item appears, negative before the log; None = all items exist
+            from the start.
     """
 
     item_id: IntArray
@@ -68,7 +68,7 @@ class Users(NamedTuple):
         direction: ``[U, d]`` float32, where the taste drifts to, unit length, orthogonal to ``taste``.
         rate: ``[U]`` float32, radians per day.
         activity: ``[U]`` float32, the user's weight in the number of events.
-        topic_logit: ``[U, T]`` float32, what the logging policy believes of the user: noisy, and from day 0.
+        topic_logit: ``[U, T]`` float32, the logging policy's estimate of the user: noisy, and from day 0.
     """
 
     user_id: IntArray
@@ -86,7 +86,7 @@ def topic_centers(parameters: SimulationParameters) -> FloatArray:
 
 
 def draw_items(parameters: SimulationParameters) -> Items:
-    """Draws the catalog; popularity knows little of quality, and clickbait is more popular."""
+    """Draws the catalog; popularity depends little on quality, and clickbait is more popular."""
     rng = parameters.generator(_ITEM_STREAM)
     size = parameters.items
     topic = rng.choice(parameters.topics, size=size, p=rng.dirichlet(np.full(parameters.topics, 5.0)))
@@ -113,7 +113,7 @@ def draw_items(parameters: SimulationParameters) -> Items:
 
 
 def draw_users(parameters: SimulationParameters) -> Users:
-    """Draws the population; a taste is a sparse mix of topics plus a part of its own."""
+    """Draws the population; a taste is a sparse mix of topics plus an individual part."""
     rng = parameters.generator(_USER_STREAM)
     size = parameters.users
     centers = topic_centers(parameters)
@@ -133,7 +133,7 @@ def draw_users(parameters: SimulationParameters) -> Users:
 
 
 class Preferences(NamedTuple):
-    """What users truly think, by row numbers of ``users`` and ``items``.
+    """True preferences of users, by row numbers of ``users`` and ``items``.
 
     Attributes:
         parameters: the constants of the formulas.

@@ -1,4 +1,4 @@
-"""True values of the requests of a day: of what was shown, of the logging policy and of the best that was left."""
+"""True values of the requests of a day: of the shown items, the logging policy, and the best remaining items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came of days on which a policy served the simulated users, as ``served.json`` has it."""
+"""Results of days on which a policy served the simulated users, as in ``served.json``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class DayReport:
 
     Attributes:
         day: its number; day 0 begins the world's log.
-        requests: how often users came.
-        short_slates: requests with fewer items than asked for, because no more were left to list.
+        requests: number of requests.
+        short_slates: requests with fewer items than requested, because no more items could be listed.
         exposures: items shown, the rows of the log.
         value: realized value, the mean true expected reward of a slate's items.
         dislikes: mean true probability of a dislike of a slate's items.
@@ -34,7 +34,7 @@ class DayReport:
         regret: ``oracle_value - value``.
         coverage: share of the catalog that was shown.
         logging_coverage: expected share of the catalog that the logging policy would have shown in as many exposures.
-        explored: share of exposures whose item is none of the best, which would be shown without exploration.
+        explored: share of exposures whose item is not one of the best, which would be shown without exploration.
         is_random: share of exposures on uniformly drawn slates.
     """
 
@@ -60,10 +60,10 @@ class ServedDays:
     """Consecutive days under one policy.
 
     Attributes:
-        policy: who served: of a bundle ``bundle`` (name of its directory), ``manifest`` (SHA-256 of its manifest) and
-            ``origin``.
+        policy: the policy that served; for a bundle ``bundle`` (name of its directory), ``manifest`` (SHA-256 of its
+            manifest) and ``origin``.
         exploration: options of ``recpo.Exploration``; None = the best items in their order.
-        seed: of sessions, draws and feedback.
+        seed: seed of sessions, draws and feedback.
         days: the reports, in the order of the days.
         repeat_after: days after which an item may be shown to a user again; None = never.
     """
@@ -80,7 +80,7 @@ class ServedDays:
 
     @classmethod
     def load(cls, root: Path) -> ServedDays | None:
-        """Reads ``served.json``; None where the logging policy made the log, which leaves no such file.
+        """Reads ``served.json``; None if the logging policy made the log, which has no such file.
 
         Raises:
             RecpoError: it is damaged or of another version.

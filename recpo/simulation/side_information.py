@@ -1,7 +1,7 @@
-"""What is known of items and users without any exposure: tables that a world that lives has beside its log.
+"""Side information about items and users: the tables that a living world has in addition to its log.
 
-Everything in them is a noisy observation of what the users of the simulation react to, with the signals that
-``recpo.simulation.life.LifeParameters`` states:
+All values are noisy observations of what the simulated users react to, with the signals of
+``recpo.simulation.life.LifeParameters``:
 
     category_i  = topic_i, with probability category_noise a topic drawn at random
     author_i    : items are ordered by topic, then by quality_i + noise, and cut into runs of geometric lengths
@@ -40,7 +40,7 @@ def write_side_information(preferences: Preferences, directory: Path, last_day: 
 
 
 def item_table(preferences: Preferences, last_day: int) -> pa.Table:
-    """What is known of the items that are born by ``last_day``.
+    """The table of the items that are born by ``last_day``.
 
     Columns: ``item_id``; ``available_from``, milliseconds since the epoch; ``category`` and ``author``, words;
     ``tags``, a list of words; ``duration``, seconds; ``content``, a list of ``content_dim`` numbers. An item's row is
@@ -63,7 +63,7 @@ def item_table(preferences: Preferences, last_day: int) -> pa.Table:
 
 
 def user_table(preferences: Preferences) -> pa.Table:
-    """What is known of the users: ``user_id``; ``segment``, a word; ``age``, years."""
+    """The table of the users: ``user_id``; ``segment``, a word; ``age``, years."""
     parameters, users, _ = preferences
     rng = parameters.generator(_USER_STREAM)
     signal, taste = parameters.attribute_signal, users.taste.astype(np.float64)

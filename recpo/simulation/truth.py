@@ -27,16 +27,16 @@ _SUM_TOLERANCE = 1e-3  # a float32 softmax over a million items sums to 1 within
 
 
 class Truth:
-    """True expected rewards by external ids; users are taken in chunks, so memory does not grow with their number.
+    """True expected rewards by external ids; users are processed in chunks, so memory does not grow with their number.
 
     The reward of an item is ``P(satisfied) - dislike_cost P(dislike)``, in (-dislike_cost, 1), a deterministic function
     of user, item and day (see ``recpo.simulation.preferences``). ``day`` counts from the log's first day, may have a
-    fraction and may lie beyond the log; it is one number or one per user. Where the catalog lives, what has not been
-    born on that day cannot be shown: it earns 0, and is not disliked.
+    fraction and may be after the log; it is one number or one per user. In a living world, an item that is not yet born
+    on that day cannot be shown: its reward is 0, and it is not disliked.
 
     Args:
         preferences: users, items and all parameters.
-        logging_policy: what made the log; where the catalog lives, as it was on day 0.
+        logging_policy: the policy that made the log; in a living world, as it was on day 0.
         world: name of the world of ``recpo.simulation.parameters.WORLDS`` that the parameters began with; ``Truth``
             itself reads the parameters alone.
     """
@@ -55,7 +55,7 @@ class Truth:
             path: the directory that ``recpo simulate`` wrote, or the ``truth/`` in it.
 
         Raises:
-            RecpoError: there is none, it is of another version or it is damaged.
+            RecpoError: there is no truth, or it has another version or is damaged.
         """
         path = Path(path)
         directory = path / "truth" if (path / "truth").is_dir() else path
@@ -97,7 +97,7 @@ class Truth:
 
     @property
     def item_ids(self) -> IntArray:
-        """The whole catalog ``[V]``, ascending; some items may never have been exposed."""
+        """The full catalog ``[V]``, ascending; some items may never have been exposed."""
         return self.preferences.items.item_id
 
     def day_of(self, timestamp: ArrayLike) -> FloatArray:
@@ -115,7 +115,7 @@ class Truth:
         return self.preferences.exists(np.arange(len(self.item_ids)), np.asarray(day)[..., None])
 
     def policy_on(self, day: float) -> LoggingPolicy:
-        """The logging policy of a day: where the catalog lives, it shows what has been born by then."""
+        """The logging policy of a day; in a living world, it shows the items born by then."""
         number = int(day) if self.lives else 0
         if self.lives and number not in self._policies:
             if len(self._policies) >= _DAYS_IN_MEMORY:
@@ -155,13 +155,13 @@ class Truth:
         """Value ``[N]`` of a stochastic policy: its expectation ``sum_i pi(i | u) r(u, i, day)``.
 
         Args:
-            user_ids: ``[N]``; hand over a few users at a time where ``[N, V]`` is too large.
+            user_ids: ``[N]``; pass a few users at a time if ``[N, V]`` is too large.
             probabilities: ``[N, V]``, rows sum to 1.
             day: one number, or ``[N]``.
             item_ids: ``[V]`` items of the columns; None = ``self.item_ids``.
 
         Raises:
-            RecpoError: unknown ids, a wrong shape, or rows that are no probabilities.
+            RecpoError: unknown ids, a wrong shape, or rows that are not probabilities.
         """
         users = _rows(user_ids, self.user_ids, "user_ids")
         columns = None if item_ids is None else _rows(item_ids, self.item_ids, "item_ids")
@@ -203,8 +203,7 @@ class Truth:
         """The ``k`` best item ids ``[N, k]`` by true reward, best first: no list of available items has a higher value.
 
         Raises:
-            RecpoError: ``k`` is more than the number of items that are available on the (first) day; ids or days that
-                make no sense.
+            RecpoError: ``k`` is larger than the number of items available on the (first) day; invalid ids or days.
         """
         users = _rows(user_ids, self.user_ids, "user_ids")
         available = self._available_at_least(_days(day, len(users)))
