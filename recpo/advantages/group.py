@@ -47,8 +47,8 @@ def group_normalized_advantage(
         unbiased: divide the squared deviations by n - 1 instead of n.
         eps: added to the standard deviation.
 
-    Returns: ``[..., S]``; exactly 0 for a group of one or of equal rewards, because 1 / eps would amplify rounding
-    errors.
+    Returns:
+        ``[..., S]``; exactly 0 for a group of one or of equal rewards, because 1 / eps would amplify rounding errors.
     """
     kept = kept_mask(rewards, mask)
     rewards = zero_masked(rewards.detach(), kept)

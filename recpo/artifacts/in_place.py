@@ -35,7 +35,8 @@ def directory_in_place(
         start: writes the first files of a new directory; None = ``target`` exists and is continued.
         check: raises if ``target`` may not be made, replaced or continued; called when no other process can write it.
 
-    Yields: A function to call when the new directory should be kept; it removes the replaced directory.
+    Yields:
+        A function to call when the new directory should be kept; it removes the replaced directory.
 
     Raises:
         RecpoError: another process writes the directory, or it cannot be written.

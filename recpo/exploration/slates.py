@@ -179,7 +179,8 @@ class Exploration:
             asked: ``[B, S]`` internal ids; 0 = none.
             allowed: the items that may be listed, as in ``sample_batch``.
 
-        Returns: ``[B, S]``, 0 for items that are never shown.
+        Returns:
+            ``[B, S]``, 0 for items that are never shown.
 
         Raises:
             RecpoError: see ``sample_batch``.

@@ -40,7 +40,9 @@ def ecpo_loss(
         mask: ``[..., T]``.
         clip_low: lower clip range: for ``A < 0`` the gradient is zero once ``rho < 1 - clip_low``.
         clip_high: upper clip range: for ``A > 0`` the gradient is zero once ``rho > 1 + clip_high``.
-        delta: distance between the clip and the cap. Returns:
+        delta: distance between the clip and the cap.
+
+    Returns:
         ``[..., T]``; 0 at masked tokens.
 
     Raises:

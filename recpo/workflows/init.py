@@ -117,7 +117,8 @@ def init(
         columns: known column names and units; recpo does not guess these.
         csv: delimiter and column names of text files, if known.
 
-    Returns: The findings, the files that were written, and the commands to run.
+    Returns:
+        The findings, the files that were written, and the commands to run.
 
     Raises:
         RecpoError: a file cannot be read, something has to be decided (every question names its option), or a file

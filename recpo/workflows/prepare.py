@@ -140,7 +140,8 @@ def prepare(
         overwrite: replace ``out`` if it is a prepared directory.
         progress: show a progress bar on a terminal.
 
-    Returns: The prepared directory; ``manifest["counts"]`` says what happened to the events.
+    Returns:
+        The prepared directory; ``manifest["counts"]`` says what happened to the events.
 
     Raises:
         RecpoError: the log has faults (all of them in one message), or cannot be split; an option is out of range, or

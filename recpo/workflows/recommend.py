@@ -134,7 +134,8 @@ def write_recommendations(
         progress: called with the number of events read.
         trust: packages beside recpo whose classes the configuration of a run may name.
 
-    Returns: Counts of what was served and what was left out.
+    Returns:
+        Counts of what was served and what was left out.
 
     Raises:
         RecpoError: see ``Bundle.load`` and ``HistoryReader.read``; a user's rows are not adjacent.

@@ -77,8 +77,8 @@ class TiltTrial:
         loss_error: standard error of that difference.
         top_k: off-policy value (SNIPS) of an item of the list of k.
         policy: off-policy value (SNIPS) of an item drawn from the policy.
-        grade: mean grade of the lists of k, as a factorization of the validation period's own events predicts it. auc:
-            mean over users of ``AUC_other``: their positives against their other exposures.
+        grade: mean grade of the lists of k, as a factorization of the validation period's own events predicts it.
+        auc: mean over users of ``AUC_other``: their positives against their other exposures.
         monitor_reward: mean reward of the lists of k.
         effective_rows: number of equally weighted exposures that would be as informative about ``top_k``.
         kl: mean of KL(tilted || base) over users, in nats.
@@ -213,7 +213,8 @@ def tilt(
         overwrite: replace ``out`` if it is a run.
         progress: show a progress bar on a terminal.
 
-    Returns: The new run, its beta, and the value of every beta that was tried.
+    Returns:
+        The new run, its beta, and the value of every beta that was tried.
 
     Raises:
         RecpoError: run, factors and data have different items; the run is already tilted; options are out of range; no
