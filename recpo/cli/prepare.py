@@ -74,7 +74,7 @@ def _report(data: Prepared) -> None:
 
 def _events_table(counts: dict[str, Any]) -> Table:
     table = Table(title="events of the log", title_justify="left")
-    table.add_column("what became of them")
+    table.add_column("outcome")
     table.add_column("events", justify="right")
     table.add_row("read", f"{counts['read']:,}")
     for reason, count in sorted(counts["dropped"].items()):

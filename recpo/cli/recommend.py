@@ -124,7 +124,7 @@ def _print(counts: ServingCounts, out: Path, k: int) -> None:
         "events without feedback": counts.events_without_feedback,
         "impossible watch times and durations": counts.impossible_values,
         "unknown items to exclude": counts.unknown_excluded,
-        "histories cut to the most recent events": counts.truncated_histories,
+        "users whose history was cut to its most recent events": counts.truncated_histories,
         f"lists shorter than {k}": counts.short_lists,
     }
     listed = "; ".join(f"{what}: {number:,}" for what, number in left_out.items() if number)

@@ -51,7 +51,7 @@ def _few_users(counts: dict[str, int]) -> list[str]:
     said = []
     for key, kind, metrics in (
         ("users_with_positives", "positives", "accuracy metrics"),
-        ("users_with_dislikes", "disliked items", "disliked@k and its like"),
+        ("users_with_dislikes", "disliked items", "disliked@k and related metrics"),
     ):
         users = counts.get(key, 0)
         if users == 0:
@@ -59,7 +59,7 @@ def _few_users(counts: dict[str, int]) -> list[str]:
         elif users < _TOO_FEW_FOR_INTERVALS:
             said.append(f"Only {users} users have {kind}: too few for the intervals of {metrics} to be trusted.")
         elif users < _FEW_USERS:
-            said.append(f"Only {users} users have {kind}: {metrics} can tell large differences only.")
+            said.append(f"Only {users} users have {kind}: {metrics} can show only large differences.")
     return said
 
 
