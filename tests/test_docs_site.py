@@ -193,7 +193,7 @@ def test_the_options_of_benchmarks_exist():
     assert not missing, f"docs/measurements.md needs a row for each of {missing}"
     for script, options in commands:
         source = (ROOT / script).read_text(encoding="utf-8")
-        for option in re.findall(r"--\w+", options):
+        for option in re.findall(r"--[\w-]+", options):
             assert f'"{option}"' in source or f"{option[2:]}:" in source, f"measurements.md: {script} has no {option}"
 
 

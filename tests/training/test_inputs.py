@@ -126,7 +126,7 @@ def test_nothing_is_computed_that_is_not_asked_for(prepared, monkeypatch):
     policy = new_policy(num_items)
     inputs, networks = builder_of(policy, PairwiseReward())
     monkeypatch.setattr(policy, "log_prob", None)
-    found, _, metrics = inputs(batch)
+    found, _, metrics, _ = inputs(batch)
     assert found.scores.requires_grad
     assert networks.reference is None
     assert networks.old is None
@@ -135,7 +135,8 @@ def test_nothing_is_computed_that_is_not_asked_for(prepared, monkeypatch):
     batch, _ = batch_of(prepared, SEQUENCES)
     plain, networks = builder_of(new_policy(num_items), Likelihood())
     assert (networks.reference, networks.old, networks.critic) == (None, None, None)
-    found, _, metrics = plain(batch)
+    found, _, metrics, items = plain(batch)
+    assert items is None
     assert [name for name, value in found._asdict().items() if value is not None] == ["logp"]
     assert metrics == {}
 
