@@ -280,7 +280,7 @@ def fresh(*command: str, **environment: str) -> subprocess.CompletedProcess[str]
 @needs_triton
 @pytest.mark.slow
 def test_in_the_interpreter() -> None:
-    result = fresh("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, TRITON_INTERPRET="1")
+    result = fresh("-m", "pytest", "-p", "no:cacheprovider", __file__, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout[-4000:]
     assert "passed" in result.stdout
 
