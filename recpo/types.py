@@ -50,6 +50,20 @@ class Features(NamedTuple):
         return self.map(masked)
 
 
+class EventPlaces(NamedTuple):
+    """Where the events of right-padded histories stand.
+
+    Attributes:
+        places: ``[N]`` indices into the flattened ``[B, width]``, behind those of the events some of padding, which
+            make N a multiple (``recpo.policies.layers.event_places``); empty if skipping the padding would not be
+            faster.
+        width: the number of places of each history.
+    """
+
+    places: Tensor
+    width: int
+
+
 class Histories(NamedTuple):
     """What the policy knows about each context: events in order of time, padded on the right.
 
@@ -66,6 +80,8 @@ class Histories(NamedTuple):
         context: features of the requests, leading shape ``[B, H + 1]``. Row j < H is the request that showed event j;
             it is known when event j is predicted. The row at index ``lengths`` is the request that is being answered.
             Later rows are missing.
+        places: of the events that the policy's blocks read, counted on the CPU; None = they are counted where they are
+            needed.
     """
 
     item_ids: Tensor
@@ -75,6 +91,7 @@ class Histories(NamedTuple):
     behaviors: Tensor | None = None
     user: Features | None = None
     context: Features | None = None
+    places: EventPlaces | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Histories:
         """Applies ``change`` to every tensor, for example to move it to a device or to select rows."""
@@ -173,6 +190,38 @@ def catalog_slates(histories: Histories, num_items: int) -> Slates:
     return Slates(items.expand(shape), histories.lengths[:, None].expand(shape), kept.expand(shape))
 
 
+class ScoringPlan(NamedTuple):
+    """Which positions are scored, and at which states (``recpo.policies.plans``).
+
+    Attributes:
+        needed: ``[B, S]`` bool.
+        positions: ``[P]`` their indices in the flattened ``[B, S]``.
+        rows: ``[R]`` the states that they need, indices into the flattened ``[B, H + 1]``.
+        state_index: ``[P]`` the place of each position's state in ``rows``; None if every position has its own.
+        every_position: ``positions`` are all positions, whether they are needed or not.
+    """
+
+    needed: Tensor
+    positions: Tensor
+    rows: Tensor
+    state_index: Tensor | None
+    every_position: bool = False
+
+
+class BatchPlan(NamedTuple):
+    """What a training step would have to wait for its device to count (``recpo.training.planning``).
+
+    Attributes:
+        scored: the positions that are scored; None = it takes the device to say which.
+        advantages: ``[B, S]`` of the logged slates; None = they depend on what the device computes.
+        contexts: the contexts as ``recpo.training.rollout`` numbers them, separated by commas; None = not planned.
+    """
+
+    scored: ScoringPlan | None = None
+    advantages: Tensor | None = None
+    contexts: str | None = None
+
+
 class FeedbackBatch(NamedTuple):
     """One batch: the contexts and the positions to score.
 
@@ -186,6 +235,7 @@ class FeedbackBatch(NamedTuple):
         known_positives: ``[B, M]`` int64, items that the user is known to like and that must not become negatives,
             padded with 0; present only if the policy adds hard negatives.
         user_ids: ``[B]`` int64, the users of the contexts: rows of the prepared ``users.parquet``.
+        plan: what was counted on the CPU; None = nothing. It is of these slates: whoever replaces them removes it.
     """
 
     histories: Histories
@@ -194,6 +244,7 @@ class FeedbackBatch(NamedTuple):
     step_labels: Tensor | None = None
     known_positives: Tensor | None = None
     user_ids: Tensor | None = None
+    plan: BatchPlan | None = None
 
 
 class SlateTraits(NamedTuple):

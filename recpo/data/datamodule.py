@@ -15,7 +15,7 @@ from recpo.data.held_out import HeldOutBatches, Rank
 from recpo.data.locations import Place
 from recpo.data.prepared import Period, Prepared
 from recpo.data.slates import Layout, SequenceLayout
-from recpo.data.train_batches import Assign, Phases, ResumableLoader, Segments, TrainBatches
+from recpo.data.train_batches import Assign, Phases, Planner, ResumableLoader, Segments, TrainBatches
 from recpo.errors import RecpoError
 from recpo.features.schema import Reads
 from recpo.types import EvaluationBatch
@@ -51,11 +51,13 @@ class FeedbackDataModule(LightningDataModule):
         phases: how training goes through the epoch; set by the training workflow.
         step_labels: training reads ``FeedbackBatch.step_labels``; set by the training workflow.
         reads: what batches contain beyond items, feedback and times; set by the training workflow.
+        planner: adds to a batch what can be counted on the CPU (``FeedbackBatch.plan``); set by training.
     """
 
     phases = Phases()
     step_labels = False
     reads = Reads()
+    planner: Planner | None = None
 
     def __init__(
         self,
@@ -101,6 +103,7 @@ class FeedbackDataModule(LightningDataModule):
             step_labels=self.step_labels,
             reads=self.reads,
             segments=self._segments,
+            planner=self.planner,
         )
         return ResumableLoader(batches, self._num_workers, self._current_epoch if self.trainer else None)
 

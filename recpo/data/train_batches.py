@@ -37,6 +37,10 @@ Assign = Literal["batches", "shards"]
 """What is assigned to the ranks: batches, cut from all shards, or whole shards."""
 
 
+Planner = Callable[[FeedbackBatch], FeedbackBatch]
+"""Adds to a gathered batch what a training step would have to wait for its device to count."""
+
+
 class Phases(NamedTuple):
     """How an epoch is cut into phases: runs of optimizer steps that are visited several times before the next run.
 
@@ -87,6 +91,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         segments: which shards an epoch goes through.
         step_labels: whether batches carry the labels of their whole optimizer step (``FeedbackBatch.step_labels``).
         reads: what batches hold beyond items, feedback and times.
+        planner: adds to every batch what can be counted on the CPU.
 
     Raises:
         RecpoError: nothing to train on, or fewer shards than ranks that are to have some.
@@ -111,8 +116,9 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         step_labels: bool = False,
         reads: Reads = Reads(),  # noqa: B008  immutable
         segments: Segments = Segments(),  # noqa: B008  immutable
+        planner: Planner | None = None,
     ) -> None:
-        self._reads, older = reads, 0
+        self._reads, self._planner, older = reads, planner, 0
         if segments.newest_only:
             self._validate_segments(assign, prepared)
             older = sum(prepared.segments[:-1])
@@ -200,8 +206,8 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
             for planned in step[self._rank.rank // self._num_parts :: self._sharers]:
                 local += 1
                 if local >= start and (local - start) % workers == mine:
-                    batch = self._make_batch(*planned, epoch)
-                    yield batch._replace(step_labels=labels)
+                    batch = self._make_batch(*planned, epoch)._replace(step_labels=labels)
+                    yield batch if self._planner is None else self._planner(batch)
 
     @property
     def division(self) -> dict[str, Any]:

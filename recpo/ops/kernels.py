@@ -39,8 +39,9 @@ BLOCK_ROWS_OF_TABLE = 8192
 # Below this many multiplications a product is over before oneDNN has looked up its kernel.
 _SMALL = 1 << 20
 # oneDNN compiles a kernel for every number of rows that it meets, and keeps 1,024 of them (some 100 KB each). Where the
-# number differs from step to step it is filled up to a multiple of this, so that few are ever compiled.
-ROW_MULTIPLE = 64
+# number differs from step to step it is filled up to a multiple of this, so that few are ever compiled; below 1,024
+# rows to a multiple of 16, as the rows that fill up cost as much as the others.
+ROW_MULTIPLE, SMALL_ROW_MULTIPLE = 64, 16
 _LEAST_INT64 = -(2**63)
 
 _reference = False
@@ -118,8 +119,8 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if (
         torch.compiler.is_compiling()
-        or torch.is_autocast_enabled(inputs.device.type)
         or not _suits(inputs)
+        or torch.is_autocast_enabled(inputs.device.type)
         or not _is_dense(weight)
         or inputs.numel() * weight.shape[0] < _SMALL
     ):
@@ -225,7 +226,7 @@ class Grid:
         padding_rows: rows of the table to leave out.
 
     Attributes:
-        states: ``[M, d]``, the states and, for oneDNN, rows of zeros up to a multiple of ``ROW_MULTIPLE``.
+        states: ``[M, d]``, the states and, for oneDNN, rows of zeros up to a multiple (``row_multiple``).
     """
 
     def __init__(self, states: Tensor, table: Tensor, padding_rows: int) -> None:
@@ -246,10 +247,17 @@ class Grid:
         return matmul_transposed(self.states[part], self.table[rows])
 
 
+def row_multiple(rows: int) -> int:
+    """To a multiple of what so many rows of an oneDNN product are filled up; 1 where there are few."""
+    if rows < ROW_MULTIPLE:
+        return 1
+    return ROW_MULTIPLE if rows >= 16 * ROW_MULTIPLE else SMALL_ROW_MULTIPLE
+
+
 def padded_rows(values: Tensor) -> Tensor:
-    """``[N, ...]`` with zeros up to a multiple of ``ROW_MULTIPLE`` rows, where oneDNN multiplies by them."""
-    missing = -len(values) % ROW_MULTIPLE
-    if not missing or len(values) < ROW_MULTIPLE or not _suits(values):
+    """``[N, ...]`` with rows of zeros up to a multiple (``row_multiple``), where oneDNN multiplies by them."""
+    missing = -len(values) % row_multiple(len(values))
+    if not missing or not _suits(values):
         return values
     return torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
 

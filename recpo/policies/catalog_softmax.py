@@ -16,7 +16,8 @@ from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.item_table import ItemTable, TableUse
-from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
+from recpo.policies.plans import planned_items, scoring_plan, spread
+from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan
 
 
 class CatalogSoftmaxPolicy(FeaturePolicy):
@@ -159,32 +160,23 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         With ``normalizer="sampled"``, in training mode and without ``states``, this is the estimate of
         ``recpo.ops.sampled_softmax.sampled_logprob``.
         """
-        slates = batch.slates
-        wanted = slates.mask if needed is None else slates.mask & needed
-        self._check_visible(batch.histories, slates, wanted)
-        positions = wanted.reshape(-1).nonzero().squeeze(1)
-        targets = slates.item_ids.reshape(-1)[positions]
+        plan = scoring_plan(batch, needed, self.encoder.attention_length)
+        targets = planned_items(plan, batch.slates)
         if self.normalizer == "sampled" and self.training and states is None:
-            logp = self._sampled_log_prob(batch.histories, slates, positions, targets)
+            logp = self._sampled_log_prob(batch.histories, plan, targets)
         else:
-            states = self._scored_states(batch.histories, states)
-            rows, state_index = shared_states(slates, positions, states.shape[1])
+            states = take_rows(self._scored_states(batch.histories, states), plan.rows)
             logp = self._output.log_prob(
-                take_rows(states, rows), targets, state_index, temperature=self.temperature, cosine=self._cosine
+                states, targets, plan.state_index, temperature=self.temperature, cosine=self._cosine
             )
-        return logp.new_zeros(wanted.numel()).index_copy(0, positions, logp).view(*wanted.shape, 1)
+        return spread(plan, logp)[..., None]
 
     def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.entropy``."""
-        slates = batch.slates
-        wanted = slates.mask if needed is None else slates.mask & needed
-        self._check_visible(batch.histories, slates, wanted)
-        positions = wanted.reshape(-1).nonzero().squeeze(1)
-        states = self._scored_states(batch.histories, states)
-        rows, state_index = shared_states(slates, positions, states.shape[1])
-        entropy = self._output.entropy(take_rows(states, rows), temperature=self.temperature, cosine=self._cosine)
-        entropy = entropy if state_index is None else entropy[state_index]
-        return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy).view(wanted.shape)
+        plan = scoring_plan(batch, needed, self.encoder.attention_length)
+        states = take_rows(self._scored_states(batch.histories, states), plan.rows)
+        entropy = self._output.entropy(states, temperature=self.temperature, cosine=self._cosine)
+        return spread(plan, entropy if plan.state_index is None else entropy[plan.state_index])
 
     def catalog_log_prob(self, batch: FeedbackBatch, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.catalog_log_prob``: one product of the states and the complete table."""
@@ -227,18 +219,6 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         ids, logp = self._output.draw(self.last_states(histories), group_size, options, cosine=self._cosine)
         return ids, logp[..., None]
 
-    def _check_visible(self, histories: Histories, slates: Slates, wanted: Tensor) -> None:
-        """Raises if a position needs a state that the encoder does not compute."""
-        readable = self.encoder.attention_length
-        if histories.item_ids.shape[1] <= readable:
-            return
-        if (wanted & (slates.visible != histories.lengths[:, None])).any():
-            raise RecpoError(
-                f"histories of {histories.item_ids.shape[1]} events exceed policy.attention_length ({readable}), "
-                "so items are scored after the whole history only: set data.layout to class_path: ImpressionLayout, or "
-                f"its history_length to at most {readable}"
-            )
-
     def _scored_states(self, histories: Histories, states: Tensor | None = None) -> Tensor:
         """The states in the form that the softmax takes, computed from the result of ``encode`` if it is given."""
         states = self.encode(histories) if states is None else states
@@ -267,7 +247,7 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
     def _cosine(self) -> bool:
         return self.similarity == "cosine"
 
-    def _sampled_log_prob(self, histories: Histories, slates: Slates, positions: Tensor, targets: Tensor) -> Tensor:
+    def _sampled_log_prob(self, histories: Histories, plan: ScoringPlan, targets: Tensor) -> Tensor:
         """Estimated log-probabilities, with a single lookup in the tied table for history, targets and negatives."""
         generator = None if self._step_seed is None else torch.Generator(targets.device).manual_seed(self._step_seed)
         if self.cdf is not None:
@@ -285,21 +265,9 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         encoded = self.encoded(history_vectors.view(*history.shape, -1), histories)
         states = self._scored_states(histories, encoded)
         output = F.normalize(output, dim=-1) if self._cosine else output
-        rows, state_index = shared_states(slates, positions, states.shape[1])
-        scored = take_rows(states, rows) / self.temperature
+        scored, state_index = take_rows(states, plan.rows) / self.temperature, plan.state_index
         scores = (scored @ output[len(targets) :].T).float()
         if state_index is not None:
             scores, scored = scores[state_index], scored[state_index]
         target_scores = (scored * output[: len(targets)]).sum(-1).float()
         return sampled_logprob(target_scores, scores, targets, negatives, log_expected_count)
-
-
-def shared_states(slates: Slates, positions: Tensor, num_states: int) -> tuple[Tensor, Tensor | None]:
-    """The states among the ``B x num_states`` that the positions need, and the index of each position's state.
-
-    Adjacent positions with the same state are grouped, which covers impressions, lists and sequences. The second result
-    is None if every position has its own state.
-    """
-    keys = positions // slates.mask.shape[1] * num_states + slates.visible.reshape(-1)[positions]
-    rows, index = torch.unique_consecutive(keys, return_inverse=True)
-    return rows, None if len(rows) == len(keys) else index

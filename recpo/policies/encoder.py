@@ -12,7 +12,7 @@ from recpo.errors import RecpoError
 from recpo.feedback import GRADES
 from recpo.ops.elimination import solve_by_cholesky, solve_positive_definite
 from recpo.policies.layers import ByteDropout, HSTUBlock, Linear, Packing, SASRecBlock, time_gap_buckets
-from recpo.types import Histories
+from recpo.types import EventPlaces, Histories
 
 
 class Profile(nn.Module):
@@ -191,6 +191,7 @@ class HistoryEncoder(nn.Module):
         timestamps: Tensor | None = None,
         lengths: Tensor | None = None,
         parts: Tensor | None = None,
+        places: EventPlaces | None = None,
     ) -> Tensor:
         """States ``[B, H + 1, d]`` of histories.
 
@@ -201,14 +202,15 @@ class HistoryEncoder(nn.Module):
             lengths: ``[B]`` numbers of events; SASRec blocks then skip the padding, HSTU blocks do not.
             parts: ``[B, min(H, attention_length), d]``, what else is known of the events that the blocks read
                 (``recpo.policies.history_features``); None = nothing.
+            places: of the events that the blocks read, where they were counted before (``Histories.places``).
 
         Raises:
             RecpoError: H exceeds ``attention_length`` and ``lengths`` are missing. With them, only the rows 0 and
                 ``lengths`` of a longer history are computed, and the others are nan.
         """
         if items.shape[1] > self.attention_length:
-            return self._last_only(items, feedback, timestamps, lengths, parts)
-        packing = self._packing(items, lengths)
+            return self._last_only(items, feedback, timestamps, lengths, parts, places)
+        packing = self._packing(items, lengths, places)
         states, gaps = self._embedded(items, feedback, timestamps, packing, parts)
         for block in self.blocks:
             states = block(states, gaps, packing)
@@ -225,10 +227,11 @@ class HistoryEncoder(nn.Module):
         timestamps: Tensor | None,
         lengths: Tensor,
         parts: Tensor | None = None,
+        places: EventPlaces | None = None,
     ) -> Tensor:
         """The state after the whole history, ``[B, d]``: row ``lengths`` of ``forward``, at less cost."""
         recent = self._recent(items, feedback, timestamps, lengths)
-        state = self._last_attended(*recent, parts)
+        state = self._last_attended(*recent, parts, places)
         scaled = items * self.item_scale
         state = state if self.profile is None else state + self.profile.last(scaled, feedback, lengths)
         return state if self.fold_in is None or feedback is None else state + self.fold_in.last(scaled, feedback)
@@ -240,13 +243,14 @@ class HistoryEncoder(nn.Module):
         timestamps: Tensor | None,
         lengths: Tensor | None,
         parts: Tensor | None,
+        places: EventPlaces | None,
     ) -> Tensor:
         if lengths is None:
             raise RecpoError(
                 f"the blocks read {self.attention_length} events, and of histories of {items.shape[1]} only the last "
                 "state is computed: that takes their lengths"
             )
-        last = self.last(items, feedback, timestamps, lengths, parts)
+        last = self.last(items, feedback, timestamps, lengths, parts, places)
         first = self.norm(self.start)
         if self.profile is not None:
             first = first + self.profile.last(items.new_zeros(1, 1, items.shape[2]), None, lengths.new_zeros(1))
@@ -275,9 +279,10 @@ class HistoryEncoder(nn.Module):
         timestamps: Tensor | None,
         lengths: Tensor,
         parts: Tensor | None,
+        places: EventPlaces | None,
     ) -> Tensor:
         """The blocks' state after the whole of a history that they can read, ``[B, d]``."""
-        packing = self._packing(items, lengths)
+        packing = self._packing(items, lengths, places)
         states, gaps = self._embedded(items, feedback, timestamps, packing, parts)
         for block in self.blocks[:-1]:
             states = block(states, gaps, packing)
@@ -287,8 +292,8 @@ class HistoryEncoder(nn.Module):
         last = final.at(states, ((behind if packing is None else lengths.cumsum(0)) - 1).clamp_min(0), gaps, packing)
         return self.norm(torch.where(lengths[:, None] > 0, last, self.start))
 
-    def _packing(self, items: Tensor, lengths: Tensor | None) -> Packing | None:
-        return None if self.reads_time or lengths is None else Packing.of(lengths, items.shape[1])
+    def _packing(self, items: Tensor, lengths: Tensor | None, places: EventPlaces | None) -> Packing | None:
+        return None if self.reads_time or lengths is None else Packing.of(lengths, items.shape[1], places)
 
     def _embedded(
         self,

@@ -112,10 +112,10 @@ class FeaturePolicy(StatePolicy):
             return self.encoded(*_with_a_place(vectors, histories))[:, :1]
         feedback, times, lengths = histories.feedback, histories.timestamps, histories.lengths
         if not self._joins():
-            return self.encoder(vectors, feedback, times, lengths)
+            return self.encoder(vectors, feedback, times, lengths, places=histories.places)
         assert self.history_features is not None
         parts = self.history_features.of_events(histories, self.encoder.attention_length)
-        states = self.encoder(vectors, feedback, times, lengths, parts)
+        states = self.encoder(vectors, feedback, times, lengths, parts, histories.places)
         return self.history_features.joined(states, histories)
 
     def encoded_last(self, vectors: Tensor, histories: Histories) -> Tensor:
@@ -124,10 +124,10 @@ class FeaturePolicy(StatePolicy):
             return self.encoded_last(*_with_a_place(vectors, histories))
         feedback, times, lengths = histories.feedback, histories.timestamps, histories.lengths
         if not self._joins():
-            return self.encoder.last(vectors, feedback, times, lengths)
+            return self.encoder.last(vectors, feedback, times, lengths, places=histories.places)
         assert self.history_features is not None
         parts = self.history_features.of_events(histories, self.encoder.attention_length)
-        state = self.encoder.last(vectors, feedback, times, lengths, parts)
+        state = self.encoder.last(vectors, feedback, times, lengths, parts, histories.places)
         return self.history_features.joined_last(state, histories)
 
     def _joins(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from recpo.errors import RecpoError
 from recpo.ops import kernels
+from recpo.types import EventPlaces
 
 # Time gaps in milliseconds are grouped by their base-2 logarithm: 2^42 ms is 139 years.
 TIME_BUCKETS = 44
@@ -64,7 +65,7 @@ class Packing(NamedTuple):
 
     Attributes:
         places: ``[N]``, the places of the events in the flattened ``[B, H]``, behind them places of padding up to a
-            multiple of ``kernels.ROW_MULTIPLE``: what is computed for those is never read.
+            multiple (``kernels.row_multiple``): what is computed for those is never read.
         batch: B.
         length: H.
     """
@@ -74,30 +75,39 @@ class Packing(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, lengths: Tensor, length: int) -> Packing | None:
+    def of(cls, lengths: Tensor, length: int, given: EventPlaces | None = None) -> Packing | None:
         """The packing of histories with ``lengths [B]`` events, padded to ``length``; None if it would not be faster.
+
+        ``given`` are the places of the events where they were counted before.
 
         An exported program keeps the padding, because its shapes must not depend on values.
         """
         if torch.compiler.is_exporting():
             return None
-        is_event = (torch.arange(length, device=lengths.device) < lengths[:, None]).reshape(-1)
-        places = is_event.nonzero().squeeze(1)
-        if not 0 < len(places) < _NOT_WORTH_IT * len(is_event):
-            return None
-        missing = -len(places) % kernels.ROW_MULTIPLE if len(places) > kernels.ROW_MULTIPLE else 0
-        if missing:
-            places = torch.cat([places, (~is_event).nonzero().squeeze(1)[:missing]])
-        return cls(places, len(lengths), length)
+        if given is None or given.width != length:
+            given = event_places(lengths, length)
+        return cls(given.places, len(lengths), length) if len(given.places) else None
 
     def pack(self, padded: Tensor) -> Tensor:
         """``[B, H, d]`` to ``[N, d]``."""
         return kernels.take_rows(padded, self.places)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """``[N, d]`` to ``[B, H, d]``; zero at padded places."""
+        """``[N, d]`` to ``[B, H, d]``; at padded places zero, or a value that is never read."""
         padded = packed.new_zeros(self.batch * self.length, packed.shape[-1])
         return padded.index_copy(0, self.places, packed).view(self.batch, self.length, -1)
+
+
+def event_places(lengths: Tensor, width: int) -> EventPlaces:
+    """The places of the events of histories with ``lengths [B]`` events, padded to ``width``."""
+    is_event = (torch.arange(width, device=lengths.device) < lengths[:, None]).reshape(-1)
+    places = is_event.nonzero().squeeze(1)
+    if len(places) >= _NOT_WORTH_IT * len(is_event):
+        return EventPlaces(places[:0], width)
+    missing = -len(places) % kernels.row_multiple(len(places))
+    if missing:
+        places = torch.cat([places, (~is_event).nonzero().squeeze(1)[:missing]])
+    return EventPlaces(places, width)
 
 
 class SASRecBlock(nn.Module):

@@ -19,9 +19,10 @@ from recpo.features.schema import FeatureSchema
 from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
-from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy, shared_states
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import readable_ids
 from recpo.policies.grade_factors import GradeFactors
+from recpo.policies.plans import shared_states
 from recpo.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
 
 # Number of histories that are encoded or folded in at once; every prefix of a history counts as one.

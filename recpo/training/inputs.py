@@ -10,11 +10,13 @@ from torch import Tensor
 from recpo.contracts import ReturnEstimator, StatePolicy, TokenAdvantageEstimator
 from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
+from recpo.policies.plans import plan_of_candidates
 from recpo.training.contradictions import OF_STATES, all_requirements
 from recpo.training.item_likelihood import item_log_prob
 from recpo.training.kl_control import catalog_divergence
 from recpo.training.networks import Networks
 from recpo.training.options import LearningOptions
+from recpo.training.planning import needed_positions
 from recpo.training.rollout import Rollout, Rollouts, catalog_metrics, roll_out
 from recpo.training.slate_edits import (
     items_of,
@@ -22,7 +24,7 @@ from recpo.training.slate_edits import (
     with_hard_negatives,
     without_shared_prefix,
 )
-from recpo.types import FeedbackBatch, LogProbs, ObjectiveInputs, Slates
+from recpo.types import BatchPlan, FeedbackBatch, LogProbs, ObjectiveInputs, Slates
 
 
 class StepInputs(NamedTuple):
@@ -78,7 +80,7 @@ class InputBuilder:
             batch = self._logged(batch)
         else:
             rollout = self.rollouts.of(batch, self._roll_out)
-            batch = batch._replace(slates=rollout.slates)
+            batch = self._with_candidates(batch, rollout.slates)
         states = self._states(batch)
         values = self._values(states, batch, rollout)
         advantages, returns = self._advantages(batch, values.old)
@@ -112,13 +114,19 @@ class InputBuilder:
             batch = with_hard_negatives(batch, self._networks.policy, self._hard_negatives)
         return self._rewarded(batch) if "rewards" in self._requires else batch
 
+    def _with_candidates(self, batch: FeedbackBatch, candidates: Slates) -> FeedbackBatch:
+        """With candidates in place of the logged slates, all scored after the complete history."""
+        scored = None if self._catalog else plan_of_candidates(batch.histories, items_of(candidates))
+        return batch._replace(slates=candidates, plan=BatchPlan(scored))
+
     def _rewarded(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The batch with rewards. A position with an unknown reward leaves its slate."""
         assert self._options.reward is not None
         slates = batch.slates
         reward = self._options.reward(batch, slates).detach()
         known = slates.mask & ~reward.isnan()
-        return batch._replace(slates=slates._replace(reward=torch.where(known, reward, 0.0), mask=known))
+        slates = slates._replace(reward=torch.where(known, reward, 0.0), mask=known)
+        return batch._replace(slates=slates, plan=None)
 
     @torch.no_grad()
     def _roll_out(self, batch: FeedbackBatch) -> Rollout:
@@ -128,12 +136,12 @@ class InputBuilder:
         assert options.rollout is not None
         assert options.reward is not None
         rollout = roll_out(old.policy, batch, options.rollout, options.reward, self._reads_snapshot)
-        batch = batch._replace(slates=rollout.slates)
+        batch = self._with_candidates(batch, rollout.slates)
         values = None if old.head is None else old.state_values(old.encode(batch.histories), batch.slates.visible)
         reference = (
             self._catalog_reference(batch, rollout.logp)
             if self._catalog
-            else self._reference_logp(batch, items_of(batch.slates))
+            else self._reference_logp(batch, self._needed(batch, None))
         )
         return rollout._replace(reference=reference, values=values)
 
@@ -172,6 +180,8 @@ class InputBuilder:
         estimator = self._options.advantage
         if estimator is None:
             return None, None
+        if batch.plan is not None and batch.plan.advantages is not None:
+            return batch.plan.advantages, None
         if isinstance(estimator, ReturnEstimator) and values is not None:
             return estimator.advantages_and_returns(batch, values)
         if isinstance(estimator, TokenAdvantageEstimator):
@@ -180,13 +190,10 @@ class InputBuilder:
 
     def _needed(self, batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:
         """Positions that must be scored. For candidates, all of them, because they measure the divergence."""
-        mask = items_of(batch.slates)
-        inert = self._objective.zero_advantage_is_inert and advantages is not None
-        if not inert or self._anchored or self.rollouts is not None:
-            return mask
-        assert advantages is not None
-        acts = advantages != 0
-        return mask & (acts.any(-1) if acts.dim() > mask.dim() else acts)
+        if batch.plan is not None and batch.plan.scored is not None:
+            return batch.plan.scored.needed
+        inert = self._objective.zero_advantage_is_inert and not self._anchored and self.rollouts is None
+        return needed_positions(batch, advantages if inert else None)
 
     def _logp(
         self, batch: FeedbackBatch, needed: Tensor, states: Tensor | None, beside: Slates | None

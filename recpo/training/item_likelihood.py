@@ -8,7 +8,7 @@ from torch import Tensor
 from recpo.contracts import StatePolicy
 from recpo.ops.kernels import take_rows
 from recpo.ops.linear_logprob import linear_logprob
-from recpo.policies.catalog_softmax import shared_states
+from recpo.policies.plans import shared_states
 from recpo.types import Slates
 
 

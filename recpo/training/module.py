@@ -27,6 +27,7 @@ from recpo.training.optimizers import (
     scale_gradients,
 )
 from recpo.training.options import LearningOptions, reads_of
+from recpo.training.planning import StepPlanner
 from recpo.training.validation import ScoreMetrics, ValidationMetrics
 from recpo.types import EvaluationBatch, FeedbackBatch, SlateTraits
 
@@ -72,6 +73,7 @@ class PreferenceModule(LightningModule):
         self.validated: dict[str, Tensor] = {}
         self.results: dict[str, float] = {}
         self._inputs = InputBuilder(self.networks, options, slates.hard_negatives)
+        self._planner = StepPlanner.of(policy, options, slates.hard_negatives)
         self._anchor, self._anchor_coef, self._seed = Likelihood(), options.anchor_coef, options.seed
         rollout = options.rollout
         max_kl, catalog = (None, False) if rollout is None else (rollout.max_kl, rollout.candidates == "catalog")
@@ -120,6 +122,8 @@ class PreferenceModule(LightningModule):
             self.trainer.datamodule.reads = reads_of(self.policy, self._options)  # type: ignore[attr-defined]
         if stage != "fit":
             return
+        if self.trainer.datamodule is not None:  # type: ignore[attr-defined]
+            self.trainer.datamodule.planner = self._planner  # type: ignore[attr-defined]
         if self._options.advantage is not None and self._options.advantage.reads_step_labels:
             self.trainer.datamodule.step_labels = True  # type: ignore[attr-defined]
         if self._options.reference == "cached" and "reference" in self.objective.requires:

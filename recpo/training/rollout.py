@@ -22,6 +22,7 @@ from recpo.objectives.health import masked_mean
 from recpo.ops.item_sets import is_member
 from recpo.ops.reduce import zero_masked
 from recpo.training.options import RolloutOptions
+from recpo.training.planning import context_numbers
 from recpo.training.slate_edits import (
     Candidates,
     as_preference_list,
@@ -76,11 +77,12 @@ class Rollouts:
 
     def of(self, batch: FeedbackBatch, make: Callable[[FeedbackBatch], Rollout]) -> Rollout:
         """The rollout of ``batch``, created by ``make`` with the random numbers of that batch."""
-        rows = (batch.context_ids + 1) * batch.slates.mask.any(-1)  # 0: an empty row, which pads a rank's last step
-        key = tuple(rows.tolist())
+        planned = None if batch.plan is None else batch.plan.contexts
+        key = tuple(map(int, (context_numbers(batch) if planned is None else planned).split(",")))
         if key in self._kept:
             return self._kept[key]
-        devices = [rows.device] if rows.is_cuda else []
+        device = batch.context_ids.device
+        devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(int(np.random.SeedSequence([self._seed, *self._phase, *key]).generate_state(1)[0]))
             rollout = make(batch)

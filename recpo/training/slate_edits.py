@@ -63,6 +63,7 @@ def take_rows(batch: FeedbackBatch, rows: Tensor) -> FeedbackBatch:
         context_ids=batch.context_ids[rows],
         known_positives=None if batch.known_positives is None else batch.known_positives[rows],
         user_ids=None if batch.user_ids is None else batch.user_ids[rows],
+        plan=None,
     )
 
 
@@ -146,7 +147,8 @@ def with_hard_negatives(batch: FeedbackBatch, policy: Policy, count: int) -> Fee
         return torch.cat([values, fills.get(name, missing)], 1)
 
     columns = {name: values for name, values in slates._asdict().items() if values is not None}
-    return batch._replace(slates=slates._replace(**{name: appended(name, v) for name, v in columns.items()}))
+    slates = slates._replace(**{name: appended(name, v) for name, v in columns.items()})
+    return batch._replace(slates=slates, plan=None)
 
 
 def without_shared_prefix(mask: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:
