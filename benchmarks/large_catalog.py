@@ -141,10 +141,10 @@ def train(work: Path, prepared: Path, name: str, policy: dict[str, Any], steps: 
     file.write_text(yaml.safe_dump(config(prepared, policy, batch_size)))
     shutil.rmtree(run, ignore_errors=True)
     verb = [sys.executable, "-m", "recpo.cli.main", "train", "--config", str(file), "--out", str(run)]
+    verb += ["--trainer.val_check_interval", str(steps + 5)]  # the same in both: a run resumes with its own options
     first = measured([*verb, "--trainer.max_steps", str(steps)])
     saved = sum(part.stat().st_size for part in (run / "checkpoints" / "last.ckpt").iterdir())
     rest = ["--resume", "true", "--trainer.max_epochs", "2", "--trainer.max_steps", str(steps + 10)]
-    rest += ["--trainer.val_check_interval", "10"]
     resumed = measured([*verb, *rest])
     results = json.loads((run / "run.json").read_text())["results"]
     return {
