@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 
 from recpo.errors import RecpoError
 
@@ -116,6 +115,8 @@ def _batches(source: Path | pa.Table, columns: Sequence[str]) -> Iterator[pa.Rec
     if len(columns) < 2:
         raise RecpoError(f"{file}: name at least one column beside {columns[0]}")
     try:
+        from pyarrow import dataset as ds  # it imports pandas, which training does not need
+
         dataset = ds.dataset(source) if isinstance(source, pa.Table) else ds.dataset(source, format="parquet")
         absent = [name for name in columns if name not in dataset.schema.names]
         if absent:
