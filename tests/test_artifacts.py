@@ -374,7 +374,7 @@ def test_a_target_that_appears_meanwhile_stays_and_the_work_is_kept(tmp_path):
             (working / "content").write_text("work")
             foreign(tmp_path / "out")
 
-    with pytest.raises(RecpoError, match="was made by somebody else") as caught:
+    with pytest.raises(RecpoError, match="another process made") as caught:
         write()
     kept = next(tmp_path.glob("out.recpo-kept-*"))
     assert str(kept) in str(caught.value)

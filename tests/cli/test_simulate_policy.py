@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(road, tmp_path,
     other = recpo.simulate(tmp_path / "other", users=60, items=80, events=500, seed=5)
     for options, message in (
         ({"policy": bundle, "after": other}, "lists items that the simulation does not have"),
-        ({"policy": bundle, "after": tmp_path}, "is no simulation"),
+        ({"policy": bundle, "after": tmp_path}, "is not a simulation"),
         ({"policy": bundle, "after": []}, "empty list"),
         ({"policy": bundle}, "policy and after together"),
         ({"after": world}, "policy and after together"),
