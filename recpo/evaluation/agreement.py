@@ -1,7 +1,7 @@
-"""How alike two rankings of the same users are: shared items, the order at the top, the order of what is shared.
+"""Agreement of two rankings of the same users: shared items, the order at the top, and the order of the shared items.
 
-All functions take two lists of item ids ``[B, K]`` each, best first, every item once, 0 in the empty places at the end,
-in the same numbering. Two empty lists agree fully, an empty one and another not at all.
+All functions take two lists of item ids ``[B, K]`` each, best first, items distinct, 0 in empty places at the end, with
+the same numbering. Two empty lists agree fully; an empty list and another one do not agree at all.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _CELLS_AT_ONCE = 1 << 22  # users x places x places
 
 
 def agreement(ours: Tensor, theirs: Tensor, k: int, persistence: float) -> dict[str, Tensor]:
-    """All measures by name, ``[B]`` float64 each; memory is bounded whatever the number of users.
+    """All measures by name, ``[B]`` float64 each. Memory is bounded for any number of users.
 
     Args:
         ours: ``[B, K]``.
         theirs: ``[B, K]``.
-        k: how many places are read.
+        k: number of places that are read.
         persistence: of ``rank_biased_overlap``.
     """
     at_once = max(1, _CELLS_AT_ONCE // (k * k))
@@ -46,18 +46,18 @@ def overlap(ours: Tensor, theirs: Tensor) -> Tensor:
 def rank_biased_overlap(ours: Tensor, theirs: Tensor, persistence: float = 0.9) -> Tensor:
     """Rank-biased overlap, extrapolated beyond the end of the lists, ``[B]`` in [0, 1].
 
-    Of lists of the lengths ``s <= l`` with ``X_d`` items in common among the first d of each::
+    For lists of lengths ``s <= l`` with ``X_d`` items in common among the first d of each::
 
         (1 - p) / p (sum_{d=1..l} X_d p^d / d + sum_{d=s+1..l} X_s (d - s) p^d / (s d))
             + ((X_l - X_s) / l + X_s / s) p^l
 
-    the expected agreement for a reader who goes on from one place to the next with probability p, where the agreement
-    at the end of the lists goes on behind it (Webber, Moffat and Zobel, ACM TOIS 28(4), 2010, equation 32).
+    This is the expected agreement for a reader who continues from one place to the next with probability p, if the
+    agreement at the end of the lists continues beyond it (Webber, Moffat and Zobel, ACM TOIS 28(4), 2010, equation 32).
 
     Args:
         ours: ``[B, K]``.
         theirs: ``[B, K]``.
-        persistence: p, in (0, 1); the first 10 places have 86 % of the weight at 0.9.
+        persistence: p, in (0, 1); at 0.9 the first 10 places have 86 % of the weight.
     """
     same = _matches(ours, theirs)
     depth = torch.arange(1, ours.shape[1] + 1, device=ours.device)

@@ -1,4 +1,4 @@
-"""Recommenders that learn nothing from histories: what every policy must beat."""
+"""Recommenders that do not learn from histories. Every policy must beat them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from recpo.types import FeedbackBatch, Histories, Recommendations
 
 
 class Popularity:
-    """The items with the highest counts, the same for everybody except for what is excluded; ties go to the smaller id.
+    """The items with the highest counts, equal for all users except for excluded items. Ties are ordered by item id.
 
     Scores are ``log((count + 1) / (sum of counts + V))``.
     """
 
     def __init__(self, counts: Tensor) -> None:
-        """``counts [V]``: of item 1, 2, ..., V."""
+        """``counts [V]`` of the items 1, 2, ..., V."""
         self._ranking = counts.argsort(descending=True, stable=True) + 1
         self._logp = torch.log((counts.double() + 1) / (counts.double().sum() + len(counts))).float()
 
@@ -31,7 +31,7 @@ class Popularity:
         return Recommendations(item_ids, scores.masked_fill(item_ids == 0, -torch.inf))
 
     def score(self, batch: FeedbackBatch) -> Tensor:
-        """Scores ``[B, S]`` of the slates, the same for everybody."""
+        """Scores ``[B, S]`` of the slates, equal for all users."""
         item_ids = batch.slates.item_ids
         return self._logp.to(item_ids.device)[(item_ids - 1).clamp_min(0)]
 
@@ -39,8 +39,8 @@ class Popularity:
 class UniformlyRandom:
     """A random list per user: every allowed item is equally likely at every place.
 
-    One random order of the catalog is drawn, and every list begins at a place of its own in it, so that a list of
-    distinct items costs nothing that grows with the catalog. Scores are ``-log V``.
+    One random order of the catalog is drawn, and every list starts at its own place in it, so a list of distinct items
+    costs nothing that grows with the catalog. Scores are ``-log V``.
     """
 
     def __init__(self, num_items: int, seed: int = 0) -> None:
@@ -48,7 +48,7 @@ class UniformlyRandom:
         self._order = torch.randperm(num_items, generator=self._generator) + 1
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """See ``Policy.recommend``; every call draws anew."""
+        """See ``Policy.recommend``. Every call draws new lists."""
         num_items, batch = len(self._order), len(histories.item_ids)
         depth = min(num_items, k + (0 if exclude is None else exclude.shape[1]))
         begin = torch.randint(num_items, (batch, 1), generator=self._generator)
@@ -59,7 +59,7 @@ class UniformlyRandom:
 
 
 def first_allowed(candidates: Tensor, k: int, exclude: Tensor | None) -> Tensor:
-    """The first ``k`` of ``candidates [B, C]`` that are not in ``exclude [B, M]``: ``[B, k]``, 0 where none is left."""
+    """The first ``k`` of ``candidates [B, C]`` that are not in ``exclude [B, M]``: ``[B, k]``, filled up with 0."""
     allowed = candidates.new_ones(candidates.shape, dtype=torch.bool)
     if exclude is not None:
         allowed = ~is_member(candidates, exclude)
@@ -71,16 +71,16 @@ def first_allowed(candidates: Tensor, k: int, exclude: Tensor | None) -> Tensor:
 def decayed_counts(
     item_index: np.ndarray, timestamp: np.ndarray, *, num_items: int, end: int, half_life: float
 ) -> np.ndarray:
-    """Training events of the items 1..V, newer ones counting more: ``c_i = sum_e 2 ** ((t_e - end) / half_life)``.
+    """Training events of the items 1..V, weighted by recency: ``c_i = sum_e 2 ** ((t_e - end) / half_life)``.
 
-    What ``Popularity`` ranks by to be a recency baseline. Sums of several chunks of events are added.
+    With these counts, ``Popularity`` is a recency baseline. Sums over several chunks of events may be added.
 
     Args:
         item_index: ``[N]``, the item of each event.
         timestamp: ``[N]``, its time.
         num_items: V.
-        end: the time at which an event counts 1: the last of the training period.
-        half_life: in the unit of the timestamps; after it an event counts half.
+        end: the time at which an event has weight 1: the last time of the training period.
+        half_life: in the unit of the timestamps; an event of this age has weight one half.
 
     Returns:
         ``[V]`` float64.

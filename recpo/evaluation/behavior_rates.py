@@ -1,4 +1,4 @@
-"""What users did with the recommended items that the log knows of: likes, follows, shares."""
+"""Behaviors of users on the recommended items that the log contains: likes, follows, shares."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from recpo.ops.item_sets import is_member
 
 
 class BehaviorRates:
-    """``<behavior>_rate@k`` ``[B]``: of the first k items, those that the user was shown in the period, the share.
+    """``<behavior>_rate@k`` ``[B]``: the rate among the first k items that the user was shown in the period.
 
-    An item that occurs several times has a behavior if one of its events has. nan for a user none of whose first k
-    items was shown.
+    An item with several events has a behavior if one of its events has. nan for a user who was shown none of the first
+    k items.
 
     Args:
         behaviors: names of the bits of ``Slates.behaviors``.
-        k: length of the lists; one, as most users were shown few of their items.
+        k: length of the lists; a single one, because most users were shown few of their items.
     """
 
     def __init__(self, behaviors: Sequence[str], k: int) -> None:

@@ -1,7 +1,7 @@
-"""What lists are like beside being accurate: whom they expose, how new, varied, popular and like the history they are.
+"""Properties of lists beyond accuracy: exposure, novelty, diversity, popularity, and similarity to the history.
 
-Means over a list are over its filled places; an empty list has none of them (nan). The history is what the user saw
-before the period, ``EvaluationBatch.exclude``, whatever the recommender reads of it.
+Means over a list are over its filled places; an empty list has none of these metrics (nan). The history is what the
+user saw before the period, ``EvaluationBatch.exclude``, even if the recommender reads less of it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SMOOTHING = 0.01  # Steck's alpha
 
 
 class Exposure:
-    """How often every item is shown: ``coverage@k`` and ``gini@k`` over all lists.
+    """How often every item is listed: ``coverage@k`` and ``gini@k`` over all lists.
 
-    ``coverage@k`` is the share of the candidates that is among the first k items of at least one list. Keeps one count
-    per item and k, whatever the number of users.
+    ``coverage@k`` is the share of the candidates among the first k items of at least one list. Memory: one count per
+    item and k, for any number of users.
     """
 
     def __init__(self, num_items: int, ks: Sequence[int], is_candidate: Tensor | None = None) -> None:
@@ -51,7 +51,7 @@ class Exposure:
 
 
 def gini(counts: Tensor) -> float:
-    """Gini coefficient of ``counts [V]``: 0 = all items are shown equally often, towards 1 = one item alone is.
+    """Gini coefficient of ``counts [V]``: 0 = all items are listed equally often, close to 1 = a single item is.
 
     ``sum_i (2 i - V - 1) x_(i) / (V sum_i x_i)`` over the ascending counts ``x_(1) <= ... <= x_(V)``; nan if all are 0.
     """
@@ -62,21 +62,21 @@ def gini(counts: Tensor) -> float:
 
 
 class BeyondAccuracy:
-    """Per-user metrics ``[B]`` at every k of the lists alone, whatever the user did with them.
+    """Per-user metrics ``[B]`` at every k of the lists alone, without held-out events.
 
     With training counts ``c_i`` of the items, ``N`` their sum and ``V`` items:
 
-    - ``novelty@k``: mean of ``-log2((c_i + 1) / (N + V))``, bits (Zhou et al., 2010; one event more per item, so that
-      an item without events has a value).
-    - ``popularity_lift@k``: mean of ``c_i`` over the list / mean of ``c_i`` over the history - 1, of every user, so 0 =
-      as popular as what the user sees (Abdollahpouri et al., 2020, take the ratio of means over a group instead); nan
-      without a history, or where none of its items has a training event.
+    - ``novelty@k``: mean of ``-log2((c_i + 1) / (N + V))``, bits (Zhou et al., 2010; one more event per item, so that
+      items without events have a value).
+    - ``popularity_lift@k``: mean of ``c_i`` over the list / mean of ``c_i`` over the history - 1, per user, so 0 = as
+      popular as the user's history (Abdollahpouri et al., 2020, use the ratio of means over a group instead); nan
+      without a history, or if none of its items has a training event.
     - ``tail_share@k``: share of the list in the tail or unseen in training, see ``popularity_bins``.
-    - ``repeat_rate@k``: share of the list that is in the history; 0 where the past is excluded.
-    - ``diversity@k``, with vectors: ``1 -`` mean cosine over the pairs of the list, items without a vector left out;
-      nan for fewer than two (Ziegler et al., 2005).
-    - ``tag_diversity@k``, with tags: the same with ``|A & B| / sqrt(|A| |B|)`` of the items' tags A, B for the cosine,
-      which is 1 - mean Jaccard where every item has one tag; items without tags left out.
+    - ``repeat_rate@k``: share of the list that is in the history; 0 if the past is excluded.
+    - ``diversity@k``, with vectors: ``1 -`` mean cosine over the pairs of the list; items without a vector are left
+      out; nan for fewer than two (Ziegler et al., 2005).
+    - ``tag_diversity@k``, with tags: the same with ``|A & B| / sqrt(|A| |B|)`` of the items' tags A, B as the cosine,
+      which is 1 - mean Jaccard if every item has one tag; items without tags are left out.
     - ``tag_entropy@k``, with tags: see ``tag_entropy``.
     - ``miscalibration@k``, with tags: see ``miscalibration``.
     """
@@ -143,9 +143,9 @@ def tag_diversity(item_ids: Tensor, tags: ItemTags, ks: Sequence[int]) -> Tensor
 
 
 def tag_entropy(item_ids: Tensor, tags: ItemTags, ks: Sequence[int]) -> Tensor:
-    """``- sum_g q_g ln q_g`` of the shares q of the tags in the first k places, ``[B, len(ks)]``; nan without any tag.
+    """``- sum_g q_g ln q_g`` of the shares q of the tags in the first k places, ``[B, len(ks)]``; nan without tags.
 
-    In nats: 0 = one tag alone, ``ln n`` = n tags in equal shares. Shares as in ``miscalibration``.
+    In nats: 0 = a single tag, ``ln n`` = n tags in equal shares. Shares as in ``miscalibration``.
     """
     parts = []
     for part in _chunks(item_ids, tags):
@@ -155,16 +155,16 @@ def tag_entropy(item_ids: Tensor, tags: ItemTags, ks: Sequence[int]) -> Tensor:
 
 
 def miscalibration(item_ids: Tensor, history: Tensor, tags: ItemTags, ks: Sequence[int]) -> Tensor:
-    """How far the tags of the first k items are from those of the history, ``[B, len(ks)]``: 0 = the same shares.
+    """Difference between the tags of the first k items and of the history, ``[B, len(ks)]``: 0 = the same shares.
 
-    ``sum_g p_g ln(p_g / ((1 - alpha) q_g + alpha p_g))``, ``alpha = 0.01``, in nats, of the shares p of the tags in the
-    history and q in the list, in which every item with tags has weight 1, divided equally among its tags (Steck, 2018).
-    nan where the history or the list has no tags.
+    ``sum_g p_g ln(p_g / ((1 - alpha) q_g + alpha p_g))``, ``alpha = 0.01``, in nats, with the shares p of the tags in
+    the history and q in the list. Every item with tags has weight 1, divided equally among its tags (Steck, 2018). nan
+    if the history or the list has no tags.
 
     Args:
         item_ids: ``[B, K]`` lists, 0 = empty place.
-        history: ``[B, M]`` items of the past, repeats count, 0 pads.
-        tags: of the items.
+        history: ``[B, M]`` items of the past, padded with 0; repeats count.
+        tags: tags of the items.
         ks: list lengths.
     """
     parts = []

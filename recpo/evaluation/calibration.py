@@ -1,8 +1,8 @@
-"""Predictions against what happened: how well they rank, and whether they mean what they say.
+"""Predictions compared with outcomes: how well they rank, and how well they are calibrated.
 
-NumPy arrays over the events of a period: ``probability [N]`` (or any score, where only the order counts), ``happened
-[N]`` bool, and optional ``weight [N]``, how often an event counts; of rewards and grades ``predicted [N]`` and
-``grade [N]`` in [0, 1].
+NumPy arrays over the events of a period: ``probability [N]`` (or any score, if only the order counts), ``happened [N]``
+bool, and optional ``weight [N]``, the multiplicity of an event. For rewards and grades: ``predicted [N]`` and ``grade
+[N]`` in [0, 1].
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Platt(NamedTuple):
 
 
 def fit_platt(score: FloatArray, target: FloatArray | BoolArray) -> Platt:
-    """Platt's scaling (1999): the logistic regression of what happened on the score, by Newton's method.
+    """Platt's scaling (1999): the logistic regression of the outcome on the score, by Newton's method.
 
-    Two numbers, so that a short validation period is enough, and strictly increasing (for a positive scale), so that no
-    two candidates become equal; isotonic regression would merge them. The targets are Platt's, ``(P + 1) / (P + 2)``
-    for the P events and ``1 / (N + 2)`` for the N others: the minimum exists even where the score separates them
-    perfectly or one kind is missing. A target between 0 and 1, such as a grade, counts for both kinds, by its share.
-    Convex; a step is halved until it descends (Lin, Lin and Weng, 2007).
+    It has two parameters, so a short validation period is enough, and it is strictly increasing (for a positive scale),
+    so no two candidates become equal, as they would with isotonic regression. The targets are Platt's, ``(P + 1) / (P +
+    2)`` for the P events and ``1 / (N + 2)`` for the N others, so the minimum exists even if the score separates them
+    perfectly or one kind is missing. A target between 0 and 1, such as a grade, counts for both kinds by its share. The
+    problem is convex; a step is halved until it descends (Lin, Lin and Weng, 2007).
 
     Args:
         score: ``[N]``.
@@ -89,12 +89,12 @@ def fit_platt(score: FloatArray, target: FloatArray | BoolArray) -> Platt:
 
 
 def roc_auc(score: FloatArray, happened: BoolArray, weight: FloatArray | None = None) -> float:
-    """Probability that an event scores above a non-event, ties counting one half; nan where either is missing."""
+    """Probability that an event scores above a non-event, with ties counting one half; nan if either is missing."""
     return _Ranking.of(score, happened).auc(np.ones(len(score)) if weight is None else weight)
 
 
 class _Ranking(NamedTuple):
-    """Events by the rank of their score: one sort serves every resample."""
+    """Events ranked by score: one sort serves every resample."""
 
     rank: IntArray
     happened: BoolArray
@@ -112,7 +112,7 @@ class _Ranking(NamedTuple):
 
 
 def log_loss(probability: FloatArray, happened: BoolArray, weight: FloatArray | None = None) -> float:
-    """Mean of ``-log`` of the probability given to what happened, nats; probabilities are kept 1e-15 off 0 and 1."""
+    """Mean of ``-log`` of the predicted probability of the outcome, nats; clipped 1e-15 away from 0 and 1."""
     certain = np.clip(np.where(happened, probability, 1.0 - probability), 1e-15, 1.0)
     return float(np.average(-np.log(certain), weights=weight))
 
@@ -132,8 +132,8 @@ class Bins(NamedTuple):
     def error(self, probability: FloatArray, happened: BoolArray, weight: FloatArray | None = None) -> float:
         """Expected calibration error: ``sum_b n_b / n |mean probability of b - share of b that happened|``.
 
-        Of a perfect model it is above 0 by chance, about ``sqrt(bins rate (1 - rate) / n)``; a bootstrap interval of it
-        adds that chance once more.
+        A perfect model has a value above 0 by chance, about ``sqrt(bins rate (1 - rate) / n)``. A bootstrap interval
+        adds this chance a second time.
         """
         weight = np.ones(len(probability)) if weight is None else weight
         gap = np.bincount(self.bin_of, weight * (probability - happened), self.number)
@@ -158,7 +158,7 @@ def assess(
 ) -> dict[str, BootstrapEstimate]:
     """``base_rate``, ``auc``, ``log_loss`` and ``calibration_error`` with percentile bootstrap intervals over users.
 
-    A resample draws users with replacement, each with all of its events: events of a user are alike.
+    A resample draws users with replacement, each with all of their events, because events of a user are similar.
 
     Raises:
         RecpoError: there is no event.
@@ -192,15 +192,15 @@ def _interval(value: float, drawn: list[float]) -> BootstrapEstimate:
 def assess_grades(
     predicted: FloatArray, grade: FloatArray, user: IntArray, *, resamples: int = 200, seed: int = 0
 ) -> dict[str, BootstrapEstimate]:
-    """How well grades are predicted: ``rmse``, ``rank_correlation`` and ``rank_correlation_per_user``.
+    """Accuracy of predicted grades: ``rmse``, ``rank_correlation`` and ``rank_correlation_per_user``.
 
-    ``rmse`` is the root of the mean squared error, in units of the grade; ``rank_correlation`` that of Spearman (ties
-    at their mean rank) over all events; the last one its mean over the users for whom it is defined. The first two have
-    percentile bootstrap intervals over users (in which an event keeps its rank), the last a normal one.
+    ``rmse`` is the root of the mean squared error, in units of the grade. ``rank_correlation`` is Spearman's (ties have
+    their mean rank) over all events, and the last one is its mean over the users for whom it is defined. The first two
+    have percentile bootstrap intervals over users (events keep their ranks), the last one a normal interval.
 
     Args:
         predicted: ``[N]``.
-        grade: ``[N]``, what happened.
+        grade: ``[N]``, the outcome.
         user: ``[N]``.
         resamples: of the bootstrap.
         seed: of the bootstrap.
@@ -240,9 +240,9 @@ def _moments(one: FloatArray, two: FloatArray) -> FloatArray:
 
 
 def _correlation(moments: FloatArray) -> FloatArray:
-    """Of ``[..., 7]``: number, squared error, sums of both, of both squared and of the product; nan without variance.
+    """From ``[..., 7]``: number, squared error, both sums, both sums of squares, and the product; nan without variance.
 
-    A variance below the rounding of its sum is none.
+    A variance below the rounding error of its sum counts as none.
     """
     number, _, one, two, squares_one, squares_two, products = np.moveaxis(moments, -1, 0)
     variances = (squares_one - one * one / number, squares_two - two * two / number)
@@ -254,7 +254,7 @@ def _correlation(moments: FloatArray) -> FloatArray:
 def fit_line(predicted: FloatArray, grade: FloatArray) -> tuple[float, float]:
     """Scale and shift of the least squares ``grade = scale * predicted + shift``; a constant has the scale 0.
 
-    Rewards have units of their own; after this map the errors of all of them can be compared.
+    Rewards have different units. After this map, their errors can be compared.
     """
     centered = predicted - predicted.mean()
     variance = float(centered @ centered)
@@ -267,8 +267,8 @@ class Exposures(NamedTuple):
 
     Attributes:
         score: ``[N, K]``, one column per target.
-        target: ``[N, K]`` float64 in [0, 1], what happened; 0 or 1 of a target that is an event.
-        known: ``[N, K]`` bool, the log says what happened.
+        target: ``[N, K]`` float64 in [0, 1], the outcome; 0 or 1 for a target that is an event.
+        known: ``[N, K]`` bool, the log contains the outcome.
         user: ``[N]`` int64.
         is_random: ``[N]`` bool, shown at random.
     """
@@ -280,16 +280,16 @@ class Exposures(NamedTuple):
     is_random: BoolArray
 
     def only(self, which: BoolArray) -> Exposures:
-        """Those where ``which [N]``."""
+        """Selects the exposures ``which [N]``."""
         columns: tuple[Any, ...] = self
         return Exposures(*(column[which] for column in columns))
 
 
 def assess_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, seed: int) -> dict[str, Any]:
-    """How well the event k is ranked and how true its probabilities are, before and after calibration, as JSON has it.
+    """Ranking and calibration of event k, before and after calibration, as JSON values.
 
     Args:
-        test: exposures of a period that nothing was fitted to.
+        test: exposures of a period that nothing was fitted on.
         k: the target.
         fitted: its calibration.
         resamples: of the bootstrap over users.
@@ -310,7 +310,7 @@ def assess_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, see
 
 
 def assess_grade_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, seed: int) -> dict[str, Any]:
-    """As ``assess_target`` of the target k that is a grade: error and rank correlation of its calibrated prediction."""
+    """Like ``assess_target``, for a target k that is a grade: error and rank correlation after calibration."""
     test = test.only(test.known[:, k])
     score, grade = test.score[:, k], test.target[:, k]
     before = assess_grades(Platt(1.0, 0.0).probability(score), grade, test.user, resamples=resamples, seed=seed)
@@ -320,7 +320,7 @@ def assess_grade_target(test: Exposures, k: int, fitted: Platt, *, resamples: in
 
 
 def numbers(intervals: Mapping[str, BootstrapEstimate]) -> dict[str, dict[str, float | None]]:
-    """As JSON has them: null where too few events tell."""
+    """As JSON values; null if there are too few events."""
     return {
         name: {end: None if np.isnan(number) else float(number) for end, number in interval._asdict().items()}
         for name, interval in intervals.items()
@@ -344,14 +344,14 @@ def _auc_per_user(scores: FloatArray, happened: BoolArray, user: IntArray) -> Bo
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """How good several rewards are, on data that came after everything they learned from.
+    """The quality of several rewards, on data that is later than everything they learned from.
 
     Attributes:
         content: ``{exposures: {valid, test, test_random}, k, notes, constant: {test: ...}, logging_policy: {...},
             rewards: {name: {kind, scale, shift, test: {all | random: {exposures, users, rmse: {value, low, high},
             rank_correlation, rank_correlation_per_user, dislike_auc}}, lists: {off_policy, true_reward,
             true_dislike}}}}``.
-        calibrations: of every run among them what its ``calibration.json`` holds, by name.
+        calibrations: for every run among them, the content of its ``calibration.json``, by name.
         path: JSON file with ``content``; None = it was not written.
     """
 
@@ -360,7 +360,7 @@ class CalibrationReport:
     path: Path | None = None
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row per reward, group of exposures (``lists`` = its greedy lists) and number: ``value low high``."""
+        """One row per reward, group of exposures (``lists`` = its greedy lists) and metric: ``value low high``."""
         import pandas as pd
 
         rows = [

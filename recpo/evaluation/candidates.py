@@ -1,11 +1,11 @@
-"""Which items could be listed when: what did not exist yet when a user asked is neither a candidate nor a target.
+"""Which items could be listed at which time. An item that did not exist yet is neither a candidate nor a target.
 
-Lists are made once per user, at the begin of the held-out period; where every user has a period of its own (a split
-without a common begin), at the user's first held-out event. An item is a candidate for a user where
+Lists are made once per user, at the start of the held-out period or, if each user has a separate period, at the user's
+first held-out event. An item is a candidate for a user if
 
     available_from <= begin < available_until
 
-and lists, targets and baselines know no other items.
+and lists, targets and baselines use only candidates.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ HeldOutPeriod = Literal["valid", "test"]
 
 @dataclass(frozen=True)
 class CandidateTable:
-    """A table of the items that were available, and when.
+    """A table of the available items, with their times.
 
-    Items that it does not list are no candidates; listed items that the prepared data do not know are left out.
+    Items that it does not list are not candidates. Listed items that the prepared data do not have are ignored.
 
     Attributes:
         source: Parquet file, directory of such files, or any frame; one row per item.
-        item_id: column of the item ids of the log.
-        available_from: column of the times from which on items are available (times, or milliseconds since the epoch;
-            missing = always); null = the column available_from, where there is one.
-        available_until: column of the first times at which items are no longer available (missing = for ever); null =
-            the column available_until, where there is one.
+        item_id: column of the item ids, as in the log.
+        available_from: column of the times from which items are available (times, or milliseconds since the epoch;
+            missing = always); null = the column available_from, if there is one.
+        available_until: column of the first times at which items are no longer available (missing = forever); null =
+            the column available_until, if there is one.
     """
 
     source: FrameOrPath
@@ -57,19 +57,19 @@ class CandidateTable:
 
     @property
     def path(self) -> str | None:
-        """Where it is read; None = it is a frame in memory."""
+        """The path of the table; None = it is a frame in memory."""
         return fspath(self.source) if isinstance(self.source, str | PathLike) else None
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """When each item may be listed, and when each user asks.
+    """When each item may be listed, and when each user's list is made.
 
     Attributes:
         available_from: ``[V + 1]`` int64, milliseconds since the epoch, of item 1, 2, ..., V (place 0 is unused).
-        available_until: ``[V + 1]`` int64, the first moment at which the item may not be listed any more.
+        available_until: ``[V + 1]`` int64, the first time at which the item may no longer be listed.
         begin: milliseconds since the epoch at which lists are made: one number, or ``[users]`` int64.
-        source: where this is known from, for the document.
+        source: the origin of these times, for the document.
     """
 
     available_from: NDArray[np.int64]
@@ -79,7 +79,7 @@ class Candidates:
 
     @cached_property
     def is_candidate(self) -> Tensor:
-        """``[V + 1]`` bool, the items that may be listed for somebody; place 0 is False."""
+        """``[V + 1]`` bool, the items that may be listed for at least one user; place 0 is False."""
         first, last = np.min(self.begin), np.max(self.begin)
         found = torch.from_numpy((self.available_from <= last) & (self.available_until > first))
         found[0] = False
@@ -91,7 +91,7 @@ class Candidates:
         return len(self._doubtful)
 
     def unavailable(self, users: Tensor) -> Tensor:
-        """The items ``[B, N]`` that may not be listed for ``users [B]``, 0 pads."""
+        """The items ``[B, N]`` that may not be listed for ``users [B]``, padded with 0."""
         items = torch.from_numpy(self._doubtful).to(users.device)
         if isinstance(self.begin, int):
             return items.expand(len(users), -1)
@@ -101,14 +101,14 @@ class Candidates:
 
     @cached_property
     def _doubtful(self) -> NDArray[np.int64]:
-        """Items that are unavailable for somebody."""
+        """Items that are unavailable for at least one user."""
         first, last = np.min(self.begin), np.max(self.begin)
         doubtful = (self.available_from > first) | (self.available_until <= last)
         doubtful[0] = False
         return np.flatnonzero(doubtful)
 
     def as_json(self) -> dict[str, Any]:
-        """What the document says of it."""
+        """The entry of the document."""
         return {
             "source": self.source,
             "begin": self.begin if isinstance(self.begin, int) else "the first held-out event of every user",
@@ -134,12 +134,12 @@ def candidates_of(data: Prepared, split: HeldOutPeriod, given: Given) -> Candida
     Args:
         data: prepared data.
         split: the period.
-        given: a table; "all" = every item; None = what the prepared data say (``available_from`` of their item table),
-            or every item where they say nothing.
+        given: a table; "all" = every item; None = ``available_from`` of the prepared item table, or every item if it
+            has no such column.
 
     Raises:
-        RecpoError: the table cannot be read, lacks a column, names an item twice or no item of the catalog; the log
-            has positions for times.
+        RecpoError: the table cannot be read, lacks a column, names an item twice, or names no item of the catalog; or
+            the log has positions instead of times.
     """
     table = table_of(given)
     times = available_from(data) if given is None else None
@@ -159,7 +159,7 @@ def candidates_of(data: Prepared, split: HeldOutPeriod, given: Given) -> Candida
 
 
 def available_from(data: Prepared) -> NDArray[np.int64] | None:
-    """``[V + 1]`` milliseconds since the epoch from which on items are available; None = the data do not say."""
+    """``[V + 1]`` milliseconds since the epoch from which items are available; None = the data do not contain it."""
     items = data.table("items.parquet")
     if AVAILABLE_FROM not in items.column_names:
         return None
@@ -168,12 +168,12 @@ def available_from(data: Prepared) -> NDArray[np.int64] | None:
 
 
 def has_positions(data: Prepared) -> bool:
-    """The log has bare positions for times, so that nothing has an age."""
+    """The log has positions instead of times, so items have no age."""
     return bool(data.manifest["config"]["columns"].get("time_unit") == "order")
 
 
 def begin_of(data: Prepared, split: HeldOutPeriod) -> int | NDArray[np.int64]:
-    """When lists are made, milliseconds since the epoch: the begin of the period, or ``[users]`` where each has one."""
+    """When lists are made, in milliseconds since the epoch: the start of the period, or ``[users]`` separate times."""
     begin = data.manifest["boundaries"].get(f"{split}_start_ms")
     if begin is not None:
         return int(begin)
@@ -182,7 +182,7 @@ def begin_of(data: Prepared, split: HeldOutPeriod) -> int | NDArray[np.int64]:
         columns = data.columns(split, shard, ["user_index", "timestamp", "is_target"])
         held_out = columns["is_target"]
         np.minimum.at(found, columns["user_index"][held_out], columns["timestamp"][held_out])
-    # a user without held-out events asks for nothing
+    # a user without held-out events makes no request
     found[found == NEVER] = int(data.manifest["boundaries"]["last_ms"])
     return found
 
@@ -214,7 +214,7 @@ def _read(table: CandidateTable, data: Prepared) -> tuple[NDArray[np.int64], NDA
 
 
 def _times(frame: pa.Table, named: str | None, usual: str, missing: int, name: str) -> NDArray[np.int64]:
-    """A column of times; ``missing`` where there is none, or no such column and nobody named it."""
+    """A column of times; ``missing`` for nulls, and if the default column does not exist."""
     column = usual if named is None else named
     if column not in frame.column_names:
         return np.full(len(frame), missing)

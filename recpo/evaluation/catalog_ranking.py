@@ -1,4 +1,4 @@
-"""Full-catalog ranking of held-out users, streamed: memory grows with users and items, not with their product."""
+"""Full-catalog ranking of held-out users, streamed. Memory grows with users and items, not with their product."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class RankingResult:
 
     Attributes:
         user_ids: ``[U]`` int64, the users.
-        per_user: metric name, such as ``NDCG@10``, to ``[U]`` float32; nan where the user has no target of that kind.
+        per_user: metric name, such as ``NDCG@10``, to ``[U]`` float32; nan if the user has no target of that kind.
         totals: metrics of all lists together, such as ``coverage@10``.
-        counts: users and held-out events, by what became of them.
+        counts: numbers of users and held-out events, used and removed.
         user_segments: segment name to the users' bins.
         item_segments: segment name to bin to metrics as in ``per_user``, of the targets in that bin alone.
     """
@@ -76,7 +76,7 @@ class RankingResult:
         return estimate(self._per_user_difference(other, metric))
 
     def differing(self, other: RankingResult, metric: str) -> int:
-        """Users for whom both are defined and differ."""
+        """Users for whom both metrics are defined and differ."""
         difference = self._per_user_difference(other, metric)
         return int(((difference != 0) & ~difference.isnan()).sum())
 
@@ -118,30 +118,30 @@ def evaluate_ranking(
     candidates: Candidates | None = None,
     new_items_among: Tensor | None = None,
 ) -> RankingResult:
-    """Ranks the whole catalog for every held-out user, in one pass over the batches.
+    """Ranks the complete catalog for every held-out user, in one pass over the batches.
 
-    For every user ``accuracy``, ``graded_accuracy`` and, where the recommender scores slates, ``exposure_auc``; of all
-    lists ``Exposure``; and whatever the ``measures`` add.
+    For every user, it computes ``accuracy``, ``graded_accuracy`` and, if the recommender scores slates,
+    ``exposure_auc``; for all lists, ``Exposure``; and the metrics of ``measures``.
 
     Args:
         recommender: called without gradients.
         batches: held-out users.
         num_items: catalog size.
         ks: list lengths.
-        exclude_past: nothing from ``EvaluationBatch.exclude`` may be recommended. Held-out events of it cannot be
-            ranked then, so they are removed from the targets and counted. False keeps both.
+        exclude_past: items of ``EvaluationBatch.exclude`` may not be recommended. Held-out events of these items then
+            cannot be ranked, so they are removed from the targets and counted. False keeps both.
         gain: of the graded NDCG, see ``graded_accuracy``.
-        measures: metrics beside these; instances that have not seen a pass yet.
-        user_segments: labels every user.
+        measures: further metrics; new instances that have not been used in a pass.
+        user_segments: label every user.
         item_segments: HitRate, Recall and NDCG of each bin's targets.
-        candidates: items that may be listed; held-out events of others are removed from the targets and counted. None =
-            every item of the catalog.
-        new_items_among: ``[O]`` items that are not new: the measures also get lists of the others alone
+        candidates: items that may be listed; held-out events of other items are removed from the targets and counted.
+            None = every item of the catalog.
+        new_items_among: ``[O]`` items that are not new: the measures also get lists without these items
             (``Observed.new_lists``). None = they do not.
 
     Raises:
-        RecpoError: no user, ``ks`` that are no list lengths, or an answer that ``validate_answer`` does not accept.
-        ValueError: two measures give a metric of the same name.
+        RecpoError: no users, invalid ``ks``, or an answer that ``validate_answer`` rejects.
+        ValueError: two measures return a metric of the same name.
     """
     validate_ks(ks)
     exposure = Exposure(num_items, ks, None if candidates is None else candidates.is_candidate)
@@ -176,7 +176,7 @@ def _new_lists(
 
 
 def validate_ks(ks: Sequence[int]) -> None:
-    """Raises ``RecpoError`` where ``ks`` are no list lengths."""
+    """Raises ``RecpoError`` if ``ks`` are not valid list lengths."""
     if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
         raise RecpoError(f"ks must be different whole numbers from 1 on, such as [10, 50]; got {list(ks)}")
 
@@ -184,18 +184,17 @@ def validate_ks(ks: Sequence[int]) -> None:
 def validate_answer(
     recommender: Recommender, lists: Recommendations, exclude: Tensor | None, logp: Tensor | None, mask: Tensor
 ) -> None:
-    """Raises where what a contender answered has no meaningful metrics.
+    """Raises if a contender's answer has no meaningful metrics.
 
     Args:
-        recommender: who answered.
+        recommender: the contender.
         lists: its lists.
         exclude: ``[B, M]`` items that it was told not to list; None = none.
         logp: ``[B, S]`` log-probabilities of the held-out slates; None = it does not score.
-        mask: ``[B, S]`` bool, the places of the slates that are filled.
+        mask: ``[B, S]`` bool, the filled places of the slates.
 
     Raises:
-        RecpoError: an item that was to be excluded, an item twice in one list, or log-probabilities that are nan or
-            above 0.
+        RecpoError: an excluded item, an item twice in one list, or log-probabilities that are nan or above 0.
     """
     name, item_ids = recommender.name, lists.item_ids
     if exclude is not None and bool(is_member(item_ids, exclude).any()):
@@ -221,10 +220,10 @@ def _validate_logp(name: str, what: str, logp: Tensor | None, mask: Tensor) -> N
 
 
 def graded_accuracy(observed: Observed, ks: Sequence[int], gain: Gain = "linear") -> dict[str, Tensor]:
-    """``gNDCG@k``: NDCG whose gains come from the labels of all held-out items, liked or not.
+    """``gNDCG@k``: NDCG with gains from the labels of all held-out items, liked or not.
 
-    Linear: the gain is the label q. Exponential: ``2^level - 1`` with the quarter ``level = min(floor(4 q), 3)``, so
-    0, 1, 3, 7. A disliked item has gain 0, an item with several events the largest of their gains.
+    Linear: the gain is the label q. Exponential: ``2^level - 1`` with the quarter ``level = min(floor(4 q), 3)``, so 0,
+    1, 3, 7. A disliked item has gain 0. An item with several events has the largest of their gains.
     """
     targets, label = observed.targets, observed.batch.feedback.slates.label
     assert label is not None  # the targets were made of it
@@ -235,7 +234,7 @@ def graded_accuracy(observed: Observed, ks: Sequence[int], gain: Gain = "linear"
 
 
 class _Collected:
-    """What one pass has found so far, on the CPU."""
+    """The results of one pass so far, on the CPU."""
 
     def __init__(
         self,
@@ -254,7 +253,7 @@ class _Collected:
         self._per_bin: dict[tuple[str, str], _Parts] = defaultdict(lambda: defaultdict(list))
 
     def rankable(self, targets: Targets, past: Tensor | None, absent: Tensor | None) -> Targets:
-        """The targets that a list can hold; counts what is removed, first those that were no candidates."""
+        """The targets that a list can contain. Counts removed targets, first those that are not candidates."""
         there = targets if absent is None else targets.without(absent)
         kept = there if past is None else there.without(past)
         for kind, logged, before, after in (
@@ -290,7 +289,7 @@ class _Collected:
                 _append(self._per_bin[segment.name, bin_name], accuracy_of_bin(of_bin, self._ks))
 
     def result(self) -> RankingResult:
-        """Everything, of all users.
+        """The results of all users.
 
         Raises:
             RecpoError: there was no user.

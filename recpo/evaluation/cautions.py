@@ -1,4 +1,4 @@
-"""What makes the numbers of an evaluation weaker than they look, in sentences written from them."""
+"""Warnings of an evaluation, in sentences that are generated from its numbers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MANY_REMOVED = 0.25
 
 
 def cautions(document: Document) -> list[str]:
-    """Warnings about the held-out users, the runs and the comparison, the gravest first.
+    """Warnings about the held-out users, the runs and the comparison, the most serious first.
 
     Args:
-        document: as written to ``metrics.json``, with ``setting``, ``provenance``, ``contenders`` and ``differences``.
+        document: the content of ``metrics.json``, with ``setting``, ``provenance``, ``contenders`` and ``differences``.
     """
     ranked = [contender for contender in document["contenders"] if contender["counts"]]
     counts = ranked[0]["counts"] if ranked else {}
@@ -42,7 +42,7 @@ def _selected_on_this_period(document: Document) -> list[str]:
 
 
 def _trained(document: Document) -> Document:
-    """Where runs and bundles come from, by name."""
+    """The origin of runs and bundles, by name."""
     runs = document["provenance"]["runs"]
     return {name: run for name, run in runs.items() if run.get("kind", "run") in ("run", "bundle")}
 
@@ -64,7 +64,7 @@ def _few_users(counts: dict[str, int]) -> list[str]:
 
 
 def _removed(counts: dict[str, int]) -> list[str]:
-    """Which positive events were removed, where they are many."""
+    """A warning if many positive events were removed."""
     events, said = counts.get("positive_events", 0), []
     for key, why in (
         (
@@ -84,7 +84,7 @@ def _removed(counts: dict[str, int]) -> list[str]:
 
 
 def _lists(contender: Document) -> list[str]:
-    """What was wrong with the lists of another system."""
+    """A warning about faults in the lists of another system."""
     name, counts = contender["name"], contender["counts"]
     short = {key.rpartition("@")[2]: n for key, n in counts.items() if key.startswith("users_with_short_list@") and n}
     said = [
@@ -133,7 +133,7 @@ def _unlike(document: Document) -> list[str]:
 
 
 def _exported(document: Document) -> list[str]:
-    """A run and its bundle are one policy, whatever their numbers say."""
+    """A warning that a run and its bundle are the same policy, even if their numbers differ."""
     kinds = {contender["name"]: contender["kind"] for contender in document["contenders"]}
     said = []
     for pair in document.get("same_weights", []):

@@ -1,11 +1,11 @@
-"""Metrics of items from lists of code tuples of which several items share one.
+"""Item metrics for lists of code tuples that several items may share.
 
-A hit of a tuple is not a hit of an item: whoever shows items has to put those of a tuple into some order. Without
-another rule that order is uniformly random, and the metrics below are the expectations over it, in closed form: the
-items of the first tuple come first, in random order, then those of the second, and so on. Counting a tuple's hit as
-each item's instead inflates HitRate, up to as many times as there are items in a tuple.
+A hit of a tuple is not a hit of an item: a system that shows items must put the items of a tuple into some order.
+Without another rule, this order is uniformly random, and the metrics below are the expectations over it, in closed
+form: the items of the first tuple come first, in random order, then those of the second, and so on. Counting a tuple's
+hit as a hit of each item instead inflates HitRate by up to the number of items in a tuple.
 
-recpo's own policies give every item a tuple of its own and rank items; this is for lists from elsewhere.
+recpo's own policies give every item a unique tuple and rank items. These metrics are for lists of other systems.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class TupleLists(NamedTuple):
     """Lists of code tuples, best first.
 
     Attributes:
-        num_items: ``[B, W]`` int64, how many items share the tuple; 0 = empty place.
-        num_hits: ``[B, W]`` int64, how many of them are targets.
-        num_targets: ``[B]`` int64, distinct targets of the user, in the list or not.
+        num_items: ``[B, W]`` int64, number of items that share the tuple; 0 = empty place.
+        num_hits: ``[B, W]`` int64, number of targets among them.
+        num_targets: ``[B]`` int64, distinct targets of the user, listed or not.
     """
 
     num_items: Tensor

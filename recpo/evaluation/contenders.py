@@ -1,4 +1,4 @@
-"""Whom an evaluation compares: everybody is a recommender of internal ids; here are the baselines among them."""
+"""The contenders of an evaluation, each a recommender over internal ids, and the baselines among them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Baseline = Literal[
 #: Names of all baselines.
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
-#: Compared where nobody says otherwise; the factorization only where there are grades to fit and to choose it by.
+#: The default baselines. The factorization is included only if there are grades to fit and select it.
 DEFAULT_BASELINES: tuple[Baseline, ...] = ("popularity", "recency", "cooccurrence", "factorization", "random")
 
 _MILLISECONDS_PER_DAY = 86_400_000
@@ -48,11 +48,11 @@ class Loaded(NamedTuple):
     """A contender in memory.
 
     Attributes:
-        recommender: what is evaluated.
-        max_history: how many events of a history it reads.
-        policy: whose items can be drawn; None = there are only lists.
-        counts: after the pass, what else is to be counted beside users and events.
-        reads: what batches must hold for it beyond items, feedback and times.
+        recommender: the recommender to evaluate.
+        max_history: number of history events that it reads.
+        policy: the policy whose items can be drawn; None = there are only lists.
+        counts: after the pass, further counts beside users and events.
+        reads: what batches must contain for it, beyond items, feedback and times.
     """
 
     recommender: Recommender
@@ -64,14 +64,14 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody to evaluate; loaded when asked for, so that one policy at a time is in memory.
+    """A contender to evaluate. It is loaded on demand, so that only one policy at a time is in memory.
 
     Attributes:
         name: unique among the contenders.
-        kind: what it is.
-        load: brings it into memory.
-        facts: where it comes from, for the document.
-        curves: of its training.
+        kind: the kind of contender.
+        load: loads it into memory.
+        facts: its origin, for the document.
+        curves: its training curves.
     """
 
     name: str
@@ -83,14 +83,14 @@ class Contender:
 
 @dataclass(frozen=True)
 class BaselineOptions:
-    """Options of the baselines that have any.
+    """Options of the baselines.
 
     Attributes:
         recency_half_life: days after which a training event counts half; null = a tenth of the training period.
-        cooccurrence: of the item co-occurrence.
-        factorization: of the matrix factorization of grades.
-        implicit_als: of alternating least squares on positives.
-        ease: of the linear model of items by items.
+        cooccurrence: the item co-occurrence.
+        factorization: the matrix factorization of grades.
+        implicit_als: alternating least squares on positives.
+        ease: the linear item-to-item model.
     """
 
     recency_half_life: float | None = None
@@ -116,8 +116,8 @@ def baseline(
     Args:
         name: which one.
         data: prepared data.
-        options: of all baselines.
-        cache: where fitted ones are kept.
+        options: options of all baselines.
+        cache: where fitted baselines are kept.
         progress: show a progress bar on a terminal.
     """
     if name in ("factorization", "implicit_als", "ease"):
@@ -126,12 +126,12 @@ def baseline(
 
 
 def oracle(truth: TrueRewards) -> Contender:
-    """Who knows what every user likes: an upper end of the scale, no competitor."""
+    """The oracle, which knows the taste of every user: an upper bound, not a competitor."""
     return Contender(ORACLE, "oracle", lambda: Loaded(truth.oracle(), 1))
 
 
 def default_baselines(data: Prepared) -> list[Baseline]:
-    """``DEFAULT_BASELINES``, without the factorization where the train or validation period has no graded event."""
+    """``DEFAULT_BASELINES``, without the factorization if the train or validation period has no graded event."""
     graded = _has_grades(data, "train") and _has_grades(data, "valid")
     return [name for name in DEFAULT_BASELINES if graded or name != "factorization"]
 
@@ -143,7 +143,7 @@ def _has_grades(data: Prepared, period: Literal["train", "valid"]) -> bool:
 
 
 def validate_names(contenders: Sequence[Contender]) -> None:
-    """Raises ``RecpoError`` where two contenders have the same name, or one that of the logging policy."""
+    """Raises ``RecpoError`` if two contenders have the same name, or one has the name of the logging policy."""
     names = [LOGGING_POLICY, *(contender.name for contender in contenders)]
     if again := sorted({name for name in names if names.count(name) > 1}):
         raise RecpoError(f"two contenders are called {again[0]}: rename a directory, or leave one out")
@@ -191,9 +191,9 @@ def _training_events(data: Prepared) -> Iterator[EventChunk]:
 
 
 def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
-    """Training events of the items 1..V, newer ones counting more (``decayed_counts``): ``[V]``.
+    """Training events of the items 1..V, weighted by recency (``decayed_counts``): ``[V]``.
 
-    Two passes, one piece in memory at a time: the first finds the begin and the end of the training period.
+    Two passes with one piece in memory at a time; the first one finds the start and the end of the training period.
     """
     first, last = np.inf, -np.inf
     for columns in data.train_columns(["timestamp"]):

@@ -1,4 +1,4 @@
-"""Items that occur near each other in training histories: the strongest recommender that learns no parameters."""
+"""Items that occur near each other in training histories: the strongest recommender without learned parameters."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class EventChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class CooccurrenceOptions:
-    """How neighbors are counted and weighed.
+    """How neighbors are counted and weighted.
 
     Attributes:
-        window: two events of a user are near if at most so many events lie from one to the other.
-        neighbors: how many neighbors of an item are kept, the heaviest.
+        window: two events of a user are near if they are at most this many events apart.
+        neighbors: number of neighbors kept per item, the ones with the largest weights.
         weight: ``cosine`` = ``c_ij / (sqrt(n_i n_j) + shrinkage)``, ``conditional`` = ``c_ij / (n_i + shrinkage)``,
             where ``c_ij`` counts the near pairs of i and j (i != j) and ``n_i = sum_j c_ij``.
-        shrinkage: keeps items with few events from being near to everything that they occurred with once.
-        recent_events: of a history, the last so many are looked up.
+        shrinkage: reduces the weights of items with few events.
+        recent_events: number of most recent history events that are looked up.
         pairs_in_memory: near pairs that are counted at once; more pairs are counted in several passes over the events.
     """
 
@@ -51,7 +51,7 @@ class CooccurrenceOptions:
 
 
 class Neighbors(NamedTuple):
-    """The heaviest neighbors of every item as one flat list, heaviest first, ties to the smaller id.
+    """The neighbors of every item with the largest weights as one flat list, sorted by weight, ties by item id.
 
     Attributes:
         offsets: ``[V + 2]`` int64; item i owns ``offsets[i] : offsets[i + 1]``, item 0 (padding) nothing.

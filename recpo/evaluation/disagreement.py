@@ -1,4 +1,4 @@
-"""NDCG on logged positives against value: where they rank the contenders differently, and which to believe."""
+"""NDCG on logged positives against value: which contenders they rank differently, and which metric to believe."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _ESTIMATORS = ("SNIPS", "DR")
 
 
 class Value(NamedTuple):
-    """What contenders are worth by one measure.
+    """The value of contenders by one measure.
 
     Attributes:
-        name: of the measure, for people.
-        why: what it says.
+        name: name of the measure, for people.
+        why: its meaning.
         of: contender to its value.
         apart: whether the difference of two contenders survives Holm's correction.
     """
@@ -27,10 +27,10 @@ class Value(NamedTuple):
 
 
 def disagreement(document: Document) -> list[str]:
-    """A warning where the best contender by NDCG is surely not the best by value.
+    """A warning if the best contender by NDCG is significantly not the best by value.
 
-    Value is the true reward where it is known; else the off-policy value of the lists, by SNIPS or else DR, of
-    estimates without warnings; else ``AUC_other``. The difference in value must survive Holm's correction.
+    Value is the true reward if it is known; else the off-policy value of the lists, by SNIPS or else DR, from estimates
+    without warnings; else ``AUC_other``. The difference in value must survive Holm's correction.
     """
     k = document["setting"]["ks"][0]
     ranked = [contender["name"] for contender in best_first(document, f"NDCG@{k}")]

@@ -1,4 +1,4 @@
-"""The evaluation of several contenders as one JSON document: what ``metrics.json`` holds and the report shows."""
+"""The evaluation of several contenders as one JSON document, which is ``metrics.json`` and the source of the report."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _OF_A_PERIOD = {"events": "targets", "users": "users"}
 
 
 class ContenderResult(NamedTuple):
-    """How a contender did.
+    """The results of a contender.
 
     Attributes:
         name: unique among the contenders.
         kind: a trained run, an exported bundle, a factor model, the lists of another system, a baseline, the oracle, or
             one of the first three with re-ranked lists.
         result: its metrics.
-        off_policy: its off-policy estimates, JSON objects that go into the document as they are.
+        off_policy: its off-policy estimates, JSON objects that are copied into the document.
     """
 
     name: str
@@ -175,7 +175,7 @@ def metrics_document(
 
 
 def conventions(exclude_past: bool, positive_threshold: float) -> dict[str, str]:
-    """How the numbers are to be read, in words, for the document and beside the table."""
+    """How to read the numbers, in words, for the document and beside the table."""
     past = (
         "excluded from the lists; held-out events of such items are removed from the targets and counted"
         if exclude_past
@@ -205,7 +205,7 @@ def conventions(exclude_past: bool, positive_threshold: float) -> dict[str, str]
 def logging_policy(
     ranked: RankingResult, values: Mapping[str, OffPolicyResult], truth: TrueRewards | None
 ) -> list[ContenderResult]:
-    """The policy that made the log, where something is known of it: what it earned, and its true value."""
+    """The logging policy, if something is known about it: its earnings, and its true value."""
     earned = next(iter(values.values()), None)
     estimates = [] if earned is None else [e.as_json() for e in earned.estimates if e.target == LOGGING_POLICY]
     per_user = {} if truth is None else truth.of_logging_policy(ranked.user_ids)
@@ -218,8 +218,8 @@ def logging_policy(
 def with_holm(differences: Sequence[Document]) -> list[Document]:
     """Adds ``p_value``, ``p_holm`` and ``survives_holm`` to the entries of the document's ``differences``.
 
-    The comparisons of one metric, all pairs of contenders, are one family; so are those of one off-policy estimator of
-    one target, whose users all count as differing.
+    The comparisons of one metric between all pairs of contenders form one family; so do the comparisons of one
+    off-policy estimator of one target, where all users count as differing.
     """
     marked = [
         {
@@ -277,7 +277,7 @@ def _paired(later: RankingResult, earlier: RankingResult) -> Document:
 
 
 def _same_weights(runs: Document) -> list[list[str]]:
-    """Pairs of runs and bundles that hold the same trained weights."""
+    """Pairs of runs and bundles with the same trained weights."""
     known = {name: facts["weights_sha256"] for name, facts in runs.items() if facts.get("weights_sha256")}
     return [[one, other] for one, other in combinations(known, 2) if known[one] == known[other]]
 

@@ -1,4 +1,4 @@
-"""Means over users with intervals, means over seeds, and which of many paired differences can be told from chance."""
+"""Means over users with intervals, means over seeds, and significance of many paired differences."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Estimate(NamedTuple):
     n: int
 
     def as_json(self) -> dict[str, Any]:
-        """What documents hold of it: null where it is not defined."""
+        """JSON values for documents: null if not defined."""
         return {name: None if math.isnan(part) else part for name, part in self._asdict().items()}
 
 
 class Interval(NamedTuple):
-    """Both ends of a confidence interval; nan where it is not defined."""
+    """Both ends of a confidence interval; nan if not defined."""
 
     low: float
     high: float
 
     @property
     def excludes_zero(self) -> bool:
-        """The sign is settled at the interval's level."""
+        """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
 
@@ -59,19 +59,19 @@ def bootstrap_interval(
 ) -> tuple[Tensor, Tensor]:
     """Percentile bootstrap over users (Efron, 1979) of ``sum_u values / sum_u weights`` for M metrics at once.
 
-    Every resample draws U users with replacement, the same ones for all metrics. Without weights the ratio is the mean
-    of the values that are not nan; the number of those users varies from resample to resample, as it would from
-    sample to sample. Memory is bounded whatever the number of users and resamples.
+    Every resample draws U users with replacement, the same users for all metrics. Without weights, the ratio is the
+    mean of the values that are not nan; the number of these users varies between resamples, as it would between
+    samples. Memory is bounded for any number of users and resamples.
 
     Args:
         values: ``[U, M]``, nan = the user is left out.
         weights: ``[U, M]`` non-negative denominators; None = 1.
-        resamples: how many.
+        resamples: number of resamples.
         seed: of the random numbers; the same seed and U draw the same users.
         level: share of the resamples inside the interval.
 
     Returns:
-        Lower and upper ends, ``[M]`` float64 each; nan where no user has a value.
+        Lower and upper ends, ``[M]`` float64 each; nan if no user has a value.
     """
     defined = ~values.isnan()
     numerator = values.double().nan_to_num(0.0)
@@ -104,13 +104,13 @@ def estimate_over_seeds(values: Sequence[float], level: float = 0.95) -> Estimat
 
 
 def p_value(mean: float, half_width: float, differing: int) -> float:
-    """Two-sided p-value of "the mean paired difference is 0": normal, and never below what so few users can show.
+    """Two-sided p-value of "the mean paired difference is 0": normal, with a floor for few users.
 
         max(erfc(|mean| / (s / sqrt(n)) / sqrt(2)), 2^(1 - m))
 
-    The normal approximation alone gives 0 for two users with equal differences. The floor is the least p-value of the
-    exact test that flips the signs of the m differences that are not 0 (Fisher, 1935): below six such users nothing is
-    significant at 5 %, however equal their differences are. A p-value is never 0.
+    The normal approximation alone gives 0 for two users with equal differences. The floor is the smallest p-value of
+    the exact test that flips the signs of the m nonzero differences (Fisher, 1935): with fewer than six such users,
+    nothing is significant at 5 %, even if their differences are equal. A p-value is never 0.
 
     Args:
         mean: of the users' differences.
@@ -118,7 +118,7 @@ def p_value(mean: float, half_width: float, differing: int) -> float:
         differing: m, users whose difference is not 0.
 
     Returns:
-        nan where the mean or its interval is not defined; 1 where nobody differs.
+        nan if the mean or its interval is not defined; 1 if no user differs.
     """
     if math.isnan(mean) or math.isnan(half_width):
         return math.nan
@@ -131,9 +131,9 @@ def p_value(mean: float, half_width: float, differing: int) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusted p-values of Holm's step-down procedure (Scandinavian Journal of Statistics 6, 1979).
 
-    ``p'_(i) = max_{j <= i} min(1, (m - j + 1) p_(j))`` with ``p_(1) <= p_(2) <= ...``. Those at most 5 % hold together:
-    the probability that any of them is an accident is at most 5 %, however the comparisons depend on each other. Never
-    weaker than Bonferroni's ``m p``. nan stays nan and is not counted in m.
+    ``p'_(i) = max_{j <= i} min(1, (m - j + 1) p_(j))`` with ``p_(1) <= p_(2) <= ...``. Values of at most 5 % hold
+    together: the probability that any of them is an accident is at most 5 %, for any dependence between the
+    comparisons. It is never weaker than Bonferroni's ``m p``. nan stays nan and is not counted in m.
     """
     defined = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
     adjusted = [math.nan] * len(p_values)

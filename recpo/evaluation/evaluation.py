@@ -1,4 +1,4 @@
-"""What ``evaluate`` found: the document of all numbers, and the directory that it may lie in."""
+"""The result of ``evaluate``: the document with all numbers, and its directory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Evaluation:
     """Contenders on the same held-out users: numbers, intervals, paired differences and a report.
 
     Attributes:
-        document: every number, see ``recpo.evaluation.document.evaluation_document``.
+        document: all numbers, see ``recpo.evaluation.document.evaluation_document``.
         options: arguments of ``evaluate``, as in ``resolved.yaml``.
-        path: the directory; None = the evaluation is in memory only.
+        path: the directory; None = the evaluation is only in memory.
     """
 
     document: Document
@@ -44,7 +44,7 @@ class Evaluation:
         """Reads a directory that ``evaluate`` wrote.
 
         Raises:
-            RecpoError: there is none, it is damaged, or of another format version.
+            RecpoError: there is none, it is damaged, or has another format version.
         """
         root = Path(path)
         if not (root / METRICS).is_file():
@@ -60,12 +60,12 @@ class Evaluation:
 
     @property
     def report(self) -> Path | None:
-        """The report, one HTML file that opens offline; None where the evaluation is in memory only."""
+        """The report, one HTML file that opens offline; None if the evaluation is only in memory."""
         return None if self.path is None else self.path / REPORT
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader must know before the numbers."""
+        """Warnings to read before the numbers."""
         return list(self.document["warnings"])
 
     def html(self) -> str:
@@ -73,11 +73,11 @@ class Evaluation:
         return html_report(self.document)
 
     def write(self, path: Path | str, *, overwrite: bool = False) -> Evaluation:
-        """Writes the directory; it appears whole or not at all.
+        """Writes the directory, which appears complete or not at all.
 
         Args:
-            path: directory to make.
-            overwrite: replace it where it exists.
+            path: directory to create.
+            overwrite: replace an existing one.
 
         Returns:
             The evaluation in its directory.
@@ -91,7 +91,7 @@ class Evaluation:
         return Evaluation(self.document, self.options, root)
 
     def write_files(self, directory: Path) -> None:
-        """Writes the files of an evaluation into an empty directory, which the caller puts into its place."""
+        """Writes the files of an evaluation into an empty directory, which the caller then moves into place."""
         write_json(directory / METRICS, self.document)
         (directory / REPORT).write_text(self.html(), encoding="utf-8")
         text = yaml.safe_dump(dict(self.options), sort_keys=False, allow_unicode=True)

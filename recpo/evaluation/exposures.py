@@ -1,4 +1,4 @@
-"""Does the recommender score what a user liked above what the user was shown and passed over, or disliked?"""
+"""Ranking of exposures: does the recommender score liked items above items that the user passed over or disliked?"""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from recpo.ops.item_sets import first_places
 
 
 def exposure_auc(logp: Tensor, targets: Targets) -> dict[str, Tensor]:
-    """``AUC_other`` and ``AUC_dislikes`` ``[B]``, float32: of each user's positives against other and disliked items.
+    """``AUC_other`` and ``AUC_dislikes`` ``[B]``, float32: each user's positives against other and disliked items.
 
-    Only items that the user was shown are compared, so neither depends on what the log never showed. An item that
-    occurs several times counts once.
+    Only items that the user was shown are compared, so neither metric depends on items that the log never showed. An
+    item with several events counts once.
 
     Args:
         logp: ``[B, S]`` scores of the slate items.
@@ -27,14 +27,14 @@ def exposure_auc(logp: Tensor, targets: Targets) -> dict[str, Tensor]:
 
 
 def auc(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """Area under the ROC curve of every row, ``[B]`` float64; nan where a row lacks positives or negatives.
+    """Area under the ROC curve of every row, ``[B]`` float64; nan if a row lacks positives or negatives.
 
-    The probability that a positive scores higher than a negative, ties counting one half:
+    The probability that a positive scores higher than a negative, with ties counting one half:
 
         (sum of the positives' mean ranks - P (P + 1) / 2) / (P N)
 
-    with ranks 1, 2, ... of ascending scores among the row's P positives and N negatives, tied ones sharing the mean of
-    their ranks (Mann and Whitney, 1947).
+    with ranks 1, 2, ... of ascending scores among the row's P positives and N negatives; ties share the mean of their
+    ranks (Mann and Whitney, 1947).
 
     Args:
         scores: ``[B, S]``, less than infinity.

@@ -1,4 +1,4 @@
-"""Baselines that are fitted: once per data and options, and kept with the evaluation."""
+"""Fitted baselines: fitted once per data and options, and kept with the evaluation."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _VERSION: Final = 1  # of the way in which they are fitted: a new one fits again
 
 
 class Model(Protocol):
-    """What is fitted: it recommends for any history, of which it reads the last ``max_history`` events."""
+    """A fitted model: it recommends for any history and reads its last ``max_history`` events."""
 
     @property
     def max_history(self) -> int:
-        """Events that it reads."""
+        """Number of events that it reads."""
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """As ``Policy.recommend``."""
@@ -40,11 +40,11 @@ M = TypeVar("M", bound=Model)
 
 
 class Recipe(NamedTuple, Generic[M]):
-    """How a model is made and read.
+    """How a model is fitted and read.
 
     Attributes:
-        fit: ``(data, options, progress=...)`` makes it from prepared data.
-        open: reads what its ``save`` wrote.
+        fit: ``(data, options, progress=...)`` fits it on prepared data.
+        open: reads the output of its ``save``.
         suffix: of the file; empty = it is a directory.
     """
 
@@ -55,11 +55,11 @@ class Recipe(NamedTuple, Generic[M]):
 
 @dataclass(frozen=True)
 class BaselineCache:
-    """Where fitted baselines are looked for, and where they are kept.
+    """Where fitted baselines are read from, and where they are kept.
 
     Attributes:
-        reads: directory that may hold some; None = there is none.
-        writes: directory that gets those that are used; None = they are not kept.
+        reads: directory that may contain some; None = there is none.
+        writes: directory for the ones that are used; None = they are not kept.
     """
 
     reads: Path | None = None

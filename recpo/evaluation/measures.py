@@ -1,4 +1,4 @@
-"""The plug points of the pass over held-out users: who recommends, and what is measured of every batch."""
+"""The extension points of the pass over held-out users: recommenders, and measures of each batch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from recpo.types import EvaluationBatch, FeedbackBatch, Histories, Recommendatio
 
 @dataclass(frozen=True)
 class Recommender:
-    """What is evaluated: a policy's or a baseline's bound methods.
+    """A recommender to evaluate: the bound methods of a policy or a baseline.
 
     Attributes:
         recommend: ``(histories, k, exclude) -> Recommendations``, as ``Policy.recommend``.
-        log_prob: ``batch -> [B, S, T]``, as ``Policy.log_prob``: scores the held-out slates. None = it cannot, or the
-            metrics of scores are not wanted: a policy scores slates in a second forward pass.
-        name: in messages about its answers.
+        log_prob: ``batch -> [B, S, T]``, as ``Policy.log_prob``: scores the held-out slates. None = not available, or
+            not wanted: a policy scores slates in a second forward pass.
+        name: used in messages about its answers.
         scores_are_logp: the scores of its lists are log-probabilities, so at most 0.
-        recommend_to_users: ``(users [B], k, exclude) -> Recommendations``, in the place of ``recommend`` where lists
-            depend on who the user is and not on a history: given lists, an oracle.
-        score: ``batch -> [B, S]`` of the held-out slates by one that gives no probabilities: any numbers, higher =
-            better. For the metrics of scores only; None = it cannot.
-        recommend_with_past: ``(histories, k, exclude, past [B, M]) -> Recommendations``, in the place of ``recommend``
-            where lists also depend on what else the user had: re-ranked ones.
+        recommend_to_users: ``(users [B], k, exclude) -> Recommendations``, instead of ``recommend`` if lists depend on
+            the user and not on a history: given lists, an oracle.
+        score: ``batch -> [B, S]`` of the held-out slates, for a recommender without probabilities: any numbers, higher
+            = better. Only for metrics of scores; None = not available.
+        recommend_with_past: ``(histories, k, exclude, past [B, M]) -> Recommendations``, instead of ``recommend`` if
+            lists also depend on the rest of the user's past, as re-ranked lists do.
     """
 
     recommend: Callable[[Histories, int, Tensor | None], Recommendations] | None = None
@@ -47,8 +47,8 @@ class Recommender:
         Args:
             batch: the users.
             k: length of the lists.
-            past: ``[B, M]`` items of the users' past that are not listed, 0 pads; None = they may be.
-            unavailable: ``[B, N]`` items that are no candidates, 0 pads; None = every item is one.
+            past: ``[B, M]`` items of the users' past that must not be listed, padded with 0; None = they may be.
+            unavailable: ``[B, N]`` items that are not candidates, padded with 0; None = every item is one.
 
         Raises:
             ValueError: it can answer neither for histories nor for users.
@@ -66,17 +66,18 @@ class Recommender:
 
 
 class Observed(NamedTuple):
-    """One batch of held-out users and what the recommender made of it, all on the recommender's device.
+    """One batch of held-out users and the recommender's answers, all on the recommender's device.
 
     Attributes:
-        batch: the users, their held-out events and what they saw before.
-        lists: ``[B, K]``, K the longest list asked for (at most the catalog).
-        targets: the held-out sets; without seen items where those are excluded from the lists.
-        logp: ``[B, S]`` log-probability of every held-out slate item (its tokens summed), None where the recommender
-            gives none.
-        scores: ``[B, S]`` scores of the held-out slate items by one that gives no log-probabilities.
-        unavailable: ``[B, N]`` items that were no candidates, 0 pads; in no list and no target. None = all items were.
-        new_lists: lists of new items alone, see ``recpo.evaluation.new_items``; None = nobody asked for them.
+        batch: the users, their held-out events and their past.
+        lists: ``[B, K]``, K the longest requested list (at most the catalog).
+        targets: the held-out sets; without seen items if those are excluded from the lists.
+        logp: ``[B, S]`` log-probability of every held-out slate item (summed over its tokens); None if the recommender
+            has none.
+        scores: ``[B, S]`` scores of the held-out slate items, for a recommender without log-probabilities.
+        unavailable: ``[B, N]`` items that were not candidates, padded with 0; they are in no list and no target. None =
+            all items were candidates.
+        new_lists: lists of new items alone, see ``recpo.evaluation.new_items``; None = not requested.
     """
 
     batch: EvaluationBatch
@@ -89,10 +90,10 @@ class Observed(NamedTuple):
 
 
 class Measure(Protocol):
-    """Metrics that the pass collects beside the rankings; one instance serves one pass of one recommender."""
+    """Metrics that the pass computes beside the rankings. One instance serves one pass of one recommender."""
 
     def update(self, observed: Observed) -> Mapping[str, Tensor]:
-        """Per-user metrics ``[B]`` of the batch by name; nan where a user has none; empty if there are only totals."""
+        """Per-user metrics ``[B]`` of the batch by name; nan if a user has none; empty if there are only totals."""
 
     def totals(self) -> Mapping[str, float]:
-        """Metrics of all lists seen so far together; nan where not defined; empty if there are only per-user ones."""
+        """Metrics of all lists so far; nan if not defined; empty if there are only per-user metrics."""

@@ -1,4 +1,4 @@
-"""The cold start: what contenders make of candidates that nobody had been shown in the training period."""
+"""The cold start: how contenders handle candidates that no user was shown in the training period."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the numbers of an evaluation say, in sentences written from them."""
+"""Conclusions from the numbers of an evaluation, in generated sentences."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _ESTIMATOR = "SNIPS"
 
 
 def lower_is_better(metric: str) -> bool:
-    """True of metrics such as ``disliked@10`` that a better recommender has less of."""
+    """True for metrics such as ``disliked@10`` for which lower is better."""
     return metric.split("@")[0] in _LOWER_IS_BETTER
 
 
 def reading(document: Document) -> list[str]:
-    """One sentence or two per main metric: who is best, by how much, and from whom that can be told apart.
+    """One or two sentences per main metric: the best contender, by how much, and which others are significantly worse.
 
     Args:
-        document: as written to ``metrics.json``.
+        document: the content of ``metrics.json``.
     """
     k = document["setting"]["ks"][0]
     present = {metric for contender in document["contenders"] for metric in contender["metrics"]}
@@ -36,7 +36,7 @@ def reading(document: Document) -> list[str]:
 
 
 def paired(document: Document, contender: str, against: str, metric: str) -> Document | None:
-    """The paired difference ``contender - against`` of a metric, whichever way round the document has it."""
+    """The paired difference ``contender - against`` of a metric, in either order of the document."""
     for difference in document["differences"]:
         names = (difference["contender"], difference["against"])
         value = difference["metrics"].get(metric)
@@ -48,7 +48,7 @@ def paired(document: Document, contender: str, against: str, metric: str) -> Doc
 
 
 def best_first(document: Document, metric: str) -> list[Document]:
-    """The contenders that have a value of ``metric``, the best first; the oracle does not compete."""
+    """The contenders with a value of ``metric``, best first. The oracle does not compete."""
     competing = [contender for contender in document["contenders"] if contender["kind"] != "oracle"]
     scored = [c for c in competing if c["metrics"].get(metric, {}).get("mean") is not None]
     sign = 1 if lower_is_better(metric) else -1

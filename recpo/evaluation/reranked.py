@@ -1,4 +1,4 @@
-"""A contender whose lists are re-ranked: what diversity, caps and calibration cost and give, in the same tables."""
+"""A contender with re-ranked lists: the effect of diversity, caps and calibration, in the same tables."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def reranked_contender(
 ) -> Contender:
     """``base`` with a slate of ``k`` items chosen from its ``shortlist`` best ones; the rest follows by relevance.
 
-    The history of calibration is the whole past of the user, or the events that the policy reads where the past is not
-    excluded.
+    For calibration, the history is the complete past of the user, or the events that the policy reads if the past is
+    not excluded.
 
     Args:
-        base: who ranks.
+        base: the contender that ranks.
         reranker: chooses the slate.
-        known: tags of the items, and vectors unless the contender's own are read.
-        vectors_of: the contender's own.
+        known: tags of the items, and vectors unless the contender's own vectors are used.
+        vectors_of: the contender's own vectors.
         k: length of the slate.
-        shortlist: at most so many items are re-ranked.
+        shortlist: maximum number of items to re-rank.
 
     Raises:
-        RecpoError: an attribute that is read is not known.
+        RecpoError: an attribute that the method needs is missing.
     """
     for attribute in reranker.attributes:
         known.attribute(attribute)

@@ -1,4 +1,4 @@
-"""Segments: users by what is known of them, targets by what is known of the item."""
+"""Segments: users by user properties, targets by item properties."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_BIN = -1
 
 
 class UserSegment(NamedTuple):
-    """Divides users into bins; every per-user metric gets a mean over the users of each bin.
+    """Divides users into bins. Every per-user metric gets a mean over the users of each bin.
 
     Attributes:
         name: such as ``history length``.
@@ -33,7 +33,7 @@ class UserSegment(NamedTuple):
 
 
 class ItemSegment(NamedTuple):
-    """Divides items into bins; HitRate, Recall and NDCG are taken of each bin's targets alone.
+    """Divides items into bins. HitRate, Recall and NDCG are computed for each bin's targets alone.
 
     Attributes:
         name: such as ``item popularity``.
@@ -46,7 +46,7 @@ class ItemSegment(NamedTuple):
     label: Tensor
 
     def split(self, hits: RankedHits, item_ids: Tensor) -> Iterator[RankedHits]:
-        """The hits of each bin's targets in the unchanged lists ``item_ids [B, K]``; ranks stay what they are."""
+        """The hits of each bin's targets in the unchanged lists ``item_ids [B, K]``; ranks do not change."""
         label = self.label.to(item_ids.device)
         shown, wanted = label[item_ids], label[hits.targets].masked_fill(hits.targets == 0, NO_BIN)
         for index in range(len(self.bins)):
@@ -55,10 +55,10 @@ class ItemSegment(NamedTuple):
 
 
 def history_length(bounds: Sequence[int] = (1, 5, 20, 50)) -> UserSegment:
-    """Users by the number of different items in their past, ``EvaluationBatch.exclude``; the first bin holds new users.
+    """Users by the number of distinct items in their past, ``EvaluationBatch.exclude``. The first bin has new users.
 
     Args:
-        bounds: least history of the second, third, ... bin; ascending, the first is 1.
+        bounds: minimum history of the second, third, ... bin; ascending, the first is 1.
     """
     edges = torch.tensor(bounds)
 
@@ -78,8 +78,8 @@ def item_duration(duration: Tensor, bounds: Sequence[float] | None = None) -> It
     """Items by duration.
 
     Args:
-        duration: ``[V + 1]`` seconds, nan = unknown, which is a bin of its own if there are such items.
-        bounds: least duration of the second, third, ... bin; ascending. None = the quartiles of the catalog.
+        duration: ``[V + 1]`` seconds, nan = unknown, which is a separate bin if there are such items.
+        bounds: minimum duration of the second, third, ... bin; ascending. None = the quartiles of the catalog.
     """
     known = ~duration.isnan()
     known[0] = False
@@ -97,6 +97,6 @@ def item_duration(duration: Tensor, bounds: Sequence[float] | None = None) -> It
 
 
 def item_segments(facts: ItemFacts) -> list[ItemSegment]:
-    """The divisions of the items by popularity, and by duration where it is known."""
+    """The item segments: by popularity and, if known, by duration."""
     by_duration = [] if facts.duration is None else [item_duration(facts.duration)]
     return [item_popularity(facts.train_count), *by_duration]

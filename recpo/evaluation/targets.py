@@ -1,4 +1,4 @@
-"""What held-out users did with the items that they were shown: the sets that lists and scores are held against."""
+"""Held-out outcomes: the item sets that lists and scores are compared with."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from recpo.types import EvaluationBatch
 
 
 class Targets(NamedTuple):
-    """The held-out events' items and which sets they belong to, all ``[B, S]``.
+    """The held-out events' items and their sets, all ``[B, S]``.
 
-    A set is one of items: an event's membership says that its item belongs to the set. An item that the user disliked
-    in any held-out event is disliked and in no other set; one that was positive in any is not in ``other``. What an
-    event is, is defined by the prepared log (``recpo.feedback.FeedbackRule``).
+    A set contains items: an event's membership says that its item is in the set. An item that the user disliked in any
+    held-out event is disliked and in no other set. An item that was positive in any event is not in ``other``. The
+    prepared log defines the kinds of events (``recpo.feedback.FeedbackRule``).
 
     Attributes:
-        item_ids: int64, 0 pads.
+        item_ids: int64, padded with 0.
         positive: bool, positive in this event and never disliked.
         disliked: bool, disliked in this event.
-        other: bool, labeled, and in none of the other sets: skipped and neutral exposures. An event without a label is
+        other: bool, labeled and in none of the other sets: skipped and neutral exposures. An event without a label is
             in no set, unless it is disliked.
     """
 

@@ -1,4 +1,4 @@
-"""What a simulation knows of its users: true rewards of recommended lists, and as a reward to train with."""
+"""The truth of a simulation about its users: true rewards of recommended lists, and a reward for training."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from recpo.types import FeedbackBatch, Recommendations, Slates
 
 @dataclass(frozen=True)
 class TrueRewards:
-    """Adds ``true_reward@k`` and ``true_dislike@k``, means over the places that a list fills, nan for an empty list.
+    """Adds ``true_reward@k`` and ``true_dislike@k``, means over the filled places of a list, nan for an empty list.
 
     Attributes:
-        truth: what the simulation knows.
-        user_ids: ``[users]`` its number of every user of the prepared data.
-        item_ids: ``[V]`` its number of the items 1..V.
-        day: on which tastes are asked.
+        truth: the truth of the simulation.
+        user_ids: ``[users]`` the simulation's index of every user of the prepared data.
+        item_ids: ``[V]`` the simulation's index of the items 1..V.
+        day: the day for which tastes are evaluated.
         ks: list lengths.
     """
 
@@ -49,12 +49,12 @@ class TrueRewards:
         return {}
 
     def of_logging_policy(self, users: Tensor) -> dict[str, Tensor]:
-        """The exact expected reward ``[U]`` of the policy that made the log, the same at every k."""
+        """The exact expected reward ``[U]`` of the logging policy, the same at every k."""
         value = torch.from_numpy(self.truth.logging_value(self.user_ids[users.numpy()], self.day)).float()
         return {f"true_reward@{k}": value for k in self.ks}
 
     def oracle(self) -> Recommender:
-        """Lists every user's best items by true reward, without what is to be excluded: no list of theirs has more."""
+        """Lists every user's best items by true reward, without excluded items. No list has a higher true reward."""
         truth, num_items = self.truth, len(self.item_ids)
         order = np.argsort(self.item_ids)
         ascending = self.item_ids[order]
@@ -96,8 +96,8 @@ class TrueRewards:
 def true_rewards(path: Path, data: Prepared, split: Literal["valid", "test"], ks: Sequence[int]) -> TrueRewards:
     """The truth in ``path`` for the users and items of ``data``.
 
-    Tastes drift, so they are taken on the day on which the period begins (on the log's last day where every user has a
-    period of his own).
+    Tastes drift, so they are evaluated on the day on which the period starts (on the log's last day if every user has a
+    separate period).
 
     Raises:
         RecpoError: the data was not prepared from that simulation.
@@ -119,14 +119,14 @@ def true_rewards(path: Path, data: Prepared, split: Literal["valid", "test"], ks
 
 @dataclass(frozen=True)
 class TrueReward(RewardFunction):
-    """The expected reward that the simulation itself gives to a candidate: ``P(satisfied) - dislike_cost P(dislike)``.
+    """The simulation's own expected reward of a candidate: ``P(satisfied) - dislike_cost P(dislike)``.
 
-    Tastes drift; like ``recpo evaluate --truth`` it asks for those of the day on which the validation period begins. A
-    candidate that is no item (id 0) has no reward (nan).
+    Tastes drift. Like ``recpo evaluate --truth``, it uses the day on which the validation period starts. A candidate
+    that is not an item (id 0) has no reward (nan).
 
     Attributes:
         truth: directory that ``recpo simulate`` wrote.
-        prepared: directory that ``recpo prepare`` made of its log.
+        prepared: directory that ``recpo prepare`` wrote from its log.
     """
 
     truth: Path
