@@ -191,14 +191,14 @@ def catalog_slates(histories: Histories, num_items: int) -> Slates:
 
 
 class ScoringPlan(NamedTuple):
-    """Which positions are scored, and at which states (``recpo.policies.plans``).
+    """The positions to score, and their states (``recpo.policies.plans``).
 
     Attributes:
         needed: ``[B, S]`` bool.
         positions: ``[P]`` their indices in the flattened ``[B, S]``.
         rows: ``[R]`` the states that they need, indices into the flattened ``[B, H + 1]``.
-        state_index: ``[P]`` the place of each position's state in ``rows``; None if every position has its own.
-        every_position: ``positions`` are all positions, whether they are needed or not.
+        state_index: ``[P]`` the index of each position's state in ``rows``; None if every position has its own state.
+        every_position: ``positions`` contains all positions, needed or not.
     """
 
     needed: Tensor
@@ -209,12 +209,13 @@ class ScoringPlan(NamedTuple):
 
 
 class BatchPlan(NamedTuple):
-    """What a training step would have to wait for its device to count (``recpo.training.planning``).
+    """Counts that a training step would otherwise have to wait for its device for (``recpo.training.planning``).
 
     Attributes:
-        scored: the positions that are scored; None = it takes the device to say which.
-        advantages: ``[B, S]`` of the logged slates; None = they depend on what the device computes.
-        contexts: the contexts as ``recpo.training.rollout`` numbers them, separated by commas; None = not planned.
+        scored: the positions to score; None = they depend on values that the device computes.
+        advantages: ``[B, S]`` of the logged slates; None = they depend on values that the device computes.
+        contexts: the context numbers that seed a rollout, joined by commas, because Lightning leaves text on the CPU. None =
+            not planned.
     """
 
     scored: ScoringPlan | None = None
@@ -235,7 +236,8 @@ class FeedbackBatch(NamedTuple):
         known_positives: ``[B, M]`` int64, items that the user is known to like and that must not become negatives,
             padded with 0; present only if the policy adds hard negatives.
         user_ids: ``[B]`` int64, the users of the contexts: rows of the prepared ``users.parquet``.
-        plan: what was counted on the CPU; None = nothing. It is of these slates: whoever replaces them removes it.
+        plan: counts that were made on the CPU; None = none. It belongs to these slates: code that replaces them must
+            set it to None.
     """
 
     histories: Histories

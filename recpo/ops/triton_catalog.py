@@ -38,14 +38,14 @@ PROGRAMS = 512
 
 
 class Tiles(NamedTuple):
-    """How a pass is cut.
+    """How a pass is divided into tiles.
 
     Attributes:
         own: rows that a program holds.
-        other: rows that it goes through at a time.
-        width: of the vectors, a power of two of at least 16.
-        warps: of a program.
-        precision: of its products, as ``tl.dot`` calls it.
+        other: rows that it processes at a time.
+        width: width of the vectors, a power of two of at least 16.
+        warps: warps of a program.
+        precision: precision of its products, an argument of ``tl.dot``.
     """
 
     own: int
@@ -56,15 +56,15 @@ class Tiles(NamedTuple):
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs in Python on the CPU: ``TRITON_INTERPRET=1`` when it was first imported."""
+    """Whether Triton runs in Python on the CPU: ``TRITON_INTERPRET=1`` was set when it was first imported."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def tiles_for(dim: int, generation: int, matmul_precision: str) -> Tiles:
-    """Tiles that fit registers and shared memory, found by compiling for each generation and counting what spills.
+    """Tiles that fit registers and shared memory, found by compiling for each generation and counting spills.
 
     Args:
-        dim: of the vectors, d.
+        dim: width of the vectors, d.
         generation: major compute capability of the device: 8 Ampere, 9 Hopper.
         matmul_precision: ``torch.get_float32_matmul_precision()``.
     """
@@ -174,7 +174,7 @@ def _gradient_of_table(
         if of_entropy:
             of_scores = of_scores * (logp + tl.load(entropy + rows)[None, :])
         of_scores = of_scores * tl.load(weights + rows)[None, :]
-        # a place without a row has the index of another one, and no part in the sum
+        # a place without a row has the index of another row, and is not part of the sum
         of_scores = tl.where((place < count)[None, :], of_scores, 0.0)
         gradient = tl.dot(of_scores, vectors, gradient, input_precision=precision)
     columns = tl.arange(0, width)
@@ -217,7 +217,7 @@ def _gradient_of_states(
     gradient = tl.zeros((own, width), tl.float32)
     first = split * tiles_per_split * other
     last = tl.minimum(first + tiles_per_split * other, num_items)
-    # a tile without a row that has a gradient ends at once
+    # a tile whose rows all have no gradient ends at once
     last = tl.where(tl.program_id(0) * own < tl.load(num_active), last, first)
     for start in range(first, last, other):
         items = start + tl.arange(0, other)
@@ -236,7 +236,7 @@ def _gradient_of_states(
 def sum_over_catalog(
     states: Tensor, table: Tensor, padding_rows: int, *, want_expected_row: bool, keep_bytes: int = 0
 ) -> CatalogSums:
-    """``kernels.sum_over_catalog`` without logits in memory; no softmax is kept, whatever ``keep_bytes``."""
+    """``kernels.sum_over_catalog`` without logits in memory. It keeps no softmax, for any ``keep_bytes``."""
     states, items = _rows_dense(states), _rows_dense(table[padding_rows:])
     if not len(states) or not len(items):
         empty = torch.zeros_like(states) if want_expected_row else None
@@ -264,7 +264,7 @@ def sum_over_catalog(
 def add_softmax_gradient(
     gradient: Tensor, weights: Tensor, states: Tensor, table: Tensor, padding_rows: int, sums: CatalogSums
 ) -> None:
-    """``kernels.add_softmax_gradient`` without logits in memory; states whose weight is 0 are left out."""
+    """``kernels.add_softmax_gradient`` without logits in memory. States with weight 0 are left out."""
     _add_table_gradient(gradient, weights, states, table, padding_rows, sums.lse, None)
 
 
@@ -278,7 +278,7 @@ def entropy_gradients(
     needs_states: bool,
     needs_table: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """``kernels.entropy_gradients`` without logits in memory; states whose ``grad`` is 0 are left out."""
+    """``kernels.entropy_gradients`` without logits in memory. States with a zero ``grad`` are left out."""
     grad_states = grad_table = None
     if needs_states:
         grad_states = _entropy_gradient_of_states(-grad, states, table[padding_rows:], lse, entropy)
@@ -297,7 +297,7 @@ def _add_table_gradient(
     lse: Tensor,
     entropy: Tensor | None,
 ) -> None:
-    """Adds what the softmax gives to the gradient ``[V + padding_rows, d]``; with ``entropy [N]``, what that gives."""
+    """Adds the softmax's gradient or, with ``entropy [N]``, the entropy's to the gradient ``[V + padding_rows, d]``."""
     states, items, of_items = _rows_dense(states), _rows_dense(table[padding_rows:]), gradient[padding_rows:]
     if not len(states) or not len(items):
         return
@@ -333,19 +333,19 @@ def _entropy_gradient_of_states(weights: Tensor, states: Tensor, items: Tensor, 
 
 
 def _active_rows(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows with those of a weight first, ``[N]``, and how many have one, ``[1]``: both stay on the device."""
+    """The rows, those with a weight first, ``[N]``, and their number, ``[1]``. Both stay on the device."""
     idle = weights == 0
     return idle.byte().argsort(stable=True), (~idle).sum(dtype=torch.int32).view(1)
 
 
 class _Launch(NamedTuple):
-    """How a kernel is started.
+    """How a kernel is launched.
 
     Attributes:
-        grid: tiles of the axis that is held, parts of the other one.
-        splits: these parts.
+        grid: tiles of the axis that programs hold, and parts of the other axis.
+        splits: number of these parts.
         tiles_per_split: tiles of the other axis in a part.
-        options: what the kernel is compiled for.
+        options: compile-time options of the kernel.
     """
 
     grid: tuple[int, int]
@@ -355,7 +355,7 @@ class _Launch(NamedTuple):
 
 
 def _launch(own: int, other: int, states: Tensor) -> _Launch:
-    """Fills the device with ``own`` rows that are held and ``other`` rows to go through; no part is empty."""
+    """Fills the device with ``own`` rows to hold and ``other`` rows to process. No part is empty."""
     generation = torch.cuda.get_device_capability(states.device)[0] if states.is_cuda else 9
     tiles = tiles_for(states.shape[1], generation, torch.get_float32_matmul_precision())
     tiles_of_own, tiles_of_other = triton.cdiv(own, tiles.own), triton.cdiv(other, tiles.other)
@@ -368,5 +368,5 @@ def _launch(own: int, other: int, states: Tensor) -> _Launch:
 
 
 def _rows_dense(values: Tensor) -> Tensor:
-    """The kernels step over rows by any stride, and read each of them in one piece."""
+    """The kernels support any stride between rows; each row must be contiguous."""
     return values if values.stride(-1) == 1 else values.contiguous()

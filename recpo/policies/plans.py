@@ -1,8 +1,8 @@
 """Which positions of a batch are scored, and at which states.
 
-An accelerator must be waited for wherever the size of a result is not known in advance (``nonzero``, ``unique``).
-Training therefore makes the plan of a batch on the CPU, where the batch is gathered (``recpo.training.planning``).
-Where a batch has no plan, or it is the plan of other positions, the same functions run where the batch is.
+The CPU must wait for an accelerator whenever the size of a result is not known in advance (``nonzero``, ``unique``).
+Training therefore plans a batch on the CPU, where the batch is gathered (``recpo.training.planning``). If a batch has
+no plan, or a plan for other positions, the same functions run on the device of the batch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from recpo.types import FeedbackBatch, Histories, ScoringPlan, Slates
 
 
 def scoring_plan(batch: FeedbackBatch, needed: Tensor | None, readable: int | None = None) -> ScoringPlan:
-    """The plan of the batch if it is the plan of ``needed``, otherwise a new one.
+    """The plan of the batch if it is a plan for ``needed``, otherwise a new one.
 
     Args:
         batch: the batch.
-        needed: ``[B, S]`` positions to score; None = all that the slates keep. A plan is recognized by this tensor
-            itself, ``ScoringPlan.needed``.
-        readable: see ``check_visible``; a plan of the batch was checked when it was made.
+        needed: ``[B, S]`` positions to score; None = all real positions. A plan is recognized by the identity of this
+            tensor, ``ScoringPlan.needed``.
+        readable: see ``check_visible``; an existing plan was checked when it was created.
     """
     slates, plan = batch.slates, None if batch.plan is None else batch.plan.scored
     if plan is not None and needed is plan.needed:
@@ -39,10 +39,10 @@ def plan_of(slates: Slates, wanted: Tensor, num_states: int) -> ScoringPlan:
 
 
 def plan_of_candidates(histories: Histories, needed: Tensor) -> ScoringPlan:
-    """The plan of candidates ``needed [B, S]`` that are all scored after the complete history; nothing is counted.
+    """The plan of candidates ``needed [B, S]`` that are all scored after the complete history, without counting.
 
-    Every position is scored, so that no shape depends on how many are needed. Candidates of a context share one state,
-    hence a position that is not needed costs one row of the item table.
+    Every position is scored, so no shape depends on the number of needed positions. Candidates of a context share one
+    state, so a position that is not needed only costs one row of the item table.
     """
     contexts = torch.arange(len(needed), device=needed.device)
     rows = contexts * (histories.item_ids.shape[1] + 1) + histories.lengths
@@ -51,7 +51,7 @@ def plan_of_candidates(histories: Histories, needed: Tensor) -> ScoringPlan:
 
 
 def planned_items(plan: ScoringPlan, slates: Slates) -> Tensor:
-    """The items ``[P]`` of the plan's positions; where a position is not needed, any item of the catalog."""
+    """The items ``[P]`` of the plan's positions; an arbitrary item for positions that are not needed."""
     items = slates.item_ids.reshape(-1)[plan.positions]
     return items.clamp_min(1) if plan.every_position else items
 
@@ -76,7 +76,7 @@ def shared_states(slates: Slates, positions: Tensor, num_states: int) -> tuple[T
 
 
 def check_visible(histories: Histories, slates: Slates, wanted: Tensor, readable: int) -> None:
-    """Raises where a state is needed that an encoder whose blocks read ``readable`` events does not compute."""
+    """Raises if a position needs a state that the encoder, whose blocks read ``readable`` events, does not compute."""
     if histories.item_ids.shape[1] <= readable:
         return
     if (wanted & (slates.visible != histories.lengths[:, None])).any():

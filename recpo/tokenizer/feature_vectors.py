@@ -1,4 +1,4 @@
-"""Item vectors that prepared data have already: a feature of type ``Vector`` of their table of items."""
+"""Item vectors from prepared data: a feature of type ``Vector`` of the item table."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from recpo.tokenizer.sources import EarlierCodes, ItemVectors, VectorSource
 
 @dataclass(frozen=True)
 class VectorsFromFeatures(VectorSource):
-    """A vector of the table of items (``recpo prepare --items``), such as an embedding of text or of an image.
+    """A vector of the item table (``recpo prepare --items``), such as a text or image embedding.
 
-    It says the same of an item on every day, so codebooks that were made from it give new items codes as good as those
-    of the others, and need no event of them.
+    The vector of an item does not change from day to day, so codebooks that were made from it give new items codes as
+    good as those of known items, without any event.
 
     Attributes:
         feature: name of the feature; null = the only one of type ``Vector``.
@@ -39,10 +39,11 @@ class VectorsFromFeatures(VectorSource):
         return self._read(data, items, earlier.is_new.numpy())
 
     def _read(self, data: Prepared, items: IdMap, needed: np.ndarray) -> ItemVectors:
-        """Vectors ``[V, w]``; zero, or the mean, for items that have none.
+        """Vectors ``[V, w]``; zero, or the mean, for items without one.
 
         Raises:
-            RecpoError: the data have no such feature, or ``missing`` is "error" and ``needed [V]`` items have none.
+            RecpoError: the data have no such feature, or ``missing`` is "error" and some of the ``needed [V]`` items
+                have none.
         """
         feature = self._found(data)
         values = read_features([feature], data.table(ITEM_FEATURES, [feature.name])).vectors[0]

@@ -1,11 +1,11 @@
-"""Plans a training step beside the batch, on the CPU, so that the step itself waits for no device.
+"""Plans a training step on the CPU, together with the batch, so that the step itself never waits for the device.
 
-A step must wait wherever the size of a tensor depends on values: which events are not padding, which positions are
-scored, which of them share a state. All of that follows from the batch. The planner runs where the batch is gathered
-(in the worker processes of the loader, where there are any), so the plan is pinned and copied with the batch.
+A step has to wait whenever the size of a tensor depends on values: which events are not padding, which positions are
+scored, which of them share a state. All of these follow from the batch. The planner runs where the batch is gathered
+(in the loader's worker processes, if there are any), so the plan is pinned and copied with the batch.
 
-Not planned, because the values are known on the device only: positions that a learned reward or hard negatives decide,
-and advantages that need state values or rewards. Those steps count on the device, as all did before.
+Some values are known only on the device: positions that a learned reward or hard negatives determine, and advantages
+that need state values or rewards. Steps with these are not planned; they count on the device.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class StepPlanner:
     """Adds a ``BatchPlan`` to a batch, and the places of the events to its histories.
 
     Attributes:
-        readable: the most events that the policy's blocks read; None = the policy does not skip padding.
-        plans_positions: the logged slates are what is scored, and the batch says which positions.
-        advantage: gives advantages from the batch alone; None = the objective reads none.
-        inert: a position with advantage 0 is not scored.
-        plans_contexts: a rollout asks which contexts the batch has.
+        readable: number of events that the policy's blocks read; None = the policy does not skip padding.
+        plans_positions: the logged slates are scored, and the batch determines the positions.
+        advantage: computes advantages from the batch alone; None = the objective reads none.
+        inert: positions with advantage 0 are not scored.
+        plans_contexts: a rollout needs the contexts of the batch.
     """
 
     readable: int | None
@@ -44,7 +44,7 @@ class StepPlanner:
 
     @classmethod
     def of(cls, policy: Policy, options: LearningOptions, hard_negatives: int = 0) -> StepPlanner:
-        """The planner of a training: ``hard_negatives`` as in ``InputBuilder``."""
+        """The planner of a training run; ``hard_negatives`` as in ``InputBuilder``."""
         objective, estimator = options.objective, options.advantage
         requires = all_requirements(objective, estimator)
         from_batch = not requires & {"rewards", "value"} and not isinstance(estimator, TokenAdvantageEstimator)
@@ -79,7 +79,7 @@ class StepPlanner:
 
 
 def needed_positions(batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:
-    """``[B, S]``: kept items, and of these the positions with an advantage where it is given."""
+    """``[B, S]``: real items and, if advantages are given, only the positions with a nonzero advantage."""
     mask = items_of(batch.slates)
     if advantages is None:
         return mask
@@ -88,6 +88,6 @@ def needed_positions(batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:
 
 
 def context_numbers(batch: FeedbackBatch) -> str:
-    """The contexts of a batch, from which its random numbers are seeded; 0 for an empty row of a last step."""
+    """The contexts of a batch, which seed its random numbers; 0 for an empty row of a last step."""
     rows = (batch.context_ids + 1) * batch.slates.mask.any(-1)
     return ",".join(map(str, rows.tolist()))
