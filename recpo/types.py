@@ -214,8 +214,8 @@ class BatchPlan(NamedTuple):
     Attributes:
         scored: the positions to score; None = they depend on values that the device computes.
         advantages: ``[B, S]`` of the logged slates; None = they depend on values that the device computes.
-        contexts: the context numbers that seed a rollout, joined by commas, because Lightning leaves text on the CPU. None =
-            not planned.
+        contexts: the context numbers that seed a rollout, joined by commas, because Lightning leaves text on the CPU;
+            None = not planned.
     """
 
     scored: ScoringPlan | None = None

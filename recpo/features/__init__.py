@@ -1,1 +1,1 @@
-"""What is known of items, users and requests beside their ids: typed features, their codes, and the tables of both."""
+"""Features of items, users and requests: typed features, their codes, and the tables of items and users."""

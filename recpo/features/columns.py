@@ -1,7 +1,7 @@
-"""Columns of features in a table: which types suit, what is taken for which feature, and one plain form for each.
+"""Feature columns of a table: the types that fit, the inferred kind of feature, and one plain form for each kind.
 
-The plain form is what is fitted and encoded: categories are int64 or string, sets of them lists of those without nulls
-and repeated values, numbers float64, vectors lists of float32; null = missing.
+Features are fitted and encoded in the plain form: categories are int64 or string, sets of categories are lists of those
+without nulls and repeated values, numbers are float64, vectors are lists of float32; null = missing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _UNNAMABLE: Final = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 class Offense(NamedTuple):
-    """Rows of a column that its feature cannot have.
+    """Rows with values that the feature cannot have.
 
     Attributes:
-        problem: what they hold.
-        fix: what to do about it.
-        rows: their places, ascending.
+        problem: the kind of values.
+        fix: how to fix them.
+        rows: their indices, ascending.
         values: the first of their values.
     """
 
@@ -36,10 +36,11 @@ class Offense(NamedTuple):
 
 
 def inferred_feature(name: str, kind: pa.DataType) -> Feature | None:
-    """The feature that a column is taken for where nothing is said about it; None = it is left alone.
+    """The inferred feature of a column without a declaration; None = the column is ignored.
 
-    Strings, booleans and integers are a ``Category``, floating-point numbers a ``Number``, lists of strings or integers
-    ``Categories``, lists of floating-point numbers a ``Vector``; times, structures and everything else is left alone.
+    Strings, booleans and integers give a ``Category``, floating-point numbers a ``Number``, lists of strings or
+    integers ``Categories``, lists of floating-point numbers a ``Vector``. Times, structures and all other types are
+    ignored.
     """
     plain, kind = _UNNAMABLE.sub("_", name).lstrip("_.-") or "column", _decoded(kind)
     column = None if plain == name else name
@@ -57,7 +58,7 @@ def inferred_feature(name: str, kind: pa.DataType) -> Feature | None:
 
 
 def expected_type(feature: Feature, kind: pa.DataType) -> str | None:
-    """None where a column of type ``kind`` suits the feature, otherwise what would."""
+    """None if a column of type ``kind`` fits the feature; otherwise the types that would."""
     kind = _decoded(kind)
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     if pa.types.is_null(kind) and not isinstance(feature, Vector):

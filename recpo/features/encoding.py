@@ -1,6 +1,6 @@
-"""From values to codes: what was fitted to the train period, applied to any table of items, users or requests.
+"""Encodes values: applies what was fitted on the train period to any table of items, users or requests.
 
-Prepare, extensions, refreshed bundles and servers all come through here. NumPy, pandas and Arrow only.
+Prepare, extensions, refreshed bundles and servers all use this module. NumPy, pandas and Arrow only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Vocabulary:
     """The values of a category, in the order of their codes.
 
     Args:
-        values: int64 or strings, different ones; place i has the code i + 2.
+        values: int64 or strings, distinct; the value at index i has code i + 2.
     """
 
     def __init__(self, values: pa.Array) -> None:
@@ -75,7 +75,7 @@ def _hashable(values: pa.Array) -> pd.Index:
 
 @dataclass(frozen=True)
 class FittedFeatures:
-    """The features of one side and all that was fitted to them.
+    """The features of one side and everything that was fitted for them.
 
     Attributes:
         features: fitted features.

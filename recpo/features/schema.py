@@ -1,10 +1,10 @@
-"""The features of items, users and requests: what a column means, and what was fitted to it.
+"""The features of items, users and requests: the meaning of a column, and the values that were fitted for it.
 
-A feature is declared with a name and, where it differs, a column. ``recpo prepare`` fits it (vocabulary, mean and
-standard deviation, width) on the train period alone and writes the result to the manifest, from which everybody who
-reads features learns their order, codes and sizes.
+A feature is declared with a name and, if it differs, a column. ``recpo prepare`` fits it (vocabulary, mean and standard
+deviation, width) on the train period alone and writes the result to the manifest. All readers of features take their
+order, codes and sizes from there.
 
-Codes of categories: 0 missing, 1 unknown (a value that the train period did not hold), from 2 on the values of the
+Codes of categories: 0 missing, 1 unknown (a value that the train period did not contain), from 2 on the values of the
 vocabulary by descending count, then by value.
 """
 
@@ -18,12 +18,12 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 from recpo.errors import RecpoError
 
 Side = Literal["item", "user", "context"]
-"""Whose feature it is: an item's, a user's, or that of the request in which an event was shown."""
+"""The owner of a feature: an item, a user, or the request that showed an event."""
 SIDES: Final[tuple[Side, ...]] = ("item", "user", "context")
 
 
 class Reads(NamedTuple):
-    """What batches hold of histories and slates beyond items, feedback and times; what nobody reads is not loaded.
+    """What batches contain beyond items, feedback and times. Parts that are not read are not loaded.
 
     Attributes:
         behaviors: bit sets of behaviors.
@@ -36,7 +36,7 @@ class Reads(NamedTuple):
     context: bool = False
 
     def __or__(self, other: tuple[object, ...]) -> Reads:
-        """What either reads."""
+        """The parts that either of the two reads."""
         return Reads(*(bool(own or their) for own, their in zip(self, other, strict=True)))
 
 
@@ -46,12 +46,12 @@ _F = TypeVar("_F", bound="Feature")
 
 
 class Feature(ABC):
-    """A column with a meaning; implementations are frozen dataclasses.
+    """A column with a meaning. Implementations are frozen dataclasses.
 
     Attributes:
-        name: what the feature is called in the manifest and on disk.
+        name: name of the feature in the manifest and on disk.
         column: its column in the table or log; None = ``name``.
-        fitted: fields that ``recpo prepare`` fills in and nobody else gives.
+        fitted: fields that ``recpo prepare`` fills in and users must not give.
     """
 
     name: str
@@ -65,20 +65,20 @@ class Feature(ABC):
 
     @property
     def is_fitted(self) -> bool:
-        """Whether ``recpo prepare`` has filled in what it fits."""
+        """Whether ``recpo prepare`` has filled in the fitted fields."""
         return all(getattr(self, field) is not None for field in self.fitted)
 
     def to_json(self) -> dict[str, Any]:
-        """What ``feature_from_json`` reads."""
+        """The input of ``feature_from_json``."""
         return {"type": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)
 class Category(Feature):
-    """One value out of a vocabulary: an author, a language, a device; integers, strings or booleans.
+    """One value from a vocabulary: an author, a language, a device; integers, strings or booleans.
 
     Args:
-        name: what the feature is called.
+        name: name of the feature.
         column: its column; null = ``name``.
         min_count: values with fewer items (users, events) in the train period are unknown.
         num_codes: fitted, leave it out; missing, unknown and the vocabulary.
@@ -94,13 +94,13 @@ class Category(Feature):
 
 @dataclass(frozen=True)
 class Categories(Feature):
-    """A set of values out of one vocabulary: genres, tags. A list of none is missing.
+    """A set of values from one vocabulary: genres, tags. An empty list is missing.
 
     Args:
-        name: what the feature is called.
+        name: name of the feature.
         column: its column, of lists, or of strings with a separator; null = ``name``.
-        separator: what stands between the values of a string, such as ``|``; null = the column holds lists.
-        length: most values that are kept; the most frequent ones come first.
+        separator: separator between the values of a string, such as ``|``; null = the column contains lists.
+        length: maximum number of values to keep; the most frequent ones come first.
         min_count: values with fewer items (users, events) in the train period are unknown.
         num_codes: fitted, leave it out; missing, unknown and the vocabulary.
     """
@@ -126,11 +126,11 @@ class Number(Feature):
     """A number, standardized: ``(x - mean) / std``; nan = missing.
 
     Args:
-        name: what the feature is called.
+        name: name of the feature.
         column: its column; null = ``name``.
-        log: take ``sign(x) * log(1 + |x|)`` first, for counts and durations over several orders of magnitude.
+        log: apply ``sign(x) * log(1 + |x|)`` first, for counts and durations over several orders of magnitude.
         mean: fitted, leave it out.
-        std: fitted, leave it out; standard deviation of the population, 1 where all values are equal.
+        std: fitted, leave it out; standard deviation of the population, 1 if all values are equal.
     """
 
     name: str
@@ -144,12 +144,12 @@ class Number(Feature):
 
 @dataclass(frozen=True)
 class Vector(Feature):
-    """A dense vector, such as an embedding of text or of an image, as it is; a row of nan = missing.
+    """A dense vector, such as a text or image embedding, unchanged; a row of nan = missing.
 
     Args:
-        name: what the feature is called.
-        column: its column, of lists of numbers of one length; null = ``name``.
-        width: numbers in a vector; null = that of the first one.
+        name: name of the feature.
+        column: its column, with lists of numbers of equal length; null = ``name``.
+        width: numbers in a vector; null = the length of the first one.
     """
 
     name: str
@@ -164,12 +164,12 @@ FEATURE_TYPES: Final[tuple[type[Feature], ...]] = (Category, Categories, Number,
 
 @dataclass(frozen=True)
 class FeatureSchema:
-    """The features of a prepared directory, in the order in which ``recpo.types.Features`` holds them.
+    """The features of a prepared directory, in the order of ``recpo.types.Features``.
 
     Attributes:
         item: features of items.
         user: features of users.
-        context: features of the request in which an event was shown.
+        context: features of the request that showed an event.
     """
 
     item: tuple[Feature, ...] = ()
@@ -193,16 +193,16 @@ class FeatureSchema:
         return bool(self.item or self.user or self.context)
 
     def to_json(self) -> dict[str, list[dict[str, Any]]]:
-        """What ``from_json`` reads: the features by side."""
+        """The input of ``from_json``: the features by side."""
         return {side: [feature.to_json() for feature in self.of(side)] for side in SIDES}
 
     @classmethod
     def from_json(cls, content: Any, source: str = "features") -> FeatureSchema:
-        """The schema that ``to_json`` described; None describes one without features.
+        """Reads the output of ``to_json``; None gives a schema without features.
 
         Args:
             content: the parsed JSON.
-            source: where it stands, for the message.
+            source: the name of its file, for messages.
 
         Raises:
             RecpoError: a key is missing, or a type or field is unknown.
@@ -217,7 +217,7 @@ class FeatureSchema:
 
 
 def feature_from_json(content: dict[str, Any]) -> Feature:
-    """The feature that ``Feature.to_json`` described.
+    """Reads the output of ``Feature.to_json``.
 
     Raises:
         ValueError: the type is unknown.
@@ -234,5 +234,5 @@ def feature_from_json(content: dict[str, Any]) -> Feature:
 
 
 def of_type(features: Sequence[Feature], kind: type[_F]) -> tuple[_F, ...]:
-    """Those of ``features`` that are of one type, in their order."""
+    """The features of one type, in order."""
     return tuple(feature for feature in features if isinstance(feature, kind))

@@ -44,15 +44,15 @@ _REMEDY: Final = "run the loop again with overwrite"
 
 
 class Outcome(NamedTuple):
-    """What a policy was expected to earn, and what it then earned; both by the labels of the round that expected it.
+    """Expected and actual earnings of a policy, both by the labels of the round that made the estimate.
 
     Attributes:
-        number: of the round whose policy it is.
+        number: number of the round whose policy it is.
         value: the estimate before the day; None = not known.
         low: lower end of its 95 % interval.
         high: upper end.
         earned: mean logged reward of the day that the policy then served. Labels are quantiles of the train period,
-            which grows by a day a round; so what they moved on the day before is taken back.
+            which grows by a day per round; the shift that this causes on the previous day is subtracted.
     """
 
     number: int
@@ -68,8 +68,8 @@ class Loop:
 
     Attributes:
         root: the directory: ``rounds/NN/``, ``loop.json`` and ``report.html``.
-        options: what they were asked for.
-        rounds: those that are whole, in their order.
+        options: the options of the loop.
+        rounds: the completed rounds, in order.
     """
 
     root: Path
@@ -81,7 +81,7 @@ class Loop:
         """Opens a directory that ``loop`` wrote, finished or not.
 
         Raises:
-            RecpoError: it is none, of another version, or damaged.
+            RecpoError: it is not a loop, has another version, or is damaged.
         """
         file = Path(root) / LOOP
         if not file.is_file():
@@ -99,7 +99,7 @@ class Loop:
         """The bundle of the last round.
 
         Raises:
-            RecpoError: no round is whole.
+            RecpoError: no round is complete.
         """
         if not self.rounds:
             raise RecpoError(f"{self.root}: no round is whole: go on with resume")
@@ -112,11 +112,11 @@ class Loop:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """The policies that have been served, what they were expected to earn and what they then earned."""
+        """The policies that have served, with their expected and actual earnings."""
         return outcomes(self.rounds)
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row per round: ``round``, columns of the day that was served, of the lists and of the estimate."""
+        """One row per round: ``round``, columns of the served day, of the lists and of the estimate."""
         import pandas as pd
 
         rows = []
@@ -158,47 +158,48 @@ def loop(
     on_round: Callable[[Round], None] | None = None,
     **parameters: Any,
 ) -> Loop:
-    """Closes the loop on simulated users: each round's policy is trained on what the policies before it showed.
+    """Closes the loop on simulated users: each round trains a policy on the impressions of earlier policies.
 
-    Round 0 simulates a world with its log, prepares it, trains a policy, exports it as a bundle and evaluates it. Every
-    further round first lets the bundle of the round before serve the users for a day; the log so far, that day
-    included, is then prepared, trained on and so on. Writes ``out/rounds/NN/{log, prepared, factors, runs, bundle,
-    evaluation}``, ``out/loop.json`` with every number and ``out/report.html``. Equal arguments give equal numbers, also
-    where a loop was killed and went on.
+    Round 0 simulates a world with its log, prepares it, trains a policy, exports it as a bundle and evaluates it. In
+    every further round, the bundle of the previous round first serves the users for a day. The log so far, including
+    that day, is then prepared, trained on, and so on. The loop writes ``out/rounds/NN/{log, prepared, factors, runs,
+    bundle, evaluation}``, ``out/loop.json`` with all numbers, and ``out/report.html``. Equal arguments give equal
+    numbers, also if a loop was killed and resumed.
 
-    Of a log the last day is the test period and the day before it validates, so a day is trained on two rounds later.
+    The last day of a log is the test period and the day before it the validation period, so a day is trained on two
+    rounds later.
 
     Args:
-        out: directory to make.
-        recipe: training configurations, as files or their contents. The first trains from nothing, and from its own run
-            of the round before where there is one; each of the others starts from the run of the one before it. Data,
-            ``init_from``, ``out`` and seeds are those of the round. A ``FactorReward`` reads a factorization of the
-            round's log, which is made where one is named.
-        rounds: days that are served, beside round 0; a loop that is resumed may go on for more.
+        out: directory to create.
+        recipe: training configurations, as files or their contents. The first one trains from scratch, or from its own
+            run of the previous round if there is one; each of the others starts from the run of the one before it.
+            Data, ``init_from``, ``out`` and seeds are set by the round. A ``FactorReward`` reads a factorization of the
+            round's log, which is fitted if the recipe names one.
+        rounds: number of served days, besides round 0; a resumed loop may have more.
         world: preset of parameters, see ``recpo.simulate``.
-        seed: of the world, of the days and of training.
-        exploration: how the slates of the served days are drawn; None = the best items in their order.
-        log_propensities: whether the logs have the columns ``propensity`` and ``is_random``; without them nothing is
-            estimated off-policy, and nothing can be trained on them.
-        tilt: beta with which the last policy of the recipe is tilted by the round's factorization; "auto" = chosen on
+        seed: seed of the world, of the days and of training.
+        exploration: how the slates of the served days are drawn; None = the best items in order.
+        log_propensities: whether the logs have the columns ``propensity`` and ``is_random``. Without them, nothing is
+            estimated off-policy, and no objective can train on them.
+        tilt: beta with which the last policy of the recipe is tilted by the round's factorization; "auto" = selected on
             the validation period; None = not tilted.
-        repeat_after: days after which an item may be shown to a user again; None = never. The oracle is held to the
-            same. Lists of an evaluation are made without any exclusion then.
-        warm_start: whether the first configuration starts from the round before; where the catalog has changed, it
-            starts from nothing all the same.
-        warm_epochs: its epochs then; None = as it says itself.
+        repeat_after: days after which an item may be shown to a user again; None = never. The oracle follows the same
+            rule. The lists of an evaluation are then made without any exclusion.
+        warm_start: whether the first configuration starts from the previous round. If the catalog has changed, it
+            starts from scratch in any case.
+        warm_epochs: epochs of the first configuration after a warm start; None = as configured.
         k: length of the lists whose true value is reported.
-        trust: packages beside recpo whose classes the configurations may name.
-        resume: go on with a loop in ``out`` that was made with the same options; where there is none, start it.
+        trust: packages besides recpo whose classes the configurations may name.
+        resume: resume a loop in ``out`` that was created with the same options; if there is none, start it.
         overwrite: replace a loop in ``out``.
         progress: show progress bars on a terminal.
-        on_round: called with every round that has been made.
-        **parameters: users, items, events (of the whole log of the start), days and the others of
+        on_round: called with every completed round.
+        **parameters: users, items, events (of the complete initial log), days and the other fields of
             ``recpo.simulation.parameters.SimulationParameters``.
 
     Raises:
         RecpoError: an option is out of range or does not fit; ``out`` exists, or is resumed with other options.
-        Interrupted: training was told to stop; the loop goes on with ``resume``.
+        Interrupted: training was stopped; the loop continues with ``resume``.
     """
     chosen = Recipe.of(recipe, tilt, warm_start, warm_epochs)
     if world not in WORLDS:
@@ -262,7 +263,7 @@ def _validate(rounds: int, k: int, repeat_after: float | None, parameters: Simul
 
 
 def _options(shared: RoundOptions, recipe: Recipe) -> dict[str, Any]:
-    """Every option that a number depends on, as JSON has it."""
+    """Every option that a number depends on, as JSON values."""
     content = {
         **{name: value for name, value in vars(shared).items() if name not in ("exploration", "reward")},
         "exploration": None if shared.exploration is None else dataclasses.asdict(shared.exploration),
@@ -287,7 +288,7 @@ def _content(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _begin(root: Path, options: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
-    """Makes the directory with ``loop.json`` in it, or checks the one that is resumed."""
+    """Creates the directory with ``loop.json``, or checks the one to resume."""
     if resume and kind_of(root) == "loop":
         stands = Loop.open(root)
         changed = sorted(name for name in {*options, *stands.options} if options.get(name) != stands.options.get(name))
@@ -303,7 +304,7 @@ def _begin(root: Path, options: Mapping[str, Any], *, resume: bool, overwrite: b
 
 @contextmanager
 def _interrupted(root: Path) -> Iterator[None]:
-    """Says how the loop goes on, not the run of it that was interrupted."""
+    """Reports how to resume the loop instead of its interrupted run."""
     try:
         yield
     except Interrupted as error:

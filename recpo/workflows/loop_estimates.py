@@ -1,4 +1,4 @@
-"""What a bundle would earn as it is going to be served: a contender of ``evaluate``, and the estimate that it gives."""
+"""The expected earnings of a bundle under its own exploration: a contender of ``evaluate``, and its estimate."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ ESTIMATOR: Final = "SNIPS"
 
 @dataclass(frozen=True)
 class NextEstimate:
-    """What the next policy was expected to earn before it was served, from the log of the policy before it.
+    """The expected earnings of the next policy before it serves, from the log of the policy before it.
 
     Attributes:
-        value: mean logged reward per exposure of slates drawn as they are going to be served; None = not known.
+        value: mean logged reward per exposure of slates drawn as they will be served; None = not known.
         low: lower end of the 95 % bootstrap interval over users.
         high: its upper end.
-        effective_rows: so many exposures of equal weight say as much.
-        warnings: why the number may be wrong.
+        effective_rows: the number of equally weighted exposures with the same information.
+        warnings: reasons why the number may be wrong.
     """
 
     value: float | None
@@ -51,7 +51,7 @@ class NextEstimate:
 
     @classmethod
     def of(cls, document: Document) -> NextEstimate | None:
-        """As the document of an evaluation has it; None where the log has no propensities."""
+        """Reads the estimate from the document of an evaluation; None if the log has no propensities."""
         (contender,) = (one for one in document["contenders"] if one["name"] == NEXT)
         for entry in contender["off_policy"]:
             if (entry["target"], entry["estimator"]) == (POLICY, ESTIMATOR):
@@ -62,16 +62,16 @@ class NextEstimate:
 
 
 def as_served(bundle: Bundle, data: Prepared, exploration: Exploration | None, size: int, ks: list[int]) -> Contender:
-    """The bundle as a contender whose log-probabilities are those of its slates, exploration included.
+    """The bundle as a contender whose log-probabilities are those of its slates, including exploration.
 
-    So the target ``policy`` of the off-policy values is an item at a place, drawn at random, of a slate as it is going
-    to be served; lists are the bundle's best items. Slates of ``size`` items stand for all, the shorter last ones of a
-    session too.
+    The target ``policy`` of the off-policy values is therefore an item at a random place of a slate as it will be
+    served. Lists are the bundle's best items. Slates of ``size`` items stand for all slates, including the shorter last
+    ones of a session.
 
     Args:
-        bundle: what is served next.
+        bundle: the bundle that serves next.
         data: prepared log with the bundle's items.
-        exploration: how slates are drawn; None = the best items in their order.
+        exploration: how slates are drawn; None = the best items in order.
         size: items of a slate.
         ks: list lengths of the evaluation.
     """

@@ -1,4 +1,4 @@
-"""How a round of the loop trains: a list of training configurations, each of which starts from the one before."""
+"""The training of a round of the loop: a list of training configurations that start from each other."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _DEFAULT_OBJECTIVE: Final = "Likelihood"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What trains the policy of a round.
+    """The training of a round's policy.
 
     Attributes:
-        configs: contents of training configurations. The first starts from its own run of the round before where
-            ``warm_start`` says so and the items are the same, otherwise from nothing; each of the others starts from
-            the run of the one before it in the same round.
-        tilt: beta with which the last policy is tilted by a factorization of the round, "auto" = chosen on the
+        configs: contents of training configurations. The first starts from its own run of the previous round if
+            ``warm_start`` is set and the items are the same, otherwise from scratch; each of the others starts from the
+            run of the one before it in the same round.
+        tilt: beta with which the last policy is tilted by a factorization of the round; "auto" = selected on the
             validation period; None = not tilted.
         warm_start: see ``configs``.
-        warm_epochs: epochs of the first configuration where it starts from the round before; None = as it says itself.
+        warm_epochs: epochs of the first configuration after a warm start; None = as configured.
     """
 
     configs: tuple[Mapping[str, Any], ...]
@@ -55,7 +55,7 @@ class Recipe:
         warm_start: bool,
         warm_epochs: int | None,
     ) -> Recipe:
-        """Reads the configurations; what the loop itself says (``data.prepared``, ``init_from``, ``out``) is left out.
+        """Reads the configurations. Options that the loop sets itself (``data.prepared``, ...) are dropped.
 
         Raises:
             RecpoError: there are none, one cannot be read, or an option is out of range.
@@ -76,7 +76,7 @@ class Recipe:
 
     @property
     def needs_factors(self) -> bool:
-        """Whether a factorization of each round's log is read: by a reward or by the tilt."""
+        """Whether a reward or the tilt reads a factorization of each round's log."""
         return self.tilt is not None or any(_factor_rewards(config) for config in self.configs)
 
     @property
@@ -87,13 +87,13 @@ class Recipe:
     def train(
         self, root: Path, data: Prepared, before: Path | None, *, seed: int, trust: Sequence[str], progress: bool
     ) -> Training:
-        """Trains the policy of a round; what is there already and whole is not made again.
+        """Trains the policy of a round. Completed parts are not repeated.
 
         Args:
             root: directory of the round.
             data: its prepared log.
-            before: directory of the round before; None = this is the first one.
-            seed: of all random numbers.
+            before: directory of the previous round; None = this is the first one.
+            seed: seed of all random numbers.
             trust: packages whose classes the configurations may name.
             progress: show progress bars on a terminal.
         """
@@ -113,7 +113,7 @@ class Recipe:
         return Training(run, start is not None)
 
     def _start(self, data: Prepared, before: Path | None, trust: Sequence[str]) -> Run | None:
-        """The run of the round before that the first configuration starts from; None = it starts from nothing."""
+        """The run of the previous round that the first configuration starts from; None = it starts from scratch."""
         if before is None or not self.warm_start:
             return None
         run = Run.open(before / RUNS / self.names[0], trust)
@@ -136,11 +136,11 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Training:
-    """What came of a round's training.
+    """The result of a round's training.
 
     Attributes:
-        run: the policy that is served next.
-        warm_start: whether its first run started from the round before.
+        run: the policy that serves next.
+        warm_start: whether its first run started from the previous round.
     """
 
     run: Run

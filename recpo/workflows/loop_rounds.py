@@ -1,4 +1,4 @@
-"""One round of the loop: a day under the policy of the round before, and what is trained and expected after it."""
+"""One round of the loop: a day under the policy of the previous round, then training, evaluation and an estimate."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ _NOT_LOGGED: Final = ("propensity", "is_random")
 
 @dataclass(frozen=True)
 class ListValue:
-    """What the best k items of a trained policy are truly worth, over the users of the log's last day.
+    """True value of the best k items of a trained policy, over the users of the log's last day.
 
     Attributes:
         true_reward: mean true expected reward of the items of the lists.
         half_width: of its 95 % interval over users.
-        oracle: the same of the best lists there are, without the items of the users' pasts unless they may be repeated.
+        oracle: the same for the best possible lists, without items of the users' pasts unless they may be repeated.
         true_dislike: mean true probability of a dislike.
         ndcg: NDCG of the lists on logged positives; None = no user has any.
-        coverage: share of the catalog that is on any list.
+        coverage: share of the catalog on at least one list.
     """
 
     true_reward: float
@@ -85,14 +85,14 @@ class Round:
 
     Attributes:
         number: 0 = the start, whose log is the world's own.
-        last_day: number of the last day of the log that was trained on and evaluated with.
-        served: what that day was truly worth under the bundle of the round before; None in round 0.
+        last_day: number of the last day of the log that was used for training and evaluation.
+        served: true value of that day under the bundle of the previous round; None in round 0.
         items: size of the catalog.
-        warm_start: whether the first training started from the round before.
-        lists: true value of the policy that was trained, served next.
-        estimate: what it was expected to earn, from the last day's log; None = the log has no propensities.
+        warm_start: whether the first training started from the previous round.
+        lists: true value of the trained policy, which serves next.
+        estimate: its expected earnings, from the last day's log; None = the log has no propensities.
         earned: mean logged reward of the last day's exposures, by the labels of this round.
-        earned_before: the same of the day before, by the same labels.
+        earned_before: the same for the day before, by the same labels.
     """
 
     number: int
@@ -134,13 +134,13 @@ class RoundOptions:
 def make_round(
     root: Path, number: int, options: RoundOptions, recipe: Recipe, trust: Sequence[str], progress: bool
 ) -> Round:
-    """Makes ``root/rounds/NN``; what is there already and whole is not made again.
+    """Makes ``root/rounds/NN``. Completed parts are not repeated.
 
     Args:
-        root: of the loop.
-        number: of the round; those before it are whole.
-        options: of all rounds.
-        recipe: what trains.
+        root: directory of the loop.
+        number: number of the round; the earlier rounds are complete.
+        options: the options of all rounds.
+        recipe: the training.
         trust: packages whose classes the recipe may name.
         progress: show progress bars on a terminal.
     """
@@ -195,7 +195,7 @@ def _log(
 
 
 def _prepared(out: Path, days: Sequence[Simulation], last_day: int, log_propensities: bool, progress: bool) -> Prepared:
-    """All days so far: the last one is the test period, the one before it validates."""
+    """Prepares all days so far: the last one is the test period, the one before it the validation period."""
     if kind_of(out) == "prepared":
         return Prepared.open(out)
     start = days[0].truth.preferences.parameters.start_ms

@@ -1,4 +1,4 @@
-"""A bundle that serves simulated users as a server does: histories, program, exploration."""
+"""A bundle that serves simulated users in the same way as a server: histories, program, exploration."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class BundleService:
         """Checks that this bundle can serve a simulation.
 
         Raises:
-            RecpoError: items may be repeated and the bundle does not repeat items, the bundle lists items that the
-                simulation does not have, or too few for exploration or a request, or its policy reads request values
+            RecpoError: items may be repeated but the bundle does not repeat items; the bundle lists items that the
+                simulation does not have, or too few for exploration or a request; or its policy reads request values
                 that simulated users do not send.
         """
         self._validate_repeats(repeat_after)
