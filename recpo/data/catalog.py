@@ -1,4 +1,4 @@
-"""Which items and users are kept, and their internal indices."""
+"""Selects the items and users to keep, and gives them internal indices."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from recpo.data.schema import PERIODS, TRAIN, Derived, LogColumns
 from recpo.feedback import FeedbackRule
 
 CatalogScope = Literal["train", "log", "items"]
-"""Which items are kept: those of the train period, of the whole log, or of the train period and the table of items."""
+"""Which items to keep: those of the train period, of the whole log, or of the train period and the item table."""
 
 
 def item_indices(events: ir.Table, scope: CatalogScope, min_events: int, listed: ir.Column | None = None) -> ir.Table:
-    """``item_id`` and ``item_index`` 1..V: items of the train period by external id, then all others by external id.
+    """``item_id`` and ``item_index`` 1..V: first the items of the train period by external id, then all others.
 
     Args:
         events: standard events with their period.
-        scope: "train" counts events of the train period, so that nothing is known of the future; "log" counts all;
-            "items" counts those of the train period, and has the items of the table whatever their events.
-        min_events: least number of counted events of an item.
-        listed: ids in the table of items, each once; None = there is none.
+        scope: "train" counts the events of the train period, so that nothing is known about the future; "log" counts
+            all events; "items" counts the events of the train period, and keeps every item of the item table regardless
+            of its events.
+        min_events: minimum number of counted events per item.
+        listed: distinct ids of the item table; None = there is no item table.
     """
     trained = (events[Derived.PERIOD] == TRAIN).cast("int64").sum()
     items = events.group_by(LogColumns.ITEM_ID).aggregate(trained=trained, total=events.count())
@@ -44,13 +45,13 @@ def item_indices(events: ir.Table, scope: CatalogScope, min_events: int, listed:
 
 
 def user_indices(events: ir.Table, min_events: int) -> ir.Table:
-    """``user_id`` and ``user_index`` 0..U-1: by the period of the first event, then by external id.
+    """``user_id`` and ``user_index`` 0..U-1, ordered by the period of the user's first event, then by external id.
 
-    Users of the train period come first, so their indices do not depend on who comes later.
+    Users of the train period come first, so their indices do not depend on later users.
 
     Args:
         events: events of kept items.
-        min_events: least number of train events of a user; 0 keeps users who first appear later.
+        min_events: minimum number of train events per user; 0 also keeps users who first appear later.
     """
     period = events[Derived.PERIOD]
     users = events.group_by(LogColumns.USER_ID).aggregate(
@@ -62,7 +63,7 @@ def user_indices(events: ir.Table, min_events: int) -> ir.Table:
 
 
 def count_dropped(engine: Engine, before: ir.Table, after: ir.Table, reason: str) -> dict[str, int]:
-    """Events by period that are in ``before`` and not in ``after``, keyed by reason; zeros are left out."""
+    """Number of events per period that are in ``before`` but not in ``after``, keyed by reason. Zeros are omitted."""
     first, second = (_by_period(engine, events) for events in (before, after))
     lost = {period: first[number] - second[number] for number, period in enumerate(PERIODS)}
     return {f"{reason} ({period})": count for period, count in lost.items() if count}
@@ -77,7 +78,7 @@ def _by_period(engine: Engine, events: ir.Table) -> dict[int, int]:
 
 
 def item_table(items: ir.Table, events: ir.Table, rule: FeedbackRule, available: ir.Table | None = None) -> ir.Table:
-    """``items.parquet``: index, external id, train events, train positives, median duration in seconds.
+    """The rows of ``items.parquet``: index, external id, train events, train positives, median duration in seconds.
 
     The median of an even number of durations is the lower of the two middle ones.
 
@@ -85,7 +86,7 @@ def item_table(items: ir.Table, events: ir.Table, rule: FeedbackRule, available:
         items: ids and indices.
         events: labeled events.
         rule: what makes an event positive.
-        available: ``item_index`` and ``available_from`` (``available_from``), a column more; None = no such column.
+        available: the result of ``available_from``, which adds a column ``available_from``; None = no such column.
     """
     train = events.filter(events[Derived.PERIOD] == TRAIN)
     liked = rule.positive(train[Derived.LABEL].cast("float32"), train[LogColumns.DISLIKE])
@@ -107,15 +108,15 @@ def item_table(items: ir.Table, events: ir.Table, rule: FeedbackRule, available:
 
 
 def available_from(items: ir.Table, events: ir.Table, given: ir.Table) -> ir.Table:
-    """From when on each item may be recommended: ``item_index``, ``available_from`` in ms, and ``earlier``.
+    """The time from which each item may be recommended: ``item_index``, ``available_from`` in ms, and ``earlier``.
 
-    An item that was shown before the time that the table gives was available then: the earlier of both counts, and
-    ``earlier`` says so.
+    An item that was shown before the time in the item table was already available then: its first event determines
+    ``available_from``, and ``earlier`` is true.
 
     Args:
         items: ids and indices.
         events: all events of kept items.
-        given: ``item_id`` and ``available_from`` of the table of items, null = always.
+        given: ``item_id`` and ``available_from`` of the item table, null = always.
     """
     known = given.filter(given[Derived.AVAILABLE_FROM].notnull()).inner_join(items, LogColumns.ITEM_ID)
     shown = events.group_by(Derived.ITEM_INDEX).aggregate(shown=events[LogColumns.TIMESTAMP].min())
@@ -130,7 +131,7 @@ def available_from(items: ir.Table, events: ir.Table, given: ir.Table) -> ir.Tab
 
 
 def _median_duration(train: ir.Table) -> ir.Table:
-    # Through counts: exact, and bounded by the number of distinct durations instead of events.
+    # Counts make the median exact, with memory for distinct durations instead of events.
     known = train.filter(train[Derived.DURATION_MS].notnull())
     keys = [Derived.ITEM_INDEX, Derived.DURATION_MS]
     counts = known.group_by(keys).aggregate(n=known.count())
@@ -149,7 +150,7 @@ def place_events(events: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table
 def add_positions(events: ir.Table, order: list[ir.Column]) -> ir.Table:
     """Adds ``position`` (0.. within the user) and ``request``, which is the same when later events are added.
 
-    ``request_id`` is left to the held-out events only: an extension goes on from there.
+    Only held-out events keep ``request_id``, because an extension continues from them.
     """
     user = events[Derived.USER_INDEX]
     placed = events.mutate(**{Derived.POSITION: ibis.row_number().over(group_by=user, order_by=order)})
@@ -163,12 +164,12 @@ def name_requests(placed: ir.Table, first: ir.IntegerValue) -> ir.Table:
 
     Args:
         placed: events with ``position``.
-        first: position of the first event of each event's request, read where it has a ``request_id``.
+        first: position of the first event of each event's request; used only for events with a ``request_id``.
     """
     position, request = placed[Derived.POSITION], placed[LogColumns.REQUEST_ID]
-    # A request is named after its first event: user index in the upper, position in the lower 32 bits.
+    # A request is named after its first event: user index in the upper 32 bits, position in the lower 32 bits.
     name = placed[Derived.USER_INDEX].cast("int64") * (1 << 32) + ibis.ifelse(request.isnull(), position, first)
     held_out = ibis.ifelse(placed[Derived.PERIOD] > TRAIN, request, ibis.null(request.type()))
     named = placed.mutate(**{Derived.REQUEST: name.cast("int64"), LogColumns.REQUEST_ID: held_out})
-    # The indices stand for the external ids from here on; less to sort and to spill.
+    # From here on, indices replace the external ids: less data to sort and to spill.
     return named.drop(LogColumns.USER_ID, LogColumns.ITEM_ID)

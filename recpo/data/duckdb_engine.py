@@ -1,4 +1,4 @@
-"""DuckDB inside this process: out of core, and the default."""
+"""The default engine: DuckDB inside this process, out of core."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recpo.errors import RecpoError
 
 _BATCH_ROWS: Final = 1 << 17
 _PATTERN: Final = frozenset("*?[]{}")
-#: what DuckDB says of a disk that it cannot write to, and what to say of it
+#: DuckDB's messages about a disk that it cannot write to, and recpo's message for each
 _DISK_FAULTS: Final = {
     "No space left": "the disk is full: free space",
     "Disk quota exceeded": "your disk quota is used up: free space",
@@ -31,15 +31,15 @@ _DISK_FAULTS: Final = {
 
 
 class DuckDBEngine(Engine):
-    """Runs Ibis expressions on DuckDB, whose tables live in memory up to ``memory_limit``, beyond it in ``work``.
+    """Runs Ibis expressions on DuckDB. Tables are in memory up to ``memory_limit``, and beyond it in ``work``.
 
     Args:
         work: an existing local directory for temporary files; the caller removes it.
-        memory_limit: how much the engine may hold in memory before it writes to ``work``, for example ``"4GB"``.
-        threads: worker threads; None = one for each core.
+        memory_limit: how much memory the engine may use before it writes to ``work``, for example ``"4GB"``.
+        threads: number of worker threads; None = one per core.
 
     Raises:
-        RecpoError: ``memory_limit`` cannot be read, or ``work`` is not local.
+        RecpoError: ``memory_limit`` cannot be parsed, or ``work`` is not local.
     """
 
     def __init__(self, work: Place, memory_limit: str = "4GB", threads: int | None = None) -> None:
@@ -48,22 +48,23 @@ class DuckDBEngine(Engine):
         settings: dict[str, Any] = {
             "memory_limit": memory_limit,
             "temp_directory": str(work / "spill"),
-            # Output is ordered explicitly where order matters; keeping the input's order costs memory.
+            # The expressions order their output where it matters. Keeping the input's order would cost memory.
             "preserve_insertion_order": False,
         }
         if threads is not None:
             settings["threads"] = threads
         try:
-            # A database in a file would compress and write every table; this one writes what memory does not hold.
+            # A database file would compress and write every table. An in-memory database writes only what exceeds
+            # memory_limit.
             self._connection = ibis.duckdb.connect(**settings)
         except duckdb.Error as error:
             raise RecpoError(
                 f"DuckDB could not start with memory_limit {memory_limit!r} in {work}: {_first_line(error)}"
             ) from error
         self._work, self._given = work, dict[str, str]()
-        # Strings without an offset are UTC whatever the machine's zone is.
+        # Time strings without an offset are UTC, regardless of the machine's time zone.
         self._connection.raw_sql("SET TimeZone = 'UTC'")
-        # In a notebook without ipywidgets DuckDB has no bar to turn off, and says so with an error.
+        # In a notebook without ipywidgets, DuckDB has no progress bar and raises an error if it is turned off.
         with suppress(duckdb.InvalidInputException):
             self._connection.raw_sql("SET enable_progress_bar = false")
 
@@ -73,7 +74,7 @@ class DuckDBEngine(Engine):
         """See ``Engine.__exit__``."""
         with suppress(duckdb.Error):
             self._connection.disconnect()
-        # Ibis reads through Arrow, and where pages are damaged DuckDB interrupts that with a bare RuntimeError.
+        # Ibis reads through Arrow. If pages are damaged, DuckDB interrupts Arrow with a bare RuntimeError.
         interrupted = type(error) is RuntimeError and "interrupted" in str(error)
         if not (interrupted or isinstance(error, duckdb.Error | pa.ArrowException)):
             return
@@ -85,8 +86,8 @@ class DuckDBEngine(Engine):
         raise RecpoError(f"the engine could not read the log, a file of which may be damaged: {said}") from error
 
     def read_parquet(self, files: Sequence[Place], columns: Sequence[str]) -> ir.Table:
-        """See ``Engine.read_parquet``; files of an object store are copied into ``work``, the columns in use."""
-        first = len(self._given)  # files of an earlier call keep their names
+        """See ``Engine.read_parquet``. Used columns of files in an object store are first copied into ``work``."""
+        first = len(self._given)  # the files of an earlier call keep their names
         paths = [
             self._linked(file, number)
             if isinstance(file, Path)
@@ -94,14 +95,15 @@ class DuckDBEngine(Engine):
             for number, file in enumerate(files, first)
         ]
         self._given |= {str(path): str(file) for path, file in zip(paths, files, strict=True)}
-        # Parquet's statistics know nothing of nan: unless told, DuckDB takes isnan for false where they are finite.
+        # Parquet's statistics ignore nan. Without this setting, DuckDB takes isnan as false if the statistics are
+        # finite.
         options = {"filename": True, "file_row_number": True, "union_by_name": True, "can_have_nan": True}
-        options["hive_partitioning"] = False  # names of directories are no columns
+        options["hive_partitioning"] = False  # names of directories are not columns
         log = self._connection.read_parquet([str(path) for path in paths], **options)
         return log.rename({self.FILE: "filename", self.ROW: "file_row_number"})
 
     def _linked(self, file: Path, number: int) -> Path:
-        """A path that DuckDB neither completes nor takes for a pattern."""
+        """A path that DuckDB neither completes nor reads as a pattern."""
         path = Path(os.path.realpath(file))
         if not _PATTERN & set(str(path)):
             return path
@@ -110,7 +112,7 @@ class DuckDBEngine(Engine):
         return link
 
     def _copied(self, file: Location, columns: Sequence[str], copy: Path) -> Path:
-        """The log is read several times: once over the network is enough."""
+        """Copied because the log is read several times, and reading it over the network once is enough."""
         with file.open_input() as source, pq.ParquetFile(source, pre_buffer=True) as parquet:
             chosen = [name for name in parquet.schema_arrow.names if name in set(columns)]
             schema = pa.schema([parquet.schema_arrow.field(name) for name in chosen])
@@ -130,7 +132,7 @@ class DuckDBEngine(Engine):
     def drop(self, *names: str) -> None:
         """See ``Engine.drop``."""
         for name in names:
-            # Ibis 12 writes a DROP without the table's name with recent versions of sqlglot.
+            # With recent versions of sqlglot, Ibis 12 writes a DROP without the table's name.
             self._connection.raw_sql(f'DROP TABLE "{name}"')
 
     def table(self, expression: ir.Table) -> pa.Table:
@@ -139,7 +141,7 @@ class DuckDBEngine(Engine):
 
     def stream(self, expression: ir.Table) -> Iterator[pa.RecordBatch]:
         """See ``Engine.stream``."""
-        # Ibis 12 calls a method that DuckDB 2 renamed; the relation's reader streams in every version.
+        # Ibis 12 calls a method that DuckDB 2 renamed. The relation's own reader works in every version.
         sql = self._connection.compile(expression)
         yield from self._connection.con.sql(sql).to_arrow_reader(_BATCH_ROWS)
 

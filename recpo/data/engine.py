@@ -1,7 +1,7 @@
 """The connection behind the Ibis expressions: DuckDB on one machine, or Spark on many.
 
-Nothing outside the two implementations knows which engine runs: an expression is read, materialized, streamed or
-reduced to a row, and the result is the same.
+Only the two implementations know which engine runs. Everything else reads files, and materializes, streams or reduces
+expressions, with the same result on both.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Engine(ABC):
     """Runs Ibis expressions.
 
     Attributes:
-        FILE: column of a log that tells a row's file.
-        ROW: column of a log that tells a row's number in its file, from 0.
+        FILE: column with the file of each row of a log.
+        ROW: column with the number of each row in its file, from 0.
     """
 
     FILE: Final = "__file"
@@ -42,22 +42,22 @@ class Engine(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Disconnects; what the engine could not do becomes a ``RecpoError``."""
+        """Disconnects. Turns errors of the engine into ``RecpoError``."""
 
     @abstractmethod
     def read_parquet(self, files: Sequence[Place], columns: Sequence[str]) -> ir.Table:
-        """All rows of ``files`` with ``columns``, ``FILE`` and ``ROW``.
+        """All rows of ``files``, with the columns ``columns``, ``FILE`` and ``ROW``.
 
-        Columns of several numeric types get one type that holds them all.
+        If a column has several numeric types, it gets one type that can hold all values.
         """
 
     @abstractmethod
     def file_of(self, value: str) -> str:
-        """The name, as it was given to ``read_parquet``, of the file that ``FILE`` calls ``value``."""
+        """Translates a value of ``FILE`` to the name of the file as it was given to ``read_parquet``."""
 
     @abstractmethod
     def materialize(self, name: str, expression: ir.Table) -> ir.Table:
-        """Computes ``expression`` once and returns it as a table of the engine."""
+        """Computes ``expression`` once and returns the result as a table of the engine."""
 
     @abstractmethod
     def drop(self, *names: str) -> None:
@@ -69,7 +69,7 @@ class Engine(ABC):
 
     @abstractmethod
     def stream(self, expression: ir.Table) -> Iterator[pa.RecordBatch]:
-        """The result batch by batch, in its order; finish it before the next expression runs."""
+        """The result in order, batch by batch. Read it to the end before the next expression runs."""
 
     def row(self, expression: ir.Table) -> dict[str, Any]:
         """The only row of ``expression``, as Python values."""
@@ -78,15 +78,15 @@ class Engine(ABC):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Which engine runs, and what it may use.
+    """Which engine to use, and its resources.
 
     Attributes:
         engine: DuckDB inside this process, or Spark.
-        memory_limit: what DuckDB, Spark's local process or each executor of a Spark cluster may hold in memory before
+        memory_limit: how much memory DuckDB, Spark's local process or each executor of a Spark cluster may use before
             it writes to disk, for example ``"4GB"``.
-        threads: worker threads of DuckDB or of Spark's local process; None = one for each core.
+        threads: number of worker threads of DuckDB or of Spark's local process; None = one per core.
         spark_master: where Spark runs: ``local[*]`` (this machine), ``spark://host:port``, ``yarn``, ``k8s://...``.
-        spark_conf: more settings of Spark, by their names.
+        spark_conf: further Spark settings by name.
     """
 
     engine: Literal["duckdb", "spark"] = "duckdb"
@@ -97,11 +97,11 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if self.threads is not None and not 1 <= self.threads <= _MOST_THREADS:
-            raise RecpoError(f"threads {self.threads}: expected 1 to {_MOST_THREADS}, or null for one for each core")
+            raise RecpoError(f"threads {self.threads}: expected 1 to {_MOST_THREADS}, or null for one per core")
         if not _MEMORY.fullmatch(self.memory_limit.strip()):
             raise RecpoError(f"memory_limit {self.memory_limit!r}: expected something like 4GB or 512MB")
 
     @property
     def writers(self) -> int:
-        """Threads of this process that encode shards."""
+        """Number of threads of this process that encode shards."""
         return self.threads or os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""From the columns of a log to standard events: one unit, one type and one meaning for each column."""
+"""Turns the columns of a log into standard events: one unit, one type and one meaning for each column."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from recpo.data.feature_columns import BEHAVIOR, CONTEXT, EventColumns
 from recpo.data.schema import MILLISECONDS_PER_UNIT, TIE_RULE, Columns, Derived, LogColumns
 from recpo.features.schema import Feature, Number
 
-#: Times outside 1971-01-01 .. 2100-01-01 UTC come from a wrong unit: seconds read as milliseconds fall into 1970.
+#: Times outside 1971-01-01 .. 2100-01-01 UTC indicate a wrong unit: seconds read as milliseconds lie in 1970.
 EARLIEST_MS: Final = 31_536_000_000
 LATEST_MS: Final = 4_102_444_800_000
 _DATED: Final = "^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}"
 
 
 def select_columns(rows: ir.Table, columns: dict[str, str]) -> ir.Table:
-    """The rows of the log under standard names, values untouched, with the engine's file and row number."""
+    """The rows of the log under standard names, with unchanged values and the engine's file and row number."""
     chosen = {column: rows[name] for column, name in columns.items()}
     return rows.select(**{Engine.FILE: rows[Engine.FILE], Engine.ROW: rows[Engine.ROW]}, **chosen)
 
@@ -34,17 +34,17 @@ def number(column: ir.Value) -> ir.FloatingColumn:
 
 
 def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
-    """Milliseconds since the epoch; null where the value is null, does not parse, or is no plausible time."""
+    """Milliseconds since the epoch; null if the value is null, does not parse, or is not a plausible time."""
     if column.type().is_unknown():
-        # DuckDB's nanoseconds with a time zone, a type that Ibis does not know.
+        # Ibis does not know DuckDB's type of nanoseconds with a time zone.
         column = column.cast("timestamp('UTC')")
     kind = column.type()
     if kind.is_timestamp() or kind.is_date():
         return _plausible(_clock_ms(column.cast("timestamp")))
     if kind.is_string():
         counted = _numeric_ms(column.try_cast("int64"), unit)
-        # An offset in the string counts; without one the string is UTC. What is a date is settled here, as engines
-        # disagree: Spark reads "2024" as a year and "12:00" as a time of today.
+        # An offset in the string is used; without one, the string is UTC. The accepted formats are checked here because
+        # engines disagree: Spark reads "2024" as a year and "12:00" as a time of the current day.
         dated = ibis.ifelse(column.re_search(_DATED), column, ibis.null("string"))
         return counted.coalesce(_plausible(_clock_ms(dated.try_cast("timestamp('UTC')").cast("timestamp"))))
     return _numeric_ms(column, unit)
@@ -63,7 +63,7 @@ def _numeric_ms(column: ir.NumericColumn, unit: str) -> ir.IntegerColumn:
         return column.try_cast("int64")
     factor = MILLISECONDS_PER_UNIT[unit]
     rough = column.cast("float64") * factor
-    # Only plausible values reach the exact conversion, so that it cannot overflow.
+    # Only plausible values are converted to integers, so that the conversion cannot overflow.
     kept = ibis.ifelse(rough.between(float(EARLIEST_MS), float(LATEST_MS)), column, ibis.null(column.type()))
     if not column.type().is_integer():
         return _plausible((kept * factor).floor().cast("int64"))
@@ -77,21 +77,21 @@ def standardize(
     max_watch_time: float,
     more: EventColumns = EventColumns(),  # noqa: B008  frozen
 ) -> ir.Table:
-    """Standard events of raw rows that passed the checks of ``recpo.data.validate``.
+    """Standard events from raw rows that passed the checks of ``recpo.data.validate``.
 
-    Values that cannot be true (and missing ones) become null, dislike and is_random become False: such an event stays,
-    without the label or the input that it lacks.
+    Missing and impossible values become null; in dislike and is_random they become False. The event itself is kept,
+    without the label or input that depends on the value.
 
     Args:
         raw: rows under standard names.
         mapping: units.
-        max_watch_time: longest possible watch time in seconds.
-        more: behaviors and features of requests that ``raw`` has.
+        max_watch_time: maximum possible watch time in seconds.
+        more: behaviors and request features of ``raw``.
 
     Returns:
         ``user_id``, ``item_id``, ``timestamp`` (int64 ms), ``watch_ms``, ``duration_ms`` (int64), ``dislike``,
-        ``is_random`` (bool), ``label``, ``propensity`` (float64), ``request_id``; ``behaviors`` (int32) where there are
-        any, and the plain form (``recpo.features.columns``) of every feature of requests.
+        ``is_random`` (bool), ``label``, ``propensity`` (float64), ``request_id``; ``behaviors`` (int32) if the log has
+        any, and every request feature in its plain form (``recpo.features.columns``).
     """
     watch = length_ms(raw, LogColumns.WATCH_TIME, mapping.watch_time_unit)
     duration = length_ms(raw, LogColumns.DURATION, mapping.duration_unit)
@@ -113,13 +113,13 @@ def standardize(
 
 
 def _bits(raw: ir.Table, behaviors: Iterable[str]) -> ir.IntegerColumn:
-    """Bit b is set where the b-th behavior is 1."""
+    """A bit set: bit b is set if the b-th behavior is 1."""
     bits = [_flag(raw, BEHAVIOR + name).cast("int32") * (1 << bit) for bit, name in enumerate(behaviors)]
     return reduce(add, bits).cast("int32")
 
 
 def _context(column: ir.Value, feature: Feature) -> ir.Value:
-    """The plain form of a feature of requests."""
+    """The plain form of a request feature."""
     if isinstance(feature, Number):
         value = number(column)
         return _kept(value, ~value.isinf())
@@ -131,7 +131,7 @@ def _context(column: ir.Value, feature: Feature) -> ir.Value:
 
 
 def length_ms(raw: ir.Table, column: str, unit: str | None) -> ir.FloatingColumn:
-    """A watch time or duration in milliseconds as float64; null where the log has no such column or value."""
+    """A watch time or duration in milliseconds as float64; null if the log has no such column or value."""
     return _optional_number(raw, column) * MILLISECONDS_PER_UNIT[unit or "s"]
 
 
@@ -140,7 +140,7 @@ def _optional_number(raw: ir.Table, column: str) -> ir.FloatingColumn:
 
 
 def _kept(value: ir.FloatingColumn, valid: ir.BooleanColumn) -> ir.FloatingColumn:
-    # nan compares as the largest number in DuckDB, so it is excluded by name.
+    # DuckDB orders nan above all numbers, so it is excluded explicitly.
     return ibis.ifelse(valid & ~value.isnan(), value, ibis.null("float64"))
 
 
@@ -149,21 +149,21 @@ def _flag(raw: ir.Table, column: str) -> ir.BooleanColumn:
 
 
 def time_order(events: ir.Table, *, newest_first: bool = False) -> list[ir.Column]:
-    """Sort keys that put a user's events into their one order (``TIE_RULE``)."""
+    """Sort keys for the unique order of a user's events (``TIE_RULE``)."""
     keys = [events[column] for column in (*TIE_RULE, *more_columns(events))]
     return [key.desc() if newest_first else key.asc(nulls_first=True) for key in keys]
 
 
 def more_columns(events: ir.Table) -> list[str]:
-    """Behaviors and features of requests among the columns of standard events."""
+    """The columns of standard events that hold behaviors and request features."""
     return [name for name in events.columns if name == Derived.BEHAVIORS or name.startswith(CONTEXT)]
 
 
 def bucket(events: ir.Table, base: float) -> ir.IntegerColumn:
-    """Duration bucket ``floor(log_base(d + 1e-6))`` with ``d`` in seconds; null where the duration is unknown.
+    """Duration bucket ``floor(log_base(d + 1e-6))`` with ``d`` in seconds; null if the duration is unknown.
 
     OneRec-V2, arXiv 2508.20900, section 3.1.
     """
-    # As float64 by name, here and elsewhere: to Spark a whole number divided by 1000.0 is a decimal.
+    # Explicit float64, here and elsewhere: Spark would divide an integer by 1000.0 as a decimal.
     seconds = events[Derived.DURATION_MS].cast("float64") / 1000.0 + 1e-6
     return (seconds.ln() / ibis.literal(base, type=dt.float64).ln()).floor().cast("int32")

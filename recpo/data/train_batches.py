@@ -1,16 +1,16 @@
-"""The batches of an epoch: streamed shard by shard, split over ranks and workers, resumable in mid-epoch.
+"""The batches of an epoch: streamed by shard, split over ranks and workers, resumable within the epoch.
 
-The order of an epoch is a function of ``(seed, epoch)`` alone: shards in a random order, the windows of a shard in a
-random order, batches cut within a shard. Batch ``g`` of that order belongs to rank ``g % world_size``; within a rank
-the workers take turns. So neither the number of workers nor a resume changes what a rank sees, and a process holds one
-shard at a time. Where training visits the same contexts several times in a row (``Phases``), it holds the shards of one
-phase.
+The order of an epoch depends only on ``(seed, epoch)``: the shards come in a random order, the windows of a shard come
+in a random order, and batches are cut within a shard. Batch ``g`` of that order belongs to rank ``g % world_size``;
+within a rank, the workers take turns. So neither the number of workers nor a resume changes what a rank receives, and a
+process holds one shard at a time. If training visits the same contexts several times in a row (``Phases``), a process
+holds the shards of one phase.
 
-Every rank reads every shard that way. With ``assign="shards"`` the shards are divided among the ranks instead: each
-rank has a part of its own and such an order over it. Reading is divided by the ranks, and the order is a function of
-their number too. The parts stay the same in all epochs: a trainer asks for the length of an epoch only once, and a node
-can keep what it has read. They are divided by size: the first part holds the most batches, at most those of one shard
-more than any other, and the others are filled up with empty batches.
+By default, every rank reads every shard. With ``assign="shards"`` the shards are divided among the ranks instead: each
+rank has its own part, in an order of the same kind. Each rank then reads only its part, but the order also depends on
+the number of ranks. The parts stay the same in all epochs, because a trainer asks for the length of an epoch only once
+and a node can keep what it has read. Parts are balanced by size: the first part has the most batches, at most one shard
+more than any other part, and the others are filled up with empty batches.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from recpo.features.schema import Reads
 from recpo.types import FeedbackBatch
 
 Assign = Literal["batches", "shards"]
-"""What is assigned to the ranks: batches, cut from all shards, or whole shards."""
+"""What is assigned to ranks: batches, cut from all shards, or whole shards."""
 
 
 Planner = Callable[[FeedbackBatch], FeedbackBatch]
-"""Adds to a gathered batch what a training step would have to wait for its device to count."""
+"""Adds counts to a gathered batch that a training step would otherwise have to wait for its device to compute."""
 
 
 class Phases(NamedTuple):
-    """How an epoch is cut into phases: runs of optimizer steps that are visited several times before the next run.
+    """How an epoch is cut into phases: runs of optimizer steps that are repeated before the next run begins.
 
-    The batches of a step stay together; from the second pass on the steps of a phase come in a random order.
+    The batches of a step stay together. From the second pass on, the steps of a phase come in a random order.
 
     Attributes:
         steps: optimizer steps of one pass; the last phase of an epoch may have fewer.
-        passes: how often a phase is gone through.
+        passes: number of passes over a phase.
     """
 
     steps: int = 1
@@ -56,12 +56,12 @@ class Phases(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Which of the training shards an epoch goes through, where the data was extended.
+    """Which training shards an epoch reads if the data was extended.
 
     Attributes:
-        newest_only: those of the last extension, instead of all.
-        replay: with ``newest_only``, batches of older shards for each batch of the newest ones. An epoch takes whole
-            shards in a random order until it has as many, and of the last one a part.
+        newest_only: read only the shards of the last extension.
+        replay: with ``newest_only``, number of batches of older shards for each batch of the newest ones. An epoch
+            takes whole shards in a random order until it has that many batches, and a part of the last shard.
     """
 
     newest_only: bool = False
@@ -69,7 +69,7 @@ class Segments(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """A batch before it is gathered: windows of one shard."""
+    """A batch before it is gathered: some windows of one shard."""
 
     events: Events
     windows: Windows
@@ -82,24 +82,25 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
     Args:
         prepared: the prepared directory.
         layout: how events become contexts and slates.
-        batch_size: contexts of a batch.
-        seed: of the order, and of what the layout samples.
-        rank: this process among its peers.
-        phases: how the epoch is gone through.
-        sum_over_ranks: adds up arrays of all ranks; with it every rank counts the windows of its share of the shards.
-        assign: what is assigned to the ranks; to one rank both are the same.
-        segments: which shards an epoch goes through.
+        batch_size: contexts per batch.
+        seed: determines the order, and what the layout samples.
+        rank: rank of this process, and the number of ranks.
+        phases: how the epoch is cut into phases.
+        sum_over_ranks: adds up arrays of all ranks. If given, every rank only counts the windows of its share of the
+            shards.
+        assign: what is assigned to ranks. With one rank both values mean the same.
+        segments: which shards an epoch reads.
         step_labels: whether batches carry the labels of their whole optimizer step (``FeedbackBatch.step_labels``).
-        reads: what batches hold beyond items, feedback and times.
-        planner: adds to every batch what can be counted on the CPU.
+        reads: what batches contain besides items, feedback and times.
+        planner: adds to every batch the counts that the CPU can compute in advance.
 
     Raises:
-        RecpoError: nothing to train on, or fewer shards than ranks that are to have some.
+        RecpoError: nothing to train on, or fewer shards than ranks with ``assign="shards"``.
 
     Attributes:
         prepared: the prepared directory.
         epoch: which epoch to yield next.
-        start: local batches of that epoch to leave out (they were consumed before a resume).
+        start: number of this rank's batches of that epoch to skip, because they were consumed before a resume.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         self._older = np.arange(older)
         self.prepared, self._layout, self._batch_size = prepared, layout, batch_size
         self._seed, self._rank, self._phases, self._with_labels = seed, rank, phases, step_labels
-        # the shards are divided into so many parts, and so many ranks share the batches of a part
+        # number of parts that the shards are divided into, and number of ranks that share the batches of a part
         self._num_parts = rank.world_size if assign == "shards" else 1
         self._sharers = rank.world_size // self._num_parts
         self._validate_parts()
@@ -170,7 +171,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
     def _validate_segments(assign: Assign, prepared: Prepared) -> None:
         if len(prepared.segments) < 2:
             raise RecpoError(
-                f"data.segments newest: {prepared.root} was never extended, so that all of it is one segment: set "
+                f"data.segments newest: {prepared.root} was never extended, so all of it is one segment: set "
                 "data.segments to all"
             )
         if assign == "shards":
@@ -180,7 +181,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
 
     @cached_property
     def _first_context(self) -> np.ndarray:
-        """Of every shard its first context id; older shards that are replayed are counted by rows, unread."""
+        """The first context id of every shard. Older shards to replay are not read: their rows are counted instead."""
         if not len(self._older):
             return np.concatenate([[0], np.cumsum(self._windows)])
         rows = [shard["rows"] for shard in self.prepared.manifest["shards"]["train"]]
@@ -198,7 +199,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         worker = get_worker_info()
         workers, mine = (worker.num_workers, worker.id) if worker else (1, 0)
         start, epoch = self.start, self.epoch
-        # Phases that were consumed before a resume are left out unread.
+        # Phases that were consumed before a resume are skipped without reading them.
         consumed = start // self._visits_per_phase
         local = consumed * self._visits_per_phase - 1
         for step in self._visits(consumed):
@@ -211,16 +212,16 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
 
     @property
     def division(self) -> dict[str, Any]:
-        """How an epoch is divided: into batches of this size, among so many ranks, and what is assigned to them."""
+        """How an epoch is divided: the batch size, the number of ranks, and what is assigned to them."""
         assign: Assign = "shards" if self._num_parts > 1 else "batches"
         return {"batch_size": self._batch_size, "world_size": self._rank.world_size, "assign": assign}
 
     @property
     def _length(self) -> int:
-        """Batches of one pass over a part, empty ones included.
+        """Number of batches of one pass over a part, including empty ones.
 
-        Every rank must take part in every step: those that would fall short get empty batches; and so must every
-        micro-batch of a step that comes again, or the steps after it would be cut in other places.
+        Every rank must take part in every step, so a rank with too few batches gets empty ones. A step that is repeated
+        must also have all of its micro-batches; otherwise, the following steps would be cut at other places.
         """
         whole = self._sharers * (self._rank.accumulate if self._phases.passes > 1 else 1)
         return -(-self._most_batches // whole) * whole
@@ -238,7 +239,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         return self._steps_per_phase * self._phases.passes * self._rank.accumulate
 
     def _visits(self, consumed: int) -> Iterator[list[_Planned]]:
-        """The epoch's optimizer steps from phase ``consumed`` on, each as often as its phase has passes."""
+        """The epoch's optimizer steps from phase ``consumed`` on, each one repeated for every pass of its phase."""
         steps = self._steps(consumed * self._steps_per_phase)
         for number in count(consumed):
             phase = list(islice(steps, self._steps_per_phase))
@@ -256,7 +257,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
             yield step
 
     def _part(self, consumed: int) -> Iterator[_Planned]:
-        """The batches of the part without the first ``consumed``; a shard of which nothing is left is not read."""
+        """The batches of the part without the first ``consumed``. A shard is not read if none of its batches remain."""
         order = np.random.Generator(np.random.PCG64([self._seed, self.epoch]).jumped(self._rank.rank % self._num_parts))
         first_context = self._first_context
         short = self._length - max(self._num_batches, consumed)
@@ -264,7 +265,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         pieces = [*((int(shard), int(self._windows[shard]), None) for shard in self._shards), *self._replay()]
         for place in order.permutation(len(pieces)):
             shard, count, limit = pieces[place]
-            contexts = order.permutation(count)  # drawn in any case: the next shard's order follows it
+            contexts = order.permutation(count)  # always drawn: the next shard's order depends on it
             every = range(0, len(contexts), self._batch_size)[:limit]
             begins = every[consumed:]
             consumed = max(0, consumed - len(every))
@@ -279,7 +280,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
             yield from repeat(_Planned(events, windows.empty(1), np.zeros(1, np.int64)), short)
 
     def _replay(self) -> list[tuple[int, int, int | None]]:
-        """Older shards of this epoch: number, windows, and how many batches of it are taken."""
+        """The older shards of this epoch: shard index, windows, and number of batches to take."""
         order, left = np.random.default_rng([self._seed, self.epoch, len(self._older)]), self._replayed
         pieces: list[tuple[int, int, int | None]] = []
         while left:
@@ -301,7 +302,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
 
 
 def _step_labels(step: list[_Planned]) -> Tensor:
-    """The known labels of a whole optimizer step, so that its threshold does not depend on how it is split."""
+    """The known labels of a whole optimizer step, so that a threshold does not depend on how the step is split."""
     labels = [
         batch.events.label[rows[batch.events.is_target[rows]]]
         for batch in step
@@ -313,16 +314,16 @@ def _step_labels(step: list[_Planned]) -> Tensor:
 
 
 class ResumableLoader(DataLoader[FeedbackBatch]):
-    """A loader that knows where it stands, so that a resumed epoch goes on with the next batch.
+    """A data loader that knows its position, so that a resumed epoch continues with the next batch.
 
-    Lightning keeps ``state_dict`` in its checkpoints and gives it back. Which epoch it is, the trainer says: a trainer
-    may leave an epoch before its last batch (``limit_train_batches``), make a new loader for it
-    (``reload_dataloaders_every_n_epochs``), or give nothing back because the epoch of the checkpoint had ended.
+    Lightning keeps ``state_dict`` in its checkpoints and restores it. The current epoch comes from the trainer, because
+    a trainer may leave an epoch before its last batch (``limit_train_batches``), make a new loader for it
+    (``reload_dataloaders_every_n_epochs``), or restore nothing because the epoch of the checkpoint had ended.
 
     Args:
         batches: the batches of an epoch.
-        num_workers: processes that gather them; 0 = this one.
-        current_epoch: gives the epoch that begins; None = every iteration is one.
+        num_workers: number of processes that gather batches; 0 = this process.
+        current_epoch: returns the epoch that begins; None = every iteration is an epoch.
     """
 
     def __init__(self, batches: TrainBatches, num_workers: int, current_epoch: Callable[[], int] | None = None) -> None:
@@ -331,7 +332,7 @@ class ResumableLoader(DataLoader[FeedbackBatch]):
             batch_size=None,
             num_workers=num_workers,
             pin_memory=torch.cuda.is_available(),
-            # the clients of object stores do not survive a fork
+            # clients of object stores do not survive a fork
             multiprocessing_context="spawn" if num_workers and isinstance(batches.prepared.root, Location) else None,
         )
         self._batches, self._current_epoch = batches, current_epoch
@@ -339,7 +340,7 @@ class ResumableLoader(DataLoader[FeedbackBatch]):
         self._resume_from: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[FeedbackBatch]:  # type: ignore[override]
-        # A generator: this runs when the first batch is asked for, and by then the trainer knows its epoch.
+        # As this is a generator, it starts when the first batch is requested. By then the trainer knows its epoch.
         state, self._resume_from = self._resume_from, None
         if self._current_epoch is not None:
             self._epoch = self._current_epoch()
@@ -353,24 +354,24 @@ class ResumableLoader(DataLoader[FeedbackBatch]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, batches that each rank consumed in it, and how it was divided."""
+        """The epoch, the number of its batches that each rank consumed, and how it was divided."""
         if self._resume_from is not None:
             return self._resume_from
         return {"epoch": max(0, self._epoch), "batch": self._yielded, **self._batches.division}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on after ``state``, if it is of the same epoch.
+        """The next iteration continues after ``state`` if it is in the same epoch.
 
-        ``state`` may be that of another number of ranks if these share every shard.
+        ``state`` may come from another number of ranks if all ranks share every shard.
         """
         self._resume_from = state
 
     def _consumed(self, state: dict[str, Any]) -> int:
-        """Batches of this rank that were consumed before.
+        """Number of this rank's batches that were consumed before.
 
         Raises:
-            RecpoError: another batch size, or ranks among which the batches do not divide; or any other division where
-                shards were, or are, assigned.
+            RecpoError: the batch size changed, or the consumed batches cannot be divided among the ranks; or shards
+                were or are assigned, and anything about the division changed.
         """
         now = self._batches.division
         before = {key: state[key] for key in now}
