@@ -214,13 +214,12 @@ class BatchPlan(NamedTuple):
     Attributes:
         scored: the positions to score; None = they depend on values that the device computes.
         advantages: ``[B, S]`` of the logged slates; None = they depend on values that the device computes.
-        contexts: the context numbers that seed a rollout, joined by commas, because Lightning leaves text on the CPU;
-            None = not planned.
+        contexts: the context numbers that seed a rollout, as integers, which stay on the CPU; None = not planned.
     """
 
     scored: ScoringPlan | None = None
     advantages: Tensor | None = None
-    contexts: str | None = None
+    contexts: tuple[int, ...] | None = None
 
 
 class FeedbackBatch(NamedTuple):

@@ -87,7 +87,7 @@ def needed_positions(batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:
     return mask & (acts.any(-1) if acts.dim() > mask.dim() else acts)
 
 
-def context_numbers(batch: FeedbackBatch) -> str:
+def context_numbers(batch: FeedbackBatch) -> tuple[int, ...]:
     """The contexts of a batch, which seed its random numbers; 0 for an empty row of a last step."""
     rows = (batch.context_ids + 1) * batch.slates.mask.any(-1)
-    return ",".join(map(str, rows.tolist()))
+    return tuple(rows.tolist())

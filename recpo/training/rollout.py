@@ -78,7 +78,7 @@ class Rollouts:
     def of(self, batch: FeedbackBatch, make: Callable[[FeedbackBatch], Rollout]) -> Rollout:
         """The rollout of ``batch``, created by ``make`` with the random numbers of that batch."""
         planned = None if batch.plan is None else batch.plan.contexts
-        key = tuple(map(int, (context_numbers(batch) if planned is None else planned).split(",")))
+        key = context_numbers(batch) if planned is None else tuple(planned)  # pinning makes lists of tuples
         if key in self._kept:
             return self._kept[key]
         device = batch.context_ids.device
