@@ -8,9 +8,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from recpo.artifacts import (
     kind_of,
@@ -28,6 +27,7 @@ from recpo.exploration import Exploration
 from recpo.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.simulation.parameters import WORLDS, SimulationParameters, World
+from recpo.workflows.loop_outcomes import Outcome, outcomes_of
 from recpo.workflows.loop_recipe import Recipe
 from recpo.workflows.loop_report import loop_report
 from recpo.workflows.loop_rounds import BUNDLE, Round, RoundOptions, as_json, make_round, round_directory
@@ -41,25 +41,6 @@ FORMAT_VERSION: Final = 2
 
 _LEAST_DAYS: Final = 3  # one to train on, one to validate on, one to test on
 _REMEDY: Final = "run the loop again with overwrite"
-
-
-class Outcome(NamedTuple):
-    """Expected and actual earnings of a policy, both by the labels of the round that made the estimate.
-
-    Attributes:
-        number: number of the round whose policy it is.
-        value: the estimate before the day; None = not known.
-        low: lower end of its 95 % interval.
-        high: upper end.
-        earned: mean logged reward of the day that the policy then served. Labels are quantiles of the train period,
-            which grows by a day per round; the shift that this causes on the previous day is subtracted.
-    """
-
-    number: int
-    value: float | None
-    low: float | None
-    high: float | None
-    earned: float | None
 
 
 @dataclass(frozen=True)
@@ -113,7 +94,7 @@ class Loop:
     @property
     def outcomes(self) -> list[Outcome]:
         """The policies that have served, with their expected and actual earnings."""
-        return outcomes(self.rounds)
+        return outcomes_of(self.rounds)
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per round: ``round``, columns of the served day, of the lists and of the estimate."""
@@ -229,21 +210,6 @@ def loop(
             if on_round is not None:
                 on_round(made)
     return done
-
-
-def outcomes(rounds: Sequence[Round]) -> list[Outcome]:
-    """See ``Loop.outcomes``."""
-    found = []
-    for before, after in pairwise(rounds):
-        known = None not in (before.earned, after.earned, after.earned_before)
-        moved = (after.earned_before or 0.0) - (before.earned or 0.0)
-        earned = (after.earned or 0.0) - moved if known else None
-        ends = before.estimate
-        if ends is None:
-            found.append(Outcome(before.number, None, None, None, earned))
-        else:
-            found.append(Outcome(before.number, ends.value, ends.low, ends.high, earned))
-    return found
 
 
 def _validate(rounds: int, k: int, repeat_after: float | None, parameters: SimulationParameters) -> None:
