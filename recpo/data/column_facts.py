@@ -1,4 +1,4 @@
-"""What the values of a column say about it: its kind, share of nulls, range; and the units that they allow."""
+"""Facts about the values of a column: kind, share of nulls, range, and the units that fit them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recpo.data.schema import MILLISECONDS_PER_UNIT
 
 Kind = Literal["whole", "number", "flag", "text", "time", "other"]
 
-#: a clock time of a log lies in these years
+#: clock times of a log lie in these years
 _FIRST_MS: Final = datetime(1995, 1, 1, tzinfo=UTC).timestamp() * 1000
 _LAST_MS: Final = datetime(2040, 1, 1, tzinfo=UTC).timestamp() * 1000
 _DATED: Final = r"^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}"
@@ -25,20 +25,20 @@ _MOST_SECONDS: Final = {"watch_time": (0.5, 7_200.0, 28_800.0), "duration": (1.0
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """What is known of the values of one column.
+    """Facts about the values of one column.
 
     Attributes:
-        name: of the column.
+        name: name of the column.
         kind: whole numbers, numbers with fractions, flags (booleans, or 0 and 1 alone), text, times, or anything else.
-        rows: values that were looked at, nulls among them.
-        nulls: missing ones; of numbers nan counts as missing.
-        distinct: how many differ.
-        least: the smallest number; None where there are no numbers.
-        median: of the numbers above 0.
-        high: 99 % of the numbers are at most this.
+        rows: number of inspected values, including nulls.
+        nulls: number of missing values; nan counts as missing.
+        distinct: number of distinct values.
+        least: the smallest number; None if there are no numbers.
+        median: median of the numbers above 0.
+        high: the 99th percentile.
         most: the largest number.
-        few: the numbers themselves, ascending, where at most 20 differ.
-        dated: share of the texts that begin with a date.
+        few: the distinct numbers, ascending, if there are at most 20.
+        dated: share of text values that begin with a date.
         examples: the first values, as text.
     """
 
@@ -57,12 +57,12 @@ class ColumnFacts:
 
     @property
     def is_number(self) -> bool:
-        """Whole numbers, numbers with fractions, or flags."""
+        """Whether the values are integers, numbers with fractions, or flags."""
         return self.kind in ("whole", "number", "flag")
 
     @property
     def evidence(self) -> str:
-        """The values in a few words: range, distinct values, nulls."""
+        """A short description of the values: range, distinct values, nulls."""
         if self.is_number and self.least is not None and self.most is not None:
             shown = f"{_short(self.least)} to {_short(self.most)}"
         elif self.kind == "time":
@@ -74,7 +74,7 @@ class ColumnFacts:
 
 
 def column_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
-    """Looks at the values of one column."""
+    """Collects the facts about the values of one column."""
     kind, rows = values.type, len(values)
     if pa.types.is_dictionary(kind):
         values = values.cast(kind.value_type)
@@ -125,7 +125,7 @@ def _number_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
 
 
 def clock_units(facts: ColumnFacts) -> list[str]:
-    """Units since 1970 in which all numbers of a column are times of the years 1995 to 2039."""
+    """The units since 1970 for which all numbers of a column are times of the years 1995 to 2039."""
     if not facts.is_number or facts.least is None or facts.most is None:
         return []
     factors = {unit: MILLISECONDS_PER_UNIT[unit] for unit in ("s", "ms", "us", "ns")}
@@ -135,14 +135,14 @@ def clock_units(facts: ColumnFacts) -> list[str]:
 
 
 def length_units(facts: ColumnFacts, role: str) -> list[str]:
-    """Units, of seconds, milliseconds and microseconds, in which the numbers are plausible watch times or durations.
+    """The units (seconds, milliseconds, microseconds) for which the numbers are plausible watch times or durations.
 
-    A watch time has a median of half a second to two hours and lies under eight hours for all but one of a hundred
-    events; a duration has a median of a second to four hours and lies under a day. Numbers with fractions are seconds
-    where they can be: players count whole milliseconds.
+    Watch times are plausible if their median is half a second to two hours and the 99th percentile is under eight
+    hours; durations, if their median is a second to four hours and they are under a day. Numbers with fractions are
+    read as seconds if possible, because players count whole milliseconds.
 
     Args:
-        facts: of the column.
+        facts: facts about the column.
         role: ``watch_time`` or ``duration``.
     """
     if facts.median is None or facts.high is None or not facts.is_number:
@@ -157,7 +157,7 @@ def length_units(facts: ColumnFacts, role: str) -> list[str]:
 
 
 def read_as(facts: ColumnFacts, unit: str) -> str:
-    """The median in a unit, as somebody would say it: ``33 min in s``."""
+    """The median in a unit, for people: ``33 min in s``."""
     seconds = (facts.median or 0.0) * MILLISECONDS_PER_UNIT[unit] / 1000.0
     if seconds < 90:
         return f"{seconds:.3g} s in {unit}"

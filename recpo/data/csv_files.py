@@ -1,7 +1,7 @@
-"""CSV files of a log become Parquet files: every column that is used gets the one type that all of its values have.
+"""Converts CSV files of a log to Parquet: every used column gets the one type that fits all of its values.
 
-Types are settled by the whole file and not by its first block: everything is read as text, then cast. So a word in a
-column of numbers is reported with its row, whatever row that is, and ids such as 007 keep their zeros.
+The whole file determines the types, not its first block: everything is read as text, then cast. So text in a column of
+numbers is reported with its row, wherever it is, and ids such as 007 keep their zeros.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from recpo.data.locations import Place, writable
 from recpo.data.schema import LogColumns
 from recpo.errors import RecpoError
 
-#: text files that a directory is searched for
+#: text files that are found in directories
 SUFFIXES: Final = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".inter", ".inter.gz")
-#: text files that are read where a log names them; a directory may hold others of these names
+#: text files that are read only if the log names them, because directories may contain other files with these endings
 _NAMED_SUFFIXES: Final = tuple(name + end for name in (".dat", ".data", ".txt") for end in ("", ".gz"))
-_TABBED: Final = (".tsv", ".tsv.gz", ".inter", ".inter.gz")  # .inter: the files of RecBole
-_ONE_BYTE: Final = b"\x1f"  # what a delimiter of several characters becomes: Arrow knows those of one only
+_TABBED: Final = (".tsv", ".tsv.gz", ".inter", ".inter.gz")  # .inter: RecBole's files
+_ONE_BYTE: Final = b"\x1f"  # replaces a delimiter of several characters, because Arrow only accepts a single one
 
 _IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
 _FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL)
-#: columns of features have the type that all of their values have, whatever it is
+#: feature columns may have any type that fits all of their values
 _ANY_TYPE: Final = (CONTEXT, FEATURE)
-_WHOLE: Final = r"^-?(0|[1-9][0-9]{0,17}|[1-8][0-9]{18})$"  # what int64 holds, without leading zeros
+_WHOLE: Final = r"^-?(0|[1-9][0-9]{0,17}|[1-8][0-9]{18})$"  # integers that int64 holds, without leading zeros
 _NUMBER: Final = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(inf|Inf|INF|infinity|Infinity)$"
 _ABSENT: Final = pa.array(["", "nan", "NaN", "NAN", "NA", "N/A", "n/a", "null", "NULL", "Null", "None", "none"])
 _TRUE: Final = pa.array(["true", "True", "TRUE"])
@@ -52,10 +52,10 @@ class CsvFormat:
     """How the text files of a log are written.
 
     Args:
-        delimiter: what stands between two values, such as ``;`` or ``::``; null = a tab in ``.tsv`` and ``.inter``
-            files, a comma in all others. Values are quoted where they contain it, but not with one of several
-            characters.
-        names: names of the columns of files whose first line has none; null = the first line is the names.
+        delimiter: separates two values, such as ``;`` or ``::``; null = a tab in ``.tsv`` and ``.inter`` files, a comma
+            in all others. Values that contain a delimiter of one character must be quoted; values cannot be quoted if
+            the delimiter has several characters.
+        names: column names for files without a header line; null = the first line has the names.
     """
 
     delimiter: str | None = None
@@ -76,13 +76,13 @@ class CsvFormat:
 
 
 def is_text_file(path: Place) -> bool:
-    """Whether a file is read as text, by its name; all others are taken for Parquet."""
+    """Whether a file is read as text, by its name. All other files are read as Parquet."""
     return path.name.lower().endswith((*SUFFIXES, *_NAMED_SUFFIXES))
 
 
 @dataclass
 class _ColumnFacts:
-    """What the values of one column are, counted over the file."""
+    """Counts the kinds of values of one column over a file."""
 
     takes_flags: bool
     values: int = 0
@@ -112,17 +112,17 @@ def csv_to_parquet(
     mapping: Mapping[str, str],
     form: CsvFormat = CsvFormat(),
 ) -> tuple[list[str], list[Fault], list[int]]:
-    """Writes the columns of a CSV file that a mapping names as a Parquet file.
+    """Writes the columns of a CSV file that a mapping names to a Parquet file.
 
     Args:
         path: the file; UTF-8, may be compressed with gzip.
-        staged: the Parquet file to make.
+        staged: the Parquet file to write.
         mapping: standard name -> name in the log.
-        form: its delimiter and, where the first line has none, its names.
+        form: its delimiter, and its column names if it has no header line.
 
     Returns:
-        The file's column names; faults (rows with too few or too many values, words in columns of numbers); the
-        numbers of the rows that are left out, from 0.
+        The file's column names; faults (rows with too few or too many values, text in columns of numbers); the numbers
+        of omitted rows, from 0.
 
     Raises:
         RecpoError: the file is not in UTF-8, or has no line of names.
@@ -151,15 +151,15 @@ def csv_to_parquet(
 
 
 def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, int, int]:
-    """The first rows of a text file, every column with the one type that all of its values there have.
+    """The first rows of a text file. Every column has the one type that fits all of its values in these rows.
 
     Args:
         path: the file; UTF-8, may be compressed with gzip.
-        form: its delimiter and names.
-        most_rows: where reading ends, to a block.
+        form: its delimiter and column names.
+        most_rows: reading stops at the end of the block that reaches this number of rows.
 
     Returns:
-        The rows; how many more have another number of values; characters that were read.
+        The rows; how many further rows have a wrong number of values; number of characters read.
 
     Raises:
         RecpoError: the file is not in UTF-8, or has no line of names.
@@ -186,7 +186,7 @@ def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, 
 
 
 def row_in_file(row: int, left_out: list[int] | tuple[int, ...]) -> int:
-    """The number in its file of the ``row``-th row that is kept; ``left_out`` is ascending."""
+    """The number in the file of the ``row``-th kept row. ``left_out`` is ascending."""
     for gone in left_out:
         if gone > row:
             break
@@ -195,7 +195,7 @@ def row_in_file(row: int, left_out: list[int] | tuple[int, ...]) -> int:
 
 
 class _Reader:
-    """Batches of text of some columns, called ``c`` and their position; rows of another width are set aside."""
+    """Batches of some columns as text, named ``c`` and their position. Rows of a wrong width are set aside."""
 
     def __init__(self, path: Place, names: list[str], positions: list[int], form: CsvFormat) -> None:
         self.path, self.names, self.positions, self.form = path, names, positions, form
@@ -213,7 +213,7 @@ class _Reader:
             closing(_replaced(opened, delimiter) if several else opened) as source,
             pa.csv.open_csv(
                 source,
-                # one thread: with more, Arrow does not know the numbers of rows
+                # one thread: with more, Arrow does not report row numbers
                 read_options=pa.csv.ReadOptions(use_threads=False, column_names=names, skip_rows=self.skipped),
                 parse_options=pa.csv.ParseOptions(
                     delimiter=_ONE_BYTE.decode() if several else delimiter,
@@ -233,16 +233,16 @@ class _Reader:
             yield from reader
 
     def _set_aside(self, row: Any) -> str:
-        # Arrow counts from 1, with the line of names
+        # Arrow counts from 1 and includes the header line
         self.ragged[row.number - 1 - self.skipped] = (row.actual_columns, row.text)
         return "skip"
 
 
 @contextmanager
 def _quiet_decoding() -> Iterator[None]:
-    """Arrow decodes a row of another width before it hands it over, and Python prints a traceback where that fails.
+    """Arrow decodes a malformed row before it passes it on, and Python prints a traceback if that fails.
 
-    The file is refused then in any case.
+    The file is rejected in that case anyway, so the traceback is suppressed.
     """
     before = sys.unraisablehook
 
@@ -258,7 +258,7 @@ def _quiet_decoding() -> Iterator[None]:
 
 
 def open_text(path: Place) -> Any:
-    """The bytes of a file, decompressed where they are compressed with gzip."""
+    """The bytes of a file, decompressed if they are compressed with gzip."""
     with path.open("rb") if isinstance(path, Path) else path.open_input() as handle:
         is_gzip = handle.read(2) == b"\x1f\x8b"
     source = pa.OSFile(str(path)) if isinstance(path, Path) else path.open_input()
@@ -266,13 +266,13 @@ def open_text(path: Place) -> Any:
 
 
 def _replaced(source: Any, delimiter: str) -> Any:
-    """The same bytes with one byte in place of a delimiter of several, also where two blocks share one."""
+    """Replaces each delimiter of several characters by a single byte, also across block boundaries."""
     text, held = delimiter.encode(), b""
 
     def replace(block: Any) -> bytes:
         nonlocal held
         content = (held + bytes(block)).replace(text, _ONE_BYTE)
-        # the begin of a delimiter at the end of a block waits for the next one; no file ends with a delimiter
+        # a partial delimiter at the end of a block is kept for the next block; no file ends with a delimiter
         cut = next((n for n in range(len(text) - 1, 0, -1) if content.endswith(text[:n])), 0)
         held = content[len(content) - cut :]
         return content[: len(content) - cut]
@@ -281,7 +281,7 @@ def _replaced(source: Any, delimiter: str) -> Any:
 
 
 def header(path: Place, form: CsvFormat = CsvFormat()) -> list[str]:
-    """The names of a file's columns: those of ``form``, or of the first line.
+    """The column names of a file: those of ``form``, or those of the first line.
 
     Raises:
         RecpoError: the line is empty, or not UTF-8 text.
@@ -300,7 +300,7 @@ def header(path: Place, form: CsvFormat = CsvFormat()) -> list[str]:
 
 
 def line_values(line: str, delimiter: str) -> list[str]:
-    """The values of one line."""
+    """Splits one line into values."""
     if len(delimiter) > 1:
         return line.split(delimiter)
     return next(csv.reader(io.StringIO(line), delimiter=delimiter), [])
@@ -340,7 +340,7 @@ def _kind(column: str, facts: _ColumnFacts) -> pa.DataType:
 
 
 def _cast(text: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Values that are no ``kind`` become null: they are faults already, or absent."""
+    """Values that are not of ``kind`` become null: they are missing, or reported as faults already."""
     if pa.types.is_string(kind):
         return text
     text = _trimmed(text)

@@ -1,11 +1,11 @@
-"""From a prepared directory and the files of the days after it to the next prepared directory.
+"""Extends a prepared directory by the files of the following days: writes the next prepared directory.
 
-Nothing that was prepared is read again or rewritten: of yesterday's directory an extension reads the tables of items
-and users with their features, the histories, the shards of the held-out periods with the standard events that they
-were made of (``held_out.parquet``), and of the pairs (user, item) of the train period (``train_past/``) the row groups
-of users who are held out today. Train shards are linked. So the cost depends on the new files, the held-out periods,
-the catalog and the users, and not on the length of the past log; only the past items of today's held-out users are as
-many as they are.
+Train shards are linked into the new directory; they are neither read nor rewritten. An extension reads these parts of
+the previous directory: the item and user tables with their features; the histories; the shards of the held-out periods,
+with the standard events that they were made from (``held_out.parquet``); and from the pairs (user, item) of the train
+period (``train_past/``), the row groups of users who are held out in the new directory. So the cost depends on the new
+files, the held-out periods, the catalog and the users, and not on the length of the past log, except for the past items
+of held-out users.
 """
 
 from __future__ import annotations
@@ -89,35 +89,38 @@ def extend(
     overwrite: bool = False,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Writes the prepared directory ``out``: that of ``data`` and the days of ``log`` after it.
+    """Writes the prepared directory ``out``, which extends ``data`` by the days of ``log``.
 
-    The periods roll forward by the same split: test is the last days of ``log``, valid the days before them, and
-    everything before is train. So events that ``data`` held out and that lie before the new valid period become train,
-    and so do events of ``log`` before it. They stand in new train shards, each user's after the last ``max_context``
-    earlier events as context rows (``is_target`` False), as in the shards of the held-out periods: every train event is
-    a target in one shard. Items and users keep their numbers; new ones are appended, by the rules of the catalog.
+    The same split is applied to the extended log, so the periods move forward: test is the last days of ``log``, valid
+    the days before them, and everything earlier is train. Held-out events of ``data`` that lie before the new valid
+    period become train, and so do such events of ``log``. They are in new train shards. There, as in the shards of the
+    held-out periods, each user's events follow the last ``max_context`` earlier events as context rows (``is_target``
+    False), so every train event is a target in exactly one shard. Items and users keep their numbers; new ones are
+    appended by the rules of the catalog. Items and users keep their numbers; new ones are appended, by the rules of the
+    catalog.
 
-    What was fitted is kept: the cutoffs of the feedback levels, the quantile table, and the label of every event that
-    has one. ``WatchQuantiles`` compares a new event with the watch times of its user that are at hand (the context and
-    the new train events), and with the kept table where those are too few. The duration of an item that had one stays.
+    Fitted values are kept: the cutoffs of the feedback levels, the quantile table, and the label of every event that
+    has one. ``WatchQuantiles`` compares a new event with the watch times of its user that the extension reads (the
+    context and the new train events), or with the kept table if these are too few. An item that had a duration keeps
+    it.
 
-    An extension equals ``prepare`` of the whole log, up to the order of the appended items and users, in the events of
-    each period, their feedback levels, requests, held-out contexts and past items, the serving histories and all
-    counts, where ``min_item_events`` is at most 1 and ``min_user_events`` 0, what is fitted is the same, and no request
-    goes on after the last event of ``data``. Requests with their last ``max_context`` events before them are the same
-    training examples.
+    Up to the order of appended items and users, an extension has the same events in each period as ``prepare`` of the
+    whole log, with the same feedback levels, requests, held-out contexts, past items, serving histories and counts, if
+    ``min_item_events`` is at most 1, ``min_user_events`` is 0, the fitted values are the same, and no request continues
+    after the last event of ``data``. Each request with its last ``max_context`` earlier events is then the same
+    training example.
 
     Args:
         data: the directory to extend.
-        asked: options, which must be those of ``data`` or the defaults.
-        log: the new files; all their events lie after those of ``data``.
+        asked: options; each must have its default or the value of ``data``.
+        log: the new files; all of their events are later than those of ``data``.
         out: directory to make.
         engine: what runs the expressions.
-        items: table with features of items, where ``data`` was prepared with one: today's rows of some or all items.
-            The others keep what they had; features are as of today, and encoded as they were fitted.
-        users: table with features of users, likewise.
-        retire: external ids of items that are no candidates from now on, beside those that are none already. They keep
-            their numbers and stay in histories and in training.
+        items: new item table; required if ``data`` has one. It may contain only some items; the others keep their
+            features. Feature values are those of the new table, encoded with the fitted features of ``data``.
+        users: new user table, in the same way.
+        retire: external ids of items that are no longer candidates, in addition to the items that ``data`` has retired.
+            They keep their numbers and remain in histories and in training.
         work: where temporary files go; None = inside ``out``.
         overwrite: replace ``out``, if it is a prepared directory.
         progress: show a bar on a terminal.
@@ -126,7 +129,7 @@ def extend(
         The manifest of ``out``.
 
     Raises:
-        RecpoError: other options, events before the end of ``data``, faults of the log, or ``out`` exists.
+        RecpoError: other options, events before the end of ``data``, faults in the log, or ``out`` exists.
     """
     choice = kept_preparation(data, asked)
     root = _local(data.root, "extends")
@@ -154,7 +157,7 @@ def _local(place: Place, name: str) -> Path:
 
 
 class _ExtensionRun(PrepareRun):
-    """One pass from yesterday's directory and the new files to today's."""
+    """One pass from the previous directory and the new files to the next directory."""
 
     def __init__(self, data: Prepared, root: Path, retire: Sequence[Any] | pa.Array, *rest: Any) -> None:
         super().__init__(*rest)
@@ -207,7 +210,7 @@ class _ExtensionRun(PrepareRun):
         }
 
     def _read_table(self, side: TableSide, files: Sequence[Place], log: Log) -> list[Fault]:
-        """See ``PrepareRun``; values must be of the types that the vocabularies have."""
+        """See ``PrepareRun``. Values must have the types of the vocabularies."""
         faults = super()._read_table(side, files, log)
         table = self.tables.get(side)
         if table is None:
@@ -221,7 +224,7 @@ class _ExtensionRun(PrepareRun):
         return faults
 
     def _other_type(self, side: Side, feature: Feature, column: ir.Column) -> pa.DataType | None:
-        """The type of a category's vocabulary, where it holds strings and the column integers, or the other way."""
+        """The type of a category's vocabulary if only one of vocabulary and column holds strings; else None."""
         if not isinstance(feature, Category | Categories):
             return None
         vocabulary, plain = self.fitted[side].vocabularies[feature.name], column.type()
@@ -232,10 +235,10 @@ class _ExtensionRun(PrepareRun):
         return vocabulary.values.type if self.engine.row(known.aggregate(rows=known.count()))["rows"] else None
 
     def _with_kept_types(self, log: Log) -> Log:
-        """Ids in a type that holds those of yesterday and of the new files; features of requests in theirs.
+        """The log with id types that hold the previous and the new ids. A request feature that is all null keeps its type.
 
         Raises:
-            RecpoError: one has strings and the other integers.
+            RecpoError: one of them has strings and the other has integers.
         """
         kept = pq.read_schema(self.root / HELD_OUT)
         types = dict(log.types)
@@ -262,7 +265,7 @@ class _ExtensionRun(PrepareRun):
         )
 
     def _assign(self, new: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
-        """The standard events at hand, with their periods: those that were held out, and the new ones."""
+        """The current standard events with their periods: the previous held-out events and the new ones."""
         kept, time = self.data.manifest["boundaries"], new[LogColumns.TIMESTAMP]
         ends = self.engine.row(new.aggregate(first=time.min(), last=time.max()))
         if ends["first"] <= kept["last_ms"]:
@@ -281,7 +284,7 @@ class _ExtensionRun(PrepareRun):
         return events, {"first_ms": kept["first_ms"], "last_ms": ends["last"], **boundaries}
 
     def _place(self, events: ir.Table, log: Log) -> tuple[ir.Table, ir.Table, ir.Table]:
-        """All items and users, new ones appended, and the events of these with positions and requests."""
+        """All items and users, with new ones appended, and the current events with positions and requests."""
         choice, engine, user, item = self.choice, self.engine, Derived.USER_INDEX, Derived.ITEM_INDEX
         types = {name: ibis.dtype(log.types[name]) for name in (LogColumns.ITEM_ID, LogColumns.USER_ID)}
         kind = {LogColumns.ITEM_ID: types[LogColumns.ITEM_ID]}
@@ -309,7 +312,7 @@ class _ExtensionRun(PrepareRun):
         return items, users, _with_positions(placed.select(*events.columns, item, user, BEFORE))
 
     def _shaped(self, placed: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
-        """The placed events and the context before them, labeled."""
+        """The current events and the context before them, labeled."""
         request_id = placed[LogColumns.REQUEST_ID].type()
         placed = self.engine.materialize("placed", placed)
         given = self.before.with_encoded(placed.rename({KEPT_LABEL: Derived.LABEL, IS_KEPT: Derived.IS_PLACED}))
@@ -318,7 +321,7 @@ class _ExtensionRun(PrepareRun):
         names += [Derived.ITEM_INDEX, LogColumns.REQUEST_ID, *names_of_more(given)]
         context = self.before.context(placed, items, users).mutate(**{LogColumns.REQUEST_ID: ibis.null(request_id)})
         rows = given.select(names).union(context.select(names).cast(dict(given.select(names).schema().items())))
-        # of a user's own watch times those of the context count: their events are of the train period
+        # context events are train events, so their watch times count among the user's own
         rows = rows.mutate(
             **{
                 _OWN_PERIOD: rows[Derived.PERIOD],
@@ -333,7 +336,7 @@ class _ExtensionRun(PrepareRun):
         return shaped
 
     def _earlier_pairs(self, shaped: ir.Table) -> ir.Table:
-        """The pairs of yesterday's train period of the users who are held out today."""
+        """The pairs of the previous train period, for the users who are held out now."""
         held_out = shaped.filter(shaped[Derived.PERIOD] > TRAIN).select(Derived.USER_INDEX).distinct()
         users = np.sort(self.engine.table(held_out).column(0).to_numpy())
         assert isinstance(self.work, Path)
@@ -362,7 +365,7 @@ class _ExtensionRun(PrepareRun):
         return {"num_items": len(fresh), "num_users": number}
 
     def _given_times(self) -> ir.Table | None:
-        """Those of today's table, and of items that it does not name those of yesterday."""
+        """The times of the new item table; for items that it lacks, the previous times."""
         today = super()._given_times()
         if today is None:
             return None
@@ -370,7 +373,7 @@ class _ExtensionRun(PrepareRun):
         return today.union(kept.anti_join(today, LogColumns.ITEM_ID).cast(dict(today.schema().items())))
 
     def _count_shown_before(self, items: ir.Table, available: pa.ChunkedArray) -> None:
-        """Counts the items that were shown before the time that today's table says."""
+        """Counts the items that were shown before their time in the new item table."""
         today = super()._given_times()
         assert today is not None
         found = self.engine.table(today.inner_join(items, LogColumns.ITEM_ID))
@@ -389,7 +392,7 @@ class _ExtensionRun(PrepareRun):
             self.feature_tables[side] = {**describe_table(table, counts), "inferred": inferred}
 
     def _retired(self, item_ids: pa.Array) -> np.ndarray:
-        """Internal ids of yesterday's retired items and of those that are retired now.
+        """Internal ids of the items that were or become retired.
 
         Raises:
             RecpoError: an item to retire is not in the catalog.
@@ -406,7 +409,7 @@ class _ExtensionRun(PrepareRun):
     def _write_train(
         self, shaped: ir.Table, feedback: FeedbackDefinition, context: FittedFeatures | None
     ) -> list[dict[str, Any]]:
-        """Yesterday's train shards, linked, and those of the events that are train from today on."""
+        """The previous train shards, linked, followed by shards of the events that became train."""
         self._stage()
         kept: list[dict[str, Any]] = self.data.manifest["shards"]["train"]
         for shard in kept:
@@ -426,7 +429,7 @@ class _ExtensionRun(PrepareRun):
         return [*kept, *fresh]
 
     def _write_kept_histories(self, log: Log, items: ir.Table, users: ir.Table, shaped: ir.Table) -> None:
-        """The histories of users with events at hand, and those of the others as they are."""
+        """The histories of users with current events are updated; the others are copied."""
         self._stage()
         names, most = users.drop(BEFORE), self.choice.max_context
         own = at_hand(shaped)
@@ -436,7 +439,7 @@ class _ExtensionRun(PrepareRun):
         self.bar.update()
 
     def _write_later(self, log: Log, events: ir.Table, shaped: ir.Table, items: ir.Table, users: ir.Table) -> list[str]:
-        """What the next extension reads: the pairs of the events that became train, and the held-out events."""
+        """Writes the inputs of the next extension: the pairs of events that became train, and the held-out events."""
         kept = self.before.train_past()
         for name in kept:
             self._link(name)
@@ -448,7 +451,7 @@ class _ExtensionRun(PrepareRun):
         return [HELD_OUT, *kept, past]
 
     def _counts(self, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-        """The counts of the whole log; what is dropped from the held-out periods is counted anew."""
+        """The counts of the whole log. Events dropped from the held-out periods are counted again."""
         old, now = self.data.manifest["counts"], self.counts
         lost = {reason: count for reason, count in old["dropped"].items() if not reason.endswith(("(valid)", "(test)"))}
         periods = totals(shards, self.more.behaviors)
@@ -465,7 +468,7 @@ class _ExtensionRun(PrepareRun):
         }
 
     def _link(self, name: str) -> None:
-        """The file of yesterday under today's directory; copied where the file system has no links."""
+        """Links a file of the previous directory into the new one; copies it if the file system has no hard links."""
         target = self.partial / name
         target.parent.mkdir(exist_ok=True)
         try:
@@ -476,7 +479,7 @@ class _ExtensionRun(PrepareRun):
 
 
 def _with_positions(placed: ir.Table) -> ir.Table:
-    """Adds ``position``, going on from the user's train events, and names requests as ``add_positions`` does.
+    """Adds ``position``, which continues the user's train events, and names requests as ``add_positions`` does.
 
     A request that began in the train period keeps its name.
     """
@@ -491,11 +494,11 @@ def _with_positions(placed: ir.Table) -> ir.Table:
 
 
 def _appended(kept: pa.Table, fresh: pa.Table) -> pa.Table:
-    """``items.parquet`` of all items: counts add up; a known duration stays, and so does when an item was available.
+    """``items.parquet`` of all items: counts are added; a known duration and time of availability are kept.
 
     Args:
-        kept: yesterday's, of the first items.
-        fresh: of all items, with the counts of the events that became train.
+        kept: the previous table, with the first items.
+        fresh: a table of all items, with the counts of the events that became train.
     """
     more = len(fresh) - len(kept)
     columns = {name: fresh[name].combine_chunks() for name in fresh.column_names}
@@ -506,7 +509,7 @@ def _appended(kept: pa.Table, fresh: pa.Table) -> pa.Table:
     duration = kept[LogColumns.DURATION].combine_chunks()
     before = pa.concat_arrays([duration, pa.nulls(more, duration.type)])
     columns[LogColumns.DURATION] = pc.coalesce(before, columns[LogColumns.DURATION])
-    if Derived.AVAILABLE_FROM in columns:  # until its first train event, as the table of items says
+    if Derived.AVAILABLE_FROM in columns:  # until an item's first train event, the item table decides
         before = kept[Derived.AVAILABLE_FROM].combine_chunks()
         before = pa.concat_arrays([before, pa.nulls(more, before.type)])
         stays = pa.array(np.append(trained, np.zeros(more, bool)))

@@ -1,4 +1,4 @@
-"""The options of a prepared directory, which whatever extends it keeps."""
+"""The options of a prepared directory, which its extensions keep."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_PLAIN_OPTIONS: Final = ("columns", "preset", "strict", "features", "behavior
 
 @dataclass(frozen=True)
 class KeptPreparation(Preparation):
-    """The options of a prepared directory; columns, features and behaviors are exactly those that it has."""
+    """The options of a prepared directory, with exactly its columns, features and behaviors."""
 
     @property
     def mapping(self) -> Columns:
@@ -41,14 +41,14 @@ class KeptPreparation(Preparation):
 
 
 def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
-    """The options that ``data`` was made with, which its extensions keep.
+    """The options that ``data`` was prepared with, which its extensions keep.
 
     Args:
         data: the directory to extend.
-        asked: what the caller gave; an option that has its default asks for nothing.
+        asked: the options that the caller passed; an option with its default value is ignored.
 
     Raises:
-        RecpoError: another option is asked for, or one that cannot be extended.
+        RecpoError: an option has another value, or cannot be extended.
     """
     config = data.manifest["config"]
     others = _others(asked, config)
@@ -77,7 +77,7 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
 
 
 def _others(asked: Preparation, config: Mapping[str, Any]) -> list[str]:
-    """The options that are asked for and are not those of ``config``."""
+    """Names of the options that the caller set to other values than those of ``config``."""
     default = Preparation()
     names = [field.name for field in fields(Preparation) if field.name not in _NO_PLAIN_OPTIONS]
     changed = [name for name in names if getattr(asked, name) != getattr(default, name)]
@@ -93,7 +93,7 @@ def _others(asked: Preparation, config: Mapping[str, Any]) -> list[str]:
 
 
 def _kept_features(data: Prepared) -> FeatureColumns:
-    """The features that ``data`` has, by the columns that they were read from."""
+    """The features of ``data``, with the columns that they were read from."""
     schema, tables, config = data.feature_schema, data.manifest.get("feature_tables", {}), data.manifest["config"]
     given, preset = config["features"], PRESET_FEATURES[config["preset"]]
     says = given if given["available_from"] is not None else asdict(preset)
@@ -118,18 +118,18 @@ def _declared(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
 
 
 def _kept_behaviors(data: Prepared) -> dict[str, str]:
-    """The behaviors that ``data`` has, in the order of their bits."""
+    """The behaviors of ``data``, in the order of their bits."""
     config = data.manifest["config"]
     columns = event_columns(config["preset"], FeatureColumns(), config["behaviors"]).behaviors
     return {name: columns[name] for name in data.behaviors}
 
 
 def validate_sources(data: Prepared, given: Mapping[Side, bool]) -> None:
-    """Raises ``RecpoError`` where a table is given that ``data`` had none of, or the other way round.
+    """Raises ``RecpoError`` if an item or user table is given that ``data`` lacks, or the other way round.
 
     Args:
         data: the directory to extend.
-        given: of items and users, whether there is a table of today.
+        given: for "item" and "user", whether a new table is given.
     """
     tables = data.manifest.get("feature_tables", {})
     for side, is_given in given.items():
@@ -152,7 +152,7 @@ def _plain(value: Any) -> Any:
 
 
 def _made(entry: Mapping[str, Any], module: Any, asked: Any) -> Any:
-    """A label or a split as the manifest describes it: one of recpo's own, or the one that the caller gave."""
+    """A label or a split as the manifest describes it: a class of recpo, or the object that the caller passed."""
     if describe(asked) == entry:
         return asked
     own = getattr(module, entry["class_path"].rpartition(".")[2], None)

@@ -1,4 +1,4 @@
-"""What is wrong with a log, gathered so that one report shows every fault."""
+"""Faults in a log, collected so that one error message lists all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recpo.errors import RecpoError
 
 @dataclass(frozen=True)
 class Example:
-    """One offending row: its file, its number in that file (data rows count from 0) and the value found there."""
+    """One offending row: its file, its number in that file (data rows, from 0), and the value."""
 
     file: str
     row: int
@@ -23,11 +23,11 @@ class Fault:
     """One reason why a log cannot be prepared.
 
     Attributes:
-        where: the file, or the log where a fault spans files.
-        column: the column as it is called in the log; None where the fault is the file's.
+        where: the file, or the log if a fault spans files.
+        column: name of the column in the log; None if the fault concerns a whole file.
         problem: what was found.
-        fix: what to do about it.
-        count: number of offending rows; None where rows do not apply.
+        fix: how to fix it.
+        count: number of offending rows; None if the fault does not concern rows.
         examples: the first offending rows.
     """
 
@@ -55,7 +55,7 @@ class Fault:
 
 
 def validate_no_faults(faults: Sequence[Fault]) -> None:
-    """Raises one error that lists all ``faults``; does nothing where there are none.
+    """Raises one error that lists all ``faults``; does nothing if there are none.
 
     Raises:
         RecpoError: there is at least one fault.

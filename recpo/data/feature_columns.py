@@ -154,11 +154,11 @@ PRESET_BEHAVIORS: Final[dict[PresetName, dict[str, str]]] = {
 
 @dataclass(frozen=True)
 class EventColumns:
-    """Columns of the log beyond the standard ones: behaviors and features of requests.
+    """Non-standard columns of the log: behaviors and request features.
 
     Attributes:
         behaviors: name -> column; behavior b is bit b.
-        context: features of requests.
+        context: request features.
         chosen: standard names of the columns that the user named; these must exist.
     """
 

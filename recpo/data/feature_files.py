@@ -1,4 +1,4 @@
-"""Fits features to the train period and writes them: vocabularies, the table of items, the table of users."""
+"""Fits features to the train period, and writes vocabularies and the feature tables of items and users."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _KEYS: Final = {"item": (LogColumns.ITEM_ID, Derived.ITEM_INDEX), "user": (LogCo
 def fit_features(
     engine: Engine, side: Side, features: tuple[Feature, ...], rows: ir.Table, columns: Mapping[str, str], root: Path
 ) -> FittedFeatures:
-    """Vocabularies, written to ``root``, and moments of the rows of the train period.
+    """Fits features to rows: vocabularies, which are written to ``root``, and moments.
 
     Args:
         engine: runs the expressions.
-        side: whose features they are.
-        features: vectors with their widths.
-        rows: those of the train period, with plain columns.
-        columns: name of a feature -> its column in ``rows``.
-        root: the directory that is prepared.
+        side: items, users or context.
+        features: the features, including the widths of vectors.
+        rows: the rows of the train period, with plain columns.
+        columns: feature name -> its column in ``rows``.
+        root: the directory that is being prepared.
     """
     (root / "vocabularies").mkdir(exist_ok=True)
     moments = _moments(engine, [(one, columns[one.name]) for one in of_type(features, Number)], rows)
@@ -71,7 +71,7 @@ def _write_vocabulary(
 
 
 def _moments(engine: Engine, numbers: list[tuple[Number, str]], rows: ir.Table) -> dict[str, tuple[float, float]]:
-    """Mean and deviation (of the population) of every number, in two passes, whatever the order of the rows."""
+    """Mean and (population) standard deviation of every number, in two passes, independent of the order of rows."""
     if not numbers:
         return {}
     chosen = rows.select(*{column: rows[column] for _, column in numbers})
@@ -97,14 +97,14 @@ def write_table(
     Args:
         engine: runs the expressions.
         table: the table.
-        indices: external id and index of everything that is kept.
-        events: events with their period; who has one in the train period is of that period.
-        root: the directory that is prepared; a table without features, which only says from when on items are
-            candidates, has no file there.
+        indices: external id and index of all kept items or users.
+        events: events with their period. Items and users with a train event are fitted to.
+        root: the directory that is being prepared. A table without features, which only has the times from which items
+            are candidates, gets no file.
 
     Returns:
-        The fitted features; how many rows the table has, how many of them are ``unused`` as their ids are not kept, and
-        how many of those that are kept it is ``without``.
+        The fitted features, and counts: ``rows`` of the table; ``unused`` rows, whose ids are not kept; and kept items
+        or users ``without`` a row.
     """
     key, index = _KEYS[table.side]
     columns = {feature.name: f"f{place}" for place, feature in enumerate(table.features)}
@@ -130,20 +130,20 @@ def extend_table(
     number: int,
     root: Path,
 ) -> dict[str, int]:
-    """Writes the features of everything that is kept: today's rows, and for what these do not name that of before.
+    """Writes the features of all kept items or users: the rows of the new table, and the previous features of the rest.
 
     Args:
         engine: runs the expressions.
-        table: the table of today.
-        indices: external id and index of everything that is kept.
-        fitted: what encodes the rows.
+        table: the new table.
+        indices: external id and index of all kept items or users.
+        fitted: the fitted features, which encode the rows.
         before: the directory that is extended.
         number: how many items or users it has.
-        root: the directory that is prepared.
+        root: the directory that is being prepared.
 
     Returns:
-        How many rows the table has, how many of them are ``unused``, how many items or users are ``kept`` as they were,
-        and how many new ones are ``without`` a row.
+        Counts: ``rows`` of the table; ``unused`` rows; items or users with ``kept`` previous features; and new ones
+        ``without`` a row.
     """
     key, index = _KEYS[table.side]
     columns = {feature.name: f"f{place}" for place, feature in enumerate(table.features)}
@@ -165,7 +165,7 @@ def extend_table(
 
 
 def _over(batches: Iterable[pa.RecordBatch], fitted: FittedFeatures, earlier: pq.ParquetFile) -> Iterator[pa.Table]:
-    """The encoded rows of ``batches`` that are given, over those of ``earlier``; both are in the order of the index."""
+    """The encoded rows of ``batches`` where given, else those of ``earlier``. Both are in the order of the index."""
     held, more = fitted.schema.empty_table(), earlier.iter_batches(columns=fitted.schema.names)
     for batch in batches:
         while held.num_rows < batch.num_rows and (found := next(more, None)) is not None:
@@ -183,12 +183,12 @@ def _encoded(engine: Engine, plain: ir.Table, fitted: FittedFeatures) -> Iterato
 
 
 def fit_context(engine: Engine, features: tuple[Feature, ...], events: ir.Table, root: Path) -> FittedFeatures:
-    """Fits the features of requests to the events of the train period."""
+    """Fits request features to the events of the train period."""
     columns = {feature.name: CONTEXT + feature.name for feature in features}
     train = events.filter(events[Derived.PERIOD] == TRAIN)
     return fit_features(engine, "context", features, train, columns, root)
 
 
 def describe_table(table: FeatureTable, counts: Mapping[str, int]) -> dict[str, Any]:
-    """A table and what became of its rows, for the manifest."""
+    """Describes a table and the counts of its rows, for the manifest."""
     return {**table.describe(), "counts": dict(counts)}

@@ -1,4 +1,4 @@
-"""Tables of items and users: their files are checked and brought into one plain form before any engine reads them."""
+"""Item and user tables: checks their files and converts them to one plain form before an engine reads them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from recpo.features.columns import Offense, expected_type, first_width, inferred
 from recpo.features.schema import Feature, Vector
 
 TableSide = Literal["item", "user"]
-#: columns of a plain table beside its features, which are called f0, f1, ...
+#: columns of a plain table in addition to its features, which are named f0, f1, ... ...
 ID: Final = "id"
 AVAILABLE: Final = "available"
 _BATCH_ROWS: Final = 1 << 14
@@ -34,14 +34,14 @@ _EXAMPLES: Final = 3
 
 @dataclass(frozen=True)
 class FeatureTable:
-    """A table of items or users, checked, in plain form (``recpo.features.columns``).
+    """A checked item or user table in plain form (``recpo.features.columns``).
 
     Attributes:
-        side: whose features it has.
-        log: its plain files, and the names by which its owner knows them.
-        features: its features, vectors with their widths.
-        inferred: they are what the types of its columns suggest.
-        left_alone: its columns that nobody reads.
+        side: item or user.
+        log: its plain files, with the names of the user's files.
+        features: its features, including the widths of vectors.
+        inferred: whether the features were inferred from the types of its columns.
+        left_alone: its unused columns.
     """
 
     side: TableSide
@@ -52,17 +52,17 @@ class FeatureTable:
 
     @property
     def has_available(self) -> bool:
-        """Whether it says from when on an item may be recommended."""
+        """Whether it has the times from which items may be recommended."""
         return AVAILABLE in self.log.columns
 
     def rows(self, engine: Engine) -> ir.Table:
-        """The plain rows: ``id``, ``f0`` and so on, ``available`` where there is one, file and row number."""
+        """The plain rows: ``id``, ``f0`` and so on, ``available`` if it exists, file and row number."""
         columns = [ID, *(f"f{place}" for place in range(len(self.features))), *[AVAILABLE] * self.has_available]
         read = engine.read_parquet([file.path for file in self.log.files], columns)
         return read.select(*columns, Engine.FILE, Engine.ROW)
 
     def describe(self) -> dict[str, Any]:
-        """For the manifest: the files, and which columns were used, taken for features or left alone."""
+        """For the manifest: the files, and which columns are used, were inferred to be features, or are unused."""
         return {
             "files": sorted(file.shown for file in self.log.files),
             "columns": self.log.columns,
@@ -84,15 +84,15 @@ def open_table(
 
     Args:
         paths: its files.
-        side: whose features it has.
-        id_name: what the log calls the id.
-        id_type: type of the ids in the log; None = unknown, the log has faults.
-        columns: the features and other columns, with those of the preset.
-        chosen: what the user named; these columns must exist.
+        side: item or user.
+        id_name: name of the id column in the log.
+        id_type: type of the ids in the log; None = unknown, because the log has faults.
+        columns: the features and other columns, including those of the preset.
+        chosen: the columns that the user named; they must exist.
         work: a directory for temporary files.
 
     Returns:
-        The table, None where it cannot be read; and all its faults.
+        The table, or None if it cannot be read; and all of its faults.
     """
     id_name = (columns.item_id if side == "item" else columns.user_id) or id_name
     available = columns.available_from if side == "item" else None
@@ -100,7 +100,7 @@ def open_table(
     if not names:
         return None, faults or [Fault(side, None, "the table has no file", f"name one with --{side}s")]
     declared = columns.of(side)
-    if declared is not None and chosen.of(side) is None:  # the preset's: what the table has of them
+    if declared is not None and chosen.of(side) is None:  # from the preset: the columns that the table has
         declared = tuple(feature for feature in declared if feature.source in names)
     if available is not None and chosen.available_from is None and available not in names:
         available = None
@@ -130,7 +130,7 @@ def open_table(
 
 
 def _names(paths: Sequence[Place]) -> tuple[list[str], list[Fault]]:
-    """The columns of the first file that can be read."""
+    """The columns of the first readable file."""
     for path in paths:
         try:
             if csv_files.is_text_file(path):
@@ -138,7 +138,7 @@ def _names(paths: Sequence[Place]) -> tuple[list[str], list[Fault]]:
             with pq.ParquetFile(readable(path)) as parquet:
                 return list(parquet.schema_arrow.names), []
         except (RecpoError, pa.ArrowException, OSError, ValueError):
-            continue  # opening it says what is wrong
+            continue  # opening the file reports what is wrong
     return [], [_damaged(path) for path in paths]
 
 
@@ -153,7 +153,7 @@ def _damaged(path: Place) -> Fault:
 def _open_files(
     paths: Sequence[Place], side: TableSide, used: dict[str, str], work: Place
 ) -> tuple[list[LogFile], list[tuple[str, pa.Schema]], list[Fault]]:
-    standard = {ID: LogColumns.ITEM_ID, AVAILABLE: LogColumns.TIMESTAMP}  # read as the columns of a log are
+    standard = {ID: LogColumns.ITEM_ID, AVAILABLE: LogColumns.TIMESTAMP}  # read in the same way as the columns of a log
     used = {standard.get(what, what): name for what, name in used.items()}
     opened, faults = open_files(paths, used, work, f"{side}s")
     return [file for file, _, _ in opened], [(file.shown, schema) for file, _, schema in opened], faults
@@ -162,7 +162,7 @@ def _open_files(
 def _settled(
     declared: tuple[Feature, ...] | None, schema: pa.Schema, taken: set[str]
 ) -> tuple[tuple[Feature, ...], list[str]]:
-    """The features, and the columns that their types suggest no feature for."""
+    """The features, and the columns for whose types there is no kind of feature."""
     if declared is not None:
         return declared, []
     free = [field for field in schema if field.name not in taken]
@@ -246,7 +246,7 @@ def _write_plain(
     schemas: Sequence[tuple[str, pa.Schema]],
     work: Place,
 ) -> tuple[list[LogFile], list[Fault]]:
-    """Writes the plain form of every file; offending rows are gathered over all of them."""
+    """Writes the plain form of every file. Offending rows of all files are collected."""
     found = dict[tuple[str, str, str], list[tuple[str, int, Any]]]()
     counts = dict[tuple[str, str, str], int]()
     plain = []
@@ -305,11 +305,11 @@ def _plain_batches(
 
 
 def table_faults(engine: Engine, table: FeatureTable, unit: str) -> list[Fault]:
-    """What only all rows together tell: ids that come again, and times that do not parse.
+    """Faults that require all rows of the table: repeated ids, and times that do not parse.
 
     Args:
         engine: runs the expressions.
-        table: without faults of its own.
+        table: a table without other faults.
         unit: unit of a numeric ``available_from``.
     """
     rows = table.rows(engine)

@@ -25,9 +25,9 @@ from recpo.errors import RecpoError
 from recpo.features.columns import expected_type
 
 _SUFFIXES: Final = (".parquet", *csv_files.SUFFIXES)
-#: columns that the engines add to what they read
+#: columns that the engines add when they read files
 _RESERVED: Final = frozenset({"filename", "file_row_number", Engine.FILE, Engine.ROW})
-_LIKE: Final = 0.6  # share of common letters at which two column names are alike
+_LIKE: Final = 0.6  # similarity from which a column name is suggested for another
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class LogFile:
     """A Parquet file that the engine reads.
 
     Attributes:
-        path: where it is.
-        shown: the name that the user knows it by.
-        left_out: rows of the user's file that ``path`` has not, ascending.
+        path: location of the file.
+        shown: the user's name of the file.
+        left_out: rows of the user's file that ``path`` lacks, ascending.
     """
 
     path: Place
@@ -52,9 +52,9 @@ class Log:
     Attributes:
         files: Parquet files with at least one row, in order of their names.
         empty_files: names of files without rows, which are skipped.
-        columns: standard name -> name in the log, only of columns that the log has with a type that suits.
-        types: standard name -> type of the column; of ids the one that holds those of all files.
-        faulty: standard names of columns that have a fault already.
+        columns: standard name -> name in the log, only for columns that exist and have a suitable type.
+        types: standard name -> type of the column; for ids, a type that holds the ids of all files.
+        faulty: standard names of columns that already have a fault.
     """
 
     files: tuple[LogFile, ...]
@@ -65,18 +65,18 @@ class Log:
 
     @property
     def name(self) -> str:
-        """The file's name, or how many files there are."""
+        """The file's name, or the number of files."""
         return self.files[0].shown if len(self.files) == 1 else f"the log ({len(self.files)} files)"
 
 
 def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
-    """The files that ``log`` means: files, directories (their .parquet and .csv files) and glob patterns.
+    """The files that ``log`` names: files, directories (their Parquet and text files) and glob patterns.
 
-    Hidden files and those whose name begins with an underscore are left out of directories. A name with a scheme, such
-    as ``s3://``, is one of an object store (``recpo.data.locations``).
+    In directories, hidden files and files whose name begins with an underscore are ignored. A name with a scheme, such
+    as ``s3://``, refers to an object store (``recpo.data.locations``).
 
     Raises:
-        RecpoError: something named does not exist, or holds no file.
+        RecpoError: a name does not exist, or is a directory without such files.
     """
     found: dict[object, Place] = {}
     for name in [log] if isinstance(log, str) else log:
@@ -86,7 +86,7 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
             raise RecpoError(
                 f"{what} {name}: no such file, directory with {' or '.join(_SUFFIXES)} files, or matching glob"
             )
-        # One file under two names is read once.
+        # A file under two names is read once.
         found |= {os.path.realpath(file) if isinstance(file, Path) else file: file for file in files}
     return list(found.values())
 
@@ -114,7 +114,7 @@ def _stored_files(name: str) -> Sequence[Place]:
 
 
 def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    """As ``glob``: a wildcard matches no hidden name, and ``**`` any number of directories."""
+    """Like ``glob``: a wildcard does not match hidden names, and ``**`` matches any number of directories."""
     if not path or not pattern:
         return not path and all(part == "**" for part in pattern)
     hidden = path[0].startswith(".") and not pattern[0].startswith(".")
@@ -135,21 +135,21 @@ def open_log(
     more: EventColumns = EventColumns(),  # noqa: B008  frozen
     form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
 ) -> tuple[Log, list[Fault]]:
-    """Reads the schema of every file and settles which columns are used.
+    """Reads the schema of every file and selects the columns to use.
 
-    CSV files are turned into Parquet under ``work`` first, and so are Parquet files with columns that an engine would
+    CSV files are first converted to Parquet in ``work``. So are Parquet files with column names that an engine would
     confuse (``_readable_by_engines``).
 
     Args:
         paths: the files of the log.
-        mapping: what the columns are called, with the preset's names.
-        chosen: what the user named; these columns must exist.
+        mapping: names of the columns, including those of the preset.
+        chosen: the columns that the user named; they must exist.
         work: a directory for temporary files.
-        more: behaviors and features of requests.
-        form: how its text files are written.
+        more: behaviors and request features.
+        form: delimiter and column names of text files.
 
     Returns:
-        The log, and the faults of its files and columns. With faults, the log is as complete as it can be.
+        The log, and the faults of its files and columns. If there are faults, the log is as complete as possible.
     """
     files, empty, schemas = [], [], []
     wanted = mapping.named() | more.named()
@@ -178,17 +178,17 @@ def open_files(
     what: str,
     form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
 ) -> tuple[list[tuple[LogFile, int, pa.Schema]], list[Fault]]:
-    """The files of a log or table that can be read.
+    """The readable files of a log or table.
 
     Args:
         paths: the files.
-        mapping: standard name -> name in the files, of the columns that are wanted.
+        mapping: standard name -> name in the files, for the requested columns.
         work: a directory for temporary files.
-        what: how those are named.
-        form: how those are written that are text.
+        what: name of the log or table in messages.
+        form: delimiter and column names of text files.
 
     Returns:
-        Of every file what is to be read, its rows and its columns; and the faults of all.
+        For every file, the Parquet file to read, its number of rows and its columns; and all faults.
     """
     opened, faults = [], []
     for number, path in enumerate(paths):
@@ -209,16 +209,17 @@ def open_files(
 def _open_file(
     path: Place, mapping: dict[str, str], staged: Place, form: CsvFormat
 ) -> tuple[LogFile, int, pa.Schema | None, list[Fault]]:
-    """One file of a log or table: a CSV file becomes Parquet first.
+    """Opens one file of a log or table. CSV files are first converted to Parquet.
 
     Args:
         path: the file.
-        mapping: standard name -> name in the file, of the columns that are wanted.
+        mapping: standard name -> name in the file, for the requested columns.
         staged: where a temporary file may be written.
-        form: how it is written, where it is text.
+        form: delimiter and column names, if it is a text file.
 
     Returns:
-        The Parquet file to read, its rows, its columns (those of the user's file; None if confused), and faults.
+        The Parquet file to read, its number of rows, its columns (those of the user's file; None if its rows cannot be
+        used), and faults.
     """
     faults: list[Fault] = []
     if csv_files.is_text_file(path):
@@ -234,7 +235,7 @@ def _open_file(
         return file, rows, None, faults + confused
     if not _readable_by_engines(schema.names):
         file = LogFile(_copy_columns(path, used, staged), path.name)
-    if names is not None:  # for messages, columns that are not used as well
+    if names is not None:  # includes unused columns, for messages
         schema = pa.schema([*schema, *(pa.field(name, pa.null()) for name in names if name not in schema.names)])
     return file, rows, schema, faults
 
@@ -257,7 +258,7 @@ def _name_faults(shown: str, used: Sequence[str], names: Sequence[str]) -> list[
 
 
 def _readable_by_engines(names: Sequence[str]) -> bool:
-    """Engines take a name in other capitals for the same, and add columns of their own to what they read."""
+    """Engines ignore case in column names, and add their own columns to what they read."""
     lower = [name.lower() for name in names]
     return len(set(lower)) == len(lower) and not _RESERVED & set(lower)
 
@@ -272,7 +273,7 @@ def _copy_columns(path: Place, columns: Sequence[str], staged: Place) -> Place:
 
 
 def write_frame(frame: pa.Table, work: Place, name: str = "frame.parquet") -> Place:
-    """Writes the rows of a frame as a file of the log, or of a table."""
+    """Writes the rows of a frame to a file of the log, or of a table."""
     place = work / name
     with writable(place) as sink:
         pq.write_table(frame, sink)
@@ -298,7 +299,7 @@ def unreadable(path: Place, error: Exception) -> Fault:
 def _settle_columns(
     schemas: Sequence[tuple[str, pa.Schema]], wanted: Mapping[str, str], needed: Set[str]
 ) -> tuple[dict[str, str], dict[str, Fault]]:
-    """Standard name -> name in the log, and the fault of each column that is needed and missing."""
+    """Standard name -> name in the log, and a fault for each missing required column."""
     columns, faults = {}, {}
     for column, name in wanted.items():
         lacking = [(shown, schema) for shown, schema in schemas if name not in schema.names]
@@ -319,7 +320,7 @@ _REMEDY: Final = "name its column in --behaviors or --features.context"
 def missing_column(
     where: str, name: str, wanted_as: str, schema: pa.Schema, remedy: str, used: Set[str] = frozenset()
 ) -> Fault:
-    """The fault of a column that is needed and missing; columns of like names that are not ``used`` are proposed."""
+    """The fault of a missing required column. Suggests columns with similar names that are not ``used``."""
     wanted = (name.lower(), wanted_as.lower(), wanted_as.removesuffix("_id"))
     free = [known for known in schema.names if known not in used]
     likeness = {
@@ -356,7 +357,7 @@ def _settle_types(
 
 
 def wider_type(first: pa.DataType, second: pa.DataType) -> pa.DataType:
-    """The type that holds the values of both; ``first`` where there is none."""
+    """The type that holds the values of both; ``first`` if there is none."""
     if is_text(first):
         return pa.string()
     try:
@@ -367,7 +368,7 @@ def wider_type(first: pa.DataType, second: pa.DataType) -> pa.DataType:
 
 
 def _expected_type(column: str, kind: pa.DataType) -> str | None:
-    """None where ``kind`` suits ``column``, otherwise what would."""
+    """None if ``kind`` is suitable for ``column``, else a description of the suitable types."""
     number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if column in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID):
         return None if pa.types.is_integer(kind) or is_text(kind) else "integers or strings"
@@ -388,5 +389,5 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """The message of an error in one line."""
     return str(error).strip().splitlines()[0][:200] if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""Held-out users, streamed shard by shard: the same number of batches on every rank, every user once."""
+"""Held-out users, streamed shard by shard, with the same number of batches on every rank and every user once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from recpo.features.schema import Reads
 from recpo.types import EvaluationBatch, FeedbackBatch, Slates
 
 MOST_PLACES = 1 << 20
-"""Bound on the padded width of a batch, held-out events and past items together, times its users."""
+"""Maximum of a batch's padded width (held-out events plus past items) times its number of users."""
 
 
 class Rank(NamedTuple):
-    """This process among its peers, and how many micro-batches make one optimizer step."""
+    """Rank of this process, number of ranks, and number of micro-batches per optimizer step."""
 
     rank: int = 0
     world_size: int = 1
@@ -34,12 +34,11 @@ class Rank(NamedTuple):
 class HeldOutBatches(IterableDataset[EvaluationBatch]):
     """The users of a held-out split, batch by batch; every rank takes every ``world_size``-th batch.
 
-    A batch is as wide as its most active user, so it holds fewer users where one of them is very active
-    (``MOST_PLACES``); users are never split.
-    Every rank yields the same number of batches, as a lookup in a sharded table is one of all ranks: those that would
-    fall short go on with a user who was counted already, and without that user's held-out events.
-    With ``max_users`` so many of them, evenly spaced: the first ones of a log may be quite unlike the others.
-    Retired items are excluded for every user, beside the items of the user's past.
+    A batch is as wide as its most active user, so it has fewer users if one of them is very active (``MOST_PLACES``).
+    Users are never split. Every rank yields the same number of batches, because all ranks take part in a lookup in a
+    sharded table. A rank with too few batches adds batches of a user who was already counted, without that user's
+    held-out events. With ``max_users``, only that many users are used, evenly spaced, because the first users of a log
+    may differ from the others. For every user, the retired items and the items of the user's past are excluded.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class HeldOutBatches(IterableDataset[EvaluationBatch]):
 
 
 def _cut(users: np.ndarray, targets: np.ndarray, past: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
-    """Batches of ``users``, in order, as many in each as fit ``batch_size`` and ``MOST_PLACES``; at least one."""
+    """Cuts ``users`` into batches, in order. Each has at most ``batch_size`` users and fits ``MOST_PLACES``."""
     begin = 0
     while begin < len(users):
         some = slice(begin, begin + batch_size)
@@ -106,12 +105,12 @@ def _cut(users: np.ndarray, targets: np.ndarray, past: np.ndarray, batch_size: i
 def evaluation_batch(
     events: Events, users: np.ndarray, history_length: int, past_counts: np.ndarray, past_items: np.ndarray
 ) -> EvaluationBatch:
-    """Held-out users: what came before the period and the period's events.
+    """Held-out users: their events before the period, and the events of the period.
 
-    The history ends before the period's first request, so that none is seen in part.
+    The history ends before the first request of the period, so that it does not contain a part of this request.
 
     Args:
-        events: of a held-out shard.
+        events: the events of a held-out shard.
         users: ``[B]`` rows of ``events.offsets``.
         history_length: H.
         past_counts: ``[B]`` number of items that each user had before the period.
@@ -141,7 +140,7 @@ def evaluation_batch(
 
 
 def _history_ends(events: Events, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of users with the rows ``starts .. stops``: the first row of the period, and the row where the history ends."""
+    """For users with rows ``starts .. stops``: the first row of the period, and the row where the history ends."""
     targets_before = np.concatenate([[0], np.cumsum(events.is_target)])
     boundary = stops - (targets_before[stops] - targets_before[starts])
     ends = np.stack([boundary, stops], axis=1).ravel()
@@ -150,14 +149,14 @@ def _history_ends(events: Events, starts: np.ndarray, stops: np.ndarray) -> tupl
 
 
 class HeldOutHistories:
-    """The raw events of held-out users before the period, as a server is given them: no feedback levels.
+    """The raw events of held-out users before the period, as a server receives them, without feedback levels.
 
-    One shard is in memory, that of the users who were asked for last: ask in the order of ``HeldOutBatches``.
+    The shard of the last requested users is in memory, so request users in the order of ``HeldOutBatches``.
 
     Args:
         prepared: the data.
         split: the held-out period.
-        reads: what is read beside items, feedback and times.
+        reads: what to read besides items, feedback and times.
     """
 
     def __init__(self, prepared: Prepared, split: Period, reads: Reads = Reads()) -> None:  # noqa: B008  immutable
@@ -167,13 +166,13 @@ class HeldOutHistories:
         self._user = prepared.fitted_features("user") if reads.user else None
 
     def events(self, users: np.ndarray) -> pa.Table:
-        """The events of ``users [B]``, rows of ``users.parquet``, which are their ``user_id`` here, in order of time.
+        """The events of ``users [B]``, in the order of time. ``user_id`` is the row of the user in ``users.parquet``.
 
-        ``item_id`` is the external one, and the other columns are those that ``HistoryReader`` reads. A user without
-        an event before the period has no row.
+        ``item_id`` is the external id. The other columns are those that ``HistoryReader`` reads. A user without an
+        event before the period has no row.
 
         Raises:
-            RecpoError: a user is not in one shard with the others.
+            RecpoError: the users are not all in one shard.
         """
         found = self._rows_of(users)
         starts, stops = self._events.offsets[found], self._events.offsets[found + 1]
@@ -192,7 +191,7 @@ class HeldOutHistories:
         )
 
     def requests(self, users: np.ndarray) -> pa.Table | None:
-        """``user_id`` and the features of the first request of the period of each of ``users``; None = not read."""
+        """``user_id`` and the features of each user's first request of the period; None = not read."""
         if self._context is None:
             return None
         found = self._rows_of(users)
@@ -200,7 +199,7 @@ class HeldOutHistories:
         return pa.table({LogColumns.USER_ID: users, **self._contexts(ends)})
 
     def user_features(self, users: np.ndarray) -> pa.Table | None:
-        """``user_id`` and the features of ``users``, by the columns of the table of users; None = not read."""
+        """``user_id`` and the features of ``users``, named by the columns of the user table; None = not read."""
         if self._user is None:
             return None
         order = np.argsort(users)
@@ -218,7 +217,7 @@ class HeldOutHistories:
         return {} if context is None or self._context is None else decoded(self._context, context.rows(rows))
 
     def _rows_of(self, users: np.ndarray) -> np.ndarray:
-        """The users as rows of the offsets of their shard, which is read where it is not at hand."""
+        """The users as rows of the offsets of their shard. Loads the shard if another one is in memory."""
         shards = self._prepared.num_shards(self._split)
         for shard in (max(self._shard, 0) + turn for turn in range(shards)):
             if shard % shards != self._shard:

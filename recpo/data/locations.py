@@ -1,9 +1,9 @@
 """Where files are: on this machine, or in an object store behind an Arrow filesystem.
 
-Local files stay plain paths. A name with a scheme (``s3://``, ``gs://``, ``abfs://``, ``hdfs://``, ``file://``) is a
-``Location``. Arrow's filesystems are the one road: they read columns of Parquet files in parallel without another
-package, and they wrap any filesystem that fsspec knows under its scheme. Credentials come from where these libraries
-look for them (environment variables, profiles, the machine's role), never from recpo.
+Local files are plain paths. A name with a scheme (``s3://``, ``gs://``, ``abfs://``, ``hdfs://``, ``file://``) is a
+``Location``. All access goes through Arrow's filesystems: they read columns of Parquet files in parallel without
+another package, and they wrap any filesystem that fsspec has for a scheme. These libraries find credentials themselves
+(environment variables, profiles, the machine's role); recpo does not handle them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from recpo.errors import RecpoError
 
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _COLLAPSED: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-#: schemes that Arrow's own filesystems read; any other goes through fsspec
+#: schemes that Arrow's own filesystems read; all others use fsspec
 _ARROW: Final = frozenset({"file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs"})
-#: names of other tools for the same store
+#: other tools' schemes for the same store
 _SAME: Final = {"s3a": "s3", "s3n": "s3"}
 
 
@@ -35,7 +35,7 @@ class Location:
     """A file or directory behind a URI.
 
     Attributes:
-        root: URI that settles the store and where in it to begin; its query holds the store's options.
+        root: URI of the store and of a path in it; its query has the store's options.
         inside: path below ``root``, empty for ``root`` itself.
     """
 
@@ -56,12 +56,12 @@ class Location:
 
     @property
     def suffix(self) -> str:
-        """The ending of the name, with its dot."""
+        """The file extension, including the dot."""
         return PurePosixPath(self.name).suffix
 
     @property
     def filesystem(self) -> FileSystem:
-        """The store; one client for each process, as clients do not survive a fork."""
+        """The store. Every process has its own client, because clients do not survive a fork."""
         return _store(self.root, os.getpid())[0]
 
     @property
@@ -76,7 +76,7 @@ class Location:
             return self.filesystem.get_file_info(self.path).type
 
     def is_file(self) -> bool:
-        """Whether there is a file."""
+        """Whether the file exists."""
         return self.kind() == FileType.File
 
     def size(self) -> int:
@@ -85,11 +85,11 @@ class Location:
             return int(self.filesystem.get_file_info(self.path).size)
 
     def files(self) -> list[Location]:
-        """Every file below this directory, in order of the paths; none where there is no such directory."""
+        """Every file below this directory, ordered by path. Empty if the directory does not exist."""
         return [Location(self.root, inside) for inside in self.sizes()]
 
     def sizes(self) -> dict[str, int]:
-        """``inside`` and bytes of every file below this directory, in order of the paths."""
+        """``inside`` and size in bytes of every file below this directory, ordered by path."""
         with _reported(self):
             base = self.path
             found = self.filesystem.get_file_info(FileSelector(base, allow_not_found=True, recursive=True))
@@ -100,12 +100,12 @@ class Location:
         """The file for random access.
 
         Raises:
-            OSError: it is not there, or cannot be read.
+            OSError: it does not exist, or cannot be read.
         """
         return self.filesystem.open_input_file(self.path)
 
     def open_output(self) -> pa.NativeFile:
-        """A stream that makes the file, with its directory where the store has such a thing."""
+        """A stream that writes the file. Its directory is created if the store has directories."""
         self.filesystem.create_dir(self.path.rpartition("/")[0], recursive=True)
         return self.filesystem.open_output_stream(self.path)
 
@@ -116,24 +116,24 @@ class Location:
         return content
 
     def unlink(self) -> None:
-        """Removes the file, if it is there."""
+        """Removes the file if it exists."""
         if self.is_file():
             self.filesystem.delete_file(self.path)
 
     def delete_directory(self) -> None:
-        """Removes everything below this directory, if it is there."""
+        """Removes everything below this directory if it exists."""
         if self.kind() == FileType.Directory:
             self.filesystem.delete_dir(self.path)
 
     def check_writable(self) -> None:
-        """Writes and removes an empty file in this directory, to learn now what would fail later."""
+        """Writes and removes an empty file in this directory, so that missing permissions are found early."""
         probe = self / ".writable"
         with _reported(self):
             probe.open_output().close()
             probe.unlink()
 
     def upload(self, file: Path) -> None:
-        """Copies a local file to this place."""
+        """Copies a local file to this location."""
         with _reported(self), file.open("rb") as source, self.open_output() as target:
             while piece := source.read(1 << 22):
                 target.write(piece)
@@ -143,10 +143,10 @@ Place = Path | Location
 
 
 def locate(name: str | Path | Location) -> Place:
-    """A plain path, or a ``Location`` where ``name`` has a scheme.
+    """A plain path, or a ``Location`` if ``name`` has a scheme.
 
     Raises:
-        RecpoError: a path in which ``//`` of a scheme has become ``/``.
+        RecpoError: a local path in which a scheme's ``//`` was collapsed to ``/``.
     """
     if isinstance(name, str) and _SCHEME.match(name):
         scheme, _, rest = name.partition("://")
@@ -157,12 +157,12 @@ def locate(name: str | Path | Location) -> Place:
 
 
 def readable(place: Place) -> Path | pa.NativeFile:
-    """What pyarrow's readers take for ``place``."""
+    """The argument for pyarrow's readers that stands for ``place``."""
     return place if isinstance(place, Path) else place.open_input()
 
 
 def writable(place: Place) -> pa.NativeFile:
-    """A stream that makes the file ``place``."""
+    """A stream that writes the file ``place``."""
     return pa.OSFile(str(place), "wb") if isinstance(place, Path) else place.open_output()
 
 

@@ -1,4 +1,4 @@
-"""Checks every row of a log in one pass and tells what cannot be used, what is neutralized, and where it stands."""
+"""Checks every row of a log in one pass: which values are fatal, which are neutralized, and where they are."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from recpo.data.schema import Columns, LogColumns
 from recpo.data.shaping import Label
 from recpo.features.schema import Feature, Number
 
-#: fatal: the log is refused. impossible: the value is neutralized and counted, or fatal if strict. missing: neutralized
-#: and counted.
+#: fatal: the log is rejected. impossible: the value is neutralized and counted, or fatal if strict. missing:
+#: neutralized and counted.
 Severity = Literal["fatal", "impossible", "missing"]
 
 _EXAMPLES: Final = 3
@@ -28,14 +28,14 @@ _EXAMPLES: Final = 3
 
 @dataclass(frozen=True)
 class Check:
-    """A question to every row.
+    """A condition that every row is checked for.
 
     Attributes:
         column: standard name of the column.
-        problem: what an offending row has.
-        severity: what follows.
+        problem: what is wrong with an offending row.
+        severity: the consequence.
         fix: what the user can do.
-        offends: the offending rows.
+        offends: expression that is true for offending rows.
     """
 
     column: str
@@ -46,7 +46,7 @@ class Check:
 
     @property
     def reason(self) -> str:
-        """Key of the count in the manifest."""
+        """Key of this check's count in the manifest."""
         return f"{self.column}: {self.problem}"
 
 
@@ -65,15 +65,15 @@ def check_rows(
     Args:
         engine: runs the expressions.
         raw: rows under standard names (``select_columns``).
-        log: names of files and columns for the report.
+        log: names of files and columns, for the faults.
         mapping: units.
-        label: the label method, which may refuse values of the label column.
-        max_watch_time: longest possible watch time in seconds.
+        label: the label method, which may reject values of the label column.
+        max_watch_time: maximum possible watch time in seconds.
         strict: impossible values and exact duplicates are fatal instead of neutralized or dropped.
-        more: behaviors and features of requests.
+        more: behaviors and request features.
 
     Returns:
-        Number of rows, neutralized values by reason, faults.
+        Number of rows; number of neutralized values by reason; faults.
     """
     checks = [*row_checks(raw, mapping, max_watch_time, more), *_label_checks(raw, label)]
     counts = {f"c{number}": check.offends.fill_null(False).sum() for number, check in enumerate(checks)}
@@ -99,7 +99,7 @@ def row_checks(
     max_watch_time: float,
     more: EventColumns = EventColumns(),  # noqa: B008  frozen
 ) -> list[Check]:
-    """All checks that apply to the columns which ``raw`` has."""
+    """All checks that apply to the columns of ``raw``."""
     return [
         *_key_checks(raw),
         *_time_checks(raw, mapping),
@@ -237,7 +237,7 @@ def _label_checks(raw: ir.Table, label: Label) -> list[Check]:
 
 
 def examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> list[Example]:
-    """The first offending rows of a log or table, with the file and number by which their owner knows them."""
+    """The first offending rows of a log or table, with the user's file name and row number."""
     first = offending.order_by([Engine.FILE, Engine.ROW]).limit(_EXAMPLES)
     rows = engine.table(first.select(file=first[Engine.FILE], row=first[Engine.ROW], value=first[column])).to_pylist()
     files = {str(file.path): file for file in log.files}

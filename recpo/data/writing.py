@@ -21,15 +21,15 @@ from recpo.features.encoding import FittedFeatures
 from recpo.feedback import FeedbackDefinition
 
 _ROW_GROUP: Final = 1 << 16
-_LEVEL_ROWS: Final = 1 << 14  # what is computed on the way stays in the cache
+_LEVEL_ROWS: Final = 1 << 14  # the computed sum stays in the cache
 _REPEATING: Final = (Derived.USER_INDEX, Derived.ITEM_INDEX, Derived.FEEDBACK, LogColumns.DURATION, Derived.BEHAVIORS)
 
 
 def user_blocks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
     """Regroups rows sorted by ``user_index`` into tables of whole users.
 
-    A block ends at the first change of user after ``rows`` rows, so its size does not depend on how the engine cut its
-    batches; at most one block and one batch are held in memory.
+    A block ends at the first change of user after ``rows`` rows, so its size does not depend on the engine's batches.
+    At most one block and one batch are in memory.
     """
     pending: list[pa.RecordBatch] = []
     held = 0
@@ -53,7 +53,7 @@ def user_blocks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Tab
 
 
 def write_parquet(table: pa.Table, file: Path) -> None:
-    """One writer setting for every file, so that equal tables are equal bytes."""
+    """All files use the same writer settings, so that equal tables give equal bytes."""
     with _writer(file, table.schema) as writer:
         writer.write_table(table, row_group_size=_ROW_GROUP)
 
@@ -61,13 +61,13 @@ def write_parquet(table: pa.Table, file: Path) -> None:
 def write_rows(
     batches: Iterable[pa.RecordBatch | pa.Table], schema: pa.Schema, file: Path, repeating: Sequence[str] = ()
 ) -> int:
-    """Writes a table that need not fit in memory, one row group at a time, and returns its number of rows.
+    """Writes a table one row group at a time, so that it need not fit in memory, and returns its number of rows.
 
     Args:
         batches: rows with the columns of ``schema``.
         schema: names and types of the columns.
-        file: where to.
-        repeating: columns with few different values, beside those that always have.
+        file: the file to write.
+        repeating: columns with few distinct values, in addition to the columns that always have few.
     """
     rows, held, pending = 0, 0, list[pa.Table]()
     with _writer(file, schema, repeating) as writer:
@@ -85,7 +85,7 @@ def write_rows(
 
 
 def without_repeats(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The rows that differ from the row before them: of sorted rows each once."""
+    """The rows that differ from the previous row: the distinct rows, if they are sorted."""
     last: list[Any] | None = None
     for batch in batches:
         if not batch.num_rows:
@@ -101,7 +101,7 @@ def without_repeats(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatc
 
 
 def _writer(file: Path, schema: pa.Schema, more: Sequence[str] = ()) -> pq.ParquetWriter:
-    # A dictionary of values that hardly repeat costs time and space.
+    # A dictionary of values that rarely repeat costs time and space.
     repeating = [name for name in schema.names if name in (*_REPEATING, *more) or name.startswith(CONTEXT)]
     return pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=repeating)
 
@@ -117,22 +117,22 @@ def write_shards(
     context: FittedFeatures | None = None,
     first: int = 0,
 ) -> list[dict[str, Any]]:
-    """Writes ``00000.parquet``, ``00001.parquet`` and so on; in memory are at most ``threads + 1`` shards.
+    """Writes ``00000.parquet``, ``00001.parquet`` and so on, with at most ``threads + 1`` shards in memory.
 
     Args:
-        batches: rows with the columns of ``EVENT_SCHEMA`` but the feedback level, sorted by user and time.
-        directory: made here, unless ``first`` is above 0.
+        batches: rows with the columns of ``EVENT_SCHEMA`` except the feedback level, sorted by user and time.
+        directory: created, unless ``first`` is above 0.
         rows_per_shard: a shard ends at the first change of user after this many rows.
-        feedback: gives the levels, and says what counts as positive, skipped, disliked and unknown.
+        feedback: defines the levels, and which events are positive, skipped, disliked and unknown.
         progress: called with the number of rows written.
-        threads: shards that are encoded at the same time.
+        threads: number of shards that are encoded at the same time.
         behaviors: names of the bits in ``behaviors``.
-        context: features of requests, plain in ``batches`` and encoded in shards.
-        first: number of the first shard; the earlier ones are in ``directory`` already.
+        context: request features, plain in ``batches`` and encoded in shards.
+        first: number of the first shard; ``directory`` already has the earlier ones.
 
     Returns:
-        For each shard its file (relative to the directory's parent), rows, users, targets, the targets of each of
-        ``FEEDBACK_KINDS``, those with each behavior, sha256.
+        For each shard: its file (relative to the directory's parent), number of rows, users and targets, number of
+        targets of each of ``FEEDBACK_KINDS`` and with each behavior, and SHA-256.
     """
     directory.mkdir(exist_ok=first > 0)
     shards: list[dict[str, Any]] = []
@@ -155,15 +155,15 @@ def write_shards(
 
 
 def write_past(batches: Iterable[pa.RecordBatch], shards: list[dict[str, Any]], root: Path) -> list[dict[str, Any]]:
-    """Writes what the users of each held-out shard had before the period, one row group at a time.
+    """Writes the items that the users of each held-out shard had before the period, one row group at a time.
 
     Args:
-        batches: rows of ``PAST_SCHEMA``, sorted, of users of ``shards``; repeats are left out.
-        shards: what ``write_shards`` returned, at least one.
-        root: the directory that their files are relative to.
+        batches: sorted rows of ``PAST_SCHEMA`` of the users of ``shards``; repeats are dropped.
+        shards: the result of ``write_shards``, at least one.
+        root: the directory that the file names are relative to.
 
     Returns:
-        The shards, each with ``past``, its file.
+        The shards, each with the name of its file as ``past``.
     """
     last_users = [shard["last_user"] for shard in shards]
 
@@ -174,7 +174,7 @@ def write_past(batches: Iterable[pa.RecordBatch], shards: list[dict[str, Any]], 
             for start, stop in zip(starts, [*starts[1:], batch.num_rows], strict=True):
                 yield int(numbers[start]), batch.slice(start, stop - start)
 
-    # beside the shards, so that their directory is one table of events
+    # outside the directory of shards, so that this directory can be read as one table of events
     files = [shard["file"].replace("/", "_past/") for shard in shards]
     (root / files[0]).parent.mkdir()
     without = set(range(len(shards)))
@@ -224,7 +224,7 @@ def _write_shard(
 
 
 def _with_context(table: pa.Table, block: pa.Table, context: FittedFeatures) -> pa.Table:
-    """The columns ``context_<name>`` of a shard; those of events that were prepared before are encoded already."""
+    """The columns ``context_<name>`` of a shard. Events that were prepared before are already encoded."""
     names = [feature.name for feature in context.features]
     encoded = context.encode(block.select([CONTEXT + name for name in names]).rename_columns(names))
     for name in names:
