@@ -245,13 +245,13 @@ def test_a_directory_of_the_users_own_with_a_similar_name_stays(tmp_path):
 @pytest.mark.parametrize(
     ("target", "given", "message"),
     [
-        ("log", "log", "is read and would be overwritten"),
-        ("link", "log", "is read and would be overwritten"),
-        ("log", "link", "is read and would be overwritten"),
-        ("log", "log/content", "holds .* which is read"),
-        (".", "log", "holds .* which is read"),
-        ("log/out", "log", "lies in .* which is read"),
-        ("log/a/out", "link", "lies in .* which is read"),
+        ("log", "log", "is an input and would be overwritten"),
+        ("link", "log", "is an input and would be overwritten"),
+        ("log", "link", "is an input and would be overwritten"),
+        ("log", "log/content", "contains .* which is an input"),
+        (".", "log", "contains .* which is an input"),
+        ("log/out", "log", "is inside .* which is an input"),
+        ("log/a/out", "link", "is inside .* which is an input"),
     ],
 )
 def test_inputs_are_never_replaced(tmp_path, target, given, message):
@@ -269,7 +269,7 @@ def test_an_input_file_is_not_overwritten(tmp_path):
     (tmp_path / "link").symlink_to("in")
     for target, given in (("in", "in"), ("link", "in"), ("in", "link"), ("new", ".")):
         with (
-            pytest.raises(RecpoError, match="is read"),
+            pytest.raises(RecpoError, match="is an input"),
             output_file(tmp_path / target, inputs=[str(tmp_path / given)]),
         ):
             pytest.fail("refused before anything is written")

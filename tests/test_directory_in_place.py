@@ -178,7 +178,7 @@ def test_sealed_files_and_their_checksums_may_not_be_missing(sealed, tmp_path):
     verify_sealed(tmp_path, ["numbers.json"], "a part of something else")
     with output_directory(tmp_path / "older", kind="evaluation") as working:
         (working / "numbers.json").write_text("{}")
-    with pytest.raises(RecpoError, match="holds no checksums: it was written by an older recpo"):
+    with pytest.raises(RecpoError, match="has no checksums: it was written by an older recpo"):
         verify_sealed(tmp_path / "older", ["numbers.json"], "make it again")
     (sealed / "numbers.json").unlink()
     with pytest.raises(RecpoError, match=r"numbers\.json \(missing\); make it again"):

@@ -46,7 +46,7 @@ def verify(root: Path, checksums: Mapping[str, str], remedy: str) -> None:
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """``content`` with, under ``sha256``, the checksum of its values, which detects a changed bit in a manifest."""
+    """Adds the checksum of the values of ``content`` under ``sha256``, to detect changed bits in a manifest."""
     return {**content, "sha256": _checksum_of_values(content)}
 
 
@@ -59,7 +59,7 @@ def unseal(content: Mapping[str, Any], shown: object, remedy: str) -> dict[str, 
     values = {key: value for key, value in content.items() if key != "sha256"}
     try:
         same = content.get("sha256") == _checksum_of_values(values)
-    except (ValueError, RecursionError):  # nan, which JSON has not and Python reads; lists a thousand deep
+    except (ValueError, RecursionError):  # nan, which Python reads although JSON lacks it; lists nested a thousand deep
         same = False
     if not same:
         raise RecpoError(f"{shown} is not as it was written (its checksum differs); {remedy}")
@@ -67,5 +67,5 @@ def unseal(content: Mapping[str, Any], shown: object, remedy: str) -> dict[str, 
 
 
 def _checksum_of_values(content: Mapping[str, Any]) -> str:
-    plain = json.loads(json.dumps(content, allow_nan=False))  # as it comes back from the file: keys are strings
+    plain = json.loads(json.dumps(content, allow_nan=False))  # as read back from the file, where keys are strings
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Reads JSON and YAML files; damage gives one message."""
+"""Reads JSON and YAML files, with one error message for damaged ones."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def read_yaml(file: Path, remedy: str) -> dict[str, Any]:
     """
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        json.dumps(content, default=str, skipkeys=True)  # raises where an anchor holds itself
+        json.dumps(content, default=str, skipkeys=True)  # raises if an anchor contains itself
     except OSError as error:
         raise RecpoError(f"{describe_os_error(error, file)}; {remedy}") from error
-    except (ValueError, RecursionError, AttributeError, yaml.YAMLError) as error:  # PyYAML lets them all through
-        raise RecpoError(f"{file} is damaged: no YAML ({' '.join(str(error).split())}); {remedy}") from error
+    except (ValueError, RecursionError, AttributeError, yaml.YAMLError) as error:  # PyYAML passes on all of these
+        raise RecpoError(f"{file} is damaged: not YAML ({' '.join(str(error).split())}); {remedy}") from error
     if not isinstance(content, dict):
-        raise RecpoError(f"{file} is damaged: a mapping is expected; {remedy}")
+        raise RecpoError(f"{file} is damaged: expected a mapping; {remedy}")
     return content
 
 
@@ -58,14 +58,14 @@ def parse_json(content: bytes, shown: object, remedy: str) -> dict[str, Any]:
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise RecpoError(f"{shown} is damaged: no JSON ({error}); {remedy}") from error
+        raise RecpoError(f"{shown} is damaged: not JSON ({error}); {remedy}") from error
     if not isinstance(value, dict):
-        raise RecpoError(f"{shown} is damaged: a JSON object is expected, not {type(value).__name__}; {remedy}")
+        raise RecpoError(f"{shown} is damaged: expected a JSON object, not {type(value).__name__}; {remedy}")
     return value
 
 
 def validate_configuration_files(arguments: Sequence[str]) -> None:
-    """Raises ``RecpoError`` if a file of ``--config`` is not YAML; the parser of options would end in a traceback."""
+    """Raises ``RecpoError`` if a ``--config`` file is not YAML. The option parser would end in a traceback."""
     for place, word in enumerate(arguments):
         flag, equals, value = word.partition("=")
         name = value if equals else next(iter(arguments[place + 1 : place + 2]), "")

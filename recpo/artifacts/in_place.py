@@ -33,7 +33,8 @@ def directory_in_place(
         target: the directory, or a symbolic link to it.
         kind: what the directory will be.
         start: writes the first files of a new directory; None = ``target`` exists and is continued.
-        check: raises if ``target`` may not be made, replaced or continued; called when no other process can write it.
+        check: raises if ``target`` may not be created, replaced or continued; called when no other process can write
+            it.
 
     Yields:
         A function to call when the new directory should be kept; it removes the replaced directory.
@@ -71,17 +72,17 @@ def directory_in_place(
 
 @contextmanager
 def directory_of_steps(target: Path | str, *, kind: Kind, overwrite: bool) -> Iterator[None]:
-    """An empty directory that other outputs fill one by one, such as a demo; one process at a time fills it.
+    """An empty directory that other outputs fill one by one, such as a demo. One process at a time may fill it.
 
-    Its ``recpo.json`` is locked, not the directory: those outputs lock the directory that they appear in.
+    The lock is on its ``recpo.json`` instead of the directory, because those outputs lock their parent directory.
 
     Args:
-        target: the directory; of a symbolic link, what it points to.
+        target: the directory; a symbolic link is followed.
         kind: what the directory will be.
-        overwrite: replace a ``target`` of the same kind, at once.
+        overwrite: replace a ``target`` of the same kind immediately.
 
     Raises:
-        RecpoError: another process fills it, or it may not be made or replaced.
+        RecpoError: another process fills it, or it may not be created or replaced.
     """
     place = Path(os.path.realpath(target))
     with ExitStack() as locks:
@@ -94,7 +95,7 @@ def directory_of_steps(target: Path | str, *, kind: Kind, overwrite: bool) -> It
 
 
 def _begin(place: Path, kind: Kind, start: Callable[[Path], None], locks: ExitStack) -> Path | None:
-    """Puts a new directory into ``place``; where what stood there was set aside, None if nothing did."""
+    """Moves a new directory to ``place``. Returns where the existing directory was moved, None if there was none."""
     working, aside = unused(place, UNFINISHED), None
     working.mkdir()
     try:
@@ -103,7 +104,7 @@ def _begin(place: Path, kind: Kind, start: Callable[[Path], None], locks: ExitSt
         start(working)
         flush_tree(working)
         if place.exists() and any(place.iterdir()):
-            lock(place, place, locks)  # so that nobody takes it for what a dead process has left
+            lock(place, place, locks)  # so that it is not mistaken for the leftovers of a dead process
             aside = unused(place, ASIDE)
             os.rename(place, aside)
         try:

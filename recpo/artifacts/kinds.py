@@ -48,8 +48,8 @@ def verify_sealed(directory: Path, names: Iterable[str], remedy: str) -> None:
     A directory without that file is part of another output, which has its own checksums.
 
     Args:
-        directory: as ``output_directory`` made it with ``sealed``.
-        names: the files; one that was not written is not there either.
+        directory: written by ``output_directory`` with ``sealed``.
+        names: the files. A file without a checksum must not exist.
         remedy: what to do if they differ; the end of the message.
 
     Raises:
@@ -60,7 +60,7 @@ def verify_sealed(directory: Path, names: Iterable[str], remedy: str) -> None:
         return
     content = read_json(file, remedy)
     if not isinstance(content.get("files"), dict):
-        raise RecpoError(f"{file} holds no checksums: it was written by an older recpo, or is damaged; {remedy}")
+        raise RecpoError(f"{file} has no checksums: it was written by an older recpo, or is damaged; {remedy}")
     files = unseal(content, file, remedy)["files"]
     wanted = [name for name in names if name in files or (directory / name).exists()]
     verify(directory, {name: str(files.get(name)) for name in wanted}, remedy)

@@ -14,9 +14,9 @@ from recpo.artifacts.locks import taken, try_lock, unlock
 
 UNFINISHED: Final = ".recpo-unfinished-"
 REPLACED: Final = ".recpo-replaced-"
-ASIDE: Final = ".recpo-aside-"  # stands for what is filled in its place until that is worth keeping
+ASIDE: Final = ".recpo-aside-"  # a replaced directory, until the new one in its place is worth keeping
 _LEAVINGS: Final = (REPLACED, ASIDE, UNFINISHED)
-#: ends the name of a file that is written beside its target by something that names its own files, such as Lightning
+#: suffix of temporary files beside their target whose writer chooses file names itself, such as Lightning
 PARTIAL: Final = ".partial"
 
 
@@ -26,7 +26,7 @@ def unused(place: Path, suffix: str) -> Path:
 
 
 def settle_leavings(place: Path) -> None:
-    """Restores what a killed process had set aside, removes its leftovers, and refuses a second writer."""
+    """Restores what a killed process had set aside, removes its leftovers, and rejects a second writer."""
     for entry in [*_siblings(place), place]:
         if entry.is_symlink() or (kind_of(entry) is None and not (entry != place and _is_barely_begun(entry))):
             continue
@@ -47,19 +47,19 @@ def settle_leavings(place: Path) -> None:
 
 
 def _is_barely_begun(entry: Path) -> bool:
-    """Whether a process was killed before it had said in ``recpo.json`` that the directory is its own."""
+    """Whether a process was killed before it had written the directory's ``recpo.json``."""
     return entry.is_dir() and all(path.name == MARKER for path in entry.iterdir())
 
 
 def _siblings(place: Path) -> list[Path]:
-    """What stands beside ``place`` under the names that are made here, what was set aside first."""
+    """The files and directories beside ``place`` with temporary names, those that were set aside first."""
     found = [entry for entry in place.parent.iterdir() if entry.name.startswith(place.name + ".recpo-")]
     parts = [[entry for entry in found if entry.name.startswith(place.name + part)] for part in _LEAVINGS]
     return [entry for part in parts for entry in part]
 
 
 def remove_leavings(place: Path, own: Path) -> None:
-    """Removes the unfinished files of dead processes beside the file ``place``."""
+    """Removes unfinished files of dead processes beside the file ``place``."""
     for entry in _siblings(place):
         if entry == own or entry.is_symlink() or not entry.is_file():
             continue
@@ -73,7 +73,7 @@ def remove_leavings(place: Path, own: Path) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Removes what a killed process had begun to write in a directory that is locked."""
+    """Removes unfinished files of a killed process in a locked directory."""
     for entry in list(directory.rglob("*")):
         if UNFINISHED in entry.name or entry.name.endswith(PARTIAL):
             with suppress(OSError):
@@ -81,7 +81,7 @@ def remove_unfinished(directory: Path) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Removes a directory of recpo's, ``recpo.json`` last: after a kill in between, the next call knows what it is."""
+    """Removes a directory that recpo wrote, ``recpo.json`` last, so that a call after a kill still knows its kind."""
     with suppress(OSError):
         for entry in directory.iterdir():
             if entry.name == MARKER:
@@ -94,7 +94,7 @@ def remove_tree(directory: Path) -> None:
 
 
 def discard(directory: Path, place: Path, successor: Path | None = None) -> None:
-    """Removes a directory, which ``successor`` follows in its place; a kill in between leaves no part of it there."""
+    """Replaces a directory by ``successor``. If the process is killed, no part of the old directory remains."""
     unfinished = unused(place, UNFINISHED)
     os.rename(directory, unfinished)
     if successor is not None:

@@ -1,4 +1,4 @@
-"""One writer of an output: locks that end with the process that holds them."""
+"""Locks that allow one writer per output. They end with the process that holds them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def locked_directory(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def locked_parent(place: Path) -> Iterator[None]:
-    """Serializes processes that claim ``place``, so that each sees what the other has done."""
+    """Serializes processes that claim ``place``, so that each sees the changes of the other."""
     parent = os.open(place.parent, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # some file systems have no locks
             fcntl.flock(parent, fcntl.LOCK_EX)
         yield
     finally:
@@ -49,7 +49,7 @@ def lock(path: Path, place: Path, locks: ExitStack) -> None:
 
 def taken(place: Path) -> RecpoError:
     """The error of a second writer."""
-    return RecpoError(f"{place}: another process is writing it; wait for its end, or choose another output")
+    return RecpoError(f"{place}: another process is writing it; wait until it ends, or choose another output")
 
 
 def try_lock(handle: int) -> bool:

@@ -1,4 +1,4 @@
-"""Errors of the operating system, as one line for a user."""
+"""Describes errors of the operating system in one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REMEDIES: Final = {
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
     errno.ENOMEM: "out of memory",
 }
-#: what goes wrong in writing; others may come from something that is read meanwhile
+#: errors of writing; other errors may come from files that are read in the meantime
 WRITING: Final = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EEXIST),
@@ -35,11 +35,11 @@ WRITING: Final = (
 
 
 def describe_os_error(error: OSError, path: Path | str | None = None) -> str:
-    """One line for a user: the path, what happened, and what to do about it.
+    """Describes an error in one line: the path, what happened, and what to do about it.
 
     Args:
-        error: what the operating system, or a library on top of it, reported.
-        path: what was read or written, where ``error`` does not name it.
+        error: the error of the operating system, or of a library that uses it.
+        path: the file that was read or written; used if ``error`` does not name it.
     """
     named = error.filename if isinstance(error.filename, (str, Path)) else path
     place = "" if named is None else f"{named}: "
@@ -49,7 +49,7 @@ def describe_os_error(error: OSError, path: Path | str | None = None) -> str:
 
 @contextmanager
 def os_errors(path: Path, errors: Container[int]) -> Iterator[None]:
-    """Turns those of ``errors`` that the operating system reports into a message that names ``path``."""
+    """Turns ``errors`` that come from the operating system into a ``RecpoError`` that names ``path``."""
     try:
         yield
     except Exception as error:
@@ -60,6 +60,6 @@ def os_errors(path: Path, errors: Container[int]) -> Iterator[None]:
 
 
 def _reported_by(error: Exception) -> OSError | None:
-    """What the operating system told a library that raises no ``OSError``: safetensors."""
+    """The operating system's error behind an error of safetensors, which does not raise ``OSError``."""
     number = re.search(r"\(os error (\d+)\)", str(error))
     return None if number is None or type(error).__name__ != "SafetensorError" else OSError(int(number[1]), "")

@@ -34,14 +34,14 @@ def output_directory(
 ) -> Iterator[Path]:
     """Yields an empty directory that becomes ``target`` when the block ends without an error.
 
-    An existing directory is replaced in one step (Linux). If the file system has no exchange, the old one has another
-    name for an instant, and the next call finds it there if the process dies. The next call for the same target removes
-    the leftovers of a killed process. An empty directory counts as absent.
+    An existing directory is replaced in one step (Linux). If the file system cannot exchange names, the old directory
+    has another name for an instant; if the process dies in that instant, the next call finds it there. The next call
+    for the same target removes the leftovers of a killed process. An empty directory counts as absent.
 
     Args:
-        target: the directory to make; of a symbolic link, what it points to.
+        target: the directory to make; a symbolic link is followed.
         kind: what the directory will be.
-        overwrite: replace a ``target`` of the same kind; the old one goes only after the new one is complete.
+        overwrite: replace a ``target`` of the same kind; the old one is only removed after the new one is complete.
         inputs: files and directories that are read meanwhile; entries that are not paths (an object store) are ignored.
         sealed: names of files whose checksums go into ``recpo.json``, for ``verify_sealed``.
 
@@ -57,7 +57,7 @@ def output_directory(
         yield working
         if names := [name for name in sealed if (working / name).is_file()]:
             content = seal({"kind": kind, "files": {name: sha256(working / name) for name in names}})
-            with output_file(working / MARKER) as whole:  # half of it would be nobody's
+            with output_file(working / MARKER) as whole:  # half a marker would make it a foreign directory
                 whole.write_text(json.dumps(content) + "\n", encoding="utf-8")
         flush_tree(working)
         _publish(working, place, target, kind, overwrite)
@@ -68,9 +68,9 @@ def output_file(target: Path | str, *, overwrite: bool = True, inputs: Iterable[
     """Yields a path beside ``target`` that replaces ``target`` when the block ends without an error.
 
     Args:
-        target: the file to write; of a symbolic link, what it points to.
+        target: the file to write; a symbolic link is followed.
         overwrite: replace an existing file.
-        inputs: files and directories that are read meanwhile; what is no path (an object store) is left alone.
+        inputs: files and directories that are read meanwhile; entries that are not paths (an object store) are ignored.
 
     Raises:
         RecpoError: before anything is touched, ``target`` is a directory or a device, is or lies in one of ``inputs``,
@@ -78,7 +78,7 @@ def output_file(target: Path | str, *, overwrite: bool = True, inputs: Iterable[
     """
     place = Path(os.path.realpath(target))
     if place.is_dir():
-        raise RecpoError(f"{target} is a directory, a file is to be written: name a file in it")
+        raise RecpoError(f"{target} is a directory, expected a file: name a file in it")
     if place.exists() and not place.is_file():
         raise RecpoError(f"{target} is a device or a pipe, not a file: choose another output")
     if place.exists() and not overwrite:
@@ -100,12 +100,12 @@ def output_file(target: Path | str, *, overwrite: bool = True, inputs: Iterable[
 
 
 def _check_directory(place: Path, target: Path | str, kind: Kind, overwrite: bool) -> None:
-    """Refuses a ``place`` that may not be made or replaced."""
+    """Raises if ``place`` may not be created or replaced."""
     try:
         if not os.path.lexists(place):
             return
         if not place.is_dir():
-            raise RecpoError(f"{target} is a file or a device, a directory is to be made: choose another output")
+            raise RecpoError(f"{target} is a file or a device, expected a directory: choose another output")
         if not any(place.iterdir()):
             return
     except OSError as error:
@@ -114,7 +114,7 @@ def _check_directory(place: Path, target: Path | str, kind: Kind, overwrite: boo
     if found != kind and overwrite:
         content = "what recpo did not write" if found is None else f"a {found} directory"
         raise RecpoError(
-            f"{target} holds {content}, and only a {kind} directory would be replaced: choose another output, or "
+            f"{target} contains {content}, and only a {kind} directory would be replaced: choose another output, or "
             "remove it yourself"
         )
     if not overwrite:
@@ -128,16 +128,16 @@ def _check_inputs(place: Path, target: Path | str, inputs: Iterable[object]) -> 
             continue
         source = Path(os.path.realpath(given))
         if place == source:
-            raise RecpoError(f"{target} is read and would be overwritten: choose another output")
+            raise RecpoError(f"{target} is an input and would be overwritten: choose another output")
         if place in source.parents:
-            raise RecpoError(f"{target} holds {given}, which is read: choose another output")
+            raise RecpoError(f"{target} contains {given}, which is an input: choose another output")
         if source in place.parents:
-            raise RecpoError(f"{target} lies in {given}, which is read: choose an output outside that directory")
+            raise RecpoError(f"{target} is inside {given}, which is an input: choose an output outside that directory")
 
 
 @contextmanager
 def parents(place: Path) -> Iterator[None]:
-    """Makes the directories above ``place``, and removes those again where the block fails."""
+    """Creates the directories above ``place``, and removes them again if the block fails."""
     missing = [parent for parent in place.parents if not parent.exists()]
     place.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -151,7 +151,7 @@ def parents(place: Path) -> Iterator[None]:
 
 @contextmanager
 def _claimed(place: Path, target: Path | str, kind: Kind, overwrite: bool) -> Iterator[Path]:
-    """Yields a new working directory, whose lock keeps other writers of ``place`` out."""
+    """Yields a new working directory, whose lock keeps out other writers of ``place``."""
     working = unused(place, UNFINISHED)
     with ExitStack() as locks:
         try:
@@ -167,11 +167,11 @@ def _claimed(place: Path, target: Path | str, kind: Kind, overwrite: bool) -> It
 
 
 def _publish(working: Path, place: Path, target: Path | str, kind: Kind, overwrite: bool) -> None:
-    """Renames ``working`` to ``place``; what was there is removed afterwards."""
+    """Renames ``working`` to ``place`` and then removes what was there."""
     try:
         _check_directory(place, target, kind, overwrite)
         if not place.exists() or not any(place.iterdir()):
-            os.rename(working, place)  # also over an empty directory, which cannot fill up in between
+            os.rename(working, place)  # also replaces an empty directory, which cannot be filled in between
             flush(place.parent)
             return
     except (RecpoError, OSError) as error:
@@ -197,7 +197,7 @@ def _publish(working: Path, place: Path, target: Path | str, kind: Kind, overwri
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swaps two names in one step; False where the system or its file system cannot."""
+    """Swaps two names in one step; False if the operating system or the file system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):

@@ -9,12 +9,12 @@ from typing import Any
 
 from recpo.artifacts.outputs import output_file
 
-#: YAML of every option of the running verb, defaults included; None when a verb is called from Python
+#: YAML of every option of the running verb, including defaults; None if a verb is called from Python
 RESOLVED: ContextVar[str | None] = ContextVar("resolved_configuration", default=None)
 
 
 def write_json(target: Path, value: Any) -> None:
-    """Writes ``value`` as indented JSON with sorted keys, completely or not at all; nan and infinities are refused."""
+    """Writes ``value`` as indented JSON with sorted keys, completely or not at all. Rejects nan and infinities."""
     content = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
     with output_file(target) as working:
         working.write_text(content, encoding="utf-8")

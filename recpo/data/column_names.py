@@ -1,4 +1,4 @@
-"""What the columns of logs are called in the wild, and which unit a name says."""
+"""Common column names in logs, and the units that column names state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from recpo.data.schema import LogColumns
 
-#: Names of each standard column, the surest first; compared without case, separators, units and RecBole's types.
+#: Names of each standard column, the most reliable first; compared without case, separators, units and RecBole's types.
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     LogColumns.USER_ID: (
         *("userid", "uid", "user", "useridx", "userindex", "customerid", "customer", "memberid", "visitorid"),
@@ -51,7 +51,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     LogColumns.REQUEST_ID: ("requestid", "reqid", "impressionid", "slateid", "searchid", "pageviewid", "traceid"),
 }
 
-#: What users do with items: name of the behavior -> names of its flag.
+#: What users do with items: name of the behavior -> names of flag columns.
 BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
     "click": ("click", "clicked", "clk"),
     "like": ("like", "liked", "thumbsup", "upvote"),
@@ -65,7 +65,7 @@ BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
     "profile": ("profileenter", "profilevisit"),
 }
 
-#: Columns that say what kind of event a row is.
+#: Columns that state the kind of event of a row.
 EVENT_KINDS: Final = ("event", "eventtype", "action", "actiontype", "behavior", "behaviortype", "type")
 
 _UNITS: Final[dict[str, str]] = {
@@ -76,29 +76,29 @@ _UNITS: Final[dict[str, str]] = {
     **dict.fromkeys(("min", "mins", "minute", "minutes"), "min"),
 }
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-_TYPE: Final = re.compile(r":(token|float|token_seq|float_seq)$")  # as RecBole's atomic files write them
+_TYPE: Final = re.compile(r":(token|float|token_seq|float_seq)$")  # type suffixes in RecBole's atomic files
 
 
 def words(name: str) -> list[str]:
-    """The words of a column's name, in lower case: ``playedMs`` and ``played_ms`` are the same."""
+    """The words of a column name, in lower case: ``playedMs`` and ``played_ms`` give the same words."""
     return [word.lower() for word in _WORD.findall(_TYPE.sub("", name))]
 
 
 def unit_of_name(name: str) -> str | None:
-    """The unit that a name says, such as ``ms`` of ``play_time_ms``; None = it says none, or several."""
+    """The unit that a name states, such as ``ms`` for ``play_time_ms``; None = none or several."""
     said = {_UNITS[word] for word in words(name) if word in _UNITS}
     return said.pop() if len(said) == 1 else None
 
 
 def plain_name(name: str) -> str:
-    """A name without case, separators, units and a leading "is", as the tables above have it."""
+    """A name without case, separators, units and a leading "is", as in the tables above."""
     kept = [word for word in words(name) if word not in _UNITS]
     joined = "".join(kept[1:] if kept[:1] == ["is"] and len(kept) > 1 else kept)
     return joined or "".join(words(name))
 
 
 def rank_as(column: str, name: str) -> int | None:
-    """How well a name suits a standard column: 0 is best; None = it is none of its names."""
+    """How well a name matches a standard column: 0 is best; None = not one of its names."""
     names, full = NAMES[column], "".join(words(name))
     for candidate in (full, plain_name(name)):
         if candidate in names:
@@ -107,6 +107,6 @@ def rank_as(column: str, name: str) -> int | None:
 
 
 def behavior_of(name: str) -> str | None:
-    """The behavior that a flag's name says; None = none that is known."""
+    """The behavior that the name of a flag column states; None = no known behavior."""
     plain = plain_name(name)
     return next((behavior for behavior, names in BEHAVIORS.items() if plain in names), None)

@@ -26,23 +26,23 @@ class FeedbackDataModule(LightningDataModule):
 
     Args:
         prepared: directory written by ``recpo prepare``.
-        batch_size: contexts of one micro-batch on one rank.
+        batch_size: contexts per micro-batch on one rank.
         layout: how events become contexts and slates: ``SequenceLayout`` (every position of a user's history in one
             pass), ``ImpressionLayout`` (one request at a time) or ``PreferenceListLayout`` (one positive event and
             rejected items).
         num_workers: processes that gather batches; 0 gathers in the training process. The batches are the same.
         seed: determines the order of the epochs and the items that the layout samples.
-        evaluation_batch_size: users of one validation batch.
+        evaluation_batch_size: users per validation batch.
         max_validation_users: validate on this many users of the validation split, evenly spaced; null = all.
-        assign: what is assigned to the ranks. With "batches", every rank reads every shard and gathers every W-th
-            batch, where W is the number of ranks; results do not depend on W. With "shards", the shards are divided
-            among the ranks, the same ones to a rank in every epoch, and each rank reads and cuts its own, so reading is
-            divided by W. Every context still occurs once per epoch, in an order that depends on (seed, epoch, W). The
-            content of an optimizer step then depends on W, the labels of a step (TernaryAdvantage) are those of the
-            rank's own part, and a run can resume in the middle of an epoch only with the same number of ranks. Ranks
-            with fewer batches than the first get empty ones. With one rank, both options are the same.
+        assign: what is assigned to ranks. With "batches", every rank reads every shard and gathers every W-th batch,
+            where W is the number of ranks; results do not depend on W. With "shards", the shards are divided among the
+            ranks, in the same way in every epoch, and each rank reads only its own, so reading is divided by W. Every
+            context still occurs once per epoch, in an order that depends on (seed, epoch, W). The content of an
+            optimizer step then depends on W, the labels of a step (TernaryAdvantage) are those of the rank's own part,
+            and a run can resume in the middle of an epoch only with the same number of ranks. Ranks with fewer batches
+            than the first get empty ones. With one rank, both options are the same.
         segments: for data that was extended (``recpo prepare --extends``): use all of it, or only the events that the
-            last extension added. The latter is for a nightly run that starts from yesterday's run, at a cost that does
+            last extension added. The latter is for a nightly run that starts from the previous run, at a cost that does
             not grow with the log.
         replay: with segments newest, the number of batches of older events per batch of new ones; they differ in each
             epoch.
@@ -51,7 +51,8 @@ class FeedbackDataModule(LightningDataModule):
         phases: how training goes through the epoch; set by the training workflow.
         step_labels: training reads ``FeedbackBatch.step_labels``; set by the training workflow.
         reads: what batches contain beyond items, feedback and times; set by the training workflow.
-        planner: adds to a batch what can be counted on the CPU (``FeedbackBatch.plan``); set by training.
+        planner: adds to a batch the counts that the CPU can compute in advance (``FeedbackBatch.plan``); set by
+            training.
     """
 
     phases = Phases()

@@ -235,7 +235,7 @@ class _ExtensionRun(PrepareRun):
         return vocabulary.values.type if self.engine.row(known.aggregate(rows=known.count()))["rows"] else None
 
     def _with_kept_types(self, log: Log) -> Log:
-        """The log with id types that hold the previous and the new ids. A request feature that is all null keeps its type.
+        """The log, with id types that hold the previous and the new ids, and request features of the previous types.
 
         Raises:
             RecpoError: one of them has strings and the other has integers.

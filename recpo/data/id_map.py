@@ -1,4 +1,4 @@
-"""Maps external item ids to internal ones: 1..V; 0 is padding and means unknown."""
+"""Maps external item ids to internal ids 1..V; 0 is padding and means unknown."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class IdMap:
             raise RecpoError(f"item ids: {external.null_count} nulls among {len(external)} items")
         self._external = external
         self._is_text = _is_text(external.type)
-        # An object index keeps its hash table, so that looking up a few ids does not cost a pass over the catalog.
-        import pandas as pd  # 35 MB, and training looks up no external id
+        # An object index keeps its hash table, so looking up a few ids does not cost a pass over the catalog.
+        import pandas as pd  # imports 35 MB, and training does not look up external ids
 
         values = external.to_numpy(zero_copy_only=False)
         self._index = pd.Index(values.astype(object) if self._is_text else values)

@@ -1,1 +1,1 @@
-"""Features of items, users and requests: typed features, their codes, and the tables of items and users."""
+"""Features of items, users and requests: typed features, their codes, and feature tables of items and users."""

@@ -1,4 +1,4 @@
-"""Features as arrays: from the columns of a prepared file to what a policy reads. NumPy and Arrow only."""
+"""Features as arrays, from the columns of a prepared file to a policy's input. NumPy and Arrow only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FeatureArrays(NamedTuple):
         )
 
     def where(self, kept: np.ndarray) -> FeatureArrays:
-        """The rows that are ``kept`` (bool, of the leading shape); the others are missing in every feature."""
+        """Keeps the rows where ``kept`` (bool, of the leading shape) is true. Other rows have only missing features."""
         by_row = kept[..., None]
         return FeatureArrays(
             np.where(by_row, self.codes, 0),
@@ -49,7 +49,7 @@ class FeatureArrays(NamedTuple):
         )
 
     def joined(self, *others: FeatureArrays) -> FeatureArrays:
-        """These rows and those of ``others`` behind them."""
+        """These rows, followed by the rows of ``others``."""
         every = (self, *others)
         return FeatureArrays(
             np.concatenate([one.codes for one in every]),
@@ -59,8 +59,8 @@ class FeatureArrays(NamedTuple):
         )
 
     def tensors(self) -> Features:
-        """As tensors that share the memory of the arrays."""
-        import torch  # servers without torch read features too
+        """Tensors that share the memory of the arrays."""
+        import torch  # imported here because servers without torch read features too
 
         from recpo.types import Features
 
@@ -73,7 +73,7 @@ class FeatureArrays(NamedTuple):
 
 
 def missing_features(features: Sequence[Feature], shape: tuple[int, ...]) -> FeatureArrays:
-    """Features of which nothing is known, with the leading ``shape``."""
+    """Features that are all missing, with the leading ``shape``."""
     nan = np.float32(np.nan)
     return FeatureArrays(
         np.zeros((*shape, len(of_type(features, Category))), np.int64),
@@ -87,9 +87,9 @@ def read_features(features: Sequence[Feature], table: pa.Table, first_missing: b
     """The features of the rows of a prepared file (``item_features.parquet``, ``user_features.parquet``).
 
     Args:
-        features: fitted features; ``table`` has a column for each.
+        features: fitted features, each with a column in ``table``.
         table: codes int32, lists of codes, standardized numbers float32, vectors float32 of one width.
-        first_missing: put a row of which nothing is known before the first one, for id 0.
+        first_missing: add a first row in which all features are missing, for id 0.
     """
     skip = int(first_missing)
     arrays = missing_features(features, (table.num_rows + skip,))
@@ -101,7 +101,7 @@ def read_features(features: Sequence[Feature], table: pa.Table, first_missing: b
         arrays.numbers[skip:, place] = table[number.name].to_numpy()
     for rows, vector in zip(arrays.vectors, of_type(features, Vector), strict=True):
         begin = skip
-        for chunk in table[vector.name].chunks:  # one chunk at a time: no second copy of all vectors
+        for chunk in table[vector.name].chunks:  # one chunk at a time, which avoids a second copy of all vectors
             rows[begin : begin + len(chunk)] = chunk.flatten().to_numpy().reshape(len(chunk), -1)
             begin += len(chunk)
     return arrays

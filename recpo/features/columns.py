@@ -82,7 +82,7 @@ def expected_type(feature: Feature, kind: pa.DataType) -> str | None:
 
 
 def plain_type(feature: Feature, kind: pa.DataType) -> pa.DataType:
-    """Type of the plain form of a column of type ``kind``, which suits the feature."""
+    """Type of the plain form of a column of type ``kind``, which must be suitable for the feature."""
     kind = _decoded(kind)
     if isinstance(feature, Number):
         return pa.float64()
@@ -95,11 +95,11 @@ def plain_type(feature: Feature, kind: pa.DataType) -> pa.DataType:
 
 
 def plain_column(feature: Feature, column: pa.Array) -> tuple[pa.Array, list[Offense]]:
-    """The plain form of a column whose type suits the feature; offending values become null.
+    """The plain form of a column of a suitable type. Offending values become null.
 
     Args:
-        feature: with ``width``, if it is a vector.
-        column: as it is in the table.
+        feature: the feature; for a vector, with ``width``.
+        column: the column of the table.
     """
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
@@ -130,7 +130,7 @@ def _numbers(column: pa.Array) -> tuple[pa.Array, list[Offense]]:
 
 
 def _values(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, np.ndarray]:
-    """Single values as int64 or strings, and which are neither; those are null."""
+    """Single values as int64 or strings, and a mask of the values that are neither and became null."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if pa.types.is_string(kind) or not pa.types.is_floating(column.type):
@@ -151,7 +151,7 @@ def _sets(feature: Categories, column: pa.Array, kind: pa.DataType) -> tuple[pa.
         flat = pc.utf8_trim_whitespace(flat)
         flat = pc.if_else(pc.equal(flat, ""), pa.scalar(None, pa.string()), flat)
     known = np.flatnonzero(flat.is_valid().to_numpy(zero_copy_only=False))
-    # each value of a row once
+    # keeps each value of a row once
     coded = flat.take(pa.array(known)).dictionary_encode()
     size = max(1, len(coded.dictionary))
     pairs = np.unique(row[known] * size + coded.indices.to_numpy().astype(np.int64))
@@ -179,7 +179,7 @@ def _vectors(column: pa.Array, width: int) -> tuple[pa.Array, list[Offense]]:
 
 
 def first_width(column: pa.Array) -> int | None:
-    """Length of the first list that is not null; None where there is none."""
+    """Length of the first list that is not null; None if there is none."""
     lengths = pc.drop_null(pc.list_value_length(column))
     return int(lengths[0].as_py()) if len(lengths) else None
 

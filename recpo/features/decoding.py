@@ -1,4 +1,4 @@
-"""From codes back to values: columns that encode to the same features again, for whoever reads raw ones."""
+"""Decodes features to columns of raw values, which encode to the same features again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from recpo.features.schema import FIRST_CODE, MISSING, Categories, Category, Fea
 
 
 def decoded(fitted: FittedFeatures, arrays: FeatureArrays) -> dict[str, pa.Array]:
-    """Plain columns by the names of the features, of ``arrays`` with the leading shape ``[N]``.
+    """Plain columns of ``arrays`` with the leading shape ``[N]``, by feature name.
 
-    Missing values are null; of an unknown one only that is known, and it becomes a value that no vocabulary here holds.
+    Missing values are null. An unknown value becomes a value that is not in the vocabulary.
     """
     columns: dict[str, pa.Array] = {}
     for place, category in enumerate(of_type(fitted.features, Category)):
@@ -32,7 +32,7 @@ def decoded(fitted: FittedFeatures, arrays: FeatureArrays) -> dict[str, pa.Array
 
 
 def by_source(fitted: FittedFeatures, columns: dict[str, pa.Array]) -> dict[str, pa.Array]:
-    """Columns by name as the columns of the table that was prepared."""
+    """Renames columns from feature names to the column names of the prepared table."""
     sources = {feature.name: feature.source for feature in fitted.features}
     return {sources[name]: column for name, column in columns.items()}
 
@@ -61,7 +61,7 @@ def _numbers(feature: Feature, values: np.ndarray) -> np.ndarray:
 
 
 def _strange(vocabulary: Vocabulary) -> Any:
-    """A value that the vocabulary does not hold."""
+    """A value that is not in the vocabulary."""
     known = set(vocabulary.values.to_pylist())
     if pa.types.is_string(vocabulary.values.type):
         value = "?"

@@ -1,4 +1,4 @@
-"""Encodes values: applies what was fitted on the train period to any table of items, users or requests.
+"""Encodes values: applies features that were fitted on the train period to any table of items, users or requests.
 
 Prepare, extensions, refreshed bundles and servers all use this module. NumPy, pandas and Arrow only.
 """
@@ -35,7 +35,7 @@ class Vocabulary:
 
     @cached_property
     def _index(self) -> pd.Index:
-        # an index keeps its hash table: a request with a few values does not cost a pass over the vocabulary
+        # an index keeps its hash table, so a request with a few values does not cost a pass over the vocabulary
         return _hashable(self.values)
 
     def __len__(self) -> int:
@@ -43,14 +43,14 @@ class Vocabulary:
 
     @property
     def num_codes(self) -> int:
-        """Missing, unknown, and the values."""
+        """Number of codes: missing, unknown, and the values."""
         return len(self) + FIRST_CODE
 
     def codes(self, values: pa.Array) -> np.ndarray:
-        """``[N]`` int32: 0 where the value is null, 1 where the vocabulary does not hold it.
+        """``[N]`` int32 codes: 0 for null, 1 for values that are not in the vocabulary.
 
         Raises:
-            RecpoError: strings where the vocabulary has integers, or the other way round.
+            RecpoError: strings although the vocabulary has integers, or the other way round.
         """
         known = values.is_valid().to_numpy(zero_copy_only=False)
         codes = np.full(len(values), MISSING, np.int32)
@@ -67,7 +67,7 @@ class Vocabulary:
 
 
 def _hashable(values: pa.Array) -> pd.Index:
-    import pandas as pd  # 35 MB, and training encodes no raw value
+    import pandas as pd  # imports 35 MB, and training does not encode raw values
 
     found: np.ndarray = values.to_numpy(zero_copy_only=False)
     return pd.Index(found.astype(object) if pa.types.is_string(values.type) else found)
@@ -75,11 +75,11 @@ def _hashable(values: pa.Array) -> pd.Index:
 
 @dataclass(frozen=True)
 class FittedFeatures:
-    """The features of one side and everything that was fitted for them.
+    """The features of one side (item, user or context) and their fitted values.
 
     Attributes:
         features: fitted features.
-        vocabularies: of each ``Category`` and ``Categories``, by name.
+        vocabularies: vocabulary of each ``Category`` and ``Categories``, by feature name.
     """
 
     features: tuple[Feature, ...]
@@ -91,20 +91,20 @@ class FittedFeatures:
         return pa.schema([(feature.name, stored_type(feature)) for feature in self.features])
 
     def encode(self, plain: pa.Table | pa.RecordBatch) -> pa.Table:
-        """What prepared files hold of the plain columns (``recpo.features.columns``), named as the features."""
+        """Encodes plain columns (``recpo.features.columns``), named by feature, as in prepared files."""
         columns = [self._encoded(feature, _one(plain[feature.name])) for feature in self.features]
         return pa.Table.from_arrays(columns, schema=self.schema)
 
     def read(self, table: pa.Table, name: str, by_name: bool = False) -> FeatureArrays:
-        """The features of the rows of a table, as their owner has it; a column that it lacks is missing throughout.
+        """The features of the rows of a user's table. If the table lacks a column, its feature is missing in all rows.
 
         Args:
             table: columns as in the tables that were prepared.
-            name: what the caller calls the table, for messages.
-            by_name: its columns are called as the features, not as in the tables that were prepared.
+            name: name of the table in messages.
+            by_name: columns have the names of the features, instead of the names in the prepared tables.
 
         Raises:
-            RecpoError: a column has another type, or values that the feature cannot have.
+            RecpoError: a column has an unsuitable type or values that the feature cannot have.
         """
         columns = [self._plain(one, table, name, one.name if by_name else one.source) for one in self.features]
         plain = pa.table(columns, names=[feature.name for feature in self.features]) if columns else pa.table({})
@@ -116,7 +116,7 @@ class FittedFeatures:
             return pa.nulls(len(table), wanted)
         column = _one(table[source])
         if pa.types.is_list(column.type) and pa.types.is_null(column.type.value_type):
-            return pa.nulls(len(table), wanted)  # empty lists only, as a request in JSON may have them
+            return pa.nulls(len(table), wanted)  # only empty lists, which a JSON request may contain
         expected = expected_type(feature, column.type)
         if expected is not None:
             raise RecpoError(f"{name}: column {source!r} is {column.type}, expected {expected}")
@@ -138,7 +138,7 @@ class FittedFeatures:
         return pa.float64() if isinstance(feature, Number) else pa.list_(pa.float32())
 
     def agrees(self, other: FittedFeatures) -> bool:
-        """Whether codes and numbers of ``other`` mean the same here; its vocabularies may have grown."""
+        """Whether codes and numbers of ``other`` have the same meaning here. Its vocabularies may have grown."""
         if [_unsized(one) for one in self.features] != [_unsized(one) for one in other.features]:
             return False
         for name, vocabulary in self.vocabularies.items():
@@ -180,7 +180,7 @@ def stored_type(feature: Feature) -> pa.DataType:
 
 
 def scaled(feature: Number, values: np.ndarray) -> np.ndarray:
-    """The numbers whose mean and deviation are taken, float64."""
+    """The numbers to fit mean and standard deviation to, float64."""
     return np.sign(values) * np.log1p(np.abs(values)) if feature.log else values
 
 
@@ -193,9 +193,9 @@ def standardized(feature: Number, values: np.ndarray) -> np.ndarray:
 
 
 class Moments:
-    """Mean and deviation of numbers that come in any order and any pieces, with one result.
+    """Mean and standard deviation of numbers, with the same result for any order and any division into pieces.
 
-    Sums are exact: every float64 is a whole number times a power of two, and whole numbers are summed.
+    Sums are exact, because every float64 is an integer times a power of two, and the integers are summed.
     """
 
     def __init__(self) -> None:
@@ -203,8 +203,8 @@ class Moments:
         self._sums: dict[int, int] = {}
 
     def add(self, values: np.ndarray) -> None:
-        """Counts finite float64 ``[N]``."""
-        for begin in range(0, len(values), 1 << 16):  # so many halves of 27 bits sum exactly in a float64
+        """Adds finite float64 ``[N]``."""
+        for begin in range(0, len(values), 1 << 16):  # this many halves of 27 bits sum exactly in a float64
             self._add(values[begin : begin + (1 << 16)])
 
     def _add(self, values: np.ndarray) -> None:
@@ -219,13 +219,13 @@ class Moments:
 
     @property
     def mean(self) -> float:
-        """The mean, 0 of no numbers."""
+        """The mean; 0 if there are no numbers."""
         total = sum((Fraction(whole) * Fraction(2) ** (power - 53) for power, whole in self._sums.items()), Fraction(0))
         return float(total / self.count) if self.count else 0.0
 
 
 def _lists(vocabulary: Vocabulary, column: pa.Array, length: int) -> pa.Array:
-    """Codes of each row, every one once, the most frequent first and unknown last, at most ``length``."""
+    """The distinct codes of each row, the most frequent first and unknown last, at most ``length``."""
     lengths = column.value_lengths().fill_null(0).to_numpy()
     row = np.repeat(np.arange(len(column)), lengths)
     codes = vocabulary.codes(column.flatten()).astype(np.int64)
@@ -254,5 +254,5 @@ def _nothing(rows: int) -> FeatureArrays:
 
 
 def of_side(features: Sequence[Feature], vocabularies: Mapping[str, pa.Array]) -> FittedFeatures:
-    """Features with the values of their vocabularies, by name."""
+    """The features that have vocabularies, by name."""
     return FittedFeatures(tuple(features), {name: Vocabulary(values) for name, values in vocabularies.items()})

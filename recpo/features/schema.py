@@ -23,7 +23,7 @@ SIDES: Final[tuple[Side, ...]] = ("item", "user", "context")
 
 
 class Reads(NamedTuple):
-    """What batches contain beyond items, feedback and times. Parts that are not read are not loaded.
+    """What batches contain besides items, feedback and times. Parts that are not read are not loaded.
 
     Attributes:
         behaviors: bit sets of behaviors.
@@ -36,7 +36,7 @@ class Reads(NamedTuple):
     context: bool = False
 
     def __or__(self, other: tuple[object, ...]) -> Reads:
-        """The parts that either of the two reads."""
+        """The parts that at least one of the two reads."""
         return Reads(*(bool(own or their) for own, their in zip(self, other, strict=True)))
 
 
@@ -149,7 +149,7 @@ class Vector(Feature):
     Args:
         name: name of the feature.
         column: its column, with lists of numbers of equal length; null = ``name``.
-        width: numbers in a vector; null = the length of the first one.
+        width: number of components; null = the length of the first vector.
     """
 
     name: str
@@ -181,7 +181,7 @@ class FeatureSchema:
             names = [feature.name for feature in self.of(side)]
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
-                raise RecpoError(f"features: two {side} features are called {twice[0]!r}; rename one")
+                raise RecpoError(f"features: two {side} features have the name {twice[0]!r}; rename one")
 
     def of(self, side: Side) -> tuple[Feature, ...]:
         """The features of one side."""

@@ -134,9 +134,9 @@ def _validate_same(out: Path, text: str, now: dict[str, Any]) -> None:
     others = [key for key in changed if not any(key == name or key.startswith(name + ".") for name in allowed)]
     if others:
         raise RecpoError(
-            f"{out} was begun with other options: {', '.join(others)} differ. Resume it with those of {out}/{RESOLVED} "
-            f"(recpo train --config {out}/{RESOLVED} --resume true; trainer.max_epochs, max_steps and devices may "
-            "change), or train another run"
+            f"{out} was started with other options: {', '.join(others)} differ. Resume it with those of "
+            f"{out}/{RESOLVED} (recpo train --config {out}/{RESOLVED} --resume true; trainer.max_epochs, "
+            "max_steps and devices may change), or train another run"
         )
     for name, checksum in (("prepared", "manifest_sha256"), ("init_from", "files_sha256")):
         before, after = then.get(name), now.get(name)

@@ -61,7 +61,7 @@ from recpo.workflows.devices import compute_device
 
 Source = RewardFunction | Run | Path | str
 
-_MOST_CANDIDATES = 1 << 22  # users times items of one batch of whole catalogs
+_MOST_CANDIDATES = 1 << 22  # maximum of users times items per batch
 _DISLIKE = TARGETS.index("dislike")
 _NO_PROPENSITIES = (
     "the log of the test period has no propensities, so the value of the greedy lists is not estimated from the log"
@@ -147,7 +147,7 @@ def calibrate(
 
 
 def _named(rewards: Source | Sequence[Source] | Mapping[str, Source]) -> dict[str, Source]:
-    """Directories by their own names where these differ, by whole paths otherwise; reward functions by their class."""
+    """Names directories by their last part if these differ, else by the whole path; reward functions by their class."""
     if isinstance(rewards, Mapping):
         named = dict(rewards)
     else:
@@ -177,13 +177,13 @@ def _directory(source: Source) -> Path | None:
 
 
 def _opened(source: Source, data: Prepared, checkpoint: Checkpoint, trust: Sequence[str]) -> RewardFunction | Run:
-    """A run or a reward function of the same items, checked before the first one is used."""
+    """A run or a reward function of the same items, checked before any of them is used."""
     if isinstance(source, str | Path):
         is_factors = kind_of(Path(source)) == "factors"
         source = FactorReward(Path(source), users="folded") if is_factors else Run.open(source, trust)
     if isinstance(source, Run):
         source.validate_items(data)
-        LearnedReward(source.root, calibrated=False, checkpoint=checkpoint, trust=tuple(trust))  # raises if it is none
+        LearnedReward(source.root, calibrated=False, checkpoint=checkpoint, trust=tuple(trust))  # raises if not a run
     else:
         validate_identity(source, type(source).__name__, data)
     return source
@@ -212,7 +212,7 @@ def _calibrate_run(run: RewardFunction | Run, setting: _Setting, checkpoint: Che
         if not known.any():
             raise RecpoError(f"target {name}: no exposure of the validation period is graded, so nothing can be fitted")
         fitted = fit_platt(valid.score[known, column], valid.target[known, column])
-        report = assess_grade_target if name == "grade" else assess_target  # of all but the grade a probability
+        report = assess_grade_target if name == "grade" else assess_target  # a probability, except for the grade
         targets[name] = {
             "calibration": fitted._asdict(),
             "test": {
@@ -232,7 +232,7 @@ def _calibrate_run(run: RewardFunction | Run, setting: _Setting, checkpoint: Che
 
 
 def _exposures(model: RewardModel, setting: _Setting, split: Period) -> Exposures:
-    """Every exposure of a period, scored from what was known when the period began."""
+    """Every exposure of a period, scored from the information at the start of the period."""
     objective = model.objective
     assert isinstance(objective, PointwiseReward)
 
@@ -252,7 +252,7 @@ def _groups(is_random: BoolArray) -> tuple[tuple[str, BoolArray], ...]:
 
 @dataclass(frozen=True)
 class _Scored:
-    """A reward's predictions of graded exposures, ``[N]`` each; ``dislike_score`` where it has a head for dislikes."""
+    """A reward's predictions of graded exposures, ``[N]`` each; ``dislike_score`` if it has a head for dislikes."""
 
     reward: FloatArray
     grade: FloatArray
@@ -272,13 +272,13 @@ class _Setting:
     Attributes:
         data: the log.
         device: where rewards are computed.
-        batch_size: users.
-        resamples: of the bootstrap.
+        batch_size: users scored at once.
+        resamples: number of resamples of the bootstrap.
         seed: seed of the bootstrap.
-        k: length of the lists.
-        truth: of a simulated log.
-        logged_reward: for the value from the log; None = it has no propensities.
-        candidates: items that may be listed at the begin of the test period; None = all that are not retired.
+        k: length of the greedy lists.
+        truth: the truth of a simulated log.
+        logged_reward: reward of logged items, for the value; None = the log has no propensities.
+        candidates: items that may be listed at the start of the test period; None = all that are not retired.
         progress: show a bar for every pass over the users of a period.
     """
 
@@ -294,7 +294,7 @@ class _Setting:
     progress: bool = False
 
     def batches(self, split: Period, batch_size: int) -> Iterator[EvaluationBatch]:
-        """Held-out users with the longest history that the data hold: models take from it what they read."""
+        """Held-out users with the longest history in the data. Models take the part that they read."""
         length = int(self.data.manifest["max_context"])
         users, hidden = int(self.data.manifest["counts"]["splits"][split]["users"]), None if self.progress else True
         with tqdm(total=users, desc=f"calibrate: {split}", unit="user", disable=hidden, leave=False) as bar:
@@ -303,7 +303,7 @@ class _Setting:
                 bar.update(len(batch.user_ids))
 
     def collect(self, split: Period, columns: Callable[[FeedbackBatch], list[Tensor]]) -> list[Any]:
-        """``columns [B, S, ...]`` of a period's exposures, then their users and which were random, as arrays."""
+        """The ``columns [B, S, ...]`` of a period's exposures, followed by their users and random flags, as arrays."""
         parts: list[list[Any]] = []
         for batch in self.batches(split, self.batch_size):
             slates = batch.feedback.slates
@@ -347,7 +347,7 @@ class _Setting:
         }
 
     def scored(self, name: str, reward: RewardFunction, split: Period) -> _Scored:
-        """The exposures whose grade is known and for which the reward is defined."""
+        """The exposures with a grade and a reward."""
         has_head = isinstance(reward, LearnedReward) and reward.predicts_dislikes
 
         def columns(feedback: FeedbackBatch) -> list[Tensor]:
@@ -381,7 +381,7 @@ class _Setting:
         return {"exposures": len(test.user), "users": len(np.unique(test.user)), **numbers(intervals)}
 
     def lists(self, reward: RewardFunction) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Value of the reward's greedy lists, and that of the policy that made the log, of the same users."""
+        """Value of the reward's greedy lists, and of the logging policy, on the same users."""
         measure = self._off_policy()
         true: dict[str, list[Tensor]] = {}
         for batch in self.batches("test", max(1, min(self.batch_size, _MOST_CANDIDATES // self.data.num_items))):
@@ -428,7 +428,7 @@ def greedy_lists(
         reward: the reward to maximize.
         batch: users.
         num_items: catalog size V.
-        k: length of the lists.
+        k: length of the greedy lists.
         unavailable: ``[B, N]`` items that are not candidates, 0 pads; None = every item is a candidate.
     """
     histories = batch.feedback.histories
@@ -438,7 +438,7 @@ def greedy_lists(
     catalog = Slates(items, visible, torch.ones_like(items, dtype=torch.bool))
     rewards = reward(batch.feedback._replace(slates=catalog), catalog).double()
     rewards = rewards.masked_fill(rewards.isnan(), -torch.inf)
-    padded = torch.nn.functional.pad(rewards, (1, 0))  # column 0 takes the padding of the past
+    padded = torch.nn.functional.pad(rewards, (1, 0))  # column 0 receives the padding of the past
     padded = padded.scatter(1, batch.exclude, -torch.inf)
     rewards = (padded if unavailable is None else padded.scatter(1, unavailable, -torch.inf))[:, 1:]
     best, place = rewards.sort(dim=1, descending=True, stable=True)

@@ -219,8 +219,8 @@ class _SharedItems:
     """One numbering of all items: those of the data are 1..V, as in the shards; others of the bundles follow.
 
     Attributes:
-        numbers: of each bundle ``[V_b + 1]``: the shared number of its own item, 0 of 0.
-        counts: how many items are in both bundles, in one, and not in the data.
+        numbers: for each bundle, ``[V_b + 1]``: the shared number of each of its items; 0 for 0.
+        counts: how many items are in both bundles, in one of them, and not in the data.
     """
 
     numbers: Mapping[str, np.ndarray]
@@ -231,7 +231,7 @@ class _SharedItems:
         external = {name: one.items.to_external(np.arange(1, len(one.items) + 1)) for name, one in bundles.items()}
         places = {name: known.to_internal(ids) for name, ids in external.items()}
         strange = [ids.filter(pa.array(places[name] == 0)) for name, ids in external.items()]
-        # Python's values: integers of different widths, or short and long strings, are the same ids
+        # as Python values, because integers of different widths, or short and long strings, are the same ids
         further = dict.fromkeys(value for ids in strange for value in ids.to_pylist())
         further_numbers = {value: number for number, value in enumerate(further, len(known) + 1)}
         numbers = {}
@@ -246,16 +246,16 @@ class _SharedItems:
 
 @dataclass
 class _Answers:
-    """What one bundle lists in the pass over the held-out users, kept in the shared numbering.
+    """The lists of one bundle in the pass over held-out users, in the shared numbering.
 
     Attributes:
-        bundle: it answers.
+        bundle: the bundle.
         reader: reads raw events for it.
         numbers: see ``_SharedItems``.
         histories: raw events of held-out users.
         known: items of the data.
-        lists: ``[B, k]`` of the batches so far, in the order of the users.
-        served: counts of what was read.
+        lists: ``[B, k]`` for every batch so far, in the order of users.
+        served: counts of the events read.
     """
 
     bundle: Bundle
@@ -273,8 +273,8 @@ class _Answers:
         return cls(bundle, bundle.reader, numbers, HeldOutHistories(data, split, reads), data.item_ids())
 
     def recommend(self, users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
-        """The lists as the evaluation reads them: an item that the data do not know is an empty place there."""
-        assert exclude is not None  # evaluated with exclude_past
+        """The lists as the evaluation reads them. An item that is not in the data leaves an empty place."""
+        assert exclude is not None  # the evaluation uses exclude_past
         asked = users.numpy()
         row, column = np.nonzero(exclude.numpy())
         past = pa.table({USER_ID: asked[row], ITEM_ID: self.known.to_external(exclude.numpy()[row, column])})
@@ -292,8 +292,8 @@ class _Answers:
         return Recommendations(numbers * known, found)
 
     def counts(self) -> dict[str, int]:
-        """What was served and left out so far."""
-        # of the past, items that are not in the bundle's catalog cannot be listed anyway
+        """Counts of served and skipped events so far."""
+        # past items outside the bundle's catalog cannot be listed anyway
         of_requests = {name: value for name, value in self.served.to_dict().items() if not name.startswith("unknown_")}
         strange = sum(int((one > len(self.known)).sum()) for one in self.lists)
         return of_requests | {
@@ -323,7 +323,7 @@ def _facts(bundle: Bundle) -> Document:
 
 
 def _document(evaluated: Document, k: int, agreed: Mapping[str, Document]) -> Document:
-    """The parts of the document that the evaluation gives."""
+    """The parts of the document that come from the evaluation."""
     by_name = {one["name"]: one for one in evaluated["contenders"]}
     sides = {OLD: by_name[OLD], NEW: by_name[NEW]}
     (pair,) = (one for one in evaluated["differences"] if (one["contender"], one["against"]) == (NEW, OLD))
@@ -350,7 +350,7 @@ def _document(evaluated: Document, k: int, agreed: Mapping[str, Document]) -> Do
 
 
 def _value(sides: Mapping[str, Document], differences: Sequence[Document], target: str) -> Document | None:
-    """Estimates of the lists' value with bootstrap intervals, by estimator; None where there are none."""
+    """Estimates of the lists' value with bootstrap intervals, by estimator; None if there are none."""
     entries = {
         name: {one["estimator"]: _ends(one) for one in side["off_policy"] if one["target"] == target}
         for name, side in sides.items()
@@ -372,7 +372,7 @@ def _ends(entry: Document) -> Document:
 
 
 def _unread(answers: Mapping[str, _Answers]) -> list[str]:
-    """Warnings about what one of the bundles could not read or list."""
+    """Warnings about events and items that one of the bundles could not read or list."""
     found = []
     for name, one in answers.items():
         counts = one.counts()
@@ -387,7 +387,7 @@ def _unread(answers: Mapping[str, _Answers]) -> list[str]:
 
 
 def _gate(document: Document, k: int, max_loss: float | None, min_overlap: float | None) -> Document:
-    """The limits, the measured numbers, and one sentence for each violated limit; unknown numbers violate it."""
+    """The limits, the measured numbers, and one sentence per violated limit. An unknown number violates its limit."""
     if document["value"] is None:
         measure, found = f"NDCG@{k}", document["ranking"][f"NDCG@{k}"]["difference"]
         mean, half_width = found["mean"], found["half_width"]

@@ -28,7 +28,7 @@ from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import CHECKPOINTS, FINISHED, RESOLVED, Run
 from recpo.types import Features, Histories, Recommendations
 
-#: How a contender is named: an object, its directory, or the name of a baseline; a ``Contender`` is taken as it is.
+#: A contender: an object, its directory, the name of a baseline, or a ``Contender``, which is used as it is.
 Named = Run | Bundle | Factors | Lists | Contender | Path | str
 
 
@@ -81,7 +81,7 @@ def directory_of(contender: Named) -> Path | None:
 
 
 def _names(paths: Sequence[Path]) -> dict[Path, str]:
-    """The directories' own names where they differ, whole paths otherwise."""
+    """The last parts of the directories' paths if these differ, else the whole paths."""
     if again := [str(path) for path in paths if paths.count(path) > 1]:
         raise RecpoError(f"the same directory is named twice: {again[0]}")
     names = [path.resolve().name for path in paths]
@@ -141,7 +141,7 @@ def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int)
     expected = data.item_ids().to_external(np.arange(1, data.num_items + 1))
     ids = np.arange(1, len(bundle.items) + 1)
     if len(bundle.items) != data.num_items or not bundle.items.to_external(ids).equals(expected):
-        raise RecpoError(f"{where} holds other items than {data.root}: name the bundle's own prepared data")
+        raise RecpoError(f"{where} has other items than {data.root}: name the bundle's own prepared data")
     if bundle.k < min(longest, data.num_items):
         raise RecpoError(
             f"{where} serves lists of up to {bundle.k}, and ks asks for {longest}: name smaller ks, or export the "
@@ -168,7 +168,7 @@ def _load_bundle(name: str, bundle: Bundle) -> Loaded:
             exclude = histories.item_ids.new_zeros(len(histories.item_ids), 1)
         if exclude is None:
             raise RecpoError(
-                f"{name}: this bundle never lists what is in the history; evaluate its run with exclude_past false, or "
+                f"{name}: this bundle never lists items of the history; evaluate its run with exclude_past false, or "
                 "export with repeats"
             )
         ids, feedback, times = (
@@ -191,7 +191,7 @@ def _load_bundle(name: str, bundle: Bundle) -> Loaded:
 
 
 def _validate_features(bundle: Bundle, where: str, data: Prepared) -> None:
-    """Raises where codes of features or bits of behaviors in the data mean something else to the bundle."""
+    """Raises if feature codes or behavior bits of the data have another meaning in the bundle."""
     own, sides = bundle.features, cast(tuple[Side, ...], ("user", "context"))
     wrong = [
         f"{side} features" for side in sides if (one := own.of(side)) and not one.agrees(data.fitted_features(side))
@@ -208,7 +208,7 @@ def _validate_features(bundle: Bundle, where: str, data: Prepared) -> None:
 def _known(
     histories: Histories, length: int, reads: Reads
 ) -> tuple[np.ndarray | None, FeatureArrays | None, FeatureArrays | None]:
-    """Behaviors, features of users and of requests, as wide as a program wants them."""
+    """Behaviors, user features and request features, with the widths that a program expects."""
     missing = length - histories.item_ids.shape[1]
     behaviors, user, context = histories.behaviors, histories.user, histories.context
     if context is not None:

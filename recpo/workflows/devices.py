@@ -8,7 +8,7 @@ from recpo.errors import RecpoError
 
 
 def compute_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is a GPU if there is one, else the CPU.
+    """The device with this name; ``auto`` is a GPU if there is one, else the CPU.
 
     Raises:
         RecpoError: there is no such device, or torch was built without it.
@@ -16,5 +16,5 @@ def compute_device(name: str) -> torch.device:
     name = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
     try:
         return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # no such device, or a torch without CUDA
+    except (RuntimeError, AssertionError) as error:  # no such device, or torch without CUDA
         raise RecpoError(f"device {name!r} cannot be used here ({error})") from error

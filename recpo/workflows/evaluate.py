@@ -48,7 +48,7 @@ from recpo.workflows.reranked import as_options, reranked_contenders
 
 HeldOut = Literal["valid", "test"]
 
-_EXCLUDED_AT_ONCE = 1 << 24  # of a users x items matrix: 128 MiB
+_EXCLUDED_AT_ONCE = 1 << 24  # size of a users x items matrix: 128 MiB
 
 _NO_PROPENSITIES = (
     "The log of this period has no propensities, so there are no off-policy values, and the metrics give no credit for "
@@ -227,7 +227,7 @@ def evaluate(
 
 
 def _cache(given: Path | str | None, out: Path | str | None, target: Path | None) -> BaselineCache:
-    """Without a directory of its own: read from the evaluation that is replaced, kept in the one that is made."""
+    """The default cache: baselines are read from the evaluation that is replaced, and written to the new one."""
     if given is not None:
         return BaselineCache(Path(given), Path(given))
     if out is None or target is None:
@@ -243,7 +243,7 @@ def _item_segments(
 
 
 def _candidate_option(given: Given) -> Any:
-    """As YAML has it; a frame is named as one, and cannot be repeated from there."""
+    """The value in YAML. A frame is only mentioned, so the evaluation cannot be repeated from the file."""
     table = table_of(given)
     if table is None:
         return given
@@ -289,7 +289,7 @@ class _Evaluated(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pass:
-    """What all contenders share."""
+    """The data and options that all contenders share."""
 
     data: Prepared
     split: HeldOut
@@ -309,7 +309,7 @@ class _Pass:
     progress: bool
 
     def evaluate(self, contender: Contender) -> _Evaluated:
-        """One pass over the held-out users; the contender is loaded for it and then forgotten."""
+        """One pass over the held-out users. The contender is loaded for it and released afterwards."""
         recommender, max_history, policy, counts, reads = contender.load()
         estimated_too = self.off_policy is not None and contender.kind != "oracle"
         value = self.off_policy.measure(policy) if self.off_policy is not None and estimated_too else None
@@ -341,7 +341,7 @@ class _Pass:
 
     def _batches(self, max_history: int, name: str, reads: Reads) -> Iterator[EvaluationBatch]:
         users = sum(shard["users"] for shard in self.data.manifest["shards"][self.split])
-        hidden = None if self.progress else True  # None: hidden where there is no terminal
+        hidden = None if self.progress else True  # None: hidden if there is no terminal
         with tqdm(total=users, desc=f"evaluate {name}", unit="user", disable=hidden, leave=False) as bar:
             for batch in evaluation_batches(self.data.root, self.split, max_history, self._users_at_once, reads):
                 yield move_data_to_device(batch, self.device)
@@ -349,7 +349,7 @@ class _Pass:
 
     @property
     def _users_at_once(self) -> int:
-        """The batch size, less where the items that are excluded for every user are many."""
+        """The batch size, reduced if many items are excluded for every user."""
         absent = 0 if self.candidates is None else self.candidates.most_unavailable
         others = self.new_items.others if self.new_items.is_new.any() else None
         width = absent + (0 if others is None else len(others))
@@ -362,7 +362,7 @@ class _Pass:
         setting: dict[str, Any],
         warnings: Sequence[str],
     ) -> Document:
-        """Everything that was found, with what every number depends on; ``setting`` has more of that."""
+        """The document: all results, and every option and input that they depend on, including ``setting``."""
         results = [one.contender for one in evaluated]
         values = {one.contender.name: one.value for one in evaluated if one.value is not None}
         described = {

@@ -36,19 +36,19 @@ def export(
     overwrite: bool = False,
     trust: Sequence[str] = (),
 ) -> Bundle:
-    """Writes the policy of a run as a bundle; only the run is needed.
+    """Writes the policy of a run as a bundle. Only the run is needed.
 
     Every engine is compared with the policy before the bundle appears.
 
     Args:
         run: the run, or its directory.
         out: bundle directory to make.
-        k: length of the lists that the bundle serves; a smaller catalog caps it.
+        k: length of the lists that the bundle serves, at most the size of the catalog.
         checkpoint: which checkpoint of the run.
         item_precision: how the program stores the item vectors: float32, float16, or int8 with a scale for each item.
         index: an approximate index instead of a search of the full catalog; scores are then log-probabilities plus a
             constant per user.
-        repeats: items of the history may be listed again; only items that a request excludes may not.
+        repeats: items of the history may be listed again; only items that a request excludes are not listed.
         attributes: a frame or a Parquet file with ``item_id`` and attributes of the items (integers, strings, booleans,
             or lists of them) that requests can filter by.
         triton: also write this directory, a model repository for the Triton Inference Server.
@@ -59,8 +59,8 @@ def export(
         trust: packages, in addition to recpo, whose classes the configuration of the run may name.
 
     Raises:
-        RecpoError: no run, a run that has changed since it was written, ``out`` is in the way, or an engine differs
-            from the policy.
+        RecpoError: no run, a run that was changed after it was written, ``out`` exists, or an engine differs from the
+            policy.
     """
     opened = Run.open(run, trust)
     if triton is not None:
@@ -81,7 +81,7 @@ def export(
     if triton is not None:
         write_triton(bundle.root, Path(triton), overwrite=overwrite, inputs=[opened.root])
     if compiled is not None:
-        from recpo.serving.compiled import write_compiled  # Inductor takes seconds to import
+        from recpo.serving.compiled import write_compiled  # importing Inductor takes seconds
 
         write_compiled(bundle.root, compiled, overwrite=overwrite)
     return bundle
@@ -102,15 +102,15 @@ def refresh(bundle: Bundle | Path | str, items: Path | str, out: Path | str, *, 
         overwrite: replace ``out`` where it is a bundle.
 
     Raises:
-        RecpoError: no bundle, no such table, no candidate left, features that are not the bundle's, new items of a
-            policy of semantic ids, or ``out`` is in the way.
+        RecpoError: no bundle, no such table, no candidate left, features that differ from the bundle's, new items for a
+            policy of semantic ids, or ``out`` exists.
     """
     root, table = bundle.root if isinstance(bundle, Bundle) else Path(bundle), Path(items)
     return refresh_bundle(root, table, Path(out), encoded=_encoded_items(table), overwrite=overwrite)
 
 
 def _encoded_items(table: Path) -> EncodedItems | None:
-    """The features beside ``items.parquet`` of prepared data; None of another table, and of data without features."""
+    """The features beside ``items.parquet`` of prepared data; None for other tables and for data without features."""
     if table.name != "items.parquet" or kind_of(table.parent) != "prepared":
         return None
     data = Prepared.open(table.parent)

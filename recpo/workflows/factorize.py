@@ -37,29 +37,29 @@ def factorize(
     of its feedback level's quartile, 0 for a dislike (``recpo.feedback.GRADES``).
 
     Args:
-        prepared: what ``recpo.prepare`` returned, or its directory.
+        prepared: prepared data, or its directory.
         out: output directory; None = keep the model in memory only.
         method: "variational" keeps a posterior of every user and item and learns their priors from the data (Lim and
             Teh, 2007); "als" is alternating least squares with one ridge.
-        ranks: numbers of factors to try; None = 8 and 16, and 4 too with "als"; of a held-out period 8.
+        ranks: numbers of factors to try; None = 8 and 16, with "als" also 4; for a held-out period, 8.
         ridges: ridges that "als" tries: the weight of the squared factors and biases, relative to a weight of 1 per
             event.
         sweeps: number of passes over the training events per model.
         seed: seed of the initial item factors.
-        max_history: events of a history that a fold-in reads; null = ``max_context`` of the prepared data.
+        max_history: number of history events that a fold-in reads; null = ``max_context`` of the prepared data.
         uncertainty: keep the covariances that lower bounds need.
         lower_bound: the model's own lists rank by the expected grade minus this many standard deviations; 0 without
             uncertainty. ``tilt`` and ``FactorReward`` have separate options for bounds.
         period: period whose events are fitted. A model of "valid" is independent of the events that policies and
-            rewards learned from ("train"), so as a ``FactorReward`` it can compare their lists.
-        overwrite: replace ``out`` where it exists.
+            rewards learned from ("train"), so it can compare their lists as a ``FactorReward``.
+        overwrite: replace ``out`` if it exists.
         progress: show a progress bar on a terminal.
 
     Returns:
         The model: it recommends, folds in any history, and is a reward (``FactorReward``).
 
     Raises:
-        RecpoError: ``out`` exists, no event has a grade, or nothing says which rank and ridge is best.
+        RecpoError: ``out`` exists, no event has a grade, or no validation event can select rank and ridge.
     """
     tried = None if ranks is None else tuple(ranks)
     options = FactorOptions(method, tried, tuple(ridges), sweeps, seed, max_history, uncertainty, lower_bound, period)

@@ -37,7 +37,7 @@ class Inspection:
 
     Attributes:
         log: the files that were named.
-        sample: the files of the log, and their rows that were looked at.
+        sample: the files of the log, and the inspected rows.
         recognition: its columns, units, preset, doubts and questions.
         counts: its size.
         others: other named files that are not the log, with their columns.
@@ -162,7 +162,7 @@ def inspect_log(
 
 
 def _likeness(found: Recognition, sample: TableSample) -> tuple[int, int, int]:
-    """How much like a log a table is: required columns, then all columns, then rows."""
+    """How similar a table is to a log: number of required columns, then of all columns, then of rows."""
     required = sum(found.column(role) is not None for role in LogColumns.REQUIRED)
     return required, len(found.findings) + len(found.behaviors) + 3 * (found.preset != "plain"), sample.rows
 
@@ -186,7 +186,7 @@ def _unnamed(sample: TableSample) -> list[str]:
 
 
 def _tables(found: Recognition, others: Sequence[TableSample]) -> dict[str, str]:
-    """Files with one row for each item or user; of several, the one with most of the preset's features."""
+    """Files with one row per item or user; of several, the one with the most features of the preset."""
     tables = {}
     item, user = found.column(LogColumns.ITEM_ID), found.column(LogColumns.USER_ID)
     for side, own, other in (("item", item, user), ("user", user, item)):
@@ -221,7 +221,7 @@ def _doubts_of_files(sample: TableSample, others: Sequence[TableSample], tables:
 
 
 def counts_of(sample: TableSample, found: Recognition) -> LogCounts:
-    """The size of a log, from the rows that were looked at."""
+    """The size of a log, from the inspected rows."""
     user, item, request = (
         found.column(role) for role in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
     )
@@ -267,11 +267,11 @@ def write_configurations(found: Inspection, out: Path) -> Inspection:
     """Writes the configurations of what was found.
 
     Args:
-        found: of ``inspect_log``.
+        found: the result of ``inspect_log``.
         out: directory for them.
 
     Raises:
-        RecpoError: something has to be decided first, or a file exists.
+        RecpoError: a question is open, or a file exists.
     """
     if found.questions:
         asked = "\n".join(f"  {number}. {text}" for number, text in enumerate(found.questions, 1))
@@ -293,7 +293,7 @@ def write_configurations(found: Inspection, out: Path) -> Inspection:
 
 
 def _paths(out: Path) -> dict[str, str]:
-    """Where the commands write, beside the configurations."""
+    """Output directories of the commands, beside the configurations."""
     runs = ("pretrain", "mpo", "gbpo", "evaluation", "bundle")
     paths = {"prepared": out / "prepared", "factors": out / "factors", **{name: out / "runs" / name for name in runs}}
     return {name: str(path) for name, path in paths.items()}
@@ -302,7 +302,7 @@ def _paths(out: Path) -> dict[str, str]:
 def _render(template: str, **values: Any) -> str:
     environment = Environment(
         loader=PackageLoader("recpo.workflows", "templates"),
-        autoescape=False,  # YAML: every value that a log names is quoted before
+        autoescape=False,  # YAML: every value from the log was quoted before
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -340,7 +340,7 @@ def _differs_from_preset(found: Recognition) -> bool:
 
 
 def _log_of(found: Inspection) -> str | list[str]:
-    """What was named, where it is the log and nothing else; else its files."""
+    """The given name if it stands for the log and nothing else; otherwise, the files of the log."""
     if set(find_files(list(found.log))) == set(found.sample.files):
         return found.log[0] if len(found.log) == 1 else list(found.log)
     files = [str(file) for file in found.sample.files]
@@ -353,7 +353,7 @@ def _csv_entries(form: CsvFormat) -> dict[str, str]:
 
 
 def _column_lines(found: Inspection) -> list[str]:
-    """A line for every column and unit, with the evidence behind it; what the preset says is not repeated."""
+    """A line for every column and unit, with its evidence. Settings of the preset are not repeated."""
     preset = PRESETS[found.recognition.preset]
     entries: list[tuple[str, str, str]] = []
     for one in found.findings:
@@ -392,7 +392,7 @@ def _class_entry(name: str, options: Mapping[str, Any]) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """A value as YAML: JSON, which YAML contains; plain words stay plain."""
+    """A value as YAML: JSON, which is also YAML, or a plain word."""
     if isinstance(value, str) and value.replace("_", "").replace("/", "").replace(".", "").isalnum():
         plain = value.lower() not in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
         if plain and not value.replace(".", "").replace("_", "").isdigit() and value[0] not in "./0123456789":
@@ -401,7 +401,7 @@ def _quoted(value: Any) -> str:
 
 
 def _comment(text: str) -> str:
-    """Text of a log, in one line of a comment."""
+    """Text from a log as one line for a comment."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 

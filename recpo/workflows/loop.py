@@ -39,7 +39,7 @@ LOOP: Final = "loop.json"
 REPORT: Final = "report.html"
 FORMAT_VERSION: Final = 2
 
-_LEAST_DAYS: Final = 3  # one to train on, one to validate on, one to test on
+_LEAST_DAYS: Final = 3  # for training, validation and test
 _REMEDY: Final = "run the loop again with overwrite"
 
 
@@ -66,7 +66,7 @@ class Loop:
         """
         file = Path(root) / LOOP
         if not file.is_file():
-            raise RecpoError(f"{root} is no loop: {LOOP} is missing; make one with `recpo loop`")
+            raise RecpoError(f"{root} is not a loop: {LOOP} is missing; make one with `recpo loop`")
         content = unseal(read_json(file, _REMEDY), file, _REMEDY)
         if (found := content.get("format_version")) != FORMAT_VERSION:
             raise RecpoError(f"{file}: format version {found}, this recpo reads {FORMAT_VERSION}: {_REMEDY}")
@@ -83,7 +83,7 @@ class Loop:
             RecpoError: no round is complete.
         """
         if not self.rounds:
-            raise RecpoError(f"{self.root}: no round is whole: go on with resume")
+            raise RecpoError(f"{self.root}: no round is complete: continue with resume")
         return Bundle.load(round_directory(self.root, self.rounds[-1].number) / BUNDLE)
 
     @property
@@ -246,7 +246,7 @@ def _dumped(content: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(content, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
-        raise RecpoError(f"loop: an option is no plain value ({error}): name classes by their class_path") from error
+        raise RecpoError(f"loop: an option is not a plain value ({error}): name classes by their class_path") from error
 
 
 def _content(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def _begin(root: Path, options: Mapping[str, Any], *, resume: bool, overwrite: b
         changed = sorted(name for name in {*options, *stands.options} if options.get(name) != stands.options.get(name))
         if changed:
             raise RecpoError(
-                f"{root} was begun with other options: {', '.join(changed)} differ. Resume it with the same ones "
+                f"{root} was started with other options: {', '.join(changed)} differ. Resume it with the same ones "
                 "(rounds may be more), or choose another output"
             )
         return

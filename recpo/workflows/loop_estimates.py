@@ -89,7 +89,7 @@ def _load(plain: Contender, bundle: Bundle, exploration: Exploration, size: int)
 
 @dataclass
 class _Slates:
-    """Lists of a bundle, and the probabilities of its slates in the batch whose lists were made last."""
+    """The lists of a bundle, and the probabilities of its slates for the batch of the latest lists."""
 
     bundle: Recommender
     of: Bundle
@@ -99,7 +99,7 @@ class _Slates:
     shortlists: Recommendations | None = None
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
-        """The k best items; keeps the whole shortlist for ``log_prob``."""
+        """The k best items. Keeps the whole shortlist for ``log_prob``."""
         assert self.bundle.recommend is not None
         width = min(max(self.size, self.exploration.shortlist), self.of.k)
         found = self.bundle.recommend(histories, max(k, width), exclude)
@@ -108,7 +108,7 @@ class _Slates:
         return Recommendations(found.item_ids[:, :k], found.scores[:, :k])
 
     def log_prob(self, batch: FeedbackBatch) -> Tensor:
-        """``[B, S, 1]``; -inf = such a slate never shows the item."""
+        """``[B, S, 1]``; -inf = slates of this context never show the item."""
         assert self.shortlists is not None
         items, scores = (part.numpy() for part in self.shortlists)
         barred = items[:, :0] if self.exclude is None else self.exclude.numpy()
@@ -119,7 +119,7 @@ class _Slates:
 
 
 def logged_reward(data: Prepared, split: HeldOut, reward: LoggedReward) -> float | None:
-    """Mean reward of the exposures of a held-out period; None where none has one."""
+    """Mean reward of the exposures of a held-out period; None if no exposure has a reward."""
     total = count = 0.0
     for shard in range(data.num_shards(split)):
         events = data.load(split, shard)

@@ -150,7 +150,7 @@ class Training:
 def _trained(
     out: Path, data: Prepared, config: Mapping[str, Any], start: Run | None, options: Mapping[str, Any], trust: Any
 ) -> Run:
-    """A finished run, a run that goes on from its last checkpoint, or a new one."""
+    """A finished run, a run that continues from its last checkpoint, or a new run."""
     if (out / FINISHED).is_file():
         return Run.open(out, trust)
     goes_on = checkpoint_path(out, "last").exists()
@@ -167,7 +167,7 @@ def _own_part(named: Path | str | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _validate(number: int, config: Mapping[str, Any]) -> None:
-    """Checks names and types before anything is simulated; what depends on the data is checked when training begins."""
+    """Checks names and types before the simulation. Training checks what depends on the data when it begins."""
     try:
         arguments = [*as_arguments(_with_factors(config, Path(FACTORS))), "--out", "run", "--data.prepared", "prepared"]
         train_parser().parse_args(arguments, defaults=False)
@@ -182,7 +182,7 @@ def _objective(config: Mapping[str, Any]) -> str:
 
 
 def _with_factors(config: Mapping[str, Any], factors: Path) -> dict[str, Any]:
-    """The configuration whose every ``FactorReward`` reads ``factors``."""
+    """The configuration, in which every ``FactorReward`` reads ``factors``."""
     found = copy.deepcopy(dict(config))
     for reward in _factor_rewards(found):
         reward.setdefault("init_args", {})["factors"] = str(factors)
@@ -190,7 +190,7 @@ def _with_factors(config: Mapping[str, Any], factors: Path) -> dict[str, Any]:
 
 
 def _factor_rewards(part: Any) -> list[dict[str, Any]]:
-    """Every ``FactorReward`` of a configuration, wherever it stands."""
+    """Every ``FactorReward`` of a configuration, at any depth."""
     if isinstance(part, list):
         return [found for one in part for found in _factor_rewards(one)]
     if not isinstance(part, Mapping):

@@ -1,4 +1,4 @@
-"""The report of a loop: one HTML file that opens offline, out of what ``loop.json`` holds."""
+"""The report of a loop: one HTML file that opens offline, written from ``loop.json``."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def loop_report(options: Mapping[str, Any], rounds: Sequence[Round], outcomes: S
     """The whole page.
 
     Args:
-        options: of the loop.
-        rounds: those that are whole.
-        outcomes: estimates beside what then happened.
+        options: the options of the loop.
+        rounds: the completed rounds.
+        outcomes: expected and actual earnings.
     """
     return render_page(
         "The loop: rounds of serving and training",
@@ -175,7 +175,7 @@ def _lists_table(rounds: Sequence[Round]) -> Block:
 
 
 def _of_day(name: str) -> Callable[[Round], float | None]:
-    """A number of the day that was served; None in round 0."""
+    """A number about the served day; None in round 0."""
     return lambda one: None if one.served is None else float(getattr(one.served, name))
 
 

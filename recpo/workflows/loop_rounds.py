@@ -38,7 +38,7 @@ PREPARED: Final = "prepared"
 BUNDLE: Final = "bundle"
 EVALUATION: Final = "evaluation"
 
-_LEAST_K: Final = 100  # of a bundle's lists: what exploration's default shortlist takes
+_LEAST_K: Final = 100  # length of a bundle's lists: the default shortlist of exploration
 _SEEDS_PER_LOOP: Final = 1000
 _NOT_LOGGED: Final = ("propensity", "is_random")
 
@@ -49,7 +49,7 @@ class ListValue:
 
     Attributes:
         true_reward: mean true expected reward of the items of the lists.
-        half_width: of its 95 % interval over users.
+        half_width: half-width of its 95 % interval over users.
         oracle: the same for the best possible lists, without items of the users' pasts unless they may be repeated.
         true_dislike: mean true probability of a dislike.
         ndcg: NDCG of the lists on logged positives; None = no user has any.
@@ -65,7 +65,7 @@ class ListValue:
 
     @classmethod
     def of(cls, document: Document, k: int) -> ListValue:
-        """Of the next policy and the oracle in the evaluation of a round."""
+        """Reads the values of the next policy and of the oracle from the evaluation of a round."""
         contenders = {one["name"]: one for one in document["contenders"]}
         own, best = contenders[NEXT]["metrics"], contenders[ORACLE]["metrics"]
         value = own[f"true_reward@{k}"]
@@ -107,7 +107,7 @@ class Round:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Round:
-        """What ``dataclasses.asdict`` made of one."""
+        """Reads the output of ``dataclasses.asdict``."""
         parts = dict(content)
         served, estimate = parts.pop("served"), parts.pop("estimate")
         return cls(
@@ -119,7 +119,7 @@ class Round:
 
 @dataclass(frozen=True)
 class RoundOptions:
-    """What all rounds share; see ``recpo.workflows.loop.loop``."""
+    """The options that all rounds share; see ``recpo.workflows.loop.loop``."""
 
     world: World
     parameters: Mapping[str, Any]
@@ -176,7 +176,7 @@ def round_directory(root: Path, number: int) -> Path:
 def _log(
     out: Path, before: Path | None, days: Sequence[Simulation], options: RoundOptions, progress: bool
 ) -> Simulation:
-    """The world's own log, or a day that the bundle of the round before serves."""
+    """The world's own log, or a day that the bundle of the previous round serves."""
     if kind_of(out) == "simulation":
         return Simulation.open(out)
     if before is None:
@@ -241,5 +241,5 @@ def _midnight(start_ms: int, day: int) -> str:
 
 
 def as_json(one: Round) -> dict[str, Any]:
-    """What ``Round.from_json`` reads."""
+    """The input of ``Round.from_json``."""
     return dataclasses.asdict(one)

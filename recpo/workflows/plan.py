@@ -41,13 +41,13 @@ def plan(
     Args:
         workload: the policy, its batches and its ranks.
         sharding: sharding of all tables, or by name.
-        ranks_per_node: ranks of one machine; None = all.
+        ranks_per_node: number of ranks per machine; None = all on one machine.
         memory_gib: memory of a rank in GiB; None = no limit.
         links: bandwidths.
         events: training events of an epoch, for the number of steps.
 
     Raises:
-        RecpoError: options that describe no run. A run that does not fit is not an error: see ``Plan.fault``.
+        RecpoError: invalid options. A run that does not fit is not an error: see ``Plan.fault``.
     """
     if links.within_node <= 0 or links.between_nodes <= 0:
         raise RecpoError(
@@ -61,14 +61,14 @@ def plan(
     document = _document(workload, placements, estimate(workload, placements), node, links, events)
     if fault is None and limit is not None and document["memory_total"] > limit:
         fault = RecpoError(
-            f"a rank needs {document['memory_total'] / GIB:,.2f} GiB and has {limit / GIB:,.2f}: take more ranks, a "
+            f"a rank needs {document['memory_total'] / GIB:,.2f} GiB and has {limit / GIB:,.2f}: use more ranks, a "
             "smaller batch_size, or what the largest parts above suggest"
         )
     return Plan(document, fault)
 
 
 def item_features_of(prepared: str | Path | None, hidden: int) -> dict[str, Any]:
-    """What a ``Workload`` is told of the item features of a prepared directory; ``hidden`` 0 = they are not read.
+    """The item features of a prepared directory for a ``Workload``; ``hidden`` 0 = they are not read.
 
     Raises:
         RecpoError: there are none.
@@ -84,7 +84,7 @@ def item_features_of(prepared: str | Path | None, hidden: int) -> dict[str, Any]
 
 
 def catalog_of(num_items: int | None, prepared: str | Path | None, events: int | None = None) -> tuple[int, int | None]:
-    """Catalog size and training events, given or those of a prepared directory; ``events`` None = not known.
+    """Catalog size and number of training events: as given, or of a prepared directory; ``events`` None = not known.
 
     Raises:
         RecpoError: neither or both of ``num_items`` and ``prepared``.
@@ -101,7 +101,7 @@ def catalog_of(num_items: int | None, prepared: str | Path | None, events: int |
 def _placements(
     workload: Workload, sharding: Sharding | dict[str, Sharding], node: int, limit: int | None, links: Links
 ) -> tuple[dict[str, Placement], RecpoError | None]:
-    """Where every table lies, by torchrec's planner; where they do not fit, without a limit, and why they do not."""
+    """The placement of every table by torchrec's planner. If it does not fit, the placement without limit, and why."""
     of_softmax = sharding.get(workload.softmax_table or "", "auto") if isinstance(sharding, dict) else sharding
     if workload.softmax_table is not None and isinstance(sharding, dict):
         sharding = {name: kind for name, kind in sharding.items() if name != workload.softmax_table}

@@ -35,7 +35,7 @@ from recpo.features.schema import Categories, Category, Number, Vector
 from recpo.feedback import FeedbackRule
 from recpo.frames import Frame, to_arrow
 
-# Imported so that on the command line their short names work as class paths.
+# Imported so that their short names work as class paths on the command line.
 __all__ = [
     "D2Q",
     "BinaryColumn",
@@ -88,7 +88,7 @@ def prepare(
 ) -> Prepared:
     """Checks an interaction log and writes indexed, labeled, split and sorted shards.
 
-    One error lists every fault of the log. Refused: files that cannot be read, missing columns, wrong types, null
+    One error lists every fault of the log. Rejected: files that cannot be read, missing columns, wrong types, null
     users, items or times, times that do not parse. Neutralized and counted (the event stays, without that value):
     missing or impossible watch times, durations, labels and propensities. Dropped and counted: exact duplicates (equal
     in every column that is used), events of items outside the catalog. ``manifest.json`` has the counts. Everything is
@@ -122,19 +122,19 @@ def prepare(
         min_user_events: drop users with fewer train events; 0 keeps users who first appear later.
         min_item_events: drop items with fewer events in the period that ``catalog`` names; counted before users.
         catalog: the items of the train period (train), so that the catalog contains no information about the future; of
-            the full log (log); or of the train period and of the table ``items``, whose items can be recommended before
+            the full log (log); or of the train period and of the item table, whose items can be recommended before
             their first event (items).
-        max_watch_time: longest possible watch time in seconds.
-        strict: refuse impossible values and exact duplicates instead of neutralizing or dropping them.
+        max_watch_time: maximum possible watch time in seconds.
+        strict: reject impossible values and exact duplicates instead of neutralizing or dropping them.
         features: features of items, users and requests, and the columns that they are read from.
-        behaviors: named feedback beside label and dislike: name -> column of the log (bool or 0/1), such as
-            ``{"like": "is_like"}``; null = the preset's.
+        behaviors: named feedback besides label and dislike: name -> column of the log (bool or 0/1), such as ``{"like":
+            "is_like"}``; null = the preset's.
         csv: format of text files: their delimiter, such as ``::``, and their column names if the first line has none.
         engine: duckdb inside this process, or spark for logs that do not fit on one machine; the result is the same.
         memory_limit: memory of DuckDB, of Spark's local process or of each Spark executor, before it spills to disk.
         threads: worker threads of DuckDB or of Spark's local process; null = one per core.
         spark_master: where Spark runs: local[*], spark://host:port, yarn, k8s://...
-        spark_conf: more settings of Spark by their names, as a dictionary.
+        spark_conf: further Spark settings by name, as a dictionary.
         work: directory for temporary files; null = next to ``out``, or the system's if ``out`` is in an object store.
             Spark on a cluster needs a directory that all its machines can access (hdfs://, s3://, a network mount).
         overwrite: replace ``out`` if it is a prepared directory.
@@ -183,7 +183,7 @@ def prepare(
 
 
 def _item_ids(given: list[int] | list[str] | Path) -> list[Any]:
-    """The ids themselves, or the column ``item_id`` of a file."""
+    """The given ids, or the column ``item_id`` of a file."""
     if isinstance(given, list):
         return list(given)
     file = FilePath(given)
@@ -196,7 +196,7 @@ def _item_ids(given: list[int] | list[str] | Path) -> list[Any]:
 
 
 def _source(log: Path | Sequence[Path] | Frame, what: str) -> list[str] | pa.Table:
-    """Names of files, or the frame's table."""
+    """Names of files, or the table of a frame."""
     if isinstance(log, str | PathLike):
         return [fspath(log)]
     if isinstance(log, Sequence):

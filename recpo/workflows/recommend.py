@@ -61,9 +61,9 @@ def recommend(
 
     Args:
         source: a bundle, a run, or the directory of one; of a run the best checkpoint answers.
-        histories: events in long format: a frame, or a Parquet file or directory, which has to fit into memory.
+        histories: events in long format: a frame, or a Parquet file or directory that fits into memory.
         k: list length; None = the longest that is served.
-        exclude: ``user_id`` and ``item_id`` of what must not be listed.
+        exclude: ``user_id`` and ``item_id`` pairs that must not be listed.
         users: the users to serve, in this order, including new users; None = the users of ``histories``.
         user_features: of users, ``user_id`` and columns as in the table that was prepared, if the policy reads it.
         context: ``user_id`` and the features of the requests that are answered now, if the policy reads them.

@@ -67,7 +67,7 @@ class BundleService:
             raise RecpoError(f"simulate: repeat_after is {repeat_after}, expected days from 0 on, or null for never")
         if repeat_after is not None and not self.bundle.manifest.repeats:
             raise RecpoError(
-                f"simulate: repeat_after is {repeat_after:g}, and {self.bundle.root} never lists what is in the "
+                f"simulate: repeat_after is {repeat_after:g}, and {self.bundle.root} never lists items of the "
                 "history: export it with --repeats true, or leave repeat_after out"
             )
 

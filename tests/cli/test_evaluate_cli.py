@@ -342,7 +342,7 @@ def test_bundles_say_what_they_cannot_do(road, tmp_path, capsys):
     assert run_on(road, out, "--bundle", str(short)) == 1
     assert "serves lists of up to 7, and ks asks for 50" in capsys.readouterr().err
     assert run_on(road, out, "--bundle", str(short), "--ks", "[7]", "--exclude_past", "false") == 1
-    assert "never lists what is in the history" in capsys.readouterr().err
+    assert "never lists items of the history" in capsys.readouterr().err
 
 
 def test_a_log_without_propensities_is_evaluated_without_off_policy_values(road, tmp_path, capsys, rewritten):

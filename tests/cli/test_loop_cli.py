@@ -200,14 +200,14 @@ def test_a_loop_takes_the_place_of_nothing_but_a_loop_and_goes_on_with_its_own_o
         ("loop", {}, "exists already"),
         ("precious", {"overwrite": True}, "what recpo did not write"),
         ("precious", {"resume": True}, "exists already"),
-        ("loop", {"resume": True, "k": 5, "tilt": 0.1}, "begun with other options: k, tilt differ"),
+        ("loop", {"resume": True, "k": 5, "tilt": 0.1}, "started with other options: k, tilt differ"),
     ):
         with pytest.raises(recpo.RecpoError, match=message):
             recpo.loop(tmp_path / out, **{"recipe": [PRETRAIN], **WORLD, **options})
     assert (tmp_path / "loop" / "loop.json").read_bytes() == before
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(PRETRAIN))
     assert main(["loop", f"--out={tmp_path / 'loop'}", f"--recipe=[{tmp_path / 'one.yaml'}]", "--resume=true"]) == 1
-    assert "begun with other options: parameters differ" in capsys.readouterr().err
+    assert "started with other options: parameters differ" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def test_evaluations_may_share_a_directory_of_baselines(data, tmp_path, fits):
         assert not (tmp_path / name / "baselines").exists()
     recpo.evaluate(data, ["factorization"], baseline_cache=cache, **QUICK)
     assert len(fits) == 1
-    with pytest.raises(RecpoError, match=r"holds .*cache, which is read"):
+    with pytest.raises(RecpoError, match=r"contains .*cache, which is an input"):
         recpo.evaluate(data, ["random"], out=tmp_path / "a", baseline_cache=tmp_path / "a" / "cache", overwrite=True)
 
 

@@ -39,7 +39,7 @@ def test_a_damaged_schema_is_refused(damage):
     content["item"][2] |= damage
     with pytest.raises(RecpoError, match="manifest"):
         FeatureSchema.from_json(content, "manifest") if damage != {"length": 0} else Categories("manifest", length=0)
-    with pytest.raises(RecpoError, match="two item features are called 'a'"):
+    with pytest.raises(RecpoError, match="two item features have the name 'a'"):
         FeatureSchema(item=(Category("a"), Number("a")))
 
 

@@ -13,7 +13,7 @@ from recpo.data.prepared import Prepared
 SMALL = ["--policy.init_args.dim", "8", "--policy.init_args.layers", "1", "--policy.init_args.max_history", "12"]
 SMALL += ["--data.layout.init_args.history_length", "12", "--allocator", "false", "--progress", "false"]
 SMALL += ["--patience", "null"]  # the first one must still be at it when the second one begins
-TAKEN = "another process is writing it; wait for its end, or choose another output"
+TAKEN = "another process is writing it; wait until it ends, or choose another output"
 
 
 def begin(*options):

@@ -165,7 +165,7 @@ def test_k_catalog_and_existing_output_are_checked(tmp_path):
     for overwrite, message in ((False, "exists already"), (True, "what recpo did not write")):
         with pytest.raises(RecpoError, match=message):
             export_bundle(Counting(), SEVEN, FEEDBACK, tmp_path / "bundle", k=3, overwrite=overwrite)
-    with pytest.raises(RecpoError, match="lies in"):
+    with pytest.raises(RecpoError, match="is inside"):
         export_bundle(Counting(), SEVEN, FEEDBACK, tmp_path / "run" / "bundle", k=3, inputs=[tmp_path / "run"])
 
 

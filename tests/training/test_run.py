@@ -147,7 +147,7 @@ def test_another_learning_rate_is_refused_and_more_epochs_are_not(prepared, copy
     before = content(copy.root)
     options = {**OPTIONS, "out": copy.root, "resume": True}
     rate = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.5}}
-    with pytest.raises(RecpoError, match=r"begun with other options: optimizer.*lr"):
+    with pytest.raises(RecpoError, match=r"started with other options: optimizer.*lr"):
         train(prepared, optimizer=rate, **options)
     with pytest.raises(RecpoError, match=r"data\.batch_size differ"):
         train(prepared, **{**options, "data.batch_size": 16})
