@@ -147,13 +147,16 @@ def length_units(facts: ColumnFacts, role: str) -> list[str]:
     """
     if facts.median is None or facts.high is None or not facts.is_number:
         return []
-    low, middle, high = _MOST_SECONDS[role]
-    units = []
-    for unit in ("s", "ms", "us"):
-        seconds = MILLISECONDS_PER_UNIT[unit] / 1000.0
-        if low <= facts.median * seconds <= middle and facts.high * seconds <= high:
-            units.append(unit)
+    units = [unit for unit in ("s", "ms", "us") if is_plausible(facts, role, unit)]
     return ["s"] if facts.kind == "number" and "s" in units else units
+
+
+def is_plausible(facts: ColumnFacts, role: str, unit: str) -> bool:
+    """Whether the numbers are plausible watch times or durations in a unit, by the rule of ``length_units``."""
+    low, middle, high = _MOST_SECONDS[role]
+    seconds = MILLISECONDS_PER_UNIT[unit] / 1000.0
+    median, most = (facts.median or 0.0) * seconds, (facts.high or 0.0) * seconds
+    return low <= median <= middle and most <= high
 
 
 def read_as(facts: ColumnFacts, unit: str) -> str:
@@ -166,7 +169,7 @@ def read_as(facts: ColumnFacts, unit: str) -> str:
 
 def _short(value: float) -> str:
     if value == int(value) and abs(value) < 1e18:
-        return str(int(value)) if abs(value) > 9999 else f"{int(value):,}"
+        return str(int(value)) if abs(value) >= 1e8 else f"{int(value):,}"
     return f"{value:.4g}"
 
 

@@ -7,24 +7,36 @@ from typing import Final
 
 from recpo.data.schema import LogColumns
 
+#: What items are called, parts before wholes; with a unit of time or "length" after it, it is the item's duration.
+_ITEMS: Final = (
+    *("item", "video", "movie", "product", "article", "track", "song", "episode", "film", "book", "lesson", "lecture"),
+    *("clip", "game", "recipe", "hotel", "restaurant", "podcast", "course"),
+)
+#: What items are called in an id only: alone these are other things as often, such as the text of a post.
+_ITEMS_WITH_ID: Final = (
+    *("photo", "content", "news", "post", "ad", "app", "business", "poi", "feed", "show", "stream", "audiobook"),
+    *("reel", "listing", "place", "venue", "job", "offer", "image", "pin", "asset", "story", "title"),
+)
+
 #: Names of each standard column, the most reliable first; compared without case, separators, units and RecBole's types.
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     LogColumns.USER_ID: (
         *("userid", "uid", "user", "useridx", "userindex", "customerid", "customer", "memberid", "visitorid"),
-        *("listener", "viewer", "visitor", "reader"),
+        *("listener", "viewer", "visitor", "reader", "buyer", "player", "shopper", "member", "subscriber"),
         *("viewerid", "reviewerid", "accountid", "profileid", "listenerid", "readerid", "buyerid", "playerid"),
-        *("deviceid", "sessionid"),
+        *("shopperid", "subscriberid", "householdkey", "householdid", "clientid", "deviceid", "sessionid"),
     ),
     LogColumns.ITEM_ID: (
-        *("itemid", "iid", "item", "itemidx", "itemindex", "videoid", "video", "movieid", "movie", "productid"),
-        *("product", "articleid", "article", "trackid", "track", "songid", "song", "artistid", "asin", "parentasin"),
-        *("sku", "goodsid", "bookid", "isbn", "photoid", "contentid", "newsid", "postid", "adid", "gameid", "appid"),
-        *("businessid", "poiid", "recipeid", "feedid", "showid", "streamid", "clipid", "episodeid"),
+        *("itemid", "iid", "item", "itemidx", "itemindex", *(f"{name}id" for name in (*_ITEMS, *_ITEMS_WITH_ID))),
+        *("asin", "parentasin", "sku", "goodsid", "isbn", "gtin", "upc", "productcode", "itemcode"),
+        *_ITEMS,
+        *("artistid", "artist"),
     ),
     LogColumns.TIMESTAMP: (
         *("timestamp", "ts", "time", "eventtime", "eventtimestamp", "datetime", "unixtime", "unixreviewtime"),
         *("reviewtime", "createdat", "created", "showtime", "clicktime", "ratedat", "viewedat", "playedat"),
-        *("watchedat", "date", "eventdate", "position", "pos", "order", "seq", "step"),
+        *("watchedat", "startedat", "listenedat", "purchasedat", "orderedat", "date", "eventdate"),
+        *("position", "pos", "order", "seq", "step"),
     ),
     LogColumns.WATCH_TIME: (
         *("watchtime", "playtime", "playingtime", "playduration", "played", "watchduration", "watched", "dwelltime"),
@@ -33,11 +45,11 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     ),
     LogColumns.DURATION: (
         *("duration", "videoduration", "itemduration", "tracklength", "videolength", "length", "runtime"),
-        *("itemlength", "trackduration", "songlength", "contentduration", "contentlength"),
+        *(f"{name}{length}" for name in (*_ITEMS, *_ITEMS_WITH_ID) for length in ("duration", "length", "runtime")),
     ),
     LogColumns.DISLIKE: (
         *("dislike", "disliked", "hate", "hated", "thumbsdown", "thumbdown", "downvote", "notinterested", "hide"),
-        *("negativefeedback", "blocked", "reported"),
+        *("hidden", "negativefeedback", "blocked", "reported", "dismissed", "uninterested"),
     ),
     LogColumns.LABEL: (
         *("rating", "ratings", "score", "stars", "overall", "grade", "reviewscore", "label", "target"),
@@ -99,11 +111,11 @@ def plain_name(name: str) -> str:
 
 def rank_as(column: str, name: str) -> int | None:
     """How well a name matches a standard column: 0 is best; None = not one of its names."""
-    names, full = NAMES[column], "".join(words(name))
-    for candidate in (full, plain_name(name)):
-        if candidate in names:
-            return names.index(candidate)
-    return None
+    names, full, plain = NAMES[column], "".join(words(name)), plain_name(name)
+    if column == LogColumns.DURATION and plain in _ITEMS and unit_of_name(name) is not None:
+        return len(names) + _ITEMS.index(plain)  # episode_minutes
+    is_measure = column == LogColumns.ITEM_ID and unit_of_name(name) is not None
+    return next((names.index(one) for one in ((full,) if is_measure else (full, plain)) if one in names), None)
 
 
 def behavior_of(name: str) -> str | None:

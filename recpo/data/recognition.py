@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from recpo.data.column_facts import ColumnFacts, clock_units, length_units, read_as
+from recpo.data.column_facts import ColumnFacts, clock_units, is_plausible, length_units, read_as
 from recpo.data.column_names import EVENT_KINDS, behavior_of, plain_name, rank_as, unit_of_name
 from recpo.data.feature_columns import PRESET_BEHAVIORS
 from recpo.data.schema import PRESETS, Columns, LogColumns, PresetName
@@ -211,8 +211,10 @@ def _length_unit(
     units = length_units(own, role)
     option, shown = _UNIT_OPTION[role], f"{role}: `{own.name}` ({own.evidence}; median of those above 0: "
     if said is not None and (said in units or said == "min" or not units):
-        doubt = f"`{own.name}` is called {said}: its median is {read_as(own, said)}"
-        return said, None, None if said in units else doubt
+        doubt = (
+            f"`{own.name}` is in {said} by its name, but then its values are not plausible: median {read_as(own, said)}"
+        )
+        return said, None, None if is_plausible(own, role, said) else doubt
     if said is None and len(units) > 1:
         units = _of_partner(role, facts, units, given)
     if len(units) == 1 and said is None:
@@ -251,8 +253,9 @@ def _with_the_rest(found: Recognition, by_name: Mapping[str, ColumnFacts]) -> Re
         if name not in taken and facts.kind == "flag" and behavior is not None and behavior not in behaviors:
             behaviors[behavior] = name
     rest = [name for name in by_name if name not in taken and name not in behaviors.values()]
+    doubts = _other_readings(found, [by_name[name] for name in rest])
     kinds = [by_name[name] for name in rest if plain_name(name) in EVENT_KINDS and by_name[name].kind == "text"]
-    doubts = [
+    doubts += [
         f"`{one.name}` says what kind of event a row is ({one.evidence}): all kinds count alike; make flags of it, or "
         "leave out the rows that are no feedback"
         for one in kinds
@@ -264,3 +267,27 @@ def _with_the_rest(found: Recognition, by_name: Mapping[str, ColumnFacts]) -> Re
         if one.name in rest and rank_as(role, one.name) is not None and one.kind != "flag"
     ]
     return replace(found, behaviors=behaviors, doubts=(*found.doubts, *doubts), unused=tuple(rest))
+
+
+def _other_readings(found: Recognition, rest: Sequence[ColumnFacts]) -> list[str]:
+    """Columns without a role that could be the item, its duration, or a dislike; presets leave nothing open."""
+    if found.preset != "plain":
+        return []
+    item, doubts = found.column(LogColumns.ITEM_ID), []
+    if item is not None and rank_as(LogColumns.ITEM_ID, item) is not None:
+        others = [one.name for one in rest if rank_as(LogColumns.ITEM_ID, one.name) is not None]
+        doubts += [f"`{item}` is the item; if it is {_any_of(others)}, pass --columns.item_id NAME"] if others else []
+    if found.column(LogColumns.WATCH_TIME) is not None and found.column(LogColumns.DURATION) is None:
+        lengths = [one.name for one in rest if one.kind in ("whole", "number") and (one.least or 0.0) >= 0]
+        if lengths:
+            remedy = f"if it is {_any_of(lengths)}, pass --columns.duration NAME"
+            doubts.append(f"no column is the item's duration, so watch times of all items count alike; {remedy}")
+    flags = [one.name for one in rest if one.kind == "flag" and one.distinct > 1]
+    if flags and found.column(LogColumns.DISLIKE) is None:
+        doubts.append(f"no column is a dislike; if {_any_of(flags)} says one, pass --columns.dislike NAME")
+    return doubts
+
+
+def _any_of(names: Sequence[str]) -> str:
+    shown = [f"`{name}`" for name in names[:5]]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"

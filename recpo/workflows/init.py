@@ -258,9 +258,26 @@ def _days(table: pa.Table, found: Recognition) -> float | None:
         return None
     days = pc.min_max(pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10)).as_py()
     try:
-        return float((date.fromisoformat(days["max"]) - date.fromisoformat(days["min"])).days)
+        return float((date.fromisoformat(days["max"]) - date.fromisoformat(days["min"])).days + 1)
     except (TypeError, ValueError):
         return None
+
+
+def timezone_of(values: pa.ChunkedArray) -> str | None:
+    """The time zone that a column of times states: that of its type, or the most frequent offset of its texts.
+
+    Returns:
+        An IANA name or an offset such as "+01:00"; None = it states none, or UTC.
+    """
+    if pa.types.is_timestamp(values.type):
+        zone = values.type.tz
+    elif pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+        offsets = pc.extract_regex(values.drop_null(), r"[0-9](?P<offset>[+-][0-9]{2}:[0-9]{2})$").drop_null()
+        counts = pc.value_counts(pc.struct_field(offsets, "offset")).to_pylist() if len(offsets) else []
+        zone = max(counts, key=lambda one: one["counts"])["values"] if counts else None
+    else:
+        zone = None
+    return None if zone in ("UTC", "Etc/UTC", "GMT", "Z", "+00:00", "-00:00") else zone
 
 
 def write_configurations(found: Inspection, out: Path) -> Inspection:
@@ -314,7 +331,9 @@ def _render(template: str, **values: Any) -> str:
 def _prepare_text(found: Inspection, files: Mapping[str, Path]) -> str:
     counts, recognition, label = found.counts, found.recognition, found.label
     about = "" if counts.is_whole else "about "
-    split, options, why = split_of(recognition, counts, label)
+    column = recognition.column(LogColumns.TIMESTAMP)
+    timezone = None if column is None else timezone_of(found.sample.table[column])
+    split, options, why = split_of(recognition, counts, label, timezone)
     unknown = [name for name in recognition.unused if name != label.column]
     return _render(
         "prepare.yaml.jinja",
@@ -397,6 +416,8 @@ def _quoted(value: Any) -> str:
         plain = value.lower() not in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
         if plain and not value.replace(".", "").replace("_", "").isdigit() and value[0] not in "./0123456789":
             return value
+    if isinstance(value, dict) and all(key.isidentifier() for key in value):
+        return "{" + ", ".join(f"{key}: {json.dumps(one, ensure_ascii=False)}" for key, one in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False)
 
 

@@ -93,7 +93,9 @@ def label_of(found: Recognition, facts: Mapping[str, ColumnFacts]) -> Label:
         found.column(role) for role in (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.LABEL)
     )
     if watch is not None and duration is not None:
-        return Label("WatchQuantiles", {}, f"rank of `{watch}` among the user's own on items of like duration")
+        return Label(
+            "WatchQuantiles", {}, f"the rank of `{watch}` among the user's watch times on items of similar duration"
+        )
     if rated is not None and facts[rated].kind == "flag" and facts[rated].distinct > 1:
         return Label("BinaryColumn", {}, f"`{rated}` is 0 or 1")
     if rated is not None and facts[rated].distinct > 1:
@@ -101,9 +103,8 @@ def label_of(found: Recognition, facts: Mapping[str, ColumnFacts]) -> Label:
         return Label("NumericColumn", {"low": low, "high": high}, f"`{rated}` runs from {low:g} to {high:g}")
     if watch is not None:
         high = round(facts[watch].high or 1.0, 3)
-        return Label(
-            "NumericColumn", {"low": 0, "high": high}, f"`{watch}` without durations, up to its 99 % quantile", watch
-        )
+        why = f"`{watch}` divided by its 99 % quantile, because there is no duration"
+        return Label("NumericColumn", {"low": 0, "high": high}, why, watch)
     return Label("EveryEvent", {}, "no column says how good an event was: every event is a positive")
 
 
@@ -116,8 +117,17 @@ def scale(facts: ColumnFacts) -> tuple[float, float]:
     return least, most
 
 
-def split_of(found: Recognition, counts: LogCounts, label: Label) -> tuple[str, dict[str, Any], str]:
-    """The split's class, its options, and why."""
+def split_of(
+    found: Recognition, counts: LogCounts, label: Label, timezone: str | None = None
+) -> tuple[str, dict[str, Any], str]:
+    """The split's class, its options, and why.
+
+    Args:
+        found: the recognized columns.
+        counts: of the log.
+        label: how the preference label is made.
+        timezone: that the times state; None = UTC.
+    """
     if counts.days is None:
         return "LeaveLastOut", {}, "there is no clock: each user's last event is the test"
     if counts.days < 3:
@@ -126,7 +136,10 @@ def split_of(found: Recognition, counts: LogCounts, label: Label) -> tuple[str, 
         why = f"ratings over {counts.days:,.0f} days: few users return after months; TemporalSplit where yours do"
         return "LeaveLastOut", {}, why
     days = max(1, min(14, round(counts.days / 15)))
-    return "TemporalSplit", {"valid_days": days, "test_days": days}, f"the log has {counts.days:,.0f} days"
+    options, begin = {"valid_days": days, "test_days": days}, f"the log has {counts.days:,.0f} days"
+    if timezone is None:
+        return "TemporalSplit", options, f'{begin}; they begin at midnight UTC, or as in timezone: "+08:00"'
+    return "TemporalSplit", {**options, "timezone": timezone}, f"{begin}; the time zone is that of most times"
 
 
 def objectives_of(found: Recognition, label: Label) -> dict[str, str]:
@@ -135,10 +148,12 @@ def objectives_of(found: Recognition, label: Label) -> dict[str, str]:
     disliked, propensity = found.column(LogColumns.DISLIKE), found.column(LogColumns.PROPENSITY)
     if label.class_name != "EveryEvent" or disliked is not None:
         grades = label.why if label.class_name != "EveryEvent" else f"positives, and `{disliked}`"
-        chosen["mpo"] = f"the log has grades ({grades}): toward what a factorization expects of every item"
+        chosen["mpo"] = (
+            f"the log has grades ({grades}): moves the policy toward the grades that a factorization predicts"
+        )
     if disliked is not None or propensity is not None:
         told = " and ".join(f"`{name}`" for name in (disliked, propensity) if name is not None)
-        chosen["gbpo"] = f"the log has {told}: from logged feedback alone, without a reward model"
+        chosen["gbpo"] = f"the log has {told}: learns from logged feedback alone, without a reward model"
     return chosen
 
 

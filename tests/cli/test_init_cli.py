@@ -235,3 +235,19 @@ def test_columns_without_names_are_asked_for(tmp_path):
         tmp_path / "log.csv", tmp_path / "out", csv=recpo.CsvFormat(names=("user_id", "item_id", "timestamp"))
     )
     assert found.columns.time_unit == "s"
+
+
+def test_a_podcast_log_is_recognized_whole(tmp_path):
+    table = events()
+    log = pd.DataFrame({"listener": "l" + table["user"].astype(str), "episode": "e" + table["item"].astype(str)})
+    log["started_at"] = [str(pd.Timestamp(second, unit="s"))[:19] + "+01:00" for second in table["second"]]
+    log["seconds_listened"], log["episode_minutes"] = table["played"] // 20, 5 + table["length"] // 1200
+    log.assign(hidden=table["flag"] == 1, show="s").to_csv(tmp_path / "plays.csv", index=False)
+    found = recpo.init(tmp_path / "plays.csv", tmp_path)
+    columns, units = found.columns, (found.columns.watch_time_unit, found.columns.duration_unit)
+    assert (columns.user_id, columns.item_id, columns.timestamp) == ("listener", "episode", "started_at")
+    assert (columns.watch_time, columns.duration, columns.dislike) == ("seconds_listened", "episode_minutes", "hidden")
+    assert (units, found.doubts, list(found.objectives)) == (("s", "min"), (), ["mpo", "gbpo"])
+    assert 'split: {class_path: TemporalSplit, init_args: {valid_days: 1, test_days: 1, timezone: "+01:00"}}' in (
+        (tmp_path / "prepare.yaml").read_text(encoding="utf-8")
+    )

@@ -44,12 +44,15 @@ def test_the_unit_that_a_name_says(name, unit):
         ("user_id", ["uid", "userId", "User ID", "user_id:token", "visitorid"]),
         ("item_id", ["video", "movieId", "product-id", "parent_asin"]),
         ("watch_time", ["play_time_ms", "playedMs", "watch_time", "dwellTimeSeconds"]),
-        ("dislike", ["is_hate", "thumbs_down", "disliked"]),
+        ("item_id", ["episode", "song_id", "Podcast"]),
+        ("duration", ["episode_minutes", "trackLengthMs", "video_duration"]),
+        ("dislike", ["is_hate", "thumbs_down", "disliked", "hidden"]),
     ],
 )
 def test_names_in_every_spelling(role, names):
     assert [name for name in names if rank_as(role, name) is None] == []
     assert rank_as(role, "column_1") is None
+    assert rank_as("item_id", "episode_minutes") is None
     assert behavior_of("is_addToCart") == "cart"
 
 
@@ -131,3 +134,21 @@ def test_values_overrule_names():
 )
 def test_how_a_text_file_is_written(lines, form):
     assert text_format(lines, CsvFormat()) == form
+
+
+def test_other_readings_of_columns_are_reported():
+    episodes = facts(**BASE, show=["a", "b"] * 20, podcast=["c", "d"] * 20, minutes=[5, 6] * 20, muted=[0, 1] * 20)
+    found = recognize([*episodes, *facts(listened_seconds=spread(30, 300))])
+    assert found.questions == ()
+    item, duration, dislike = found.doubts
+    assert item == "`item_id` is the item; if it is `podcast`, pass --columns.item_id NAME"
+    assert "if it is `minutes`, pass --columns.duration NAME" in duration
+    assert "if `muted` says one, pass --columns.dislike NAME" in dislike
+
+
+def test_minutes_are_reported_only_if_they_are_not_plausible():
+    plausible = recognize(facts(**BASE, listened_seconds=spread(30, 300), item_minutes=spread(5, 90)))
+    assert (plausible.column("duration"), plausible.columns.duration_unit) == ("item_minutes", "min")
+    assert plausible.doubts == ()
+    long = recognize(facts(**BASE, listened_seconds=spread(30, 300), item_minutes=spread(500, 9_000)))
+    assert "not plausible: median" in long.doubts[0]
