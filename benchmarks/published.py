@@ -7,15 +7,16 @@ r"""A recipe from the log to the numbers of the published tables: leave-one-out,
     python benchmarks/published.py --recipe catalog --dataset ML-1M --log ml-1m/ratings.dat --work runs/ml-1m \
         --preset movielens
 
-Prepares the log, trains and evaluates; every step that is done is left out, and training that was cut short is resumed,
-so the same command goes on after a kill. Nothing but the files and ``--seeds`` differs between data sets: the options
-stand in configs/ (``RECIPES``), and the best checkpoint is the one with the best NDCG@10 of the validation events. The
-log has the columns user_id, item_id and pos, the place of an event in its user's sequence, or those of a preset of
-``recpo prepare``. Further options go to ``recpo prepare`` (``--columns.item_id asin``).
+Prepares the log, trains and evaluates. The same command continues after a kill: finished steps are skipped, and
+interrupted training is resumed. Only the files and ``--seeds`` differ between data sets: the options are in
+configs/published_*.yaml, and the checkpoint is the one with the best NDCG@10 of the validation events. A seed is a
+pipeline of its own: the codes of a semantic policy come from the catalog softmax with the same seed. The log has the
+columns user_id, item_id and pos (the place of an event in its user's sequence), or those of a preset of ``recpo
+prepare``. Unknown options go to ``recpo prepare`` (``--columns.item_id asin``).
 
-Prints one JSON line per seed, and a table: Recall@10 and NDCG@10 of the test events with and without the items of the
-user's past among the candidates, and what was published for the data set (``PUBLISHED``). CPU seconds are those of this
-process since it was started.
+Prints one JSON line per seed, then a table: Recall@10 and NDCG@10 of the test events with and without the items of the
+user's past among the candidates, and the published numbers of the data set (``PUBLISHED``). ``cpu_s`` counts what this
+process did for the seed.
 """
 
 from __future__ import annotations
@@ -36,53 +37,83 @@ CONFIGS = Path(recpo.__file__).parent / "configs"
 K = 10
 LEAVE_ONE_OUT = ["--label", "EveryEvent", "--split", "LeaveLastOut", "--catalog", "log"]
 QUICK = {"trainer.max_epochs": 1, "trainer.limit_train_batches": 2, "data.max_validation_users": 32}
-PAST = {"without the past": True, "past kept": False}
+WITHOUT, KEPT = "without the past", "past kept"
 
 
 class Recipe(NamedTuple):
-    """Configurations in ``configs/``: of the run, and of its codes, which are made from the vectors of another run."""
+    """A policy of the published tables; its configuration is ``configs/published_<name>.yaml``.
 
-    train: str
+    Attributes:
+        reads_items: reads a table of items.
+        has_codes: generates codes, which are made from the item vectors of a catalog softmax.
+    """
+
     reads_items: bool = False
-    tokenize: str | None = None
+    has_codes: bool = False
 
 
 RECIPES = {
-    "catalog": Recipe("beauty_catalog.yaml"),
-    "catalog_features": Recipe("beauty_catalog_categories.yaml", reads_items=True),
-    "semantic": Recipe("beauty_semantic.yaml", tokenize="tokenize_trained.yaml"),
+    "catalog": Recipe(),
+    "catalog_features": Recipe(reads_items=True),
+    "semantic": Recipe(has_codes=True),
 }
 
-#: Recall@10 and NDCG@10. Codes in these sets hardly repeat an item, so papers keep the past or do not say.
-PUBLISHED: dict[str, dict[str, tuple[float, float | None]]] = {
-    "SASRec, sampled softmax (arXiv 2508.06450)": {
-        "Beauty": (0.0921, 0.0531),
-        "Sports": (0.0569, 0.0314),
-        "Toys": (0.0970, 0.0580),
-        "ML-1M": (0.2929, 0.1684),
-    },
-    "eSASRec (arXiv 2508.06450)": {
-        "Beauty": (0.0928, 0.0523),
-        "Sports": (0.0560, 0.0323),
-        "Toys": (0.0939, 0.0538),
-        "ML-1M": (0.3133, 0.1772),
-    },
-    "HSTU (arXiv 2508.06450)": {"Beauty": (0.0788, 0.0439), "ML-1M": (0.3037, 0.1719)},
-    "FuXi-alpha (arXiv 2508.06450)": {"Beauty": (0.0809, 0.0451), "ML-1M": (0.3164, 0.1813)},
-    "ActionPiece (quoted there)": {"Beauty": (0.0775, 0.0424), "Sports": (0.0500, 0.0264)},
-    "TIGER (phonism/genrec)": {"Beauty": (0.0721, 0.0378), "Sports": (0.0414, 0.0224), "Toys": (0.0647, 0.0350)},
-    "OpenOneRec GRLM (its README)": {"Beauty": (0.0924, None), "Sports": (0.0547, None), "Toys": (0.0953, None)},
-}
+
+class Published(NamedTuple):
+    """Recall@10 and NDCG@10 of a paper per data set, and whether the user's past is among the candidates."""
+
+    source: str
+    past: str
+    rows: dict[str, tuple[float, float | None]]
+
+
+# Policies that generate codes search all items. The tables for the others do not say what they rank; no user of the
+# Amazon sets has an item twice, so they stand where the numbers are higher.
+PUBLISHED = [
+    Published(
+        "SASRec, sampled softmax (arXiv 2508.06450)",
+        WITHOUT,
+        {
+            "Beauty": (0.0921, 0.0531),
+            "Sports": (0.0569, 0.0314),
+            "Toys": (0.0970, 0.0580),
+            "ML-1M": (0.2929, 0.1684),
+        },
+    ),
+    Published(
+        "eSASRec (arXiv 2508.06450)",
+        WITHOUT,
+        {
+            "Beauty": (0.0928, 0.0523),
+            "Sports": (0.0560, 0.0323),
+            "Toys": (0.0939, 0.0538),
+            "ML-1M": (0.3133, 0.1772),
+        },
+    ),
+    Published("HSTU (arXiv 2508.06450)", WITHOUT, {"Beauty": (0.0788, 0.0439), "ML-1M": (0.3037, 0.1719)}),
+    Published("FuXi-alpha (arXiv 2508.06450)", WITHOUT, {"Beauty": (0.0809, 0.0451), "ML-1M": (0.3164, 0.1813)}),
+    Published("ActionPiece (quoted there)", KEPT, {"Beauty": (0.0775, 0.0424), "Sports": (0.0500, 0.0264)}),
+    Published(
+        "TIGER (phonism/genrec)",
+        KEPT,
+        {"Beauty": (0.0721, 0.0378), "Sports": (0.0414, 0.0224), "Toys": (0.0647, 0.0350)},
+    ),
+    Published(
+        "OpenOneRec GRLM (its README)",
+        KEPT,
+        {"Beauty": (0.0924, None), "Sports": (0.0547, None), "Toys": (0.0953, None)},
+    ),
+]
 
 
 def prepared(options: argparse.Namespace, recipe: Recipe, more: list[str]) -> Path:
-    """The prepared log, with the table of items where the recipe, or that of its codes, reads it."""
-    reads_items = recipe.reads_items or (recipe.tokenize is not None and options.items is not None)
+    """The prepared log, with the table of items if the policy, or the one that its codes come from, reads it."""
+    reads_items = recipe.reads_items or (recipe.has_codes and options.items is not None)
     out = options.work / ("prepared_with_items" if reads_items else "prepared")
     if not (out / "manifest.json").is_file():
         files = ["--log", str(options.log), "--out", str(out)]
         files += ["--items", str(options.items)] if reads_items else []
-        start = ["--config", str(CONFIGS / "beauty_prepare.yaml")]
+        start = ["--config", str(CONFIGS / "published_prepare.yaml")]
         if options.preset is not None:
             start = ["--preset", options.preset, *LEAVE_ONE_OUT]
         if verb(["prepare", *start, *files, *more]):
@@ -91,57 +122,69 @@ def prepared(options: argparse.Namespace, recipe: Recipe, more: list[str]) -> Pa
 
 
 def trained(options: argparse.Namespace, name: str, seed: int, more: list[str]) -> recpo.Run:
-    """The run of a recipe, trained, or resumed, where it is not there yet."""
+    """The finished run of a recipe; trains it, or resumes training, if there is none."""
     recipe, out = RECIPES[name], options.work / f"{name}_{seed}"
     if (out / "run.json").is_file():
         return recpo.load(out)
     data = prepared(options, recipe, more)
     settings: dict[str, Any] = {"seed": seed, "data.seed": seed, **(QUICK if options.quick else {})}
-    if recipe.tokenize is not None:
-        settings["policy.init_args.codes"] = str(codes(options, recipe, more))
+    if recipe.has_codes:
+        settings["policy.init_args.codes"] = str(codes(options, seed, data, more))
     resume = (out / "checkpoints" / "last.ckpt").is_file()
-    config = CONFIGS / recipe.train
+    config = CONFIGS / f"published_{name}.yaml"
     return recpo.train(data, config=config, out=out, resume=resume, overwrite=not resume, progress=True, **settings)
 
 
-def codes(options: argparse.Namespace, recipe: Recipe, more: list[str]) -> Path:
-    """Codes from the item vectors of the first seed's catalog softmax: the one with features if items are given."""
+def codes(options: argparse.Namespace, seed: int, data: Path, more: list[str]) -> Path:
+    """Codes from the item vectors of the catalog softmax of the same seed: the one with features if items are given."""
     source = "catalog" if options.items is None else "catalog_features"
-    out = options.work / f"codes_{source}"
+    out = options.work / f"codes_{source}_{seed}"
     if not (out / "manifest.json").is_file():
-        run = trained(options, source, options.seeds[0], more)
-        files = ["--prepared", str(prepared(options, recipe, more)), "--out", str(out)]
-        if verb(["tokenize", "--config", str(CONFIGS / str(recipe.tokenize)), *files, "--vectors.run", str(run.root)]):
+        run = trained(options, source, seed, more)
+        files = ["--prepared", str(data), "--vectors.run", str(run.root), "--out", str(out)]
+        if verb(["tokenize", "--config", str(CONFIGS / "published_codes.yaml"), *files]):
             raise SystemExit("no codes could be made")
     return out
 
 
 def measured(options: argparse.Namespace, run: recpo.Run, data: Path) -> dict[str, float]:
-    """Recall and NDCG of the test events, with the past among the candidates and without it."""
+    """Recall and NDCG of the test events, without the past among the candidates and with it."""
     found: dict[str, float] = {}
-    for name, excludes in PAST.items():
-        out = options.work / f"{run.root.name}_test{'' if excludes else '_past_kept'}"
+    for past in (WITHOUT, KEPT):
+        out = options.work / f"{run.root.name}_test{'_past_kept' if past == KEPT else ''}"
         if not (out / "metrics.json").is_file():
-            settings: dict[str, Any] = {"off_policy": None, "segments": False, "ks": (K,), "exclude_past": excludes}
+            settings: dict[str, Any] = {"off_policy": None, "segments": False, "ks": (K,), "exclude_past": past != KEPT}
             recpo.evaluate(data, [run], out=out, **settings)
         rows = recpo.load(out).to_pandas().set_index("metric")["mean"]
-        found |= {f"{metric}@{K}, {name}": float(rows[f"{metric}@{K}"]) for metric in ("Recall", "NDCG")}
+        found |= {f"{metric}@{K}, {past}": float(rows[f"{metric}@{K}"]) for metric in ("Recall", "NDCG")}
     return found
 
 
 def table(options: argparse.Namespace, found: dict[int, dict[str, float]]) -> Table:
-    """All seeds, their mean, and what was published."""
-    columns = list(next(iter(found.values())))
+    """Test numbers of all seeds, their mean, and the published numbers."""
+    columns = [f"{metric}@{K}, {past}" for past in (WITHOUT, KEPT) for metric in ("Recall", "NDCG")]
     shown = Table("", *columns, title=f"{options.dataset or options.log}: test events")
     for seed, numbers in found.items():
         shown.add_row(f"recpo, {options.recipe}, seed {seed}", *(f"{numbers[name]:.4f}" for name in columns))
     means = [sum(numbers[name] for numbers in found.values()) / len(found) for name in columns]
     shown.add_row(f"recpo, {options.recipe}, mean", *(f"{mean:.4f}" for mean in means))
-    for source, rows in PUBLISHED.items():
+    for source, past, rows in PUBLISHED:
         if options.dataset in rows:
-            recall, ndcg = rows[options.dataset]
-            shown.add_row(source, f"{recall:.4f}", "" if ndcg is None else f"{ndcg:.4f}", "", "")
+            pair = ["" if number is None else f"{number:.4f}" for number in rows[options.dataset]]
+            shown.add_row(source, *(["", "", *pair] if past == KEPT else [*pair, "", ""]))
     return shown
+
+
+def refuse_other_inputs(options: argparse.Namespace, more: list[str]) -> None:
+    """Finished steps are skipped, so the results of one directory must come from one log."""
+    file, preset = options.work / "inputs.json", [] if options.preset is None else ["--preset", options.preset]
+    inputs = {"--log": str(options.log.resolve()), "--quick": options.quick, "options of prepare": preset + more}
+    inputs |= {} if options.items is None else {"--items": str(options.items.resolve())}
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    for name, value in inputs.items():
+        if known.get(name, value) != value:
+            raise SystemExit(f"{options.work} has results with {name} {known[name]}, not {value}: name another --work")
+    file.write_text(json.dumps(known | inputs))
 
 
 def main() -> None:
@@ -149,7 +192,8 @@ def main() -> None:
     parser.add_argument("--recipe", choices=sorted(RECIPES), required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--items", type=Path, help="table of items: item_id and its features")
-    parser.add_argument("--dataset", help=f"shows what was published for it: {', '.join(known_datasets())}")
+    datasets = sorted({name for one in PUBLISHED for name in one.rows})
+    parser.add_argument("--dataset", help=f"shows the published numbers for it: {', '.join(datasets)}")
     parser.add_argument("--work", type=Path, required=True, help="directory of everything that is made")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--preset", help="of recpo prepare, whose column names the log has: movielens, recbole")
@@ -158,18 +202,16 @@ def main() -> None:
     if RECIPES[options.recipe].reads_items and options.items is None:
         parser.error(f"the recipe {options.recipe} reads features of the items: name their table with --items")
     options.work.mkdir(parents=True, exist_ok=True)
+    refuse_other_inputs(options, more)
     found: dict[int, dict[str, float]] = {}
     for seed in options.seeds:
+        started = time.process_time()
         run = trained(options, options.recipe, seed, more)
         found[seed] = measured(options, run, prepared(options, RECIPES[options.recipe], more))
         line = {"recipe": options.recipe, "data": options.dataset, "seed": seed, **found[seed]}
-        print(json.dumps(line | {"cpu_s": round(time.process_time())}), flush=True)
-    Console().print(table(options, found))
-
-
-def known_datasets() -> list[str]:
-    """Names of the published columns."""
-    return sorted({name for rows in PUBLISHED.values() for name in rows})
+        validation = {f"validation {name}": run.results[f"val/{name}"] for name in (f"NDCG@{K}", f"HitRate@{K}")}
+        print(json.dumps(line | validation | {"cpu_s": round(time.process_time() - started)}), flush=True)
+    Console(width=150).print(table(options, found))
 
 
 if __name__ == "__main__":

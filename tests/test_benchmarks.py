@@ -81,6 +81,10 @@ def test_published_recipes_run_on_the_files_of_a_user(tmp_path):
         written = run.stat().st_mtime_ns
         assert lines_of(*command)[0]["Recall@10, past kept"] == line["Recall@10, past kept"]
         assert run.stat().st_mtime_ns == written, "what is done is left out"
+    other = [str(BENCHMARKS / command[0]), "--quick", *command[1:], "--log", "another.parquet"]
+    refused = subprocess.run([sys.executable, *other], capture_output=True, text=True, timeout=300, check=False)
+    assert refused.returncode
+    assert "name another --work" in refused.stderr
 
 
 def test_semantic_codes_are_as_good_as_those_of_the_peers():

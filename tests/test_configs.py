@@ -21,7 +21,7 @@ from recpo.data.datamodule import evaluation_batches
 FILES = (Path(__file__).parent.parent / "configs").glob("*.yaml")
 # in this order: test_tokenize_cli.py, below, test_benchmarks.py, test_sharded_cli.py (it starts processes),
 # test_run_features.py
-ELSEWHERE = ("tokenize", "beauty_prepare", "beauty_catalog_categories", "sharded", "features")
+ELSEWHERE = ("tokenize", "published_prepare", "published_codes", "published_catalog_features", "sharded", "features")
 CONFIGS = sorted(path for path in FILES if not path.stem.startswith(ELSEWHERE))
 SMALL = {
     "data.batch_size": 16,
@@ -43,7 +43,7 @@ SMALL = {
 
 
 PRETRAINING = ["pretrain", "semantic_pretrain"]
-ON_OWN_DATA = ["beauty_catalog", "beauty_semantic"]  # pre-training too
+ON_OWN_DATA = ["published_catalog", "published_semantic"]  # pre-training too
 SEMANTIC = {"policy.init_args.decoder_layers": 1, "policy.init_args.kv_groups": 1, "policy.init_args.beam_width": 10}
 
 
@@ -167,7 +167,7 @@ def test_every_objective_has_a_configuration(prepared):
 
 
 def test_beauty_is_split_as_in_the_papers(tmp_path):
-    config = CONFIGS[0].parent / "beauty_prepare.yaml"
+    config = CONFIGS[0].parent / "published_prepare.yaml"
     assert f"recpo prepare --config configs/{config.name}\n" in config.read_text()
     log = {"user_id": [7] * 5 + [8] * 5, "pos": [*range(5)] * 2, "item_id": [50, 40, 30, 20, 10, 60, 70, 80, 90, 100]}
     pq.write_table(pa.table(log), tmp_path / "log.parquet")

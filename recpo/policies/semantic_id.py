@@ -1,4 +1,4 @@
-"""A policy that generates the codes of an item one after the other, inside the trie of real items."""
+"""A policy that generates the codes of an item one by one, restricted to the trie of real items."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from recpo.policies.trie import Trie
 from recpo.semantic_codes import SemanticCodes
 from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
 
-# Beams of one search, over all contexts of a batch: beyond this the batch is searched in parts.
+# Largest number of beams in one search, over all contexts of a batch; larger batches are searched in parts.
 _BEAMS_AT_ONCE = 1 << 15
 
 
 class SemanticNetwork(NamedTuple):
-    """The parts of a ``SemanticIdPolicy`` that have parameters."""
+    """The modules of a ``SemanticIdPolicy``."""
 
     item_table: ItemTable | None
     code_table: ItemTable
@@ -53,9 +53,9 @@ def semantic_network(
     profile: bool = False,
     fold_in: int = 0,
 ) -> SemanticNetwork:
-    """Makes those parts; it takes no codes, so what they weigh can be counted on the meta device before there are any.
+    """Creates the modules. They depend on no codes, so ``recpo plan`` can count parameters before codes exist.
 
-    Arguments as in ``SemanticIdPolicy``.
+    For the arguments see ``SemanticIdPolicy``.
     """
     return SemanticNetwork(
         ItemTable(num_items, dim, sparse=sparse) if item_vectors else None,
@@ -86,9 +86,9 @@ def semantic_network(
 class SemanticIdPolicy(FeaturePolicy):
     """``pi(item | history) = prod_t pi(code_t | codes before it, history)``, every factor a softmax over a codebook.
 
-    A causal history encoder reads items and their codes; a lazy decoder (``recpo.policies.lazy_decoder``) attends to
-    its states and tells code after code, so that the cost of the output does not grow with the catalog. Only code
-    tuples of real items can be generated: search and sampling walk the trie of the catalog.
+    A causal history encoder reads items and their codes. A lazy decoder (``recpo.policies.lazy_decoder``) attends to
+    its states and generates the codes, so the cost of the output does not grow with the catalog. Search and sampling
+    follow the trie of the catalog, so only code tuples of real items are generated.
 
     Args:
         num_items: catalog size V; items are 1..V.
@@ -96,27 +96,29 @@ class SemanticIdPolicy(FeaturePolicy):
         dim: width d of vectors, states and decoder.
         blocks: history encoder, "sasrec" (arXiv 1808.09781) or "hstu" (reads the time between events, arXiv
             2402.17152).
-        layers: blocks of the history encoder.
+        layers: number of blocks of the history encoder.
         heads: attention heads of encoder and decoder; divides ``dim``.
-        decoder_layers: layers of the decoder.
+        decoder_layers: number of layers of the decoder.
         kv_groups: groups of query heads that share keys and values in the decoder's cross-attention; divides ``heads``.
-        kv_layers: how many sets of keys and values the decoder's layers share.
-        max_history: H, the most recent events that are read.
-        dropout: probability in encoder and decoder.
-        feedback_levels: levels of ``Histories.feedback`` that the encoder reads, 0 (unknown) included; 0 = none.
-        item_vectors: the encoder also reads a vector per item, not only those of its codes; False keeps the number of
-            parameters independent of the catalog.
-        sparse: lookups of item and code vectors give sparse gradients; needs an optimizer that takes them.
+        kv_layers: number of sets of keys and values that the decoder's layers share.
+        max_history: H, the number of most recent events that are read.
+        dropout: dropout probability in encoder and decoder.
+        feedback_levels: number of levels of ``Histories.feedback`` that the encoder reads, including level 0 (unknown);
+            0 = feedback is not read.
+        item_vectors: the encoder also reads a vector per item, not only those of its codes. Without it, the number of
+            parameters does not depend on the catalog.
+        sparse: lookups of item and code vectors give sparse gradients; needs an optimizer that accepts them.
         normalizer: "trie": every softmax runs over the codes that lead to an item, so the probabilities of the items
-            sum to 1; "codebook": over all codes, and what is missing from 1 is the probability of no item.
-        beam_width: beams of ``recommend``; it takes ``k`` where that is more.
-        profile: add to every state a profile of all events (``recpo.policies.encoder.Profile``): long-term taste.
-        fold_in: rank of a ridge regression of all feedback, added too (``recpo.policies.encoder.FoldIn``); 0 = none.
-        item_features: add the features of the items to the vectors that the encoder reads of them; null = nothing.
-        user_features: the features of the user join the states.
-        context_features: the features of the requests are parts of the events, and join the states.
-        behaviors: what the user did beside watching (``like``, ``follow``, ...) is a part of the events.
-        time_gaps: the time since the event before is a part of each event.
+            sum to 1. "codebook": over all codes; the difference from 1 is the probability of tuples without an item.
+        beam_width: number of beams of ``recommend``, which uses ``k`` beams if that is more.
+        profile: add a profile of all events to every state (``recpo.policies.encoder.Profile``).
+        fold_in: rank of a ridge regression of all feedback that is added to every state
+            (``recpo.policies.encoder.FoldIn``); 0 = none.
+        item_features: add features of the items to the item vectors that the encoder reads; null = none.
+        user_features: add features of the user to the states.
+        context_features: add features of the requests to the events and to the states.
+        behaviors: add behaviors of the user (``like``, ``follow``, ...) to the events.
+        time_gaps: add the time since the previous event to each event.
     """
 
     codes_checksum: Tensor
@@ -168,7 +170,7 @@ class SemanticIdPolicy(FeaturePolicy):
         self.normalizer, self.beam_width = normalizer, beam_width
         self.trie = Trie(torch.from_numpy(table.codes), table.codebook_sizes)
         self.register_buffer("codes_checksum", _checksum(table.codes))
-        # row 0 of the table pads, so the codes of level t begin behind it and behind the levels before
+        # row 0 of the table is padding; the codes of level t follow it and the codes of earlier levels
         offsets = 1 + np.concatenate([[0], np.cumsum(table.codebook_sizes)[:-1]])
         self.register_buffer("_code_offsets", torch.from_numpy(offsets), persistent=False)
         network = semantic_network(
@@ -199,7 +201,7 @@ class SemanticIdPolicy(FeaturePolicy):
         )
 
     def item_tables(self) -> tuple[ItemTable, ...]:
-        """See ``FeaturePolicy.item_tables``: that of the items, not that of the codes."""
+        """See ``FeaturePolicy.item_tables``: the table of the items, not that of the codes."""
         return () if self.item_table is None else (self.item_table,)
 
     def tokens(self, item_ids: Tensor) -> Tensor:
@@ -214,8 +216,8 @@ class SemanticIdPolicy(FeaturePolicy):
     def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """An estimate from one item: ``sum_t`` of the entropy of code t given the codes of the slate's item before it.
 
-        Its expectation over items that are drawn from the policy is the entropy of the policy (chain rule); the exact
-        one would need every item of the catalog. Arguments and shape as in ``StatePolicy.entropy``.
+        Its expectation over items drawn from the policy is the entropy of the policy (chain rule). The exact entropy
+        would need every item of the catalog. For arguments and shape see ``StatePolicy.entropy``.
         """
         wanted, positions, entropy = self._scored(batch, needed, states, _entropy_of_code)
         return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy.sum(1)).view(wanted.shape)
@@ -225,13 +227,13 @@ class SemanticIdPolicy(FeaturePolicy):
         return self.encoded(self.item_vectors(readable_ids(histories, self.max_history)), histories)
 
     def item_vectors(self, item_ids: Tensor) -> Tensor:
-        """See ``StatePolicy.item_vectors``: those of the item's codes, and its own."""
+        """See ``StatePolicy.item_vectors``: the sum of the vectors of the item's codes and of its own vector."""
         rows = (self.trie.codes(item_ids) + self._code_offsets) * (item_ids > 0)[..., None]
         vectors: Tensor = self.code_table(rows).sum(-2)
         return vectors if self.item_table is None else vectors + self.item_table(item_ids)
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """See ``Policy.recommend``; a beam search, exact where the beams hold every prefix of the catalog."""
+        """See ``Policy.recommend``; a beam search, exact if the beams hold every prefix of the catalog."""
         if not 1 <= k <= self.num_items:
             raise RecpoError(f"k must be between 1 and the {self.num_items} items of the catalog, got {k}")
         states, width = self.encode(histories), max(self.beam_width, k)
@@ -275,7 +277,7 @@ class SemanticIdPolicy(FeaturePolicy):
     def _scored(
         self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None, of_code: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Which positions are needed, their ``[N]`` flat indices, and ``of_code`` of all their codes, ``[N, T]``."""
+        """Mask of the needed positions, their ``[N]`` flat indices, and ``of_code`` of all their codes, ``[N, T]``."""
         slates = batch.slates
         wanted = slates.mask if needed is None else slates.mask & needed
         positions = wanted.reshape(-1).nonzero().squeeze(1)
@@ -294,7 +296,7 @@ class SemanticIdPolicy(FeaturePolicy):
         return wanted, positions, torch.stack(values, 1)
 
     def vectors_of_codes(self, codes: Tensor, level: int = 0) -> Tensor:
-        """What the decoder reads of codes ``[..., t]`` of the levels from ``level`` on: ``[..., t, d]``."""
+        """Inputs of the decoder, ``[..., t, d]``, for codes ``[..., t]`` of the levels from ``level`` on."""
         vectors: Tensor = self.code_table(codes + self._code_offsets[level : level + codes.shape[-1]])
         return vectors * self.encoder.item_scale
 
@@ -308,7 +310,7 @@ class SemanticIdPolicy(FeaturePolicy):
 
 
 class _CodeByCode:
-    """The decoder as a search sees it: one step per level for the beams of every context."""
+    """The decoder for a search: one step per level for the beams of every context."""
 
     def __init__(self, policy: SemanticIdPolicy, states: Tensor, lengths: Tensor) -> None:
         self._policy, self._lengths = policy, lengths
@@ -341,12 +343,12 @@ def _logp_of_code(logp: Tensor, codes: Tensor) -> Tensor:
 
 
 def _entropy_of_code(logp: Tensor, codes: Tensor) -> Tensor:
-    # where a code leads to no item its probability is 0 and its logarithm finite
+    # a code without an item has probability 0 and a finite logarithm, so its term is 0
     return -(logp.exp() * logp).sum(1)
 
 
 def _packed(wanted: Tensor, visible: Tensor, positions: Tensor) -> Placement:
-    """The wanted positions of every row moved to its front, so that the attention pads to the longest row only."""
+    """Moves the wanted positions of every row to its front, so that attention pads only to the longest row."""
     column = wanted.long().cumsum(1) - 1
     width = max(1, int(wanted.sum(1).max())) if wanted.numel() else 1
     rows = torch.arange(len(wanted), device=wanted.device)[:, None] * width

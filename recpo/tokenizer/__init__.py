@@ -1,1 +1,1 @@
-"""Item -> codes: item vectors, residual k-means, a pass that makes every code tuple unique, a report."""
+"""Codes for items: item vectors, residual k-means, unique code tuples, and a report."""

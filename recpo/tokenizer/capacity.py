@@ -1,4 +1,4 @@
-"""Assignment with a capacity: at most so many items of a group may hold one code; the others go to the next one."""
+"""Assignment of items to codes, with a limit on the number of items per code."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _BLOCK = 1 << 22  # entries of a block of distances, [items, codes]
 def settle(
     code: Tensor, distance: Tensor, group: Tensor, *, num_codes: int, capacity: int, distances: Distances
 ) -> Tensor:
-    """Moves as few items as possible so that no (group, code) holds more than ``capacity`` of them.
+    """Moves as few items as possible, so that no code has more than ``capacity`` items of a group.
 
-    Of a crowded code the nearest items stay (the first ones where distances are equal). The others, nearest first, take
-    the nearest code of their group that has a free place. They come in waves of at most ``capacity`` items a group, all
-    groups at once: a wave fits into one code unless that code was partly taken, so the distances of an item are
-    computed about twice, whatever its competitors want.
+    The nearest items of a crowded code keep it; of equally distant items, the first ones do. The other items, nearest
+    first, take the nearest code of their group that has a free place. They are placed in waves of at most ``capacity``
+    items per group, for all groups at once. A wave fits into one code unless that code is partly occupied, so the
+    distances of an item are computed about twice.
 
     Args:
-        code: ``[n]`` int64, the wanted codes.
-        distance: ``[n]``, the distance to them.
+        code: ``[n]`` int64, the nearest codes.
+        distance: ``[n]``, the distances to these codes.
         group: ``[n]`` int64, any ids; a group has at most ``num_codes * capacity`` items.
         num_codes: K.
-        capacity: places of a code in a group.
-        distances: distances of items to all codes.
+        capacity: number of items that may have a code, per group.
+        distances: gives the distances of items to all codes.
 
     Returns:
         Codes ``[n]``.
@@ -67,7 +67,7 @@ def _place(code: Tensor, queue: Tensor, group: Tensor, free: Tensor, capacity: i
         accepted = rank_within(key, distance) < free.view(-1)[key]
         code[items[accepted]] = chosen[accepted]
         free.view(-1).sub_(torch.bincount(key[accepted], minlength=free.numel()))
-        # who found the code full goes to the front of the next wave of its group
+        # items that found their code full go to the front of their group's next wave
         queue[positions] = items[(2 * owner + ~accepted).argsort(stable=True)]
         done = torch.bincount(owner[accepted], minlength=groups)
         start, left = start + done, left - done

@@ -1,4 +1,4 @@
-"""The frozen codebooks: how a vector becomes codes, now and when new items come."""
+"""Frozen codebooks, which encode the vectors of a catalog and of items that are added later."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Codebooks:
     Attributes:
         centroids: ``[T, K, d]`` float32.
         shift: ``[d]``, subtracted from every vector.
-        scale: ``[d]``, divides it then.
-        unit: scalar bool; the result is brought to length 1 (a zero vector stays zero).
+        scale: ``[d]``, the divisor after the subtraction.
+        unit: scalar bool; if true, the result is scaled to length 1 (a zero vector stays zero).
     """
 
     centroids: Tensor
@@ -46,10 +46,10 @@ class Codebooks:
         return (self.centroids.shape[1],) * self.levels
 
     def normalize(self, vectors: Tensor) -> Tensor:
-        """``[n, d]`` vectors as the codebooks see them, in their dtype and on their device.
+        """``[n, d]`` normalized vectors, in the dtype and on the device of the codebooks.
 
         Raises:
-            RecpoError: the vectors have another width.
+            RecpoError: the width of the vectors differs from that of the codebooks.
         """
         if vectors.shape[1] != len(self.shift):
             raise RecpoError(
@@ -68,7 +68,7 @@ class Codebooks:
         return torch.stack(codes, 1) if codes else points.new_zeros(len(points), 0, dtype=torch.int64)
 
     def reconstruct(self, codes: Tensor) -> Tensor:
-        """The points ``[n, d]`` that ``codes [n, T]`` stand for: the sums of their centroids."""
+        """The points ``[n, d]`` that ``codes [n, T]`` represent: the sums of their centroids."""
         points = self.shift.new_zeros(len(codes), len(self.shift))
         for centroids, code in zip(self.centroids, codes.T, strict=True):
             points += centroids[code]
@@ -84,7 +84,7 @@ class Codebooks:
         """Reads them back.
 
         Raises:
-            RecpoError: the directory has none (its codes came from a file) or the file is damaged.
+            RecpoError: the directory has no codebooks (its codes came from a file), or the file is damaged.
         """
         file = Path(root) / CODEBOOKS
         if not file.is_file():
@@ -101,8 +101,8 @@ class Codebooks:
 def normalization(vectors: Tensor, kind: Normalization) -> tuple[Tensor, Tensor, Tensor]:
     """``shift [d]``, ``scale [d]`` and ``unit`` of ``kind``, fitted on ``vectors [n, d]``.
 
-    "l2" brings every vector to length 1; "standardize" gives every dimension mean 0 and variance 1 (0 where it is
-    constant); "none" leaves vectors alone.
+    "l2" scales every vector to length 1. "standardize" gives every dimension mean 0 and variance 1 (0 if it is
+    constant). "none" leaves the vectors unchanged.
     """
     shift, scale = torch.zeros_like(vectors[0]), torch.ones_like(vectors[0])
     if kind == "standardize":
@@ -120,7 +120,7 @@ def _normalize(vectors: Tensor, shift: Tensor, scale: Tensor, unit: bool) -> Ten
 
 def squared_distances(points: Tensor, centroids: Tensor) -> Tensor:
     """``|x_i - c_k|^2`` as ``[n, K]``, by one matrix product; at least 0."""
-    # two sums in place are faster than one [n, K] offset, which would have to be made and read
+    # two in-place sums are faster than one [n, K] offset, which would have to be written and read
     table = torch.addmm(centroids.square().sum(1), points, centroids.T, alpha=-2)
     return table.add_(points.square().sum(1, keepdim=True)).clamp_min_(0)
 

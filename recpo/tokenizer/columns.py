@@ -1,4 +1,4 @@
-"""Vectors or codes of items out of the columns of Parquet files, in the order of the catalog, batch by batch."""
+"""Vectors or codes of items from columns of Parquet files, in the order of the catalog, read in batches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ToInternal = Callable[[pa.Array], np.ndarray]
 
 
 class ItemRows(NamedTuple):
-    """What a file says of the items 1..V.
+    """The rows of a file for the items 1..V.
 
     Attributes:
-        values: ``[V, d]``; zero where the file does not name the item.
-        found: ``[V]`` bool, the file names the item.
-        ignored: rows of items outside the catalog.
+        values: ``[V, d]``; zero if the file does not contain the item.
+        found: ``[V]`` bool, true if the file contains the item.
+        ignored: number of rows for items outside the catalog.
     """
 
     values: np.ndarray
@@ -43,7 +43,7 @@ def read_vectors(
         num_items: V.
 
     Raises:
-        RecpoError: the file, a column or a value is not what it should be; the message says which.
+        RecpoError: invalid file, column or value; the message names it.
     """
     return _collect(source, item_id, columns, to_internal, num_items, _vector_block, np.float32)
 
@@ -61,7 +61,7 @@ def read_codes(
         num_items: V.
 
     Raises:
-        RecpoError: the file, a column or a value is not what it should be; the message says which.
+        RecpoError: invalid file, column or value; the message names it.
     """
     return _collect(source, item_id, columns, to_internal, num_items, _code_block, np.int64)
 
@@ -106,7 +106,7 @@ def _collect(
 
 
 def shown(source: Path | pa.Table) -> str:
-    """What a source is called in messages."""
+    """Name of a source in messages."""
     return "the table of vectors" if isinstance(source, pa.Table) else str(source)
 
 

@@ -1,4 +1,4 @@
-"""Item vectors out of the log alone: which items stand near each other in the users' sequences."""
+"""Item vectors from the log alone: they describe which items are close to each other in users' sequences."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from recpo.tokenizer.sources import EarlierCodes, ItemVectors, VectorSource
 
 
 class Sequences(NamedTuple):
-    """The events of one shard: user u owns ``item_ids[offsets[u] : offsets[u + 1]]``, items 1..V in order of time."""
+    """The events of one shard: user u has ``item_ids[offsets[u] : offsets[u + 1]]``, items 1..V in time order."""
 
     item_ids: np.ndarray
     offsets: np.ndarray
 
 
 class Pairs(NamedTuple):
-    """How often items stand near each other.
+    """How often items are close to each other.
 
     Attributes:
         weights: ``[V, V]`` symmetric, zero diagonal; row i is item i + 1.
-        dropped: how many pairs were forgotten to stay within the memory.
+        dropped: number of pairs that were dropped to limit the memory.
     """
 
     weights: sparse.csr_matrix
@@ -37,21 +37,22 @@ class Pairs(NamedTuple):
 
 @dataclass(frozen=True)
 class VectorsFromCooccurrence(VectorSource):
-    """Vectors from the training events alone: ``U sqrt(S)``, a factorization of which items stand near each other.
+    """Vectors from the training events alone: ``U sqrt(S)``, a factorization of the co-occurrences of items.
 
     The truncated SVD of the shifted positive pointwise mutual information
     ``ppmi(i, j) = max(0, log(n_ij n / (n_i n_j)) - log shift)`` with ``n_ij`` the sum of ``1 / distance`` over the
-    places where i and j stand at most ``window`` events apart in a user's sequence. Levy and Goldberg, "Neural word
-    embedding as implicit matrix factorization" (NIPS 2014); the weights by distance are those of GloVe. Items that
-    stand near no other one get a zero vector and are counted.
+    places where i and j are at most ``window`` events apart in a user's sequence. Levy and Goldberg, "Neural word
+    embedding as implicit matrix factorization" (NIPS 2014); the weights by distance are those of GloVe. Items
+    without a close item get a zero vector and are counted.
 
     Attributes:
         dim: width d of the vectors, at most the number of items less one.
-        window: largest distance, in events of a user's sequence, at which two items count as near; the weight is one
-            over the distance.
-        shift: 1 = plain mutual information; k keeps fewer, stronger pairs, as k negative samples do in word2vec.
-        max_pairs: pairs of items that are held in memory (about 12 bytes each, a few times over); beyond, the weakest
-            are forgotten and counted.
+        window: largest distance, in events of a user's sequence, of two items that count as a pair; the weight of the
+            pair is one over the distance.
+        shift: 1 = plain mutual information. A larger value k keeps fewer, stronger pairs, as k negative samples do in
+            word2vec.
+        max_pairs: largest number of pairs in memory (about 12 bytes each, in a few copies). Beyond it, the weakest are
+            dropped and counted.
     """
 
     dim: int = 64
@@ -60,7 +61,7 @@ class VectorsFromCooccurrence(VectorSource):
     max_pairs: int = 50_000_000
 
     def __post_init__(self) -> None:
-        """Refuses options without a meaning."""
+        """Refuses invalid options."""
         for name in ("dim", "window", "max_pairs"):
             if getattr(self, name) < 1:
                 raise RecpoError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -76,8 +77,8 @@ class VectorsFromCooccurrence(VectorSource):
     def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
         """See ``VectorSource.read_new``.
 
-        Another factorization has other axes, so new items get the mean of what the codes of the items near them stand
-        for, weighed by mutual information.
+        Another factorization has other axes. A new item therefore gets the mean of the points that the codes of its
+        close items represent, weighted by mutual information.
         """
         pairs = self.count(_sequences(data), data.num_items)
         given = earlier.codebooks.reconstruct(earlier.codes.clamp_min(0)).numpy()
@@ -87,7 +88,7 @@ class VectorsFromCooccurrence(VectorSource):
         return ItemVectors(raw, _facts(pairs, points[is_new]))
 
     def count(self, shards: Iterable[Sequences], num_items: int) -> Pairs:
-        """Sums the pairs of all shards; holds one shard and at most twice ``max_pairs`` pairs at a time."""
+        """Sums the pairs of all shards. One shard and at most twice ``max_pairs`` pairs are in memory at a time."""
         upper, dropped = sparse.csr_matrix((num_items, num_items), dtype=np.float32), 0
         for shard in shards:
             upper = upper + self._pairs(shard, num_items)
@@ -110,10 +111,10 @@ class VectorsFromCooccurrence(VectorSource):
         return total
 
     def vectors(self, pairs: Pairs, seed: int) -> np.ndarray:
-        """``[V, d]`` float32; zero for items that stand near no other one.
+        """``[V, d]`` float32; zero for items without a close item.
 
         Raises:
-            RecpoError: no two items stand near each other more often than by chance.
+            RecpoError: no two items are close to each other more often than by chance.
         """
         information = self.information(pairs.weights)
         if not information.nnz:
@@ -128,15 +129,15 @@ class VectorsFromCooccurrence(VectorSource):
         return vectors
 
     def fold_in(self, pairs: Pairs, points: np.ndarray, is_new: np.ndarray) -> np.ndarray:
-        """Points of new items among given ones: the mean of the given items they stand near, weighed by information.
+        """Points of new items: the mean of the given items close to them, weighted by mutual information.
 
         Args:
             pairs: of all items.
-            points: ``[V, d]``; those of new items are not read.
+            points: ``[V, d]``; the rows of new items are not read.
             is_new: ``[V]`` bool.
 
         Returns:
-            ``[V, d]`` float32; zero for new items that stand near no given one.
+            ``[V, d]`` float32; zero for new items without a close given item.
         """
         near = self.information(pairs.weights)[is_new][:, ~is_new]
         total = np.asarray(near.sum(1)).ravel()

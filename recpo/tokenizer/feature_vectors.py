@@ -19,12 +19,12 @@ from recpo.tokenizer.sources import EarlierCodes, ItemVectors, VectorSource
 class VectorsFromFeatures(VectorSource):
     """A vector of the item table (``recpo prepare --items``), such as a text or image embedding.
 
-    The vector of an item does not change from day to day, so codebooks that were made from it give new items codes as
-    good as those of known items, without any event.
+    The vector of an item does not change from day to day. Codebooks made from such vectors therefore encode new items,
+    which have no events, as well as known items.
 
     Attributes:
         feature: name of the feature; null = the only one of type ``Vector``.
-        missing: items without a vector: an error, the mean vector, or the zero vector.
+        missing: what an item without a vector gets: an error, the mean vector, or the zero vector.
     """
 
     feature: str | None = None
@@ -35,11 +35,11 @@ class VectorsFromFeatures(VectorSource):
         return self._read(data, items, np.ones(len(items), dtype=bool))
 
     def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
-        """See ``VectorSource.read_new``: vectors of the model that the codebooks were made from."""
+        """See ``VectorSource.read_new``. The vectors must come from the model that made those of the codebooks."""
         return self._read(data, items, earlier.is_new.numpy())
 
     def _read(self, data: Prepared, items: IdMap, needed: np.ndarray) -> ItemVectors:
-        """Vectors ``[V, w]``; zero, or the mean, for items without one.
+        """Vectors ``[V, w]``; items without a vector get zero or the mean.
 
         Raises:
             RecpoError: the data have no such feature, or ``missing`` is "error" and some of the ``needed [V]`` items

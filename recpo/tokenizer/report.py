@@ -1,4 +1,4 @@
-"""What the codes are worth: how they use the codebooks, what they keep of the vectors, who had to move."""
+"""Statistics of codes: use of the codebooks, error of the vectors, and items moved by collisions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from recpo.tokenizer.codebooks import Codebooks, subtract
 from recpo.tokenizer.unique import tuple_ids
 
-#: From this share of moved items on, codes say little about their items.
+#: Above this share of moved items, codes carry little information about their items.
 MANY_MOVED = 0.1
 
 
 def level_statistics(codes: Tensor, codebook_sizes: tuple[int, ...]) -> list[dict[str, float]]:
-    """Of every level of ``codes [V, T]``, how its codes are distributed over the items.
+    """Distribution of the codes over the items, for every level of ``codes [V, T]``.
 
     ``codebook_size`` K; ``utilization``, the share of the K codes with at least one item; ``entropy``
-    ``H = -sum p log p`` in nats; ``perplexity`` ``exp(H)``, at most K, the number of codes in equal use that has the
+    ``H = -sum p log p`` in nats; ``perplexity`` ``exp(H)``, at most K, the number of equally frequent codes with the
     same entropy; ``largest``, the share p of the most frequent code.
     """
     levels = []
@@ -38,7 +38,7 @@ def level_statistics(codes: Tensor, codebook_sizes: tuple[int, ...]) -> list[dic
 
 
 def reconstruction_errors(points: Tensor, codebooks: Codebooks, codes: Tensor) -> list[float]:
-    """Mean squared error after 1, 2, .. T levels, divided by the variance of the points (1 = the mean says as much).
+    """Mean squared error after 1, 2, .. T levels, divided by the variance of the points (1 = no better than the mean).
 
     Args:
         points: ``[n, d]`` normalized vectors.
@@ -55,18 +55,18 @@ def reconstruction_errors(points: Tensor, codebooks: Codebooks, codes: Tensor) -
 
 
 def collision_statistics(before: Tensor, after: Tensor, movable: int) -> dict[str, Any]:
-    """What uniqueness cost.
+    """Items that shared a code tuple, and items that moved to make tuples unique.
 
     Args:
-        before: ``[V, T]``, codes that items may share.
-        after: ``[V, T]`` or ``[V, T + 1]`` with an extra code, unique.
-        movable: how many of the items could move at all.
+        before: ``[V, T]``, codes before tuples were made unique.
+        after: ``[V, T]``, or ``[V, T + 1]`` with an extra code; unique.
+        movable: number of items that may move.
 
     Returns:
-        ``movable``; ``collisions`` items beyond the first of their tuple; ``sharing`` items that shared a tuple, and
-        ``largest_tuple`` how many at most; ``largest_prefix`` the most items with one prefix of T - 1 codes;
-        ``moved`` and ``prefix_changed`` items whose T codes, or first T - 1 codes, are others now; ``moved_share`` of
-        the movable ones.
+        ``movable``; ``collisions``, items beyond the first of their tuple; ``sharing``, items that shared a tuple;
+        ``largest_tuple``, the most items on one tuple; ``largest_prefix``, the most items with one prefix of T - 1
+        codes; ``moved`` and ``prefix_changed``, items whose T codes, or first T - 1 codes, changed; ``moved_share``,
+        the share of the movable items that moved.
     """
     levels = before.shape[1]
     together = torch.bincount(tuple_ids(before))

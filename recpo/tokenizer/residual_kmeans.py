@@ -1,4 +1,4 @@
-"""Residual k-means: a codebook for the vectors, one for what the first leaves, and so on."""
+"""Residual k-means: one codebook for the vectors, one for the residuals of the first, and so on."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class ResidualKMeans:
     Equal vectors and seed give equal codes.
 
     Attributes:
-        levels: T.
-        codebook_size: K, codes of every level.
-        normalize: what happens to the vectors first (``recpo.tokenizer.codebooks.normalization``).
-        capacity_slack: a number from 1: no code of a level is given to more than ``slack * items / K`` items, so that
-            none swallows the catalog; None = every item gets its nearest code.
+        levels: T, number of codes per item.
+        codebook_size: K, number of codes per level.
+        normalize: normalization of the vectors (``recpo.tokenizer.codebooks.normalization``).
+        capacity_slack: at least 1. A code of a level is given to at most ``slack * items / K`` items, so that no code
+            covers most of the catalog. None = every item gets its nearest code.
         iterations: steps of Lloyd's algorithm.
-        sample: how many items the codebooks are fitted on (at least 32 for each code); all of them get codes.
+        sample: number of items that the codebooks are fitted on (at least 32 per code). All items get codes.
     """
 
     levels: int = 3
@@ -46,7 +46,7 @@ class ResidualKMeans:
     sample: int = 65_536
 
     def __post_init__(self) -> None:
-        """Refuses options that make no codes."""
+        """Refuses invalid options."""
         for name in ("levels", "codebook_size", "iterations", "sample"):
             if getattr(self, name) < 1:
                 raise RecpoError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -60,14 +60,14 @@ class ResidualKMeans:
 
         Args:
             vectors: ``[V, d]`` float32, finite.
-            seed: of the sample and of the first centroids.
+            seed: seed of the sample and of the first centroids.
             finished: called after every level.
 
         Returns:
-            The codebooks and the codes ``[V, T]`` int64, which several items may share.
+            The codebooks, and the codes ``[V, T]`` int64; several items may have the same codes.
 
         Raises:
-            RecpoError: values so large that their squares are no float32 numbers.
+            RecpoError: values so large that their squares overflow in float32.
         """
         if float(vectors.abs().max()) > _LARGEST:
             raise RecpoError(f"item vectors have values beyond {_LARGEST:g}, whose squares overflow: scale them down")
@@ -92,7 +92,7 @@ class ResidualKMeans:
         return centroids
 
     def _assign(self, points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes ``[n]`` and squared distances ``[n]`` to the nearest centroid, within the capacity if there is one."""
+        """Codes ``[n]`` and squared distances ``[n]`` to the nearest centroid, within the capacity if it is limited."""
         code, distance = nearest(points, centroids)
         if self.capacity_slack is None:
             return code, distance
@@ -110,10 +110,10 @@ class ResidualKMeans:
 
 
 def _first_centroids(points: Tensor, num_codes: int, generator: torch.Generator) -> Tensor:
-    """k-means++ (Arthur and Vassilvitskii, 2007): every next centroid with probability proportional to ``D(x)^2``.
+    """k-means++ (Arthur and Vassilvitskii, 2007): draws each centroid with probability proportional to ``D(x)^2``.
 
-    Drawn as ``argmax D(x)^2 / e(x)`` with exponential e, which also holds where all points are taken already (all
-    distances 0), and the same on every device.
+    The draw is ``argmax D(x)^2 / e(x)`` with exponential e. It is the same on every device, and also works if every
+    point is already a centroid (all distances 0).
     """
     centroids = points.new_empty(num_codes, points.shape[1])
     norms = points.square().sum(1)
@@ -128,9 +128,9 @@ def _first_centroids(points: Tensor, num_codes: int, generator: torch.Generator)
 
 
 def _means(points: Tensor, code: Tensor, distance: Tensor, centroids: Tensor) -> Tensor:
-    """Mean of the points of every code; an empty code starts anew at one of the points farthest from their centroid.
+    """Mean of the points of every code; an empty code restarts at one of the points farthest from their centroid.
 
-    Sums run over the points sorted by code, so that they do not depend on the order of atomic additions.
+    The sums run over points sorted by code, so that they do not depend on the order of atomic additions.
     """
     counts = torch.bincount(code, minlength=len(centroids))
     ordered = points[code.argsort(stable=True)]

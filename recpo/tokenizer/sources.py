@@ -1,4 +1,4 @@
-"""Where item vectors, or ready-made codes, come from."""
+"""Sources of item vectors and of ready-made codes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _LARGEST_CODEBOOK = 1 << 20
 
 
 class ItemVectors(NamedTuple):
-    """Vectors ``[V, d]`` float32 of the items 1..V, and what the manifest says of them."""
+    """Vectors ``[V, d]`` float32 of the items 1..V, and facts about them for the manifest."""
 
     values: np.ndarray
     facts: dict[str, Any]
 
 
 class EarlierCodes(NamedTuple):
-    """What an earlier catalog gives to this one.
+    """The codebooks and codes of an earlier catalog.
 
     Attributes:
         codebooks: the frozen codebooks.
-        codes: ``[V, T]``, the codes that items have already; -1 for new items.
+        codes: ``[V, T]``, the earlier codes of the items; -1 for new items.
         is_new: ``[V]`` bool.
     """
 
@@ -51,7 +51,7 @@ class VectorSource(ABC):
 
     @abstractmethod
     def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
-        """Vectors of the new items in the space of earlier, frozen codebooks; those of the other items do not matter.
+        """Vectors of the new items in the space of earlier, frozen codebooks; the rows of other items are not used.
 
         Raises:
             RecpoError: this source cannot make such vectors.
@@ -59,7 +59,7 @@ class VectorSource(ABC):
 
 
 class _GivenVectors(VectorSource):
-    """Vectors that somebody else made: rows of item ids and vectors."""
+    """Vectors from outside recpo: rows of item ids and vectors."""
 
     item_id: str
     vector: str | list[str]
@@ -73,14 +73,14 @@ class _GivenVectors(VectorSource):
         return self._read(items, np.ones(len(items), dtype=bool))
 
     def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
-        """See ``VectorSource.read_new``: vectors of the model that the codebooks were made from."""
+        """See ``VectorSource.read_new``. The vectors must come from the model that made those of the codebooks."""
         return self._read(items, earlier.is_new.numpy())
 
     def _read(self, items: IdMap, needed: np.ndarray) -> ItemVectors:
-        """Vectors of all items, something else in the place of those that are ``needed [V]`` and not given.
+        """Vectors of all items, with a substitute for the ``needed [V]`` items that have none.
 
         Raises:
-            RecpoError: ``missing`` is "error" and there are such items.
+            RecpoError: ``missing`` is "error", and a needed item has no vector.
         """
         source, columns = self._source(), [self.vector] if isinstance(self.vector, str) else self.vector
         rows = read_vectors(source, self.item_id, columns, items.to_internal, len(items))
@@ -98,13 +98,13 @@ class _GivenVectors(VectorSource):
 
 @dataclass(frozen=True)
 class VectorsFromParquet(_GivenVectors):
-    """Vectors from a file: text or image embeddings, or any others.
+    """Vectors from a file, for example text or image embeddings.
 
     Attributes:
         file: Parquet file, or a directory of such files; rows of items outside the catalog are ignored and counted.
         item_id: column of the item ids of the log.
         vector: a column of lists of equal length, or a list of columns of numbers, one for each dimension.
-        missing: items of the catalog that the file does not name: an error, the mean vector, or the zero vector.
+        missing: what an item that the file does not contain gets: an error, the mean vector, or the zero vector.
     """
 
     file: Path
@@ -118,14 +118,14 @@ class VectorsFromParquet(_GivenVectors):
 
 @dataclass(frozen=True)
 class VectorsFromFrame(_GivenVectors):
-    """Vectors that are in memory, from Python only.
+    """Vectors in memory; from Python only.
 
     Attributes:
         frame: any frame (pandas, polars, pyarrow, or a dictionary of columns); rows of items outside the catalog are
             ignored and counted.
         item_id: column of the item ids of the log.
         vector: a column of lists of equal length, or a list of columns of numbers, one for each dimension.
-        missing: items of the catalog that the frame does not name: an error, the mean vector, or the zero vector.
+        missing: what an item that the frame does not contain gets: an error, the mean vector, or the zero vector.
     """
 
     frame: Frame
@@ -146,7 +146,7 @@ class CodesFromFile:
         item_id: column of the item ids of the log.
         codes: one column for each level, first level first: integers from 0, or text with one number in it, such as
             ``<a_183>``.
-        codebook_size: codes of every level; null = the largest code of the level in the file, plus one.
+        codebook_size: number of codes per level; null = the largest code of the level in the file, plus one.
     """
 
     file: Path
@@ -155,7 +155,7 @@ class CodesFromFile:
     codebook_size: int | None = None
 
     def read(self, items: IdMap) -> tuple[np.ndarray, tuple[int, ...], dict[str, Any]]:
-        """Codes ``[V, T]`` int64, codebook sizes, and what the manifest says of them.
+        """Codes ``[V, T]`` int64, codebook sizes, and facts about them for the manifest.
 
         Raises:
             RecpoError: items without codes, or codes outside the codebook.

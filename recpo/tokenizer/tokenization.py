@@ -1,4 +1,4 @@
-"""Codes for all items of a catalog: made from vectors, by earlier codebooks, or read; then told apart."""
+"""Codes for all items of a catalog: made from vectors, made by earlier codebooks, or read; then made unique."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Collisions = Literal["nearest", "extra", "first_free"]
 
 @dataclass(frozen=True)
 class Codes:
-    """A directory of codes, as ``recpo tokenize`` writes it; it may stand wherever its path may.
+    """A directory of codes, as ``recpo tokenize`` writes it; accepted wherever its path is.
 
     Attributes:
         root: the directory.
@@ -49,7 +49,7 @@ class Codes:
         """Opens a directory written by ``recpo tokenize``.
 
         Raises:
-            RecpoError: it is none, of another version, or damaged.
+            RecpoError: it is not such a directory, of another version, or damaged.
         """
         root = Path(root)
         codes = SemanticCodes.load(root)
@@ -70,7 +70,7 @@ class Codes:
 
 
 class Tokenization(NamedTuple):
-    """Codes before (``wanted [V, T]``) and after they were made unique, and what they were made with."""
+    """Codes before (``wanted [V, T]``) and after they were made unique, with the codebooks and points behind them."""
 
     wanted: Tensor
     codes: Tensor
@@ -155,7 +155,7 @@ def _frozen(
     collisions: Collisions | None,
     root: Path,
 ) -> Tokenization:
-    """Codes by the codebooks of an earlier catalog; its items, known by their external ids, keep theirs."""
+    """Codes by the codebooks of an earlier catalog. Its items, matched by external id, keep their codes."""
     _validate_no_options(quantizer, "codebooks bring the options of k-means along")
     earlier, codebooks = SemanticCodes.load(root), Codebooks.load(root)
     has_extra = earlier.codes.shape[1] > codebooks.levels
@@ -177,7 +177,7 @@ def _frozen(
 
 
 def _carried_over(earlier: SemanticCodes, root: Path, items: IdMap) -> tuple[Tensor, int]:
-    """Codes ``[V, T]`` that items have already, -1 for new ones, and how many items are no longer in the catalog."""
+    """Earlier codes ``[V, T]``, -1 for new items, and the number of items that are no longer in the catalog."""
     index = items.to_internal(pq.read_table(root / CODES, columns=["item_id"]).column(0))
     given = np.full((len(items), earlier.codes.shape[1]), -1)
     given[index[index > 0] - 1] = earlier.codes[index > 0]
@@ -202,7 +202,7 @@ def _with_extra_code(result: Tokenization, given: Tensor | None = None, size: in
 
 
 def report_of(result: Tokenization) -> dict[str, Any]:
-    """How the codes are distributed, what they keep of the vectors, what uniqueness cost; goes into the manifest."""
+    """The report for the manifest: use of the codebooks, error of the vectors, and collisions."""
     levels = level_statistics(result.codes, result.codebook_sizes)
     movable = len(result.codes) if result.is_new is None else int(result.is_new.sum())
     report = {
@@ -214,7 +214,7 @@ def report_of(result: Tokenization) -> dict[str, Any]:
         return report
     chosen = slice(None) if result.is_new is None else result.is_new
     points = result.points[chosen]
-    kept = result.codes[chosen, : result.codebooks.levels]  # an extra code stands for no vector
+    kept = result.codes[chosen, : result.codebooks.levels]  # an extra code has no centroid
     errors = reconstruction_errors(points, result.codebooks, kept)
     for level, error in zip(levels, errors, strict=False):
         level["error"] = error

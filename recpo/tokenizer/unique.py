@@ -1,4 +1,4 @@
-"""No two items may share a code tuple: whoever collides moves to a free one, or gets one code more."""
+"""Unique code tuples: an item that collides moves to a free tuple, or every item gets one more code."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from recpo.tokenizer.codebooks import Codebooks, squared_distances, subtract
 
 
 def nearest_free(points: Tensor, codebooks: Codebooks, codes: Tensor, kept: Tensor | None = None) -> Tensor:
-    """Moves every item that collides to the nearest free tuple, level by level.
+    """Moves items that collide to the nearest free tuple, level by level.
 
-    From the first level on: a prefix that more items share than there are tuples below it keeps the nearest ones, the
-    others go to its nearest sibling with free places, and their later codes follow from their new residual. At the last
-    level a code has one place, so the item that is nearest to the centroid keeps its tuple and the others take the
-    nearest free last code. Nobody else moves.
+    A prefix may have more items than there are tuples below it. It then keeps its nearest items. The others move to
+    the nearest prefix with free places on the same level, and their later codes follow from their new residuals. At the
+    last level a code has one place: the item nearest to the centroid keeps its tuple, and the others take the nearest
+    free last code. No other item moves.
 
     Args:
         points: ``[V, d]`` normalized vectors (``Codebooks.normalize``).
@@ -53,7 +53,7 @@ def nearest_free(points: Tensor, codebooks: Codebooks, codes: Tensor, kept: Tens
 
 
 def first_free(codes: Tensor, codebook_sizes: Sequence[int]) -> Tensor:
-    """The same without vectors: the first item keeps its tuple, the others take the smallest free last code.
+    """Moves items that collide, without vectors: the first one keeps its tuple, the others take the smallest free code.
 
     Raises:
         RecpoError: there are more items than tuples.
@@ -86,7 +86,7 @@ def _separate(
         kept: ``[V]`` bool, items that must not move.
         wanted: distance ``[V]`` of all items to their present code of a level.
         distances: distances ``[m, K_t]`` of items to all codes of a level.
-        settled: called when the codes of a level are final, with the items ``[m]`` that changed there.
+        settled: called when the codes of a level are final, with the items ``[m]`` that changed on it.
     """
     if len(codes) > math.prod(codebook_sizes):
         raise RecpoError(
@@ -113,7 +113,7 @@ def _separate(
 
 
 def tuple_ids(codes: Tensor) -> Tensor:
-    """``[V]`` int64, 0 .. number of different tuples - 1: equal where the rows of ``codes [V, T]`` are equal."""
+    """Ids ``[V]`` int64 of the tuples ``codes [V, T]``, from 0: equal for equal rows."""
     ids = torch.zeros_like(codes[:, 0])
     for code in codes.T:
         ids = (ids * (code.max() + 1) + code).unique(return_inverse=True)[1]
@@ -121,11 +121,11 @@ def tuple_ids(codes: Tensor) -> Tensor:
 
 
 def extra_code(codes: Tensor, given: Tensor | None = None) -> Tensor:
-    """One more code for every item: 0 where it is alone with its tuple, else 0 .. n - 1 in order of the items.
+    """One more code for every item: 0 if no other item has its tuple, else 0 .. n - 1 in the order of the items.
 
     Args:
         codes: ``[V, T]``.
-        given: ``[V]``, extra codes that items have already, -1 = none; new items count on from the largest.
+        given: ``[V]``, earlier extra codes, -1 = none. The codes of new items continue after the largest one.
 
     Returns:
         ``[V]``.
