@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -79,11 +79,20 @@ class LogLayout:
 
     @classmethod
     def from_header(cls, payload: bytes) -> LogLayout:
-        """Parses the result of ``header``."""
+        """Parses the result of ``header``.
+
+        Raises:
+            RecpoError: the header has other fields, so another version of recpo wrote it.
+        """
         found = json.loads(payload[1:])
-        found["behaviors"] = tuple(found.get("behaviors", ()))
-        found["context"] = tuple((name, kind) for name, kind in found.get("context", ()))
-        return cls(**found)
+        names = [one.name for one in fields(cls)]
+        if sorted(found) != sorted(names):
+            raise RecpoError(
+                f"{JOURNAL}: the header of a segment has the fields {', '.join(found)}, expected {', '.join(names)}: "
+                "start the recpo version that wrote it once more, which completes its log"
+            )
+        context = tuple((name, kind) for name, kind in found["context"])
+        return cls(**{**found, "behaviors": tuple(found["behaviors"]), "context": context})
 
 
 class Impression(NamedTuple):

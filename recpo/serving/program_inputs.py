@@ -13,7 +13,7 @@ import numpy as np
 
 from recpo.errors import RecpoError
 from recpo.features.arrays import FeatureArrays
-from recpo.features.schema import Categories, Category, Feature, Number, Vector, of_type
+from recpo.features.schema import Categories, Category, Feature, Number, Reads, Vector, of_type
 from recpo.serving.histories import EncodedHistories
 
 EXCLUDE: Final = "exclude"
@@ -41,6 +41,11 @@ class ProgramReads:
     context: tuple[Feature, ...] = ()
     mask: int = 0
     repeats: bool = False
+
+    @property
+    def batches(self) -> Reads:
+        """The parts that batches of prepared data have to contain for the program."""
+        return Reads(self.behaviors, bool(self.user), bool(self.context))
 
 
 @dataclass(frozen=True)

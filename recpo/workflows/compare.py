@@ -27,7 +27,6 @@ from recpo.evaluation.estimates import estimate
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.reading import Document
-from recpo.features.schema import Reads
 from recpo.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, USER_ID, HistoryReader, ServingCounts
@@ -268,9 +267,8 @@ class _Answers:
 
     @classmethod
     def of(cls, bundle: Bundle, numbers: np.ndarray, data: Prepared, split: HeldOut) -> _Answers:
-        own = bundle.manifest.reads
-        reads = Reads(own.behaviors, bool(own.user), bool(own.context))
-        return cls(bundle, bundle.reader, numbers, HeldOutHistories(data, split, reads), data.item_ids())
+        histories = HeldOutHistories(data, split, bundle.manifest.reads.batches)
+        return cls(bundle, bundle.reader, numbers, histories, data.item_ids())
 
     def recommend(self, users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
         """The lists as the evaluation reads them. An item that is not in the data leaves an empty place."""

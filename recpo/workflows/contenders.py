@@ -156,12 +156,7 @@ def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int)
 
 def _load_bundle(name: str, bundle: Bundle) -> Loaded:
     length = bundle.manifest.max_history
-    reads = Reads(
-        *(
-            bool(one)
-            for one in (bundle.manifest.reads.behaviors, bundle.manifest.reads.user, bundle.manifest.reads.context)
-        )
-    )
+    reads = bundle.manifest.reads.batches
 
     def recommend(histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
         if exclude is None and bundle.manifest.repeats:

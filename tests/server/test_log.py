@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import recpo
+from recpo.errors import RecpoError
 from recpo.server import segments
 from recpo.server.impressions import JOURNAL, Impression, ImpressionLog, LogLayout, Outcome, RequestIds, joined_rows
 from recpo.server.segments import COMPLETE, DONE, MAGIC, OPEN, SegmentWriter, Slot, read_records
@@ -51,6 +52,8 @@ def test_the_columns_are_those_of_a_log():
         *("user_id", "item_id", "timestamp", "label", "dislike", "propensity", "is_random", "request_id")
     ]
     assert LogLayout.from_header(LAYOUT.header()) == LAYOUT
+    with pytest.raises(RecpoError, match="has the fields user_id, item_id, expected user_id, item_id, graded"):
+        LogLayout.from_header(b'h{"user_id": "integer", "item_id": "integer"}')
 
 
 def test_outcomes_join_their_impression(tmp_path):
