@@ -1,4 +1,4 @@
-"""The resolved configuration of the running verb, so that every result can say how it was made."""
+"""Writes the resolved configuration of the running verb, so that every result records how it was made."""
 
 from __future__ import annotations
 

@@ -44,10 +44,10 @@ _BASELINES = {
     "reward model": "factors",
     "oracle": "oracle",
 }
-# how a policy is trained, one after the other, and how its rows are called
+# the training steps of a policy, in order, and the names of its rows
 _ROAD = {"pretrain": "pre-trained", "gbpo": "GBPO-aligned", "mpo": "value-aligned"}
 _TILTED = "tilted"
-# the demo's catalog is small: three levels of this size hold it many times over
+# the demo's catalog is small: three levels of this size have many times as many tuples
 _CODEBOOK_SIZE = 32
 
 
@@ -61,7 +61,7 @@ class _Family(NamedTuple):
 
     @property
     def configurations(self) -> list[str]:
-        """Configuration files that train it."""
+        """Its training configurations."""
         return [f"{self.prefix}{step}.yaml" for step in self.road]
 
 
@@ -96,7 +96,7 @@ def demo(
         epochs: epochs of every training, for a quick trial; null = as in the YAML files.
         overwrite: replace ``out`` if an earlier demo wrote it.
     """
-    SimulationParameters(users=users, items=items, events=events)  # raises now what would end the first step
+    SimulationParameters(users=users, items=items, events=events)  # raises now the error that would end the first step
     families = [_Family("", "", tuple(_ROAD), ())]
     if policy == "SemanticIdPolicy":
         options = ("--policy.init_args.codes", out / "codes")
@@ -162,7 +162,7 @@ def _validate_options(seeds: int, configs: Path, families: list[_Family]) -> Non
 
 
 def _train(out: Path, configs: Path, family: _Family, seed: int, common: list[object]) -> list[Path]:
-    """Pre-trains a policy and aligns it, every way from the pre-trained one; returns the runs."""
+    """Pre-trains a policy and aligns it in several ways, each from the pre-trained policy; returns the runs."""
     pretrained, *aligned = (out / f"{family.prefix}{step}-{seed}" for step in family.road)
     first, *others = (configs / name for name in family.configurations)
     _step(train, "--config", first, *common, "--out", pretrained)
@@ -226,7 +226,7 @@ def _table(summary: dict[str, Any], seeds: int) -> Table:
 
 
 def _cell(value: Estimate) -> str:
-    """A log of few users leaves means or intervals undefined: null in the evaluation."""
+    """With few users, means or intervals may be undefined; they are null in the evaluation."""
     if value.mean is None or value.half_width is None:
         return "-" if value.mean is None else f"{value.mean:.4f}"
     return f"{value.mean:.4f} ± {value.half_width:.4f}"

@@ -43,21 +43,21 @@ def export(
         refresh: existing bundle to update, instead of a run.
         items: with ``refresh``, ``items.parquet`` of prepared data, or a Parquet file with ``item_id``, the columns of
             the features and, if items are retired, ``retired``.
-        k: length of the lists that the bundle serves; a smaller catalog caps it.
+        k: length of the lists that the bundle serves, at most the size of the catalog.
         checkpoint: which checkpoint of the run.
         item_precision: how the program stores the item vectors: float32, float16, or int8 with a scale for each item.
-        index: an approximate index (faiss) in place of the search of the whole catalog: recall, lists, oversampling.
-            Scores are then log-probabilities plus a constant per user. null = the full catalog is scored.
+        index: an approximate index (faiss) instead of a search of the full catalog: recall, lists, oversampling. Scores
+            are then log-probabilities plus a constant per user. null = the full catalog is scored.
         repeats: items of the history may be listed again, as in music or groceries; only items that a request excludes
-            may not.
+            are not listed.
         attributes: Parquet file with ``item_id`` and attributes of the items (integers, strings, booleans, or lists of
             them) that requests can filter by (``allow``, ``deny``).
         triton: also write this directory, a model repository for the Triton Inference Server.
-        compiled: also make this file, the program as machine code for machines like this one (AOTInductor of torch).
-        evaluation: directory that ``recpo evaluate`` wrote, with the run among its contenders: its metrics, and
-            those of baselines, go into the model card.
-        overwrite: replace ``out`` where it is a bundle.
-        trust: packages beside recpo whose classes the configuration of the run may name.
+        compiled: also write this file, the program as machine code for machines like this one (torch's AOTInductor).
+        evaluation: directory written by ``recpo evaluate`` with this run as a contender; its metrics, and those of
+            baselines, go into the model card.
+        overwrite: replace ``out`` if it is a bundle.
+        trust: packages, in addition to recpo, whose classes the configuration of the run may name.
     """
     if (run is None) == (refresh is None) or (refresh is None) != (items is None):
         raise RecpoError("export: give --run RUN, or --refresh BUNDLE and --items FILE")

@@ -32,7 +32,7 @@ def factorize(
         out: output directory.
         method: "variational" keeps a posterior of every user and item and learns their priors from the data (Lim and
             Teh, 2007); "als" is alternating least squares with one ridge.
-        ranks: numbers of factors to try; null = 8 and 16, and 4 too with "als".
+        ranks: numbers of factors to try; null = 8 and 16, with "als" also 4.
         ridges: ridges that "als" tries: the weight of the squared factors and biases, relative to a weight of 1 per
             event.
         progress: show a progress bar on a terminal.

@@ -18,7 +18,7 @@ def console() -> Console:
     Ids and paths such as ``[/x]`` or ``:smile:`` are printed as they are: markup, emoji codes and highlighting are off,
     also in the cells, titles and captions of tables.
     """
-    from rich.console import Console  # the other verbs' help does not wait for it
+    from rich.console import Console  # imported here so that the help of other verbs does not wait for it
 
     return Console(markup=False, emoji=False, highlight=False)
 
@@ -41,7 +41,7 @@ class TerminalOptions:
 
 
 def terminal_options(options: Sequence[str]) -> tuple[TerminalOptions, list[str]]:
-    """``--quiet`` and ``--json`` among the words of a command line, and the other words."""
+    """Separates ``--quiet`` and ``--json`` from the other arguments of a command line."""
     kept = [word for word in options if word not in ("--quiet", "--json")]
     return TerminalOptions("--quiet" in options, "--json" in options), kept
 

@@ -27,7 +27,7 @@ def prepare(
 ) -> VerbResult:
     """Checks an interaction log and writes indexed, labeled, split and sorted shards.
 
-    One error lists every fault of the log. Refused: files that cannot be read, missing columns, wrong types, null
+    One error lists every fault of the log. Rejected: files that cannot be read, missing columns, wrong types, null
     users, items or times, times that do not parse. Neutralized and counted (the event stays, without that value):
     missing or impossible watch times, durations, labels and propensities. Dropped and counted: exact duplicates (equal
     in every column that is used), events of items outside the catalog. ``manifest.json`` has the counts. Everything is

@@ -49,12 +49,13 @@ def recommend(
     events gets the policy's recommendations for an empty history.
 
     Args:
-        histories: Parquet file or directory of events, the rows of a user together: user_id, item_id, timestamp (times,
-            or milliseconds since 1970) and, as the log had them, watch_time and duration (seconds), dislike, label.
+        histories: Parquet file or directory of events, with adjacent rows for each user: user_id, item_id, timestamp
+            (times, or milliseconds since 1970) and, if the log had them, watch_time and duration (seconds), dislike,
+            label.
         out: Parquet file to write: user_id, rank, item_id, score; an existing one is replaced.
         bundle: directory written by ``recpo export``.
-        run: instead of a bundle, a run directory written by ``recpo train``; its best checkpoint answers.
-        k: list length; null = the longest that the bundle serves, of a run 10, or all of a smaller catalog.
+        run: instead of a bundle, a run directory written by ``recpo train``; its best checkpoint is used.
+        k: list length; null = the longest that the bundle serves; for a run 10, at most the size of the catalog.
         exclude: Parquet file of user_id and item_id: items that must not be listed.
         users: Parquet file with user_id: the users to serve, including new users; null = the users of the histories.
         user_features: Parquet file of user_id and the features as in the prepared user table; only if the policy reads
@@ -96,7 +97,7 @@ def recommend(
 
 
 def _open_run(run: Path | None, trust: list[str]) -> Run:
-    from recpo.training.run import Run  # a bundle is served where torch and lightning are missing
+    from recpo.training.run import Run  # a bundle can be served without torch and lightning
 
     return Run.open(run or "", trust)
 

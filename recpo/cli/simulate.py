@@ -36,9 +36,9 @@ def simulate(
 
     Args:
         out: output directory.
-        world: preset of the options below: default, confounded (popularity knows nothing of quality, more clickbait),
+        world: preset of the options below: default, confounded (popularity is independent of quality, more clickbait),
             skewed (little exploration), small (20,000 events of 500 users on 5,000 items) or living (items are born and
-            fade; tables of items and users beside the log). An option given beside it overrides it.
+            fade; tables of items and users beside the log). Other options override it.
         policy: bundle that serves, trained on logs of this world. --days (1) and --seed (0) then apply to the new days,
             and all other options are those of the world.
         after: directory of the world that continues; or a list of the world and the days served since, in order.

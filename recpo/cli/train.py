@@ -24,7 +24,7 @@ def train(arguments: Sequence[str]) -> VerbResult:
 
 
 def is_reward_model(run: Run) -> bool:
-    """Whether it scores items and lists none."""
+    """Whether the policy only scores items and makes no lists."""
     return str(run.configuration["objective"]["class_path"]).endswith(("PointwiseReward", "PairwiseReward"))
 
 

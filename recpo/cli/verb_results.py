@@ -36,7 +36,7 @@ class VerbResult:
         return wrote + ([f"next: {self.following}"] if self.following is not None else [])
 
     def document(self, verb: str) -> str:
-        """The same as one JSON document; nan and infinity are null."""
+        """One JSON document with the same content; nan and infinity are null."""
         content = {"verb": verb, "status": 0, "wrote": list(self.wrote), "next": self.following, **self.result}
         return json.dumps(_plain(content), ensure_ascii=False, allow_nan=False)
 
@@ -147,7 +147,7 @@ def after_plan(out: Path | None, result: Mapping[str, Any]) -> VerbResult:
 
 
 def after_demo(out: Path, result: Mapping[str, Any]) -> VerbResult:
-    """The demo has ended: the next log is the reader's own."""
+    """The demo has ended; next comes the user's own log."""
     return VerbResult((str(out),), command("init", "YOUR_LOG"), result)
 
 
@@ -173,5 +173,5 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """NumPy's scalars are numbers, all else is text."""
+    """NumPy scalars become numbers; everything else becomes text."""
     return _plain(value.item()) if hasattr(value, "item") and callable(value.item) else str(value)

@@ -24,10 +24,10 @@ Born = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class LifeParameters:
-    """The parameters that only worlds with a growing catalog read; ``births`` 0 = a fixed catalog.
+    """The parameters of worlds with a growing catalog; ``births`` 0 = a fixed catalog.
 
-    A signal is a ratio of variances, signal to noise: a linear regression of the factor on what was observed of it
-    explains the share ``signal / (1 + signal)`` of its variance.
+    A signal is a ratio of variances, signal to noise: a linear regression of the factor on its observation explains the
+    share ``signal / (1 + signal)`` of its variance.
 
     Attributes:
         births: growth of the catalog, as a share per day; 0 = all items exist from start to end.
@@ -60,7 +60,7 @@ class LifeParameters:
 
     @property
     def lives(self) -> bool:
-        """Items are born and fade."""
+        """Whether items are born and fade."""
         return self.births > 0
 
 
@@ -70,8 +70,8 @@ def birth_days(order: NDArray[np.integer], births: float, last_day: int) -> Born
     Args:
         order: ``[V]`` a permutation of 0..V-1, the items' places from the oldest to the newest.
         births: growth of the catalog, share a day.
-        last_day: the day on which the last of them are born.
+        last_day: the day on which the last items are born.
     """
     doublings = np.log(len(order) / (order + 1.0)) / math.log1p(births)
-    # a place that falls exactly on the last of a day's belongs to that day, whatever the rounding of two logarithms
+    # a place that is exactly a day's last belongs to that day, regardless of how two logarithms are rounded
     return (last_day - np.floor(doublings + 1e-9)).astype(np.int32)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LOG = "log"
-#: what nothing but its checksum protects; the rows of the log are read as any log's
+#: files that only a checksum protects; the log itself is checked like any log
 SEALED = (*TRUTH_FILES, SERVED)
 SCHEMA = pa.schema(
     [
@@ -46,21 +46,21 @@ SCHEMA = pa.schema(
 )
 
 _COUNT_STREAM, _BLOCK_STREAM = 3, 4
-_EVENTS_PER_BLOCK = 1 << 17  # what is in memory at once; a part of the format: other sizes draw other numbers
+_EVENTS_PER_BLOCK = 1 << 17  # rows in memory; part of the format, because other sizes draw other numbers
 _EVENTS_PER_FILE = 1 << 20
-PAUSE_MS = (200, 2_000)  # between two exposures of a session
+PAUSE_MS = (200, 2_000)  # pause between two exposures of a session
 _SKIP_SECONDS = (0.3, 3.0)
 _MAX_WATCH_RATIO = 5.0
-_FULL_WATCH = 0.2, 1.0  # watch ratio of what is not skipped: offset + slope * affinity, at the median duration
-_WAKING_HOURS = (6.0, 20.0, 23.5)  # sessions start between the outer two, most often at the middle one
+_FULL_WATCH = 0.2, 1.0  # watch ratio if not skipped: offset + slope * affinity, at the median duration
+_WAKING_HOURS = (6.0, 20.0, 23.5)  # sessions start between the first and the last, most often at the middle one
 
 
 class Sessions(NamedTuple):
     """When the exposures of a block happen.
 
     Attributes:
-        start: ``[E]`` int64, when the event's session means to start, milliseconds since day 0.
-        opens_user: ``[E]`` bool, the first event of its user.
+        start: ``[E]`` int64, planned start of the event's session, milliseconds since day 0.
+        opens_user: ``[E]`` bool, true for the first event of a user.
         opens_session: ``[E]`` bool.
         opens_request: ``[E]`` bool.
     """
@@ -108,7 +108,7 @@ class Simulation:
 
     @property
     def days(self) -> range:
-        """Numbers of the days of the log; day 0 begins the world."""
+        """Numbers of the days of the log; the world starts with day 0."""
         if self.served is None:
             return range(self.truth.preferences.parameters.days)
         return range(self.served.days[0].day, self.served.days[-1].day + 1)
@@ -156,15 +156,15 @@ def write_simulation(
 
     A living world also has ``out/items.parquet`` and ``out/users.parquet``, see ``recpo.simulation.side_information``.
 
-    Rows are sorted by user and time. A row's day, on which its feedback depends, is the day on which its session was
-    due. ``propensity`` is the marginal probability of the item under the logging policy, whether ``is_random`` or not
-    (a random row was drawn from the uniform part, with probability 1 / V). ``request_id`` is the global number of the
+    Rows are sorted by user and time. The feedback of a row depends on the day on which its session was planned.
+    ``propensity`` is the marginal probability of the item under the logging policy, whether ``is_random`` or not (a
+    random row was drawn from the uniform part, with probability 1 / V). ``request_id`` is the global number of the
     request's first event. Memory grows with users and items, not with events.
 
     Args:
         preferences: users, items and all parameters.
-        out: directory to make.
-        world: name of the world that the parameters began with, for ``truth.json``.
+        out: output directory.
+        world: name of the world that the parameters are based on, for ``truth.json``.
         overwrite: replace an existing ``out``.
         progress: show a progress bar on a terminal.
 
@@ -200,7 +200,7 @@ def write_parts(blocks: Iterable[pa.Table], directory: Path, events: int, progre
     writer: pq.ParquetWriter | None = None
     parts = written = 0
     try:
-        # disable=None: a bar on a terminal, silence in a log file.
+        # disable=None: a bar on a terminal, nothing in a log file
         disable = None if progress else True
         with tqdm(total=events, unit="event", unit_scale=True, desc="simulate", disable=disable) as bar:
             for block in blocks:
@@ -280,8 +280,8 @@ def draw_watch_time(
 
         ratio = (0.2 + affinity) (duration_median / duration)^duration_bias exp(watch_noise z),    z ~ N(0, 1)
 
-    at most 5: short videos are watched again, long ones are left. So a watch time means something only beside others
-    of the same duration.
+    at most 5: short videos are watched again, long ones are abandoned. So a watch time is only meaningful in comparison
+    with others of the same duration.
     """
     parameters = preferences.parameters
     seconds = duration.astype(np.float64)
@@ -298,13 +298,13 @@ def draw_watch_time(
 def event_times(sessions: Sessions, watch_time: FloatArray, rng: np.random.Generator) -> IntArray:
     """Milliseconds since day 0 ``[E]``, strictly increasing within a user.
 
-    Every exposure starts when the one before it was watched, plus a pause; a session that is due before the last one
-    has ended waits for it: ``t_j = elapsed_j + max over the user's sessions l <= j of (start_l - elapsed_l)``.
+    Every exposure starts after the previous one was watched and a pause. A session that is planned before the previous
+    one has ended waits for it: ``t_j = elapsed_j + max over the user's sessions l <= j of (start_l - elapsed_l)``.
     """
     busy = np.rint(watch_time * 1000).astype(np.int64) + rng.integers(*PAUSE_MS, len(watch_time))
     elapsed = np.cumsum(busy) - busy
     lead = sessions.start - elapsed
-    # Users are kept apart by adding to each more than the whole range of the block, so one running maximum serves all.
+    # An offset per user, larger than the range of the block, separates the users, so one running maximum serves all.
     user = (np.cumsum(sessions.opens_user) - 1) * (np.ptp(lead) + 1)
     lowest = np.iinfo(np.int64).min
     return elapsed + np.maximum.accumulate(np.where(sessions.opens_session, lead + user, lowest)) - user

@@ -27,7 +27,7 @@ class LoggingPolicy(NamedTuple):
         uniform: ``[V]`` float64, probability of a uniformly random exposure of the item: ``random_share / A``, or 0.
         topic: ``[V]`` topic of each item.
         topic_probability: ``[U, T]`` float64; empty topics have 0.
-        share_of_topic: ``[V]`` float64, the item's probability within its topic, 0 of what cannot be shown.
+        share_of_topic: ``[V]`` float64, the item's probability within its topic, 0 if it cannot be shown.
         by_topic: ``[A]`` rows of the items that can be shown, grouped by topic.
         topic_end: ``[T]`` where each topic ends in ``by_topic``.
         cumulative: ``[A]`` float64, topic number + cumulative share of topic, in the order of ``by_topic``.
@@ -45,7 +45,7 @@ class LoggingPolicy(NamedTuple):
 
     @classmethod
     def of(cls, preferences: Preferences, day: int = 0) -> LoggingPolicy:
-        """The logging policy for these users and items, as it is on ``day`` where the catalog lives."""
+        """The logging policy for these users and items; in a living world, on ``day``."""
         parameters, users, items = preferences
         topic, everything = items.topic.astype(np.int64), np.arange(len(items.topic))
         exists = preferences.exists(everything, day)
@@ -75,7 +75,7 @@ class LoggingPolicy(NamedTuple):
         )
 
     def propensity(self, user_rows: IntArray, item_rows: IntArray) -> FloatArray:
-        """Marginal probabilities ``[N, k]`` of items ``[N, k]``, whichever part of the mixture drew them."""
+        """Marginal probabilities ``[N, k]`` of items ``[N, k]`` under both parts of the mixture."""
         chosen = self.topic_probability[user_rows[:, None], self.topic[item_rows]] * self.share_of_topic[item_rows]
         return self.uniform[item_rows] + (1 - self.random_share) * chosen
 
@@ -93,7 +93,7 @@ class LoggingPolicy(NamedTuple):
         return np.where(is_random, uniform, chosen), is_random
 
     def _sample_topic(self, user_rows: IntArray, uniform: FloatArray) -> IntArray:
-        # Inverse transform for all rows in one search: row r of the cumulative table lives in [r, r + 1].
+        # Inverse transform for all rows in one search: row r of the cumulative table is in [r, r + 1].
         rows, position = np.unique(user_rows, return_inverse=True)
         table = np.minimum(np.cumsum(self.topic_probability[rows], axis=1), 1.0)
         last = table.shape[1] - 1 - np.argmax(self.topic_probability[rows][:, ::-1] > 0, axis=1)

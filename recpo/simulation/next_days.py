@@ -1,11 +1,11 @@
-"""The days after a log: a given policy serves the simulated users, who react by the truth of the day.
+"""The days after a log: a policy serves the simulated users, who react by their true preferences on each day.
 
-A user comes as before: as many exposures a day as the world's log has on average, spread over users by their activity,
-in sessions and requests of the same lengths. What the users do is what the world does: watch times, dislikes and drift.
+Users behave as in the log: the number of exposures per day is the log's average, distributed over users by activity, in
+sessions and requests of the same lengths, with the same model of watch times, dislikes and drift.
 
-Requests are served in rounds: the n-th requests of all users of a day are one batch. So every request sees everything
-that its user was shown before, also on the same day, and a day takes only as many batches as its busiest user has
-requests.
+Requests are served in rounds: the n-th requests of all users of a day form one batch. So every request sees everything
+that its user was shown before, also on the same day, and the number of batches of a day is that of the requests of its
+most active user.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Shown(NamedTuple):
         propensity: ``[R, k]`` probability of the item at a random position of the slate.
         explored: ``[R, k]`` bool, the item is not one of the best.
         is_random: ``[R]`` bool, the slate was drawn uniformly.
-        lengths: ``[R]`` items in each slate, at most what was asked for.
+        lengths: ``[R]`` number of items in each slate, at most the requested number.
     """
 
     item_ids: IntArray
@@ -68,10 +68,10 @@ class ShowSlates(Protocol):
 
         Args:
             histories: all events of these users so far, columns as in the log, in any order.
-            exclude: those of the events whose items must not be shown to their users.
-            user_ids: who asks.
-            sizes: how many items each asks for.
-            generator: of all draws.
+            exclude: the events whose items must not be shown to their users.
+            user_ids: users of the requests.
+            sizes: number of items that each requests.
+            generator: generator of all random numbers.
         """
 
 
@@ -79,11 +79,11 @@ class Requests(NamedTuple):
     """The requests of a day, ``[N]`` each, sorted by user and time.
 
     Attributes:
-        user_row: who asks.
-        size: for how many items.
-        due: when it means to begin, milliseconds since day 0; of a session, all requests have its begin.
-        opens_session: whether it waits for ``due``, or follows the one before it.
-        turn: its number among the user's requests of the day, from 0.
+        user_row: user of the request.
+        size: number of requested items.
+        due: planned start of the session, milliseconds since day 0; equal for all requests of a session.
+        opens_session: whether it starts a session and waits for ``due``; otherwise, it follows the previous request.
+        turn: number of the request among the user's requests of the day, from 0.
     """
 
     user_row: IntArray
@@ -93,13 +93,13 @@ class Requests(NamedTuple):
     turn: IntArray
 
     def of(self, places: IntArray) -> Requests:
-        """Some of the requests."""
+        """Selects some of the requests."""
         due, opens_session, turn = self.due[places], self.opens_session[places], self.turn[places]
         return Requests(self.user_row[places], self.size[places], due, opens_session, turn)
 
 
 class _Served(NamedTuple):
-    """A round of requests: its rows of the log, the time at which each user is free again, and what it was worth."""
+    """A round of requests: its log rows, the time at which each user is free again, and its true values."""
 
     events: pa.Table
     free: IntArray
@@ -128,20 +128,20 @@ def write_next_days(
     Reads the full log so far into memory.
 
     Args:
-        worlds: all days so far: a world, and after it the days that policies served, in their order.
-        out: directory to make.
+        worlds: all days so far: a world, followed by the days that policies served, in order.
+        out: output directory.
         show: the policy.
-        days: how many days it serves.
+        days: number of days to serve.
         seed: see ``serve_days``.
-        policy: says who served, for ``served.json``.
-        exploration: says how slates were drawn.
+        policy: description of the policy, for ``served.json``.
+        exploration: description of how slates were drawn, for ``served.json``.
         repeat_after: see ``serve_days``.
         overwrite: replace an existing ``out``.
         progress: show a progress bar on a terminal.
-        inputs: directories that are read meanwhile, beside those of ``worlds``.
+        inputs: further directories that are read meanwhile, besides those of ``worlds``.
 
     Raises:
-        RecpoError: the worlds are not one world, day after day; ``out`` exists and ``overwrite`` is False.
+        RecpoError: the worlds are not consecutive days of one world; ``out`` exists and ``overwrite`` is False.
     """
     first = validate_worlds(worlds)
     truth = worlds[0].truth
@@ -166,16 +166,16 @@ def write_next_days(
 
 
 def validate_worlds(worlds: Sequence[Simulation]) -> int:
-    """The number of the day after the last one.
+    """The number of the next day.
 
     Raises:
-        RecpoError: the first is not where the world begins, another is of another world, or a day is missing.
+        RecpoError: the first does not start with day 0, one belongs to another world, or a day is missing.
     """
     parameters, day = worlds[0].truth.preferences.parameters, 0
     for world in worlds:
         if world.truth.preferences.parameters != parameters:
             raise RecpoError(
-                f"simulate: {world.root} is of another world than {worlds[0].root}: name days of one world"
+                f"simulate: {world.root} belongs to another world than {worlds[0].root}: name days of one world"
             )
         if world.days[0] != day:
             raise RecpoError(
@@ -198,17 +198,17 @@ def serve_days(
 ) -> tuple[pa.Table, list[DayReport]]:
     """Serves consecutive days.
 
-    Every day depends on the seed, its number and the log so far alone: two days at once are the same as one after the
-    other.
+    Every day depends only on the seed, its number and the log so far: serving two days at once gives the same result as
+    serving them one after the other.
 
     Args:
-        truth: of the world.
-        past: its whole log so far.
+        truth: truth of the world.
+        past: the complete log so far.
         show: the policy.
-        days: numbers of the days to come.
-        seed: of sessions, draws and feedback; other seeds give other days of the same world.
-        repeat_after: an item may be shown to a user again so many days (of 24 hours) after the user was shown it last;
-            None = never. The oracle follows the same rule.
+        days: numbers of the days to serve.
+        seed: seed of sessions, draws and feedback; other seeds give other days of the same world.
+        repeat_after: days (of 24 hours) after which an item may be shown to a user again; None = never. The oracle
+            follows the same rule.
         progress: show a progress bar on a terminal.
 
     Returns:
@@ -230,7 +230,7 @@ def serve_days(
 
 
 def plan_day(preferences: Preferences, day: int, generator: np.random.Generator) -> Requests:
-    """Who comes on a day, when, and for how many items."""
+    """The requests of a day: users, times and numbers of items."""
     parameters, users, _ = preferences
     events = max(1, round(parameters.events / parameters.days))
     one_day = preferences._replace(parameters=dataclasses.replace(parameters, events=events, days=1))
@@ -292,9 +292,9 @@ def _serve_round(
     day: int,
     generator: np.random.Generator,
 ) -> _Served:
-    """One request of each of some users: what is shown, what they make of it, and what that is truly worth.
+    """Serves one request for each of some users: the items shown, the feedback, and the true values.
 
-    ``known`` has their histories, and those of the events whose items are excluded.
+    ``known`` has their histories and the events whose items are excluded.
     """
     histories, excluded = known
     preferences, items, user_rows = truth.preferences, truth.preferences.items, asked.user_row
@@ -311,7 +311,7 @@ def _serve_round(
     busy = np.zeros(filled.shape, np.int64)
     busy[filled] = np.rint(watch_time * 1000).astype(np.int64) + generator.integers(*PAUSE_MS, len(item))
     start = preferences.parameters.start_ms + begin[:, None] + np.cumsum(busy, axis=1) - busy
-    # what a float32 cannot hold above 0 would be read as no propensity at all
+    # a propensity that rounds to 0 in float32 would be read as missing
     propensity = np.maximum(shown.propensity[filled], np.finfo(np.float32).tiny)
     events = {
         "user_id": user_ids[request],
@@ -358,7 +358,7 @@ def _validate_born(truth: Truth, item_rows: IntArray, day: int) -> None:
         named = ", ".join(map(str, np.unique(truth.item_ids[unborn])[:5]))
         raise RecpoError(
             f"simulate: the policy shows items on day {day} that are born later, such as {named}: serve a bundle whose "
-            "catalog holds no items of the future"
+            "catalog has no future items"
         )
 
 
@@ -391,7 +391,7 @@ def _report(truth: Truth, day: int, rounds: Sequence[_Served], events: pa.Table)
 
 
 def _free_after(truth: Truth, past: pa.Table, offsets: IntArray) -> IntArray:
-    """``[U]`` from when on each user is free, milliseconds since day 0: after the last exposure so far was watched."""
+    """``[U]`` time from which each user is free, milliseconds since day 0: the end of the last watch so far."""
     free = np.full(len(truth.user_ids), _LOWEST)
     known = offsets[1:] > offsets[:-1]
     last = offsets[1:][known] - 1

@@ -15,16 +15,16 @@ from recpo.errors import RecpoError
 from recpo.simulation.life import LifeParameters
 
 MILLISECONDS_PER_DAY = 86_400_000
-# Beyond this the busiest user (ten times the mean) would watch for longer than a day has hours.
+# Beyond this, the most active user (ten times the mean) would watch for more than 24 hours a day.
 MAX_EVENTS_PER_USER_DAY = 200
 
 World = Literal["default", "confounded", "skewed", "small", "living"]
 WORLDS: Final[Mapping[World, Mapping[str, float]]] = MappingProxyType(
     {
         "default": {},
-        # what is popular says nothing of what is good, and twice as much clickbait is pushed twice as hard
+        # popularity is independent of quality, and twice as much clickbait is promoted twice as much
         "confounded": {"popularity_quality": 0.0, "clickbait_share": 0.16, "clickbait_boost": 1.4},
-        # hardly any random exposure, and users see little but the topics that the logging policy believes in
+        # hardly any random exposures, and users mostly see the topics that the logging policy estimates for them
         "skewed": {"random_share": 0.01, "topic_sharpness": 8.0},
         # four events per item: what a model does not know matters more than what it knows
         "small": {"users": 500, "items": 5_000, "events": 20_000},
@@ -154,11 +154,11 @@ class SimulationParameters(LifeParameters):
 
     @property
     def last_birth_day(self) -> int:
-        """The day on which the last items are born, where any are."""
+        """The day on which the last items are born, if any are."""
         return (self.birth_days or self.days) - 1
 
     def as_json(self) -> dict[str, float]:
-        """All parameters by name, without those of life where nothing lives."""
+        """All parameters by name, without those of life if the catalog is fixed."""
         left_out = set() if self.lives else {field.name for field in dataclasses.fields(LifeParameters)}
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
 

@@ -28,9 +28,9 @@ IntArray = NDArray[np.integer]
 _ITEM_STREAM, _USER_STREAM, _CENTRE_STREAM, _BIRTH_STREAM = 0, 1, 2, 6
 _MAX_ID_GAP = 9
 _FIRST_ID = 1_000
-_TASTE_CONCENTRATION = 0.2  # a small Dirichlet parameter: a user likes a few topics, not all a little
+_TASTE_CONCENTRATION = 0.2  # a small Dirichlet parameter: a user likes a few topics, instead of all a little
 _PERSONAL_SHARE = 0.3  # share of a taste's squared length that no topic explains
-_MAX_ACTIVITY = 10.0  # times the median user
+_MAX_ACTIVITY = 10.0  # in multiples of the median user
 _MIN_DURATION, _MAX_DURATION = 3.0, 900.0  # seconds
 
 
@@ -163,7 +163,7 @@ class Preferences(NamedTuple):
         return np.asarray(born[item_rows] <= day)
 
     def freshness(self, item_rows: IntArray, day: ArrayLike) -> FloatArray:
-        """``2^(-age / half_life)``, 1 of what is not born yet; ``item_rows`` and ``day`` broadcast as in ``exists``."""
+        """``2^(-age / half_life)``, 1 if not born yet; ``item_rows`` and ``day`` broadcast as in ``exists``."""
         day, born = np.asarray(day, dtype=np.float64), self.items.born
         if born is None:
             return np.ones(np.broadcast_shapes(item_rows.shape, day.shape))

@@ -9,11 +9,11 @@ import numpy as np
 from recpo.simulation.preferences import FloatArray, IntArray
 from recpo.simulation.truth import Truth
 
-_CELLS_PER_CHUNK = 1 << 20  # of a requests x items matrix: 8 MiB each
+_CELLS_PER_CHUNK = 1 << 20  # size of a requests x items matrix: 8 MiB each
 
 
 class RequestValues(NamedTuple):
-    """Per request ``[R]``, means over the places of its slate; nan where the slate is empty.
+    """True values per request ``[R]``, means over the places of its slate; nan if the slate is empty.
 
     Attributes:
         value: true expected reward of the items shown.
@@ -49,14 +49,14 @@ def request_values(
     """True values of slates that were shown on ``day``.
 
     Args:
-        truth: the simulation's.
-        day: on which tastes are asked.
-        user_rows: ``[R]`` whose requests.
-        slates: what was shown; of items that are not excluded.
-        excluded: ``[P]`` each, requests and rows of the items that their users must not be shown.
+        truth: truth of the simulation.
+        day: the day that determines tastes.
+        user_rows: ``[R]`` users of the requests.
+        slates: the slates shown, without excluded items.
+        excluded: requests ``[P]``, and rows ``[P]`` of items that must not be shown in them.
 
     Returns:
-        The values, and ``[V]`` the log of the probability that the logging policy, with as many independent exposures
+        The values, and the log of the probability ``[V]`` that the logging policy, with as many independent exposures
         for the same users, would not have shown the item.
     """
     preferences, policy, absent = truth.preferences, truth.policy_on(day), ~truth.available(day)
@@ -87,7 +87,7 @@ def request_values(
 
 
 def _best(reward: FloatArray, length: IntArray) -> FloatArray:
-    """Mean ``[R]`` of the ``length [R]`` largest numbers of each row; nan where length is 0."""
+    """Mean ``[R]`` of the ``length [R]`` largest numbers of each row; nan if length is 0."""
     longest = int(length.max(initial=0))
     if not longest:
         return np.full(len(reward), np.nan)

@@ -1,6 +1,6 @@
 """Side information about items and users: the tables that a living world has in addition to its log.
 
-All values are noisy observations of what the simulated users react to, with the signals of
+All values are noisy observations of the factors that simulated users react to, with the signals of
 ``recpo.simulation.life.LifeParameters``:
 
     category_i  = topic_i, with probability category_noise a topic drawn at random
@@ -28,12 +28,12 @@ ITEM_TABLE, USER_TABLE = "items.parquet", "users.parquet"
 _ITEM_STREAM, _USER_STREAM = 7, 8
 _MOST_TAGS: Final = 4
 _TAG_SHARPNESS: Final = 6.0
-_ROWS_AT_ONCE: Final = 1 << 16  # of an items x tags matrix
+_ROWS_AT_ONCE: Final = 1 << 16  # size of an items x tags matrix
 _MEAN_AGE, _AGE_SPREAD = 40.0, 12.0
 
 
 def write_side_information(preferences: Preferences, directory: Path, last_day: int) -> None:
-    """Writes ``items.parquet``, of what is born by ``last_day``, and ``users.parquet``, where the world lives."""
+    """Writes ``items.parquet``, with items born by ``last_day``, and ``users.parquet``, in a living world."""
     if preferences.parameters.lives:
         pq.write_table(item_table(preferences, last_day), directory / ITEM_TABLE, compression="zstd")
         pq.write_table(user_table(preferences), directory / USER_TABLE, compression="zstd")
@@ -47,7 +47,7 @@ def item_table(preferences: Preferences, last_day: int) -> pa.Table:
     the same in the tables of all days.
     """
     parameters, _, items = preferences
-    assert items.born is not None  # the world lives
+    assert items.born is not None  # only called in a living world
     rng = parameters.generator(_ITEM_STREAM)
     category, author = _categories(preferences, rng), _authors(preferences, rng)
     columns = {
@@ -97,7 +97,7 @@ def _authors(preferences: Preferences, rng: np.random.Generator) -> IntArray:
     is_next[1:] |= topic[1:] != topic[:-1]
     author = np.empty(size, np.int64)
     author[order] = np.cumsum(is_next)
-    # so that an author's number says neither the topic nor the quality
+    # so that an author's number reveals neither topic nor quality
     names: IntArray = rng.permutation(int(author.max()) + 1)
     return names[author]
 

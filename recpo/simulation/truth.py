@@ -19,11 +19,11 @@ from recpo.simulation.parameters import MILLISECONDS_PER_DAY, SimulationParamete
 from recpo.simulation.preferences import FloatArray, IntArray, Items, Preferences, Users
 
 FORMAT_VERSION = 1
-#: the files in the directory of a simulation whose checksums its recpo.json holds
+#: files of a simulation whose checksums are in its recpo.json
 SEALED = ("truth/truth.json", "truth/users.parquet", "truth/items.parquet")
-_CELLS_PER_CHUNK = 1 << 20  # of a users x items matrix: 8 MiB each, whatever the size of the catalog
-_DAYS_IN_MEMORY = 64  # of logging policies; those of a log of two months are made once
-_SUM_TOLERANCE = 1e-3  # a float32 softmax over a million items sums to 1 within this
+_CELLS_PER_CHUNK = 1 << 20  # size of a users x items matrix: 8 MiB each, for any size of the catalog
+_DAYS_IN_MEMORY = 64  # number of cached logging policies; enough for a log of two months
+_SUM_TOLERANCE = 1e-3  # tolerance that a float32 softmax over a million items satisfies
 
 
 class Truth:
@@ -36,9 +36,9 @@ class Truth:
 
     Args:
         preferences: users, items and all parameters.
-        logging_policy: the policy that made the log; in a living world, as it was on day 0.
-        world: name of the world of ``recpo.simulation.parameters.WORLDS`` that the parameters began with; ``Truth``
-            itself reads the parameters alone.
+        logging_policy: the logging policy; in a living world, that of day 0.
+        world: name of the world of ``recpo.simulation.parameters.WORLDS`` that the parameters are based on; ``Truth``
+            itself only reads the parameters.
     """
 
     def __init__(self, preferences: Preferences, logging_policy: LoggingPolicy, world: str = "default") -> None:
@@ -52,7 +52,7 @@ class Truth:
         """Reads the truth of a simulation.
 
         Args:
-            path: the directory that ``recpo simulate`` wrote, or the ``truth/`` in it.
+            path: directory written by ``recpo simulate``, or the ``truth/`` in it.
 
         Raises:
             RecpoError: there is no truth, or it has another version or is damaged.
@@ -67,7 +67,7 @@ class Truth:
             if directory.name == "truth" and kind_of(directory.parent) == "simulation":
                 verify_sealed(directory.parent, SEALED, "simulate again")
             parameters = SimulationParameters(**content["parameters"])
-            world = str(content.get("world", "default"))  # earlier simulations know one world
+            world = str(content.get("world", "default"))  # earlier simulations had only one world
             users = Users(**_read_arrays(directory / "users.parquet"))
             items = Items(**_read_arrays(directory / "items.parquet"))
         except FileNotFoundError as error:
@@ -101,17 +101,17 @@ class Truth:
         return self.preferences.items.item_id
 
     def day_of(self, timestamp: ArrayLike) -> FloatArray:
-        """Days since the start of the log, with fraction, of milliseconds since the epoch."""
+        """Converts milliseconds since the epoch to days since the start of the log, with fraction."""
         elapsed = np.asarray(timestamp, dtype=np.int64) - self.preferences.parameters.start_ms
         return elapsed / MILLISECONDS_PER_DAY
 
     @property
     def lives(self) -> bool:
-        """Items are born and fade."""
+        """Whether items are born and fade."""
         return self.preferences.parameters.lives
 
     def available(self, day: ArrayLike) -> NDArray[np.bool_]:
-        """Which items ``[V]`` have been born on ``day``, a number; ``[N, V]`` of ``N`` days."""
+        """Which items ``[V]`` have been born on ``day``, a number; ``[N, V]`` for ``N`` days."""
         return self.preferences.exists(np.arange(len(self.item_ids)), np.asarray(day)[..., None])
 
     def policy_on(self, day: float) -> LoggingPolicy:
@@ -132,14 +132,14 @@ class Truth:
         return self._by_pairs(self.preferences.dislike_probability, user_ids, item_ids, day)
 
     def propensity(self, user_ids: ArrayLike, item_ids: ArrayLike, day: float | None = None) -> FloatArray:
-        """Probability ``[N, k]`` of items ``[N, k]`` under the logging policy; the same on every day unless it lives.
+        """Probability ``[N, k]`` of items ``[N, k]`` under the logging policy; only living worlds depend on the day.
 
         Raises:
-            RecpoError: the catalog lives and ``day`` is None; ids that are unknown.
+            RecpoError: the world is living and ``day`` is None; unknown ids.
         """
         users, items = self._rows_of_pairs(user_ids, item_ids)
         if day is None and self.lives:
-            raise RecpoError("propensity: day is None, expected a day: this catalog lives, each day has its own items")
+            raise RecpoError("propensity: day is None, expected a day: in a living world, each day has its own items")
         return self.policy_on(0 if day is None else day).propensity(users, items)
 
     def top_k_value(self, user_ids: ArrayLike, item_ids: ArrayLike, day: ArrayLike) -> FloatArray:
@@ -172,7 +172,7 @@ class Truth:
         value = np.empty(len(users))
         for part, _, reward, there in self._reward_to_all(users, day):
             chunk = probabilities[part].astype(np.float64)
-            # Written so that nan fails too.
+            # written so that nan fails too
             if not ((chunk >= 0).all() and (np.abs(chunk.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()):
                 raise RecpoError("probabilities: every row must be non-negative and sum to 1")
             reward = np.where(there, reward, 0.0)
@@ -180,7 +180,7 @@ class Truth:
         return value
 
     def logging_value(self, user_ids: ArrayLike, day: ArrayLike) -> FloatArray:
-        """Exact value ``[N]`` of the policy that made the log."""
+        """Exact value ``[N]`` of the logging policy."""
         users = _rows(user_ids, self.user_ids, "user_ids")
         value = np.empty(len(users))
         for part, days, reward, _ in self._reward_to_all(users, day):
@@ -237,7 +237,7 @@ class Truth:
     def _reward_to_all(
         self, users: IntArray, day: ArrayLike
     ) -> Iterator[tuple[slice, FloatArray, FloatArray, NDArray[np.bool_]]]:
-        """Parts of the users: their days ``[n]``, their rewards ``[n, V]``, and which items are there on those days."""
+        """The users in parts: their days ``[n]``, rewards ``[n, V]``, and which items exist on those days."""
         days = _days(day, len(users))
         for part in _parts(len(users), len(self.item_ids)):
             affinity = self.preferences.affinity_to_all(users[part], days[part])
@@ -263,7 +263,7 @@ def _rows(ids: ArrayLike, known: IntArray, name: str, dimensions: int = 1) -> In
     unknown = known[rows] != ids
     if unknown.any():
         first = ", ".join(map(str, np.unique(ids[unknown])[:5]))
-        raise RecpoError(f"{name}: {int(unknown.sum())} unknown to this simulation, such as {first}")
+        raise RecpoError(f"{name}: {int(unknown.sum())} unknown in this simulation, such as {first}")
     return rows
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ROWS_AT_ONCE = 1 << 16
 
 
-#: Who recommends: a bundle, a run, or the directory of one.
+#: A bundle, a run, or the directory of one.
 Source = Union[Bundle, "Run", str, PathLike[str]]
 
 
@@ -60,19 +60,20 @@ def recommend(
     """The best items of every user, as a frame; see ``Bundle.recommend``.
 
     Args:
-        source: a bundle, a run, or the directory of one; of a run the best checkpoint answers.
+        source: a bundle, a run, or the directory of one; for a run, the best checkpoint is used.
         histories: events in long format: a frame, or a Parquet file or directory that fits into memory.
         k: list length; None = the longest that is served.
         exclude: ``user_id`` and ``item_id`` pairs that must not be listed.
         users: the users to serve, in this order, including new users; None = the users of ``histories``.
-        user_features: of users, ``user_id`` and columns as in the table that was prepared, if the policy reads it.
-        context: ``user_id`` and the features of the requests that are answered now, if the policy reads them.
-        allow: attribute -> values, of a bundle with attributes: only items that have one of them in each.
-        deny: attribute -> values: no items that have one of them.
-        engine: of a bundle that is given by its directory.
-        provider: execution provider of ONNX Runtime, of such a bundle.
+        user_features: ``user_id`` and the columns of the prepared user table, if the policy reads user features.
+        context: ``user_id`` and the features of the current requests, if the policy reads them.
+        allow: attribute -> values, for a bundle with attributes: list only items that have one of the values of every
+            attribute.
+        deny: attribute -> values: list no item that has one of these values.
+        engine: engine that runs a bundle given by its directory.
+        provider: execution provider of ONNX Runtime for such a bundle.
         batch_size: users ranked at once.
-        trust: packages beside recpo whose classes the configuration of a run may name.
+        trust: packages, in addition to recpo, whose classes the configuration of a run may name.
 
     Raises:
         RecpoError: see ``Bundle.load`` and ``HistoryReader.read``.
@@ -116,26 +117,27 @@ def write_recommendations(
     """Writes the lists of all users of a Parquet file to another one, in bounded memory.
 
     Args:
-        source: a bundle, a run, or the directory of one; of a run the best checkpoint answers.
+        source: a bundle, a run, or the directory of one; for a run, the best checkpoint is used.
         histories: Parquet file or directory of events in long format; the rows of a user must be adjacent.
         out: Parquet file to write: ``user_id``, ``rank``, ``item_id``, ``score``; an existing one is replaced.
         k: list length; None = the longest that is served.
         exclude: ``user_id`` and ``item_id`` pairs that must not be listed; held in memory.
         users: frame or Parquet file with ``user_id``: the users to serve; those with events come first, in the order of
             the histories. None = the users of ``histories``.
-        user_features: of users, ``user_id`` and columns as in the table that was prepared, if the policy reads it;
-            held in memory, as ``context`` is.
-        context: ``user_id`` and the features of the requests that are answered now, if the policy reads them.
-        allow: attribute -> values, of a bundle with attributes: only items that have one of them in each.
-        deny: attribute -> values: no items that have one of them.
-        engine: of a bundle that is given by its directory.
-        provider: execution provider of ONNX Runtime, of such a bundle.
+        user_features: ``user_id`` and the columns of the prepared user table, if the policy reads user features; held
+            in memory, like ``context``.
+        context: ``user_id`` and the features of the current requests, if the policy reads them.
+        allow: attribute -> values, for a bundle with attributes: list only items that have one of the values of every
+            attribute.
+        deny: attribute -> values: list no item that has one of these values.
+        engine: engine that runs a bundle given by its directory.
+        provider: execution provider of ONNX Runtime for such a bundle.
         batch_size: users ranked at once.
         progress: called with the number of events read.
-        trust: packages beside recpo whose classes the configuration of a run may name.
+        trust: packages, in addition to recpo, whose classes the configuration of a run may name.
 
     Returns:
-        Counts of what was served and what was left out.
+        Counts of served users and of skipped events.
 
     Raises:
         RecpoError: see ``Bundle.load`` and ``HistoryReader.read``; a user's rows are not adjacent.
@@ -186,7 +188,7 @@ def _features(user_features: FrameOrPath | None, context: FrameOrPath | None) ->
 
 def _server(source: Source, engine: EngineName, provider: str, trust: Sequence[str]) -> Server:
     if isinstance(source, str | PathLike) and kind_of(Path(source)) == "run":
-        from recpo.training.run import Run  # a bundle is served where torch and lightning are missing
+        from recpo.training.run import Run  # a bundle can be served without torch and lightning
 
         source = Run.open(Path(source), trust)
     bundle = Bundle.load(Path(source), engine, provider=provider) if isinstance(source, str | PathLike) else source
@@ -217,7 +219,7 @@ def _blocks(
     read: Sequence[str],
     progress: Callable[[int], object] | None,
 ) -> Iterator[tuple[pa.Table, pa.Array]]:
-    """Events of whole users and the users to serve from them; at last those who were asked for and have no events."""
+    """Events of whole users, with the users to serve from them; finally, the requested users without events."""
     served: set[Any] = set()
     for block in _whole_users(_batches(source, path, read, progress)):
         users = id_column(block, USER_ID, str(path)).unique()
@@ -251,7 +253,7 @@ def _batches(
 
 
 def _whole_users(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """The same rows, cut where the user changes; in memory are one table and the events of one user."""
+    """The same rows, cut where the user changes. One table and the events of one user are in memory."""
     held: list[pa.Table] = []
     for table in tables:
         users = table[USER_ID].combine_chunks()
@@ -268,7 +270,7 @@ def _whole_users(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _changes(users: pa.Array) -> np.ndarray:
-    """True at rows whose user is another one than that of the row before; False at the first."""
+    """True at rows whose user differs from that of the previous row; False at the first row."""
     if len(users) < 2:
         return np.zeros(len(users), bool)
     other = pc.not_equal(users.slice(1), users.slice(0, len(users) - 1)).fill_null(True)

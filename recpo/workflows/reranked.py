@@ -37,7 +37,7 @@ def reranked_contenders(
         return []
     bases = [one for one in contenders if one.kind in _RERANKED]
     if not bases:
-        raise RecpoError("rerank: no run, bundle or factor model is given whose lists could be re-ranked; name one")
+        raise RecpoError("rerank: no run, bundle or factor model is given whose lists can be re-ranked; name one")
     if options.shortlist < ks[0]:
         raise RecpoError(
             f"rerank_options.shortlist is {options.shortlist}, and lists of {ks[0]} are chosen from it: name more"
@@ -71,5 +71,5 @@ def policy_item_vectors(policy: Policy) -> FloatArray | None:
 
 
 def as_options(methods: Sequence[Reranker]) -> list[dict[str, Any]]:
-    """The methods as YAML has them."""
+    """The methods in YAML."""
     return [{"class_path": f"recpo.reranking.{type(one).__name__}", "init_args": dict(vars(one))} for one in methods]

@@ -45,7 +45,7 @@ def simulate(
 
     Args:
         out: output directory.
-        world: preset of parameters: default, confounded (popularity knows nothing of quality, more clickbait), skewed
+        world: preset of parameters: default, confounded (popularity is independent of quality, more clickbait), skewed
             (little exploration), small (20,000 events of 500 users on 5,000 items) or living (items are born and fade;
             tables of items and users beside the log). Parameters override the preset.
         policy: bundle that serves, or the directory of one; it was trained on logs of this world.

@@ -18,7 +18,7 @@ from recpo.simulation.next_days import Shown
 from recpo.simulation.preferences import IntArray
 from recpo.simulation.truth import Truth
 
-BEST = Exploration(temperature=0.0, epsilon=0.0, shortlist=1)  # the best items in their order, each with 1 / n
+BEST = Exploration(temperature=0.0, epsilon=0.0, shortlist=1)  # the best items in order, each with propensity 1 / n
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class BundleService:
     """Shows the slates of a bundle; see ``recpo.simulation.next_days.ShowSlates``.
 
     Attributes:
-        bundle: ranks, and leaves out the items of the histories unless it may repeat them.
+        bundle: ranks items. It skips the items of the histories unless it may repeat items.
         exploration: how slates are drawn; None = the best items in their order.
         users: the world's table of users, for a policy that reads their features; None = the world has none.
     """
@@ -58,7 +58,7 @@ class BundleService:
         needed = size if self.exploration is None else max(size, min(self.exploration.shortlist, len(items)))
         if bundle.k < needed:
             raise RecpoError(
-                f"simulate: {bundle.root} lists {bundle.k} items, exploration or a request takes {needed}: export with "
+                f"simulate: {bundle.root} lists {bundle.k} items, exploration or a request needs {needed}: export with "
                 "a larger --k, or set a smaller --exploration.shortlist"
             )
 
@@ -112,7 +112,7 @@ class BundleService:
             lengths=np.zeros(len(sizes), np.int64),
         )
         users = self.users if bundle.manifest.features.user else None
-        # a bundle that does not repeat leaves the whole history out by itself
+        # a bundle that does not repeat items already skips the whole history
         barred = exclude.select([USER_ID, ITEM_ID]) if bundle.manifest.repeats else None
         read = bundle.reader.read(histories, exclude=barred, users=user_ids, user_features=users)
         for part, inputs in read.batches(BATCH_SIZE):

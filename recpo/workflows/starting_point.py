@@ -21,7 +21,7 @@ _YEAR: Final = 365.0  # days
 _STEPS: Final = {"pretrain": 2_000, "mpo": 850, "gbpo": 500}  # optimizer steps to reach with epochs of small logs
 _MOST_EPOCHS: Final = {"pretrain": 12, "mpo": 8, "gbpo": 3}
 _LEAST_EPOCHS: Final = {"pretrain": 3, "mpo": 1, "gbpo": 1}
-_MOST_STEPS: Final = 3_000  # of MPO, each of which goes through the catalog
+_MOST_STEPS: Final = 3_000  # steps of MPO, each of which scores the full catalog
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class LogCounts:
 
     Attributes:
         events: number of rows.
-        users: users among the rows that were read.
-        items: items among these rows.
-        requests: requests, over all rows.
-        events_per_user: nine of ten users have at most this many.
+        users: number of users in the inspected rows.
+        items: number of items in the inspected rows.
+        requests: number of requests in all rows.
+        events_per_user: 90th percentile of the number of events per user.
         days: days from the first event to the last; None if the log has no clock.
-        is_whole: all rows were read.
+        is_whole: whether all rows were inspected.
     """
 
     events: int
@@ -120,13 +120,13 @@ def scale(facts: ColumnFacts) -> tuple[float, float]:
 def split_of(
     found: Recognition, counts: LogCounts, label: Label, timezone: str | None = None
 ) -> tuple[str, dict[str, Any], str]:
-    """The split's class, its options, and why.
+    """The split's class, its options, and the reason.
 
     Args:
         found: the recognized columns.
-        counts: of the log.
+        counts: size of the log.
         label: how the preference label is made.
-        timezone: that the times state; None = UTC.
+        timezone: time zone of the log's times, if they state one; None = UTC.
     """
     if counts.days is None:
         return "LeaveLastOut", {}, "there is no clock: each user's last event is the test"
@@ -162,7 +162,7 @@ def sizes_of(step: str, counts: LogCounts) -> Sizes:
 
     Args:
         step: "pretrain", "gbpo" (windows of users) or "mpo" (requests).
-        counts: of the log.
+        counts: size of the log.
     """
     history = _at_least(min(counts.events_per_user, _LENGTHS[-1]))
     window = min(history, 50)

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 Criterion = Literal["grade", "top_k", "policy", "auc", "monitor_reward"]
 
-#: Betas that are tried, in grades per nat: a difference of so much in grade moves the log-odds by 1.
+#: Betas to try, in grades per nat: a difference of beta in grade moves the log-odds by 1.
 BETAS = (0.0125, 0.025, 0.035, 0.05, 0.07, 0.1, 0.2, 0.4)
 
 
@@ -138,7 +138,7 @@ def tilted(
         base: the policy to tilt; it becomes part of the new one.
         factors: factors of the same items.
         beta: difference in grade that moves the log-odds of two items by 1; above 0.
-        candidates: for any other policy, how many items of its own search are ranked again.
+        candidates: for any other policy, how many items of its own search are re-ranked.
         lower_bound: number of standard deviations of the posterior to subtract from the grade.
 
     Raises:
@@ -200,7 +200,7 @@ def tilt(
             policy (of items drawn from it), auc (mean per-user AUC of positives against other exposures) or
             monitor_reward. null = monitor_reward if it is given, else grade if the period has grades, else auc.
         k: list length.
-        candidates: for policies of semantic ids, how many items of the beam are ranked again.
+        candidates: for policies of semantic ids, how many items of the beam are re-ranked.
         lower_bound: number of standard deviations to subtract from the grade, so that items with few events are listed
             less often. Each request then costs a second product with the catalog, of ``(r + 1) (r + 2)`` columns.
         off_policy: how values are estimated from the log.
@@ -294,7 +294,7 @@ def _held_out_factors(data: Prepared) -> Factors:
 def _setting(
     data: Prepared, criterion: Criterion, options: OffPolicyOptions, reward: RewardFunction, k: int
 ) -> OffPolicySetting | None:
-    """What off-policy values are estimated with; None where the log has no propensities."""
+    """The estimator of off-policy values; None if the log has no propensities."""
     if options.propensity == "logged" and not has_propensities(data, "valid"):
         if criterion in ("top_k", "policy"):
             raise RecpoError(
@@ -305,7 +305,7 @@ def _setting(
     return off_policy_setting(options, data, reward, [min(k, data.num_items)])
 
 
-#: criteria that are a mean over users
+#: criteria that are means over users
 _OF_USERS: Final = ("grade", "auc", "monitor_reward")
 
 
@@ -319,7 +319,7 @@ class _Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class _Validation:
-    """What all betas share."""
+    """The data and options that all betas share."""
 
     data: Prepared
     criterion: Criterion
@@ -342,7 +342,7 @@ class _Validation:
         """The base and every beta, descending.
 
         Raises:
-            RecpoError: no user of the validation period says what a beta is worth.
+            RecpoError: no user of the validation period gives a value for a beta.
         """
         users = sum(shard["users"] for shard in self.data.manifest["shards"]["valid"])
         with tqdm(total=users * (1 + len(betas)), desc="tilt", unit="user", disable=None if progress else True) as bar:
@@ -352,8 +352,8 @@ class _Validation:
         best = max(range(1, len(found)), key=lambda place: _or_least(values[place]))
         if math.isnan(values[best]):
             raise RecpoError(
-                f"the validation period of {self.data.root} does not say what a beta is worth by the criterion "
-                f"{self.criterion}: no user has what it compares; name another criterion, or beta"
+                f"the validation period of {self.data.root} gives no value to a beta by the criterion "
+                f"{self.criterion}: it is undefined for every user; name another criterion, or beta"
             )
         return tuple(self._trial(one, found[best]) for one in found)
 
@@ -364,7 +364,7 @@ class _Validation:
         measures += [_MonitorReward(self.monitor_reward, self.k)] if self.monitor_reward is not None else []
         measures += [] if self.held_out is None else [_Grade(self.held_out.to(self.device), self.k)]
         measures += [] if value is None else [value]
-        # ranks within a user are all that is read of what is an estimate
+        # only the ranks within a user are used, because the scores are estimates
         scores = policy.has_exact_log_prob or self.criterion == "auc"
         recommender = Recommender(policy.recommend, policy.log_prob if scores else None, f"beta {beta:g}")
         ranking = evaluate_ranking(
@@ -397,7 +397,7 @@ class _Validation:
         return _snips(one.off_policy, self._target())
 
     def _loss(self, one: _Measured, best: _Measured) -> tuple[float, float]:
-        """What ``best`` is worth more, and the standard error of it."""
+        """The difference in value of ``best``, and its standard error."""
         if one is best:
             return 0.0, 0.0
         if self.criterion in _OF_USERS:
@@ -443,7 +443,7 @@ def _mean(ranking: RankingResult, metric: str) -> float:
 
 
 def _snips(result: OffPolicyResult, target: str) -> tuple[float, float]:
-    """The estimate and half of its normal interval; nan where the target has none."""
+    """The estimate and the half-width of its normal interval; nan if the target has no estimate."""
     for found in result.estimates:
         if (found.target, found.estimator) == (target, SNIPS.name):
             ends = found.intervals["normal"]
@@ -453,7 +453,7 @@ def _snips(result: OffPolicyResult, target: str) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Divergence:
-    """Adds ``kl``, how far a tilted policy is from its base."""
+    """Adds ``kl``, the divergence of a tilted policy from its base."""
 
     policy: TiltedPolicy | RerankedPolicy
 
@@ -462,13 +462,13 @@ class _Divergence:
         return {"kl": self.policy.kl_from_base(observed.batch.feedback.histories)}
 
     def totals(self) -> dict[str, float]:
-        """None."""
+        """Always None."""
         return {}
 
 
 @dataclass(frozen=True)
 class _Grade:
-    """Adds ``grade``, the mean that ``factors`` expect of the first k places; nan for users whom they do not know."""
+    """Adds ``grade``, the mean expected grade of the first k places by ``factors``; nan for unknown users."""
 
     factors: Factors
     k: int
@@ -483,13 +483,13 @@ class _Grade:
         return {"grade": mean.masked_fill(known.isnan().all(1), torch.nan)}
 
     def totals(self) -> dict[str, float]:
-        """None."""
+        """Always None."""
         return {}
 
 
 @dataclass(frozen=True)
 class _MonitorReward:
-    """Adds ``monitor_reward``, the mean reward of the first k places; nan where nothing on a list has one."""
+    """Adds ``monitor_reward``, the mean reward of the first k places; nan if no item of a list has a reward."""
 
     reward: RewardFunction
     k: int
@@ -501,7 +501,7 @@ class _MonitorReward:
         return {"monitor_reward": self.reward(batch, slates).float().nanmean(1)}
 
     def totals(self) -> dict[str, float]:
-        """None."""
+        """Always None."""
         return {}
 
 
@@ -539,7 +539,7 @@ def _write(
     origin = {
         "format_version": FORMAT_VERSION,
         "data": read_json(base.root / ORIGIN, REMEDY).get("data"),
-        "contexts_per_step": 0,  # nothing was trained
+        "contexts_per_step": 0,  # because nothing was trained
         "tilted": {"run": base.root.resolve().name, "checkpoint": checkpoint, "weights": _weights(base, checkpoint)},
         "factors": factors.facts,
         "choice": {
@@ -553,7 +553,7 @@ def _write(
     write_json(root / ORIGIN, origin)
     (root / CHECKPOINTS).mkdir()
     weights = {f"policy.{name}": value for name, value in policy.state_dict().items()}
-    with checkpoint_path(root).open("wb") as file:  # torch itself says nothing of a full disk
+    with checkpoint_path(root).open("wb") as file:  # torch itself does not report a full disk
         torch.save({"state_dict": weights}, file)
     chosen = next((_finite(trial) for trial in how.trials if trial.beta == how.beta), {"beta": how.beta})
     mark_finished(root, policy, base, {f"tilt/{name}": value for name, value in chosen.items()}, how.criterion)

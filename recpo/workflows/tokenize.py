@@ -52,10 +52,10 @@ class VectorsFromRun(VectorSource):
         return ItemVectors(table.vectors().detach()[1:].float().numpy(), {})
 
     def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
-        """See ``VectorSource.read_new``: refused, the vectors of every run lie in a space of their own."""
+        """See ``VectorSource.read_new``: not supported, because the vectors of every run have their own space."""
         raise RecpoError(
-            "codebooks cannot encode the item table of another run, whose vectors lie in a space of their own: use "
-            "VectorsFromFeatures, VectorsFromParquet or VectorsFromCooccurrence for new items, or make all codes anew"
+            "codebooks cannot encode the item table of another run, because its vectors have their own space: use "
+            "VectorsFromFeatures, VectorsFromParquet or VectorsFromCooccurrence for new items, or make all codes again"
         )
 
 
@@ -78,25 +78,25 @@ def tokenize(
     equal bytes.
 
     Args:
-        prepared: what ``recpo.prepare`` returned, or its directory.
-        out: directory to make.
-        vectors: what codes are made from: VectorsFromCooccurrence, VectorsFromFeatures, VectorsFromParquet,
-            VectorsFromRun, a frame with the columns ``item_id`` and ``vector`` (or VectorsFromFrame), or codes that
-            exist already: CodesFromFile.
-        extends: codes that were made for an earlier catalog: its items keep their codes, new items get free tuples
-            by its codebooks.
-        collisions: how items that share a tuple are told apart: nearest (the last code moves to the nearest free one
-            under the same prefix; a full prefix overflows to the nearest one with room), extra (everybody gets one more
-            code, 0 for items that are alone), or first_free (the smallest free last code, for codes without vectors);
-            null = nearest where there are vectors, extra where there are none.
+        prepared: prepared data, or its directory.
+        out: output directory.
+        vectors: source of the codes: VectorsFromCooccurrence, VectorsFromFeatures, VectorsFromParquet, VectorsFromRun,
+            a frame with the columns ``item_id`` and ``vector`` (or VectorsFromFrame), or CodesFromFile for existing
+            codes.
+        extends: codes of an earlier catalog. Its items keep their codes, and new items get free tuples of its
+            codebooks.
+        collisions: how items with the same tuple are distinguished: nearest (the last code becomes the nearest free one
+            under the same prefix; items of a full prefix move to the nearest prefix with free codes), extra (every item
+            gets one more code, 0 if its tuple is unique), or first_free (the smallest free last code, for codes without
+            vectors); null = nearest if there are vectors, else extra.
         device: where k-means runs: cpu, auto (a GPU if there is one), cuda, cuda:1 and so on.
-        seed: of everything random.
-        overwrite: replace ``out`` where it exists.
+        seed: seed of all random numbers.
+        overwrite: replace ``out`` if it exists.
         progress: show a progress bar on a terminal.
         **quantizer: levels, codebook_size and the other options of ``recpo.tokenizer.residual_kmeans.ResidualKMeans``.
 
     Returns:
-        The directory, the codes and the report; a policy takes it where it takes the directory.
+        The directory, the codes and the report. A policy accepts it in place of the directory.
 
     Raises:
         RecpoError: ``out`` exists, options contradict each other, or items have no vectors.

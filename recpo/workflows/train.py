@@ -1,4 +1,4 @@
-"""Training as a function: pre-training and alignment differ in the objective alone."""
+"""The verb ``train``: pre-trains or aligns a policy; only the objective differs."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def train(
 ) -> Run:
     """Trains a policy on prepared data, or aligns a trained one.
 
-    Everything goes the way of ``recpo train``: the same options make the same run, and ``resolved.yaml`` in it repeats
-    it. Without ``config`` a ``CatalogSoftmaxPolicy`` is pre-trained (``Likelihood``).
+    The same options give the same run as ``recpo train``, and the ``resolved.yaml`` in it reproduces it. Without
+    ``config``, a ``CatalogSoftmaxPolicy`` is pre-trained (``Likelihood``).
 
     ::
 
@@ -73,30 +73,30 @@ def train(
     Args:
         data: prepared directory; None = ``data.prepared`` of ``config``.
         config: YAML file, or its content.
-        out: run directory to write.
-        objective: what is minimized.
-        policy: what is trained: a class path, ``functools.partial(CatalogSoftmaxPolicy, dim=32)``, or some options of
-            the policy of ``init_from``.
-        advantage: turns feedback into advantages. None = that of ``config``; of objectives that weigh logged feedback
-            by advantages alone (GBPO, Reinforce) ``TernaryAdvantage(positive_fraction=0.25)``.
+        out: output run directory.
+        objective: the objective to minimize.
+        policy: the policy to train: a class path, ``functools.partial(CatalogSoftmaxPolicy, dim=32)``, or some options
+            of the policy of ``init_from``.
+        advantage: turns feedback into advantages. None = that of ``config``; for objectives that weight logged feedback
+            only by advantages (GBPO, Reinforce), ``TernaryAdvantage(positive_fraction=0.25)``.
         reward: turns feedback into rewards.
-        init_from: run whose best policy training starts from; its policy options and data layout hold where none are
-            given. Its items are those of ``data``, or the first of them (``prepare(..., extends=...)``): rows of new
-            items start from the mean of the known ones. With ``init_training`` the critic heads and the state of the
-            optimizer go along; None = where the catalog has grown, and objective and optimizers are the same.
-        resume: go on from the last checkpoint in ``out``.
-        overwrite: replace a run in ``out``, once the first step of the new one is done.
-        trust: packages whose classes the run of ``init_from`` may name, besides those of recpo.
-        callbacks: Lightning callbacks that watch; they are no part of the configuration.
+        init_from: run whose best policy training starts from. Its policy options and data layout are the defaults. Its
+            items are those of ``data``, or the first of them (``prepare(..., extends=...)``); rows of new items start
+            from the mean of the known ones. ``init_training`` also copies the critic heads and the state of the
+            optimizer; None = if the catalog has grown, and objective and optimizers are the same.
+        resume: continue from the last checkpoint in ``out``.
+        overwrite: replace a run in ``out`` after the first step of the new run.
+        trust: packages, in addition to recpo, whose classes the run of ``init_from`` may name.
+        callbacks: Lightning callbacks that observe training; they are not part of the configuration.
         options: any field of ``TrainOptions``, as a dict or by its dotted name.
 
     Returns:
         The finished run.
 
     Raises:
-        RecpoError: options, data or directories do not fit; nothing that exists has been changed then. Or training
+        RecpoError: options, data or directories do not fit, in which case nothing has been changed; or training
             diverged or collapsed.
-        Interrupted: it was told to stop.
+        Interrupted: training was stopped by a signal.
     """
     given: dict[str, Any] = {"objective": objective, "policy": policy, "advantage": advantage, "reward": reward}
     given |= {"init_from": init_from, "data.prepared": data}
@@ -111,11 +111,11 @@ def train(
 
 
 def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = (), trust: Sequence[str] = ()) -> Run:
-    """Trains what ``parse_arguments`` returned; everything is checked before anything in ``out`` is touched.
+    """Trains by the result of ``parse_arguments``. Checks everything before it changes ``out``.
 
     Args:
         configuration: every option.
-        callbacks: further ones, which watch.
+        callbacks: additional callbacks that observe training.
         trust: packages whose classes the run of ``init_from`` may name.
     """
     options, out = with_monitor(configuration), Path(configuration.out)
@@ -145,7 +145,7 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
     data, policy = options.data.prepared, module.policy
     with run_directory.opened(out, text, data, policy, codes, origin, resume=resume, check=check) as opened:
         hooks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # behind what may stop the first step, before what writes a checkpoint of it
+        # after callbacks that may stop the first step, before callbacks that write its checkpoint
         hooks.insert(sum(not isinstance(hook, Checkpoint) for hook in hooks), opened)
         with _matmul_precision(trainer, options), _quiet_loggers(), _faults(out, trainer):
             trainer.fit(module, datamodule=options.data, ckpt_path=last, weights_only=True)
@@ -161,10 +161,10 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
 
 
 def with_monitor(configuration: Namespace) -> TrainOptions:
-    """The options, with the monitor that fits them where none is given; ``configuration`` then names it too.
+    """The options. If no monitor is given, sets a suitable one here and in ``configuration``.
 
     Raises:
-        RecpoError: an option is refused, or the monitor cannot be computed.
+        RecpoError: an option is invalid, or the monitor cannot be computed.
     """
     options = _for_behaviors(instantiate(configuration))
     facts = held_out_facts(options.data.prepared)
@@ -175,7 +175,7 @@ def with_monitor(configuration: Namespace) -> TrainOptions:
 
 
 def _for_behaviors(options: TrainOptions) -> TrainOptions:
-    """The options with an objective and rewards that know which bit of the data is which behavior."""
+    """The options, after objective and rewards were told the bits of the behaviors in the data."""
     names = options.data.prepared.behaviors
     known = {name: reward.for_behaviors(names) for name, reward in rewards_of(options).items()}
     monitor = known.pop("rollout.monitor_reward", None)
@@ -197,7 +197,7 @@ def _warm_start(configuration: Namespace, options: TrainOptions, path: Path, tru
 
 
 def _module(options: TrainOptions, start: WarmStart | None) -> PreferenceModule:
-    """The policy with the weights that it starts from, and what trains it."""
+    """The Lightning module of the policy with its initial weights."""
     data = options.data
     torch.manual_seed(options.seed)
     with tables_on_meta() if options.trainer.shards_tables else nullcontext():
@@ -211,23 +211,23 @@ def _module(options: TrainOptions, start: WarmStart | None) -> PreferenceModule:
     if start is not None:
         start.validate_features(model, data.prepared)
         start.load_policy(model)
-    model.set_item_counts(item_counts)  # of this log, whatever the weights came from
+    model.set_item_counts(item_counts)  # features of this log, regardless of the origin of the weights
     module = PreferenceModule(model, options, slates=data.layout.traits, item_counts=item_counts)
     try:
-        module.configure_optimizers()  # is made again when training begins
+        module.configure_optimizers()  # created again when training begins
     except (ValueError, TypeError) as error:
         raise RecpoError(f"optimizer or lr_scheduler: {' '.join(str(error).split())}") from error
     return module
 
 
 def _validate_identity(model: Policy, options: TrainOptions) -> None:
-    """Raises where a reward or the policy was made for other items, or a reward for other users."""
+    """Raises if a reward or the policy was made for other items, or a reward for other users."""
     data = options.data.prepared
     for name, reward in rewards_of(options).items():
         validate_identity(reward, name, data)
     if model.catalog_checksum not in (None, data.catalog_checksum):
         raise RecpoError(
-            f"policy: its codes were made for other items than {data.root} holds (items.parquet differs); make them "
+            f"policy: its codes were made for other items than those of {data.root} (items.parquet differs); make them "
             "for this directory with `recpo tokenize`"
         )
 
@@ -246,12 +246,12 @@ def _callbacks(options: TrainOptions, module: PreferenceModule, out: Path) -> li
 
 
 class ValidateAtEnd(Callback):
-    """Lets a run that ``max_steps`` ends in mid-epoch be validated, as at the end of an epoch."""
+    """Validates a run that ``max_steps`` ends within an epoch, as at the end of an epoch."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Lightning validates in mid-epoch where it is asked to stop."""
+        """Makes Lightning validate within the epoch if training is about to stop."""
         if trainer.global_step >= trainer.max_steps > 0:
             trainer.should_stop = True
 
@@ -269,7 +269,7 @@ def _matmul_precision(trainer: Trainer, options: TrainOptions) -> Iterator[None]
 
 @contextmanager
 def _quiet_loggers() -> Iterator[None]:
-    """A thread that cannot write its log (TensorBoard's, on a full disk) says so in one line instead of a traceback."""
+    """Reports threads that cannot write their log (TensorBoard on a full disk) in one line instead of a traceback."""
     before = threading.excepthook
 
     def report(fault: threading.ExceptHookArgs) -> None:
@@ -287,20 +287,20 @@ def _quiet_loggers() -> Iterator[None]:
 
 @contextmanager
 def _faults(out: Path, trainer: Trainer) -> Iterator[None]:
-    """Says in one line what ended a run: a signal, another rank, or a callback without its metric."""
+    """Reports in one line what ended a run: a signal, another rank, or a callback without its metric."""
     again = f"recpo train --config {out}/{RESOLVED} --resume true"
     try:
         yield
     except SIGTERMException as error:
         raise Interrupted(_kept(out, "SIGTERM", trainer, again), 143) from error
-    except SystemExit as error:  # Lightning's end of a run that Ctrl-C interrupted
+    except SystemExit as error:  # how Lightning ends a run after Ctrl-C
         if not trainer.interrupted:
             raise
         raise Interrupted(_kept(out, "SIGINT", trainer, again), 130) from error
     except RuntimeError as error:
         if "find_unused_parameters" in str(error):
             raise RecpoError(
-                "this objective leaves some parameters without a gradient, which the strategy has to be told: set "
+                "this objective leaves some parameters without a gradient, and the strategy has to know: set "
                 "trainer.strategy to ddp_find_unused_parameters_true, or ShardedStrategy's find_unused_parameters: true"
             ) from error
         if "Early stopping conditioned on metric" in str(error):
@@ -319,5 +319,5 @@ def _kept(out: Path, signal: str, trainer: Trainer, again: str) -> str:
 
 
 def _named_packages(text: str) -> list[str]:
-    """Packages that the options of this process name: whoever trains with a class trusts it."""
+    """Packages that the options of this process name. Training with a class implies trust in it."""
     return sorted({name.partition(".")[0] for name in class_paths(yaml.safe_load(text))})

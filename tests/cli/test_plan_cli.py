@@ -104,5 +104,5 @@ def test_without_torchrec_it_says_how_to_mend_it():
     command = [sys.executable, "-c", f"{blocked}; sys.exit(main(['plan', '--num_items=10']))"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: recpo plan asks the planner of torchrec, which does not load")
+    assert done.stderr.startswith("error: recpo plan uses the planner of torchrec, which does not load")
     assert "recpo doctor" in done.stderr

@@ -150,7 +150,7 @@ def test_vectors_of_a_run(prepared, tmp_path, capsys, monkeypatch):
     assert tokenize(prepared, tmp_path / "refused", *source, *SMALL) == 1
     assert "was trained on other items than" in capsys.readouterr().err
     assert tokenize(prepared, tmp_path / "refused", *source, "--extends", tmp_path / "codes") == 1
-    assert "a space of their own" in capsys.readouterr().err
+    assert "its vectors have their own space" in capsys.readouterr().err
 
 
 def write_codes(file, ids, **columns):
