@@ -22,6 +22,7 @@ process did for the seed.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import time
 from pathlib import Path
@@ -160,6 +161,17 @@ def measured(options: argparse.Namespace, run: recpo.Run, data: Path) -> dict[st
     return found
 
 
+def best_validation(run: recpo.Run) -> dict[str, float]:
+    """The validation with the best NDCG, that of the checkpoint; one file per start of a run that was resumed."""
+    rows: list[dict[str, str]] = []
+    for file in sorted(run.root.glob("logs/version_*/metrics.csv")):
+        with file.open(encoding="utf-8", newline="") as lines:
+            rows += [row for row in csv.DictReader(lines) if row.get(f"val/NDCG@{K}")]
+    best = max(rows, key=lambda row: float(row[f"val/NDCG@{K}"]))
+    numbers = {f"validation {name}@{K}": float(best[f"val/{name}@{K}"]) for name in ("HitRate", "NDCG")}
+    return numbers | {"best epoch": int(best["epoch"]) + 1, "epochs": int(rows[-1]["epoch"]) + 1}
+
+
 def table(options: argparse.Namespace, found: dict[int, dict[str, float]]) -> Table:
     """Test numbers of all seeds, their mean, and the published numbers."""
     columns = [f"{metric}@{K}, {past}" for past in (WITHOUT, KEPT) for metric in ("Recall", "NDCG")]
@@ -209,8 +221,7 @@ def main() -> None:
         run = trained(options, options.recipe, seed, more)
         found[seed] = measured(options, run, prepared(options, RECIPES[options.recipe], more))
         line = {"recipe": options.recipe, "data": options.dataset, "seed": seed, **found[seed]}
-        validation = {f"validation {name}": run.results[f"val/{name}"] for name in (f"NDCG@{K}", f"HitRate@{K}")}
-        print(json.dumps(line | validation | {"cpu_s": round(time.process_time() - started)}), flush=True)
+        print(json.dumps(line | best_validation(run) | {"cpu_s": round(time.process_time() - started)}), flush=True)
     Console(width=150).print(table(options, found))
 
 

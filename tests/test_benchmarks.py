@@ -77,6 +77,8 @@ def test_published_recipes_run_on_the_files_of_a_user(tmp_path):
         assert line["seed"] == 3
         for past in ("without the past", "past kept"):
             assert 0 < line[f"NDCG@10, {past}"] <= line[f"Recall@10, {past}"] <= 1
+        assert line["best epoch"] == line["epochs"] == 1
+        assert 0 <= line["validation NDCG@10"] <= line["validation HitRate@10"] <= 1
         run = next((tmp_path / "work").glob(f"{recipe}_3/run.json"))
         written = run.stat().st_mtime_ns
         assert lines_of(*command)[0]["Recall@10, past kept"] == line["Recall@10, past kept"]

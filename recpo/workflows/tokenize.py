@@ -26,7 +26,7 @@ from recpo.workflows.devices import compute_device
 
 @dataclass(frozen=True)
 class VectorsFromRun(VectorSource):
-    """The item table of a trained policy.
+    """The item vectors of a trained policy, including the part from item features if it reads them.
 
     Attributes:
         run: run directory written by ``recpo train`` on the same prepared data.
