@@ -24,22 +24,22 @@ def loop(
     progress: bool = True,
     **options: Any,
 ) -> VerbResult:
-    """Closes the loop on simulated users: each round's policy is trained on what the policies before it showed.
+    """Closes the loop on simulated users: each round trains a policy on the impressions of earlier policies.
 
-    Round 0 simulates a world, prepares its log, trains, exports and evaluates a policy. Every further round first lets
-    the bundle of the round before serve the users for a day. Writes ``out/rounds/NN``, ``out/loop.json`` with every
-    number and ``out/report.html`` (true value, regret, coverage, and what was expected of each policy beside what it
-    then earned). A loop that was killed goes on with --resume true, to the same result (docs/loop.md).
+    Round 0 simulates a world, prepares its log, trains, exports and evaluates a policy. In every further round, the
+    bundle of the previous round first serves the users for a day. Writes ``out/rounds/NN``, ``out/loop.json`` with all
+    numbers and ``out/report.html`` (true value, regret, coverage, and the expected and actual earnings of each policy).
+    --resume true continues a killed loop, with the same result (docs/loop.md).
 
     Args:
-        out: directory to make.
-        recipe: training configurations, ``[configs/pretrain.yaml, configs/mpo.yaml]``: the first trains from nothing,
-            and from its own run of the round before where there is one; each of the others starts from the one before
-            it. A FactorReward reads a factorization of the round's log.
-        rounds: days that are served, beside round 0.
-        world: preset of the simulation's options, see recpo simulate; an option given beside it overrides it.
-        exploration: how the slates of the served days are drawn; null = the best items in their order.
-        trust: packages beside recpo whose classes the configurations may name.
+        out: output directory.
+        recipe: training configurations, ``[configs/pretrain.yaml, configs/mpo.yaml]``. The first one trains from
+            scratch, or from its own run of the previous round if there is one; each of the others starts from the run
+            of the one before it. A FactorReward reads a factorization of the round's log.
+        rounds: number of served days, besides round 0.
+        world: preset of the simulation's options, see recpo simulate. Other options override it.
+        exploration: how the slates of the served days are drawn; null = the best items in order.
+        trust: packages, in addition to recpo, whose classes the configurations may name.
         progress: show progress bars on a terminal.
         **options: those of ``recpo.workflows.loop.loop``.
     """

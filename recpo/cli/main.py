@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with printing(terminal):
                 result = run(_function(verb), options)
             _print_result(result or VerbResult(), verb, terminal)
-            sys.stdout.flush()  # a reader that has gone is noticed here, not at the end of the process
+            sys.stdout.flush()  # a closed pipe raises here instead of at the end of the process
     except ArgumentError as error:
         return _failed(verb, 2, f"error: {error}\nsee: recpo {verb} --help", terminal)
     except BaseException as error:
@@ -127,8 +127,8 @@ def _sigterm_raises() -> Iterator[None]:
 
     def terminate(signum: int, _: object) -> None:
         if os.getpid() == owner and signal.getsignal(signum) is not terminate:
-            return  # Lightning has wrapped this handler and stops after the batch
-        signal.signal(signum, signal.SIG_DFL)  # a second one ends the process at once
+            return  # Lightning wraps this handler and stops after the batch
+        signal.signal(signum, signal.SIG_DFL)  # a second SIGTERM ends the process immediately
         if os.getpid() != owner:
             os.kill(os.getpid(), signum)
         raise _Terminated
@@ -141,7 +141,7 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def _outcome(error: BaseException) -> tuple[int | None, str]:
-    """Exit status and message for an error that ended a verb. No status = a fault of recpo, which needs a traceback."""
+    """Exit status and message for an error that ended a verb. No status = a bug in recpo, which needs a traceback."""
     if isinstance(error, GateClosedError):
         return 3, f"swap refused: {error}"
     if isinstance(error, RecpoError):
@@ -149,9 +149,9 @@ def _outcome(error: BaseException) -> tuple[int | None, str]:
     stop = error.__context__ if isinstance(error, SystemExit) else error  # Lightning exits with 1 after Ctrl-C
     if isinstance(stop, KeyboardInterrupt):
         return int(getattr(stop, "status", 130)), str(stop) or "interrupted"
-    if isinstance(error, _Terminated) or type(error).__name__ == "SIGTERMException":  # Lightning's, a SystemExit
+    if isinstance(error, _Terminated) or type(error).__name__ == "SIGTERMException":  # Lightning's SystemExit
         return 143, "terminated"
-    if isinstance(error, BrokenPipeError):  # `recpo ... | head`: nobody reads on
+    if isinstance(error, BrokenPipeError):  # `recpo ... | head` closes the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1, ""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
@@ -168,7 +168,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _print_any_text() -> None:
-    """Characters that the terminal's encoding lacks are printed as escapes, so that an id cannot end a verb."""
+    """Prints characters that the terminal's encoding lacks as escapes, so that an id cannot end a verb."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -196,9 +196,9 @@ def run(function: Callable[..., VerbResult | None], options: Sequence[str]) -> V
 
 
 def _named_first(function: Callable[..., VerbResult | None], options: Sequence[str]) -> list[str]:
-    """Makes a first word without dashes the value of the verb's first option: ``recpo init logs``.
+    """Makes a leading argument without dashes the value of the verb's first option: ``recpo init logs``.
 
-    If the option takes a list, all further words belong to it, such as the files of ``logs/*.csv``.
+    If the option takes a list, all further arguments belong to it, such as the files of ``logs/*.csv``.
     """
     first = next(iter(inspect.signature(function).parameters.values()), None)
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), options))
@@ -209,7 +209,7 @@ def _named_first(function: Callable[..., VerbResult | None], options: Sequence[s
 
 
 def _validate_local_paths(configuration: Namespace) -> None:
-    """Refuses ``s3://...`` for local path options; it would otherwise make a local directory of that name."""
+    """Rejects ``s3://...`` for local path options, which would otherwise become a local directory of that name."""
     for name, value in vars(configuration.as_flat()).items():
         if isinstance(value, Path) and _ADDRESS.match(str(value)):
             raise RecpoError(
@@ -222,14 +222,14 @@ def _instantiated(parser: ArgumentParser, configuration: Namespace) -> dict[str,
     try:
         arguments: dict[str, Any] = parser.instantiate(configuration).as_dict()
     except ValueError as error:
-        if isinstance(error.__cause__, RecpoError):  # of options that may be null, the parser says why as the cause
+        if isinstance(error.__cause__, RecpoError):  # the reason, for options that may be null
             raise error.__cause__ from error
         raise
     return arguments
 
 
 def parser_of(function: Callable[..., Any]) -> ArgumentParser:
-    """The parser that a verb's signature and docstring define; abbreviations and unknown keys are refused."""
+    """The parser that a verb's signature and docstring define. Rejects abbreviations and unknown keys."""
     own = _own_parser(function)
     if own is not None:
         made = own()

@@ -20,8 +20,8 @@ def agreement(ours: Tensor, theirs: Tensor, k: int, persistence: float) -> dict[
     Args:
         ours: ``[B, K]``.
         theirs: ``[B, K]``.
-        k: number of places that are read.
-        persistence: of ``rank_biased_overlap``.
+        k: number of places to compare.
+        persistence: parameter of ``rank_biased_overlap``.
     """
     at_once = max(1, _CELLS_AT_ONCE // (k * k))
     parts = [
@@ -61,7 +61,7 @@ def rank_biased_overlap(ours: Tensor, theirs: Tensor, persistence: float = 0.9) 
     """
     same = _matches(ours, theirs)
     depth = torch.arange(1, ours.shape[1] + 1, device=ours.device)
-    # the place where a pair comes into both lists is the later one of its two
+    # an item is in both lists from the later of its two places on
     shared = (same.tril().sum(2) + same.triu(1).sum(1)).cumsum(1).double()
     one, other = _lengths(ours), _lengths(theirs)
     short, long = torch.minimum(one, other)[:, None], torch.maximum(one, other)[:, None]

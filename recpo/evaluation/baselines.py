@@ -39,8 +39,8 @@ class Popularity:
 class UniformlyRandom:
     """A random list per user: every allowed item is equally likely at every place.
 
-    One random order of the catalog is drawn, and every list starts at its own place in it, so a list of distinct items
-    costs nothing that grows with the catalog. Scores are ``-log V``.
+    One random order of the catalog is drawn, and every list starts at a different place in it, so the cost of a list of
+    distinct items does not grow with the catalog. Scores are ``-log V``.
     """
 
     def __init__(self, num_items: int, seed: int = 0) -> None:

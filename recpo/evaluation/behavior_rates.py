@@ -14,7 +14,7 @@ from recpo.ops.item_sets import is_member
 class BehaviorRates:
     """``<behavior>_rate@k`` ``[B]``: the rate among the first k items that the user was shown in the period.
 
-    An item with several events has a behavior if one of its events has. nan for a user who was shown none of the first
+    An item with several events has a behavior if one of its events has it. nan if the user was shown none of the first
     k items.
 
     Args:
@@ -39,5 +39,5 @@ class BehaviorRates:
         return rates
 
     def totals(self) -> dict[str, float]:
-        """There are none."""
+        """Always empty."""
         return {}

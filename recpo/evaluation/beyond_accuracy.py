@@ -108,7 +108,7 @@ class BeyondAccuracy:
         return {f"{name}@{k}": values[:, i] for name, values in by_name.items() for i, k in enumerate(self._ks)}
 
     def totals(self) -> dict[str, float]:
-        """None."""
+        """Always empty."""
         return {}
 
 

@@ -38,7 +38,7 @@ class Platt(NamedTuple):
     shift: float
 
     def probability(self, score: FloatArray) -> FloatArray:
-        """Of any scores."""
+        """The probabilities of any scores."""
         return np.exp(-np.logaddexp(0.0, -(self.scale * score + self.shift)))
 
 
@@ -118,14 +118,14 @@ def log_loss(probability: FloatArray, happened: BoolArray, weight: FloatArray | 
 
 
 class Bins(NamedTuple):
-    """Which of the bins of equally many events each event belongs to, by its probability."""
+    """The bin of each event, by its probability. All bins have the same number of events."""
 
     bin_of: IntArray
     number: int
 
     @classmethod
     def of(cls, probability: FloatArray, bins: int = 10) -> Bins:
-        """Cuts at the quantiles of the probabilities."""
+        """Cuts bins at the quantiles of the probabilities."""
         cuts = np.quantile(probability, np.linspace(0, 1, bins + 1)[1:-1])
         return cls(np.searchsorted(cuts, probability), bins)
 
@@ -202,8 +202,8 @@ def assess_grades(
         predicted: ``[N]``.
         grade: ``[N]``, the outcome.
         user: ``[N]``.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
+        resamples: number of bootstrap resamples.
+        seed: seed of the bootstrap.
 
     Raises:
         RecpoError: there is no event.
@@ -292,8 +292,8 @@ def assess_target(test: Exposures, k: int, fitted: Platt, *, resamples: int, see
         test: exposures of a period that nothing was fitted on.
         k: the target.
         fitted: its calibration.
-        resamples: of the bootstrap over users.
-        seed: of the bootstrap.
+        resamples: number of bootstrap resamples of users.
+        seed: seed of the bootstrap.
     """
     test = test.only(test.known[:, k])
     score, happened = test.score[:, k], test.target[:, k] > 0.5

@@ -117,12 +117,12 @@ class Candidates:
         }
 
 
-#: How candidates are given: a table, "all", or None for what the prepared data say.
+#: Candidates as given by the user: a table, "all", or None for the times of the prepared data.
 Given: TypeAlias = CandidateTable | FrameOrPath | None
 
 
 def table_of(given: Given) -> CandidateTable | None:
-    """The table; None where there is none: "all", or what the prepared data say."""
+    """The table; None for "all" and for the times of the prepared data."""
     if given is None or isinstance(given, CandidateTable):
         return given
     return None if isinstance(given, str | PathLike) and fspath(given) == ALL else CandidateTable(given)
@@ -209,7 +209,7 @@ def _read(table: CandidateTable, data: Prepared) -> tuple[NDArray[np.int64], NDA
     begin, end = np.full(size, NEVER), np.full(size, ALWAYS)
     begin[index] = _times(frame, table.available_from, AVAILABLE_FROM, ALWAYS, name)
     end[index] = _times(frame, table.available_until, AVAILABLE_UNTIL, NEVER, name)
-    begin[0], end[0] = ALWAYS, NEVER  # rows of items that the data do not know were written there
+    begin[0], end[0] = ALWAYS, NEVER  # place 0 received the rows of items that are not in the data
     return begin, end
 
 

@@ -31,7 +31,7 @@ from recpo.types import EvaluationBatch, Recommendations
 
 Gain = Literal["linear", "exponential"]
 
-_ROUNDING = 1e-3  # log-probabilities of nearly certain items may lie so far above 0
+_ROUNDING = 1e-3  # tolerance for log-probabilities of nearly certain items, which rounding may put above 0
 _Parts = dict[str, list[Tensor]]
 
 
@@ -130,7 +130,7 @@ def evaluate_ranking(
         ks: list lengths.
         exclude_past: items of ``EvaluationBatch.exclude`` may not be recommended. Held-out events of these items then
             cannot be ranked, so they are removed from the targets and counted. False keeps both.
-        gain: of the graded NDCG, see ``graded_accuracy``.
+        gain: gain of the graded NDCG, see ``graded_accuracy``.
         measures: further metrics; new instances that have not been used in a pass.
         user_segments: label every user.
         item_segments: HitRate, Recall and NDCG of each bin's targets.
@@ -226,7 +226,7 @@ def graded_accuracy(observed: Observed, ks: Sequence[int], gain: Gain = "linear"
     1, 3, 7. A disliked item has gain 0. An item with several events has the largest of their gains.
     """
     targets, label = observed.targets, observed.batch.feedback.slates.label
-    assert label is not None  # the targets were made of it
+    assert label is not None  # the targets were built from it
     labeled = targets.positive | targets.other
     gains = label if gain == "linear" else torch.exp2((4 * label).floor().clamp(max=3)) - 1
     hits = graded_hits(observed.lists.item_ids, targets.item_ids, torch.where(labeled, gains, 0.0))

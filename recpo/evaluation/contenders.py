@@ -51,8 +51,8 @@ class Loaded(NamedTuple):
         recommender: the recommender to evaluate.
         max_history: number of history events that it reads.
         policy: the policy whose items can be drawn; None = there are only lists.
-        counts: after the pass, further counts beside users and events.
-        reads: what batches must contain for it, beyond items, feedback and times.
+        counts: after the pass, further counts besides users and events.
+        reads: what batches must contain for it, besides items, feedback and times.
     """
 
     recommender: Recommender
@@ -146,7 +146,7 @@ def validate_names(contenders: Sequence[Contender]) -> None:
     """Raises ``RecpoError`` if two contenders have the same name, or one has the name of the logging policy."""
     names = [LOGGING_POLICY, *(contender.name for contender in contenders)]
     if again := sorted({name for name in names if names.count(name) > 1}):
-        raise RecpoError(f"two contenders are called {again[0]}: rename a directory, or leave one out")
+        raise RecpoError(f"two contenders have the name {again[0]}: rename a directory, or leave one out")
 
 
 def _load_baseline(name: Baseline, data: Prepared, options: BaselineOptions) -> Loaded:

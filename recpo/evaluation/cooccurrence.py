@@ -51,7 +51,7 @@ class CooccurrenceOptions:
 
 
 class Neighbors(NamedTuple):
-    """The neighbors of every item with the largest weights as one flat list, sorted by weight, ties by item id.
+    """The neighbors with the largest weights of every item, as one flat list, sorted by weight, ties by item id.
 
     Attributes:
         offsets: ``[V + 2]`` int64; item i owns ``offsets[i] : offsets[i + 1]``, item 0 (padding) nothing.
@@ -68,12 +68,12 @@ class CooccurrenceBaseline:
     """Items near those of the user's last events: ``score_j = sum_{r=1..n} weight(h_r, j) / r``.
 
     ``h_1`` is the most recent event. Item-based neighborhoods (Sarwar et al., WWW 2001; Deshpande and Karypis, TOIS
-    2004) with windows in place of whole baskets. Ties go to the smaller id; where fewer than k items have a score, the
-    most popular of the others follow with score 0.
+    2004) with windows instead of whole baskets. Ties go to the smaller id. If fewer than k items have a score, the most
+    popular of the others follow with score 0.
     """
 
     def __init__(self, neighbors: Neighbors, counts: Tensor, recent_events: int = 10) -> None:
-        """``counts [V]``: training events of item 1, 2, ..., V, for the places that no neighbor takes."""
+        """``counts [V]``: training events of item 1, 2, ..., V, to fill the places that have no neighbor."""
         self._neighbors, self._recent_events = neighbors, recent_events
         self._ranking = counts.argsort(descending=True, stable=True) + 1
 
@@ -93,10 +93,10 @@ class CooccurrenceBaseline:
         return Recommendations(item_ids.to(device), scores.to(device))
 
     def _near(self, histories: Histories) -> tuple[Tensor, Tensor]:
-        """Neighbors of the last events and their weights over the rank of the event, ``[B, n N]`` each."""
+        """Neighbors of the last events, and their weights divided by the rank of the event, ``[B, n N]`` each."""
         lengths = histories.lengths.cpu()[:, None]
         rank = torch.arange(1, self._recent_events + 1)
-        history = torch.nn.functional.pad(histories.item_ids.cpu(), (0, 1))  # where all are empty there is a place too
+        history = torch.nn.functional.pad(histories.item_ids.cpu(), (0, 1))  # at least one place, even if all are empty
         recent = history.gather(1, (lengths - rank).clamp_min(0)).masked_fill(lengths < rank, 0)
         offsets, item_ids, weights = self._neighbors
         begin, end = offsets[recent], offsets[recent + 1]
@@ -114,15 +114,15 @@ def neighbors_of(
     num_items: int,
     options: CooccurrenceOptions = CooccurrenceOptions(),
 ) -> Neighbors:
-    """Counts near pairs of training events and keeps every item's heaviest neighbors.
+    """Counts near pairs of training events and keeps the neighbors with the largest weights of every item.
 
-    Exact, and in memory that does not grow with the log: pairs are counted for as many items at once as have
-    ``pairs_in_memory`` of them, and the events are read again for the next items.
+    Exact, in memory that does not grow with the log: each pass over the events counts the pairs of a group of items
+    with at most ``pairs_in_memory`` pairs.
 
     Args:
-        events: opens the training events from the beginning; called once more than there are groups of items.
+        events: opens the training events from the beginning; called once per group of items, and once more.
         num_items: V.
-        options: window, weight and the like.
+        options: window, weight and so on.
     """
     totals = np.zeros(num_items + 1)
     for chunk in events():
@@ -142,7 +142,7 @@ def neighbors_of(
 
 
 def _near_pairs(chunk: EventChunk, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Each pair of different items at most ``window`` events apart once, one distance at a time."""
+    """Each pair of different items at most ``window`` events apart, once, one distance at a time."""
     user, item = chunk
     for distance in range(1, window + 1):
         near = (user[distance:] == user[:-distance]) & (item[distance:] != item[:-distance])
@@ -165,7 +165,7 @@ def _weighed(counts: csr_array, totals: np.ndarray, first: int, options: Cooccur
 
 
 def _heaviest(weighed: csr_array, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of every row its heaviest entries: how many, their columns and their values, row after row."""
+    """The largest entries of every row: their number, columns and values, row by row."""
     row = np.repeat(np.arange(weighed.shape[0]), np.diff(weighed.indptr))
     order = np.lexsort((weighed.indices, -weighed.data, row))
     kept = np.arange(len(row)) - weighed.indptr[row] < most
@@ -175,7 +175,7 @@ def _heaviest(weighed: csr_array, most: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def _summed(item_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds the weights of equal items: distinct items ``[B, C]`` ascending, then zeros, and their sums ``[B, C]``."""
+    """Adds the weights of equal items: distinct items ``[B, C]``, ascending, 0 pads, and their sums ``[B, C]``."""
     ids, order = item_ids.sort(dim=1, stable=True)
     change = torch.ones_like(ids)
     change[:, 1:] = (ids[:, 1:] != ids[:, :-1]).long()

@@ -58,7 +58,7 @@ def evaluation_document(
     warnings: Sequence[str] = (),
     bootstrap_resamples: int = 0,
 ) -> Document:
-    """What ``metrics.json`` holds: ``metrics_document``, and what is listed here.
+    """The content of ``metrics.json``: that of ``metrics_document``, and the following.
 
     ::
 
@@ -77,15 +77,15 @@ def evaluation_document(
         new_items       ``NewItems.as_json``: candidates without an event in training; the metrics new_* are of them
 
     Args:
-        contenders: everybody, with the logging policy where it is known.
+        contenders: all contenders, including the logging policy if it is known.
         values: off-policy results by contender.
         data: the prepared directory.
-        runs: where the runs and bundles come from; those of equal ``weights_sha256`` are the same policy.
-        training: curves of the runs.
-        setting: what every number depends on.
+        runs: origin of the runs and bundles; those with equal ``weights_sha256`` are the same policy.
+        training: training curves of the runs.
+        setting: the options that every number depends on.
         candidates: which items could be listed.
-        new_items: which of them are new.
-        warnings: more sentences that a reader must know before the numbers.
+        new_items: which candidates are new.
+        warnings: further warnings to read before the numbers.
         bootstrap_resamples: see ``metrics_document``.
     """
     document = metrics_document(contenders, setting=setting, bootstrap_resamples=bootstrap_resamples)
@@ -125,7 +125,7 @@ def metrics_document(
     warnings: Sequence[str] = (),
     bootstrap_resamples: int = 0,
 ) -> Document:
-    """The part of the document that the rankings give; numbers that are not defined (no user, no list) are null.
+    """The part of the document that comes from the rankings. Undefined numbers (no user, no list) are null.
 
     ::
 
@@ -153,10 +153,10 @@ def metrics_document(
     ``setting["segments"]``: ``{segment: [bin]}``.
 
     Args:
-        contenders: all evaluated on the same users.
-        setting: ``exclude_past``, ``positive_threshold`` and whatever else describes the evaluation.
+        contenders: contenders that were evaluated on the same users.
+        setting: ``exclude_past``, ``positive_threshold`` and all other options that describe the evaluation.
         warnings: sentences.
-        bootstrap_resamples: resamples of the users; 0 = no bootstrap intervals.
+        bootstrap_resamples: number of resamples of users; 0 = no bootstrap intervals.
     """
     first = contenders[0].result
     bins = {name: list(users.bins) for name, users in first.user_segments.items()}
@@ -175,7 +175,7 @@ def metrics_document(
 
 
 def conventions(exclude_past: bool, positive_threshold: float) -> dict[str, str]:
-    """How to read the numbers, in words, for the document and beside the table."""
+    """How to read the numbers, for the document and beside the table."""
     past = (
         "excluded from the lists; held-out events of such items are removed from the targets and counted"
         if exclude_past

@@ -67,7 +67,7 @@ def bootstrap_interval(
         values: ``[U, M]``, nan = the user is left out.
         weights: ``[U, M]`` non-negative denominators; None = 1.
         resamples: number of resamples.
-        seed: of the random numbers; the same seed and U draw the same users.
+        seed: seed of the random numbers; the same seed and U draw the same users.
         level: share of the resamples inside the interval.
 
     Returns:
@@ -113,8 +113,8 @@ def p_value(mean: float, half_width: float, differing: int) -> float:
     nothing is significant at 5 %, even if their differences are equal. A p-value is never 0.
 
     Args:
-        mean: of the users' differences.
-        half_width: of the normal 95 % interval, ``1.96 s / sqrt(n)``.
+        mean: mean of the users' differences.
+        half_width: half-width of the normal 95 % interval, ``1.96 s / sqrt(n)``.
         differing: m, users whose difference is not 0.
 
     Returns:

@@ -101,13 +101,12 @@ class Evaluation:
         """The numbers as a frame.
 
         Args:
-            rows: what a row is.
-                ``metrics``: a metric of a contender: ``contender kind metric mean half_width n``, half_width of the
-                95 % interval over n users; nan for metrics of all lists together, such as coverage.
+            rows: kind of rows. ``metrics``: a metric of a contender: ``contender kind metric mean half_width n``,
+                half_width of the 95 % interval over n users; nan for metrics of all lists together, such as coverage.
                 ``differences``: a paired difference of two contenders on a metric: ``contender against metric mean
-                half_width n p_value p_holm survives_holm``.
-                ``off_policy``: an estimate of a contender's value: ``contender target estimator value low high rows
-                effective_rows warnings``, with the ends of the bootstrap interval.
+                half_width n p_value p_holm survives_holm``. ``off_policy``: an estimate of a contender's value:
+                ``contender target estimator value low high rows effective_rows warnings``, with the ends of the
+                bootstrap interval.
 
         Raises:
             RecpoError: there is no such kind of rows.

@@ -19,7 +19,7 @@ from recpo.types import FeedbackBatch, Histories, Recommendations
 
 #: Directory of fitted baselines within that of an evaluation.
 BASELINES_DIRECTORY: Final = "baselines"
-_VERSION: Final = 1  # of the way in which they are fitted: a new one fits again
+_VERSION: Final = 1  # version of the fitting methods; a new version fits again
 
 
 class Model(Protocol):
@@ -30,22 +30,22 @@ class Model(Protocol):
         """Number of events that it reads."""
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """As ``Policy.recommend``."""
+        """See ``Policy.recommend``."""
 
     def save(self, path: Path) -> None:
-        """Writes it."""
+        """Writes the model."""
 
 
 M = TypeVar("M", bound=Model)
 
 
 class Recipe(NamedTuple, Generic[M]):
-    """How a model is fitted and read.
+    """How a model is fitted and opened.
 
     Attributes:
         fit: ``(data, options, progress=...)`` fits it on prepared data.
         open: reads the output of its ``save``.
-        suffix: of the file; empty = it is a directory.
+        suffix: suffix of the file; empty = a directory.
     """
 
     fit: Callable[..., M]
@@ -55,28 +55,28 @@ class Recipe(NamedTuple, Generic[M]):
 
 @dataclass(frozen=True)
 class BaselineCache:
-    """Where fitted baselines are read from, and where they are kept.
+    """The directories of fitted baselines.
 
     Attributes:
-        reads: directory that may contain some; None = there is none.
-        writes: directory for the ones that are used; None = they are not kept.
+        reads: directory to read existing ones from; None = there is none.
+        writes: directory to keep the used ones in; None = they are not kept.
     """
 
     reads: Path | None = None
     writes: Path | None = None
 
     def model(self, name: str, data: Prepared, options: Any, recipe: Recipe[M], progress: bool = False) -> M:
-        """The model that was fitted on the same data with the same options, or else a new one.
+        """The existing model of the same data and options, or a newly fitted one.
 
         Args:
-            name: of the baseline.
+            name: name of the baseline.
             data: prepared data; its manifest, which has the checksums of all files, identifies it.
-            options: a dataclass, of which every value counts.
-            recipe: how it is made.
+            options: a dataclass; a model with any other value is not reused.
+            recipe: how it is fitted and opened.
             progress: show a progress bar on a terminal.
 
         Raises:
-            RecpoError: what is kept is damaged.
+            RecpoError: the existing model is damaged.
         """
         file = f"{name}-{_key(name, data, options)}{recipe.suffix}"
         kept = None if self.reads is None else self.reads / file
@@ -104,12 +104,12 @@ def _opened(path: Path, recipe: Recipe[M]) -> M:
 
 
 def recommender_of(model: Model, name: str, score: Callable[[FeedbackBatch], Tensor] | None = None) -> Recommender:
-    """Runs a model on the CPU, wherever the histories are.
+    """Runs a model on the CPU; histories may be on any device.
 
     Args:
         model: the model.
-        name: of the contender.
-        score: of held-out slates on the CPU, see ``Recommender.score``.
+        name: name of the contender.
+        score: scores held-out slates on the CPU, see ``Recommender.score``.
     """
 
     def recommend(histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
@@ -127,12 +127,12 @@ def recommender_of(model: Model, name: str, score: Callable[[FeedbackBatch], Ten
 
 
 def of_items(scores: Tensor, batch: FeedbackBatch) -> Tensor:
-    """``[B, S]`` of the slates' items, from ``scores [B, V]`` of all items."""
+    """Scores ``[B, S]`` of the slates' items, from ``scores [B, V]`` of all items."""
     return scores.gather(1, (batch.slates.item_ids - 1).clamp_min(0))
 
 
 def factors_recommender(factors: Factors, name: str) -> Recommender:
-    """The items of the highest predicted grade, or lower bound of it, for users folded in from their history."""
+    """The items with the highest predicted grade, or lower bound of it, for users folded in from their history."""
 
     def score(batch: FeedbackBatch) -> Tensor:
         return factors.bounded_grades(batch.histories, batch.slates.item_ids)

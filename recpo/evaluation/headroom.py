@@ -1,4 +1,4 @@
-"""How much of what can be gained a contender gains: true value between the pre-trained policy and the oracle."""
+"""Headroom: each contender's share of the gain in true value from the pre-trained policy to the oracle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recpo.evaluation.estimates import Z95, Estimate
 from recpo.evaluation.off_policy.ratio_intervals import influence, standard_error
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
 
-#: Name of the contender that knows what users like.
+#: Name of the contender that knows the users' true preferences.
 ORACLE: Final = "oracle"
 _METRIC: Final = "true_reward@"
 
@@ -22,16 +22,16 @@ _METRIC: Final = "true_reward@"
 def headroom(results: Mapping[str, RankingResult], runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """``(value - start) / (oracle - start)`` of every contender: 0 = no better than the start, 1 = the oracle.
 
-    The start is the pre-trained policy where exactly one run is one: its objective is the likelihood of every exposure.
-    Else it is the logging policy.
+    The start is the pre-trained policy if exactly one run is pre-trained, that is, if its objective is the likelihood
+    of every exposure; otherwise, it is the logging policy.
 
     Args:
-        results: by contender, of the oracle and the logging policy too.
-        runs: where the contenders come from; ``configuration`` of a run says how it was trained.
+        results: results by contender, including the oracle and the logging policy.
+        runs: origin of the contenders; ``configuration`` of a run describes its training.
 
     Returns:
         ``{start, start_is, metrics: {true_reward@k: {start, oracle, contenders: {name: {mean, half_width, n}}}}}``;
-        None without an oracle or a start. A share is null where the oracle is no better than the start.
+        None without an oracle or a start. A share is null if the oracle is not better than the start.
     """
     trained = [name for name, facts in runs.items() if name in results and _is_pretrained(facts)]
     start = trained[0] if len(trained) == 1 else LOGGING_POLICY
@@ -75,12 +75,12 @@ def share(value: np.ndarray, start: np.ndarray, oracle: np.ndarray) -> Estimate:
     The interval is that of a ratio of means over the same users (delta method).
 
     Args:
-        value: ``[U]`` of the contender; nan = the user is left out, as in the next two.
-        start: ``[U]`` of whom it starts from.
-        oracle: ``[U]`` of the best there is.
+        value: ``[U]`` value of the contender; nan here or in the next two = the user is skipped.
+        start: ``[U]`` value of the start.
+        oracle: ``[U]`` value of the oracle.
 
     Returns:
-        nan where the oracle is no better than the start.
+        nan if the oracle is not better than the start.
     """
     sums = np.stack([value - start, oracle - start], 1)
     sums = sums[~np.isnan(sums).any(1)]
@@ -91,7 +91,7 @@ def share(value: np.ndarray, start: np.ndarray, oracle: np.ndarray) -> Estimate:
 
 
 def shares_at(document: Mapping[str, Any], k: int) -> Sequence[tuple[str, Mapping[str, Any]]]:
-    """Contenders and their shares at ``k``, the largest first; none without a truth."""
+    """Contenders and their shares at ``k``, the largest first; empty without a truth."""
     found = (document.get("headroom") or {"metrics": {}})["metrics"].get(f"{_METRIC}{k}", {"contenders": {}})
     known = [(name, value) for name, value in found["contenders"].items() if value["mean"] is not None]
     return sorted(known, key=lambda one: -one[1]["mean"])

@@ -1,4 +1,4 @@
-"""How old the items are when lists are made, and segments of the targets by it."""
+"""Ages of the items when lists are made, and segments of the targets by age."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _BINS: Final = ("under 1 day", "1 to 3 days", "3 to 7 days", "7 to 30 days", "30
 
 
 def item_ages(data: Prepared, split: HeldOutPeriod, candidates: Candidates | None) -> Tensor | None:
-    """Ages ``[V + 1]`` of the items in days, float64, at the begin of the period; nan = unknown; place 0 is unused.
+    """Ages ``[V + 1]`` of the items in days, float64, at the start of the period; nan = unknown; place 0 is unused.
 
-    An item's age counts from ``available_from`` where the candidates tell that of any item (inf where it was always
-    available), else from the item's first event in the training period. Where every user has a period of its own, ages
+    An item's age counts from ``available_from`` if the candidates have it for any item (inf if it was always
+    available), otherwise from the item's first event in the training period. If every user has a separate period, ages
     are those at the end of the log.
 
     Returns:
-        None where the log has positions for times.
+        None if the log has positions instead of times.
     """
     if has_positions(data):
         return None
@@ -48,7 +48,7 @@ def item_age(days: Tensor) -> ItemSegment:
     """Items by age.
 
     Args:
-        days: ``[V + 1]``, nan = unknown, which is a bin of its own; items below 0 are in none.
+        days: ``[V + 1]``; nan = unknown, which is a separate bin; items below 0 are in no bin.
     """
     label = torch.bucketize(days.double(), torch.tensor(_BOUNDS, dtype=torch.float64), right=True)
     label = label.masked_fill(days.isnan(), len(_BINS) - 1).masked_fill(days < 0, NO_BIN)

@@ -1,4 +1,4 @@
-"""What is known of the items beside the held-out events: counts and durations, tags and vectors from a file.
+"""Facts about the items besides held-out events: counts, durations, and tags and vectors from a file.
 
 Place 0 of every tensor is unused.
 """
@@ -26,11 +26,11 @@ POPULARITY_BINS = ("head", "torso", "tail", "unseen in training")
 
 
 class ItemTags(NamedTuple):
-    """The tags of every item, as one flat list cut by offsets.
+    """The tags of every item, as one flat list with offsets.
 
     Attributes:
         offsets: ``[V + 2]`` int64; item i owns ``tags[offsets[i] : offsets[i + 1]]``, item 0 owns nothing.
-        tags: ``[N]`` int64, 0 .. ``num_tags`` - 1, no tag twice in an item.
+        tags: ``[N]`` int64, 0 .. ``num_tags`` - 1, distinct within an item.
         num_tags: G.
     """
 
@@ -40,12 +40,12 @@ class ItemTags(NamedTuple):
 
 
 class ItemFacts(NamedTuple):
-    """What segments of items and metrics beyond accuracy are made of; all on the CPU.
+    """The facts that item segments and beyond-accuracy metrics use, on the CPU.
 
     Attributes:
         train_count: ``[V + 1]`` int64, training events of every item.
         duration: ``[V + 1]`` float, seconds, nan = unknown.
-        tags: genres, topics and the like.
+        tags: genres, topics and so on.
         vectors: ``[V + 1, d]`` float, item embeddings; a row of zeros = none.
     """
 
@@ -58,8 +58,8 @@ class ItemFacts(NamedTuple):
 def popularity_bins(train_count: Tensor) -> Tensor:
     """Bins of items by share of the training events: ``[V + 1]`` int64 indices of ``POPULARITY_BINS``, place 0 is -1.
 
-    Items are sorted by their events, ties by id. The head is the fewest items that hold at least half of all events,
-    the torso the next ones up to at least 80 %, the tail the rest that has events.
+    Items are sorted by their number of events, ties by id. The head is the smallest set of items with at least half of
+    all events, the torso the next ones up to at least 80 %, and the tail the remaining items with events.
     """
     counts = train_count[1:].long()
     order = counts.argsort(descending=True, stable=True)
@@ -78,7 +78,7 @@ class ItemFeatures:
     Attributes:
         file: Parquet file with one row per item; items of other catalogs are ignored.
         item_id: column of the item ids of the log.
-        tags: column of genres, topics and the like: a value, or a list of values, per item; null = no tags.
+        tags: column of genres, topics and so on: a value, or a list of values, per item; null = no tags.
         vectors: column of lists of numbers; null = no vectors.
     """
 
@@ -93,7 +93,7 @@ class ItemFeatures:
 
 
 def item_facts(data: Prepared, features: ItemFeatures | None) -> ItemFacts:
-    """Everything known of the items 1..V; place 0 is unused.
+    """The facts about the items 1..V; place 0 is unused.
 
     Raises:
         RecpoError: the file cannot be read, lacks a column, or names no item of the catalog.

@@ -1,4 +1,4 @@
-"""Recommendations of any other system as a contender: rows of users and items in, one list per held-out user out."""
+"""Recommendations of another system as a contender: reads rows of users and items as lists of held-out users."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Lists:
     """Recommendations of another system, to be evaluated as a contender.
 
     One row per user and recommended item, with the external ids of the log: ``user_id``, ``item_id``, and ``rank`` (1 =
-    best) or ``score`` (higher = better). Where there are both, ``rank`` orders the list. Other columns are ignored. Of
-    equal ranks or scores the item with the smaller index comes first, as in every other list.
+    best) or ``score`` (higher = better). If there are both, ``rank`` orders the list. Other columns are ignored. Ties
+    in rank or score are ordered by item index, as in every other list.
 
     Attributes:
-        name: of the contender.
+        name: name of the contender.
         source: any frame (pandas, polars, pyarrow, or a dictionary of columns), a Parquet file, a directory of such
             files, or a CSV file (``.csv``, ``.csv.gz``) whose first line names the columns.
     """
@@ -67,18 +67,18 @@ class Lists:
 
     @property
     def path(self) -> str | None:
-        """Where they are read; None = they are a frame in memory."""
+        """The path of the lists; None = they are a frame in memory."""
         return fspath(self.source) if isinstance(self.source, str | PathLike) else None
 
 
 class ListedItems(NamedTuple):
-    """The lists of all known users, best first, in one table that is cut by offsets.
+    """The lists of all known users, best first, as one table with offsets.
 
     Attributes:
         users: ``[N]`` int64 user indices, ascending.
         offsets: ``[N + 1]`` int64; the list of the n-th user is ``items[offsets[n] : offsets[n + 1]]``.
-        items: ``[R]`` int32, 1..V, no item twice in a list.
-        counts: rows, and what became of those that are not among ``items``.
+        items: ``[R]`` int32, 1..V, distinct within a list.
+        counts: number of rows, and of rows that were dropped, by reason.
     """
 
     users: np.ndarray
@@ -88,7 +88,7 @@ class ListedItems(NamedTuple):
 
 
 def lists_contender(given: Lists, data: Prepared, ks: Sequence[int]) -> Contender:
-    """The contender whose lists are ``given``: they are read now, once.
+    """The contender with the lists ``given``, which are read now, once.
 
     Raises:
         RecpoError: see ``read_lists``.
@@ -104,9 +104,9 @@ def read_lists(given: Lists, data: Prepared) -> ListedItems:
     """Reads, checks and orders the rows.
 
     ``counts`` of the result: ``list_rows``; ``list_rows_of_unknown_users`` and ``list_unknown_users``, rows and users
-    that the prepared data do not know; ``list_rows_of_unknown_items`` and ``list_unknown_items``, of the other rows;
-    ``list_rows_repeated``, an item that a list repeats (its best place stays); ``list_rows_against_scores``, where
-    there are both ranks and scores, rows whose score is above that of the row one rank better.
+    that are not in the prepared data; ``list_rows_of_unknown_items`` and ``list_unknown_items``, of the other rows;
+    ``list_rows_repeated``, repeated items of a list (the best place is kept); ``list_rows_against_scores``, if there
+    are both ranks and scores, rows with a higher score than the row one rank better.
 
     Raises:
         RecpoError: the source cannot be read, a column is missing or of another type, an id, rank or score is missing,
@@ -141,7 +141,7 @@ def _listed(
     if score is not None:
         rises = score[best_first][1:] > score[best_first][:-1]
         against = int((rises & (user[1:] == user[:-1])).sum())
-    together = np.lexsort((item, user))  # stable: of equal items the best place comes first
+    together = np.lexsort((item, user))  # stable: the best place of equal items comes first
     again = (user[together][1:] == user[together][:-1]) & (item[together][1:] == item[together][:-1])
     repeated = np.zeros(len(user), bool)
     repeated[together[1:][again]] = True
@@ -163,7 +163,7 @@ def _unknown(users: pa.Array, items: pa.Array, user: np.ndarray, item: np.ndarra
 
 
 def _table(given: Lists, ids: Mapping[str, pa.DataType]) -> pa.Table:
-    """The columns that are used, of whatever the source is."""
+    """Reads the used columns of any kind of source."""
     if given.path is None:
         return to_arrow(given.source, f"lists {given.name}")  # type: ignore[arg-type]  # no path
     try:
@@ -179,7 +179,7 @@ def _table(given: Lists, ids: Mapping[str, pa.DataType]) -> pa.Table:
 
 
 def _csv_table(path: str, ids: Mapping[str, pa.DataType]) -> pa.Table:
-    """Ids in the type that the log has them in, so that 007 stays what it is; ranks and scores are numbers."""
+    """Reads ids in their type in the log, so that 007 keeps its zeros; ranks and scores as numbers."""
     with pyarrow.csv.open_csv(path) as reader:
         columns = _used(reader.schema, path)
     types = {**ids, RANK: pa.float64(), SCORE: pa.float64()}
@@ -193,7 +193,7 @@ def _used(schema: pa.Schema, name: str) -> list[str]:
 
 
 def _order(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """What lists are ordered by, ascending: the rank, or minus the score; and the scores beside ranks, to compare."""
+    """The ascending sort key of lists: the rank, or minus the score; and, if there are ranks, the scores to compare."""
     rank, score = number_column(table, RANK, name), number_column(table, SCORE, name)
     if rank is None and score is None:
         raise RecpoError(f"{name}: there is neither a column 'rank' (1 = best) nor a column 'score' (higher = better)")
@@ -208,7 +208,7 @@ def _order(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _places(values: pa.Array, known: pa.ChunkedArray, column: str, name: str) -> np.ndarray:
-    """Places of external ids among the ``known`` ones, int64, -1 = unknown."""
+    """Indices of external ids among the ``known`` ones, int64, -1 = unknown."""
     if not len(values):
         return np.zeros(0, np.int64)
     if pa.types.is_integer(values.type) != pa.types.is_integer(known.type):
@@ -229,7 +229,7 @@ def _load(name: str, listed: ListedItems, ks: tuple[int, ...], num_items: int) -
 
 
 class _Answers:
-    """Answers one pass from the table, and counts what was missing."""
+    """Answers one pass from the table, and counts missing lists."""
 
     def __init__(self, listed: ListedItems, ks: tuple[int, ...], num_items: int) -> None:
         self._listed, self._ks, self._num_items = listed, ks, num_items
@@ -237,13 +237,13 @@ class _Answers:
         self._short = dict.fromkeys(ks, 0)
 
     def counts(self) -> dict[str, int]:
-        """Counts of the rows, and of the held-out users who were asked for so far."""
+        """Counts of the rows, and of the held-out users who were requested so far."""
         short = {f"users_with_short_list@{k}": number for k, number in self._short.items()}
         found = {"users_without_list": self._without, "list_items_excluded": self._excluded, **short}
         return {**self._listed.counts, **found}
 
     def recommend(self, users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
-        """Lists ``[B, k]`` of ``users [B]``, 0 where they end; scores are minus the places."""
+        """Lists ``[B, k]`` of ``users [B]``, padded with 0; scores are minus the places."""
         listed = self._rows(users.cpu().numpy()).to(users.device)
         items = first_allowed(listed, k, exclude)
         length = (items > 0).sum(1)
@@ -256,7 +256,7 @@ class _Answers:
         return Recommendations(items, (-places).expand_as(items).masked_fill(items == 0, -torch.inf))
 
     def _rows(self, users: np.ndarray) -> Tensor:
-        """The whole lists ``[B, L]`` int64, 0 pads."""
+        """The complete lists ``[B, L]`` int64, padded with 0."""
         owners, offsets, items, _ = self._listed
         place = np.searchsorted(owners, users).clip(max=len(owners) - 1)
         begin = offsets[place]

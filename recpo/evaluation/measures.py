@@ -71,7 +71,7 @@ class Observed(NamedTuple):
     Attributes:
         batch: the users, their held-out events and their past.
         lists: ``[B, K]``, K the longest requested list (at most the catalog).
-        targets: the held-out sets; without seen items if those are excluded from the lists.
+        targets: the held-out sets; without items of the past if those are excluded from the lists.
         logp: ``[B, S]`` log-probability of every held-out slate item (summed over its tokens); None if the recommender
             has none.
         scores: ``[B, S]`` scores of the held-out slate items, for a recommender without log-probabilities.
@@ -90,7 +90,7 @@ class Observed(NamedTuple):
 
 
 class Measure(Protocol):
-    """Metrics that the pass computes beside the rankings. One instance serves one pass of one recommender."""
+    """Metrics that the pass computes in addition to rankings. One instance serves one pass of one recommender."""
 
     def update(self, observed: Observed) -> Mapping[str, Tensor]:
         """Per-user metrics ``[B]`` of the batch by name; nan if a user has none; empty if there are only totals."""

@@ -26,15 +26,15 @@ class NewItems:
     """Per-user metrics ``[B]`` at every k of new items: candidates without an event in the training period.
 
     - ``new_share@k``: share of new items among the filled ones of the first k places; nan for an empty list.
-    - ``new_Recall@k``, ``new_NDCG@k``, ``new_HitRate@k``: of the held-out positives that are new items, in the list as
-      it is; nan without such positives.
-    - ``new_true_reward@k``, where the truth is known: mean true reward of the contender's k best items among the new
-      ones, whatever else it lists above them; nan where it lists none.
+    - ``new_Recall@k``, ``new_NDCG@k``, ``new_HitRate@k``: with the new items among the held-out positives as targets,
+      on the unchanged list; nan without such positives.
+    - ``new_true_reward@k``, if the truth is known: mean true reward of the contender's k best items among the new ones,
+      regardless of other items above them; nan if it lists none.
 
     Attributes:
         is_new: ``[V + 1]`` bool, the new items; place 0 is False.
         ks: list lengths.
-        truth: of a simulation; None = it is not known.
+        truth: truth of a simulation; None = not known.
     """
 
     is_new: Tensor
@@ -56,18 +56,18 @@ class NewItems:
         return metrics
 
     def totals(self) -> dict[str, float]:
-        """None."""
+        """Always empty."""
         return {}
 
     @property
     def others(self) -> Tensor | None:
-        """``[O]`` every other item, to be excluded from lists of new items alone; None = no such lists are wanted."""
+        """``[O]`` all other items, to exclude from lists of new items alone; None = no such lists are needed."""
         if self.truth is None or len(self.is_new) - 1 > LARGEST_CATALOG:
             return None
         return torch.arange(1, len(self.is_new))[~self.is_new[1:]]
 
     def as_json(self) -> dict[str, Any]:
-        """What the document says of them beside the metrics."""
+        """The entry of the document."""
         too_large = self.truth is not None and self.others is None
         remark = (
             f"no lists of new items alone: the catalog has more than {LARGEST_CATALOG:,} items" if too_large else None

@@ -112,7 +112,7 @@ def _against_baselines(document: Document, metric: str) -> list[str]:
 
 
 def _headroom(document: Document, k: int) -> list[str]:
-    """Who captures most of what the oracle has above the start."""
+    """The contender with the largest share of the oracle's gain over the start."""
     shares = [(name, value) for name, value in shares_at(document, k) if name != LOGGING_POLICY]
     if not shares:
         return []
@@ -126,7 +126,7 @@ def _headroom(document: Document, k: int) -> list[str]:
 
 
 def _off_policy(document: Document) -> list[str]:
-    """The best off-policy value that may be believed, against what the logging policy earned."""
+    """The best off-policy value without warnings, compared with the earnings of the logging policy."""
     estimates = [
         (contender["name"], entry)
         for contender in document["contenders"]

@@ -22,8 +22,8 @@ class UserSegment(NamedTuple):
     """Divides users into bins. Every per-user metric gets a mean over the users of each bin.
 
     Attributes:
-        name: such as ``history length``.
-        bins: their names.
+        name: name, such as ``history length``.
+        bins: names of the bins.
         label: ``batch -> [B]`` int64, index of the user's bin, ``NO_BIN`` for none.
     """
 
@@ -36,8 +36,8 @@ class ItemSegment(NamedTuple):
     """Divides items into bins. HitRate, Recall and NDCG are computed for each bin's targets alone.
 
     Attributes:
-        name: such as ``item popularity``.
-        bins: their names.
+        name: name, such as ``item popularity``.
+        bins: names of the bins.
         label: ``[V + 1]`` int64, index of the bin of item 1, 2, ..., V (place 0 is unused), ``NO_BIN`` for none.
     """
 
@@ -84,7 +84,7 @@ def item_duration(duration: Tensor, bounds: Sequence[float] | None = None) -> It
     known = ~duration.isnan()
     known[0] = False
     if bounds is None:
-        values = duration[known].double().numpy()  # torch.quantile takes 16 million at most
+        values = duration[known].double().numpy()  # torch.quantile accepts at most 16 million values
         bounds = np.unique(np.quantile(values, [0.25, 0.5, 0.75])).tolist() if len(values) else []
     label = torch.bucketize(duration.double(), torch.tensor(bounds, dtype=torch.float64), right=True)
     label = label.masked_fill(~known, len(bounds) + 1)

@@ -45,7 +45,7 @@ class TrueRewards:
         return self.of_lists(observed.batch.user_ids, observed.lists.item_ids)
 
     def totals(self) -> dict[str, float]:
-        """None."""
+        """Always empty."""
         return {}
 
     def of_logging_policy(self, users: Tensor) -> dict[str, Tensor]:
@@ -60,7 +60,7 @@ class TrueRewards:
         ascending = self.item_ids[order]
 
         def recommend(users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
-            strangers = len(truth.item_ids) - num_items  # of the simulation, and in no event of the log
+            strangers = len(truth.item_ids) - num_items  # items of the simulation that are in no event of the log
             available = int(truth.available(self.day).sum())
             depth = min(available, k + strangers + (0 if exclude is None else exclude.shape[1]))
             best = truth.oracle_top_k(self.user_ids[users.cpu().numpy()], depth, self.day)
@@ -78,7 +78,7 @@ class TrueRewards:
         """The metrics ``[B]`` of the lists ``recommended [B, K]`` of the users ``users [B]``."""
         shown = recommended[:, : max(self.ks)].cpu()
         filled = shown > 0
-        # an empty place is looked up as any item and left out below
+        # empty places are looked up as an arbitrary item and masked below
         items = self.item_ids[(shown - 1).clamp_min(0).numpy()]
         arguments = (self.user_ids[users.cpu().numpy()], items, self.day)
         metrics: dict[str, Tensor] = {}
@@ -149,10 +149,10 @@ class TrueReward(RewardFunction):
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
         if batch.user_ids is None:
-            raise RecpoError("TrueReward asks whose contexts they are, and this batch does not say")
+            raise RecpoError("TrueReward needs the user ids of the contexts, and this batch has none")
         known, items = self._known, candidates.item_ids
         users = known.user_ids[batch.user_ids.cpu().numpy()]
-        # what is no item is looked up as any and left out below
+        # ids that are not items are looked up as an arbitrary item and masked below
         shown = known.item_ids[np.maximum(items.cpu().numpy() - 1, 0)]
         rewards = torch.from_numpy(known.truth.expected_reward(users, shown, known.day)).float().to(items.device)
         return rewards.masked_fill(~candidates.mask | (items == 0), torch.nan)

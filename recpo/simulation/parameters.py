@@ -26,9 +26,9 @@ WORLDS: Final[Mapping[World, Mapping[str, float]]] = MappingProxyType(
         "confounded": {"popularity_quality": 0.0, "clickbait_share": 0.16, "clickbait_boost": 1.4},
         # hardly any random exposures, and users mostly see the topics that the logging policy estimates for them
         "skewed": {"random_share": 0.01, "topic_sharpness": 8.0},
-        # four events per item: what a model does not know matters more than what it knows
+        # four events per item, so the uncertainty of a model matters more than its estimates
         "small": {"users": 500, "items": 5_000, "events": 20_000},
-        # every day brings 5 % more items, of which nobody knows more than what they are about; all of them fade
+        # 5 % more items every day, of which only the features are known; all items fade
         "living": {"items": 2_000, "births": 0.05},
     }
 )

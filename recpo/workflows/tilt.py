@@ -462,7 +462,7 @@ class _Divergence:
         return {"kl": self.policy.kl_from_base(observed.batch.feedback.histories)}
 
     def totals(self) -> dict[str, float]:
-        """Always None."""
+        """Always empty."""
         return {}
 
 
@@ -483,7 +483,7 @@ class _Grade:
         return {"grade": mean.masked_fill(known.isnan().all(1), torch.nan)}
 
     def totals(self) -> dict[str, float]:
-        """Always None."""
+        """Always empty."""
         return {}
 
 
@@ -501,7 +501,7 @@ class _MonitorReward:
         return {"monitor_reward": self.reward(batch, slates).float().nanmean(1)}
 
     def totals(self) -> dict[str, float]:
-        """Always None."""
+        """Always empty."""
         return {}
 
 

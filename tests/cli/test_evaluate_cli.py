@@ -294,7 +294,7 @@ def test_lists_longer_than_the_catalog_are_the_whole_catalog(road, tmp_path):
         (["--factors", "nowhere"], "nowhere is neither a run nor a bundle"),
         (["--lists", "als"], "lists are given as NAME=FILE"),
         (["--lists", "als=nowhere.parquet"], "nowhere.parquet: expected lists in a Parquet file"),
-        (["--baselines", '["random","random"]'], "two contenders are called random"),
+        (["--baselines", '["random","random"]'], "two contenders have the name random"),
         (["--baseline_options.recency_half_life", "0"], "positive number of days"),
         (["--item_features.file", "nowhere.parquet"], "name the column of the tags"),
         (["--item_features.file", "nowhere.parquet", "--item_features.tags", "t"], "nowhere.parquet cannot be read"),

@@ -182,7 +182,7 @@ def test_unusable_files_and_names_are_refused(data, tmp_path, popular):
     assert Lists.parse("als=a=b.parquet") == Lists("als", "a=b.parquet")
     with pytest.raises(RecpoError, match="lists need a name"):
         Lists("", popular)
-    with pytest.raises(RecpoError, match="two contenders are called popularity"):
+    with pytest.raises(RecpoError, match="two contenders have the name popularity"):
         recpo.evaluate(data, ["popularity", Lists("popularity", popular)])
 
 

@@ -123,5 +123,5 @@ def test_what_cannot_be_reranked_is_refused_before_anything_is_loaded(run, prepa
         evaluate([run], rerank=[AttributeCap("author")], rerank_options=recpo.RerankOptions(attributes=attributes))
     with pytest.raises(recpo.RecpoError, match="shortlist is 3"):
         evaluate([run], rerank=[MaximalMarginalRelevance()], rerank_options=recpo.RerankOptions(shortlist=3))
-    with pytest.raises(recpo.RecpoError, match="two contenders are called"):
+    with pytest.raises(recpo.RecpoError, match="two contenders have the name"):
         evaluate([run], rerank=[MaximalMarginalRelevance()] * 2)

@@ -45,7 +45,7 @@ def said(capsys):
         (("--ks", "[2.5]"), "ks"),
         (("--ks", "ten"), "ks"),
         (("--baselines", "[best]"), "baselines"),
-        (("--baselines", "[random,random]"), "two contenders are called random"),
+        (("--baselines", "[random,random]"), "two contenders have the name random"),
         (("--baselines", "[]"), "nothing to evaluate"),
         (("--batch_size", "0"), "batch_size is 0"),
         (("--bootstrap_resamples", "-1"), "bootstrap_resamples is -1"),

@@ -1,1 +1,1 @@
-"""The report of an evaluation: one HTML file that stands alone."""
+"""The report of an evaluation: one self-contained HTML file."""

@@ -1,4 +1,4 @@
-"""What sections of the report are made of; the template gives each its HTML, and escapes every string in it."""
+"""The building blocks of report sections. The template renders each to HTML and escapes every string in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 
 class Cell(NamedTuple):
-    """A cell of a table: a text, a smaller remark, and a class of the style sheet."""
+    """A table cell: text, a smaller note, and a CSS class."""
 
     text: str
     note: str = ""
@@ -18,7 +18,7 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of a table: its heading, its cells, and the class of the color that stands for it in charts."""
+    """A table row: heading, cells, and the CSS class of its color in charts."""
 
     name: str
     cells: Sequence[Cell]
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A chart: heading, remark beside it, SVG from ``recpo.evaluation.html_report.svg``."""
+    """A chart: heading, note beside it, SVG from ``recpo.evaluation.html_report.svg``."""
 
     title: str
     svg: Markup
@@ -52,7 +52,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Table:
-    """A table that scrolls within its own frame; an empty ``head`` is left out."""
+    """A table that scrolls within its own frame. An empty ``head`` is omitted."""
 
     caption: str
     head: Sequence[str]
@@ -62,7 +62,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figures:
-    """Charts side by side, under the legend ``(class, name)`` that they share."""
+    """Charts side by side, under a common legend of ``(class, name)``."""
 
     figures: Sequence[Figure]
     legend: Sequence[tuple[str, str]] = ()
@@ -71,7 +71,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Listing:
-    """Text as it stands in a file."""
+    """Preformatted text."""
 
     text: str
     kind: ClassVar[str] = "listing"

@@ -1,4 +1,4 @@
-"""Charts of the report, out of the evaluation's document."""
+"""Charts of the report, built from the evaluation's document."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def label_share_charts(labels: Document) -> Figures:
 
 
 def _periods(labels: Document) -> list[tuple[str, list[Document]]]:
-    """Training first, whatever the order of the document's keys."""
+    """Periods in order, training first, for any order of the document's keys."""
     return sorted(labels["periods"].items(), key=lambda period: period[0] != "train")
 
 
@@ -119,7 +119,7 @@ def quantile_charts(labels: Document) -> Figures:
 
 
 def training_charts(document: Document) -> Figures:
-    """Validation metrics of all runs together; losses of different objectives are not comparable, so one by one."""
+    """Validation metrics of all runs in one chart; a chart per run for losses, which are not comparable."""
     curves = document["training"]
     place = {contender["name"]: number for number, contender in enumerate(document["contenders"])}
     metrics = list(dict.fromkeys(metric for run in curves.values() for metric in run))

@@ -1,4 +1,4 @@
-"""The section of the report on candidates and on new items: the cold start."""
+"""The report section on candidates and new items (cold start)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recpo.evaluation.reading import Document
 
 
 def new_item_blocks(document: Document) -> list[Block]:
-    """Which items could be listed, and what every contender makes of new ones; nothing where neither is known."""
+    """The candidates, and every contender's metrics on new items. Empty if neither is known."""
     found: list[Block] = []
     if document["candidates"] is not None:
         found.append(Text(candidates_sentence(document)))
@@ -34,7 +34,7 @@ def new_item_blocks(document: Document) -> list[Block]:
 
 
 def candidates_sentence(document: Document) -> str:
-    """Which items could be listed, from where that is known, and what was left out."""
+    """The candidates, the source of their times, and the number of removed events."""
     known, counts = document["candidates"], tables.ranked(document)[0][1]["counts"]
     begin = known["begin"]
     if not isinstance(begin, str):

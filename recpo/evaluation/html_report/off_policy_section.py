@@ -1,4 +1,4 @@
-"""The section of the report on off-policy value."""
+"""The report section on off-policy value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MEANING = {
 
 
 def value_blocks(document: Document) -> list[Block]:
-    """Values, intervals and diagnostics of every target; nothing where there are no estimates."""
+    """Values, intervals and diagnostics of every target. Empty if there are no estimates."""
     targets = _targets(document)
     if not targets:
         return []
@@ -148,7 +148,7 @@ def _diagnostics(document: Document, target: str) -> Table:
 
 
 def _differences(document: Document, target: str) -> list[Block]:
-    """Against the logging policy, and every other pair."""
+    """Differences to the logging policy, and of every other pair."""
     rows = []
     for difference in document["differences"]:
         found = {e["estimator"]: e for e in difference["off_policy"] if e["target"] == target}
@@ -172,7 +172,7 @@ def _difference_cell(entry: Document | None, sign: int) -> Cell:
 
 
 def _said(document: Document) -> list[str]:
-    """The warnings that the weights give rise to, once per contender and target."""
+    """The warnings about weights, once per contender and target."""
     return [
         f"{contender['name']}, {target}: {warning}."
         for contender in document["contenders"]

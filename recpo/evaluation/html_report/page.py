@@ -1,4 +1,4 @@
-"""The report of an evaluation: one HTML file that opens offline, out of the document that ``metrics.json`` holds."""
+"""The report of an evaluation: one HTML file that opens offline, built from the document of ``metrics.json``."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def html_report(document: Document) -> str:
 
 
 def render_page(title: str, subtitle: str, sections: Sequence[Section], *, version: str, numbers: str) -> str:
-    """A page of sections; those without blocks are left out.
+    """A page of sections. Sections without blocks are omitted.
 
     Args:
-        title: its heading.
-        subtitle: below it.
-        sections: in their order.
-        version: of the recpo that wrote it.
-        numbers: name of the file that has the same numbers.
+        title: heading of the page.
+        subtitle: text below the heading.
+        sections: the sections, in order.
+        version: version of recpo that wrote the numbers.
+        numbers: name of the file with the same numbers.
     """
     environment = Environment(
         loader=PackageLoader("recpo.evaluation", "html_report"),

@@ -1,7 +1,7 @@
 """Small charts as inline SVG: no script, no external reference, colors by the classes of the page's style sheet.
 
-Elements are built as a tree, so whatever a label holds is escaped. Every chart is drawn 380 wide, which is readable on
-a telephone and in a grid of several columns alike, and carries a title and a description for those who cannot see it.
+Elements are built as a tree, so labels are always escaped. Every chart is 380 wide, which is readable on a phone and in
+a grid of several columns, and has a title and a description for screen readers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WIDTH = 380
 _LABELS, _VALUES = 118, 66  # columns left and right of horizontal rows
 _ROW, _AXIS = 24, 30
 _LONGEST_LABEL = 18  # characters
-_LONGEST_NAME = 12  # of a place on the x axis
+_LONGEST_NAME = 12  # width of a place on the x axis
 _MOST_WITH_WHISKERS = 4
 
 
@@ -23,11 +23,11 @@ class IntervalRow(NamedTuple):
     """One row of a chart of intervals.
 
     Attributes:
-        label: what the row is of.
-        mean: the dot; a row without a number (None) keeps its place and says so.
+        label: label of the row.
+        mean: the dot; a row without a number (None) keeps its place and shows a note instead.
         low: lower end of the whisker; None = there is no interval.
         high: upper end.
-        style: class of the color.
+        style: CSS class of the color.
     """
 
     label: str
@@ -38,7 +38,7 @@ class IntervalRow(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A point of a line, with the lower and the upper end of its whisker or None."""
+    """A point of a line, with the lower and upper end of its whisker, or None."""
 
     x: float
     y: float
@@ -47,7 +47,7 @@ class Point(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line, its label and the class of its color."""
+    """A line, its label, and the CSS class of its color."""
 
     label: str
     points: Sequence[Point]
@@ -55,7 +55,7 @@ class Line(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """A stacked bar: label, ``(class, name, share)`` from left to right, and a remark at its right end."""
+    """A stacked bar: label, ``(class, name, share)`` from left to right, and a note at its right end."""
 
     label: str
     parts: Sequence[tuple[str, str, float]]
@@ -63,7 +63,7 @@ class Shares(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """Counts of equally wide bins over [0, 1]: label, counts, and a remark at the right end."""
+    """Counts of equally wide bins over [0, 1]: label, counts, and a note at the right end."""
 
     label: str
     counts: Sequence[int]
@@ -71,7 +71,7 @@ class Histogram(NamedTuple):
 
 
 def interval_chart(title: str, description: str, rows: Sequence[IntervalRow], *, with_zero: bool = False) -> str:
-    """Dots with whiskers, one row each, over a common axis; ``with_zero`` puts 0 on it and marks it."""
+    """Dots with whiskers, one row each, over a common axis. ``with_zero`` includes and marks 0."""
     height = _ROW * len(rows) + _AXIS + 4
     svg = _svg(title, description, height)
     known = [x for row in rows for x in (row.mean, row.low, row.high) if x is not None]
@@ -101,9 +101,9 @@ def interval_chart(title: str, description: str, rows: Sequence[IntervalRow], *,
 def line_chart(
     title: str, description: str, lines: Sequence[Line], *, x_label: str, x_names: Sequence[str] = (), height: int = 210
 ) -> str:
-    """Lines over a common x; x is logarithmic where it spans more than a factor of 20 and nothing is 0.
+    """Lines over a common x, which is logarithmic if it spans more than a factor of 20 and is never 0.
 
-    With ``x_names``, x counts them from 0. Whiskers are drawn for up to four lines: more of them hide each other.
+    With ``x_names``, x is an index into them. Whiskers are drawn for up to four lines, because more would overlap.
     """
     svg = _svg(title, description, height)
     points = [point for line in lines for point in line.points]
@@ -133,7 +133,7 @@ def line_chart(
 
 
 def shares_chart(title: str, description: str, rows: Sequence[Shares]) -> str:
-    """Stacked bars of shares that sum to 1, one row each; shares from 12 % on are written into their part."""
+    """Stacked bars of shares that sum to 1, one row each. Shares of at least 12 % are labeled."""
     svg = _svg(title, description, _ROW * len(rows) + 4)
     left, right = _LABELS + 4, WIDTH - _VALUES - 4
     for number, row in enumerate(rows):
@@ -154,7 +154,7 @@ def shares_chart(title: str, description: str, rows: Sequence[Shares]) -> str:
 
 
 def histogram_chart(title: str, description: str, rows: Sequence[Histogram]) -> str:
-    """One histogram over [0, 1] per row; the dashed line is where all bins would be equally full."""
+    """One histogram over [0, 1] per row. The dashed line is the height of equally full bins."""
     row_height = 40
     height = row_height * len(rows) + _AXIS
     svg = _svg(title, description, height)
@@ -181,7 +181,7 @@ def histogram_chart(title: str, description: str, rows: Sequence[Histogram]) -> 
 
 
 def number_text(value: float) -> str:
-    """A number for a label: four significant digits, no more than four decimals, thousands apart."""
+    """A number for a label: four significant digits, at most four decimals, with thousands separators."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else "-"
     if abs(value) < 5e-5:
@@ -198,7 +198,7 @@ def _tick_text(value: float) -> str:
 
 
 class _Axis(NamedTuple):
-    """Numbers to places: ``low`` at ``begin``, ``high`` at ``end``."""
+    """A linear scale from numbers to positions: ``low`` at ``begin``, ``high`` at ``end``."""
 
     low: float
     high: float
@@ -216,7 +216,7 @@ class _Axis(NamedTuple):
         return cls(low - room, high + room, begin, end, logarithmic)
 
     def __call__(self, value: float) -> float:
-        """Where ``value`` is drawn."""
+        """The position of ``value``."""
         value = math.log(value) if self.logarithmic else value
         return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
 
@@ -273,7 +273,7 @@ def _two_lines(name: str) -> list[str]:
 
 
 def _shortened(label: str, longest: int = _LONGEST_LABEL) -> str:
-    """Both ends of a long name: contenders often differ in the last characters."""
+    """Shortens a long name in the middle, because contenders often differ in the last characters."""
     half = (longest - 1) // 2
     return label if len(label) <= longest else f"{label[:half]}…{label[-half:]}"
 

@@ -1,4 +1,4 @@
-"""Tables of the report, out of the evaluation's document."""
+"""Tables of the report, built from the evaluation's document."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _MOST_FOR_ALL_PAIRS = 4
 
 
 def color(place: int) -> str:
-    """Class of the color of the contender at ``place``; from the ninth on colors come again, dashed."""
+    """CSS class of the color of the contender at ``place``. From the ninth on, colors repeat, dashed."""
     return f"s{place % 8}" + (" again" if place >= 8 else "")
 
 
 def metrics_at(document: Document, names: Sequence[str], k: int) -> list[str]:
-    """Those of the metrics ``names`` at ``k`` that some contender has."""
+    """The metrics among ``names`` at ``k`` that at least one contender has."""
     present = {metric for contender in document["contenders"] for metric in contender["metrics"]}
     return [f"{name}@{k}" for name in names if f"{name}@{k}" in present]
 
 
 def main_table(document: Document) -> Table:
-    """Every ranked contender: the main metrics at the first k, the best of a column marked."""
+    """The main metrics of every ranked contender at the first k, with the best of a column marked."""
     k = document["setting"]["ks"][0]
     return metrics_table(document, metrics_at(document, _MAIN, k), f"lists of {k}")
 
 
 def metrics_table(document: Document, metrics: Sequence[str], about: str, *, is_ranked: bool = True) -> Table:
-    """``metrics`` with intervals of every contender that has any of them.
+    """``metrics`` with intervals, for every contender that has at least one of them.
 
     Args:
         document: the evaluation.
-        metrics: all of the same list length, or of none.
-        about: what the caption begins with.
-        is_ranked: mark the best of a column; False where more is neither better nor worse.
+        metrics: metrics of one list length, or without one.
+        about: beginning of the caption.
+        is_ranked: mark the best of a column; False if a larger value is neither better nor worse.
     """
     best = {metric: best_first(document, metric)[:1] if is_ranked else [] for metric in metrics}
     rows = []
@@ -63,7 +63,7 @@ def metrics_table(document: Document, metrics: Sequence[str], about: str, *, is_
 
 
 def all_metrics_tables(document: Document) -> list[Details]:
-    """Every accuracy metric of every contender, one table per list length and one for metrics without one."""
+    """All accuracy metrics of every contender: one table per list length, and one for metrics without a length."""
     names = every_metric(document)
     known = (*ACCURACY, *DISLIKES, *TRUE)
     groups = {f"all metrics, lists of {k}": metrics_at(document, known, k) for k in document["setting"]["ks"]}
@@ -72,7 +72,7 @@ def all_metrics_tables(document: Document) -> list[Details]:
 
 
 def every_metric(document: Document) -> list[str]:
-    """Names of all metrics, in the order in which the contenders have them."""
+    """Names of all metrics, in the order of the contenders."""
     return list(dict.fromkeys(metric for contender in document["contenders"] for metric in contender["metrics"]))
 
 
@@ -91,7 +91,8 @@ def differences_table(document: Document, pairs: Sequence[tuple[str, str]] | Non
 
     Args:
         document: the evaluation.
-        pairs: contenders to compare; None = all pairs of up to four, and from there on the best one with every other.
+        pairs: contenders to compare; None = all pairs of up to four contenders, otherwise the best one with every
+            other.
     """
     k = document["setting"]["ks"][0]
     metrics = metrics_at(document, _COMPARED, k)
@@ -107,7 +108,7 @@ def differences_table(document: Document, pairs: Sequence[tuple[str, str]] | Non
 
 
 def headroom_tables(document: Document) -> list[Table]:
-    """One table per list length of the shares of the true value between the start and the oracle."""
+    """The shares of the true value between the start and the oracle, one table per list length."""
     found = document.get("headroom") or {}
     place = {one["name"]: number for number, one in enumerate(document["contenders"])}
     tables = []
@@ -130,7 +131,7 @@ def _share_cell(value: Mapping[str, Any]) -> Cell:
 
 
 def compared_pairs(document: Document) -> list[tuple[str, str]]:
-    """All pairs, the better one first, or where there are many the best contender with each of the others."""
+    """All pairs, the better one first; if there are many, the best contender with each of the others."""
     k = document["setting"]["ks"][0]
     names = [contender["name"] for contender in best_first(document, f"NDCG@{k}")]
     others = [contender["name"] for _, contender in ranked(document) if contender["kind"] != "oracle"]
@@ -165,7 +166,7 @@ def ranked(document: Document) -> list[tuple[int, Document]]:
 
 
 def facts_table(caption: str, facts: dict[str, Any]) -> Table:
-    """Two columns: what, and its value."""
+    """A table of two columns: name and value."""
     return Table(caption, [], [Row(name, [Cell(_plain(value), style="words")]) for name, value in facts.items()])
 
 

@@ -1,1 +1,1 @@
-"""Off-policy value: what a policy would have earned, estimated from what another policy's log shows."""
+"""Off-policy value: the earnings that a policy would have had, estimated from another policy's log."""

@@ -1,4 +1,4 @@
-"""The reward model of the direct method and of the doubly robust estimators: cheap, and without users x items."""
+"""The reward model of the direct method and the doubly robust estimators: fast, and without a users x items matrix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RewardedExposures(NamedTuple):
     Attributes:
         users: ``[N]`` int64, 0..U-1, ``EvaluationBatch.user_ids``.
         items: ``[N]`` int64, 1..V.
-        reward: ``[N]``, nan = unknown: left out.
+        reward: ``[N]``; rows with nan (unknown) are skipped.
     """
 
     users: NDArray[np.integer]
@@ -30,13 +30,13 @@ class RewardedExposures(NamedTuple):
 
 @dataclass(frozen=True)
 class AdditiveRewardModel:
-    """``q_hat(u, i) = mean + user_effect_u + item_effect_i`` with effects that are shrunk towards 0.
+    """``q_hat(u, i) = mean + user_effect_u + item_effect_i``, with effects shrunk toward 0.
 
-    It knows generous users and good items, but no tastes: a simple model, fitted on the training period alone, so that
-    nothing of what it predicts went into it.
+    It models generous users and good items, but no tastes. It is fitted on the training period alone, so its
+    predictions are for rewards that it was not fitted to.
 
     Attributes:
-        mean: of all training rewards.
+        mean: mean of all training rewards.
         user_effect: ``[U]`` float64; a user without training events has 0.
         item_effect: ``[V + 1]`` float64, item 0 has 0.
     """
@@ -60,10 +60,10 @@ class AdditiveRewardModel:
         the variance of the residuals, t^2 that of the true effects, estimated by moments (DerSimonian and Laird, 1986).
 
         Args:
-            exposures: yields the training period chunk by chunk, anew at every call.
+            exposures: each call yields the training period chunk by chunk.
             num_users: U.
             num_items: V.
-            rounds: of two passes each.
+            rounds: number of rounds, of two passes each.
 
         Raises:
             RecpoError: no exposure has a reward.
@@ -99,7 +99,7 @@ def _effects(
     *,
     of_items: bool,
 ) -> tuple[NDArray[np.float64], float]:
-    """New effects of one side given the other, and the variance of what they leave unexplained."""
+    """New effects of one side given the other, and the variance of the residuals."""
     size = len(items) if of_items else len(users)
     count, total, squares = np.zeros(size), np.zeros(size), 0.0
     for chunk in map(_known, exposures()):

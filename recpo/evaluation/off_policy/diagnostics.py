@@ -1,4 +1,4 @@
-"""Whether an estimate means anything: numbers, and the warnings that follow from them in plain words."""
+"""Diagnostics that show whether an estimate can be believed, and the warnings that follow from them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ LARGEST_SHARE = 0.1
 LARGEST_PARETO_K = 0.7
 LARGEST_UNSUPPORTED_SHARE = 0.1
 MEAN_WEIGHT_TOLERANCE = 0.01
-MEAN_WEIGHT_LEVEL = 0.99  # one right log in a hundred is warned about
+MEAN_WEIGHT_LEVEL = 0.99  # one of a hundred correct logs gets a warning
 
 
 class Diagnostics(NamedTuple):
-    """What the estimates of one target policy rest on.
+    """The data and weights behind the estimates of one target policy.
 
     Attributes:
-        rows: exposures with a reward and a propensity: the estimates are over these.
-        users: who had them.
-        rows_without_reward: exposures that are left out because their reward is unknown.
-        rows_without_propensity: exposures with a reward that are left out because their propensity is unknown.
-        effective_rows: ``(sum w)^2 / sum w^2`` over rows: so many rows of equal weight say as much.
-        effective_users: the same over the users' sums of weights, the units of the intervals.
-        mean_weight: mean of the weights. Its expectation is the share of the target policy's probability on items that
-            the logging policy can show: 1 where propensities are right and nothing is missing, less ``no_item_share``.
+        rows: number of exposures with a reward and a propensity, which the estimates use.
+        users: number of users with such exposures.
+        rows_without_reward: number of exposures that are skipped because their reward is unknown.
+        rows_without_propensity: number of exposures with a reward that are skipped because their propensity is unknown.
+        effective_rows: ``(sum w)^2 / sum w^2`` over rows: the number of equally weighted rows with the same
+            information.
+        effective_users: the same over the users' sums of weights; users are the units of the intervals.
+        mean_weight: mean of the weights. Its expectation is the target policy's probability of items that the logging
+            policy can show: ``1 - no_item_share`` if propensities are correct and no item is missing.
         mean_weight_interval: its normal 99 % interval over users.
         tail: the upper end of the weights.
         unsupported_share: share of the target policy's choices (places of its lists, or draws from it) that are items
-            which no row of the log shows to anybody; nan where the policy cannot be drawn from.
-        no_item_share: share of its draws that are no item (codes of none, where a policy over semantic ids is
-            normalized over the codebook): they earn 0; nan where it cannot be drawn from.
+            without any row in the log; nan if the policy cannot be sampled.
+        no_item_share: share of its draws that are not items (a policy over semantic ids that is normalized over the
+            codebook may draw codes without an item); they earn 0; nan if the policy cannot be sampled.
     """
 
     rows: int
@@ -53,7 +54,7 @@ class Diagnostics(NamedTuple):
 
 
 def warnings_of(estimator: Estimator, diagnostics: Diagnostics, source: PropensitySource) -> tuple[str, ...]:
-    """What a reader must know before believing an estimate; empty where nothing speaks against it."""
+    """Warnings to read before believing an estimate; empty if there are none."""
     found = []
     if isinstance(estimator, NaiveAverage):
         found.append("confounded: the rewards of what was shown, to those to whom it was shown; for comparison only")
@@ -100,7 +101,7 @@ def _about_tail(tail: WeightTail) -> list[str]:
 def _about_support(diagnostics: Diagnostics) -> list[str]:
     found = []
     interval = diagnostics.mean_weight_interval
-    # a policy close to the logging policy has hardly any spread: rounded propensities are not wrong ones
+    # weights of a policy close to the logging policy hardly vary, so rounded propensities must not trigger the warning
     expected = 1 - (0.0 if math.isnan(diagnostics.no_item_share) else diagnostics.no_item_share)
     off = abs(diagnostics.mean_weight - expected) > MEAN_WEIGHT_TOLERANCE
     if off and (interval.low > expected or interval.high < expected):

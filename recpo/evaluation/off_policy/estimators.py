@@ -1,12 +1,12 @@
 """Estimators of a policy's value from a log of single items, each one formula over rows.
 
 Every row is one exposure: the context x, the item a that the logging policy showed with probability ``p(a | x)``, and
-its reward r. The value asked for is ``V = E_x E_{a ~ pi(. | x)}[r(x, a)]``, the mean reward per exposure had the target
-policy ``pi`` chosen. All estimators here are sums of ratios of sums over rows,
+its reward r. The estimated value is ``V = E_x E_{a ~ pi(. | x)}[r(x, a)]``, the mean reward per exposure if the target
+policy ``pi`` had chosen the items. All estimators here are sums of ratios of sums over rows,
 
     V = sum_j (sum_i numerator_ij) / (sum_i denominator_ij),
 
-so a log is read in chunks, and no more is kept than the sums, per user where intervals are wanted.
+so a log is read in chunks, and only the sums are kept; for intervals, per user.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Rows(NamedTuple):
     Attributes:
         reward: ``[N]`` the reward r of the exposure.
         target: ``[N]`` probability ``pi(a | x)`` of the logged item under the target policy.
-        propensity: ``[N]`` probability ``p(a | x) > 0`` of the logged item under the policy that made the log.
+        propensity: ``[N]`` probability ``p(a | x) > 0`` of the logged item under the logging policy.
         q_hat: ``[N]`` a reward model's prediction for the logged item; None = there is no model.
-        v_hat: ``[N]`` the model's value of the target policy in the row's context, ``E_{a ~ pi}[q_hat(x, a)]`` exactly
-            or as an unbiased Monte-Carlo estimate whose draws do not depend on the logged item. Where the probabilities
-            of the items sum to less than 1, the sum is over the items: the rest earns 0.
+        v_hat: ``[N]`` the model's value of the target policy in the row's context, ``E_{a ~ pi}[q_hat(x, a)]``, exact
+            or as an unbiased Monte-Carlo estimate whose draws do not depend on the logged item. If the probabilities of
+            the items sum to less than 1, the rest earns 0.
     """
 
     reward: FloatArray
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
         """Importance weights ``w = pi(a | x) / p(a | x)``, ``[N]``.
 
         Raises:
-            RecpoError: a propensity that is not above 0: what the logging policy never shows has no weight.
+            RecpoError: a propensity is not above 0; an item that the logging policy never shows has no weight.
         """
         if not (self.propensity > 0).all():
             row = int((~(self.propensity > 0)).argmax())
@@ -56,21 +56,21 @@ class Rows(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Numerators and denominators ``[N, J]`` of an estimator's ratios, row by row."""
+    """Numerators and denominators ``[N, J]`` of an estimator's ratios, per row."""
 
     numerator: FloatArray
     denominator: FloatArray
 
 
 class Estimator(ABC):
-    """A sum of ratios of sums; implementations are frozen dataclasses.
+    """A sum of ratios of sums. Implementations are frozen dataclasses.
 
     Attributes:
-        name: in results and tables.
-        reads_weights: it uses importance weights, so it is only as good as they are.
-        reads_model: it needs ``q_hat`` and ``v_hat``.
-        self_normalized: it divides by the sum of the weights, as if they had the mean 1.
-        num_ratios: J.
+        name: name in results and tables.
+        reads_weights: whether it uses importance weights, so that it is only as good as they are.
+        reads_model: whether it needs ``q_hat`` and ``v_hat``.
+        self_normalized: whether it divides by the sum of the weights, as if their mean were 1.
+        num_ratios: number of ratios, J.
     """
 
     name: ClassVar[str]
@@ -84,7 +84,7 @@ class Estimator(ABC):
         """The numerators and denominators of every row."""
 
     def __call__(self, rows: Rows) -> float:
-        """The estimate over ``rows``; nan without rows, or without weight where the weights normalize."""
+        """The estimate over ``rows``; nan without rows, or for a self-normalized estimator if all weights are 0."""
         terms = self.terms(rows)
         return float(sum_of_ratios(np.concatenate([terms.numerator.sum(0), terms.denominator.sum(0)])))
 
@@ -93,7 +93,7 @@ class Estimator(ABC):
 class IPS(Estimator):
     """Inverse propensity score, ``mean(w r)`` (Horvitz and Thompson, 1952).
 
-    Unbiased where the propensities are right and no item that the target policy may choose has propensity 0. Its
+    Unbiased if the propensities are correct and no item that the target policy may choose has propensity 0. Its
     variance grows with the largest weights, without bound.
     """
 
@@ -106,7 +106,7 @@ class IPS(Estimator):
 
 @dataclass(frozen=True)
 class ClippedIPS(Estimator):
-    """IPS with weights cut at M, ``mean(min(w, M) r)`` (Ionides, 2008; Bottou et al., 2013).
+    """IPS with weights clipped at M, ``mean(min(w, M) r)`` (Ionides, 2008; Bottou et al., 2013).
 
     Bounded, so it has intervals that hold for every sample size. Biased: for rewards >= 0 its mean lies below the
     value.
@@ -127,8 +127,8 @@ class ClippedIPS(Estimator):
 class SNIPS(Estimator):
     """Self-normalized IPS, ``sum(w r) / sum(w)`` (Swaminathan and Joachims, NeurIPS 2015).
 
-    Stays within the range of the rewards, does not change when all propensities are wrong by one factor, and moves
-    with the rewards when a constant is added to them. Its bias falls as 1/N.
+    Stays within the range of the rewards, does not change if all propensities are wrong by the same factor, and shifts
+    with the rewards if a constant is added to them. Its bias falls as 1/N.
     """
 
     name: ClassVar[str] = "SNIPS"
@@ -141,7 +141,7 @@ class SNIPS(Estimator):
 
 @dataclass(frozen=True)
 class DM(Estimator):
-    """Direct method, ``mean(v_hat)``: what the reward model believes.
+    """Direct method, ``mean(v_hat)``: the value that the reward model predicts.
 
     Needs no propensities and has little variance; its bias is that of the model, and no interval contains it.
     """
@@ -159,8 +159,8 @@ class DM(Estimator):
 class DR(Estimator):
     """Doubly robust, ``mean(v_hat + w (r - q_hat))`` (Dudik, Langford and Li, ICML 2011, arXiv 1103.4601).
 
-    Unbiased if the propensities or the model are right. Also with a Monte-Carlo ``v_hat``, whose noise has mean 0 and
-    enters the variance like any other. A model that predicts well lowers the variance below that of IPS.
+    Unbiased if the propensities or the model are correct, also with a Monte-Carlo ``v_hat``, whose noise has mean 0 and
+    only adds to the variance. A model with accurate predictions lowers the variance below that of IPS.
     """
 
     name: ClassVar[str] = "DR"
@@ -189,8 +189,8 @@ class SNDR(Estimator):
 class SwitchDR(Estimator):
     """Doubly robust up to a weight of tau, direct method beyond, ``mean(v_hat + w [w <= tau] (r - q_hat))``.
 
-    Wang, Agarwal and Dudik, ICML 2017, arXiv 1612.01205. Between DM (tau = 0) and DR (tau = infinity): the model
-    answers for the items that the log hardly shows.
+    Wang, Agarwal and Dudik, ICML 2017, arXiv 1612.01205. Between DM (tau = 0) and DR (tau = infinity): the model is
+    used for items that the log rarely shows.
 
     Attributes:
         threshold: tau.
@@ -207,7 +207,7 @@ class SwitchDR(Estimator):
 
 @dataclass(frozen=True)
 class LoggedMean(Estimator):
-    """``mean(r)``: the value of the policy that made the log, on-policy and unbiased."""
+    """``mean(r)``: the value of the logging policy, on-policy and unbiased."""
 
     name: ClassVar[str] = "mean"
     reads_weights: ClassVar[bool] = False
@@ -219,11 +219,11 @@ class LoggedMean(Estimator):
 
 @dataclass(frozen=True)
 class NaiveAverage(Estimator):
-    """``sum(pi r) / sum(pi)``: the mean logged reward of what the target policy would have shown. For comparison only.
+    """``sum(pi r) / sum(pi)``: the mean logged reward of items that the target policy would show. For comparison only.
 
-    Of a list it is the mean reward of the rows whose item is in the list. It does not ask why an item was shown, and so
-    takes for the policy's merit what is that of the logging policy: an item that was shown to those who like it looks
-    good for everybody. Confounded, and no amount of data fixes it.
+    For a list, it is the mean reward of the rows whose item is in the list. It ignores why an item was shown, and so
+    attributes the merit of the logging policy to the target policy: an item that was shown to users who like it looks
+    good for everybody. It is confounded, and no amount of data fixes that.
     """
 
     name: ClassVar[str] = "naive average"

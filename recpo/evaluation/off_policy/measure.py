@@ -21,20 +21,20 @@ from recpo.evaluation.off_policy.target_sums import TargetSums
 from recpo.ops.item_sets import is_member
 from recpo.types import Histories
 
-#: Draws ``(histories, n) -> [B, n]`` items from the policy, with replacement, 0 where there is none.
+#: Draws ``(histories, n) -> [B, n]`` items from the policy, with replacement; 0 = not an item.
 Sampler = Callable[[Histories, int], Tensor]
 
 
 class OffPolicyMeasure:
-    """Estimates what a contender would have earned in the held-out period; one instance per contender.
+    """Estimates the earnings that a contender would have had in the held-out period; one instance per contender.
 
-    The policy is frozen at the start of the period: its choices depend on the user's history up to there, and every
-    exposure of the period is one occasion to choose. That is a valid context for any logging policy, whatever it
-    learned in between. Two targets: ``policy``, an item drawn from the policy, where it gives exact probabilities (a
-    draw that is no item, or no candidate, shows nothing and earns 0); and
-    ``top_k``, an item drawn uniformly from its list of k, whose value is the mean reward over the k places.
+    The policy is frozen at the start of the period: its choices depend on the user's history up to then, and it makes
+    one choice per exposure of the period. This context is valid for any logging policy, even one that learned during
+    the period. There are two targets: ``policy``, an item drawn from the policy, if it gives exact probabilities (a
+    draw that is not an item, or not a candidate, shows nothing and earns 0); and ``top_k``, an item drawn uniformly
+    from its list of k, whose value is the mean reward over the k places.
 
-    Memory: some numbers per user and per item. ``result`` has the estimates; ``update`` and ``totals`` give none.
+    Memory: some numbers per user and per item. ``result`` returns the estimates; ``update`` and ``totals`` are empty.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class OffPolicyMeasure:
         """Prepares one pass.
 
         Args:
-            options: see there.
-            reward: of logged items; nan = unknown.
-            propensities: of logged items.
+            options: how values are estimated.
+            reward: reward of logged items; nan = unknown.
+            propensities: propensities of logged items.
             num_items: V.
             ks: list lengths, unless the options name others.
-            model: predicts rewards; None = no DM, DR, SNDR and Switch-DR.
-            sample: draws from the policy; None = those estimators for lists only.
+            model: predicts rewards; None = without DM, DR, SNDR and Switch-DR.
+            sample: draws from the policy; None = these estimators only for lists.
         """
         self._options, self._reward, self._propensities = options, reward, propensities
         self._model, self._sample, self._num_items = model, sample, num_items
@@ -82,7 +82,7 @@ class OffPolicyMeasure:
         self._targets[LOGGING_POLICY].update(who, what, Rows(*columns))
         predicted = [] if self._model is None else [self._model(observed.batch.user_ids, slates.item_ids)]
         for name, choice in self._choices(observed).items():
-            # without v_hat the reward model cannot say what the target is worth
+            # without v_hat, the reward model gives no value of the target
             model = [] if choice.v_hat is None else [*predicted, choice.v_hat[:, None].expand_as(reward)]
             who, what, *columns = _numpy(usable, users, slates.item_ids, reward, choice.probability, propensity, *model)
             sums = self._targets.setdefault(name, TargetSums(self._options.estimators(bool(model)), self._num_items))
@@ -94,11 +94,11 @@ class OffPolicyMeasure:
         return {}
 
     def totals(self) -> Mapping[str, float]:
-        """Nothing: see ``result``."""
+        """Always empty: see ``result``."""
         return {}
 
     def result(self) -> OffPolicyResult:
-        """The estimates of everything seen so far.
+        """The estimates from all batches so far.
 
         Raises:
             RecpoError: no row has both a reward and a propensity.
@@ -121,7 +121,7 @@ class OffPolicyMeasure:
         return result_of(totals, self._options, self._propensities.source)
 
     def _choices(self, observed: Observed) -> dict[str, _Choice]:
-        """What each target would show in the contexts of the batch."""
+        """The choices of each target in the contexts of the batch."""
         batch, lists = observed.batch.feedback, observed.lists.item_ids
         choices = {}
         if observed.logp is not None:
@@ -130,8 +130,8 @@ class OffPolicyMeasure:
                 absent = is_member(batch.slates.item_ids, observed.unavailable)
                 probability = probability.masked_fill(absent, 0.0)
                 drawn = None if drawn is None else drawn * ~is_member(drawn, observed.unavailable)
-            # a draw may be no item (codes of none, where they are normalized over the codebook; an item that was no
-            # candidate): that earns nothing
+            # a draw that is not an item (codes without an item, if normalized over the codebook), or an item that was
+            # not a candidate, earns nothing
             choices[POLICY] = _Choice(probability, drawn, self._value(observed.batch.user_ids, drawn))
         for k in self._ks:
             if lists.shape[1] < min(k, self._num_items):
@@ -150,10 +150,10 @@ class OffPolicyMeasure:
             return self._sample(histories, self._options.samples)
 
     def _value(self, users: Tensor, items: Tensor | None, number: Tensor | None = None) -> Tensor | None:
-        """The reward model's sum over ``items [B, n]``, of which 0 is none and worth 0, over ``number [B]`` (n): [B].
+        """``[B]`` sum of the model's rewards of ``items [B, n]`` (0 = not an item, worth 0) over ``number [B]``.
 
-        Of draws n, so that it is ``sum_a pi(a) q_hat(a)`` also where the probabilities of the items sum to less than 1;
-        of a list the number of its filled places, one of which is shown.
+        For draws, ``number`` is n, which gives ``sum_a pi(a) q_hat(a)`` also if the probabilities of the items sum to
+        less than 1. For a list, it is the number of filled places, one of which is shown.
         """
         if self._model is None or items is None:
             return None
@@ -176,9 +176,9 @@ class _Choice(NamedTuple):
     """A target in the contexts of a batch.
 
     Attributes:
-        probability: ``[B, S]`` float64, of the logged items.
-        items: ``[B, n]`` what it would show, each equally likely, 0 = none; None = it cannot be drawn from.
-        v_hat: ``[B]`` the reward model's value of it; None = there is no model, or nothing can be drawn.
+        probability: ``[B, S]`` float64, probability of the logged items.
+        items: ``[B, n]`` items that it would show, each equally likely, 0 = not an item; None = it cannot be sampled.
+        v_hat: ``[B]`` its value by the reward model; None = there is no model, or it cannot be sampled.
     """
 
     probability: Tensor

@@ -26,19 +26,19 @@ class OffPolicyOptions:
 
     Attributes:
         propensity: where the probability of a logged item comes from: logged (the log's propensity column), uniform
-            (rows that the log marks as random, each item of the pool equally likely; other rows are left out) or
+            (rows that the log marks as random, each item of the pool equally likely; other rows are skipped) or
             estimated (the item's share of the training exposures; labeled in every result).
-        pool_size: how many items random exposures were drawn from; null = the whole catalog.
-        top_k: list lengths whose value is estimated, an item of the list shown at random; null = those of the ranking.
-        average: exposure: every exposure counts alike, as in an online test; user: every user counts alike, as in the
-            ranking metrics.
-        clip: clipped IPS cuts weights here.
-        switch_threshold: Switch-DR leaves rows of a larger weight to the reward model.
-        samples: items drawn per user for the reward model's value of the policy.
-        level: probability with which an interval is to contain the value.
-        resamples: of the bootstrap over users.
+        pool_size: number of items that random exposures were drawn from; null = the full catalog.
+        top_k: list lengths whose value is estimated, for a random item of the list; null = those of the ranking.
+        average: exposure = every exposure has the same weight, as in an online test; user = every user has the same
+            weight, as in the ranking metrics.
+        clip: maximum weight of clipped IPS.
+        switch_threshold: Switch-DR uses the reward model for rows with a larger weight.
+        samples: number of items drawn per user for the reward model's value of the policy.
+        level: probability that an interval contains the value.
+        resamples: number of bootstrap resamples of users.
         reward_range: least and largest possible reward, for the empirical Bernstein interval; null = no such interval.
-        seed: of the bootstrap and of the draws.
+        seed: seed of the bootstrap and of the draws.
     """
 
     propensity: PropensitySource = "logged"
@@ -69,6 +69,6 @@ class OffPolicyOptions:
                 raise RecpoError(f"off-policy value: {name} is {getattr(self, name)!r}, expected {expected}")
 
     def estimators(self, with_model: bool) -> list[Estimator]:
-        """Every estimator, or those that need no reward model."""
+        """All estimators, or those that need no reward model."""
         found: list[Estimator] = [NaiveAverage(), IPS(), ClippedIPS(self.clip), SNIPS()]
         return found + ([DM(), DR(), SNDR(), SwitchDR(self.switch_threshold)] if with_model else [])

@@ -1,4 +1,4 @@
-"""Where the probability comes from with which the log showed an item: logged, known by design, or estimated."""
+"""Propensities: the logging policy's probabilities of items, logged, known by design, or estimated."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ PropensitySource = Literal["logged", "uniform", "estimated"]
 
 
 class Propensities(ABC):
-    """The probability of every slate item under the policy that made the log.
+    """The probability of every slate item under the logging policy.
 
     Attributes:
-        source: what every result says of them.
+        source: description of their origin, in every result.
     """
 
     source: ClassVar[PropensitySource]
 
     @abstractmethod
     def __call__(self, slates: Slates) -> Tensor:
-        """``[B, S]`` float64 in (0, 1]; nan where it is unknown: the row is left out of what needs it."""
+        """``[B, S]`` float64 in (0, 1]; nan = unknown, and estimators that need it skip the row."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class UniformPropensities(Propensities):
     """``1 / pool_size`` for exposures that the log marks as random; the others have none.
 
     Attributes:
-        pool_size: how many items a random exposure was drawn from, each equally likely.
+        pool_size: number of equally likely items that a random exposure was drawn from.
     """
 
     source: ClassVar[PropensitySource] = "uniform"
@@ -78,8 +78,8 @@ class UniformPropensities(Propensities):
 class EstimatedPropensities(Propensities):
     """The item's smoothed share of exposures in the training period, ``(count + 1) / (sum of counts + V)``.
 
-    It knows how often the log shows an item, but not to whom. So it corrects for popularity, and not for a logging
-    policy that knows its users: what is estimated with it is labeled, and no interval contains its error.
+    It models how often the log shows an item, but not to whom. So it corrects for popularity, but not for a
+    personalized logging policy. Its estimates are labeled, because their intervals do not contain this error.
 
     Attributes:
         counts: ``[V]`` exposures of item 1, 2, ..., V in the training period.

@@ -1,4 +1,4 @@
-"""From the sums of every target to estimates with intervals and warnings, and what one contender gains over another."""
+"""Estimates with intervals and warnings from the sums of every target, and paired differences of two contenders."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from recpo.evaluation.off_policy.ratio_intervals import (
 )
 from recpo.evaluation.off_policy.target_sums import IntArray, TargetSums, TargetTotals
 
-#: The target that is the log itself.
+#: The target of the logging policy.
 LOGGING_POLICY = "logging policy"
-#: The target that is an item drawn from the policy.
+#: The target of items drawn from the policy.
 POLICY = "policy"
 
 IntervalKind = Literal["normal", "bootstrap", "empirical_bernstein"]
 
-_ROUNDING = 1e-6  # float32 probabilities of nearly certain items
+_ROUNDING = 1e-6  # tolerance for float32 probabilities of nearly certain items
 _NO_INTERVALS: dict[IntervalKind, Interval] = {"normal": NOWHERE, "bootstrap": NOWHERE, "empirical_bernstein": NOWHERE}
 _REFUSED = "refused: the policy would have shown none of the logged items to whom they were shown: there is no support"
 
 
 @dataclass(frozen=True)
 class OffPolicyEstimate:
-    """One estimator's answer for one target policy.
+    """One estimator's estimate of one target policy.
 
     Attributes:
         target: ``policy`` (items drawn from the policy), ``top_k`` such as ``top_10`` (items drawn uniformly from its
             list of k), or ``logging policy``.
-        estimator: its name.
-        value: mean reward per exposure; nan = refused, see the warnings.
-        intervals: by kind; nan where not defined.
-        effective_sample_size: so many rows of equal weight say as much.
-        rows: exposures that were used.
-        users: who had them.
-        propensity: where propensities come from.
-        diagnostics: of the target's weights, the same for all its estimators.
-        warnings: what speaks against believing it; empty if nothing does.
+        estimator: name of the estimator.
+        value: mean reward per exposure; nan = no estimate, see the warnings.
+        intervals: intervals by kind; nan = not defined.
+        effective_sample_size: number of equally weighted rows with the same information.
+        rows: number of exposures used.
+        users: number of users with these exposures.
+        propensity: source of the propensities.
+        diagnostics: diagnostics of the target's weights, equal for all of its estimators.
+        warnings: reasons not to believe it; empty if there are none.
     """
 
     target: str
@@ -67,21 +67,21 @@ class OffPolicyEstimate:
     warnings: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """For ``metrics.json``; what is not defined is null."""
+        """The entry in ``metrics.json``; undefined values are null."""
         return {name: _as_json(value) for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
 class OffPolicyDifference:
-    """What one contender is worth more than another on the same log, by the same estimator.
+    """The difference in value of two contenders on the same log, by the same estimator.
 
     Attributes:
-        target: of both contenders.
-        estimator: its name.
+        target: target of both contenders.
+        estimator: name of the estimator.
         value: the difference of the estimates.
-        intervals: normal and bootstrap, paired over users.
-        standard_error: of the difference, over users.
-        users: whose rows it rests on.
+        intervals: normal and bootstrap intervals, paired over users.
+        standard_error: standard error of the difference, over users.
+        users: number of users with rows.
     """
 
     target: str
@@ -92,7 +92,7 @@ class OffPolicyDifference:
     users: int
 
     def as_json(self) -> dict[str, Any]:
-        """For ``metrics.json``; what is not defined is null."""
+        """The entry in ``metrics.json``; undefined values are null."""
         return {name: _as_json(value) for name, value in vars(self).items()}
 
 
@@ -101,11 +101,11 @@ class OffPolicyResult:
     """All estimates of one contender.
 
     Attributes:
-        estimates: target after target.
-        totals: target to its sums over users.
-        level: of the intervals.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
+        estimates: all estimates, ordered by target.
+        totals: target -> its sums per user.
+        level: level of the intervals.
+        resamples: number of bootstrap resamples.
+        seed: seed of the bootstrap.
     """
 
     estimates: tuple[OffPolicyEstimate, ...]
@@ -130,10 +130,10 @@ class OffPolicyResult:
         raise KeyError(f"no estimate {estimator} of {target}")
 
     def differences(self, other: OffPolicyResult) -> tuple[OffPolicyDifference, ...]:
-        """What this contender is worth more than ``other``, for every target and estimator that both have.
+        """The difference in value to ``other``, for every common target and estimator.
 
-        Both weigh the same rewards of the same users, so the intervals are of the users' own differences: narrower than
-        two separate intervals suggest where the contenders agree. A target that was refused is left out.
+        Both contenders weight the same rewards of the same users, so the intervals are those of the users' differences:
+        narrower than two separate intervals suggest, if the contenders agree. Targets without an estimate are omitted.
 
         Raises:
             ValueError: the two were not evaluated on the same rows.
@@ -150,14 +150,14 @@ class OffPolicyResult:
         return tuple(found)
 
     def over_logging_policy(self) -> tuple[OffPolicyDifference, ...]:
-        """What this contender is worth more than what the logging policy earned from the same users, paired."""
+        """The paired difference in value to the logging policy, on the same users."""
         logged = self.totals[LOGGING_POLICY]
         (earned,) = logged.by_estimator.values()
         found: list[OffPolicyDifference] = []
         for target, totals in self.totals.items():
             if target == LOGGING_POLICY:
                 continue
-            # a row without a propensity counts for the logging policy alone
+            # a row without a propensity only counts for the logging policy
             every = np.union1d(totals.users, logged.users)
             theirs = _spread(earned, logged.users, every)
             pairs = {e: (_spread(sums, totals.users, every), theirs) for e, sums in totals.by_estimator.items()}
@@ -184,13 +184,13 @@ class OffPolicyResult:
 def result_of_rows(
     rows: Rows, users: IntArray, options: OffPolicyOptions, source: PropensitySource = "logged"
 ) -> OffPolicyResult:
-    """All estimates of one target, called ``policy``, from rows that are at hand as arrays.
+    """All estimates of one target, named ``policy``, from rows given as arrays.
 
     Args:
         rows: exposures; with ``q_hat`` and ``v_hat`` for the estimators that need a reward model.
-        users: ``[N]`` int64, whose rows they are: rows of different users are independent.
-        options: clip, threshold, level, resamples and the like; those about a pass over batches are not read.
-        source: where the propensities come from.
+        users: ``[N]`` int64, user of each row; rows of different users are independent.
+        options: clip, threshold, level, resamples and so on; options about a pass over batches are ignored.
+        source: source of the propensities.
 
     Raises:
         RecpoError: a propensity outside (0, 1], a probability outside [0, 1], or a reward that is not finite.
@@ -220,7 +220,7 @@ def _validate_rows(rows: Rows) -> None:
 
 
 def result_of(totals: dict[str, TargetTotals], options: OffPolicyOptions, source: PropensitySource) -> OffPolicyResult:
-    """All estimates; a target of which every weight is 0 is refused: its values are nan, and the warning says why."""
+    """All estimates. If every weight of a target is 0, its values are nan, with a warning that gives the reason."""
     estimates: list[OffPolicyEstimate] = []
     for target, found in totals.items():
         supported = found.diagnostics.effective_rows > 0
@@ -263,7 +263,7 @@ def _intervals(found: TargetTotals, options: OffPolicyOptions) -> dict[Estimator
 def _empirical_bernstein(
     estimator: ClippedIPS, sums: FloatArray, found: TargetTotals, options: OffPolicyOptions
 ) -> Interval:
-    """Over users: a mean over exposures is one over users of sums, whose range grows with the busiest user's rows."""
+    """Units are users: a mean over exposures is a mean of users' sums, whose range grows with the most active user."""
     assert options.reward_range is not None
     rows_per_user = found.rows.mean() if options.average == "exposure" else 1.0
     most = found.rows.max() / rows_per_user if options.average == "exposure" else 1.0
@@ -272,7 +272,7 @@ def _empirical_bernstein(
 
 
 def _spread(sums: FloatArray, users: IntArray, every: IntArray) -> FloatArray:
-    """The sums as rows of a larger set of users; those who are not among ``users`` have 0."""
+    """The sums as rows of a larger set of users; 0 for those who are not among ``users``."""
     spread = np.zeros((len(every), sums.shape[1]))
     spread[np.searchsorted(every, users)] = sums
     return spread

@@ -1,4 +1,4 @@
-"""What off-policy evaluation needs of prepared data: propensities, and a reward model of the training period."""
+"""The setting of off-policy evaluation from prepared data: propensities, and a reward model of the training period."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from recpo.types import FeedbackBatch, Histories, Slates
 
 @dataclass(frozen=True)
 class OffPolicySetting:
-    """What all contenders share; ``measure`` makes the one of each.
+    """The setting that all contenders share; ``measure`` creates the measure of each.
 
     Attributes:
         options: how values are estimated.
-        reward: of logged items.
-        propensities: of logged items.
-        model: fitted on the training period.
+        reward: reward of logged items.
+        propensities: propensities of logged items.
+        model: reward model, fitted on the training period.
         num_items: V.
         ks: list lengths, unless the options name others.
     """
@@ -44,7 +44,7 @@ class OffPolicySetting:
     ks: Sequence[int]
 
     def measure(self, policy: Policy | None = None) -> OffPolicyMeasure:
-        """The measure of a policy, which is drawn from, or of a contender that has lists only."""
+        """The measure of a policy that can be sampled, or of a contender that only has lists."""
         return OffPolicyMeasure(
             self.options,
             reward=self.reward,
@@ -89,7 +89,7 @@ def has_propensities(data: Prepared, split: Literal["valid", "test"]) -> bool:
 
 
 def rewarded(events: Events, reward: RewardFunction) -> RewardedExposures:
-    """The rewards of a shard's events, each a slate of its own."""
+    """The rewards of a shard's events, each as a separate slate."""
     columns = (events.item_index, events.label, events.dislike)
     items, quantile, dislike = (torch.tensor(column)[:, None] for column in columns)
     mask = torch.ones_like(items, dtype=torch.bool)

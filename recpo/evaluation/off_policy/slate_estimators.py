@@ -1,8 +1,8 @@
-"""Estimators of the value of whole slates, of which several positions were logged with a reward each.
+"""Estimators of the value of whole slates, for logs with a reward for each of several positions.
 
 The value is ``V = E[sum_s position_weight_s r_s]``, the expected sum of a slate's rewards. The estimators differ in
-what they let the reward of a position depend on, and so in how many of the weights of single positions,
-``w_s = pi(a_s | x, a_<s) / p(a_s | x, a_<s)``, they multiply: the less they assume, the larger their variance.
+their assumption about what the reward of a position depends on, and so in how many weights of single positions, ``w_s =
+pi(a_s | x, a_<s) / p(a_s | x, a_<s)``, they multiply. The weaker the assumption, the larger the variance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SlateRows(NamedTuple):
     Attributes:
         reward: ``[N, S]`` reward of every position.
         weight: ``[N, S]`` importance weight of every position.
-        mask: ``[N, S]`` bool, False where the slate has no such position: what stands there is not read.
+        mask: ``[N, S]`` bool, False if the slate has no such position; its values are not read.
     """
 
     reward: FloatArray
@@ -33,12 +33,12 @@ class SlateRows(NamedTuple):
 
 @dataclass(frozen=True)
 class SlateEstimator(ABC):
-    """A sum over positions of weighted rewards; a position that a slate lacks has reward 0.
+    """A sum over positions of weighted rewards. A position that a slate lacks has reward 0.
 
     Attributes:
-        self_normalized: divide the sum of each position by its sum of weights instead of by the number of slates:
-            lower variance, a bias that falls as 1/N.
-        position_weight: what a reward counts at position 1, 2, ..., such as the discounts of DCG; none = 1 each.
+        self_normalized: divide the sum of each position by its sum of weights instead of by the number of slates: lower
+            variance, with a bias that falls as 1/N.
+        position_weight: weight of a reward at position 1, 2, ..., such as the discounts of DCG; empty = 1 each.
     """
 
     name: ClassVar[str]
@@ -47,7 +47,7 @@ class SlateEstimator(ABC):
 
     @abstractmethod
     def slate_weights(self, weight: FloatArray) -> FloatArray:
-        """What multiplies each reward, ``[N, S]``, from the weights of single positions (1 where there is none)."""
+        """The factor of each reward, ``[N, S]``, from the weights of single positions (1 if there is no position)."""
 
     def terms(self, rows: SlateRows) -> Terms:
         """Numerators and denominators ``[N, S]``: one ratio per position.
@@ -64,7 +64,7 @@ class SlateEstimator(ABC):
         return Terms(gained, weight if self.self_normalized else np.ones_like(gained))
 
     def __call__(self, rows: SlateRows) -> float:
-        """The estimate over ``rows``; nan without slates, or without weight where the weights normalize."""
+        """The estimate over ``rows``; nan without slates, or for a self-normalized estimator if all weights are 0."""
         terms = self.terms(rows)
         return float(sum_of_ratios(np.concatenate([terms.numerator.sum(0), terms.denominator.sum(0)])))
 
@@ -73,7 +73,7 @@ class SlateEstimator(ABC):
 class StandardIPS(SlateEstimator):
     """``mean((prod_s w_s) sum_s r_s)``: a reward may depend on the whole slate (Precup et al., 2000).
 
-    Unbiased whatever users do, and useless for all but the shortest slates: the weights multiply.
+    Unbiased for any user behavior, but only useful for very short slates, because the weights multiply.
     """
 
     name: ClassVar[str] = "standard IPS"
@@ -85,7 +85,7 @@ class StandardIPS(SlateEstimator):
 
 @dataclass(frozen=True)
 class IndependentIPS(SlateEstimator):
-    """``mean(sum_s w_s r_s)``: a reward depends on its own item and position alone.
+    """``mean(sum_s w_s r_s)``: a reward depends only on its own item and position.
 
     The item-position model of Li, Abbasi-Yadkori, Kveton, Muthukrishnan, Vinay and Wen (KDD 2018, arXiv 1804.10488).
     Its weights are those of single items, ``pi(a_s | x) / p(a_s | x)``.
@@ -100,10 +100,10 @@ class IndependentIPS(SlateEstimator):
 
 @dataclass(frozen=True)
 class RewardInteractionIPS(SlateEstimator):
-    """``mean(sum_s (prod_{t <= s} w_t) r_s)``: a reward depends on its own item and on what was shown above it.
+    """``mean(sum_s (prod_{t <= s} w_t) r_s)``: a reward depends on its own item and on the items above it.
 
-    McInerney, Brost, Chandar, Mehrotra and Carterette (KDD 2020, arXiv 2007.12986): users go through a slate from the
-    top, and what they saw and did there changes what they do below.
+    McInerney, Brost, Chandar, Mehrotra and Carterette (KDD 2020, arXiv 2007.12986): users read a slate from the top,
+    and earlier positions influence their behavior at later ones.
     """
 
     name: ClassVar[str] = "reward-interaction IPS"

@@ -1,4 +1,4 @@
-"""Sums per user of what one target policy's estimates and diagnostics need: memory grows with users, not with rows."""
+"""Sums per user for the estimates and diagnostics of one target policy. Memory grows with users, not with rows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ROW, _WEIGHT, _SQUARED_WEIGHT, _OWN_COLUMNS = 0, 1, 2, 3
 
 
 class Clusters(NamedTuple):
-    """What was added up.
+    """Sums per user.
 
     Attributes:
         users: ``[U]`` int64, ascending.
         sums: ``[U, K]`` float64, sums over the user's rows.
-        rows: ``[U]`` int64, how many they are.
+        rows: ``[U]`` int64, number of the user's rows.
     """
 
     users: IntArray
@@ -34,7 +34,7 @@ class Clusters(NamedTuple):
 
 
 class ClusterSums:
-    """Adds up columns of rows per user; a user's rows may come in several chunks."""
+    """Adds up columns of rows per user. A user's rows may come in several chunks."""
 
     def __init__(self, num_columns: int) -> None:
         self._merged = Clusters(np.zeros(0, np.int64), np.zeros((0, num_columns)), np.zeros(0, np.int64))
@@ -46,7 +46,7 @@ class ClusterSums:
             return
         self._pending.append(_summed(np.asarray(users, np.int64), columns, np.ones(len(users), np.int64)))
         if sum(len(part.users) for part in self._pending) > len(self._merged.users):
-            self._merge()  # at every doubling: each user is merged a logarithmic number of times
+            self._merge()  # merged at every doubling, so each user is merged a logarithmic number of times
 
     def compute(self) -> Clusters:
         """The sums so far."""
@@ -69,14 +69,14 @@ def _summed(users: IntArray, columns: FloatArray, rows: IntArray) -> Clusters:
 
 
 class TargetTotals(NamedTuple):
-    """The sums of one target policy at the end of the log.
+    """The sums of one target policy over the whole log.
 
     Attributes:
         users: ``[U]`` int64, ascending.
-        rows: ``[U]`` int64, the user's rows.
-        by_estimator: estimator to its numerators and denominators ``[U, 2 J]``: sums over the user's rows, divided by
-            their number where every user counts alike.
-        diagnostics: of the weights.
+        rows: ``[U]`` int64, number of the user's rows.
+        by_estimator: estimator -> its numerators and denominators ``[U, 2 J]``: sums over the user's rows, divided by
+            their number if every user has the same weight.
+        diagnostics: diagnostics of the weights.
     """
 
     users: IntArray
@@ -86,9 +86,9 @@ class TargetTotals(NamedTuple):
 
 
 class TargetSums:
-    """Sums per user of what the estimators and the diagnostics of one target policy need.
+    """Accumulates the sums per user for the estimators and diagnostics of one target policy.
 
-    Memory: some numbers per user and two per item, whatever the number of rows.
+    Memory: some numbers per user and two per item, for any number of rows.
     """
 
     def __init__(self, estimators: Sequence[Estimator], num_items: int) -> None:
@@ -100,7 +100,7 @@ class TargetSums:
         self._chosen = np.zeros(num_items + 1, np.int64)
 
     def update(self, users: IntArray, items: IntArray, rows: Rows) -> None:
-        """Adds rows: of ``users [N]``, who were shown ``items [N]``."""
+        """Adds rows: ``users [N]`` who were shown ``items [N]``."""
         weight = rows.weight
         self._weights.update(weight)
         self._shown[items] = True
@@ -109,7 +109,7 @@ class TargetSums:
         self._sums.update(users, np.concatenate([own, *terms], axis=1))
 
     def add_choices(self, items: IntArray) -> None:
-        """Counts what the target policy would show: item ids, 0 = a draw that is no item."""
+        """Counts the items that the target policy would show: item ids, 0 = a draw that is not an item."""
         self._chosen += np.bincount(items, minlength=len(self._chosen))
 
     def compute(self, *, by_user: bool, rows_without_reward: int, rows_without_propensity: int) -> TargetTotals:

@@ -1,4 +1,4 @@
-"""How importance weights are distributed, in bounded memory: what says whether an estimate means anything."""
+"""The distribution of importance weights, in bounded memory; it shows whether an estimate can be believed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from recpo.evaluation.off_policy.estimators import FloatArray
 
 _BINS_PER_OCTAVE = 32
-_SMALLEST, _OCTAVES = 2.0**-64, 128  # weights outside are counted in the outermost bins
-_LARGEST_KEPT = 4096  # exact tail: enough for Pareto's k of 1.8 million rows
+_SMALLEST, _OCTAVES = 2.0**-64, 128  # weights outside this range are counted in the outermost bins
+_LARGEST_KEPT = 4096  # size of the exact tail: enough for Pareto's k of 1.8 million rows
 _FEWEST_FOR_PARETO = 20
 
 
@@ -19,15 +19,15 @@ class WeightTail(NamedTuple):
     """The upper end of the weights.
 
     Attributes:
-        median: of all weights, zeros included; bins are 2 % wide.
+        median: median of all weights, including zeros; bins are 2 % wide.
         quantile_99: the 99 % quantile.
         largest: the largest weight, exactly.
         largest_share: its share of the sum of weights.
         top_percent_share: share of the sum in the largest 1 % of the weights.
         zero_share: share of rows whose weight is 0: the target policy would not have shown the item.
-        pareto_k: shape of a generalized Pareto distribution fitted to the largest weights; the mean of the weights has
-            no variance from 0.5 on, and estimates are unreliable above 0.7 (Vehtari et al., arXiv 1507.02646). nan
-            where too few different weights are positive.
+        pareto_k: shape of a generalized Pareto distribution fitted to the largest weights. From 0.5 on, the variance of
+            the weights is infinite, and estimates are unreliable above 0.7 (Vehtari et al., arXiv 1507.02646). nan if
+            there are too few distinct positive weights.
     """
 
     median: float
@@ -60,7 +60,7 @@ class WeightDistribution:
         self._largest = np.partition(candidates, len(candidates) - keep)[len(candidates) - keep :]
 
     def compute(self) -> WeightTail:
-        """The tail of all weights so far; shares are nan where all weights are 0."""
+        """The tail of all weights so far; shares are nan if all weights are 0."""
         total, rows = float(self._sums.sum()), int(self._counts.sum()) + self._zeros
         largest = float(self._largest.max(initial=0.0))
         return WeightTail(
@@ -105,7 +105,7 @@ def pareto_shape(excess: FloatArray) -> float:
         excess: ``[n]`` ascending, >= 0.
 
     Returns:
-        k; nan where the lower quartile of the values is 0: too many of them equal the threshold.
+        k; nan if the lower quartile of the values is 0, because too many of them equal the threshold.
     """
     n = len(excess)
     quartile = excess[int(n / 4 + 0.5) - 1]
@@ -123,6 +123,6 @@ def pareto_shape(excess: FloatArray) -> float:
 
 
 def effective_sample_size(weight: FloatArray) -> float:
-    """``(sum w)^2 / sum w^2`` (Kish, 1965): how many rows of equal weight say as much; 0 where all weights are 0."""
+    """``(sum w)^2 / sum w^2`` (Kish, 1965): number of equally weighted rows with the same information, or 0."""
     total = float(weight.sum())
     return total**2 / float((weight**2).sum()) if total > 0 else 0.0
