@@ -112,7 +112,7 @@ def _check_directory(place: Path, target: Path | str, kind: Kind, overwrite: boo
         raise RecpoError(describe_os_error(error, target)) from error
     found = kind_of(place)
     if found != kind and overwrite:
-        content = "what recpo did not write" if found is None else f"a {found} directory"
+        content = "files that recpo did not write" if found is None else f"a {found} directory"
         raise RecpoError(
             f"{target} contains {content}, and only a {kind} directory would be replaced: choose another output, or "
             "remove it yourself"

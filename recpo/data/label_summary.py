@@ -1,4 +1,4 @@
-"""How the labels of a period are spread, by duration of the item: what a policy is rewarded with."""
+"""The distribution of the labels of a period by duration of the item. Labels are the rewards of a policy."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from recpo.feedback import UNKNOWN_BUCKET
 _BINS = 10
 _COLUMNS = (Derived.LABEL, LogColumns.DISLIKE, LogColumns.DURATION, Derived.IS_TARGET)
 _KINDS = ("positive", "neutral", "negative", "unlabeled")
-_LAST_BUCKET = 1000  # no item is that long
+_LAST_BUCKET = 1000  # longer than any item
 _GROUPS = _LAST_BUCKET - UNKNOWN_BUCKET + 1
 
 
 def label_summary(data: Prepared, split: Period) -> list[dict[str, Any]]:
-    """Counts of the events of ``split``, streamed shard by shard: all of them, then by duration bucket.
+    """Counts the events of ``split``, shard by shard: all events, then by duration bucket.
 
     Args:
         data: the prepared directory.
-        split: the period; the earlier events that its shards carry as context are not counted.
+        split: the period; context events in its shards are not counted.
 
     Returns:
         For each group its ``name``, such as ``8 to 16 s``, and ``events``; ``positive``, ``neutral`` (skipped ones
         included), ``negative`` (disliked) and ``unlabeled``, which sum to ``events``; ``histogram``: labels in 10 equal
-        bins over [0, 1], each with its upper end, as the share of a group's longest watch falls on it.
+        bins over [0, 1]. A bin includes its upper end, because the longest watch of a group has a label on it.
     """
     signs, bins = np.zeros((_GROUPS, 4), np.int64), np.zeros((_GROUPS, _BINS), np.int64)
     rule, base = data.feedback.rule, data.feedback.duration_base

@@ -1,4 +1,4 @@
-"""A first look at the files of a log: its rows, or evenly many of a large one, as tables with typed columns."""
+"""Samples the files of a log: all rows, or evenly spaced rows of a large log, as tables with typed columns."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from recpo.data.files import find_files, first_line
 from recpo.data.locations import Place, readable
 from recpo.errors import RecpoError
 
-#: rows of a table that are looked at
+#: maximum number of inspected rows per table
 MOST_ROWS: Final = 500_000
-_LEAST_ROWS: Final = 1_000  # of a file
+_LEAST_ROWS: Final = 1_000  # per file
 _DELIMITERS: Final = (",", "\t", ";", "::", "|")
 _LINES: Final = 20
 _RATINGS: Final = ("userId", "movieId", "rating", "timestamp")  # MovieLens 100K, 1M and 10M, in this order
@@ -31,10 +31,10 @@ class TableSample:
 
     Attributes:
         files: those files.
-        table: the rows that were looked at.
-        rows: rows of all files; where not all of a text file was read, about as many.
-        form: how text files are written.
-        skipped: rows that were looked at and have another number of values.
+        table: the inspected rows.
+        rows: number of rows of all files; an estimate if a text file was not read completely.
+        form: delimiter and column names of text files.
+        skipped: number of inspected rows with a wrong number of values.
     """
 
     files: tuple[Place, ...]
@@ -45,12 +45,12 @@ class TableSample:
 
     @property
     def is_whole(self) -> bool:
-        """All rows were looked at."""
+        """Whether all rows were inspected."""
         return self.rows <= self.table.num_rows + self.skipped
 
     @property
     def has_names(self) -> bool:
-        """The columns have names of their own, or those of a layout that is known."""
+        """Whether the columns have names, from the files or of a known layout."""
         return self.form.names is None or self.form.names == _RATINGS
 
 
@@ -59,12 +59,12 @@ def sample_tables(
     form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
     most_rows: int = MOST_ROWS,
 ) -> list[TableSample]:
-    """Looks at the files that a log names, and puts together those with the same columns.
+    """Samples the files of a log, grouped by their columns.
 
     Args:
         log: a file, a directory, a pattern, or a list of them.
-        form: what is known of its text files.
-        most_rows: rows that are looked at of all files.
+        form: delimiter and column names of text files, if known.
+        most_rows: maximum number of inspected rows of all files.
 
     Raises:
         RecpoError: there is no file, or one cannot be read.
@@ -95,7 +95,7 @@ def _together(samples: list[TableSample]) -> TableSample:
 
 
 def _parquet_sample(file: Place, most_rows: int) -> TableSample:
-    """The rows of a Parquet file, or those of row groups that lie evenly in it."""
+    """The rows of a Parquet file, or of evenly spaced row groups."""
     with pq.ParquetFile(readable(file)) as parquet:
         schema, rows, groups = parquet.schema_arrow, parquet.metadata.num_rows, parquet.num_row_groups
         plain = [column.name for column in schema if not pa.types.is_nested(column.type)]
@@ -112,21 +112,21 @@ def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:
         form = replace(form, delimiter=None)
     table, skipped, size = csv_files.first_rows(file, form, most_rows)
     rows = table.num_rows + skipped
-    if rows >= most_rows and isinstance(file, Path):  # compressed text is about four times as long
+    if rows >= most_rows and isinstance(file, Path):  # uncompressed text is about four times as long
         length = file.stat().st_size * (4 if file.name.endswith(".gz") else 1)
         rows = max(rows + 1, int(rows * length / max(1, size)))
     return TableSample((file,), table, rows, form, skipped)
 
 
 def text_format(lines: Sequence[str], form: CsvFormat) -> CsvFormat:
-    """How a text file is written, from its first lines: the delimiter, and whether the first line is the names.
+    """Infers the format of a text file from its first lines: the delimiter, and whether there is a header line.
 
-    Another delimiter than that of the file's name is taken where that one leaves the lines whole. The first line is
-    the names where no value of it is a number.
+    If the delimiter that the file's name implies does not split the lines, another one is used. The first line is a
+    header if none of its values is a number.
 
     Args:
         lines: the first lines of the file.
-        form: what is known: a delimiter to begin with, and names.
+        form: known delimiter and names; the delimiter is tried first.
     """
     delimiter = form.of(Path("log.csv"))
     if not lines or (len(csv_files.line_values(lines[0], delimiter)) < 3 and form.names is None):
@@ -145,7 +145,7 @@ def _cuts(lines: Sequence[str], delimiter: str) -> bool:
 
 
 def _is_ratings(rows: Iterable[Sequence[str]]) -> bool:
-    """Lines of a user, an item, a rating up to 10, and a time in seconds."""
+    """Whether lines have a user, an item, a rating up to 10, and a time in seconds."""
     return all(
         len(row) == 4
         and row[0].isdigit()

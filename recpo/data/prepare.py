@@ -1,4 +1,4 @@
-"""From the files of a log to a prepared directory: checked, indexed, split, labeled, sorted and cut into shards."""
+"""Turns the files of a log into a prepared directory: checked, indexed, split, labeled, sorted and cut into shards."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ from recpo.features.encoding import FittedFeatures
 from recpo.features.schema import SIDES, Categories, Category, Feature, FeatureSchema, Side
 from recpo.feedback import FEEDBACK_KINDS, FeedbackDefinition, FeedbackRule
 
-#: From this share of equal watch times on, no quantile separates a quarter of the events from the rest.
+#: From this share of equal watch times, no quantile separates a quarter of the events from the rest.
 _MANY_TIES: Final = 0.25
 _STAGES: Final = ("reading", "checking", "splitting", "shaping", "features", *PERIODS, "histories")
 Source: TypeAlias = str | Sequence[str] | pa.Table
@@ -93,7 +93,7 @@ Source: TypeAlias = str | Sequence[str] | pa.Table
 
 @dataclass(frozen=True)
 class Preparation:
-    """Everything that decides what a prepared directory holds: the arguments of ``recpo.workflows.prepare.prepare``."""
+    """The options that determine a prepared directory: arguments of ``recpo.workflows.prepare.prepare``."""
 
     preset: PresetName = "plain"
     columns: Columns = field(default_factory=Columns)
@@ -119,25 +119,25 @@ class Preparation:
                 raise RecpoError(f"{name} {getattr(self, name)} must be at least {least}")
         if not self.max_watch_time > 0:
             raise RecpoError(f"max_watch_time {self.max_watch_time} must be positive (seconds)")
-        self.more  # noqa: B018  names of behaviors are checked
+        self.more  # noqa: B018 checks the names of behaviors
 
     @property
     def mapping(self) -> Columns:
-        """The preset with the user's columns over it."""
+        """The user's columns, completed by the preset."""
         return self.columns.over(PRESETS[self.preset])
 
     @property
     def more(self) -> EventColumns:
-        """Behaviors and features of requests: the preset's with the user's over them."""
+        """Behaviors and request features: the user's, completed by the preset."""
         return event_columns(self.preset, self.features, self.behaviors)
 
     @property
     def table_columns(self) -> FeatureColumns:
-        """Features and other columns of tables: the preset's with the user's over them."""
+        """Features and other columns of tables: the user's, completed by the preset."""
         return self.features.over(PRESET_FEATURES[self.preset])
 
     def describe(self, log: Log) -> dict[str, Any]:
-        """The arguments as they are, with the mapping in full and the log's files by name."""
+        """The arguments for the manifest, with the complete mapping and the names of the log's files."""
         plain = ("preset", "max_context", "rows_per_shard", "min_user_events", "min_item_events", "catalog")
         return {
             **{name: getattr(self, name) for name in (*plain, "max_watch_time", "strict")},
@@ -166,12 +166,13 @@ class Preparation:
         """Writes the prepared directory ``out`` and returns its manifest.
 
         Args:
-            log: names of files, directories and patterns, or the rows themselves, which go through a file in ``work``.
-            out: directory to make, here or in an object store.
-            items: a table with features of items, as ``log``; None = there is none.
-            users: a table with features of users, as ``log``; None = there is none.
+            log: names of files, directories and patterns, or a table of rows, which is first written to a file in
+                ``work``.
+            out: output directory, local or in an object store.
+            items: item table, in the forms of ``log``; None = there is none.
+            users: user table, in the forms of ``log``; None = there is none.
             engine: what runs the expressions.
-            work: where temporary files go; None = beside ``out``.
+            work: directory for temporary files; None = beside ``out``.
             overwrite: replace ``out``, if it is a prepared directory.
             progress: show a bar on a terminal.
 
@@ -194,7 +195,7 @@ class Preparation:
         for side in ("item", "user"):
             if self.features.of(side) and not given[side]:
                 raise RecpoError(
-                    f"features.{side} names features, and there is no table of {side}s: pass --{side}s FILE"
+                    f"features.{side} names features, but there is no table of {side}s: pass --{side}s FILE"
                 )
         if self.catalog == "items" and not given["item"]:
             raise RecpoError("catalog items takes the items of a table, and there is none: pass --items FILE")
@@ -214,15 +215,15 @@ def write_directory(
     """Writes the prepared directory ``out`` and returns its manifest.
 
     Args:
-        sources: ``log``, ``items`` and ``users``; a frame goes through a file in ``work``.
-        out: directory to make, here or in an object store.
-        run_with: makes the run out of the engine, the number of writers, the unfinished directory, one for temporary
-            files, and the bar.
+        sources: ``log``, ``items`` and ``users``; a frame is first written to a file in ``work``.
+        out: output directory, local or in an object store.
+        run_with: creates the run from the engine, the number of writers, the unfinished directory, the directory for
+            temporary files, and the progress bar.
         engine: what runs the expressions.
-        work: where temporary files go; None = beside ``out``.
+        work: directory for temporary files; None = beside ``out``.
         overwrite: replace ``out``, if it is a prepared directory.
         progress: show a bar on a terminal.
-        inputs: what is read beside the sources, and lies outside ``out``.
+        inputs: further inputs besides the sources, which must lie outside ``out``.
     """
     names = {what: _names(source) for what, source in sources.items()}
     found = {what: find_files(listed, what) for what, listed in names.items()}
@@ -245,7 +246,7 @@ def write_directory(
 
 
 class PrepareRun:
-    """One pass from files to shards; an extension (``recpo.data.extension``) goes another way through its parts."""
+    """One pass from files to shards. An extension (``recpo.data.extension``) overrides some of its steps."""
 
     def __init__(
         self, choice: Preparation, engine: Engine, writers: int, partial: Path, work: Place, bar: tqdm[Any]
@@ -260,14 +261,14 @@ class PrepareRun:
         self.counts: dict[str, Any] = {}
         self.dropped: dict[str, int] = {}
         self.rows_written = 0
-        self.checksums: dict[str, str] = {}  # of files that are not written now
+        self.checksums: dict[str, str] = {}  # checksums of files that are not written now
 
     def manifest(self, paths: Sequence[Place], tables: Mapping[TableSide, Sequence[Place]]) -> dict[str, Any]:
-        """Writes every file but the manifest, whose content it returns.
+        """Writes all files except the manifest, and returns the content of the manifest.
 
         Args:
             paths: files of the log.
-            tables: files of the tables of features.
+            tables: files of the feature tables.
         """
         self._stage()
         log, events = self._read(paths, tables)
@@ -333,7 +334,7 @@ class PrepareRun:
         return log, standardize(distinct, mapping, choice.max_watch_time, self.more)
 
     def _read_table(self, side: TableSide, files: Sequence[Place], log: Log) -> list[Fault]:
-        """Opens a table of features, where there is one."""
+        """Opens a feature table, if there is one."""
         if not files:
             return []
         choice, key = self.choice, LogColumns.ITEM_ID if side == "item" else LogColumns.USER_ID
@@ -383,9 +384,9 @@ class PrepareRun:
         return shaped, definition(fitted, self.choice.feedback, base, self.choice.max_watch_time)
 
     def _outside(self, events: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table | None:
-        """What an extension needs of events that are not kept; None = the split cannot be rolled forward.
+        """The dropped events that an extension needs; None = the split cannot be extended.
 
-        From here on nothing else needs the rows of the log.
+        After this step, the rows of the log are no longer needed.
         """
         if not self.choice.split.is_per_event:
             self.engine.drop("distinct", "events")
@@ -414,7 +415,7 @@ class PrepareRun:
         return found
 
     def _given_times(self) -> ir.Table | None:
-        """From when on the table of items says that items may be recommended: ``item_id``, ``available_from`` in ms."""
+        """The times of the item table from which items may be recommended: ``item_id``, ``available_from`` in ms."""
         table = self.tables.get("item")
         if table is None or not table.has_available:
             return None
@@ -424,7 +425,7 @@ class PrepareRun:
         )
 
     def _write_features(self, items: ir.Table, users: ir.Table, events: ir.Table) -> FittedFeatures | None:
-        """Writes the tables of features; returns what encodes those of requests."""
+        """Writes the feature tables; returns the fitted request features."""
         found: dict[str, tuple[Feature, ...]] = {}
         for side, indices in (("item", items), ("user", users)):
             table = self.tables.get(side)  # type: ignore[call-overload]
@@ -447,7 +448,7 @@ class PrepareRun:
         return files + [vocabulary_file(side, feature.name) for side, feature in coded]
 
     def _feature_entries(self) -> dict[str, Any]:
-        """What the manifest says of features and behaviors; nothing where there are none."""
+        """The entries of the manifest about features and behaviors; empty if there are none."""
         entries: dict[str, Any] = {}
         if self.features or self.tables:
             entries |= {"features": self.features.to_json(), "feature_tables": self.feature_tables}
@@ -469,7 +470,7 @@ class PrepareRun:
     def _write_for_extension(
         self, log: Log, outside: ir.Table | None, shaped: ir.Table, items: ir.Table, users: ir.Table
     ) -> list[str]:
-        """What ``prepare --extends`` reads in place of the train shards, where the split can be rolled forward."""
+        """Writes the files that ``prepare --extends`` reads instead of train shards, if the split can be extended."""
         if outside is None:
             return []
         (self.partial / TRAIN_PAST).mkdir()
@@ -485,7 +486,7 @@ class PrepareRun:
         return held_out_schema(*ids, bool(self.more.behaviors), context)
 
     def _plain_context(self, log: Log) -> dict[str, pa.DataType]:
-        """Types of the plain features of requests, by name."""
+        """Types of the plain request features, by name."""
         return {one.name: plain_type(one, log.types[CONTEXT + one.name]) for one in self.more.context}
 
     def _write_train_past(self, shaped: ir.Table, file: str) -> None:
@@ -529,13 +530,13 @@ class PrepareRun:
 
 
 def describe(choice: Any) -> dict[str, Any]:
-    """A dataclass instance as the class path and arguments that make it again."""
+    """A dataclass instance as class path and arguments."""
     kind = type(choice)
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": asdict(choice)}
 
 
 def totals(shards: dict[str, list[dict[str, Any]]], behaviors: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
-    """Rows, targets, users and kinds of feedback of each period, summed over its shards; and its behaviors."""
+    """The numbers of rows, targets and users, and of each kind of feedback and behavior, per period over all shards."""
     keys = ("rows", "targets", "users", *FEEDBACK_KINDS)
     found: dict[str, dict[str, Any]] = {
         period: {key: sum(shard[key] for shard in own) for key in keys} for period, own in shards.items()
@@ -548,18 +549,18 @@ def totals(shards: dict[str, list[dict[str, Any]]], behaviors: Iterable[str] = (
 
 
 def _names(source: Source | None) -> list[str]:
-    """The names of files that a source has."""
+    """The names of the files of a source."""
     if source is None or isinstance(source, pa.Table):
         return []
     return [source] if isinstance(source, str) else list(source)
 
 
 def tie_warnings(label: Label, ties: dict[str, int]) -> list[str]:
-    """What to say where so many train watch times are equal that a label out of their ranks tells little.
+    """A warning if so many train watch times are equal that labels from their ranks contain little information.
 
     Args:
-        label: what makes labels.
-        ties: of ``recpo.data.shaping.watch_ties``.
+        label: the label method.
+        ties: the result of ``recpo.data.shaping.watch_ties``.
     """
     watched = ties["watched"]
     if LogColumns.WATCH_TIME not in label.needs or not watched:
@@ -594,15 +595,15 @@ def start_engine(options: EngineOptions, work: Place) -> Engine:
     """Connects to the engine that ``options`` names.
 
     Args:
-        options: which engine, and what it may use.
-        work: an existing directory for temporary files; the caller removes it. Spark on a cluster needs one that every
-            executor and this process can reach.
+        options: which engine to use, and its resources.
+        work: an existing directory for temporary files, which the caller removes. Spark on a cluster needs a directory
+            that every executor and this process can access.
 
     Raises:
-        RecpoError: an option cannot be read, or the engine is not installed.
+        RecpoError: an option cannot be parsed, or the engine is not installed.
     """
     if options.engine == "spark":
-        from recpo.data.spark_engine import SparkEngine  # Spark need not be installed
+        from recpo.data.spark_engine import SparkEngine  # imported here because Spark is optional
 
         return SparkEngine(work, options)
     return DuckDBEngine(work, options.memory_limit, options.threads)

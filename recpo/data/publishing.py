@@ -1,4 +1,4 @@
-"""Where a prepared directory is made, and how it appears whole or not at all."""
+"""Publishes prepared directories, which appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recpo.data.schema import PERIODS
 from recpo.errors import RecpoError
 
 _SHARD: Final = re.compile(rf"({'|'.join(PERIODS)})/\d+\.parquet")
-_UPLOADS: Final = 8  # at the same time, 4 MB of memory each
+_UPLOADS: Final = 8  # parallel uploads, with 4 MB of memory each
 
 
 @contextmanager
@@ -28,18 +28,19 @@ def prepared_directory(
 ) -> Iterator[Path]:
     """Yields an empty local directory that becomes ``target`` when the block ends without an error.
 
-    An object store knows no rename, so there the files are uploaded and the manifest last: without one nothing counts
-    as a prepared directory. What is replaced loses its manifest first, and its other files after the new manifest.
+    An object store has no rename, so all files are uploaded, the manifest last: without a manifest, nothing counts as a
+    prepared directory. When a directory is replaced, its old manifest is removed first, and its other old files after
+    the new manifest is written.
 
     Args:
-        target: the directory to make.
-        work: where to make what is uploaded, if it is local; None = the system's directory for temporary files.
+        target: the output directory.
+        work: local directory for files before they are uploaded; None = the system's directory for temporary files.
         overwrite: replace an existing ``target``, which must be a prepared directory.
         inputs: files and directories of the log.
 
     Raises:
-        RecpoError: ``target`` exists and ``overwrite`` is False, is no prepared directory, or is, holds or lies in one
-            of ``inputs``; or the store cannot be written to.
+        RecpoError: ``target`` exists and ``overwrite`` is False; it is not a prepared directory; it is, contains or
+            lies in one of ``inputs``; or the store is not writable.
     """
     local = [place for place in inputs if isinstance(place, Path)]
     if isinstance(target, Path):
@@ -59,7 +60,7 @@ def prepared_directory(
 def _check_store(target: Location, overwrite: bool) -> None:
     there = _inside(target)
     if there and (MARKER not in there or (target / MARKER).read_bytes() != marker("prepared").encode()):
-        raise RecpoError(f"{target} holds what recpo did not write as prepared data: choose another output")
+        raise RecpoError(f"{target} contains files that recpo did not write as prepared data: choose another output")
     if MANIFEST in there and not overwrite:
         raise RecpoError(f"{target} exists already: choose another output, remove it, or pass --overwrite true")
     target.check_writable()
@@ -72,7 +73,7 @@ def _inside(target: Location) -> set[str]:
 def _upload(folder: Path, target: Location) -> None:
     shards = {file for file in _inside(target) if _SHARD.fullmatch(file)}
     (target / MANIFEST).unlink()
-    (target / MARKER).upload(folder / MARKER)  # first: what an interrupted upload leaves may be replaced
+    (target / MARKER).upload(folder / MARKER)  # first, so that the leftovers of an interrupted upload may be replaced
     files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     files.remove(MANIFEST)
     with ThreadPoolExecutor(_UPLOADS) as pool:
@@ -84,10 +85,10 @@ def _upload(folder: Path, target: Location) -> None:
 
 @contextmanager
 def work_directory(work: Place | None, partial: Path) -> Iterator[Place]:
-    """Yields a new directory for temporary files, which is removed in the end.
+    """Yields a new directory for temporary files, which is removed at the end.
 
     Args:
-        work: where to make it; None = inside ``partial``.
+        work: parent directory; None = ``partial``.
         partial: the directory that is being prepared.
     """
     name = f"recpo-work-{uuid.uuid4().hex[:12]}"

@@ -1,7 +1,7 @@
-"""Which columns of a log are which, in which units: what names and values say, and what they leave open.
+"""Recognizes the columns of a log and their units from names and values, and lists what remains open.
 
-Pure functions over the facts of columns (``recpo.data.column_facts``). Where two readings differ by units, none is
-taken: the reader is asked, by the option that decides.
+Pure functions over the facts about columns (``recpo.data.column_facts``). If two readings differ by units, neither is
+chosen: a question names the option with which the user decides.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _UNIT_OPTION: Final = {
     LogColumns.WATCH_TIME: "watch_time_unit",
     LogColumns.DURATION: "duration_unit",
 }
-#: a median watch time between a fiftieth of the median duration and three times as long
+#: plausible range of the median watch time, in multiples of the median duration
 _RATIO: Final = (0.02, 3.0)
-_MOSTLY: Final = 0.5  # share of texts with a date that makes a column one of times
+_MOSTLY: Final = 0.5  # minimum share of text values with a date in a column of times
 _IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
 _FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM)
 
@@ -34,8 +34,8 @@ class Finding:
     Attributes:
         role: its standard name.
         column: its name in the log.
-        unit: its unit; None where there is none to say, or none was settled.
-        evidence: what it was recognized by, and its values.
+        unit: its unit; None = it has no unit, or the unit is not decided.
+        evidence: the reason why it was recognized, and its values.
     """
 
     role: str
@@ -46,15 +46,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Recognition:
-    """What was recognized of a log.
+    """The recognized columns of a log.
 
     Attributes:
-        preset: the well-known log that it is, or "plain".
+        preset: name of the well-known log, or "plain".
         findings: its standard columns.
-        behaviors: name -> column of the flags of behaviors.
-        questions: what only the reader can decide; each names the option that does.
-        doubts: what was taken for granted, and should be checked.
-        unused: columns that have no part.
+        behaviors: name -> flag column of each behavior.
+        questions: questions that only the user can answer; each names the option that decides.
+        doubts: assumptions that should be checked.
+        unused: columns that are not used.
     """
 
     preset: PresetName = "plain"
@@ -65,12 +65,12 @@ class Recognition:
     unused: tuple[str, ...] = ()
 
     def column(self, role: str) -> str | None:
-        """The name in the log of a standard column; None = it has none."""
+        """The log's name of a standard column; None = the log has no such column."""
         return next((found.column for found in self.findings if found.role == role), None)
 
     @property
     def columns(self) -> Columns:
-        """The mapping that ``recpo prepare`` reads, in full."""
+        """The complete mapping for ``recpo prepare``."""
         said: dict[str, Any] = {found.role: found.column for found in self.findings}
         said |= {_UNIT_OPTION[found.role]: found.unit for found in self.findings if found.role in _UNIT_OPTION}
         return Columns(**said)
@@ -80,8 +80,8 @@ def recognize(facts: Sequence[ColumnFacts], given: Columns = Columns()) -> Recog
     """Recognizes the columns of a log.
 
     Args:
-        facts: of all its columns.
-        given: what the reader has decided: names of columns, and units.
+        facts: facts about all of its columns.
+        given: column names and units that the user has decided.
     """
     by_name = {one.name: one for one in facts}
     preset = _preset(by_name)
@@ -108,7 +108,7 @@ def recognize(facts: Sequence[ColumnFacts], given: Columns = Columns()) -> Recog
 
 
 def _preset(by_name: Mapping[str, ColumnFacts]) -> PresetName:
-    """The preset whose names the log has: of every required column, and all that tell it from plain names."""
+    """The preset whose column names the log has: all required ones, and all that differ from plain names."""
     found: list[PresetName] = []
     presets: tuple[PresetName, ...] = ("kuairand", "movielens", "recbole")
     for name in presets:
@@ -123,7 +123,7 @@ def _preset(by_name: Mapping[str, ColumnFacts]) -> PresetName:
 def _roles(
     by_name: Mapping[str, ColumnFacts], preset: PresetName, given: Columns
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Standard name -> column, and by what it was recognized: the reader, the preset, its name, its values."""
+    """Standard name -> column, and how it was recognized: by the user, the preset, its name, or its values."""
     columns, how = {}, {}
     for role, column in given.named().items():
         if column in by_name:
@@ -148,7 +148,7 @@ def _roles(
 
 
 def _suits(facts: ColumnFacts, role: str) -> bool:
-    """Whether a column has values that the role can have."""
+    """Whether the values of a column are possible for the role."""
     if role in _IDS:
         return facts.kind in ("whole", "text", "flag")
     if role == LogColumns.TIMESTAMP:
@@ -169,7 +169,7 @@ def _is_clock(facts: ColumnFacts) -> bool:
 def _unit(
     role: str, facts: Mapping[str, ColumnFacts], preset: PresetName, given: Columns
 ) -> tuple[str | None, str | None, str | None]:
-    """The unit of one column, or the question about it; and a doubt."""
+    """The unit of one column, or the question about it; and a doubt about it, if any."""
     option = _UNIT_OPTION[role]
     if (said := getattr(given, option)) is not None:
         return said, None, None
@@ -225,7 +225,7 @@ def _length_unit(
 
 
 def _of_partner(role: str, facts: Mapping[str, ColumnFacts], units: list[str], given: Columns) -> list[str]:
-    """The units in which watch times and durations of the same log suit each other, if the other one's is settled."""
+    """The units in which watch times and durations fit each other, if the unit of the other column is decided."""
     other = LogColumns.DURATION if role == LogColumns.WATCH_TIME else LogColumns.WATCH_TIME
     if other not in facts:
         return units
@@ -244,7 +244,7 @@ def _of_partner(role: str, facts: Mapping[str, ColumnFacts], units: list[str], g
 
 
 def _with_the_rest(found: Recognition, by_name: Mapping[str, ColumnFacts]) -> Recognition:
-    """Adds behaviors, doubts about other columns, and what has no part."""
+    """Adds behaviors, doubts about other columns, and unused columns."""
     taken = {one.column for one in found.findings}
     behaviors: dict[str, str] = {}
     known = {column: name for name, column in PRESET_BEHAVIORS[found.preset].items()}

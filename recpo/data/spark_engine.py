@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 
 _BATCH_ROWS: Final = 1 << 17
 _JAVA: Final = 17
-#: what the result depends on
+#: settings that the result depends on
 _SQL: Final = {
-    # An overflow is an error, and names mean what they say, as in DuckDB.
+    # as in DuckDB, an overflow is an error and names are not reinterpreted
     "spark.sql.ansi.enabled": "true",
     "spark.sql.caseSensitive": "true",
     "spark.sql.session.timeZone": "UTC",
-    # Nanoseconds come as whole numbers; _column makes times of them.
+    # nanoseconds are read as integers, and _column converts them to times
     "spark.sql.legacy.parquet.nanosAsLong": "true",
 }
-_MEND: Final = f"Spark needs Java {_JAVA} or newer (set JAVA_HOME, or put java on the PATH)"
+_REMEDY: Final = f"Spark needs Java {_JAVA} or newer (set JAVA_HOME, or put java on the PATH)"
 
 
 class SparkEngine(Engine):
-    """Runs Ibis expressions on a Spark session: the one that runs in this process already, or a new one.
+    """Runs Ibis expressions on a Spark session: the existing one of this process, or a new one.
 
     Args:
-        work: an existing directory for temporary files; on a cluster one that the executors and this process share.
-        options: master, memory and settings; a session that runs already keeps its own.
+        work: an existing directory for temporary files; on a cluster, one that the executors and this process share.
+        options: master, memory and settings; an existing session keeps its own.
 
     Raises:
-        RecpoError: pyspark or Java is missing, or an option cannot be read.
+        RecpoError: pyspark or Java is missing, or an option cannot be parsed.
     """
 
     def __init__(self, work: Place, options: EngineOptions) -> None:
@@ -112,7 +112,7 @@ class SparkEngine(Engine):
         return self._run(expression).toArrow()
 
     def stream(self, expression: ir.Table) -> Iterator[pa.RecordBatch]:
-        """See ``Engine.stream``; the executors sort and write, this process reads file after file."""
+        """See ``Engine.stream``. The executors sort and write; this process reads one file after the other."""
         self._streams += 1
         place = self._written(f"stream-{self._streams}", expression)
         for part in _parts(place):
@@ -146,19 +146,19 @@ def _session(work: Place, options: EngineOptions) -> tuple[SparkSession, bool]:
         raise RecpoError("engine spark: pyspark is missing: `pip install recpo[spark]`") from error
     running = SparkSession.getActiveSession()
     if running is not None:
-        session = running.newSession()  # the same cluster, settings and tables of its own
+        session = running.newSession()  # the same cluster, but with separate settings and tables
         for name, value in _SQL.items():
             session.conf.set(name, value)
         return session, False
     if not _has_java():
-        raise RecpoError(f"engine spark: no Java was found; {_MEND}")
+        raise RecpoError(f"engine spark: no Java was found; {_REMEDY}")
     builder = SparkSession.builder.appName("recpo prepare")
     for name, value in _settings(work, options).items():
         builder = builder.config(name, value)
     try:
         return builder.getOrCreate(), True
     except PySparkException as error:
-        raise RecpoError(f"engine spark: Spark does not start ({_first_line(error)}); {_MEND}") from error
+        raise RecpoError(f"engine spark: Spark does not start ({_first_line(error)}); {_REMEDY}") from error
 
 
 def _settings(work: Place, options: EngineOptions) -> dict[str, Any]:
@@ -191,36 +191,36 @@ def _mebibytes(memory: str) -> int:
     if match is None:
         raise RecpoError(f"memory_limit {memory!r}: expected something like 4GB or 512MB")
     size = float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1)
-    return max(512, int(size) >> 20)  # Spark does not start with less
+    return max(512, int(size) >> 20)  # Spark does not start with less memory
 
 
 def _column(field: pa.Field) -> str:
     name = "`" + field.name.replace("`", "``") + "`"
     if pa.types.is_timestamp(field.type) and field.type.unit == "ns":
-        return f"timestamp_micros(({name} + 500) div 1000) AS {name}"  # to the nearest, as DuckDB does
+        return f"timestamp_micros(({name} + 500) div 1000) AS {name}"  # rounded to the nearest, as in DuckDB
     return name
 
 
 def _spark_uri(place: Place) -> str:
-    """The name by which Spark writes to ``place``: what stands in it means itself."""
+    """The URI with which Spark writes to ``place``. Every character is literal."""
     if isinstance(place, Path):
         return f"file://{place.absolute()}"
-    # Hadoop's name for the connector that is maintained.
+    # Hadoop's scheme for the maintained connector
     return f"s3a{str(place).removeprefix('s3')}" if str(place).startswith("s3://") else str(place)
 
 
 def _pattern(place: Place) -> str:
-    """The name by which Spark reads ``place``: a pattern, which matches it alone."""
+    """The pattern with which Spark reads ``place``; it only matches this file."""
     return re.sub(r"([\\{}\[\]*?])", r"\\\1", _spark_uri(place))
 
 
 def _plain(uri: str) -> str:
-    """One spelling for the several that Spark has for a file."""
+    """Normalizes the several spellings that Spark has for a file."""
     return re.sub(r"^file:/+", "/", unquote(uri))
 
 
 def _parts(place: Place) -> list[Path] | list[Location]:
-    """The files that Spark wrote, in the order of their rows: part-<number>-..., where numbers may differ in length."""
+    """The files that Spark wrote (part-<number>-...), in the order of their rows. Numbers may differ in length."""
     if isinstance(place, Path):
         return sorted(place.glob("part-*.parquet"), key=_order)
     return sorted((f for f in place.files() if f.name.startswith("part-") and f.suffix == ".parquet"), key=_order)
@@ -238,7 +238,7 @@ def _remove(place: Place) -> None:
 
 
 def _report(error: BaseException | None) -> None:
-    """Turns what the user can fix into a ``RecpoError``."""
+    """Turns errors that the user can fix into ``RecpoError``."""
     text = str(error)
     kind = type(error).__module__.partition(".")[0]
     if kind not in ("pyspark", "py4j"):

@@ -1,4 +1,4 @@
-"""What an extension reads of the directory before it: held-out shards, histories, pairs, tables; no train shard."""
+"""The parts of the previous directory that an extension reads: held-out shards, histories, pairs and tables."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from recpo.data.schema import PERIODS, TRAIN, Derived, LogColumns
 from recpo.data.splits import as_histories
 from recpo.features.encoding import stored_type
 
-EARLIER: Final = -1  # period of events before the held-out ones: they are read, and are in a train shard already
-#: Columns of events at hand: train events of their user before them, and what an event that was prepared has already.
+EARLIER: Final = -1  # period of context events, which are already in a train shard
+#: Further columns of current events: number of earlier train events of the user, and the values that a prepared event
+#: already has.
 BEFORE, KEPT_LABEL, IS_KEPT = "before", "kept_label", "is_kept"
 ITEMS, USERS, HISTORIES, QUANTILES = "items.parquet", "users.parquet", "histories.parquet", "quantiles.parquet"
 _PLACE: Final = "place"
 
 
 class Yesterday:
-    """A prepared directory that is extended, as tables of an engine.
+    """The previous prepared directory, as tables of an engine.
 
     Args:
         data: the directory.
-        root: where it is.
+        root: its path.
         engine: reads its files.
 
     Attributes:
-        start_ms: begin of its held-out periods.
-        bytes_read: what was read of it.
+        start_ms: start of its held-out periods.
+        bytes_read: number of bytes read from it.
     """
 
     def __init__(self, data: Prepared, root: Path, engine: Engine) -> None:
@@ -48,7 +49,7 @@ class Yesterday:
         self.bytes_read = 0
 
     def verify(self) -> None:
-        """Compares every file that is read whole with its checksum, and counts its bytes."""
+        """Verifies the checksum of every file that is read completely, and counts its bytes."""
         listed = [shard["file"] for period in PERIODS[1:] for shard in self.data.manifest["shards"][period]]
         listed += [HELD_OUT, ITEMS, USERS, HISTORIES, QUANTILES, *self.vocabularies()]
         listed += [name for name in (ITEM_FEATURES, USER_FEATURES) if name in self.data.manifest["files"]]
@@ -56,7 +57,7 @@ class Yesterday:
         self.bytes_read = sum((self.root / name).stat().st_size for name in listed)
 
     def vocabularies(self) -> list[str]:
-        """The files with the values of categories."""
+        """The vocabulary files."""
         return sorted(name for name in self.data.manifest["files"] if name.startswith("vocabularies/"))
 
     def train_past(self) -> list[str]:
@@ -68,12 +69,12 @@ class Yesterday:
         return self._engine.read_parquet([self.root / file], []).drop(Engine.FILE, Engine.ROW)
 
     def with_encoded(self, events: ir.Table) -> ir.Table:
-        """Events with columns for the encoded features of their requests, which are not known yet."""
+        """Adds empty columns for the encoded request features of new events."""
         kinds = {ENCODED + CONTEXT + one.name: ibis.dtype(stored_type(one)) for one in self._context}
         return events.mutate(**{name: ibis.null(kind) for name, kind in kinds.items()})
 
     def history_rows(self, items: ir.Table, users: ir.Table) -> ir.Table:
-        """The rows of the histories, with the indices of item and user, and their place in the file."""
+        """The rows of the histories, with item and user indices and their place in the file."""
         rows = self._engine.read_parquet([self.root / HISTORIES], [])
         names = {BEHAVIOR + name: name for name in self.data.behaviors}
         rows = rows.rename(names | {CONTEXT + one.name: one.name for one in self._context})
@@ -89,7 +90,7 @@ class Yesterday:
     def context(self, placed: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table:
         """The last ``max_context`` train events of the users of ``placed``, with their positions.
 
-        Held-out users have them as context rows of their shard, the others in the histories.
+        For held-out users, they are context rows of their shard; for the others, rows of the histories.
         """
         user = Derived.USER_INDEX
         valid, test = (self._shard_rows(period, placed) for period in PERIODS[1:])
@@ -112,7 +113,7 @@ class Yesterday:
         )
 
     def _as_events(self, rows: ir.Table) -> ir.Table:
-        """Rows of the histories with the columns of events at hand; features of requests are plain in both."""
+        """Rows of the histories with the columns of current events. Request features are plain in both."""
         bits = [rows[BEHAVIOR + name].cast("int32") * (1 << bit) for bit, name in enumerate(self.data.behaviors)]
         more = {Derived.BEHAVIORS: sum(bits[1:], start=bits[0]).cast("int32")} if bits else {}
         unknown = {LogColumns.PROPENSITY: ibis.null("float64"), LogColumns.IS_RANDOM: ibis.literal(False)}
@@ -120,11 +121,11 @@ class Yesterday:
         return self.with_encoded(_in_milliseconds(rows))
 
     def _shard_rows(self, period: str, events: ir.Table) -> ir.Table:
-        """The rows of the shards of a held-out period as events at hand, features of requests encoded.
+        """The rows of the shards of a held-out period as current events, with encoded request features.
 
         Args:
             period: "valid" or "test".
-            events: with the plain features of requests, which these rows lack.
+            events: events with the plain request features, which these rows lack.
         """
         files = [self.root / shard["file"] for shard in self.data.manifest["shards"][period]]
         rows = self._engine.read_parquet(files, [])
@@ -143,7 +144,7 @@ class Yesterday:
         return _in_milliseconds(rows).select(*kept, Derived.WATCH_MS, Derived.DURATION_MS, KEPT_LABEL)
 
     def pairs(self, users: np.ndarray) -> Iterator[pa.RecordBatch]:
-        """The row groups of ``train_past/`` that may hold some of ``users``, with the pairs of these."""
+        """The pairs of ``users``, from the row groups of ``train_past/`` that may contain them."""
         for name in self.train_past():
             with pq.ParquetFile(self.root / name) as file:
                 for number in range(file.num_row_groups):
@@ -159,17 +160,17 @@ class Yesterday:
 
 
 def at_hand(shaped: ir.Table) -> ir.Table:
-    """The held-out and new events among ``shaped``."""
+    """The current events (previously held out, or new) among ``shaped``."""
     return shaped.filter(shaped[Derived.PERIOD] >= TRAIN)
 
 
 def merged_history(earlier: ir.Table, fresh: ir.Table, shaped: ir.Table, max_context: int) -> ir.Table:
-    """The last ``max_context`` events of every user, of those before and of those at hand, as raw events.
+    """The last ``max_context`` events of every user, from earlier and current events, as raw events.
 
     Args:
         earlier: ``Yesterday.earlier_history``.
-        fresh: ``recpo.data.splits.recent_events`` of those at hand.
-        shaped: events at hand.
+        fresh: ``recpo.data.splits.recent_events`` of the current events.
+        shaped: the current events.
         max_context: number of events.
     """
     user = Derived.USER_INDEX
@@ -180,7 +181,7 @@ def merged_history(earlier: ir.Table, fresh: ir.Table, shaped: ir.Table, max_con
 
 
 def _with_positions(rows: ir.Table, users: ir.Table) -> ir.Table:
-    """Adds ``position`` to the last train events of every user, which are in the order of their place."""
+    """Adds ``position`` to the last train events of every user, which are ordered by place."""
     user = Derived.USER_INDEX
     rows = rows.inner_join(users.select(user, BEFORE), user)
     place = ibis.row_number().over(group_by=rows[user], order_by=rows[_PLACE])
@@ -204,5 +205,5 @@ def _known(values: ir.FloatingColumn) -> ir.FloatingColumn:
 
 
 def names_of_more(events: ir.Table) -> Iterable[str]:
-    """Behaviors and features of requests, plain and encoded, among the columns of events at hand."""
+    """The columns of behaviors and request features, plain and encoded, of current events."""
     return [*more_columns(events), *(name for name in events.columns if name.startswith(ENCODED))]

@@ -56,7 +56,7 @@ def test_an_interval_needs_two_seeds(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--overwrite", "true"], "what recpo did not write"),
+        (["--overwrite", "true"], "files that recpo did not write"),
         ([], "exists already"),
         (["--configs", "nowhere", "--overwrite", "true"], "pretrain.yaml is missing"),
         (["--events", "0", "--overwrite", "true"], "events is 0"),

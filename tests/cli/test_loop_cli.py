@@ -198,7 +198,7 @@ def test_a_loop_takes_the_place_of_nothing_but_a_loop_and_goes_on_with_its_own_o
     before = (tmp_path / "loop" / "loop.json").read_bytes()
     for out, options, message in (
         ("loop", {}, "exists already"),
-        ("precious", {"overwrite": True}, "what recpo did not write"),
+        ("precious", {"overwrite": True}, "files that recpo did not write"),
         ("precious", {"resume": True}, "exists already"),
         ("loop", {"resume": True, "k": 5, "tilt": 0.1}, "started with other options: k, tilt differ"),
     ):

@@ -162,7 +162,7 @@ def test_k_catalog_and_existing_output_are_checked(tmp_path):
         export_bundle(other, SEVEN, FEEDBACK, tmp_path / "bundle", k=3)
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle" / "thesis.tex").touch()
-    for overwrite, message in ((False, "exists already"), (True, "what recpo did not write")):
+    for overwrite, message in ((False, "exists already"), (True, "files that recpo did not write")):
         with pytest.raises(RecpoError, match=message):
             export_bundle(Counting(), SEVEN, FEEDBACK, tmp_path / "bundle", k=3, overwrite=overwrite)
     with pytest.raises(RecpoError, match="is inside"):
