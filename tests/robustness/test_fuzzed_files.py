@@ -1,11 +1,13 @@
 """A sample of ``fuzz.py``: files with changed, missing and added bytes, and their readers."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recpo.artifacts import read_json, seal, unseal, write_json
 from recpo.errors import RecpoError
+from recpo.training.checkpoints import validate_checkpoint
 from tests.robustness.fuzz import Fuzzer, make_base
 
 #: inputs of each target that needs no trained model
@@ -66,3 +68,21 @@ def test_numbers_that_json_has_not_are_a_changed_document(tmp_path, value):
     file.write_text(file.read_text().replace("0.5", value))
     with pytest.raises(RecpoError, match=r"calibration\.json is not as it was written"):
         unseal(read_json(file, "again"), file, "again")
+
+
+@pytest.mark.parametrize("change", ["name", "directory", "number"])
+def test_a_checkpoint_is_refused_whose_records_torch_would_not_read_as_they_were(tmp_path, change):
+    file = tmp_path / "last.ckpt"
+    torch.save({"state_dict": {"first": torch.arange(9.0), "second": torch.ones(9)}}, file)
+    validate_checkpoint(file)
+    content = bytearray(file.read_bytes())
+    entry = content.rindex(b"last/data/0")  # of the central directory, 46 bytes behind its begin
+    if change == "name":
+        content[entry + 10 : entry + 11] = b"1"  # two records of one name
+    elif change == "directory":
+        content[entry - 46 + 38] |= 0x10  # torch would leave the tensor uninitialized
+    else:
+        content[content.index(torch.arange(9.0).numpy().tobytes()) + 5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RecpoError, match=r"last\.ckpt is damaged"):
+        validate_checkpoint(file)
