@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +24,10 @@ from recpo.types import FeedbackBatch, Histories, Recommendations, SamplingOptio
 
 # Largest number of beams in one search, over all contexts of a batch; larger batches are searched in parts.
 _BEAMS_AT_ONCE = 1 << 15
+
+
+#: A value ``[N]`` of N codes, from log-probabilities ``[N, K]`` and the codes ``[N]``.
+OfCode = Callable[[Tensor, Tensor], Tensor]
 
 
 class SemanticNetwork(NamedTuple):
@@ -152,12 +157,6 @@ class SemanticIdPolicy(FeaturePolicy):
         time_gaps: bool = False,
     ) -> None:
         super().__init__()
-        table = SemanticCodes.load(codes)
-        if table.num_items != num_items:
-            raise RecpoError(
-                f"{codes} has codes of {table.num_items} items, the catalog has {num_items}: make them for the "
-                "prepared data at hand with `recpo tokenize`"
-            )
         if item_features is not None and not item_vectors:
             raise RecpoError(
                 "policy.item_features adds to the vectors of items, and policy.item_vectors is false: set it to true, "
@@ -165,14 +164,13 @@ class SemanticIdPolicy(FeaturePolicy):
             )
         if beam_width < 1:
             raise RecpoError(f"beam_width must be at least 1, got {beam_width}")
+        table = _codes_of_catalog(codes, num_items)
         self.num_items, self.max_history, self.dim = num_items, max_history, dim
         self.num_tokens, self.catalog_checksum = len(table.codebook_sizes), table.catalog_checksum
         self.normalizer, self.beam_width = normalizer, beam_width
         self.trie = Trie(torch.from_numpy(table.codes), table.codebook_sizes)
         self.register_buffer("codes_checksum", _checksum(table.codes))
-        # row 0 of the table is padding; the codes of level t follow it and the codes of earlier levels
-        offsets = 1 + np.concatenate([[0], np.cumsum(table.codebook_sizes)[:-1]])
-        self.register_buffer("_code_offsets", torch.from_numpy(offsets), persistent=False)
+        self.register_buffer("_code_offsets", _first_rows(table.codebook_sizes), persistent=False)
         network = semantic_network(
             num_items,
             table.codebook_sizes,
@@ -275,7 +273,7 @@ class SemanticIdPolicy(FeaturePolicy):
         )
 
     def _scored(
-        self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None, of_code: Any
+        self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None, of_code: OfCode
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Mask of the needed positions, their ``[N]`` flat indices, and ``of_code`` of all their codes, ``[N, T]``."""
         slates = batch.slates
@@ -336,6 +334,22 @@ class _CodeByCode:
             return rows.gather(1, index).flatten(0, 1)
 
         return [(picked(key), picked(value)) for key, value in cache]
+
+
+def _codes_of_catalog(codes: Path, num_items: int) -> SemanticCodes:
+    """The codes in a directory, one tuple for each item of the catalog."""
+    table = SemanticCodes.load(codes)
+    if table.num_items != num_items:
+        raise RecpoError(
+            f"{codes} has codes of {table.num_items} items, the catalog has {num_items}: make them for the prepared "
+            "data at hand with `recpo tokenize`"
+        )
+    return table
+
+
+def _first_rows(codebook_sizes: tuple[int, ...]) -> Tensor:
+    """Row ``[T]`` of code 0 of every level in the table of codes: row 0 is padding, and one level follows the other."""
+    return torch.from_numpy(1 + np.concatenate([[0], np.cumsum(codebook_sizes)[:-1]]))
 
 
 def _logp_of_code(logp: Tensor, codes: Tensor) -> Tensor:
