@@ -1,4 +1,4 @@
-"""What alignment is worth: from one pre-trained policy, the same number of gradient steps, several seeds.
+"""Value of alignment: objectives from one pre-trained policy, with the same number of gradient steps and several seeds.
 
     python benchmarks/alignment.py --work runs/alignment
 

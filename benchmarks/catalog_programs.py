@@ -1,4 +1,4 @@
-"""Serving programs over a large catalog: time and memory of one search, against the plain program, in one run.
+"""Serving programs over a large catalog: time and memory of one search, compared with the plain program in one run.
 
 The catalog is made up: clusters of items, some tight and some wide, and an untrained encoder; ``--run`` takes a trained
 policy instead. Every form is exported and opened in a process of its own, one thread. Prints a JSON line for each form:

@@ -1,4 +1,4 @@
-"""What an item is worth to a policy that never saw it: a catalog that lives, features against ids alone.
+"""Cold start: policies with item features against ids alone, in a world with a growing catalog.
 
     python benchmarks/cold_start.py --work runs/cold_start                # larger than the run of docs/evaluation.md
     python benchmarks/cold_start.py --work runs/cold_start --quick        # a few steps, to see that it runs

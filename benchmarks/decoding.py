@@ -1,4 +1,4 @@
-"""What a list of items costs as the catalog grows: beam search inside a trie against scoring every item.
+"""Cost of a list as the catalog grows: beam search inside a trie against scoring every item.
 
 The 50 best items for 64 histories of 50 events, d = 64, two encoder and two decoder layers, codes of 3 levels of 256,
 one thread, over catalogs of 10^4 to 10^7 items with random different codes. Contenders:

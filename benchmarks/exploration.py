@@ -1,4 +1,4 @@
-"""What exploration and re-ranking add to a request: milliseconds and the error of the propensities.
+"""Cost of exploration and re-ranking per request: milliseconds, and the error of the propensities.
 
     python benchmarks/exploration.py
     python benchmarks/exploration.py --quick               # tiny

@@ -1,4 +1,4 @@
-"""What a filter costs a request: a bundle with attributes beside one without, on one thread.
+"""Cost of a filter per request: a bundle with attributes against one without, on one thread.
 
     python benchmarks/filters.py --items 100000
 

@@ -1,4 +1,4 @@
-"""What share of a GPU's memory bandwidth and matrix peak the parts of a training step reach.
+"""Share of a GPU's memory bandwidth and peak matrix throughput that the parts of a training step reach.
 
 Bytes and floating-point operations are those that a part cannot do without, by formula: every operand is read once and
 every result written once, whatever is made again or moved twice, so that a share is one of the useful work. The peaks

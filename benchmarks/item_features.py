@@ -1,4 +1,4 @@
-"""What item features cost in training: steps with five categories and a vector of 64 against steps without, in pairs.
+"""Cost of item features in training: steps with five categories and a vector of 64 against steps without, in pairs.
 
     python benchmarks/item_features.py
     python benchmarks/item_features.py --items 1000000 --normalizer sampled --steps 10

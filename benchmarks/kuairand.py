@@ -1,4 +1,4 @@
-"""What policies are worth on a real log, KuaiRand, beside the baselines that a team would use: several training seeds.
+"""Policies on a real log, KuaiRand, against the baselines that a team would use, with several training seeds.
 
     python benchmarks/kuairand.py --log 'KuaiRand-Pure/data/log_standard_*.csv' --work runs/kuairand
     python benchmarks/kuairand.py --log 'KuaiRand-Pure/data/log_standard_*.csv' --work runs/kuairand_features \

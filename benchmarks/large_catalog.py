@@ -1,4 +1,4 @@
-"""Training on a catalog that is cut over two ranks of one machine: what it takes in memory, and how fast it goes.
+"""Training with a catalog that is sharded over two ranks of one machine: memory and speed.
 
     python benchmarks/large_catalog.py --items 20000000 --work large      # 20 GB of disk, 15 minutes on 2 cores
     python benchmarks/large_catalog.py --items 1000000 --work features --contenders sampled features --steps 20

@@ -1,4 +1,4 @@
-"""What closes the loop: ways to log and recipes, over rounds of serving and training on simulated users.
+"""The loop: ways to log and training recipes, over rounds of serving and training on simulated users.
 
     python benchmarks/loop.py --work runs/loop                                   # every cell, world and seed
     python benchmarks/loop.py --work runs/loop --worlds default --seeds 0 1 --cells exploring:value greedy:value

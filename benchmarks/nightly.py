@@ -1,4 +1,4 @@
-"""Every night: extend the data by a day and go on training from yesterday's run, against training from scratch.
+"""Nightly training: extend the data by a day and train from the previous run, against training from scratch.
 
     recpo simulate --out nightly/world --world living --users 400 --items 600 --events 40000 --days 24
     python benchmarks/nightly.py --world nightly/world --work nightly/runs --nights 14

@@ -1,4 +1,4 @@
-r"""A recipe from the log to the numbers of the published tables: leave-one-out, full ranking, two training seeds.
+r"""A recipe from the log to the numbers of published tables: leave-one-out, full ranking, two training seeds.
 
     python benchmarks/published.py --recipe catalog --dataset Beauty --log beauty/log.parquet --work runs/beauty
     python benchmarks/published.py --recipe catalog_features --dataset Toys --log toys/log.parquet \

@@ -1,4 +1,4 @@
-"""What it costs to bring a bundle up to today's catalog: items retire, new ones come with their features.
+"""Cost of updating a bundle to a new catalog: some items retire, and new ones come with features.
 
     python benchmarks/refresh.py --items 100000 --new 5000
 

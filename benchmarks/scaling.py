@@ -1,4 +1,4 @@
-"""How costs grow with items, events and ranks, on one thread: what docs/scaling.md shows.
+"""How costs grow with items, events and ranks, on one thread: the numbers of docs/scaling.md.
 
 ``--rows step``: CPU time and peak resident size of a training step (forward, backward, optimizer; 32 histories of 50
 events, d = 64, every event scored) over 10^4 to 10^6 items, with the full and the sampled normalizer (1,024 negatives,

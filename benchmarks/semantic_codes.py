@@ -1,4 +1,4 @@
-"""Items to codes: recpo's residual k-means and unique pass against the k-means of scikit-learn and faiss.
+"""Codes of items: recpo's residual k-means and unique pass against the k-means of scikit-learn and faiss.
 
 3 levels of 256 codes for vectors of 64 dimensions, float32, one thread. "gaussian" vectors have no structure;
 "clusters" are 10,000 tight clusters whose sizes follow Zipf's law, the hard case: the largest holds a tenth of the

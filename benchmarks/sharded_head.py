@@ -1,4 +1,4 @@
-"""Exact softmax over a catalog: one process with the whole table against ranks with a part of its rows each.
+"""Exact softmax over a catalog: one process with the whole table against ranks with a part of the rows each.
 
 One update (forward and backward, no optimizer) of the likelihood of 512 states in all, d = 64, float32, one thread per
 process; ranks share the states evenly and talk over gloo on this machine. Processes are new for every contender, so

@@ -1,4 +1,4 @@
-"""What aligned policies are worth beside the baselines that a team would use: simulated worlds, several training seeds.
+"""True value of aligned policies against the baselines that a team would use: simulated worlds, several seeds.
 
     python benchmarks/value.py --work runs/value                          # the worlds that nothing was tuned on
     python benchmarks/value.py --work runs/tuning --worlds default:0      # one of those that may be looked at

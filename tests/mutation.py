@@ -1,4 +1,4 @@
-"""Mutation testing: changes one operator, constant, sign or mask of a module at a time; its tests have to notice.
+"""Mutation testing: changes one operator, constant, sign or mask of a module at a time; its tests must fail.
 
     python tests/mutation.py recpo/objectives recpo/ops          # the modules and their own tests (``OWNERS``)
     python tests/mutation.py recpo/objectives/gbpo.py --only 17  # one mutant (or more), with the output of the tests

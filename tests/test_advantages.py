@@ -1,4 +1,4 @@
-"""Advantage estimators on batches: masks, thresholds of the whole step, and what they refuse."""
+"""Advantage estimators on batches: masks, thresholds of the whole step, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs appear whole or not at all, and take nothing away from anybody."""
+"""Outputs appear complete or not at all, and never replace foreign files."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The benchmarks run, print what they promise and hold what they claim at tiny sizes."""
+"""The benchmarks run at tiny sizes, and print the numbers that the docs quote."""
 
 from __future__ import annotations
 

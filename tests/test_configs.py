@@ -1,4 +1,4 @@
-"""Every YAML parses, does one step on real batches, and its header says how to run it."""
+"""Every YAML parses, does one step on real batches, and has its command in the header."""
 
 import csv
 import importlib

@@ -1,4 +1,4 @@
-"""The dependency audit of CI: what it reports, what it accepts, and that it never takes no answer for a clean one."""
+"""The dependency audit of CI: what it reports and accepts, and that a missing answer is not a clean one."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-"""A directory that is filled where it stands: one writer, and whatever happens, the old one or the new one."""
+"""A directory that is filled in place: one writer, and after any failure, the old or the new directory."""
 
 from __future__ import annotations
 

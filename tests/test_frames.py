@@ -1,4 +1,4 @@
-"""Every kind of frame comes in as the same table; what is none is refused with its name."""
+"""Every kind of frame is read as the same table; other objects raise an error with their type."""
 
 import datetime
 

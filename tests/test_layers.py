@@ -1,4 +1,4 @@
-"""Who may import whom: walks the imports of every module of the package."""
+"""Allowed imports between layers: checks the imports of every module of the package."""
 
 import ast
 import graphlib

@@ -1,4 +1,4 @@
-"""What ``import recpo`` gives: every name resolves, says what it is, and costs nothing before it is used."""
+"""The names of ``import recpo``: each resolves, has a docstring, and is imported only when used."""
 
 import ast
 import shutil

@@ -1,4 +1,4 @@
-"""What the documents tell a reader to type exists and runs."""
+"""The commands in the documents exist and run."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Every vector of tests/data/objectives.json that names something recpo has: values and gradients.
+"""The test vectors in tests/data/objectives.json for recpo's functions: values and gradients.
 
 The vectors come from an independent NumPy implementation in float64. `OTHERS` lists the ones that belong to other
 modules or to other frameworks; the last test makes sure that none is forgotten.

@@ -1,4 +1,4 @@
-"""The wheel in an environment of its own: the command, its short demo and ``recpo init``, without the repository."""
+"""The wheel in a separate environment: the command, its short demo and ``recpo init``, without the repository."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""One spelling and one word per thing: what the text and the names of the project may not say."""
+"""One spelling and one word per thing: spellings and phrases that text and names must not contain."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""LitServe over the function that ``recpo serve`` runs: same batches, same session, its own transport.
+"""LitServe around the function that ``recpo serve`` runs: the same batches and session, LitServe's own transport.
 
 python benchmarks/peers/litserve_server.py BUNDLE PORT MAX_BATCH
 """

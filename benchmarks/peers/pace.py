@@ -1,4 +1,4 @@
-"""How a contender of ``benchmarks/pretrain.py`` trains: in windows, when it is its turn.
+"""How a contender of ``benchmarks/pretrain.py`` trains: in time windows, in turns.
 
 The parent writes one JSON line per window to the contender's standard input and reads one back from its standard
 output. Between windows the contender waits and uses no processor, so contenders can take turns on a busy machine.

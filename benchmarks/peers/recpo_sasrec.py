@@ -1,4 +1,4 @@
-"""recpo as a contender, on what ``recpo prepare`` wrote.
+"""recpo as a contender, on the output of ``recpo prepare``.
 
 ``--variant`` is one or more of these, joined by ``+``:
 

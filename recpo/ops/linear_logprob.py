@@ -1,9 +1,9 @@
 """Exact log-probabilities of a softmax over a large catalog, in bounded memory.
 
 ``s = h Eᵀ`` are the logits of a state ``h [d]`` over a table ``E [V, d]``. Nothing of size ``[N, V]`` outlives a block
-unless it fits ``KEEP_BYTES``: logits are made block by block (a block fits the cache), reduced, and made again in the
-backward pass. Everything is computed in float32 (float64 for float64 inputs), under autocast too: a log-probability of
--14 in bfloat16 would be wrong by 0.03.
+unless it fits ``KEEP_BYTES``: logits are computed block by block (a block fits the cache), reduced, and computed again
+in the backward pass. Everything is computed in float32 (float64 for float64 inputs), under autocast too: a
+log-probability of -14 in bfloat16 would be wrong by 0.03.
 
 Gradients, with ``p`` the softmax, ``u = Σ_v p_v E_v`` the expected row and ``g`` the incoming gradients of a state's
 log-probabilities: ``dh = Σ_k g_k E[t_k] - (Σ_k g_k) u`` and ``dE = Σ_k g_k h at row t_k, minus (Σ_k g_k) p hᵀ``. ``u``
@@ -41,19 +41,19 @@ def linear_logprob(
     Args:
         states: ``[N, d]``.
         table: ``[V + padding_rows, d]``; its first ``padding_rows`` rows are not in the softmax and get no gradient.
-        targets: rows of the table: ``[N]`` or ``[N, K]``; ``[M]`` with ``state_index``. A padding row is no target.
+        targets: rows of the table: ``[N]`` or ``[N, K]``; ``[M]`` with ``state_index``. A padding row is not a target.
         state_index: ``[M]``, the state of each target; None = target (or row of targets) ``n`` belongs to state ``n``.
         temperature: divides the logits.
         padding_rows: rows of the table before the first item.
-        keep_bytes: a softmax up to this size is kept for the backward pass (faster); above, they are recomputed. The
-            fused kernels keep none.
+        keep_bytes: a softmax up to this size is kept for the backward pass (faster); a larger one is recomputed. The
+            fused kernels always recompute it.
         kernel: "plain", or "fused" Triton kernels for NVIDIA GPUs (``recpo.ops.triton_catalog``).
 
     Returns:
         float32 (float64 for float64 states), of the shape of ``targets``. Differentiable once, in states and table.
 
     Raises:
-        ValueError: shapes that do not fit, or fused kernels where they cannot run.
+        ValueError: shapes that do not fit, or fused kernels that cannot run here.
     """
     _check(states, table, padding_rows)
     passes = catalog_passes(kernel, states, table)

@@ -1,18 +1,17 @@
 """Ranking metrics of top-K lists against sets of held-out items, vectorized over users.
 
-Conventions, the same for every metric
-    * Relevance is binary, but for graded NDCG.
-    * The targets of a user are a set: an item that occurs several times counts once.
-    * A recommended list is best first; id 0 is an empty place and never a hit. An item that a list repeats counts at
+Conventions, the same for every metric * * Relevance is binary, except for graded NDCG. * The targets of a user are a
+    set: an item that occurs several times counts once. * A recommended list is best first; id 0 is an empty place and
+    never a hit. An item that a list repeats counts at
       its first place alone, so that no list has a recall or an NDCG above 1.
-    * A user without targets gets nan: such users are left out of every mean, and counted.
-    * A list shorter than k is a list whose remaining places are empty: Precision@k still divides by k.
-    * NDCG@k divides by the best DCG that this user's targets allow, ``min(k, number of targets)`` items, not k items.
-    * A list is an order: there are no ties in it. Who recommends breaks them (recpo: the smaller id first).
-    * Seen items, where they are excluded from the lists, are to be left out of the targets by the caller: the ideal
-      list then holds only what a list can hold.
-    * Ranks of targets that are not among the first k items are not known: their reciprocal is 0, and the rank itself
-      counts as k + 1.
+    * * A user without targets gets nan: such users are excluded from every mean, and counted.
+    * * In a list shorter than k, the remaining places are empty: Precision@k still divides by k. * * NDCG@k divides by
+    the DCG of the user's ideal list, with ``min(k, number of targets)`` items, not k items.
+    * * A list has no ties. The recommender breaks them (recpo: the smaller id first).
+    * * If past items are excluded from the lists, the caller must remove them from the targets, so that the ideal list
+      only contains items that a list can contain.
+    * * Targets that are not among the first k items have no known rank: its reciprocal is 0, and the rank itself counts
+      as k + 1.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ class RankedHits(NamedTuple):
     """Which places of the lists hold a target.
 
     Attributes:
-        hit: ``[B, K]`` float32, 1 where the list's place holds a target, else 0.
+        hit: ``[B, K]`` float32, 1 if the item at the place is a target, else 0.
         num_targets: ``[B]`` int64, distinct targets of each user.
-        targets: ``[B, P]`` int64, the distinct targets, ascending, with 0 between them where one was repeated or left
-            out.
+        targets: ``[B, P]`` int64, the distinct targets, ascending; repeated and removed ones are 0.
     """
 
     hit: Tensor
@@ -45,7 +43,7 @@ def ranked_hits(item_ids: Tensor, targets: Tensor, mask: Tensor) -> RankedHits:
     """Looks the lists up in the target sets, in ``O(B (P + K) log P + B K log K)`` time.
 
     Args:
-        item_ids: ``[B, K]`` recommended items, best first, 0 = empty place; of a repeated item the first place counts.
+        item_ids: ``[B, K]`` recommended items, best first, 0 = empty place; a repeated item counts at its first place.
         targets: ``[B, P]`` held-out items, in any order, repeats allowed.
         mask: ``[B, P]`` bool, True keeps a target.
     """
@@ -80,7 +78,7 @@ def ndcg(hits: RankedHits, ks: Sequence[int]) -> Tensor:
     """NDCG@k: ``sum_{r<=k} hit_r / log2(r + 1)`` over the same sum of the ideal list. ``[B, len(ks)]``.
 
     The ideal list begins with ``min(k, number of targets)`` hits (Järvelin and Kekäläinen, 2002, with binary gains).
-    With one target that is ``1 / log2(rank + 1)``. Libraries that always divide by k ideal items print less.
+    With one target that is ``1 / log2(rank + 1)``. Libraries that always divide by k ideal items report smaller values.
     """
     longest = max(*ks, hits.hit.shape[1])
     discount = _discount(longest, hits.hit)
@@ -106,7 +104,7 @@ def mean_average_precision(hits: RankedHits, ks: Sequence[int]) -> Tensor:
 
 
 def mean_rank(hits: RankedHits, ks: Sequence[int]) -> Tensor:
-    """Mean rank of the targets, where one that is not among the first k items counts as k + 1. ``[B, len(ks)]``."""
+    """Mean rank of the targets; a target that is not among the first k items counts as k + 1. ``[B, len(ks)]``."""
     rank = torch.arange(1, hits.hit.shape[1] + 1, device=hits.hit.device, dtype=torch.float32)
     cut = hits.hit.new_tensor(ks) + 1
     absent = hits.num_targets[:, None] - _sum_to_k(hits.hit, ks)
@@ -114,10 +112,10 @@ def mean_rank(hits: RankedHits, ks: Sequence[int]) -> Tensor:
 
 
 class GradedHits(NamedTuple):
-    """What the places of the lists are worth.
+    """The gains of the places of the lists.
 
     Attributes:
-        gain: ``[B, K]`` float32, gain of the item at the place, 0 if it is no target.
+        gain: ``[B, K]`` float32, gain of the item at the place, 0 if it is not a target.
         ideal: ``[B, P]`` float32, the gains of the user's distinct targets, descending.
     """
 
@@ -129,9 +127,9 @@ def graded_hits(item_ids: Tensor, targets: Tensor, gains: Tensor) -> GradedHits:
     """Looks up the gains of the lists' items; a target that occurs several times has the largest of its gains.
 
     Args:
-        item_ids: ``[B, K]`` recommended items, best first, 0 = empty place; of a repeated item the first place counts.
+        item_ids: ``[B, K]`` recommended items, best first, 0 = empty place; a repeated item counts at its first place.
         targets: ``[B, P]`` held-out items, in any order, 0 pads.
-        gains: ``[B, P]`` non-negative; a target of gain 0 is none.
+        gains: ``[B, P]`` non-negative; gain 0 = not a target.
     """
     gains = gains.float().masked_fill(targets == 0, 0)
     by_gain = gains.argsort(1, descending=True)
@@ -150,7 +148,7 @@ def graded_hits(item_ids: Tensor, targets: Tensor, gains: Tensor) -> GradedHits:
 def graded_ndcg(hits: GradedHits, ks: Sequence[int]) -> Tensor:
     """gNDCG@k: ``sum_{r<=k} gain_r / log2(r + 1)`` over the same sum of the ideal list. ``[B, len(ks)]``.
 
-    The ideal list holds the user's own targets by descending gain (Järvelin and Kekäläinen, 2002); nan where none has a
+    The ideal list has the user's own targets by descending gain (Järvelin and Kekäläinen, 2002); nan if no target has a
     gain.
     """
     best = _sum_to_k(hits.ideal, ks, _discount(hits.ideal.shape[1], hits.ideal))
@@ -160,9 +158,9 @@ def graded_ndcg(hits: GradedHits, ks: Sequence[int]) -> Tensor:
 def accuracy(positive: RankedHits, disliked: RankedHits, ks: Sequence[int]) -> dict[str, Tensor]:
     """Per-user metrics ``[B]`` at every k, named ``NDCG@10`` and so on.
 
-    Of the positives NDCG, Recall, HitRate, MRR, MAP and Precision. Of the held-out items that the user disliked, for
-    the users who have any: lower is better for ``disliked`` (their share of the k places), ``disliked_hit_rate`` and
-    ``disliked_MRR``; higher is better for ``disliked_rank`` (their mean rank, k + 1 where they are absent).
+    For the positives: NDCG, Recall, HitRate, MRR, MAP and Precision. For the held-out items that the user disliked, if
+    there are any: ``disliked`` (their share of the k places), ``disliked_hit_rate`` and ``disliked_MRR``, for which
+    lower is better, and ``disliked_rank`` (their mean rank, k + 1 if absent), for which higher is better.
     """
     return named(
         ks,
@@ -180,7 +178,7 @@ def accuracy(positive: RankedHits, disliked: RankedHits, ks: Sequence[int]) -> d
 
 
 def accuracy_of_bin(positive: RankedHits, ks: Sequence[int]) -> dict[str, Tensor]:
-    """NDCG, Recall and HitRate ``[B]`` at every k of the targets of one bin of items."""
+    """NDCG, Recall and HitRate ``[B]`` at every k, for the targets of one bin of items."""
     return named(ks, NDCG=ndcg(positive, ks), Recall=recall(positive, ks), HitRate=hit_rate(positive, ks))
 
 

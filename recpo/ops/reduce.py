@@ -15,10 +15,10 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 
 def check_same_shape(**tensors: Tensor | None) -> None:
-    """The first line of every pure function whose arguments must not be broadcast: ``[B, S]`` with ``[S]``, say.
+    """Checks arguments that must not be broadcast, such as ``[B, S]`` with ``[S]``, at the start of a pure function.
 
     Args:
-        tensors: by the name of their argument; None = not given.
+        tensors: tensors by argument name; None = not given.
 
     Raises:
         ValueError: two shapes differ; the message names both arguments and both shapes.
@@ -33,10 +33,10 @@ def check_same_shape(**tensors: Tensor | None) -> None:
 
 
 def zero_masked(values: Tensor, mask: Tensor | None) -> Tensor:
-    """``values`` where kept, 0 elsewhere: a masked entry equals a removed one, even when it holds nan or inf.
+    """``values`` where kept, else 0: a masked entry equals a removed one, even if it is nan or inf.
 
-    No gradient reaches a masked entry. Apply it to the *inputs* of a formula: applied to its result alone, the backward
-    pass would still multiply 0 by the nan inside.
+    No gradient reaches a masked entry. Apply it to the *inputs* of a formula: if it were applied only to the result,
+    the backward pass would still multiply 0 by the nan inside.
 
     Args:
         values: any shape.
@@ -54,7 +54,7 @@ def zero_masked(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def over_tokens(values: Tensor, logp: Tensor) -> Tensor:
-    """Gives ``values`` the shape of ``logp``: broadcast over the token axis where it has none.
+    """Gives ``values`` the shape of ``logp``: broadcasts over the token axis if ``values`` has none.
 
     Args:
         values: ``[..., T]`` or ``[...]``.
@@ -74,13 +74,13 @@ def over_tokens(values: Tensor, logp: Tensor) -> Tensor:
 
 
 def denominator(mask: Tensor, mode: Aggregation = "token-mean") -> Tensor:
-    """What a batch adds to the denominator of its optimizer step.
+    """The contribution of a batch to the denominator of its optimizer step.
 
     Kept tokens for ``token-mean``, non-empty sequences otherwise.
 
     Args:
         mask: ``[..., T]``.
-        mode: the aggregation that it belongs to.
+        mode: the aggregation mode.
 
     Returns:
         A scalar int64 tensor; sums of it over micro-batches and ranks are exact.
@@ -108,16 +108,16 @@ def aggregate(
     Half-precision values are summed in float32.
 
     Args:
-        values: ``[..., T]``; masked entries may hold anything.
+        values: ``[..., T]``; masked entries may have any value.
         mask: shape of ``values``; True keeps.
         mode: see above.
-        count: the denominator of the whole optimizer step where this batch is only a part of it (the sum of
-            ``denominator`` over its parts); None = this batch is the whole step. With it, the sum of the parts equals
-            the value of the whole.
+        count: the denominator of the whole optimizer step, if this batch is only a part of it (the sum of
+            ``denominator`` over its parts); None = this batch is the whole step. With it, the sum over the parts equals
+            the value of the whole step.
         length: the constant of ``seq-mean-token-sum-norm``; None = the size of the token axis.
 
     Returns:
-        A scalar; 0 with zero gradients where nothing is kept.
+        A scalar; 0 with zero gradients if nothing is kept.
 
     Raises:
         ValueError: unknown mode, or a mask of another shape (which would silently broadcast into a wrong average).

@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
     """The sizes on every rank.
 
     Attributes:
-        bounds: ``ranks + 1`` row indices: rank r holds ``bounds[r]`` to ``bounds[r + 1]``.
+        bounds: ``ranks + 1`` row indices: rank r has rows ``bounds[r]`` to ``bounds[r + 1]``.
         counts: for each requested count, one list over the ranks.
     """
 
@@ -100,10 +100,10 @@ def gather_rows(values: Tensor, counts: list[int], group: dist.ProcessGroup | No
 
 
 def start_sum_of_rows(values: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
-    """Starts to sum ``values [sum of counts, ...]`` over the ranks; each gets back the rows that are its own.
+    """Starts to sum ``values [sum of counts, ...]`` over the ranks. Each rank receives its own rows of the sum.
 
     Returns:
-        Waits for the sum and gives it, ``[counts[rank], ...]``.
+        A function that waits for the sum and returns it, ``[counts[rank], ...]``.
     """
     largest = max(counts)
     if min(counts) < largest:

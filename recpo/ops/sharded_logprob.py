@@ -1,21 +1,21 @@
-"""The exact softmax over a catalog whose table is cut into row blocks over ranks (``linear_logprob`` over many).
+"""The exact softmax over a catalog whose table is divided into row blocks over ranks (``linear_logprob`` over ranks).
 
-Each rank has states and targets of its own and gets their log-probabilities. The states of all ranks go to every rank,
-each makes one pass over its own rows (``kernels``), and what is left to exchange has no catalog in it: with
-``lse_r [N]`` the log-sum-exp over the rows of rank r, ``lse = log Σ_r exp(lse_r)`` and the scores of the targets, known
-to the rank that holds them, are all-reduced. Backward, the incoming gradients go to every rank, each has the gradient
-of its own rows to itself, and ``dh = Σ_k g_k E[t_k] - (Σ_k g_k) Σ_r exp(lse_r - lse) u_r`` is reduced to the rank of
-its state, ``u_r`` being the expected row within the rows of rank r.
+Each rank has its own states and targets, and gets their log-probabilities. The states of all ranks go to every rank,
+and each makes one pass over its own rows (``kernels``). The remaining exchange does not depend on the size of the
+catalog: ``lse = log Σ_r exp(lse_r)``, with ``lse_r [N]`` the log-sum-exp over the rows of rank r, and the scores of the
+targets, which the ranks with their rows know, are all-reduced. In the backward pass, the incoming gradients go to every
+rank, each computes the gradient of its own rows, and ``dh = Σ_k g_k E[t_k] - (Σ_k g_k) Σ_r exp(lse_r - lse) u_r`` is
+reduced to the rank of its state, where ``u_r`` is the expected row within the rows of rank r.
 
-With ΣN states and ΣM targets on all ranks a step exchanges ``[ΣN, d]`` twice (all-gather, reduce-scatter) and a few
-times ``[ΣN]`` and ``[ΣM]`` numbers, however large the catalog is.
+With ΣN states and ΣM targets on all ranks, a step exchanges ``[ΣN, d]`` twice (all-gather, reduce-scatter), and
+``[ΣN]`` and ``[ΣM]`` numbers a few times, for any size of the catalog.
 
-Gradients are those that ``DistributedDataParallel`` would leave, the mean over the ranks of the gradients of each
-rank's own loss: those of ``rows`` are divided by the number of ranks here; those of ``states`` are not, because the
-parameters behind them are averaged by DDP.
+Gradients are those of ``DistributedDataParallel``, the mean over the ranks of the gradients of each rank's own loss:
+those of ``rows`` are divided by the number of ranks here; those of ``states`` are not, because DDP averages the
+parameters behind them.
 
 Every function is a collective, in its forward and its backward pass: all ranks call it, with the same arguments
-needing gradients, and all run the backward pass, also where they have no states.
+requiring gradients, and all run the backward pass, even without states.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def sharded_logprob(
     temperature: float = 1.0,
     kernel: CatalogKernel = "plain",
 ) -> Tensor:
-    """``log softmax(states tableᵀ / temperature)`` at ``targets``, the table being cut over the ranks.
+    """``log softmax(states tableᵀ / temperature)`` at ``targets``, for a table that is divided over the ranks.
 
     Args:
-        states: ``[N, d]`` of this rank; N may differ between ranks, and be 0.
+        states: ``[N, d]`` of this rank; N may differ between ranks and may be 0.
         shard: this rank's rows of the table.
         targets: row numbers in the whole table: ``[N]`` or ``[N, K]``; ``[M]`` with ``state_index``.
         state_index: ``[M]``, the state of each target; None = target (or row of targets) ``n`` belongs to state ``n``.
@@ -57,8 +57,8 @@ def sharded_logprob(
         float32 (float64 for float64 states), of the shape of ``targets``. Differentiable once, in states and rows.
 
     Raises:
-        ValueError: shapes that do not fit, blocks that do not make up a table, or fused kernels where they cannot run.
-        IndexError: on all ranks, if one has a target outside of the table or of a state that is not there.
+        ValueError: shapes that do not fit, blocks that do not form a table, or fused kernels that cannot run here.
+        IndexError: on all ranks, if one has a target outside the table or of a state that does not exist.
     """
     _check(states, shard)
     index = state_of_targets(states, targets, state_index)
@@ -80,17 +80,17 @@ def sharded_entropy(
 
 
 def sharded_lookup(ids: Tensor, shard: RowShard) -> Tensor:
-    """Rows of a table that is cut over the ranks: each id goes to its owner once, its row comes back.
+    """Rows of a table that is divided over the ranks: each id goes to its owner once, and its row comes back.
 
     Args:
-        ids: row numbers ``[...]`` in the whole table; the shape may differ between ranks, and be empty.
+        ids: row numbers ``[...]`` in the whole table; the shape may differ between ranks and may be empty.
         shard: this rank's rows of the table.
 
     Returns:
         ``[..., d]``; zero, without gradient, for id 0. The gradient of the rows is dense.
 
     Raises:
-        IndexError: on all ranks, if one has an id outside of the table.
+        IndexError: on all ranks, if one has an id outside the table.
     """
     return _ShardedLookup.apply(shard.rows, ids, shard)
 
@@ -105,7 +105,7 @@ def _check(states: Tensor, shard: RowShard) -> None:
 
 
 def _faults(ids: Tensor, stop: int) -> Tensor:
-    """How many ids are not in ``[0, stop)``."""
+    """Number of ids that are not in ``[0, stop)``."""
     return ((ids < 0) | (ids >= stop)).sum()
 
 
@@ -156,7 +156,7 @@ class _ShardedLogProb(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             partial = sums.expected_row * -per_state[:, None]
             partial += sum_rows(rows[row_of_held] * of_held, state_of_held, len(everyone))
-            # on its way while the gradient of the rows is made
+            # reduced while the gradient of the rows is computed
             grad_states = start_sum_of_rows(partial, ctx.num_states, shard.group)
         if ctx.needs_input_grad[1]:
             grad_rows = sum_rows(everyone[state_of_held] * (of_held / shard.ranks), row_of_held, len(rows))
@@ -211,7 +211,7 @@ class _ShardedLookup(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, ids: Tensor, shard: RowShard) -> Tensor:
         bounds, _ = common_sizes(shard, faults=_faults(ids, shard.num_rows))
         distinct, place = ids.unique(return_inverse=True)
-        # sorted, so those of one owner stand together
+        # sorted, so ids of one owner are adjacent
         to_owner = torch.searchsorted(distinct, torch.tensor(bounds, device=ids.device, dtype=ids.dtype)).diff()
         from_asker = torch.empty_like(to_owner)
         dist.all_to_all_single(from_asker, to_owner, group=shard.group)

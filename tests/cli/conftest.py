@@ -1,4 +1,4 @@
-"""One small road for the tests of the verbs: a simulated log, prepared data, two short runs and a bundle."""
+"""Shared fixtures of the verbs' tests: a simulated log, prepared data, two short runs and a bundle."""
 
 from __future__ import annotations
 

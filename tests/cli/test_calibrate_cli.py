@@ -1,4 +1,4 @@
-"""The road of a learned reward in processes of its own: train, calibrate, use."""
+"""A learned reward in separate processes: train, calibrate, use."""
 
 import json
 import subprocess

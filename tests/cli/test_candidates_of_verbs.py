@@ -1,4 +1,4 @@
-"""What did not exist when lists were made is in no list that `recpo tilt` and `recpo calibrate` go by."""
+"""`recpo tilt` and `recpo calibrate` list no item that did not exist when the lists were made."""
 
 from functools import partial
 

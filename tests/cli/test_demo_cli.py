@@ -1,4 +1,4 @@
-"""The demo, in a hurry: every verb of the road in one process."""
+"""A short demo: every verb in one process."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""recpo evaluate on a small simulated log: the directory that it writes, what it prints, and what it refuses."""
+"""recpo evaluate on a small simulated log: its directory, its output, and its errors."""
 
 from __future__ import annotations
 

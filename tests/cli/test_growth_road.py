@@ -1,4 +1,4 @@
-"""A night from the command line, on a world that lives: extend, go on training, evaluate, export, refresh."""
+"""A nightly update from the command line, in a living world: extend, continue training, evaluate, export, refresh."""
 
 import json
 import subprocess

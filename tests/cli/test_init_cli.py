@@ -1,4 +1,4 @@
-"""``recpo init`` on logs of many shapes: what it recognizes, what it asks, and that what it writes runs."""
+"""``recpo init`` on logs of many formats: its findings and questions, and that its configurations run."""
 
 from __future__ import annotations
 

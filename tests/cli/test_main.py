@@ -1,4 +1,4 @@
-"""What every verb owes its caller: exit statuses, one message instead of a traceback, and text printed as it is."""
+"""Common behavior of all verbs: exit statuses, one message instead of a traceback, and literal text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`recpo plan`: what a run needs, printed and as JSON; what does not fit is printed first and refused then."""
+"""`recpo plan`: the needs of a run, printed and as JSON. If a run does not fit, they are printed before the error."""
 
 import json
 import subprocess

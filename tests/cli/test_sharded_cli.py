@@ -1,4 +1,4 @@
-"""A sharded run from the command line: a rank dies, the run goes on with other ranks, and its policy is served."""
+"""A sharded run from the command line: a rank dies, the run continues with other ranks, and its policy is served."""
 
 import json
 import os

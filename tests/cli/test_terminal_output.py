@@ -1,4 +1,4 @@
-"""How every verb ends: what it wrote, the command that comes next, nothing with --quiet, one document with --json."""
+"""The last lines of every verb: written files, next command; nothing with --quiet, one document with --json."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The verb ``tilt`` on a small log: what it chooses, and a run that needs neither the base nor the factors."""
+"""The verb ``tilt`` on a small log: its choice of beta, and a run that needs neither the base nor the factors."""
 
 from __future__ import annotations
 

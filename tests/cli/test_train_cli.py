@@ -1,4 +1,4 @@
-"""`recpo train` as a user runs it: refusals, and a killed run that ends like one that was not."""
+"""`recpo train` as a user runs it: errors, and a killed run that ends like an uninterrupted one."""
 
 import signal
 import subprocess

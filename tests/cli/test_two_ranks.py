@@ -1,4 +1,4 @@
-"""Two gloo ranks do what one process does with twice the batch."""
+"""Two gloo ranks are equivalent to one process with twice the batch size."""
 
 import subprocess
 import sys

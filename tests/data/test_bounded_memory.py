@@ -1,4 +1,4 @@
-"""Training data larger than memory: what a process holds does not grow with the number of shards."""
+"""Training data larger than memory: the memory of a process does not grow with the number of shards."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""CSV files: types by the whole file, faults with row and value, gzip, encodings."""
+"""CSV files: types from the whole file, faults with row and value, gzip, encodings."""
 
 import gzip
 

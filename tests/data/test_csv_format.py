@@ -1,4 +1,4 @@
-"""Text files with other delimiters, and without a line of names."""
+"""Text files with other delimiters, and without a header line."""
 
 import pyarrow.parquet as pq
 import pytest

@@ -1,4 +1,4 @@
-"""The data module: one order per epoch whatever the workers, ranks and resumes; held-out users without the future."""
+"""The data module: the same order for any workers, ranks and resumes; held-out users without future events."""
 
 import numpy as np
 import pyarrow as pa

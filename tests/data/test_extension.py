@@ -1,4 +1,4 @@
-"""Extending day by day equals preparing the whole log, and reads nothing that it need not."""
+"""Extending day by day equals preparing the whole log, and does not read train shards."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Feature tables, behaviors and context of a log: what ``recpo prepare`` fits, writes and refuses."""
+"""Feature tables, behaviors and context of a log: what ``recpo prepare`` fits, writes and rejects."""
 
 import json
 import shutil

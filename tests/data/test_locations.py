@@ -1,4 +1,4 @@
-"""Logs and prepared directories behind an address: the same content, whole or not at all."""
+"""Logs and prepared directories in an object store: the same content, complete or not at all."""
 
 import hashlib
 import pickle

@@ -1,4 +1,4 @@
-"""The expressions of preparation know nothing of DuckDB: they compile for Spark as they are."""
+"""The expressions of preparation do not depend on DuckDB: the same ones compile for Spark."""
 
 import ibis
 import pytest

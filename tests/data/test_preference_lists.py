@@ -1,4 +1,4 @@
-"""Preference lists: what is rejected comes from where it should, is never liked, and is a function of its row."""
+"""Preference lists: rejected items come from their sources, are never liked items, and depend only on their row."""
 
 from dataclasses import replace
 

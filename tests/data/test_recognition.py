@@ -1,4 +1,4 @@
-"""Columns, units and presets out of names and values: pure functions over the facts of columns."""
+"""Columns, units and presets from names and values: pure functions over the facts about columns."""
 
 import pyarrow as pa
 import pytest

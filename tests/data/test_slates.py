@@ -1,4 +1,4 @@
-"""Layouts and batches: every event is scored once, and nothing later is ever visible."""
+"""Layouts and batches: every event is scored once, and no later event is visible."""
 
 import numpy as np
 import pytest

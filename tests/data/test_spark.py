@@ -1,4 +1,4 @@
-"""Spark prepares what DuckDB prepares, to the byte."""
+"""Spark and DuckDB prepare the same bytes."""
 
 import hashlib
 import shutil

@@ -1,4 +1,4 @@
-"""What could be listed when: candidates of a period, new items, ages; and a world that lives, evaluated end to end."""
+"""Candidates of a period, new items, and ages; and a living world, evaluated end to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NDCG and value may rank differently: when that is said, and by which value."""
+"""NDCG and value may rank differently: when a warning appears, and which value it uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What evaluate reads beside the held-out events: item features and training logs."""
+"""Inputs of evaluate besides the held-out events: item features and training logs."""
 
 from __future__ import annotations
 

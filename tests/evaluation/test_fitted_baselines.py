@@ -1,4 +1,4 @@
-"""Baselines that are fitted: what they recommend and score, and that they are fitted once."""
+"""Fitted baselines: their recommendations and scores, and that they are fitted once."""
 
 from __future__ import annotations
 

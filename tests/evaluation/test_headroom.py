@@ -1,4 +1,4 @@
-"""The oracle of a simulated log, and what share of its lead a contender has."""
+"""The oracle of a simulated log, and each contender's share of its gain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recommendations of other systems as contenders: whatever order they come in, and whatever is wrong with them."""
+"""Recommendations of other systems as contenders: in any order, and with any fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Re-ranked contenders: the lists of a run, a bundle or factors with slates that were chosen as a whole."""
+"""Re-ranked contenders: the lists of a run, a bundle or factors, with slates that are chosen as a whole."""
 
 import subprocess
 import sys

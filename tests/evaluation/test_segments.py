@@ -1,4 +1,4 @@
-"""Segments, and the pass as a whole: the same numbers however the users are cut into batches."""
+"""Segments, and the complete pass: the same numbers for any division of the users into batches."""
 
 from __future__ import annotations
 

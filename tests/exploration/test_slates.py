@@ -1,4 +1,4 @@
-"""Slates: what is drawn, how often, and that values estimated with the propensities are unbiased."""
+"""Slates: which are drawn, how often, and that values estimated with their propensities are unbiased."""
 
 from itertools import permutations
 

@@ -1,4 +1,4 @@
-"""Normal equations, bounds and what is chosen on the validation period, in small numbers; no log is fitted here."""
+"""Normal equations, bounds, and selection on the validation period, in small examples without a log."""
 
 import math
 from dataclasses import dataclass

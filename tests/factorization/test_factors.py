@@ -1,4 +1,4 @@
-"""The fitted model as an object and as a directory: what it predicts, recommends, and refuses to read."""
+"""The fitted model as an object and as a directory: predictions, recommendations, and errors of reading."""
 
 import json
 from dataclasses import replace

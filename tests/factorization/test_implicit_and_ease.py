@@ -1,4 +1,4 @@
-"""Implicit ALS and EASE against dense NumPy, their fold-in, their files, and what of a history they read."""
+"""Implicit ALS and EASE against dense NumPy, their fold-in, their files, and the part of a history that they read."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Vocabularies: what codes mean, for any values, and that the order of rows says nothing."""
+"""Vocabularies: the meaning of codes, for any values and any order of rows."""
 
 from collections import Counter
 

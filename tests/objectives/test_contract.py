@@ -1,4 +1,4 @@
-"""What every objective must satisfy. A new objective is found by itself, with every option of its fields.
+"""The contract of every objective. New objectives are found automatically, with every option of their fields.
 
 The instances: each concrete ``Objective`` of ``recpo.objectives`` at its defaults, and one more per choice of a
 ``Literal`` field, per flipped bool and per weight (``*_coef``) switched on or off.

@@ -1,4 +1,4 @@
-"""Defaults are those of the law, bounds belong to the side that the docstring says, metrics are exact.
+"""Defaults are the specified ones, bounds belong to the side that the docstring states, metrics are exact.
 
 Every test here fails for a mutant that other tests let live (`python tests/mutation.py recpo/objectives`).
 """

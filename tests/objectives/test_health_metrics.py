@@ -1,4 +1,4 @@
-"""The health metrics on inputs whose answers are known."""
+"""The health metrics on inputs with known results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages of single tokens, the gate before them, and the objectives that take them."""
+"""Advantages of single tokens, the gate before them, and the objectives that use them."""
 
 from __future__ import annotations
 

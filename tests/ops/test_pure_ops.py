@@ -1,4 +1,4 @@
-"""What the small pure functions refuse, and their behavior at the edges."""
+"""Errors and edge cases of the small pure functions."""
 
 from __future__ import annotations
 

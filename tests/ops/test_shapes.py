@@ -1,4 +1,4 @@
-"""No public function of ops and objectives broadcasts what a caller gave in the wrong shape: it names both shapes."""
+"""No public function of ops and objectives broadcasts arguments of a wrong shape; the error names both shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmax and lookups over a table cut over ranks, against the whole table: values and gradients, also of no rows."""
+"""Softmax and lookups over a sharded table against the whole table: values and gradients, also without rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy as a distribution: normalized, causal, blind to padding, and the same by every road."""
+"""The policy as a distribution: normalized, causal, independent of padding, and equal on every code path."""
 
 from __future__ import annotations
 

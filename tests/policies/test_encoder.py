@@ -1,4 +1,4 @@
-"""The history encoder: profiles and fold-ins of all events, and blocks that read the recent ones only."""
+"""The history encoder: profiles and fold-ins of all events, and blocks that only read recent events."""
 
 import pytest
 import torch

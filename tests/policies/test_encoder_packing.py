@@ -1,4 +1,4 @@
-"""Skipping the padding changes nothing but the time."""
+"""Skipping the padding only changes the time."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The encoder of features against a loop over items and features in NumPy."""
+"""The feature encoder against a NumPy loop over items and features."""
 
 from __future__ import annotations
 

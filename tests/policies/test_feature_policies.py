@@ -1,4 +1,4 @@
-"""Policies that read features: both families, every normalizer, and what is the same without them."""
+"""Policies that read features: both families, every normalizer, and equality without features."""
 
 from __future__ import annotations
 

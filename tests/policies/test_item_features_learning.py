@@ -1,4 +1,4 @@
-"""Items that training never showed: their features put them where they belong, and ids alone cannot."""
+"""Items without training events: features rank them well, ids alone cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables that are made without memory: whoever fills a part of one gets what all others get."""
+"""Tables that are initialized lazily: every part of a table has the same values, whichever process fills it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws from the catalog softmax: frequencies, log-probabilities, laws in closed form; in one block and in many."""
+"""Draws from the catalog softmax: frequencies, log-probabilities, closed-form distributions; in one or many blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generating policy as a distribution: normalized over the trie, causal, and the same by every road."""
+"""The generating policy as a distribution: normalized over the trie, causal, and equal on every code path."""
 
 from __future__ import annotations
 

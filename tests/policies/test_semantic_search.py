@@ -1,4 +1,4 @@
-"""Beam search and sampling code by code, with a decoder whose probabilities are all known."""
+"""Beam search and sampling code by code, with a decoder whose probabilities are known."""
 
 from __future__ import annotations
 

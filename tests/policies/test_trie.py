@@ -1,4 +1,4 @@
-"""The flat trie against a dictionary, its refusals and its size."""
+"""The flat trie against a dictionary, its errors and its size."""
 
 from __future__ import annotations
 

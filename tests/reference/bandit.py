@@ -1,4 +1,4 @@
-"""A contextual bandit of which everything is known: contexts, expected rewards, the logging and the target policy."""
+"""A contextual bandit with known contexts, expected rewards, logging policy and target policy."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Slow, independent versions of what the tokenizer does: loops over items, NumPy only, nothing of recpo."""
+"""Slow, independent versions of the tokenizer's steps: loops over items, NumPy only, without recpo."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A trie as a dictionary of dictionaries, and everything a search finds by walking it: loops, nothing of recpo."""
+"""A trie as a dictionary of dictionaries, and searches as walks over it: loops, without recpo."""
 
 import itertools
 import math

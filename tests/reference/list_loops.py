@@ -1,4 +1,4 @@
-"""What lists are like, as loops over one user at a time; vectors, tags and counts are dictionaries by item."""
+"""Properties of lists as loops over one user at a time; vectors, tags and counts are dictionaries by item."""
 
 import math
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""The losses once more, one scalar at a time in plain Python, straight from the papers' formulas.
+"""The losses, one scalar at a time in plain Python, directly from the papers' formulas.
 
 Every per-token function returns ``(loss, weight)``: the value and the derivative with respect to ``logp`` (all
 stop-gradients honored). Nothing here knows torch or recpo.

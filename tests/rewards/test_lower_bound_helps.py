@@ -1,4 +1,4 @@
-"""In a small world (four events per item) the lower bound of a factor reward is worth something, in true value."""
+"""In a small world (four events per item), the lower bound of a factor reward improves the true value."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Rewards of candidates: against loops, at their edges, and by their bare names in YAML."""
+"""Rewards of candidates: against loops, edge cases, and their short names in YAML."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Kills, and takes the disk away from, every verb at its n-th file-system operation, and looks at what is left.
+"""Kills every verb, or fills its disk, at its n-th file-system operation, and checks what is left.
 
 ::
 

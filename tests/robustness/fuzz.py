@@ -1,4 +1,4 @@
-"""Mutates every file that recpo reads, and asks its reader.
+"""Mutates every file that recpo reads, and runs its reader.
 
 ::
 

@@ -1,4 +1,4 @@
-"""A sample of ``crashes.py``: verbs that are killed, and whose disk is full, at some of their operations."""
+"""A sample of ``crashes.py``: verbs that are killed, or whose disk is full, at some of their operations."""
 
 import os
 import shutil

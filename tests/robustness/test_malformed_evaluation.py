@@ -1,4 +1,4 @@
-"""No malformed input of evaluate and calibrate ends in a traceback or costs what lies where the output would go."""
+"""No malformed input of evaluate and calibrate ends in a traceback or damages existing outputs."""
 
 from __future__ import annotations
 

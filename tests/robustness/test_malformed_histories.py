@@ -1,4 +1,4 @@
-"""Whatever a caller hands over as histories: an answer whose counts add up, or one message; never a traceback."""
+"""Any input as histories gives a result whose counts add up, or one message; never a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Malformed logs through the real ``recpo prepare``: done or one message, never a traceback, nothing half-written."""
+"""Malformed logs through the real ``recpo prepare``: success or one message, no traceback, no partial output."""
 
 import datetime as dt
 import decimal

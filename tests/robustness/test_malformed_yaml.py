@@ -1,4 +1,4 @@
-"""Configuration files that are no YAML, or YAML that PyYAML itself does not stand: one message, no traceback."""
+"""Configuration files that are not YAML, or YAML that breaks PyYAML itself: one message, no traceback."""
 
 import pytest
 from hypothesis import given

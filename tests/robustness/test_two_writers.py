@@ -1,4 +1,4 @@
-"""Two commands write the same output at the same time: one does, the other one says that it cannot."""
+"""Two commands write the same output at the same time: one succeeds, the other one reports an error."""
 
 import signal
 import subprocess

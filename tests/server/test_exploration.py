@@ -1,4 +1,4 @@
-"""Slates that are drawn: what is logged is the probability with which it happened."""
+"""Drawn slates: the logged propensity is the probability of the draw."""
 
 from __future__ import annotations
 

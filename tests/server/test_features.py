@@ -1,4 +1,4 @@
-"""Users, requests and behaviors in the JSON of a server, and in its log."""
+"""User features, request features and behaviors in the server's JSON, and in its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``allow`` and ``deny`` in the JSON of a server: nothing that is filtered is listed, drawn or re-ranked."""
+"""``allow`` and ``deny`` in the server's JSON: filtered items are not listed, drawn or re-ranked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is sent, no answer is a fault of the server."""
+"""No request, however malformed, causes a server error."""
 
 from __future__ import annotations
 

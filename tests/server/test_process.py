@@ -1,4 +1,4 @@
-"""The server as a process: started, asked, swapped, stopped and killed."""
+"""The server as a process: started, queried, swapped, stopped and killed."""
 
 from __future__ import annotations
 

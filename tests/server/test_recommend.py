@@ -1,4 +1,4 @@
-"""POST /v1/recommend: what the bundle says, whoever else asks at the same time."""
+"""POST /v1/recommend: the bundle's lists, independent of other requests at the same time."""
 
 from __future__ import annotations
 

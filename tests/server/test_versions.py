@@ -1,4 +1,4 @@
-"""Golden requests, swap and rollback: no bundle serves that has not proved itself, and no request is lost."""
+"""Golden requests, swap and rollback: only verified bundles serve, and no request is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bundles of policies that read users, requests and behaviors: both engines are the policy, from raw values on."""
+"""Bundles of policies that read user features, request features and behaviors: both engines equal the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raw behaviors, features of users and context at serving become what batches of the same events hold."""
+"""Raw behaviors, user features and context give the same inputs in serving as in batches of the same events."""
 
 import numpy as np
 import pyarrow as pa

@@ -1,4 +1,4 @@
-"""Lists under ``allow`` and ``deny`` are the whole ranking without what may not be listed."""
+"""Lists with ``allow`` and ``deny`` are the full ranking without the filtered items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From raw events to what a policy reads: order, levels, padding, counts and refusals."""
+"""From raw events to a policy's inputs: order, levels, padding, counts and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The approximate index of a bundle: exact scores, no excluded item, the same list whoever else is asked for."""
+"""The approximate index of a bundle: exact scores, no excluded item, lists independent of other users in the batch."""
 
 from __future__ import annotations
 

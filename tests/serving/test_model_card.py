@@ -1,4 +1,4 @@
-"""The model card: numbers of the manifests and nothing else, whatever text they hold, and a checksum of its own."""
+"""The model card: only numbers of the manifests, escaped text, and its own checksum."""
 
 import json
 from dataclasses import replace

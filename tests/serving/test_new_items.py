@@ -1,4 +1,4 @@
-"""A bundle takes items that it does not know, by their features: it equals one that was exported with all of them."""
+"""A bundle with new items from features equals a bundle that was exported with all items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program elsewhere: a repository for Triton, execution providers."""
+"""The program in other runtimes: a Triton repository, execution providers."""
 
 from __future__ import annotations
 

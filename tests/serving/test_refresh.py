@@ -1,4 +1,4 @@
-"""A bundle with the candidates of today, out of one that stands."""
+"""Updating the candidates of an existing bundle."""
 
 import numpy as np
 import pandas as pd

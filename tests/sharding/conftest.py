@@ -1,4 +1,4 @@
-"""Groups of processes that the files here share: importing torchrec takes each of them seconds."""
+"""Process groups that the files here share, because importing torchrec takes seconds per process."""
 
 import os
 import tempfile

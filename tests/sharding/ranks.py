@@ -1,4 +1,4 @@
-"""Processes of a group that run functions of the tests: started once, for as many functions as a test file has.
+"""Processes of a group that run test functions: started once per test file.
 
     @pytest.fixture(scope="module")
     def ranks():

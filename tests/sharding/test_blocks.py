@@ -1,4 +1,4 @@
-"""Tables in blocks: described as one tensor, and moved from any cut to any other."""
+"""Tables in blocks: described as one tensor, and moved between any two divisions."""
 
 from __future__ import annotations
 

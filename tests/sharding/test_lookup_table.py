@@ -1,4 +1,4 @@
-"""A table cut over ranks, looked up in: what it gives and what it learns, against the whole table on one process."""
+"""Lookups in a sharded table: values and gradients, against the whole table on one process."""
 
 from __future__ import annotations
 

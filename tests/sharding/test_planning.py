@@ -1,4 +1,4 @@
-"""Plans of torchrec's planner: what lies where, what fits, and that every rank hears of a fault."""
+"""Plans of torchrec's planner: placement, memory limits, and that every rank receives an error."""
 
 from __future__ import annotations
 

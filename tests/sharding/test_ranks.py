@@ -1,4 +1,4 @@
-"""The processes that tests start: their errors, their time, and that they go on."""
+"""The processes that tests start: errors, timeouts, and that they continue afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A table cut into rows that an exact softmax runs over, against the whole table on one process."""
+"""An exact softmax over a row-sharded table, against the whole table on one process."""
 
 from __future__ import annotations
 

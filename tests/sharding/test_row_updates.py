@@ -1,4 +1,4 @@
-"""How rows move: by loops over weights, by the optimizers of torch, and by the fused kernels of FBGEMM."""
+"""Updates of table rows: against loops over weights, torch's optimizers, and FBGEMM's fused kernels."""
 
 from __future__ import annotations
 

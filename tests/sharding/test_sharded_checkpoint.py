@@ -1,4 +1,4 @@
-"""Checkpoints of sharded tables: any number of ranks in any layout reads them, whole or not at all."""
+"""Checkpoints of sharded tables: any number of ranks in any layout reads them, completely or not at all."""
 
 from __future__ import annotations
 

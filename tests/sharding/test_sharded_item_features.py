@@ -1,4 +1,4 @@
-"""Item features beside sharded id rows: every rank encodes what it needs, and all have the gradients of one process."""
+"""Item features with sharded id rows: every rank encodes the items it needs; gradients equal those of one process."""
 
 from __future__ import annotations
 

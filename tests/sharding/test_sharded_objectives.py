@@ -1,4 +1,4 @@
-"""What trains beside the policy, and mixed precision, over ranks: as on one."""
+"""Critics and other trained modules, and mixed precision: several ranks equal one."""
 
 from __future__ import annotations
 

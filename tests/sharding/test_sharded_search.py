@@ -1,4 +1,4 @@
-"""Lists and draws from a table cut over ranks, against those from the whole table."""
+"""Lists and draws from a sharded table, against those from the whole table."""
 
 from __future__ import annotations
 

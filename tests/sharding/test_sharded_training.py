@@ -1,4 +1,4 @@
-"""Any number of ranks trains what one process trains, whatever is sharded how and stepped by what."""
+"""Training on any number of ranks equals training on one process, for every sharding and optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sharded run cannot do is said before it trains, once, on every rank."""
+"""Unsupported options of a sharded run raise before training, once, on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A world that lives: births, fading, drift and side information are what its parameters say."""
+"""A living world: births, fading, drift and side information follow its parameters."""
 
 import numpy as np
 import pandas as pd

@@ -1,4 +1,4 @@
-"""Days that a policy serves, by a policy of a few lines that the tests can follow."""
+"""Days that a policy serves, with a simple policy that the tests can follow."""
 
 from __future__ import annotations
 

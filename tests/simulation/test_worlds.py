@@ -1,4 +1,4 @@
-"""Named worlds: what their presets say is what holds in them."""
+"""Named worlds: each has the properties of its preset."""
 
 import json
 

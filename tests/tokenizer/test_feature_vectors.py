@@ -1,4 +1,4 @@
-"""Codes from the vectors of the table of items: known items keep theirs, new ones get those of their vectors."""
+"""Codes from vectors in the item table: known items keep their codes, new items get codes from their vectors."""
 
 import json
 

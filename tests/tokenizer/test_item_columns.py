@@ -1,4 +1,4 @@
-"""Vectors and codes from files in every layout that people have, and the faults of such files."""
+"""Vectors and codes from files in all common layouts, and faults in such files."""
 
 import numpy as np
 import pyarrow as pa

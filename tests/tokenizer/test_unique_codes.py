@@ -1,4 +1,4 @@
-"""No two items share a tuple, nobody moves without need, capacities hold."""
+"""No two items share a tuple, no item moves without need, and capacities are kept."""
 
 import numpy as np
 import pytest

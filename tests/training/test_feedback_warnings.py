@@ -1,4 +1,4 @@
-"""What training says of feedback that the log hardly has."""
+"""Warnings of training about feedback that the log rarely has."""
 
 import pytest
 

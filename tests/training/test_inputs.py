@@ -1,4 +1,4 @@
-"""What the module computes for an objective: only what is asked for, from the right network, resumed exactly."""
+"""Inputs that the module computes for an objective: only requested ones, from the right network, resumed exactly."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Training killed anywhere and resumed ends with the weights of a run that was not, bit for bit.
+"""Training that is killed anywhere and resumed ends with the weights of an uninterrupted run, bit for bit.
 
 A kill is an exception that nobody handles: nothing is written after it. ``test_train_cli.py`` has a real one.
 """

@@ -1,4 +1,4 @@
-"""A reward model from `recpo train` to a reward: trained, calibrated, recomputed by hand, held against the truth."""
+"""A reward model from `recpo train` to a reward: trained, calibrated, recomputed by hand, compared with the truth."""
 
 import json
 import shutil

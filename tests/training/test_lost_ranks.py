@@ -1,4 +1,4 @@
-"""A rank that dies: rank 0 says so with status 1 where Lightning's own watch would kill it without a word."""
+"""A rank dies: rank 0 ends with status 1 and a message; Lightning's own monitor would kill it without one."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The module: exact denominators, exact resume, plain checkpoints, clear refusals."""
+"""The module: exact denominators, exact resume, plain checkpoints, clear errors."""
 
 from dataclasses import dataclass
 

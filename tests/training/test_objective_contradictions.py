@@ -1,4 +1,4 @@
-"""What an objective reads its candidates and old policy for, and what the options give it."""
+"""Objectives whose inputs (candidates, old policy) contradict the options."""
 
 import pytest
 

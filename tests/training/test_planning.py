@@ -1,4 +1,4 @@
-"""A step reads no value of a tensor: it runs on the meta device, where tensors have none."""
+"""A step does not read tensor values: it runs on the meta device, whose tensors have none."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""What a run says of itself where there is no terminal."""
+"""Progress messages of a run without a terminal."""
 
 import re
 from functools import partial

@@ -1,4 +1,4 @@
-"""A run that stopped anywhere, resumed from its last checkpoint, ends with the weights of one that did not stop."""
+"""A run that stops anywhere and resumes from its last checkpoint ends with the weights of an uninterrupted run."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rollouts: what is drawn is what is trained, groups, logged items, repeats, dynamic sampling, preference lists."""
+"""Rollouts: training uses the drawn items, groups, logged items, repeats, dynamic sampling, preference lists."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""A run directory: self-contained, verified, begun and resumed without destroying anything."""
+"""A run directory: self-contained, verified, and started and resumed without destroying anything."""
 
 import json
 import shutil

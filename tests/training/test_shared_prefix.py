@@ -1,4 +1,4 @@
-"""RAD-DPO: codes that a rejected item shares with the chosen one are left out of the rejected side."""
+"""RAD-DPO: codes that a rejected item shares with the chosen one are excluded from the rejected side."""
 
 import pytest
 import torch

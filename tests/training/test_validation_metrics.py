@@ -1,4 +1,4 @@
-"""Validation while training: head and tail of the catalog, coverage, over ranks; value; which metric selects."""
+"""Validation during training: head and tail of the catalog, coverage, several ranks, value, the selecting metric."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A run that starts from the run of the night before, whose catalog had fewer items."""
+"""A run that starts from the previous run, whose catalog had fewer items."""
 
 import numpy as np
 import pandas as pd

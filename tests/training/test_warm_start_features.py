@@ -1,4 +1,4 @@
-"""A run that starts from the run of the night before, whose policy reads features, context and behaviors."""
+"""A run that starts from the previous run, whose policy reads features, context and behaviors."""
 
 import numpy as np
 import pyarrow as pa

@@ -1,4 +1,4 @@
-"""Moving averages of the weights: the recursion itself, what is validated and kept, and a run that is resumed."""
+"""Moving averages of the weights: the recursion, validation and checkpoints, and resuming."""
 
 import functools
 

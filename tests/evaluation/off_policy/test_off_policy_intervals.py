@@ -1,4 +1,4 @@
-"""Intervals contain the truth as often as they say, over 500 data sets of users whose rows depend on each other."""
+"""Intervals contain the truth as often as their level states, over 500 data sets with dependent rows per user."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The measure within a pass: rows that count, targets, refusals, differences, JSON."""
+"""The measure within a pass: used rows, targets, missing estimates, differences, JSON."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The additive reward model: recovers effects, shrinks what is rare, and does not depend on chunks."""
+"""The additive reward model: recovers effects, shrinks rare ones, and does not depend on chunks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Slate estimators: exact expectations by enumeration in worlds that meet, and that break, their assumptions."""
+"""Slate estimators: exact expectations by enumeration in worlds that satisfy or violate their assumptions."""
 
 from itertools import product
 

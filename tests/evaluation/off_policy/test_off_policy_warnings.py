@@ -1,4 +1,4 @@
-"""What is warned of begins beyond its bound and not on it; options and their bounds."""
+"""Warnings appear beyond their bound and not at it; options and their bounds."""
 
 from __future__ import annotations
 
