@@ -8,7 +8,7 @@ policy instead. Every form is exported and opened in a process of its own, one t
 - ``read_cpu_ms``: a plain read of as many bytes as the item matrix has in float32, in the same process just after:
   ``times_read`` is the search of one user divided by it.
 - ``load_mb``, ``search_mb``: resident memory that loading adds, and the most that a call with 32 users adds to it.
-- ``file_mb``: of what the form needs on disk; ``overlap_10``, ``recall_10``: what the manifest says.
+- ``file_mb``: of what the form needs on disk; ``overlap_10``, ``recall_10``: from the manifest.
 - ``refused``: what an export said that found its program too far from the policy: it ends there.
 
     python benchmarks/catalog_programs.py                     10^5 and 10^6 items; some ten minutes

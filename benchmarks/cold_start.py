@@ -8,7 +8,7 @@ with the days up to day 13 as the training period. Four policies are trained, wi
 the items beside them (category, author, tags, content), on either; nothing else differs; the last checkpoint counts.
 
 The items that are born on day 13 are new to the first pair; the second pair has had a day of their exposures. At the
-begin of day 14 every policy ranks these items alone for every user who comes on that day, after the same history,
+start of day 14 every policy ranks these items alone for every user who comes on that day, after the same history,
 without items that the user has had. Prints the true value of the best k of them, of the oracle, and of a random choice.
 """
 
@@ -34,7 +34,7 @@ from recpo.policies.item_features import ItemFeatureOptions
 from recpo.simulation.log import Simulation
 from recpo.simulation.parameters import MILLISECONDS_PER_DAY
 
-BIRTH_DAY = 13  # of the items that are ranked; lists are made at the begin of the day after it
+BIRTH_DAY = 13  # birth day of the ranked items; lists are made at the start of the next day
 CONTENDERS = ("ids", "features")
 
 

@@ -105,7 +105,7 @@ def random_lists(users: int, items: int, length: int, targets: int) -> dict[str,
 
 
 def whole_pass(options: argparse.Namespace, size: str, contender: str, everything: bool) -> Iterator[dict]:
-    """One recommender over all users, batches made on the way."""
+    """One recommender over all users, including the time to make batches."""
     users, items = {"small": (6000, 3400), "large": (100_000, 1_000_000)}[size]
     users = min(users, options.policy_users) if (size, contender) == ("large", "policy") else users
     users, items = (300, 500) if options.quick else (users, items)

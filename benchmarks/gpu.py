@@ -44,7 +44,7 @@ FLOAT, CODEBOOKS, LAYERS, HISTORY = 4, (256, 256, 256), 2, 50
 
 
 class Sheet(NamedTuple):
-    """What the maker says of a device, without sparsity."""
+    """The manufacturer's numbers of a device, without sparsity."""
 
     bytes_per_s: float
     float32_flops: float

@@ -7,7 +7,7 @@
 A cell is a way to serve and a recipe. Ways: ``unlogged`` (the best items, a log without propensities), ``greedy`` (the
 best items, each with its propensity), ``exploring`` (drawn, with exact propensities). Recipes: ``imitation``
 (pre-training, then the likelihood of positives), ``gbpo`` (pre-training, then GBPO against the logged propensities),
-``value`` (pre-training, then MPO towards a factorization), ``tilted`` (pre-training, tilted by a factorization with
+``value`` (pre-training, then MPO toward a factorization), ``tilted`` (pre-training, tilted by a factorization with
 ``--beta``: the same value for a third of the time). The configurations are those of ``configs/`` with the sizes of this
 benchmark.
 
@@ -79,7 +79,7 @@ def configuration(name, options):
 
 
 def run_cell(cell, world, seed, options):
-    """The loop of a cell; goes on with the one that is there."""
+    """The loop of a cell; continues an existing one."""
     way, recipe = cell.split(":")
     explored = recpo.Exploration(options.temperature, options.epsilon, options.shortlist)
 

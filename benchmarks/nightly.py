@@ -4,11 +4,11 @@
     python benchmarks/nightly.py --world nightly/world --work nightly/runs --nights 14
 
 Night n prepares the log up to its day by ``prepare --extends`` (and the first one in full) and trains a run from the
-run of the night before (``init_from``, ``data.segments newest`` and a share of older batches). The other way prepares
-the whole log anew and trains on all of it from scratch, with the same options and ``--epochs`` epochs. Both rank the
+run of the previous night (``init_from``, ``data.segments newest`` and a share of older batches). The other way prepares
+the whole log again and trains on all of it from scratch, with the same options and ``--epochs`` epochs. Both rank the
 catalog for the users of the day that was held out. Prints one JSON line per night and one for all: the true expected
 reward of the top-10 lists of both runs, the mean paired difference over users with the half-width of its 95 % interval,
-the CPU seconds of every step, the bytes that the extension read of yesterday's directory, and how many items and
+the CPU seconds of every step, the bytes that the extension read of the previous directory, and how many items and
 training events there are. With ``--semantic`` the policies generate semantic ids: codes are made once, and kept by
 ``tokenize --extends``; scratch makes its own. They are made from the vectors of the table of items, or from
 co-occurrence (``--vectors``). With ``--features`` policies read the features of items and users.
@@ -89,7 +89,7 @@ class Nights:
         return timed(recpo.prepare, table, self.options.work / name, overwrite=True, threads=1, **more)
 
     def tokenize(self, data, name, **options):
-        """Codes: all of yesterday's and those of the new items, or new ones."""
+        """Codes: the previous ones and codes of the new items, or all new ones."""
         vectors = recpo.VectorsFromFeatures() if self._content() else recpo.VectorsFromCooccurrence()
         return timed(recpo.tokenize, data, self.options.work / name, vectors=vectors, overwrite=True, **options)
 
@@ -136,14 +136,14 @@ class Nights:
         return data, run, seconds
 
     def first(self, days, until):
-        """The run that all nights go on from."""
+        """The run that all nights start from."""
         self.data, _ = self.prepare(pa.concat_tables(days), "data-0", until)
         if self.options.semantic:
             self.codes, _ = self.tokenize(self.data, "codes-0", **self._sizes())
         self.warm, _ = self.train(self.data, "warm-0", self.options.epochs, self.codes)
 
     def night(self, days, number, until):
-        """One night of both ways, as a JSON line; None where nothing is trained from scratch."""
+        """One night of both ways, as a JSON line; None if nothing is trained from scratch."""
         seconds = {}
         self.data, seconds["prepare"] = self.prepare(days[-1], f"data-{number}", until, self.data)
         if self.options.semantic:
@@ -205,7 +205,7 @@ def main():
     parser.add_argument("--vectors", choices=("features", "cooccurrence"), default="features", help="codes are made of")
     parser.add_argument("--levels", type=int, default=3, help="codes of an item")
     parser.add_argument("--codebook_size", type=int, default=64)
-    parser.add_argument("--every", type=int, default=1, help="train from scratch on every so many nights only")
+    parser.add_argument("--every", type=int, default=1, help="train from scratch only every this many nights")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@
     python benchmarks/off_policy.py --quick               # tiny
 
 Prints one JSON line per row and contender, each in a process of its own with the peak resident size of that process.
-All data are random, so only times and memory mean anything. Batches are made on the way and not timed.
+All data are random, so only times and memory are meaningful. Making batches is not timed.
 
 - ``both fit``: 100,000 rows over 1,000 items. The target is a list of 10, so that the estimates of both contenders are
   exact, and they must agree. ``dense`` is NumPy on arrays ``[rows, items]``, as OBP's estimators ask for; they need a

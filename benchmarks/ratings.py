@@ -57,7 +57,7 @@ def read_ratings(path: Path) -> Sequences:
 
 
 def simulate(users: int, items: int, events: int, seed: int = 0) -> Sequences:
-    """A Markov chain over series of items mixed with personal genres and popularity; nobody meets an item twice.
+    """A Markov chain over series of items, mixed with personal genres and popularity, without repeated items.
 
     Items form a circle of series of 17, and genres of 10 neighboring series. The next item is, in eight of ten cases,
     of the series of one of the last three items or of one beside it, else of a genre out of the user's own mix; within

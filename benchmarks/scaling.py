@@ -85,7 +85,7 @@ def step(kind: str, items: int, repeats: int) -> dict[str, Any]:
 
 
 def epoch(prepared: str, ranks: int, assign: Assign, repeats: int) -> dict[str, Any]:
-    """What one of so many ranks spends on an epoch of its own, in this process."""
+    """The cost of one rank's epoch for this number of ranks, in this process."""
     torch.set_num_threads(1)
     data, layout = Prepared.open(prepared), SequenceLayout(HISTORY)
     events = sum(shard["rows"] for shard in data.manifest["shards"]["train"])

@@ -15,7 +15,7 @@ from recpo.server.ranking import Query, Ranker
 
 
 class Recommender(litserve.LitAPI):
-    """At the top of a module, as LitServe starts its workers anew."""
+    """At module level, because LitServe starts its workers as new processes."""
 
     def setup(self, device):
         """Loads the bundle in the worker."""

@@ -20,7 +20,7 @@ import numpy as np
 
 
 class Setting(NamedTuple):
-    """What every contender is told: the folder of the data and the hyper-parameters."""
+    """The arguments of every contender: the folder of the data and the hyper-parameters."""
 
     folder: Path
     dim: int
@@ -88,7 +88,7 @@ class Pace:
         self._positions = self._steps = 0
 
     def stepped(self, positions: int) -> bool:
-        """Counts a step that scored so many next items; waits for the next turn where this one is over."""
+        """Counts a step that scored this many next items; waits for the next turn if this one is over."""
         self._positions += positions
         self._steps += 1
         if self._deadline is None:
@@ -115,7 +115,7 @@ class Pace:
         return True
 
     def finish(self, setting: Setting, lists: np.ndarray, peak_before: int, packages: tuple[str, ...]) -> None:
-        """Hands over the lists ``[U, 10]``, best first, and says what ran."""
+        """Passes on the lists ``[U, 10]``, best first, and says what ran."""
         np.save(setting.folder / "lists.npy", lists)
         self.answer(peak_rss_mib=peak_before, versions={name: version(name) for name in packages})
 

@@ -57,8 +57,8 @@ def ternary_advantage(
     advantages are never normalized.
 
     Departures from the paper: it prints ``>``, which selects nothing where a quarter of the batch ties at the maximum
-    (``share_threshold``); a label of 0 is never positive, also where so many have it that the threshold is 0; and it is
-    silent on missing labels: they give 0, unless the item is disliked.
+    (``share_threshold``); a label of 0 is never positive, even if enough labels are 0 that the threshold is 0; and it
+    is silent on missing labels: they give 0, unless the item is disliked.
 
     Args:
         label: ``[B, S]`` in [0, 1]; nan = missing: left out of the threshold.

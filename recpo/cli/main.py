@@ -38,7 +38,7 @@ VERBS = {
     "factorize": "fit a matrix factorization of graded feedback, as a reward and as a baseline",
     "train": "train or align a policy on prepared data",
     "calibrate": "calibrate reward models and compare rewards on later data",
-    "tilt": "tilt a trained policy towards the grades that a factor model predicts",
+    "tilt": "tilt a trained policy toward the grades that a factor model predicts",
     "evaluate": "rank the full catalog for held-out users and report metrics",
     "export": "write a trained policy as a bundle for serving",
     "recommend": "run a bundle over a Parquet file of histories",

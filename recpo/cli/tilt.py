@@ -34,7 +34,7 @@ def tilt(
     trust: list[str] = [],  # noqa: B006  jsonargparse prints it
     **options: Any,
 ) -> VerbResult:
-    """Tilts a trained policy towards the grades that a factor model predicts, and writes it as a run.
+    """Tilts a trained policy toward the grades that a factor model predicts, and writes it as a run.
 
     The new run is self-contained: evaluate, export and recommend take it like any other run. Its policy is ``pi(i | h)
     ∝ base(i | h) exp(grade(h, i) / beta)``, the optimum of ``E_pi[grade] - beta KL(pi || base)``. Prints the value of

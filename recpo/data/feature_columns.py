@@ -98,7 +98,7 @@ def validate_behaviors(behaviors: Mapping[str, str], context: tuple[Feature, ...
     for name in behaviors:
         if not _NAME.fullmatch(name) or name in taken:
             raise RecpoError(
-                f"behaviors: {name!r} is no name for one: letters, digits, and . _ - between them, and not the name of "
+                f"behaviors: {name!r} is not a valid name: use letters, digits, and . _ - between them, not a name of "
                 "another column of events (a dislike is columns.dislike)"
             )
 

@@ -137,8 +137,8 @@ def open_log(
 ) -> tuple[Log, list[Fault]]:
     """Reads the schema of every file and selects the columns to use.
 
-    CSV files are first converted to Parquet in ``work``. So are Parquet files with column names that an engine would
-    confuse (``_readable_by_engines``).
+    CSV files are first converted to Parquet in ``work``. The same applies to Parquet files with column names that an
+    engine would confuse (``_readable_by_engines``).
 
     Args:
         paths: the files of the log.

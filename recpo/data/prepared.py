@@ -134,7 +134,7 @@ class Prepared:
         root = locate(root)
         file = root / MANIFEST
         if not file.is_file():
-            raise RecpoError(f"{root} is no prepared directory: {MANIFEST} is missing; make it with `recpo prepare`")
+            raise RecpoError(f"{root} is not a prepared directory: {MANIFEST} is missing; make it with `recpo prepare`")
         manifest = parse_json(_read(file), file, _REMEDY)
         if manifest.get("format_version") != FORMAT_VERSION:
             raise RecpoError(
@@ -256,7 +256,7 @@ class Prepared:
         return tuple(self.manifest.get("behaviors", ()))
 
     def item_features(self) -> Features:
-        """The features of the catalog, leading shape ``[V + 1]``. Row 0 is no item: all features are missing."""
+        """The features of the catalog, leading shape ``[V + 1]``. Row 0 is padding: all features are missing."""
         features = self.feature_schema.item
         if not features:
             return missing_features(features, (self.num_items + 1,)).tensors()

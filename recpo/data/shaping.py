@@ -52,7 +52,7 @@ class Label(ABC):
         """
 
     def add_counted(self, events: ir.Table, counts: ir.Table) -> ir.Table:
-        """As ``add``, where the ``bucket_counts`` of the events with ``duration_base`` are at hand.
+        """Like ``add``, with precomputed ``bucket_counts`` of the events with ``duration_base``.
 
         Args:
             events: standard events with ``user_index`` and ``period``.

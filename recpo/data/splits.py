@@ -113,7 +113,7 @@ class TemporalSplit(Split):
         try:
             moment = datetime.fromisoformat(text)
         except ValueError as error:
-            raise RecpoError(f"split {key}: {text!r} is no ISO time such as 2024-05-01T00:00:00") from error
+            raise RecpoError(f"split {key}: {text!r} is not an ISO time such as 2024-05-01T00:00:00") from error
         return moment if moment.tzinfo else moment.replace(tzinfo=zone)
 
 

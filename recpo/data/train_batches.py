@@ -379,14 +379,14 @@ class ResumableLoader(DataLoader[FeedbackBatch]):
         left += f"{before['world_size']} ranks"
         if state["batch"] and before != now and "shards" in (before["assign"], now["assign"]):
             raise RecpoError(
-                f"{left} (assign: {before['assign']}); it cannot go on with batch_size {now['batch_size']} on "
+                f"{left} (assign: {before['assign']}); it cannot continue with batch_size {now['batch_size']} on "
                 f"{now['world_size']} (assign: {now['assign']}): where shards are assigned, which contexts are left "
                 "depends on all three, so keep them until the epoch ends"
             )
         consumed, uneven = divmod(state["batch"] * before["world_size"], now["world_size"])
         if uneven or (consumed and before["batch_size"] != now["batch_size"]):
             raise RecpoError(
-                f"{left}; it cannot go on with batch_size {now['batch_size']} on {now['world_size']}: keep batch_size, "
-                "and let accumulate_grad_batches make up for other ranks"
+                f"{left}; it cannot continue with batch_size {now['batch_size']} on {now['world_size']}: keep "
+                "batch_size, and let accumulate_grad_batches make up for other ranks"
             )
         return int(consumed)

@@ -120,7 +120,7 @@ def neighbors_of(
     with at most ``pairs_in_memory`` pairs.
 
     Args:
-        events: opens the training events from the beginning; called once per group of items, and once more.
+        events: opens the training events from the beginning; called once per group of items, plus once.
         num_items: V.
         options: window, weight and so on.
     """

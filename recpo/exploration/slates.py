@@ -211,7 +211,7 @@ class Exploration:
         ids, scores = _validated(items, logp, k)
         if self.epsilon > 0 and self.uniform_over == "catalog" and allowed is None:
             raise RecpoError(
-                "exploration: uniform slates over the catalog need the items that may be listed (allowed); hand over a "
+                "exploration: uniform slates over the catalog need the items that may be listed (allowed); pass a "
                 "Pool, or set uniform_over: shortlist"
             )
         if allowed is not None:

@@ -58,7 +58,7 @@ def positive_places(histories: Histories, max_history: int) -> Tensor:
         RecpoError: the histories have no feedback levels.
     """
     if histories.feedback is None:
-        raise RecpoError("positives of a history are told by its feedback levels, and these histories have none")
+        raise RecpoError("the feedback levels of a history define its positives, and these histories have none")
     place = torch.arange(histories.item_ids.shape[1], device=histories.item_ids.device)
     lengths = histories.lengths[:, None]
     known = (place < lengths) & (place >= lengths - max_history) & (histories.item_ids > 0)

@@ -31,7 +31,7 @@ SOURCES = {
 """Where each input comes from, for the error message."""
 
 ROUNDING = 0.01
-"""A log-softmax may end a rounding above 0: 2^-7 in bfloat16. What is further above is no log-probability."""
+"""A log-softmax may exceed 0 by rounding: 2^-7 in bfloat16. A larger value is not a log-probability."""
 
 
 def required(value: Tensor | None, name: str, objective: object) -> Tensor:

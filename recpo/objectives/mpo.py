@@ -147,7 +147,7 @@ class MPO(Objective):
 
     With the reference policy as base the target is fixed: the optimum of ``E[r] - temperature KL(pi || pi_ref)``. This
     is exact if the candidates are the full catalog (``rollout.candidates: catalog``). With the old policy as base,
-    every phase starts from the last one and moves further towards the best item of every context.
+    every phase starts from the last one and moves further toward the best item of every context.
 
     Attributes:
         temperature: temperature of the target, in units of the reward; not read with ``kl_target``.

@@ -89,7 +89,7 @@ class PolicyGradientObjective(Objective):
         given = required(inputs.advantages, "advantages", self).detach()
         advantages = zero_masked(over_tokens(given, mask), mask)
         of_items = advantages.sum(-1) if given.dim() == mask.dim() else zero_masked(given, mask.any(-1))
-        # The module need not score inert positions: what stands there is no log-probability. An item is scored as a
+        # The module need not score inert positions: their values are not log-probabilities. An item is scored as a
         # whole, since its ratio may be that of all its tokens.
         acts = (advantages != 0).any(-1, keepdim=True)
         scored = mask & acts if self.zero_advantage_is_inert else mask

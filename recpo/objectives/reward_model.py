@@ -144,7 +144,7 @@ class PointwiseReward(Objective):
     positive_weight: float = 1.0
     behaviors: tuple[str, ...] = ()
     target: Literal["grade", "positive"] = "grade"
-    #: places of the behaviors in the bit sets of the data at hand (``for_behaviors``); no option
+    #: bits of the behaviors in the training data (``for_behaviors``); not an option
     _bits: ClassVar[tuple[int, ...] | None] = None
 
     def __post_init__(self) -> None:

@@ -248,7 +248,7 @@ class Grid:
 
 
 def row_multiple(rows: int) -> int:
-    """To a multiple of what so many rows of an oneDNN product are filled up; 1 where there are few."""
+    """The multiple to which the rows of an oneDNN product are padded; 1 for few rows."""
     if rows < ROW_MULTIPLE:
         return 1
     return ROW_MULTIPLE if rows >= 16 * ROW_MULTIPLE else SMALL_ROW_MULTIPLE

@@ -18,7 +18,7 @@ KLKind = Literal["k1", "abs", "k2", "k3", "low_var"]
 """Per-token estimators; see ``kl_estimate``."""
 
 EXPONENT_GUARD = 20.0
-"""Beyond e^20 = 4.9e8 the exponential of k3 goes on as its tangent, so that neither it nor its gradient overflows."""
+"""Beyond e^20 = 4.9e8, the exponential of k3 continues as its tangent, so neither it nor its gradient overflows."""
 
 LOW_VAR_BOUND = 10.0
 """Bound on |low_var|, as widely used; its gradient is 0 there."""
@@ -52,7 +52,7 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: KLKind = "k3") -> Tensor:
     if kind == "k3":
         head = (-k1).clamp(max=EXPONENT_GUARD)
         tail = (-k1 - EXPONENT_GUARD).clamp(min=0.0)
-        # expm1(x) - x loses fewer digits than exp(x) - x - 1 near 0, where the penalty lives.
+        # expm1(x) - x loses fewer digits than exp(x) - x - 1 near 0, where most penalties are.
         return torch.expm1(head) + head.exp() * tail + k1
     if kind == "low_var":
         x = (-k1).clamp(-EXPONENT_GUARD, EXPONENT_GUARD)

@@ -141,7 +141,7 @@ class FeatureEncoder(nn.Module):
         if found != expected:
             raise RecpoError(
                 f"features have the widths {list(found)} (categories, lists, numbers, vectors), the encoder was made "
-                f"for {list(expected)}: hand over the features of the schema that the policy was given"
+                f"for {list(expected)}: pass the features of the policy's schema"
             )
 
 

@@ -88,7 +88,7 @@ class ItemFeatures(nn.Module):
         self._rows = rows.new_empty((count, *rows.shape[1:]), dtype=torch.int32)
         self._weights = None if weights is None else weights.new_empty((count, *weights.shape[1:]))
         self._dense = dense.new_empty((count, *dense.shape[1:]))
-        for begin in range(0, count, BLOCK_ITEMS):  # what the encoder makes on the way takes several times the result
+        for begin in range(0, count, BLOCK_ITEMS):  # bounds the encoder's intermediate results
             block = torch.arange(begin, min(begin + BLOCK_ITEMS, count), device=features.codes.device)
             inputs = self.encoder.inputs(features.rows(block))
             self._rows[block], self._dense[block] = inputs.rows.int(), inputs.dense

@@ -342,7 +342,7 @@ def _codes_of_catalog(codes: Path, num_items: int) -> SemanticCodes:
     if table.num_items != num_items:
         raise RecpoError(
             f"{codes} has codes of {table.num_items} items, the catalog has {num_items}: make them for the prepared "
-            "data at hand with `recpo tokenize`"
+            "data with `recpo tokenize`"
         )
     return table
 

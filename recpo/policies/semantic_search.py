@@ -106,7 +106,7 @@ class _Barred(NamedTuple):
 
     Attributes:
         leaves: ``[B, M]`` ascending and distinct. Padding and repeated items are at the end and are not leaves.
-        path: for every level, ``[B, M]`` nodes on the way to the leaves.
+        path: for every level, ``[B, M]`` nodes on the paths to the leaves.
     """
 
     leaves: Tensor

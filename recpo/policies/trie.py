@@ -174,7 +174,7 @@ class Trie(nn.Module):
         return torch.stack(self.path(self.leaves(item_ids))[:-1], -1)
 
     def path(self, leaves: Tensor) -> list[Tensor]:
-        """The nodes ``[...]`` on the way to ``leaves [...]``, one per level: T + 1 nodes, starting with the root."""
+        """The nodes ``[...]`` on the paths to ``leaves [...]``, one per level: T + 1 nodes, starting with the root."""
         path = [leaves]
         for _ in range(self.depth):
             path.append(self._parent[path[-1]].long())

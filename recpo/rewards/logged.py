@@ -32,7 +32,7 @@ class LoggedReward(RewardFunction):
     dislike_cost: float = 1.0
     unknown: float | None = None
     behaviors: dict[str, float] = field(default_factory=dict)
-    #: places of the behaviors in the bit sets of the data at hand (``for_behaviors``); no option
+    #: bits of the behaviors in the training data (``for_behaviors``); not an option
     _bits: ClassVar[tuple[tuple[int, float], ...] | None] = None
 
     @property

@@ -179,7 +179,7 @@ def _reason(status: int) -> str:
 def _faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Error responses for the OpenAPI page."""
     meaning = {
-        400: "the body is no JSON",
+        400: "the body is not JSON",
         401: "no valid key",
         403: "not on this server",
         404: "unknown, or too old",

@@ -268,7 +268,7 @@ def _parts(name: str) -> list[str]:
 def _newest(path: Path) -> str:
     names = _versions(path)
     if not names:
-        raise RecpoError(f"{path} is no bundle and holds none: make one with `recpo export --out {path}/VERSION`")
+        raise RecpoError(f"{path} is not a bundle and contains none: make one with `recpo export --out {path}/VERSION`")
     return names[-1]
 
 

@@ -93,7 +93,7 @@ class Gate:
             return 413, f"the body is larger than {self._max_body:,} bytes: send a shorter history"
         if path.startswith(ADMIN):
             if self._admin_keys is None:
-                return 403, "this server was started without --admin_keys: nobody may swap its bundle over HTTP"
+                return 403, "this server was started without --admin_keys: its bundle cannot be swapped over HTTP"
             allowed = self._admin_keys
         elif self._api_keys is None or path.startswith(_OPEN):
             return None

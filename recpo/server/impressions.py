@@ -89,7 +89,7 @@ class LogLayout:
         if sorted(found) != sorted(names):
             raise RecpoError(
                 f"{JOURNAL}: the header of a segment has the fields {', '.join(found)}, expected {', '.join(names)}: "
-                "start the recpo version that wrote it once more, which completes its log"
+                "start the recpo version that wrote it again, which completes its log"
             )
         context = tuple((name, kind) for name, kind in found["context"])
         return cls(**{**found, "behaviors": tuple(found["behaviors"]), "context": context})

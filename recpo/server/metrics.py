@@ -51,7 +51,7 @@ class Metrics:
         self.impressions = Counter("recpo_impressions", "Impressions on disk.", registry=registry)
         self.outcomes = Counter("recpo_outcomes", "Outcomes on disk.", registry=registry)
         self.published = Counter("recpo_published_rows", "Rows in Parquet files.", registry=registry)
-        self.lost = Counter("recpo_log_lost_bytes", "Bytes that are no whole record.", registry=registry)
+        self.lost = Counter("recpo_log_lost_bytes", "Bytes of incomplete records.", registry=registry)
         self.swaps = Counter("recpo_bundle_swaps", "Bundles that took over, the first one included.", registry=registry)
         self.bundle = Gauge(
             "recpo_bundle_info",

@@ -130,7 +130,7 @@ def _publish(root: Path, segment: _Segment, outcomes: Mapping[Address, Sequence[
             rows += joined_rows(impression, outcomes.get(Address(*segment, offset), ()), layout)
     lost = max(0, place.stat().st_size - whole)
     if lost:
-        _LOG.warning("%s: %d bytes that are no whole record are left out", place, lost)
+        _LOG.warning("%s: %d bytes of an incomplete record are skipped", place, lost)
     if lost and layout is None:
         _rename(root, segment, CLOSING, DAMAGED)
         return Settled(lost_bytes=lost)

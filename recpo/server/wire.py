@@ -111,7 +111,7 @@ class RecommendedItem(BaseModel):
 
     item_id: int | str
     score: float | None = Field(
-        description="natural-log probability under the policy, of a bundle with an index but for a constant of the "
+        description="natural-log probability under the policy, for a bundle with an index up to a constant of the "
         "request; null where it was not asked"
     )
     propensity: float = Field(description="probability of the item at a place of the slate that is drawn at random")

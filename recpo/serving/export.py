@@ -100,7 +100,7 @@ def export_bundle(
             policy or another option, or an engine differs from the policy.
     """
     if len(items) != policy.num_items:
-        raise RecpoError(f"{len(items)} items are named, the policy has {policy.num_items}: hand over its own items")
+        raise RecpoError(f"{len(items)} items are named, the policy has {policy.num_items}: pass its own items")
     _validate_features(policy, features)
     known = None if attributes is None else attribute_columns(read_frame(attributes, "attributes"), items, "attributes")
     k, described = validate_k(k, policy.num_items), describe_policy(policy, options)
@@ -195,7 +195,7 @@ def _validate_features(policy: Policy, features: BundleFeatures) -> None:
         if read != bool(known):
             raise RecpoError(
                 f"the policy {'reads' if read else 'does not read'} {name}, and the argument features "
-                f"{'has none' if read else 'has them'}: hand over what the run keeps of them (Run.export does)"
+                f"{'has none' if read else 'has them'}: pass those of the run (Run.export does)"
             )
 
 

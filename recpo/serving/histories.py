@@ -524,6 +524,6 @@ def _times(table: pa.Table) -> np.ndarray:
     if wrong.any():
         raise RecpoError(
             f"histories: {int(wrong.sum())} timestamps are no plausible milliseconds since 1970, the first is "
-            f"{times[wrong.argmax()]} in row {int(wrong.argmax())}: hand over times, or convert to milliseconds"
+            f"{times[wrong.argmax()]} in row {int(wrong.argmax())}: pass times, or convert to milliseconds"
         )
     return times

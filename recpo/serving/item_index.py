@@ -55,7 +55,7 @@ class ItemIndex:
 
     Attributes:
         index: of faiss, over the items 1..V in their order.
-        vectors: ``[V + 1, d]`` float32; row 0 is no item.
+        vectors: ``[V + 1, d]`` float32; row 0 is padding.
         probes: lists that are searched.
         candidates: items whose exact score is computed, beside as many as are excluded.
     """
@@ -90,8 +90,8 @@ class ItemIndex:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The best items that are found, with their exact scores; ties to the smaller id.
 
-        Equal states have equal lists and scores whoever else is in the batch, and a list is the begin of every longer
-        one. Where fewer than k items are found and more may be listed, the whole catalog is scored.
+        Equal states have equal lists and scores in any batch, and a list is the beginning of every longer one. Where
+        fewer than k items are found and more may be listed, the whole catalog is scored.
 
         Args:
             states: ``[B, d]`` float32.
@@ -100,7 +100,7 @@ class ItemIndex:
             allowed: ``[B, V + 1]`` bool, which items may be listed; None = every one.
 
         Returns:
-            ids ``[B, k]`` int64, 0 where none is left, and scores ``[B, k]`` float32, -inf there.
+            ids ``[B, k]`` int64, 0 if no item is left, and scores ``[B, k]`` float32, -inf there.
         """
         ids, scores = np.zeros((len(states), k), np.int64), np.full((len(states), k), -np.inf, np.float32)
         for begin in range(0, len(states), _AT_ONCE):

@@ -186,7 +186,7 @@ class BundleManifest:
 def _content(path: Path) -> dict[str, Any]:
     """The JSON object of a manifest of this format version, exactly as written."""
     if not path.is_file():
-        raise RecpoError(f"{path.parent} is no bundle: {MANIFEST} is missing; make one with `recpo export`")
+        raise RecpoError(f"{path.parent} is not a bundle: {MANIFEST} is missing; make one with `recpo export`")
     content = read_json(path, _REMEDY)
     version = content.get("format_version")
     if version != FORMAT_VERSION:
@@ -209,12 +209,12 @@ def program_interface(manifest: BundleManifest) -> dict[str, dict[str, dict[str,
     given = program_inputs(manifest.max_history, manifest.reads, exclude=manifest.index is None)
     inputs = {one.name: tensor(one.type, one.meaning, *one.shape) for one in given}
     if manifest.index is not None:
-        meaning = f"a product with row i of {VECTORS} is the log-probability of item i but for a constant"
+        meaning = f"a product with row i of {VECTORS} is the log-probability of item i up to a constant"
         return {"inputs": inputs, "outputs": {"states": tensor("float32", meaning, "dim")}}
     return {
         "inputs": inputs,
         "outputs": {
-            "top_items": tensor("int64", "item_index, best first, 0 where none is left", manifest.k),
+            "top_items": tensor("int64", "item_index, best first, 0 if no item is left", manifest.k),
             "scores": tensor("float32", "natural-log probabilities", manifest.k),
         },
     }

@@ -21,8 +21,8 @@ def model_card(manifest: BundleManifest, facts: Mapping[str, Any]) -> str:
     """The card of a bundle as Markdown.
 
     Args:
-        manifest: of the bundle, but for its files.
-        facts: of the run, as ``recpo.training.card_facts`` gathers them; what is missing is said to be.
+        manifest: manifest of the bundle, without its files.
+        facts: of the run, as ``recpo.training.card_facts`` gathers them; missing facts are marked as missing.
     """
     origin = manifest.origin
     parts = [

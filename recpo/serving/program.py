@@ -23,7 +23,7 @@ _SEARCHED: Final = (CatalogSoftmaxPolicy, TiltedPolicy)
 
 
 class ServingProgram(nn.Module):
-    """The function that is exported: a ranking with what a server hands over.
+    """The function that is exported: a ranking of a server's inputs.
 
     ``(item_ids [B, H], feedback [B, H], exclude [B, M], ...) -> (top_items [B, k], scores [B, k])``, with what else it
     reads behind these (``recpo.serving.program_inputs``); ids are internal, rows are padded with 0 on the right, and

@@ -57,7 +57,7 @@ class ProgramInput:
         shape: behind the users; a word is a size that each request chooses.
         type: of its numbers.
         meaning: for those who run the program without recpo.
-        value: it, of encoded histories; None where they do not have it.
+        value: returns the input of encoded histories; None if they do not have it.
     """
 
     name: str
@@ -115,7 +115,7 @@ def program_inputs(max_history: int, reads: ProgramReads, exclude: bool = True) 
     found += _of_side("user", (), reads.user, lambda h: h.user)
     found += _of_side("context", (max_history + 1,), reads.context, lambda h: h.context)
     if exclude and reads.mask:
-        meaning = "whether the item may be listed, place 0 is no item"
+        meaning = "whether the item may be listed, place 0 is padding"
         found.append(ProgramInput(ALLOWED, (reads.mask,), "bool", meaning, lambda h: _mask(h, reads.mask)))
     return tuple(found)
 

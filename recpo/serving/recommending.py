@@ -19,7 +19,7 @@ BATCH_SIZE = 256
 
 
 class Served(NamedTuple):
-    """An answer and what was left out on the way.
+    """An answer, and counts of skipped events.
 
     Attributes:
         table: of ``recommend``: ``user_id`` as given, ``rank`` int32 from 1, ``item_id`` external, ``score`` float32
@@ -66,7 +66,7 @@ def recommend_lists(
         batch_size: users ranked at once.
 
     Raises:
-        RecpoError: see ``HistoryReader.read``; k or batch_size is no whole number in its range.
+        RecpoError: see ``HistoryReader.read``; k or batch_size is not an integer in its range.
     """
     k = validate_k(runtime.k if k is None else k, runtime.k)
     reader.validate_columns(histories, user_features, context)
@@ -135,7 +135,7 @@ def score_candidates(
 
 
 def validate_k(k: object, longest: int) -> int:
-    """``k``, or ``RecpoError`` where it is no whole number from 1 to ``longest``."""
+    """Returns ``k``; raises ``RecpoError`` if it is not an integer from 1 to ``longest``."""
     if isinstance(k, bool) or not isinstance(k, int | np.integer):
         raise RecpoError(f"k is {k!r}, expected a whole number from 1 to {longest}")
     if not 1 <= k <= longest:

@@ -1,4 +1,4 @@
-"""A bundle for today's catalog, out of yesterday's and a table of items: in seconds, without training."""
+"""Updates a bundle to a new catalog, from an item table: in seconds, without training."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class EncodedItems:
 
 @dataclass(frozen=True)
 class _Today:
-    """Today's candidates.
+    """The candidates of the new catalog.
 
     Attributes:
         table: the items that are not retired, one per row.
@@ -110,7 +110,7 @@ def refresh_bundle(
     Items of the bundle that ``items`` does not name, or names as retired, are listed no more; they stay in histories.
 
     A bundle with an encoder of item features takes new items, behind its own: the vector of a new item is what its
-    features say, as of an item without training events. The program is then exported anew and verified as in an
+    features say, as of an item without training events. The program is then exported again and verified as in an
     export, which takes torch and no training code. Otherwise new items are counted and left out, and program and
     weights are linked. Either way the bundle answers its golden requests first, and gets golden requests and checksums
     of its own.

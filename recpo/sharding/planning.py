@@ -159,7 +159,7 @@ def _check_specs(specs: Sequence[TableSpec], sharding: Sharding | dict[str, Shar
         original = by_name.get(spec.copy_of)
         if original is None or original.copy_of is not None or original[1:3] != spec[1:3]:
             raise RecpoError(
-                f"table {spec.name} ({spec.num_rows} x {spec.dim}) is said to copy {spec.copy_of}, which is "
+                f"table {spec.name} ({spec.num_rows} x {spec.dim}) is declared a copy of {spec.copy_of}, which is "
                 + ("no original table" if original is None or original.copy_of else "of another shape")
             )
 

@@ -16,7 +16,7 @@ def tune_allocator() -> bool:
     """Tells glibc to keep freed memory instead of returning it to the kernel after every step.
 
     A training step frees and asks for the same tensors of megabytes again and again; by default each of them is mapped
-    anew and page-faulted in, which costs up to a third of a step on a CPU. The price is a resident size that stays at
+    again and page-faulted in, which costs up to a third of a step on a CPU. The price is a resident size that stays at
     its peak. Call it before the first large tensor. Linux with glibc only; elsewhere nothing happens.
 
     Returns:

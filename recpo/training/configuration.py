@@ -46,9 +46,9 @@ def train_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="recpo train",
         description="Trains a policy on prepared data, or aligns a trained one. The result is a run directory: "
-        "checkpoints, logs, the resolved configuration that repeats it, the item ids and all else that it takes to "
-        "recommend, and run.json, which says that it is finished. A run that was killed goes on with --resume true, to "
-        "the same result.",
+        "checkpoints, logs, the resolved configuration that repeats it, the item ids and everything else that "
+        "recommending needs, and run.json, which marks it as finished. --resume true continues a killed run, with the "
+        "same result.",
         allow_abbrev=False,
         exit_on_error=False,
     )
@@ -95,7 +95,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     parser, arguments = train_parser(), _readable_nulls(arguments)
     given = parser.parse_args(arguments, defaults=False)
     if given.get("init_from") is not None:
-        with suppress(*[RecpoError] * bool(given.get("resume"))):  # a run that goes on needs nothing of it any more
+        with suppress(*[RecpoError] * bool(given.get("resume"))):  # a resumed run no longer needs it
             base = Run.open(given.init_from, trust=given.get("trust") or ()).configuration
             if "data" not in base:
                 raise RecpoError(f"{given.init_from} was tilted, not trained: start from the run that it was made from")
@@ -109,7 +109,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
         if "advantages" in requires and not requires & {"old", "value", "rewards", "chosen"}:
             arguments = [*arguments, "--advantage", json.dumps(as_configuration(DEFAULT_ADVANTAGE))]
             configuration = parser.parse_args(list(arguments))
-    trainer = configuration.trainer  # an object where none of its options is given
+    trainer = configuration.trainer  # an object if no trainer option is given
     if not isinstance(trainer, Namespace) or not says_when_to_stop(trainer.get("init_args", Namespace())):
         configuration = parser.parse_args([*arguments, "--trainer.max_epochs", str(DEFAULT_EPOCHS)])
     return configuration

@@ -17,7 +17,7 @@ Curves = dict[str, list[list[float]]]
 def training_curves(run: Path) -> Curves:
     """The loss and the validation metrics over optimizer steps, thinned to 200 points each.
 
-    A resumed run logs into another file, which goes on where the first one ended. Empty where the run has no CSV log.
+    A resumed run logs into another file, which continues where the first one ended. Empty where the run has no CSV log.
     """
     curves: dict[str, dict[float, float]] = defaultdict(dict)
     for file in sorted((run / "logs").glob("version_*/metrics.csv"), key=lambda file: _number(file.parent.name)):

@@ -62,5 +62,5 @@ def lost_rank(out: Path, rank: int) -> str:
     again = f"recpo train --config {out}/{RESOLVED} --resume true"
     return (
         f"rank {rank} has lost another rank of this run, which ended or does not answer (see what that one wrote, or "
-        "whether its machine ran out of memory); once it is fixed, go on from the last checkpoint: " + again
+        "whether its machine ran out of memory); once it is fixed, continue from the last checkpoint: " + again
     )

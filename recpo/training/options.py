@@ -148,7 +148,7 @@ class RolloutOptions:
             raise RecpoError(f"rollout.max_kl must be above 0, got {self.max_kl}; leave it out for no early stop")
         if self.candidates == "beam" and self.resamples:
             raise RecpoError(
-                "rollout.resamples draws groups anew, but a beam is always the same: set rollout.candidates to draws, "
+                "rollout.resamples draws groups again, but a beam is always the same: set rollout.candidates to draws, "
                 "or resamples to 0"
             )
         self._validate_catalog()

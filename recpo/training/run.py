@@ -103,7 +103,7 @@ class Run:
                 raise RecpoError(
                     f"{root} did not finish: resume it with `recpo train --config {root}/{RESOLVED} --resume true`"
                 )
-            raise RecpoError(f"{root} is no run directory: {FINISHED} is missing; make one with `recpo train`")
+            raise RecpoError(f"{root} is not a run directory: {FINISHED} is missing; make one with `recpo train`")
         facts = read_json(root / FINISHED, REMEDY)
         if facts.get("format_version") != FORMAT_VERSION:
             raise RecpoError(

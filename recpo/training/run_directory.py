@@ -107,10 +107,10 @@ def validate(
     if _is_other_rank() or not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return goes_on
     if not (out / RESOLVED).is_file():
-        raise RecpoError(f"{out} exists and is no run directory: choose another --out, or remove it yourself")
+        raise RecpoError(f"{out} exists and is not a run directory: choose another --out, or remove it yourself")
     if not resume:
         if not overwrite:
-            raise RecpoError(f"{out} exists already: pass --resume true to go on, --overwrite true to start anew")
+            raise RecpoError(f"{out} exists already: pass --resume true to continue, --overwrite true to start again")
         _validate_no_input(out, text)
         return None
     if not (out / ORIGIN).is_file() or read_json(out / ORIGIN, REMEDY).get("format_version") != FORMAT_VERSION:

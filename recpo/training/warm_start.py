@@ -1,4 +1,4 @@
-"""What a run takes over from the run of the night before, whose catalog had fewer items.
+"""What a run takes over from an earlier run, whose catalog had fewer items.
 
 Items are only ever appended, so that item v of the earlier run is item v of this one. Rows of known items are copied,
 those of new items start from the mean of the known ones, or from zero where encoded features carry them.
@@ -263,7 +263,7 @@ class WarmStart:
 
 
 def same_training(base: Run, growth: Growth, configuration: Mapping[str, Any]) -> bool:
-    """Whether a run goes on with the training of ``base`` on a catalog that has grown.
+    """Whether a run continues the training of ``base`` on a catalog that has grown.
 
     Args:
         base: the earlier run.

@@ -274,4 +274,4 @@ def _interrupted(root: Path) -> Iterator[None]:
     try:
         yield
     except Interrupted as error:
-        raise Interrupted(f"stopped; {root} goes on with the same options and --resume true", error.status) from error
+        raise Interrupted(f"stopped; {root} continues with the same options and --resume true", error.status) from error

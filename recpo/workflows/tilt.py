@@ -179,7 +179,7 @@ def tilt(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Tilt:
-    """Tilts a trained policy towards the grades that a factor model predicts, and writes it as a run.
+    """Tilts a trained policy toward the grades that a factor model predicts, and writes it as a run.
 
     The new run is self-contained: ``evaluate``, ``export``, ``recommend`` and ``recpo.load`` take it like any other
     run. Its policy is ``pi(i | h) ∝ base(i | h) exp(grade(h, i) / beta)``, the optimum of ``E_pi[grade] - beta KL(pi ||

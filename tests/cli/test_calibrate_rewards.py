@@ -144,7 +144,7 @@ def test_mistakes_are_named(prepared, factors, tmp_path):
     for rewards, message in (
         ([], "nothing to calibrate"),
         ([factors, factors], "named twice"),
-        ([tmp_path], "is no run directory"),
+        ([tmp_path], "is not a run directory"),
         ({"unknown": SineReward(known=0)}, "unknown: no exposure of the valid period has both a grade and a reward"),
     ):
         with pytest.raises(RecpoError, match=message):

@@ -234,7 +234,7 @@ def test_what_cannot_be_tilted_is_said_before_anything_is_written(road, tmp_path
         ({"beta": "auto", "betas": [], "prepared": road.prepared}, "betas is empty"),
         ({"beta": 0.1, "k": 0}, "k is 0"),
         ({"beta": 0.1, "factors": base}, "holds no factors"),
-        ({"beta": 0.1, "run": factors}, "is no run directory"),
+        ({"beta": 0.1, "run": factors}, "is not a run directory"),
         ({"beta": 0.1, "out": base / "inside"}, "lies in"),
     ]
     for changes, message in cases:

@@ -100,8 +100,8 @@ def test_a_popularity_proposal_gets_the_counts_of_the_training_period(tmp_path, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--init_from", "nowhere"], "nowhere is no run directory"),
-        (["--data.prepared", "nowhere"], "nowhere is no prepared directory"),
+        (["--init_from", "nowhere"], "nowhere is not a run directory"),
+        (["--data.prepared", "nowhere"], "nowhere is not a prepared directory"),
         (["--objective", "GRPO"], "objective GRPO weighs by advantages: set advantage"),
     ],
 )

@@ -152,7 +152,7 @@ def test_two_ranks_that_read_shards_of_their_own_resume_in_mid_epoch(tmp_path, w
     assert train(config, tmp_path / "cut", "--trainer.max_steps", str(every + 2))["global_step"] == every + 2
     refused = run(config, tmp_path / "cut", "--resume", "true", "--trainer.devices", "1")
     assert refused.returncode == 1
-    assert "after 6 batches of 4 on each of 2 ranks (assign: shards); it cannot go on" in refused.stderr
+    assert "after 6 batches of 4 on each of 2 ranks (assign: shards); it cannot continue" in refused.stderr
     config.write_text(DEALT.format(prepared=prepared, workers=1, every=every))
     resumed = train(config, tmp_path / "cut", "--resume", "true")
     assert resumed["global_step"] == whole["global_step"] == 3 * len(batches[0])

@@ -201,7 +201,7 @@ def test_an_epoch_goes_on_with_another_number_of_ranks(shards):
     for rank, size, message in ((Rank(0, 2), 4, "batch_size 4 on 2"), (Rank(0, 4), 2, "batch_size 2 on 4")):
         other = loader(rank, size)
         other.load_state_dict(stopped.state_dict())
-        with pytest.raises(RecpoError, match=f"cannot go on with {message}"):
+        with pytest.raises(RecpoError, match=f"cannot continue with {message}"):
             next(iter(other))
         other.load_state_dict(stopped.state_dict() | {"batch": 0})
         next(iter(other))
@@ -287,7 +287,7 @@ def test_the_module_yields_what_the_trainer_needs(shards):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda root: (root / "manifest.json").unlink(), "is no prepared directory"),
+        (lambda root: (root / "manifest.json").unlink(), "is not a prepared directory"),
         (
             lambda root: (root / "train/00001.parquet").unlink(),
             "1 shards are missing, the first is train/00001.parquet",

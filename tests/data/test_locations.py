@@ -113,7 +113,7 @@ def test_an_interrupted_upload_is_no_prepared_directory(store, tmp_path, monkeyp
         patched.setattr(publishing.Location, "upload", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(f"{store}/log.parquet", out, rows_per_shard=200, overwrite=True)
-    with pytest.raises(RecpoError, match=f"is no prepared directory: {MANIFEST} is missing"):
+    with pytest.raises(RecpoError, match=f"is not a prepared directory: {MANIFEST} is missing"):
         Prepared.open(out)
     # What is left is written over, and what the last whole directory had more of goes after the new manifest.
     run(f"{store}/log.parquet", out, rows_per_shard=200)

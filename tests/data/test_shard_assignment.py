@@ -201,7 +201,7 @@ def test_another_division_is_refused_in_mid_epoch_only(shards):
     state = stopped.state_dict()
     assert state == {"epoch": 0, "batch": 2, "batch_size": 2, "world_size": 2, "assign": "shards"}
     loader(2).load_state_dict(state)
-    shares = r"after 2 batches of 2 on each of 2 ranks .assign: shards.; it cannot go on with batch_size "
+    shares = r"after 2 batches of 2 on each of 2 ranks .assign: shards.; it cannot continue with batch_size "
     for other, now in [
         (loader(4), "2 on 4 .assign: shards"),
         (loader(1), "2 on 1 .assign: batches"),

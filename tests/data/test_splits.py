@@ -62,7 +62,7 @@ def test_explicit_boundaries():
         (TemporalSplit(valid_days=30), True, "each period needs events"),
         (TemporalSplit(test_start="2030-01-01"), True, "each period needs events"),
         (TemporalSplit(test_days=0), True, "at least 1"),
-        (TemporalSplit(test_start="soon"), True, "'soon' is no ISO time"),
+        (TemporalSplit(test_start="soon"), True, "'soon' is not an ISO time"),
         (TemporalSplit(timezone="Mars/Olympus"), True, "Mars/Olympus"),
         (TemporalSplit(), False, "use LeaveLastOut"),
         (LeaveLastOut(min_history=-1), True, "min_history"),

@@ -195,7 +195,7 @@ def test_wrong_shortlists_are_refused():
         (ITEMS, LOGP, 0, "k is 0"),
         (ITEMS, LOGP * np.nan, 2, "nan or"),
         (np.array([4, 9, 2, 7, 4]), LOGP, 2, "occurs twice"),
-        (ITEMS, LOGP, 2, "hand over a Pool"),
+        (ITEMS, LOGP, 2, "pass a Pool"),
     ):
         with pytest.raises(RecpoError, match=message):
             sample(items, logp, k, generator)

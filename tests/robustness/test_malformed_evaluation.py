@@ -53,8 +53,8 @@ def said(capsys):
         (("--gain", "cubic"), "gain"),
         (("--checkpoint", "first"), "checkpoint"),
         (("--device", "abacus"), "device 'abacus' cannot be used here"),
-        (("--prepared", "{run-0}"), "is no prepared directory"),
-        (("--prepared", "nowhere"), "nowhere is no prepared directory"),
+        (("--prepared", "{run-0}"), "is not a prepared directory"),
+        (("--prepared", "nowhere"), "nowhere is not a prepared directory"),
         (("--run", "nowhere"), "nowhere is neither a run nor a bundle"),
         (("--run", "{prepared}"), "is neither a run nor a bundle"),
         (("--bundle", "{log}"), "is neither a run nor a bundle"),
@@ -170,11 +170,11 @@ def test_the_same_options_are_written_from_python_and_from_the_command_line(plac
     ("options", "message"),
     [
         (("--run", "{run-0}"), "which is no reward model"),
-        (("--run", "{prepared}"), "is no run directory"),
-        (("--run", "nowhere"), "is no run directory"),
+        (("--run", "{prepared}"), "is not a run directory"),
+        (("--run", "nowhere"), "is not a run directory"),
         (("--run", "{run-0}", "--batch_size", "0"), "expected at least 1"),
         (("--run", "{run-0}", "--resamples", "0"), "expected at least 1"),
-        (("--run", "{run-0}", "--prepared", "{log}"), "is no prepared directory"),
+        (("--run", "{run-0}", "--prepared", "{log}"), "is not a prepared directory"),
     ],
 )
 def test_malformed_options_of_calibrate(place, capsys, options, message):

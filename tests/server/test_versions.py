@@ -164,7 +164,7 @@ def test_a_version_that_cannot_serve_is_not_tried_again_and_again(versions, monk
 def test_no_bundle_is_said_before_anything_starts(tmp_path):
     with pytest.raises(RecpoError, match="no such directory"):
         Versions(tmp_path / "absent")
-    with pytest.raises(RecpoError, match="is no bundle and holds none"):
+    with pytest.raises(RecpoError, match="is not a bundle and contains none"):
         Versions(tmp_path)
 
 

@@ -48,7 +48,7 @@ def sign(root, **changes):
 
 def test_what_is_no_bundle_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(RecpoError, match="is no bundle"):
+        with pytest.raises(RecpoError, match="is not a bundle"):
             Bundle.load(path)
 
 

@@ -42,7 +42,7 @@ def value_blocks(document: Document) -> list[Block]:
 
 _HOW_TO_READ = (
     "An estimate is the mean reward per exposure that the contender would have earned in the period, had it chosen the "
-    "items. SNIPS weighs the logged rewards; DR adds a reward model and what the log says of its errors; the naive "
+    "items. SNIPS weighs the logged rewards; DR adds a reward model, corrected by its errors on the log; the naive "
     "average is confounded and DM believes the model: both are there to compare with. Believe nothing that is marked "
     "!, and no interval whose effective rows are few."
 )

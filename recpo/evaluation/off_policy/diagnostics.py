@@ -61,7 +61,7 @@ def warnings_of(estimator: Estimator, diagnostics: Diagnostics, source: Propensi
     if isinstance(estimator, DM):
         found.append("this is what the reward model believes: no interval contains the model's error")
     if isinstance(estimator, ClippedIPS) and diagnostics.tail.largest > estimator.limit:
-        found.append(f"biased, for rewards >= 0 towards 0: weights above {estimator.limit:g} are cut")
+        found.append(f"biased, for rewards >= 0 toward 0: weights above {estimator.limit:g} are cut")
     if estimator.reads_weights:
         found += _about_size(diagnostics) + _about_tail(diagnostics.tail) + _about_support(diagnostics)
         if estimator.self_normalized and diagnostics.no_item_share > MEAN_WEIGHT_TOLERANCE:
@@ -114,6 +114,6 @@ def _about_support(diagnostics: Diagnostics) -> list[str]:
     if diagnostics.unsupported_share > LARGEST_UNSUPPORTED_SHARE:
         found.append(
             f"{diagnostics.unsupported_share:.0%} of what the policy would show are items that no row shows: "
-            "the log knows nothing of them"
+            "the log has no information about them"
         )
     return found
