@@ -39,6 +39,20 @@ from recpo.data.id_map import IdMap
 from recpo.data.locations import Place, locate
 from recpo.data.prepare import Preparation, PrepareRun, Source, tie_warnings, totals, write_directory
 from recpo.data.prepared import FORMAT_VERSION, HELD_OUT, TRAIN_PAST, Prepared
+from recpo.data.previous import (
+    BEFORE,
+    EARLIER,
+    HISTORIES,
+    IS_KEPT,
+    ITEMS,
+    KEPT_LABEL,
+    QUANTILES,
+    USERS,
+    PreviousData,
+    at_hand,
+    merged_history,
+    names_of_more,
+)
 from recpo.data.schema import (
     PAST_SCHEMA,
     PERIODS,
@@ -52,20 +66,6 @@ from recpo.data.schema import (
 )
 from recpo.data.splits import held_out_events, outside_events, past_items, period_rows, recent_events
 from recpo.data.writing import write_parquet, write_rows, write_shards
-from recpo.data.yesterday import (
-    BEFORE,
-    EARLIER,
-    HISTORIES,
-    IS_KEPT,
-    ITEMS,
-    KEPT_LABEL,
-    QUANTILES,
-    USERS,
-    Yesterday,
-    at_hand,
-    merged_history,
-    names_of_more,
-)
 from recpo.errors import RecpoError
 from recpo.features.columns import plain_type
 from recpo.features.encoding import FittedFeatures
@@ -162,7 +162,7 @@ class _ExtensionRun(PrepareRun):
     def __init__(self, data: Prepared, root: Path, retire: Sequence[Any] | pa.Array, *rest: Any) -> None:
         super().__init__(*rest)
         self.data, self.root, self.retire = data, root, retire
-        self.before = Yesterday(data, root, self.engine)
+        self.before = PreviousData(data, root, self.engine)
         self.features = data.feature_schema
         self.fitted: dict[str, FittedFeatures] = {side: data.fitted_features(side) for side in SIDES}
 

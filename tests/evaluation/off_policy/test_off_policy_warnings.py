@@ -78,7 +78,7 @@ def test_nothing_is_warned_of_in_a_calm_log():
 
 def test_warnings_of_an_estimator():
     assert said(tail(largest=3.0), ClippedIPS(3.0)) == ()
-    assert said(tail(largest=3.1), ClippedIPS(3.0)) == ("biased, for rewards >= 0 towards 0: weights above 3 are cut",)
+    assert said(tail(largest=3.1), ClippedIPS(3.0)) == ("biased, for rewards >= 0 toward 0: weights above 3 are cut",)
     no_item = {"no_item_share": 0.5, "mean_weight": 0.5, "mean_weight_interval": Interval(0.49, 0.51)}
     assert said(no_item) == ()
     (warning,) = said({**no_item, "no_item_share": 0.01}, SNIPS())

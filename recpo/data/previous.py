@@ -29,7 +29,7 @@ ITEMS, USERS, HISTORIES, QUANTILES = "items.parquet", "users.parquet", "historie
 _PLACE: Final = "place"
 
 
-class Yesterday:
+class PreviousData:
     """The previous prepared directory, as tables of an engine.
 
     Args:
@@ -168,7 +168,7 @@ def merged_history(earlier: ir.Table, fresh: ir.Table, shaped: ir.Table, max_con
     """The last ``max_context`` events of every user, from earlier and current events, as raw events.
 
     Args:
-        earlier: ``Yesterday.earlier_history``.
+        earlier: ``PreviousData.earlier_history``.
         fresh: ``recpo.data.splits.recent_events`` of the current events.
         shaped: the current events.
         max_context: number of events.
