@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.artifacts import read_json, verify_sealed, write_json
+from recpo.artifacts import other_kind, read_json, verify_sealed, write_json
 from recpo.errors import RecpoError
 
 FORMAT_VERSION = 1
@@ -70,6 +70,8 @@ class SemanticCodes:
             RecpoError: it is not such a directory, has another format version, or is damaged.
         """
         root = Path(root)
+        if other := other_kind(root, "codes"):
+            raise RecpoError(f"{root} has no codes{other}: create codes with `recpo tokenize`")
         if not (root / MANIFEST).is_file():
             raise RecpoError(f"{root} has no codes: {MANIFEST} is missing; create them with `recpo tokenize`")
         manifest = read_json(root / MANIFEST, _REMEDY)

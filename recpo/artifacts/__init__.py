@@ -10,7 +10,7 @@ from recpo.artifacts.checksums import seal, sha256, unseal, verify
 from recpo.artifacts.disk import flush
 from recpo.artifacts.documents import parse_json, read_json, read_yaml, validate_configuration_files
 from recpo.artifacts.in_place import directory_in_place, directory_of_steps
-from recpo.artifacts.kinds import MARKER, Kind, kind_of, marker, verify_sealed
+from recpo.artifacts.kinds import MARKER, Kind, kind_of, marker, other_kind, verify_sealed
 from recpo.artifacts.leavings import PARTIAL
 from recpo.artifacts.locks import locked_directory
 from recpo.artifacts.os_errors import describe_os_error
@@ -29,6 +29,7 @@ __all__ = [
     "kind_of",
     "locked_directory",
     "marker",
+    "other_kind",
     "output_directory",
     "output_file",
     "parse_json",

@@ -37,6 +37,14 @@ def kind_of(directory: Path | str) -> Kind | None:
     return kind if kind in get_args(Kind) else None
 
 
+def other_kind(directory: Path | str, expected: Kind) -> str | None:
+    """What a directory is instead, for messages: " but a run"; None if it is as expected, or recpo did not write it."""
+    kind = kind_of(directory)
+    names = {"prepared": "prepared data", "codes": "semantic codes", "factors": "factors"}
+    article = "an" if kind == "evaluation" else "a"
+    return None if kind in (None, expected) else f" but {names.get(kind, f'{article} {kind}')}"
+
+
 def marker(kind: Kind) -> str:
     """Content of ``recpo.json``."""
     return json.dumps({"kind": kind}) + "\n"

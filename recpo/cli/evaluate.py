@@ -15,6 +15,7 @@ from recpo.cli.verb_results import VerbResult, after_evaluate
 from recpo.data.prepared import Prepared
 from recpo.evaluation.candidates import CandidateTable
 from recpo.evaluation.contenders import Baseline, default_baselines
+from recpo.evaluation.disagreement import best_by_value
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.headroom import shares_at
 from recpo.evaluation.html_report.new_items_section import candidates_sentence
@@ -24,7 +25,7 @@ from recpo.evaluation.reading import Document, best_first
 from recpo.reranking import Reranker
 from recpo.workflows.evaluate import evaluate as evaluate_contenders
 
-_HEADINGS = ("NDCG", "Recall", "HitRate", "MRR", "disliked", "true_reward")
+_HEADINGS = ("NDCG", "Recall", "HitRate", "AUC_other", "disliked", "true_reward")
 _COMPARED = ("NDCG", "Recall", "disliked", "true_reward", "true_dislike")
 _MOST_FOR_ALL_PAIRS = 4
 _T = TypeVar("_T")
@@ -104,7 +105,10 @@ def evaluate(
     )
     print_evaluation(found)
     metrics = {one["name"]: one["metrics"] for one in found.document["contenders"]}
-    return after_evaluate(out, _listed(run), {"warnings": found.warnings, "metrics": metrics})
+    runs = _listed(run)
+    best = best_by_value(found.document, [path.name for path in runs])
+    served = next((path for path in runs if path.name == best), runs[-1] if runs else None)
+    return after_evaluate(out, served, {"warnings": found.warnings, "metrics": metrics})
 
 
 def _listed(given: list[_T] | _T) -> list[_T]:
@@ -247,7 +251,8 @@ def _value_cell(entry: Mapping[str, Any] | None) -> str:
 
 
 def _shown(contenders: Sequence[Document], headings: Sequence[str], k: int) -> list[str]:
-    return [f"{heading}@{k}" for heading in headings if f"{heading}@{k}" in contenders[0]["metrics"]]
+    known = contenders[0]["metrics"]
+    return [name for heading in headings for name in (f"{heading}@{k}", heading) if name in known]
 
 
 def _heading(metric: str) -> str:

@@ -5,6 +5,7 @@ Only the module of the requested verb is imported.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import io
@@ -70,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     verb, *words = arguments
     if verb not in VERBS:
-        print(f"error: unknown verb {verb!r}\n\n{_overview()}", file=sys.stderr)
+        similar = difflib.get_close_matches(verb, VERBS, 1)
+        meant = f"; did you mean {similar[0]}?" if similar else ""
+        print(f"error: unknown verb {verb!r}{meant}\n\n{_overview()}", file=sys.stderr)
         return 2
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     terminal, options = terminal_options(words)
@@ -81,13 +84,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print_result(result or VerbResult(), verb, terminal)
             sys.stdout.flush()  # a closed pipe raises here instead of at the end of the process
     except ArgumentError as error:
-        return _failed(verb, 2, f"error: {error}\nsee: recpo {verb} --help", terminal)
+        return _failed(verb, 2, f"error: {error}{_hint(str(error))}\nsee: recpo {verb} --help", terminal)
     except BaseException as error:
         status, message = _outcome(error)
         if status is None:
             raise
         return _failed(verb, status, message, terminal)
     return 0
+
+
+def _hint(message: str) -> str:
+    """A remedy for words that no option takes: a list is one word."""
+    found = re.search(r"unrecognized arguments: ([^-\s]\S*)", message)
+    return f"; a list is one argument, such as '[first, {found[1]}]'" if found else ""
 
 
 def _print_result(result: VerbResult, verb: str, terminal: TerminalOptions) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from rich.table import Table
 
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, after_prepare
-from recpo.data.prepared import Prepared
+from recpo.data.prepared import Period, Prepared
 from recpo.data.schema import LogColumns
 from recpo.features.schema import SIDES, Categories, Category, Feature, Vector
 from recpo.feedback import FEEDBACK_KINDS
@@ -88,7 +88,7 @@ def _events_table(counts: dict[str, Any]) -> Table:
 
 
 def _periods_table(periods: dict[str, dict[str, int]]) -> Table:
-    columns = ("users", "events", "rows with context")
+    columns = ("users", "events", "rows, with histories")
     counts = {name: [period[key] for key in ("users", "targets", "rows")] for name, period in periods.items()}
     return _by_period("periods", columns, counts)
 
@@ -125,11 +125,11 @@ def _feedback_table(periods: dict[str, dict[str, int]]) -> Table:
 
 
 def _by_period(title: str, columns: Sequence[str], counts: dict[str, list[int]]) -> Table:
-    """A row of counts per period."""
+    """A row of counts per period, in the order of time."""
     table = Table(title=title, title_justify="left")
     table.add_column("period")
     for name in columns:
         table.add_column(name, justify="right")
-    for period, cells in counts.items():
+    for period, cells in sorted(counts.items(), key=lambda one: get_args(Period).index(one[0])):
         table.add_row(period, *(f"{cell:,}" for cell in cells))
     return table

@@ -111,9 +111,9 @@ def after_calibrate(runs: Sequence[Path], out: Path | None, prepared: str, resul
     return VerbResult(() if out is None else (str(out),), following, result)
 
 
-def after_evaluate(out: Path, runs: Sequence[Path], result: Mapping[str, Any]) -> VerbResult:
-    """Contenders were evaluated; the last run is the most trained one."""
-    following = command("export", "--run", runs[-1], "--out", "runs/bundle") if runs else None
+def after_evaluate(out: Path, best: Path | None, result: Mapping[str, Any]) -> VerbResult:
+    """Contenders were evaluated; the run with the best value is exported next."""
+    following = None if best is None else command("export", "--run", best, "--out", "runs/bundle")
     return VerbResult((str(out), str(out / "report.html")), following, result)
 
 

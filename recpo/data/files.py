@@ -157,7 +157,8 @@ def open_log(
     opened, faults = open_files(paths, wanted, work, "log", form)
     for file, rows, schema in opened:
         schemas.append((file.shown, schema))
-        if rows or file.left_out:
+        is_readable = bool(set(wanted.values()) & set(schema.names))  # else its rows were not counted
+        if rows or file.left_out or not is_readable:
             files.append(file)
         else:
             empty.append(file.shown)

@@ -35,6 +35,7 @@ class TableSample:
         rows: number of rows of all files; an estimate if a text file was not read completely.
         form: delimiter and column names of text files.
         skipped: number of inspected rows with a wrong number of values.
+        nested: columns of structs, lists or maps, which ``table`` lacks.
     """
 
     files: tuple[Place, ...]
@@ -42,6 +43,7 @@ class TableSample:
     rows: int
     form: CsvFormat
     skipped: int
+    nested: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -91,6 +93,7 @@ def _together(samples: list[TableSample]) -> TableSample:
         sum(one.rows for one in samples),
         samples[0].form,
         sum(one.skipped for one in samples),
+        samples[0].nested,
     )
 
 
@@ -98,12 +101,13 @@ def _parquet_sample(file: Place, most_rows: int) -> TableSample:
     """The rows of a Parquet file, or of evenly spaced row groups."""
     with pq.ParquetFile(readable(file)) as parquet:
         schema, rows, groups = parquet.schema_arrow, parquet.metadata.num_rows, parquet.num_row_groups
-        plain = [column.name for column in schema if not pa.types.is_nested(column.type)]
+        nested = tuple(column.name for column in schema if pa.types.is_nested(column.type))
+        plain = [name for name in schema.names if name not in nested]
         wanted = max(1, min(groups, groups * most_rows // max(1, rows)))
         chosen = [number * groups // wanted for number in range(wanted)]
         read = [parquet.read_row_group(number, columns=plain) for number in chosen] if groups else []
     table = pa.concat_tables(read) if read else schema.empty_table().select(plain)
-    return TableSample((file,), table.slice(0, max(most_rows, _LEAST_ROWS)), rows, CsvFormat(), 0)
+    return TableSample((file,), table.slice(0, max(most_rows, _LEAST_ROWS)), rows, CsvFormat(), 0, nested)
 
 
 def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, TypeAlias
 
 import ibis.expr.types as ir
@@ -87,6 +88,7 @@ from recpo.feedback import FEEDBACK_KINDS, FeedbackDefinition, FeedbackRule
 
 #: From this share of equal watch times, no quantile separates a quarter of the events from the rest.
 _MANY_TIES: Final = 0.25
+_LEAST_RATIO, _MOST_RATIO = 0.005, 10.0  # of the median watch time to the duration
 _STAGES: Final = ("reading", "checking", "splitting", "shaping", "features", *PERIODS, "histories")
 Source: TypeAlias = str | Sequence[str] | pa.Table
 
@@ -296,7 +298,7 @@ class PrepareRun:
             "label": describe(self.choice.label),
             "feedback": feedback.to_json(),
             "counts": {**self.counts, "dropped": self.dropped, "splits": totals(shards, self.more.behaviors)},
-            "warnings": tie_warnings(self.choice.label, self.counts["watch_time_ties"]),
+            "warnings": tie_warnings(self.choice.label, self.counts["watch_time_ties"]) + unit_warnings(feedback),
             "shards": shards,
             "segments": [len(shards["train"])],
             "files": (*files, *self._feature_files()),
@@ -577,6 +579,25 @@ def tie_warnings(label: Label, ties: dict[str, int]) -> list[str]:
             "out of their ranks are coarse: log finer watch times, or take --label WatchRatio or BinaryColumn"
         ]
     return []
+
+
+def unit_warnings(feedback: FeedbackDefinition) -> list[str]:
+    """A warning if watch times and durations are so different that one of their units is probably wrong.
+
+    The median watch time of each duration bucket is compared with the bucket's shortest duration. Plausible is a median
+    ratio of 1/200 to 10 over the buckets, so a mistake of seconds for milliseconds is always outside.
+
+    Args:
+        feedback: with the fitted quantiles of the watch times.
+    """
+    medians = {bucket: quantiles[1] for bucket, quantiles in feedback.cutoffs.items()}
+    ratios = [watched / feedback.duration_base**bucket for bucket, watched in medians.items() if watched > 0]
+    if not ratios or _LEAST_RATIO <= (ratio := median(ratios)) <= _MOST_RATIO:
+        return []
+    return [
+        f"the median watch time is about {ratio:.3g} times the duration: the unit of one is probably wrong; check "
+        "--columns.watch_time_unit and --columns.duration_unit (seconds by default)"
+    ]
 
 
 def _label_faults(label: Label, log: Log) -> list[Fault]:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.artifacts import describe_os_error, parse_json, seal, sha256, unseal, write_json
+from recpo.artifacts import describe_os_error, other_kind, parse_json, seal, sha256, unseal, write_json
 from recpo.data.feature_columns import CONTEXT
 from recpo.data.id_map import IdMap
 from recpo.data.locations import Place, locate, readable
@@ -133,6 +133,8 @@ class Prepared:
         """
         root = locate(root)
         file = root / MANIFEST
+        if isinstance(root, Path) and (other := other_kind(root, "prepared")):
+            raise RecpoError(f"{root} is no prepared directory{other}: make prepared data with `recpo prepare`")
         if not file.is_file():
             raise RecpoError(f"{root} is not a prepared directory: {MANIFEST} is missing; make it with `recpo prepare`")
         manifest = parse_json(_read(file), file, _REMEDY)
@@ -239,6 +241,14 @@ class Prepared:
     def catalog_checksum(self) -> str:
         """Identifies the id map. A policy serves only the catalog that it was trained on."""
         return str(self.manifest["files"][_ITEMS])
+
+    @property
+    def user_id_type(self) -> Literal["integer", "string"]:
+        """Type of the external user ids. Reads the schema of the users' file, not its rows."""
+        place = self.root / _USERS
+        with _decoding(place):
+            kind = pq.read_schema(readable(place)).field("user_id").type
+        return "integer" if pa.types.is_integer(kind) else "string"
 
     @property
     def users_checksum(self) -> str:

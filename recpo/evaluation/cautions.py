@@ -69,13 +69,13 @@ def _removed(counts: dict[str, int]) -> list[str]:
     for key, why in (
         (
             "positive_events_excluded",
-            "of items of the user's past and were removed: what users come back to is not measured. exclude_past false "
-            "keeps it.",
+            "repeats of items in the user's history and were removed, so repeated use is not measured. exclude_past "
+            "false keeps them.",
         ),
         (
             "positive_events_unavailable",
-            "of items that were no candidates when lists were made, and were removed: what appears within the period "
-            "is not measured. A shorter period leaves less of it out.",
+            "events of items that were no candidates when lists were made, and were removed, so items that appear "
+            "within the period are not measured. A shorter period removes fewer events.",
         ),
     ):
         if events and (share := counts.get(key, 0) / events) > _MANY_REMOVED:

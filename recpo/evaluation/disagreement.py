@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from recpo.evaluation.reading import Document, best_first, paired
@@ -34,7 +34,7 @@ def disagreement(document: Document) -> list[str]:
     """
     k = document["setting"]["ks"][0]
     ranked = [contender["name"] for contender in best_first(document, f"NDCG@{k}")]
-    for value in (_true_reward(document, k), *(_off_policy(document, k, name) for name in _ESTIMATORS), _auc(document)):
+    for value in _values(document, k):
         known = [name for name in ranked if name in value.of]
         if len(known) < 2:
             continue
@@ -44,10 +44,34 @@ def disagreement(document: Document) -> list[str]:
         return [
             f"NDCG@{k} and value rank the contenders differently: {known[0]} has the best NDCG@{k}, but {best} has the "
             f"best {value.name} ({value.of[best]:.4f} against {value.of[known[0]]:.4f}; the difference survives the "
-            f"correction). Believe the {value.name}: {value.why}. NDCG on logged positives rewards agreeing with the "
+            f"correction). Believe {value.name}: {value.why}. NDCG on logged positives rewards agreement with the "
             "logging policy, which chose the items that could become positives."
         ]
     return []
+
+
+def best_by_value(document: Document, among: Sequence[str]) -> str | None:
+    """The contender with the best value by the first measure that is known, as in ``disagreement``; else by NDCG.
+
+    Args:
+        document: of an evaluation.
+        among: names of contenders.
+
+    Returns:
+        None if no contender among these has a value.
+    """
+    k = document["setting"]["ks"][0]
+    for value in (*_values(document, k), _metric(document, f"NDCG@{k}", "")):
+        known = [name for name in among if name in value.of]
+        if known:
+            return max(known, key=lambda name: value.of[name])
+    return None
+
+
+def _values(document: Document, k: int) -> list[Value]:
+    """The measures of value, the most reliable first."""
+    off_policy = [_off_policy(document, k, name) for name in _ESTIMATORS]
+    return [_true_reward(document, k), *off_policy, _auc(document)]
 
 
 def _true_reward(document: Document, k: int) -> Value:
@@ -55,7 +79,7 @@ def _true_reward(document: Document, k: int) -> Value:
 
 
 def _auc(document: Document) -> Value:
-    why = "it compares a user's positives with what the same user was shown and passed over, so what was shown cancels"
+    why = "it compares a user's positives with other items that the same user was shown, so exposure cancels out"
     return _metric(document, "AUC_other", why)
 
 

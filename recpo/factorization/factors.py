@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from recpo.artifacts import output_directory, read_json, seal, sha256, unseal, verify, write_json
+from recpo.artifacts import other_kind, output_directory, read_json, seal, sha256, unseal, verify, write_json
 from recpo.errors import RecpoError
 from recpo.factorization.bounds import GATHER_COST, item_vectors, posterior_variance
 from recpo.feedback import GRADES
@@ -239,6 +239,8 @@ class Factors:
             RecpoError: it is not such a directory, has another format version, or was changed.
         """
         root = Path(path)
+        if other := other_kind(root, "factors"):
+            raise RecpoError(f"{root} holds no factors{other}: make factors with `recpo factorize`")
         if not (root / MANIFEST).is_file():
             raise RecpoError(f"{root} holds no factors: {MANIFEST} is missing; make them with `recpo factorize`")
         manifest = read_json(root / MANIFEST, _REMEDY)

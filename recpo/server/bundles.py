@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from recpo.artifacts import kind_of, read_json, sha256, write_json
+from recpo.artifacts import kind_of, other_kind, read_json, sha256, write_json
 from recpo.errors import RecpoError
 from recpo.reranking import ItemAttributes
 from recpo.server.feature_values import feature_kinds
@@ -267,6 +267,8 @@ def _parts(name: str) -> list[str]:
 
 def _newest(path: Path) -> str:
     names = _versions(path)
+    if not names and (other := other_kind(path, "bundle")):
+        raise RecpoError(f"{path} is no bundle{other}: make a bundle with `recpo export`")
     if not names:
         raise RecpoError(f"{path} is not a bundle and contains none: make one with `recpo export --out {path}/VERSION`")
     return names[-1]

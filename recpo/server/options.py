@@ -27,7 +27,8 @@ class ServerOptions:
         workers: number of processes; each loads the bundle and writes its own log files.
         name: name of the model in answers and addresses; null = the name of the bundle's directory.
         log: directory of the impression log; null = nothing is logged, and feedback is rejected.
-        user_ids: type of the user ids in requests and log: integer or string.
+        user_ids: type of the user ids in requests and log: integer or string; null = the type in the data that the
+            bundle's policy was trained on, and integer if the bundle does not state it.
         api_keys: file of keys, one per line; a request needs one of them. null = requests need no key.
         admin_keys: file of keys for swap and rollback; null = both are disabled.
         rerank: how complete slates are chosen before any is drawn: MaximalMarginalRelevance, Determinantal,
@@ -58,7 +59,7 @@ class ServerOptions:
     workers: int = 1
     name: str | None = None
     log: Path | None = None
-    user_ids: IdType = "integer"
+    user_ids: IdType | None = None
     api_keys: Path | None = None
     admin_keys: Path | None = None
     rerank: Reranker | None = None

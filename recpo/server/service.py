@@ -198,9 +198,12 @@ class Service:
             raise RecpoError(f"k is {request.k}, this bundle serves at most {bundle.k}")
         if request.explore and options.exploration is None:
             raise RecpoError("explore: this server does not explore (--exploration)")
-        user = str if options.user_ids == "string" else int
-        if self.log is not None and type(request.user_id) is not user:
-            raise RecpoError(f"user_id: this server logs users by ids of the type {options.user_ids} (--user_ids)")
+        logged = None if self.log is None else self.log.layout.user_id
+        if logged is not None and type(request.user_id) is not (str if logged == "string" else int):
+            raise RecpoError(
+                f"user_id: got {request.user_id!r:.80}, but this server logs ids of the type {logged}: send such "
+                "ids, or start the server with another --user_ids"
+            )
         text = "string" in str(bundle.items.type)
         for item in (*(event["item_id"] for event in request.history), *request.exclude):
             if isinstance(item, str) != text:
@@ -224,7 +227,7 @@ def _open_log(root: Path, bundle: LoadedBundle, options: ServerOptions) -> Impre
     text = "string" in str(bundle.bundle.items.type)
     known = bundle.known_features
     layout = LogLayout(
-        options.user_ids,
+        options.user_ids or bundle.bundle.manifest.origin.get("user_ids") or "integer",
         "string" if text else "integer",
         graded=not bundle.bundle.feedback.cutoffs,
         behaviors=known.behaviors,

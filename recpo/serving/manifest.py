@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from recpo.artifacts import MARKER, read_json, sha256, verify, write_json
+from recpo.artifacts import MARKER, other_kind, read_json, sha256, verify, write_json
 from recpo.errors import RecpoError
 from recpo.features.schema import SIDES, FeatureSchema
 from recpo.feedback import FeedbackDefinition
@@ -46,7 +46,7 @@ class BundleManifest:
         policy: ``class``, the class of the policy, and ``options``, the constructor options for the torch engine;
             ``options`` is None if the policy is not recpo's own, so that the bundle has no torch engine.
         origin: where the policy comes from; for a run, ``run`` (the name of its directory), ``checkpoint``, ``weights``
-            (SHA-256 of the checkpoint) and ``catalog_checksum``.
+            (SHA-256 of the checkpoint), ``catalog_checksum`` and ``user_ids`` (integer or string, as in the data).
         versions: versions of recpo and torch at the time of export.
         files: SHA-256 of every other file, by its name in the bundle.
         item_precision: number format of the item vectors in the ONNX program: float32, float16 or int8.
@@ -185,6 +185,8 @@ class BundleManifest:
 
 def _content(path: Path) -> dict[str, Any]:
     """The JSON object of a manifest of this format version, exactly as written."""
+    if other := other_kind(path.parent, "bundle"):
+        raise RecpoError(f"{path.parent} is no bundle{other}: make a bundle with `recpo export`")
     if not path.is_file():
         raise RecpoError(f"{path.parent} is not a bundle: {MANIFEST} is missing; make one with `recpo export`")
     content = read_json(path, _REMEDY)

@@ -71,7 +71,11 @@ def _data(data: Mapping[str, Any] | None) -> str:
     if "valid_start" in bounds:
         held_out = f"; validation from {bounds['valid_start']}, test from {bounds['test_start']}"
     counted = ("targets", "users", "positive", "skipped", "disliked")
-    rows = [(name, *(f"{int(splits[name].get(key, 0)):,}" for key in counted)) for name in splits]
+    rows = [
+        (name, *(f"{int(splits[name].get(key, 0)):,}" for key in counted))
+        for name in ("train", "valid", "test")
+        if name in splits
+    ]
     period = f"{_date(bounds.get('first_ms'))} to {_date(bounds.get('last_ms'))} (UTC){held_out}"
     period = "Positions without a clock" if data.get("time_unit") == "order" else period
     label = _plain(str(data.get("label", _UNKNOWN)).rpartition(".")[2])

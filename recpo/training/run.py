@@ -27,7 +27,18 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 
-from recpo.artifacts import MARKER, marker, output_file, read_json, read_yaml, seal, sha256, unseal, write_json
+from recpo.artifacts import (
+    MARKER,
+    marker,
+    other_kind,
+    output_file,
+    read_json,
+    read_yaml,
+    seal,
+    sha256,
+    unseal,
+    write_json,
+)
 from recpo.contracts import Policy
 from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
@@ -103,7 +114,10 @@ class Run:
                 raise RecpoError(
                     f"{root} did not finish: resume it with `recpo train --config {root}/{RESOLVED} --resume true`"
                 )
-            raise RecpoError(f"{root} is not a run directory: {FINISHED} is missing; make one with `recpo train`")
+            other = other_kind(root, "run") or ""
+            raise RecpoError(
+                f"{root} is not a run directory{other}: {FINISHED} is missing; make one with `recpo train`"
+            )
         facts = read_json(root / FINISHED, REMEDY)
         if facts.get("format_version") != FORMAT_VERSION:
             raise RecpoError(
@@ -354,6 +368,7 @@ class Run:
                 "checkpoint": checkpoint,
                 "weights": self.facts["files"].get(weights),
                 "catalog_checksum": self.catalog_checksum,
+                "user_ids": origin.get("data", {}).get("user_ids"),
             },
             features=kept_features(policy, self.root),
             attributes=attributes,

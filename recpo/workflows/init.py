@@ -213,6 +213,11 @@ def _doubts_of_files(sample: TableSample, others: Sequence[TableSample], tables:
     left = [str(file) for one in others for file in one.files if str(file) not in tables.values()]
     if left:
         doubts.append(f"other columns, not read: {', '.join(left)}")
+    if sample.nested:
+        doubts.append(
+            f"{', '.join(f'`{name}`' for name in sample.nested)}: nested columns are not read; write their fields as "
+            "columns of their own, for example user.id as user_id"
+        )
     if sample.skipped:
         doubts.append(f"{sample.skipped:,} rows have another number of values: recpo prepare will refuse them")
     if not sample.is_whole:

@@ -198,10 +198,13 @@ def _server(source: Source, engine: EngineName, provider: str, trust: Sequence[s
 def _open(histories: Path) -> ds.Dataset:
     if not histories.exists():
         raise RecpoError(f"{histories} does not exist; expected a Parquet file of histories")
+    if kind_of(histories) == "prepared":
+        raise RecpoError(f"{histories} is prepared data, expected histories: name {histories / 'histories.parquet'}")
     try:
         source = ds.dataset(histories, format="parquet")
     except (pa.ArrowException, OSError) as error:
-        raise RecpoError(f"{histories} cannot be read as Parquet: {error}") from error
+        remedy = "name a Parquet file, or pass a data frame in Python"
+        raise RecpoError(f"{histories} cannot be read as Parquet ({error}): {remedy}") from error
     require_columns(source.schema, [USER_ID, ITEM_ID, TIMESTAMP], str(histories))
     id_column(_no_events(source, histories), USER_ID, str(histories))
     return source

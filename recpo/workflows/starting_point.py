@@ -112,6 +112,8 @@ def scale(facts: ColumnFacts) -> tuple[float, float]:
     """The ends of a rating's scale: a common scale that the values reach, else the smallest and largest value."""
     least, most = facts.least or 0.0, facts.most or 1.0
     for low, high in _SCALES:
+        if facts.kind != "number" and low != int(low):
+            continue  # a scale of halves has values with fractions
         if low <= least and most <= high and (most == high or (facts.kind == "number" and high == 1)):
             return low, high
     return least, most

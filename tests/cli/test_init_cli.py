@@ -237,6 +237,19 @@ def test_columns_without_names_are_asked_for(tmp_path):
     assert found.columns.time_unit == "s"
 
 
+def test_whole_stars_run_from_one_to_five(tmp_path):
+    found = recpo.init(movielens_1m(tmp_path), tmp_path / "out")
+    assert dict(found.label.init_args) == {"low": 1, "high": 5}
+
+
+def test_nested_columns_are_reported(tmp_path):
+    table = events().assign(user_id=lambda t: t["user"], item_id=lambda t: t["item"], ts=lambda t: t["second"])
+    table["metrics"] = [{"watch_ms": 3} for _ in range(len(table))]
+    table[["user_id", "item_id", "ts", "metrics"]].to_parquet(tmp_path / "log.parquet")
+    (doubt,) = recpo.init(tmp_path / "log.parquet", tmp_path / "out").doubts
+    assert doubt.startswith("`metrics`: nested columns are not read")
+
+
 def test_a_podcast_log_is_recognized_whole(tmp_path):
     table = events()
     log = pd.DataFrame({"listener": "l" + table["user"].astype(str), "episode": "e" + table["item"].astype(str)})

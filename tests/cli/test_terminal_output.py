@@ -24,7 +24,7 @@ RESULTS = {
     "train": verb_results.after_train(Path("run"), "prepared", {}),
     "reward model": verb_results.after_reward_model(Path("run"), "prepared", {}),
     "calibrate": verb_results.after_calibrate([Path("run")], Path("out.json"), "prepared", {}),
-    "evaluate": verb_results.after_evaluate(Path("out"), [Path("first"), Path("last")], {}),
+    "evaluate": verb_results.after_evaluate(Path("out"), Path("last"), {}),
     "export": verb_results.after_export(Path("bundle"), Path("triton"), {}),
     "recommend": verb_results.after_recommend(Path("lists"), Path("bundle"), None, {}),
     "recommend of a run": verb_results.after_recommend(Path("lists"), None, Path("run"), {}),

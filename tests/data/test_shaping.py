@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recpo.data.prepare import tie_warnings
+from recpo.data.prepare import tie_warnings, unit_warnings
 from recpo.data.shaping import (
     D2Q,
     BinaryColumn,
@@ -169,6 +169,16 @@ def test_many_ties_are_warned_of(engine):
     assert "40% of the train watch times equal the most frequent" in warnings([7, 7, 1000, 2000, 3000])[0]
     assert warnings([0, 0, 1000, 2000, 3000], BinaryColumn()) == []
     assert warnings([None, None]) == []
+
+
+def test_implausible_units_are_warned_of():
+    def definition_of(*watched):
+        return FeedbackDefinition(cutoffs={bucket: (0.0, seconds, 9e9) for bucket, seconds in enumerate(watched, 4)})
+
+    assert unit_warnings(FeedbackDefinition()) == []
+    assert unit_warnings(definition_of(8.0, 16.0, 0.0)) == []
+    assert "about 0.0005 times the duration" in unit_warnings(definition_of(0.008, 0.016, 0.032))[0]
+    assert "about 500 times the duration" in unit_warnings(definition_of(8_000.0, 16_000.0, 32_000.0))[0]
 
 
 def test_ties_are_counted_by_bucket(engine):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recpo.evaluation.disagreement import disagreement
+from recpo.evaluation.disagreement import best_by_value, disagreement
 from recpo.evaluation.document import with_holm
 
 
@@ -56,8 +56,17 @@ def document_of(ndcg, values=(), *, metric="true_reward@10", half_width=0.01, of
 def test_the_best_by_ndcg_that_is_surely_not_the_best_by_value_is_named():
     (said,) = disagreement(document_of([0.3, 0.2, 0.1], [0.5, 0.6, 0.8]))
     assert "a has the best NDCG@10, but c has the best true_reward@10 (0.8000 against 0.5000" in said
-    assert "Believe the true_reward@10: it is what users get" in said
-    assert "agreeing with the logging policy" in said
+    assert "Believe true_reward@10: it is what users get" in said
+    assert "agreement with the logging policy" in said
+
+
+def test_the_best_by_value_among_some_contenders():
+    assert best_by_value(document_of([0.3, 0.2, 0.1], [0.5, 0.6, 0.8]), ["a", "b"]) == "b"
+    without_value = document_of([0.3, 0.2, 0.1], [0.5, 0.6, 0.8])
+    for contender in without_value["contenders"]:
+        del contender["metrics"]["true_reward@10"]
+    assert best_by_value(without_value, ["b", "a"]) == "a"
+    assert best_by_value(without_value, ["x"]) is None
 
 
 @pytest.mark.parametrize(
@@ -80,5 +89,5 @@ def test_off_policy_value_is_taken_before_auc_and_the_truth_before_both():
     assert "b has the best off-policy value (SNIPS, top_10) (0.7000 against 0.5000" in said
     (said,) = disagreement(document_of([0.3, 0.2], [0.5, 0.6], metric="AUC_other"))
     assert "b has the best AUC_other" in said
-    assert "passed over" in said
+    assert "exposure cancels out" in said
     assert disagreement(document_of([0.3, 0.2], [0.9, 0.1], off_policy=[0.5, 0.7])) == []

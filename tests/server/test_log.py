@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from recpo.server import segments
 from recpo.server.impressions import JOURNAL, Impression, ImpressionLog, LogLayout, Outcome, RequestIds, joined_rows
 from recpo.server.segments import COMPLETE, DONE, MAGIC, OPEN, SegmentWriter, Slot, read_records
 from recpo.server.settling import settle
+from recpo.serving.manifest import BundleManifest
 from recpo.simulation.log import SCHEMA
 from tests.server.conftest import answers, event, request
 
@@ -366,6 +368,16 @@ def test_user_ids_have_the_type_of_the_log(bundle, tmp_path):
     settle(tmp_path / "text")
     assert {row["user_id"] for row in rows(tmp_path / "text")} == {"ann"}
     assert answers(bundle.root, calls).status_code == 200  # nothing is logged
+
+
+def test_user_ids_have_the_type_of_the_training_data(bundle, tmp_path):
+    async def calls(server):
+        return [await server.client.post("/v1/recommend", json=request(user)) for user in ("ann", 7)]
+
+    root = shutil.copytree(bundle.root, tmp_path / "bundle")
+    manifest = BundleManifest.read(root)
+    replace(manifest, origin={**manifest.origin, "user_ids": "string"}).write(root)
+    assert [answer.status_code for answer in answers(root, calls, log=tmp_path / "log")] == [200, 422]
 
 
 def test_a_disk_that_fails_is_said_and_the_server_is_not_ready(bundle, tmp_path, monkeypatch, caplog):
