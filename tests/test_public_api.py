@@ -4,6 +4,7 @@ import ast
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,3 +147,11 @@ def test_a_run_on_another_path_without_its_prepared_data_recommends_and_exports(
         assert served[["user_id", "rank", "item_id"]].equals(expected[["user_id", "rank", "item_id"]])
     finally:
         (tmp_path / "gone").rename(road.data.root)
+
+
+@pytest.mark.parametrize("name", ["Prepared", "Run", "Evaluation", "Bundle"])
+def test_the_text_of_a_result_is_short(name):
+    large = {"manifest", "document", "facts", "items", "runtime", "options"}
+    shown = {one.name for one in fields(getattr(recpo, name)) if one.repr}
+    assert shown
+    assert not shown & large

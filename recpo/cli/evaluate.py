@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from recpo.artifacts import kind_of
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, after_evaluate
 from recpo.data.prepared import Prepared
@@ -105,7 +106,7 @@ def evaluate(
     )
     print_evaluation(found)
     metrics = {one["name"]: one["metrics"] for one in found.document["contenders"]}
-    runs = _listed(run)
+    runs = [path for path in _listed(run) if kind_of(path) != "bundle"]
     best = best_by_value(found.document, [path.name for path in runs])
     served = next((path for path in runs if path.name == best), runs[-1] if runs else None)
     return after_evaluate(out, served, {"warnings": found.warnings, "metrics": metrics})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
@@ -121,7 +121,7 @@ class Prepared:
     """
 
     root: Place
-    manifest: dict[str, Any]
+    manifest: dict[str, Any] = field(repr=False)
 
     @classmethod
     def open(cls, root: Place | str) -> Prepared:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,8 +35,8 @@ class Evaluation:
         path: the directory; None = the evaluation is only in memory.
     """
 
-    document: Document
-    options: Mapping[str, Any]
+    document: Document = field(repr=False)
+    options: Mapping[str, Any] = field(repr=False)
     path: Path | None = None
 
     @classmethod

@@ -14,7 +14,7 @@ The default engine, ONNX Runtime, imports neither torch nor lightning nor torchr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,9 @@ class Bundle:
     """
 
     root: Path
-    manifest: BundleManifest
-    items: IdMap
-    runtime: Runtime
+    manifest: BundleManifest = field(repr=False)
+    items: IdMap = field(repr=False)
+    runtime: Runtime = field(repr=False)
 
     @classmethod
     def load(
