@@ -38,7 +38,7 @@ def test_a_vulnerability_is_reported_unless_it_is_accepted_with_a_reason(audit):
         audit.accepted("PYSEC-1\n")
 
 
-def test_packages_that_the_index_does_not_know_are_no_clean_result(audit):
+def test_packages_that_the_index_does_not_know_are_not_clean(audit):
     gone = {"name": "a", "skip_reason": "Dependency not found on PyPI"}
     assert audit.judge({"dependencies": [gone, package("b")]}, {}) == (
         [],

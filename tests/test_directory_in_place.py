@@ -125,7 +125,7 @@ def test_a_second_writer_is_told_and_changes_nothing(tmp_path, goes_on):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_leavings_inside_go_when_it_is_gone_on_with(tmp_path):
+def test_leavings_inside_are_removed_when_it_is_continued(tmp_path):
     place = written(tmp_path / "run")
     (place / "checkpoints" / "last.ckpt.recpo-unfinished-1-ab").mkdir(parents=True)
     (place / "checkpoints" / "best.ckpt.partial").write_text("half")

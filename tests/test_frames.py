@@ -59,7 +59,7 @@ def test_categories_and_views_become_plain_text():
 
 
 @pytest.mark.parametrize("value", [3, "a.parquet", [1, 2], None])
-def test_what_is_no_frame_is_refused_by_name(value):
+def test_other_objects_than_frames_are_refused_with_their_type(value):
     with pytest.raises(RecpoError, match="histories: expected a frame"):
         to_arrow(value, "histories")
 

@@ -47,7 +47,7 @@ def test_train_calibrate_use(prepared, tmp_path):
     assert json.loads((tmp_path / "reward" / "calibration.json").read_text()) == again
 
 
-def test_what_cannot_be_calibrated_is_said_in_one_line(prepared, tmp_path, capsys):
+def test_what_cannot_be_calibrated_is_reported_in_one_line(prepared, tmp_path, capsys):
     assert main(["calibrate", f"--run={tmp_path}", f"--prepared={prepared}"]) == 1
     said = capsys.readouterr().err
     assert said == f"error: {tmp_path} is not a run directory: run.json is missing; make one with `recpo train`\n"

@@ -246,7 +246,7 @@ def run_on(road, out, *options):
     return main(["evaluate", "--prepared", str(road / "prepared"), "--out", str(out), *options])
 
 
-def test_kept_seen_items_are_said_and_change_the_targets(road, tmp_path, capsys):
+def test_kept_past_items_are_reported_and_change_the_targets(road, tmp_path, capsys):
     out = tmp_path / "evaluation"
     assert run_on(road, out, "--exclude_past", "false", "--baselines", "[popularity]", "--segments", "false") == 0
     assert "past: kept" in capsys.readouterr().out

@@ -191,7 +191,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, options,
     assert not (tmp_path / "out").exists()
 
 
-def test_a_loop_takes_the_place_of_nothing_but_a_loop_and_goes_on_with_its_own_options(tmp_path, capsys):
+def test_a_loop_only_replaces_a_loop_and_continues_with_its_own_options(tmp_path, capsys):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("mine")
     made_loop(tmp_path / "loop", [made_round(0)])
@@ -211,7 +211,7 @@ def test_a_loop_takes_the_place_of_nothing_but_a_loop_and_goes_on_with_its_own_o
 
 
 @pytest.mark.slow
-def test_a_killed_loop_goes_on_to_the_same_result(whole, tmp_path):
+def test_a_killed_loop_continues_to_the_same_result(whole, tmp_path):
     for name, content in (("pretrain", PRETRAIN), ("value", VALUE)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
     out = tmp_path / "loop"

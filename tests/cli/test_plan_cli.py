@@ -12,7 +12,7 @@ SEMANTIC = ("--policy=semantic", "--codebooks=[1024, 1024, 1024]", "--item_vecto
 
 
 @pytest.mark.slow
-def test_a_plan_in_a_process_of_its_own(tmp_path):
+def test_a_plan_in_a_separate_process(tmp_path):
     out = tmp_path / "plan.json"
     options = ["--num_items=20000000", "--ranks=2", "--normalizer=sampled", "--device=cpu", f"--out={out}"]
     command = [sys.executable, "-m", "recpo.cli.main", "plan", *options, "--events=1000000", "--memory_gib=12"]

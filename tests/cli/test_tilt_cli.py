@@ -224,7 +224,7 @@ def test_the_grade_is_that_of_a_factorization_of_the_validation_events_alone(roa
     assert found.trials[0].grade == pytest.approx(sum(means) / len(means), abs=1e-5)
 
 
-def test_what_cannot_be_tilted_is_said_before_anything_is_written(road, tmp_path):
+def test_what_cannot_be_tilted_is_reported_before_anything_is_written(road, tmp_path):
     base, factors, out = road.root / "base", road.root / "factors", tmp_path / "out"
     cases = [
         ({"run": road.root / "run", "beta": 0.1}, "tilted already"),

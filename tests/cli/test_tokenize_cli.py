@@ -46,7 +46,7 @@ def from_file(file, *options):
 
 
 @pytest.mark.slow
-def test_from_a_log_to_codes_in_a_process_of_its_own(prepared, tmp_path):
+def test_from_a_log_to_codes_in_a_separate_process(prepared, tmp_path):
     command = [sys.executable, "-m", "recpo.cli.main", "tokenize", "--prepared", str(prepared), *SMALL, "--out"]
     done = subprocess.run([*command, str(tmp_path / "codes")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -68,7 +68,7 @@ def test_the_resolved_configuration_repeats_the_run(tmp_path, prepared):
 
 
 @pytest.mark.parametrize("every", ["null", pytest.param("4", marks=pytest.mark.slow)])
-def test_a_run_that_max_steps_ended_goes_on_in_mid_epoch(tmp_path, prepared, every):
+def test_a_run_that_max_steps_ended_continues_within_the_epoch(tmp_path, prepared, every):
     whole, cut = (write_config(tmp_path, prepared, name) for name in ("whole", "cut"))
     assert main(["train", "--config", str(whole)]) == 0
     options = ["train", "--config", str(cut), "--checkpoint_every", every]
@@ -150,7 +150,7 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path, prepared):
 @pytest.mark.parametrize(
     ("sent", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
-def test_a_signal_ends_a_run_with_its_status_and_says_how_to_go_on(tmp_path, prepared, sent, status):
+def test_a_signal_ends_a_run_with_its_status_and_how_to_continue(tmp_path, prepared, sent, status):
     config = write_config(tmp_path, prepared, "run", epochs=1000)
     process = subprocess.Popen(command(config), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     last = checkpoint_path(tmp_path / "run", "last")

@@ -136,7 +136,7 @@ trainer:
 
 
 @pytest.mark.slow
-def test_two_ranks_that_read_shards_of_their_own_resume_in_mid_epoch(tmp_path, world):
+def test_two_ranks_that_read_separate_shards_resume_within_the_epoch(tmp_path, world):
     prepared = tmp_path / "prepared"
     prepare(str(world / "log"), prepared, rows_per_shard=600)
     batches = [

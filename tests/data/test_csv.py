@@ -107,7 +107,7 @@ def test_wide_encodings_are_refused(tmp_path, encoding):
         read(tmp_path, "user_id,item_id\n1,2\n", encoding=encoding)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path):
+def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path):
     table, _, _, names = read(tmp_path, "user_id,item_id\n1,2\n", encoding="utf-8-sig")
     assert names == ["user_id", "item_id"]
     assert table.to_pydict() == {"user_id": [1], "item_id": [2]}
@@ -120,7 +120,7 @@ def test_a_file_without_names_is_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize("width", ["7,a\xc7,1,extra", "7,a\xc7,1"])
-def test_bytes_that_are_no_utf_8_are_refused_without_a_traceback(tmp_path, capfd, width):
+def test_bytes_that_are_not_utf_8_are_refused_without_a_traceback(tmp_path, capfd, width):
     """Arrow decodes rows of another width in a callback, where Python can only print what fails."""
     content = b"user_id,item_id,timestamp\n" + width.encode("latin-1") + b"\n8,b,2\n"
     with pytest.raises((pa.ArrowInvalid, RecpoError)):

@@ -128,7 +128,7 @@ def test_a_trainer_that_counts_its_batches_gets_the_next_epoch_too(shards):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_resumed_epoch_goes_on_with_the_next_batch(shards, workers):
+def test_a_resumed_epoch_continues_with_the_next_batch(shards, workers):
     def loader():
         return ResumableLoader(TrainBatches(shards, LAYOUT, 2, seed=3, rank=Rank()), num_workers=workers)
 
@@ -187,7 +187,7 @@ def test_ranks_share_the_counting_of_windows(shards):
     assert rows_of(second) == rows_of(alone[1])
 
 
-def test_an_epoch_goes_on_with_another_number_of_ranks(shards):
+def test_an_epoch_continues_with_another_number_of_ranks(shards):
     def loader(rank, size=2):
         return ResumableLoader(TrainBatches(shards, LAYOUT, size, seed=3, rank=rank), num_workers=0)
 
@@ -217,7 +217,7 @@ class Counting(Prepared):
 
 @pytest.mark.parametrize("rank", [Rank(), Rank(1, 2, 1), Rank(0, 2, 2)], ids=str)
 @pytest.mark.parametrize("phases", [Phases(), Phases(2, 3)], ids=str)
-def test_a_resume_reads_no_shard_that_was_consumed_and_goes_on_alike(shards, rank, phases):
+def test_a_resume_reads_no_consumed_shard_and_continues_with_the_same_batches(shards, rank, phases):
     counting = Counting(shards.root, shards.manifest)
     batches = TrainBatches(counting, LAYOUT, 2, 3, rank, phases)
     whole = rows_of(batches)
@@ -263,7 +263,7 @@ def test_every_item_of_a_users_past_is_excluded_however_long_ago(shards):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_batch_is_no_larger_than_its_most_active_user_allows(shards, monkeypatch, world_size):
+def test_the_most_active_user_limits_the_size_of_a_batch(shards, monkeypatch, world_size):
     ordinary = [b.user_ids.tolist() for b in HeldOutBatches(shards, "valid", 6, 4, Rank())]
     assert [len(users) for users in ordinary] == [4, 4, 3]
     monkeypatch.setattr(held_out, "MOST_PLACES", 40)
@@ -330,7 +330,7 @@ def test_workers_do_not_change_the_visits(shards):
     assert visits(2) == visits(0)
 
 
-def test_a_resumed_phase_goes_on_with_the_next_visit(shards):
+def test_a_resumed_phase_continues_with_the_next_visit(shards):
     def batches():
         return TrainBatches(shards, LAYOUT, 2, 0, Rank(), Phases(2, 2))
 

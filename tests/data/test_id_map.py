@@ -54,12 +54,12 @@ def test_the_type_survives_saving(tmp_path, kind):
         (lambda: IdMap.from_values([1, 2]).to_external([3]), "from 1 to 2"),
     ],
 )
-def test_mistakes_are_said(make, message):
+def test_mistakes_are_reported(make, message):
     with pytest.raises(RecpoError, match=message):
         make()
 
 
-def test_a_file_that_is_no_item_table(tmp_path):
+def test_a_file_that_is_not_an_item_table(tmp_path):
     with pytest.raises(RecpoError, match=r"items.parquet"):
         IdMap.load(tmp_path / "items.parquet")
     pq.write_table(pa.table({"item_index": [1, 3], "item_id": [5, 6]}), tmp_path / "items.parquet")

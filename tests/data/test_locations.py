@@ -96,7 +96,7 @@ def test_csv_in_a_store_and_its_faults(store, tmp_path):
         run(f"{store}/nothing/*.parquet", tmp_path / "c")
 
 
-def test_an_interrupted_upload_is_no_prepared_directory(store, tmp_path, monkeypatch):
+def test_an_interrupted_upload_is_not_a_prepared_directory(store, tmp_path, monkeypatch):
     put_log(store, make_log(seed=1), "log.parquet", tmp_path)
     out = f"{store}/out"
     run(f"{store}/log.parquet", out, rows_per_shard=200)

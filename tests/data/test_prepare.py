@@ -172,7 +172,7 @@ def test_the_levels_of_the_shards_are_those_of_raw_events(small):
     assert len(set(levels.tolist())) == 5
 
 
-def test_preparing_twice_gives_equal_bytes_whatever_the_order_of_rows_and_files(tmp_path):
+def test_preparing_twice_gives_equal_bytes_for_any_order_of_rows_and_files(tmp_path):
     log = make_log(seed=3)
     # Ties in time within a user, told apart by nothing but the watch time.
     tied = log.slice(0, 50).set_column(3, "watch_time", pa.array(np.arange(50) + 0.5))

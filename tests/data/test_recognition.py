@@ -96,7 +96,7 @@ def test_a_name_that_contradicts_the_values_is_a_question():
     assert "--columns.watch_time_unit s or --columns.watch_time_unit ms" in question
 
 
-def test_a_time_that_is_none_is_an_order_and_mixed_units_are_a_question():
+def test_a_time_without_a_clock_is_an_order_and_mixed_units_are_a_question():
     order = recognize(facts(**BASE | {"timestamp": list(range(40))}))
     assert order.columns.time_unit == "order"
     assert "no clock time" in order.doubts[0]

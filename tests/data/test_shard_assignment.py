@@ -162,7 +162,7 @@ def test_ranks_go_through_shards_of_one_size_in_different_orders(tmp_path):
 
 @pytest.mark.parametrize("rank", [Rank(0, 2), Rank(1, 3, 2), Rank(3, 4)], ids=str)
 @pytest.mark.parametrize("phases", [Phases(), Phases(2, 3)], ids=str)
-def test_a_resume_goes_on_alike_and_reads_no_shard_that_was_consumed(shards, rank, phases):
+def test_a_resume_continues_with_the_same_batches_and_reads_no_consumed_shard(shards, rank, phases):
     watched = Watched(shards.root, dict(shards.manifest))
     batches = assigned(watched, rank, 2, phases)
     whole = rows_of(batches)

@@ -68,7 +68,7 @@ def test_explicit_boundaries():
         (LeaveLastOut(min_history=-1), True, "min_history"),
     ],
 )
-def test_what_cannot_be_split_is_said(split, has_clock, message):
+def test_what_cannot_be_split_is_reported(split, has_clock, message):
     with pytest.raises(RecpoError, match=message):
         split.boundaries(MIDNIGHT - 5 * DAY, MIDNIGHT, has_clock)
 

@@ -107,7 +107,7 @@ def test_impossible_values_are_neutralized_and_counted_or_refused(tmp_path, log,
         assert reason.partition(": ")[2] + " [first: row 0" in fault(path, tmp_path, strict=True)
 
 
-def test_a_nan_is_found_whatever_the_statistics_of_the_file_say(tmp_path, log):
+def test_a_nan_is_found_for_any_statistics_of_the_file(tmp_path, log):
     label = np.where(np.arange(len(log)) % 10 == 3, np.nan, np.arange(len(log)) % 2)
     path = write_log(tmp_path / "log.parquet", log.append_column("label", pa.array(label)))
     manifest = run(path, tmp_path / "prepared", label=BinaryColumn())

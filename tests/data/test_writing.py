@@ -13,7 +13,7 @@ from recpo.data.writing import user_blocks, without_repeats, write_parquet, writ
     cuts=st.lists(st.integers(1, 7), min_size=1, max_size=20),
     rows=st.integers(1, 12),
 )
-def test_blocks_hold_whole_users_whatever_the_batches(counts, cuts, rows):
+def test_blocks_hold_whole_users_for_any_batches(counts, cuts, rows):
     users = np.repeat(np.arange(len(counts)) * 3, counts).astype(np.int32)
     table = pa.table({"user_index": users, "row": np.arange(len(users))})
     batches, start = [], 0

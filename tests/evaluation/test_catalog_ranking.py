@@ -236,7 +236,7 @@ def test_positive_log_probabilities_are_refused_and_name_the_contender(logp):
         evaluate_ranking(scoring([logp]), [batch], num_items=9, ks=(1,))
 
 
-def test_rounding_above_0_and_masked_places_are_no_fault():
+def test_rounding_above_0_and_masked_places_are_accepted():
     assert evaluate_ranking(scoring([1e-6]), [batch_of([[1]], [[0.9]])], num_items=9, ks=(1,)).counts["users"] == 1
     padded = Recommender(always([2]).recommend, lambda feedback: torch.tensor([[[-1.0], [7.0]]]))
     assert evaluate_ranking(padded, [batch_of([[1, 0]], [[0.9, 0.0]])], num_items=9, ks=(1,)).counts["users"] == 1

@@ -68,7 +68,7 @@ def test_holm_lies_between_the_p_value_and_bonferroni_and_keeps_the_order(p_valu
     assert (adjusted <= 0.05).sum() == rejected_by_steps
 
 
-def test_every_metric_is_a_family_of_its_own():
+def test_every_metric_is_a_separate_family():
     def difference(mean):
         return {"mean": mean, "half_width": 0.1, "n": 20, "differing": 20}
 

@@ -80,7 +80,7 @@ def test_the_best_by_value_among_some_contenders():
     ],
     ids=["agree", "cannot be told apart", "no value", "one contender", "the best value carries a warning"],
 )
-def test_nothing_is_said_without_need(document):
+def test_there_is_no_warning_without_need(document):
     assert disagreement(document) == []
 
 

@@ -40,7 +40,7 @@ def test_bootstrap_covers_the_truth_at_its_level():
     assert abs(covered - 0.9) < 0.05
 
 
-def test_bootstrap_is_reproducible_whatever_is_held_at_once(monkeypatch):
+def test_bootstrap_does_not_depend_on_the_block_size(monkeypatch):
     values = torch.rand(50, 3, generator=torch.Generator().manual_seed(0))
     once = bootstrap_interval(values, resamples=64, seed=3)
     monkeypatch.setattr(estimates, "_DRAWS_AT_ONCE", 500)

@@ -74,7 +74,7 @@ def test_the_truth_is_that_of_the_day_on_which_the_period_begins(world, prepared
     assert earned.tolist() == pytest.approx(truth.truth.logging_value(user_ids[[0, 3]], truth.day).tolist())
 
 
-def test_curves_of_a_resumed_run_go_on_and_are_thinned(tmp_path):
+def test_curves_of_a_resumed_run_continue_and_are_thinned(tmp_path):
     assert training_curves(tmp_path) == {}
     for version, steps in (("version_0", range(5)), ("version_2", range(3, 6)), ("version_10", range(6, 1000))):
         directory = tmp_path / "logs" / version

@@ -48,7 +48,7 @@ def test_the_oracle_lists_the_best_items_that_may_be_listed(world, prepared, exc
         assert lists.item_ids[row].tolist() == expected
 
 
-def test_nobody_has_more_than_the_oracle_and_nobody_is_compared_with_it(found):
+def test_no_contender_exceeds_the_oracle_or_is_compared_with_it(found):
     document = found.document
     entries = {one["name"]: one for one in document["contenders"]}
     assert list(entries) == ["popularity", "random", "oracle", "logging policy"]

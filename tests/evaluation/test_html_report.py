@@ -171,7 +171,7 @@ values = st.floats(-1e6, 1e6)
 
 
 @given(st.lists(st.tuples(values, st.floats(0, 1e3)), min_size=1, max_size=6), st.booleans())
-def test_whatever_is_drawn_lies_within_the_chart(rows, with_zero):
+def test_everything_is_drawn_within_the_chart(rows, with_zero):
     intervals = [svg.IntervalRow(HOSTILE, mean, mean - half, mean + half, "s0") for mean, half in rows]
     drawn = ElementTree.fromstring(svg.interval_chart("t", "d", intervals, with_zero=with_zero))
     height = float(drawn.get("viewBox").split()[3])

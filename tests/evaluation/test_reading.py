@@ -67,7 +67,7 @@ def test_the_least_is_best_of_dislikes():
     assert "On disliked@10 (lower is better) b has the best mean" in reading(document)[1]
 
 
-def test_nobody_is_told_apart_by_wide_intervals():
+def test_wide_intervals_separate_no_contenders():
     assert "But no other contender can be told apart from it" in reading(document_of([0.1, 0.3], half_width=0.5))[0]
 
 
@@ -114,7 +114,7 @@ def changed(document, **counts):
     return document
 
 
-def test_nothing_is_said_where_nothing_is_wrong():
+def test_without_faults_there_are_no_warnings():
     assert cautions(document_of([0.1, 0.2])) == []
 
 

@@ -77,7 +77,7 @@ def test_rows_do_not_depend_on_each_other_and_chosen_columns_are_a_selection(mon
     np.testing.assert_allclose(inclusion_probabilities(values, 6), together, rtol=1e-9)
 
 
-def test_nothing_that_cannot_be_drawn_is_and_all_is_where_there_is_room():
+def test_impossible_items_are_never_drawn_and_all_are_drawn_if_there_is_room():
     values = np.array([[0.0, -np.inf, 1.0, -np.inf], [-np.inf] * 4, [0.0, 0.0, 0.0, -900.0]])
     found = inclusion_probabilities(values, 3)
     assert found.tolist() == [[1, 0, 1, 0], [0, 0, 0, 0], [pytest.approx(1)] * 3 + [pytest.approx(0)]]

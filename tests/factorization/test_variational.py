@@ -196,7 +196,7 @@ def planted(monkeypatch):
     return Planted(items, "", {"max_context": 200, "num_users": users}), grade.mean(), truth, (user, item)
 
 
-def test_planted_factors_and_noise_are_found_whatever_the_largest_rank(planted):
+def test_planted_factors_and_noise_are_found_for_any_largest_rank(planted):
     data, mean, truth, _ = planted
     for rank in (2, 6):
         fit = fit_items(data, mean, rank, FactorOptions(sweeps=40), lambda _: None)

@@ -74,7 +74,7 @@ def engine(tmp_path_factory):
 
 @settings(max_examples=12)
 @given(st.lists(st.one_of(st.none(), TEXTS), min_size=1), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_a_vocabulary_is_fitted_by_descending_count_then_value_whatever_the_order_of_rows(
+def test_a_vocabulary_is_fitted_by_descending_count_then_value_for_any_order_of_rows(
     engine, tmp_path_factory, values, min_count, random
 ):
     """Counted by hand. Texts are ordered by their bytes in UTF-8, as they are by code points."""

@@ -266,7 +266,7 @@ def test_how_far_from_one_a_catalog_may_sum(dtype, passes, missing):
         loss(missing)
 
 
-def test_one_context_that_is_no_catalog_is_enough():
+def test_one_context_without_the_full_catalog_is_enough():
     logp = torch.tensor([0.0, -1.0]).view(2, 1, 1)
     inputs = ObjectiveInputs(LogProbs(logp, torch.ones(2, 1, 1, dtype=torch.bool)), rewards=torch.ones(2, 1))
     with pytest.raises(RecpoError, match=r"miss 1 by up to 0\.6321"):

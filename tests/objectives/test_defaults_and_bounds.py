@@ -165,7 +165,7 @@ def test_what_lies_on_a_bound_is_not_beyond_it():
     assert Reinforce(ratio_cap=None).clip_metrics(9 * one, signs, kept)["clip_fraction"] == 0
 
 
-def test_gbpo_reads_the_old_policy_where_there_is_one():
+def test_gbpo_reads_the_old_policy_if_there_is_one():
     inputs = line([0.5], [1.0])
     logp = inputs.logp.policy.requires_grad_()
     for old, weight in ((inputs.logp.old, 0.5), (None, 1.0)):

@@ -251,7 +251,7 @@ def test_mpo_over_the_catalog_pulls_the_logits_to_the_kl_regularized_optimum(bas
     assert output.metrics["target_reward"].item() == pytest.approx((optimum * rewards).sum(-1).mean().item())
 
 
-def test_draws_of_the_base_need_no_weight_of_their_own():
+def test_draws_of_the_base_need_no_separate_weight():
     """Ten draws that stand exactly as often as the old policy says are the catalog weighed by it."""
     counts = torch.tensor([5, 3, 1, 1])
     rewards = torch.tensor([0.1, 0.4, 0.9, 0.0], dtype=torch.float64)
@@ -346,7 +346,7 @@ def test_mpo_and_the_catalog_policy_gradient_have_one_optimum():
         torch.testing.assert_close(gradient, torch.zeros_like(gradient))
 
 
-def test_a_part_of_the_catalog_is_no_catalog():
+def test_a_part_of_the_catalog_is_not_a_catalog():
     logits, rewards = torch.zeros(2, 5), torch.rand(2, 5)
     inputs = catalog(logits, rewards, logits)
     objective = CatalogPolicyGradient()

@@ -103,7 +103,7 @@ def test_weights_without_sense_are_refused(weight):
         PointwiseReward(weight)
 
 
-def test_behaviors_are_targets_of_their_own_by_name():
+def test_behaviors_are_separate_targets_by_name():
     bits = torch.tensor([[0b101, 0b010, 0b000]])
     grade, dislike = torch.tensor([[0.875, NAN, 0.0]]), torch.tensor([[False, False, True]])
     objective = PointwiseReward(positive_weight=2.0, behaviors=("share", "like")).for_behaviors(("like", "-", "share"))

@@ -106,7 +106,7 @@ def test_k3_far_from_the_reference_is_finite_and_pulls_back():
         assert gradient.sign().tolist() == [-1, -1, 1]
 
 
-def test_k3_goes_on_as_its_tangent_and_ratios_stop_at_e_to_the_20():
+def test_k3_continues_as_its_tangent_and_ratios_stop_at_e_to_the_20():
     logp = torch.tensor([-31.0], dtype=torch.float64, requires_grad=True)
     divergence = kl_estimate(logp, torch.tensor([-1.0], dtype=torch.float64))
     slope = math.exp(20.0)

@@ -189,7 +189,7 @@ def inputs(**changes):
 @pytest.mark.parametrize(
     "objective", [GRPO(), GBPO(), DPO(), Likelihood(), QLearning()], ids=lambda o: type(o).__name__
 )
-def test_what_is_no_log_probability_is_refused(objective):
+def test_values_that_are_not_log_probabilities_are_refused(objective):
     objective(inputs(policy=torch.full((2, 3, 1), 1e-6)))  # a log-softmax may end a rounding above 0
     for name in ("policy", "old", "reference"):
         wrong = torch.full((2, 3, 1), -1.0)

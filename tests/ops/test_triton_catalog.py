@@ -177,7 +177,7 @@ def test_survives_extreme_logits() -> None:
 
 
 @on_device
-def test_either_gradient_alone_and_rows_that_are_no_neighbors() -> None:
+def test_either_gradient_alone_and_rows_that_are_not_adjacent() -> None:
     states, table = problem(40, 60, 8)
     targets = draw(1, 60, 40)
     both = torch.autograd.grad(linear_logprob(states, table, targets, kernel="fused").sum(), (states, table))

@@ -70,7 +70,7 @@ def test_gradients_are_those_of_look_ups_one_by_one(monkeypatch) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_missing_and_unknown_are_rows_of_their_own_and_codes_from_outside_are_unknown() -> None:
+def test_missing_and_unknown_have_separate_rows_and_codes_from_outside_are_unknown() -> None:
     encoder = encoder_of((Category("author", num_codes=3),))
     codes = torch.tensor([[0], [1], [2], [3], [-1]])
     nothing = Features(codes, (), torch.zeros(5, 0), ())

@@ -215,7 +215,7 @@ def test_sampled_frequencies_are_the_probabilities(codes):
     assert stats.chisquare(observed, expected / expected.sum() * 20_000).pvalue > 1e-3
 
 
-def test_a_codebook_sample_that_is_no_item_has_id_zero(codes):
+def test_a_codebook_sample_without_an_item_has_id_zero(codes):
     made, known = policy(codes, normalizer="codebook"), histories([5])
     torch.manual_seed(0)
     ids, logp = made.sample(known, 5_000)

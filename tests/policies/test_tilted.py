@@ -189,7 +189,7 @@ def test_the_log_ratio_to_the_base_is_the_grade_over_beta_but_for_a_constant(
 @pytest.mark.parametrize("options", [{}, {"blocks": "hstu"}, {"profile": True, "max_history": H, "attention_length": 4},
                                      {"profile": True}])  # fmt: skip
 @pytest.mark.parametrize("bound", [0.0, BOUND])
-def test_every_prefix_is_scored_as_a_history_of_its_own(options: dict[str, Any], bound: float) -> None:
+def test_every_prefix_is_scored_as_a_separate_history(options: dict[str, Any], bound: float) -> None:
     policy, known = tilted(bound=bound, **options), histories([H, 7, 3], padding=9)
     visible = torch.arange(H + 1).minimum(known.lengths[:, None])
     items = torch.randint(1, V + 1, visible.shape, generator=torch.Generator().manual_seed(3))

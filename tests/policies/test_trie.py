@@ -108,5 +108,5 @@ def test_a_million_items_take_less_than_30_megabytes(depth: int, clustered: bool
     assert sum(buffer.numel() * buffer.element_size() for buffer in trie.buffers()) < 30e6
 
 
-def test_it_is_no_part_of_a_checkpoint() -> None:
+def test_it_is_not_part_of_a_checkpoint() -> None:
     assert not Trie(torch.tensor([[1, 2], [2, 0]]), (3, 3)).state_dict()

@@ -108,7 +108,7 @@ def test_a_bound_is_tighter_for_items_of_which_more_is_known(model):
     assert float(ratio) == pytest.approx(0.25)
 
 
-def test_what_is_wrong_is_said_at_once(place, model, batch, some, tmp_path):
+def test_faults_are_reported_immediately(place, model, batch, some, tmp_path):
     with pytest.raises(RecpoError, match="lower_bound is -1"):
         FactorReward(place, lower_bound=-1)
     with pytest.raises(RecpoError, match="it is trained or folded"):
@@ -129,7 +129,7 @@ def test_what_is_wrong_is_said_at_once(place, model, batch, some, tmp_path):
     assert FactorReward(place).catalog_checksum == model.catalog_checksum
 
 
-def test_trained_users_are_those_of_the_data_and_nobody_else(place, model, prepared, tmp_path):
+def test_trained_users_are_only_those_of_the_data(place, model, prepared, tmp_path):
     data = Prepared.open(prepared)
     strange = replace(model, users_checksum="others")
     strange.save(tmp_path / "strange")

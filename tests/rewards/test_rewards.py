@@ -48,7 +48,7 @@ def test_a_hit_is_a_logged_positive():
     assert reward.tolist() == [[1, 1, 0, 0, 0, 0, 0, 0]]
 
 
-def test_a_position_that_left_the_logged_slate_is_no_hit():
+def test_a_position_that_left_the_logged_slate_is_not_a_hit():
     batch = batch_of([[1, 2]], mask=[[True, False]])
     assert HitReward()(batch, candidates_of([[1, 2]])).tolist() == [[1, 0]]
 
@@ -73,7 +73,7 @@ def test_hits_are_those_of_a_loop():
             assert got[b, g] == expected
 
 
-def test_what_is_no_item_is_no_hit_though_the_log_has_such_a_positive():
+def test_an_id_without_an_item_is_not_a_hit_even_if_the_log_has_such_a_positive():
     batch = batch_of([[0, 2]], mask=[[True, True]])
     assert HitReward()(batch, candidates_of([[0, 2]])).tolist() == [[0, 1]]
 
@@ -166,7 +166,7 @@ def test_dislikes_may_be_numbers():
     assert LoggedReward()(batch_of([[1]]), candidates).tolist() == [[0.5, -0.5]]
 
 
-def test_validity_is_float32_whatever_the_default():
+def test_validity_is_float32_for_any_default():
     torch.set_default_dtype(torch.float64)
     try:
         assert ValidityReward()(batch_of([[1]]), candidates_of([[0, 1]])).dtype == torch.float32

@@ -158,7 +158,7 @@ def test_any_request_is_read_or_refused(events, exclude):
     "histories",
     [None, 3, "histories.parquet", b"x", [], [{"user_id": 1}], np.zeros(3), {}, {"user_id": 1}, {1: [2]}, object()],
 )
-def test_what_is_no_frame_is_refused(histories):
+def test_other_objects_than_frames_are_refused(histories):
     with pytest.raises(RecpoError):
         recommend_lists(RUNTIME, reader("watched"), histories)
 

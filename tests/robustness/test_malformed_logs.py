@@ -268,7 +268,7 @@ def test_names_of_files(tmp_path, capsys, name):
     assert prepare(tmp_path, capsys, name=name) == (0, "")
 
 
-def test_names_of_directories_are_no_columns(tmp_path, capsys):
+def test_names_of_directories_are_not_columns(tmp_path, capsys):
     (tmp_path / "user_id=77").mkdir()
     write(tmp_path / "user_id=77", sound())
     assert prepare(tmp_path, capsys, log=tmp_path / "user_id=77") == (0, "")

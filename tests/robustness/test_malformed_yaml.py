@@ -44,5 +44,5 @@ def test_any_content_is_a_mapping_or_a_message(tmp_path_factory, content):
     assert isinstance(found, dict)
 
 
-def test_text_that_is_no_file_is_left_to_the_parser(tmp_path):
+def test_text_that_is_not_a_file_is_left_to_the_parser(tmp_path):
     validate_configuration_files(["--config", '{"seed": 1}', "--config=nowhere.yaml", "--config"])

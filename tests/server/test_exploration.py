@@ -51,7 +51,7 @@ def test_scores_are_the_policys_own_and_unknown_outside_its_list(loaded, bundle)
             assert score is not None or slate.is_random
 
 
-def test_queries_of_one_batch_explore_or_not_with_lengths_of_their_own(loaded, bundle):
+def test_queries_of_one_batch_have_separate_exploration_and_lengths(loaded, bundle):
     ranker = Ranker(Exploration(temperature=3.0, shortlist=20), seed=3)
     queries = [Query([event(3)], (), k, explore) for k in (1, 4, 4, 20) for explore in (False, True)]
     found = ranker.rank(loaded, queries)

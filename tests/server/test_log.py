@@ -91,7 +91,7 @@ def test_an_outcome_may_come_through_another_worker_and_after_a_restart(tmp_path
     assert not list((tmp_path / JOURNAL).glob("slot-*/*"))
 
 
-def test_no_outcome_is_taken_for_what_is_not_open(tmp_path):
+def test_outcomes_of_impressions_that_are_not_open_are_refused(tmp_path):
     log = open_log(tmp_path, outcome_window_s=0.2)
     identifier = add(log, 1)
     altered = identifier[:-1] + ("0" if identifier[-1] != "0" else "1")
@@ -303,7 +303,7 @@ def test_many_threads_append_at_once(tmp_path):
 
 
 @given(st.lists(st.integers(0, 4_102_444_800_000), min_size=2, max_size=50), st.integers(0, 511))
-def test_request_ids_ascend_and_fit_64_bits_whatever_the_clock_does(times, slot):
+def test_request_ids_ascend_and_fit_64_bits_for_any_clock(times, slot):
     ids = RequestIds(slot)
     made = [ids.next(time_ms) for time_ms in times]
     assert made == sorted(set(made))
@@ -312,7 +312,7 @@ def test_request_ids_ascend_and_fit_64_bits_whatever_the_clock_does(times, slot)
     assert not set(made) & {other.next(time_ms) for time_ms in times}
 
 
-def test_the_later_value_counts_whatever_the_order_of_the_files():
+def test_the_later_value_counts_for_any_order_of_the_files():
     late = Outcome((0, 0, 0), 5, "a", {"watch_time": 1.0})
     early = Outcome((0, 0, 0), 3, "a", {"watch_time": 2.0, "dislike": True})
     shown = Impression(7, "n", 1, 9, ["a"], [1.0], [True])
@@ -380,7 +380,7 @@ def test_user_ids_have_the_type_of_the_training_data(bundle, tmp_path):
     assert [answer.status_code for answer in answers(root, calls, log=tmp_path / "log")] == [200, 422]
 
 
-def test_a_disk_that_fails_is_said_and_the_server_is_not_ready(bundle, tmp_path, monkeypatch, caplog):
+def test_a_failing_disk_is_reported_and_the_server_is_not_ready(bundle, tmp_path, monkeypatch, caplog):
     def full(handle, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -193,7 +193,7 @@ def test_ten_swaps_and_a_rollback_with_two_workers_lose_nothing(versions, bundle
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_replaced_and_the_rest_goes_on(bundles, tmp_path):
+def test_a_dead_worker_is_replaced_and_the_others_continue(bundles, tmp_path):
     with process(bundles[0], "--workers", 2, "--log", tmp_path / "log") as server:
         wait_for(lambda: sum(line["message"] == "serving" for line in server.lines) == 2)  # the victim among them
         children = subprocess.run(["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True)

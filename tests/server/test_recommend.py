@@ -141,7 +141,7 @@ def test_a_wrong_request_is_told_what_is_wrong(refusals, name):
     "body",
     [b"", b"{", b"\xff\xfe", b"NaN", b'{"user_id": NaN}', b"[" * 100_000, b"9" * 10_000, b'{"user_id": "\\ud800"}'],
 )
-def test_what_is_no_json_is_refused(bundle, body):
+def test_a_body_that_is_not_json_is_refused(bundle, body):
     async def calls(server):
         return await server.client.post("/v1/recommend", content=body, headers={"content-type": "application/json"})
 

@@ -94,7 +94,7 @@ def test_the_server_reranks_and_a_swap_reads_the_attributes_of_the_other_items(v
     assert max(np.bincount(authors(one)).max(), np.bincount(authors(other)).max()) <= 2
 
 
-def test_what_is_missing_is_said_before_it_listens(bundle, attributes):
+def test_missing_inputs_are_reported_before_it_listens(bundle, attributes):
     def loaded(**options):
         chosen = ServerOptions(**options)
         return Versions(bundle.root, shortlist=chosen.shortlist, reranking=chosen.reranking)

@@ -161,7 +161,7 @@ def test_a_version_that_cannot_serve_is_not_tried_again_and_again(versions, monk
     assert len(tried) == 1
 
 
-def test_no_bundle_is_said_before_anything_starts(tmp_path):
+def test_a_missing_bundle_is_reported_before_anything_starts(tmp_path):
     with pytest.raises(RecpoError, match="no such directory"):
         Versions(tmp_path / "absent")
     with pytest.raises(RecpoError, match="is not a bundle and contains none"):
@@ -189,7 +189,7 @@ def test_operations_over_http(versions, admins):
     assert "recpo_bundle_swaps_total 3.0" in metrics
 
 
-def test_without_admin_keys_nobody_swaps(versions):
+def test_without_admin_keys_no_swap_is_allowed(versions):
     async def calls(server):
         return [
             await server.client.post("/v1/admin/swap", json={}),

@@ -137,7 +137,7 @@ def test_unknown_items_are_skipped_with_their_feedback_and_counted(bundle):
     assert with_unknown.counts.unknown_items == 2
 
 
-def test_nothing_known_is_answered_alike_however_it_is_said(bundle):
+def test_every_form_of_an_empty_history_has_the_same_answer(bundle):
     served = bundle.recommend(history("?", user="stranger"), users=["stranger", "nobody"])
     lists = lists_of(served)
     assert len(lists["stranger"]) == K
@@ -187,7 +187,7 @@ def test_a_result_can_be_written_to_parquet(bundle, tmp_path):
 
 
 @pytest.mark.parametrize("k", [0, -1, K + 1, 3.0, "3", True, np.float32(3)])
-def test_list_lengths_that_are_no_whole_number_in_range_are_refused(bundle, k):
+def test_list_lengths_that_are_not_integers_in_range_are_refused(bundle, k):
     with pytest.raises(RecpoError, match=f"1 to {K}"):
         bundle.recommend(history(external(3)), k=k)
     with pytest.raises(RecpoError, match=f"1 to {K}"):

@@ -46,7 +46,7 @@ def sign(root, **changes):
     (root / "manifest.json").write_text(json.dumps(content | {"checksum": _checksum(content)}))
 
 
-def test_what_is_no_bundle_is_refused(tmp_path):
+def test_other_directories_than_bundles_are_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(RecpoError, match="is not a bundle"):
             Bundle.load(path)
@@ -160,7 +160,7 @@ def test_a_program_cannot_read_weights_from_other_files(copy, place, where):
 
 
 @pytest.mark.parametrize("content", [b"", b"no program", b"\x08\x08", pickle.dumps([1])])
-def test_what_is_no_program_is_refused(copy, content):
+def test_other_files_than_programs_are_refused(copy, content):
     (copy / "model.onnx").write_bytes(content)
     sign(copy)
     with pytest.raises(RecpoError, match=r"model\.onnx"):
@@ -348,7 +348,7 @@ def test_any_other_item_table_is_refused(copy, table):
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" * 9, bytes(range(100))])
-def test_what_is_no_item_table_is_refused(copy, content):
+def test_other_files_than_item_tables_are_refused(copy, content):
     (copy / "items.parquet").write_bytes(content)
     sign(copy)
     with pytest.raises(RecpoError, match=r"items\.parquet"):

@@ -174,7 +174,7 @@ def test_options_out_of_range_are_errors(bundles, prepared, tmp_path, options, m
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_bundle_is_an_error(bundles, prepared, capsys):
+def test_other_directories_than_bundles_are_errors(bundles, prepared, capsys):
     arguments = ["compare", "--old", str(bundles / "old"), "--new", str(prepared), "--prepared", str(prepared)]
     assert main(arguments) == 1
     assert "error: " in capsys.readouterr().err

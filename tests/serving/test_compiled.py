@@ -35,7 +35,7 @@ def test_a_compiled_program_ranks_as_the_policy(block_rows, export_once, tmp_pat
         load_compiled(bundle, tmp_path / "program.pt2")
 
 
-def test_a_file_that_is_no_program_of_the_bundle_is_refused(bundle_path, tmp_path):
+def test_a_file_that_is_not_a_program_of_the_bundle_is_refused(bundle_path, tmp_path):
     (tmp_path / "program.pt2").write_bytes(b"no archive")
     with pytest.raises(RecpoError, match="is no compiled program"):
         load_compiled(bundle_path, tmp_path / "program.pt2")

@@ -55,7 +55,7 @@ def test_what_it_says_comes_from_manifests():
     assert "/home/me" not in card
 
 
-def test_what_is_missing_is_said_to_be():
+def test_missing_facts_are_marked_as_missing():
     card = model_card(replace(MANIFEST, origin={}, versions={}), {})
     assert "Period and counts: not recorded" in card
     assert "None: evaluate the run" in card

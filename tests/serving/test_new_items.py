@@ -144,7 +144,7 @@ def old(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_some_retire_some_come_and_the_next_refresh_goes_on(old, tmp_path):
+def test_some_items_retire_some_are_new_and_the_next_refresh_continues(old, tmp_path):
     rows = item_rows()
     kept = rows.filter(pa.array([number not in (3, OLD + 2) for number in range(len(rows))]))
     kept = kept.append_column("retired", pa.array([i == 4 for i in range(len(kept))]))  # i5

@@ -91,7 +91,7 @@ def check_nothing_learned() -> None:
     assert not whole_gradients(net)
 
 
-def test_where_there_is_no_gradient_there_is_nothing_to_clip(two: Ranks) -> None:
+def test_without_a_gradient_there_is_nothing_to_clip(two: Ranks) -> None:
     two.run(check_nothing_learned)
 
 

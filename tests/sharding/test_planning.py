@@ -58,7 +58,7 @@ def test_rows_are_cut_into_blocks_of_the_same_height_but_the_last_ones():
     assert [block.num_rows for block in placed([tiny], "row_wise", ranks=4)[tiny.name].blocks] == [2, 2, 1, 0]
 
 
-def test_columns_are_dealt_out_one_block_per_rank_whatever_else_there_is():
+def test_columns_are_assigned_one_block_per_rank_for_any_other_tables():
     specs = [ITEMS, CODES._replace(num_rows=900_000), CODES._replace(name="policy.output_table")]
     shardings = dict.fromkeys((spec.name for spec in specs[1:]), "column_wise") | {ITEMS.name: "table_wise"}
     found = placed(specs, shardings, ranks=4)
@@ -149,7 +149,7 @@ def test_the_planner_falls_back_to_what_fits():
     assert placed([busy], **options, memory_per_rank=lookups + whole - 1)[busy.name].sharding == "row_wise"
 
 
-def test_what_does_not_fit_is_said_with_numbers_and_how_to_mend_it():
+def test_what_does_not_fit_is_reported_with_numbers_and_a_remedy():
     options = {"ranks": 2, "memory_per_rank": 3 * GIB // 8}
     with pytest.raises(
         RecpoError, match=r"0\.48 GiB on every rank, .*takes 2 ranks or a few more.*fewer frozen copies"

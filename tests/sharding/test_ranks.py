@@ -25,7 +25,7 @@ def rank() -> int:
 
 
 @pytest.mark.slow
-def test_the_harness_raises_what_a_rank_raised_and_goes_on() -> None:
+def test_the_harness_raises_what_a_rank_raised_and_continues() -> None:
     with Ranks(2, timeout=12) as two:
         with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2:.*fail_on_rank_1.*KeyError: 'of rank 1'"):
             two.run(fail_on_rank_1)

@@ -130,13 +130,13 @@ def saved(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, A
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "data_parallel"])
-def test_two_ranks_go_on_in_any_layout(two: Ranks, saved: Any, kind: str) -> None:
+def test_two_ranks_continue_in_any_layout(two: Ranks, saved: Any, kind: str) -> None:
     path, expected = saved
     two.run(load_run, path, kind, "adagrad", expected)
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])
-def test_one_rank_goes_on(alone: None, saved: Any, kind: str) -> None:
+def test_one_rank_continues(alone: None, saved: Any, kind: str) -> None:
     path, expected = saved
     load_run(path, kind, "adagrad", expected)
 
@@ -149,7 +149,7 @@ def four() -> Iterator[Ranks]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
-def test_four_ranks_go_on_and_back_to_two(two: Ranks, four: Ranks, tmp_path: Path, optimizer: str) -> None:
+def test_four_ranks_continue_and_then_two_again(two: Ranks, four: Ranks, tmp_path: Path, optimizer: str) -> None:
     columns = "table_wise" if optimizer == "rowwise_adagrad" else "column_wise"
     for first, other, layouts in ((two, four, ("row_wise", "table_wise")), (four, two, ("row_wise", columns))):
         path = tmp_path / f"{first.world_size}.ckpt"

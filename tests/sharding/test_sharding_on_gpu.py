@@ -194,7 +194,7 @@ def test_mixed_precision_stays_close_to_single(on_gpu: Ranks, prepared: Path, tm
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
-def test_a_checkpoint_of_a_gpu_goes_on_on_a_cpu_and_the_other_way_round(
+def test_a_checkpoint_of_a_gpu_continues_on_a_cpu_and_the_other_way_round(
     on_gpu: Ranks, on_cpu: Ranks, prepared: Path, tmp_path: Path, optimizer: str
 ) -> None:
     first, then = {"max_epochs": 1}, {"resume": True}

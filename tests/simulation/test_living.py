@@ -116,7 +116,7 @@ def still(preferences):
     return preferences.users._replace(rate=np.zeros_like(preferences.users.rate))
 
 
-def test_pairs_and_the_whole_catalog_agree_also_on_days_of_their_own(world):
+def test_pairs_and_the_whole_catalog_agree_also_on_separate_days(world):
     preferences, rows = world.truth.preferences, np.arange(40)
     days = np.linspace(0, 19, 40)
     pairs = preferences.affinity(rows, np.tile(np.arange(300), (40, 1)), days)
@@ -151,7 +151,7 @@ def test_no_list_of_available_items_is_worth_more_than_the_oracles(world):
         assert (truth.top_k_value(truth.user_ids, lists, 9.0) <= best).all()
 
 
-def test_days_of_their_own_are_days_of_each(world):
+def test_separate_days_equal_the_days_of_each(world):
     truth, days = world.truth, np.tile([0.5, 7.0, 13.25, 19.0], 50)
     together = truth.logging_value(truth.user_ids, days), truth.uniform_value(truth.user_ids, days)
     for day in np.unique(days):

@@ -71,7 +71,7 @@ def two_days(stands, tmp_path_factory):
     return serve([stands], tmp_path_factory.mktemp("days") / "both", show, days=2), show
 
 
-def test_the_log_has_the_same_columns_and_goes_on(stands, two_days):
+def test_the_log_has_the_same_columns_and_continues(stands, two_days):
     world, log = stands.to_pandas(), two_days[0].to_pandas()
     assert pq.read_schema(next(two_days[0].log.iterdir())).equals(SCHEMA)
     assert len(log) == 2 * 600

@@ -27,7 +27,7 @@ def test_every_preset_differs_from_the_defaults(world):
     assert all(getattr(standard, name) != value for name, value in WORLDS[world].items())
 
 
-def test_in_the_confounded_world_popular_items_are_no_better_and_clickbait_is_shown_more():
+def test_in_the_confounded_world_popular_items_are_not_better_and_clickbait_is_shown_more():
     exposed = {}
     for world in ("default", "confounded"):
         preferences = drawn(world, items=4000)

@@ -42,7 +42,7 @@ def test_collisions_and_moves_are_counted_per_item():
     }
 
 
-def test_an_extra_code_moves_nobody():
+def test_an_extra_code_moves_no_item():
     before = torch.tensor([[0], [0]])
     after = torch.tensor([[0, 0], [0, 1]])
     statistics = collision_statistics(before, after, movable=2)

@@ -32,7 +32,7 @@ def is_unique(codes):
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.data())
-def test_crowded_items_get_tuples_of_their_own(levels, size, clusters, data):
+def test_crowded_items_get_distinct_tuples(levels, size, clusters, data):
     items = data.draw(st.integers(1, size**levels))
     seed = data.draw(st.integers(0, 99))
     books, points = codebooks(levels, size, seed=seed), crowd(items, clusters, seed)

@@ -20,7 +20,7 @@ def test_a_log_with_all_kinds_of_feedback_is_not_spoken_of():
     assert feedback_warnings(Likelihood(), None, None, dict.fromkeys(FEEDBACK_KINDS, 0)) == []
 
 
-def test_a_log_without_dislikes_is_said_to_have_none():
+def test_a_log_without_dislikes_gets_a_warning():
     counts = PLENTY | {"disliked": 0}
     (warning,) = feedback_warnings(GBPO(), TernaryAdvantage(), None, counts)
     assert warning.startswith("TernaryAdvantage learns from dislikes too, and the train period has none")
@@ -38,7 +38,7 @@ def test_a_log_without_positives_is_refused_where_they_are_needed(advantage, rew
         feedback_warnings(GBPO(), advantage, reward, PLENTY | {"positive": 0})
 
 
-def test_a_share_of_the_labels_is_positive_whatever_the_log_defines():
+def test_a_share_of_the_labels_is_positive_for_any_definition_of_the_log():
     (warning,) = feedback_warnings(GBPO(), TernaryAdvantage(0.25), None, PLENTY | {"positive": 0})
     assert warning.startswith("no train event is positive by the log's own definition")
 

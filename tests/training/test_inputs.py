@@ -72,7 +72,7 @@ def fit(prepared, objective, layout, *, resume=None, callbacks=(), trainer=None,
     ],
     ids=["ppo", "q_learning", "pairwise_reward"],
 )
-def test_a_critic_resumes_exactly_and_is_no_part_of_the_policy(prepared, tmp_path, objective, layout, module):
+def test_a_critic_resumes_exactly_and_is_not_part_of_the_policy(prepared, tmp_path, objective, layout, module):
     whole, _ = fit(prepared, objective, layout, trainer={"max_steps": 7}, **module)
     keep = ModelCheckpoint(tmp_path, filename="state", every_n_train_steps=4, save_top_k=-1)
     fit(prepared, objective, layout, callbacks=[keep], trainer={"max_steps": 4}, **module)

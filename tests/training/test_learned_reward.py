@@ -160,7 +160,7 @@ def test_the_reward_is_recomputed_by_hand(pointwise_run, batch):
     torch.testing.assert_close(reward, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_no_item_has_no_reward_and_changes_nothing(pointwise_run, batch, monkeypatch):
+def test_ids_without_an_item_have_no_reward_and_change_nothing(pointwise_run, batch, monkeypatch):
     items = torch.randint(1, 80, (len(batch.context_ids), 4))
     reward = LearnedReward(pointwise_run)
     whole = reward(batch, candidates_of(batch, items))

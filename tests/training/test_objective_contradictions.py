@@ -9,7 +9,7 @@ from recpo.training.options import RolloutOptions
 
 
 @pytest.mark.parametrize("candidates", ["draws", "beam", "catalog"])
-def test_draws_are_taken_for_draws_and_what_stands_there_once_is_not(candidates):
+def test_the_objective_must_know_whether_candidates_are_draws(candidates):
     rollout, drawn = RolloutOptions(candidates=candidates), candidates == "draws"
     validate_draws(GRPO(), rollout)
     validate_draws(MPO(candidates_are_draws=drawn), rollout)

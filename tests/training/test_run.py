@@ -128,7 +128,7 @@ PAYLOADS = {
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_a_handed_over_run_imports_nothing_of_its_own(copy, name, monkeypatch):
+def test_a_run_of_somebody_else_imports_no_code(copy, name, monkeypatch):
     (copy.root / "payload.py").write_text("raise SystemExit('the payload ran')\n")
     configuration = yaml.safe_load((copy.root / "resolved.yaml").read_text()) | {name: PAYLOADS[name]}
     (copy.root / "resolved.yaml").write_text(yaml.safe_dump(configuration))

@@ -99,7 +99,7 @@ def test_the_expected_reward_rises(codes, batch, objective, advantage):
     assert rewards[-1] > rewards[0] + 0.15
 
 
-def test_a_draw_that_is_no_item_counts_in_its_group_but_is_not_trained(codes, batch):
+def test_a_draw_without_an_item_counts_in_its_group_but_is_not_trained(codes, batch):
     policy = new_policy(codes, normalizer="codebook")
     builder, _ = builder_of(policy, GRPO(kl_coef=0.1), ValidityReward(count=8), RolloutOptions())
     inputs = builder(batch).objective

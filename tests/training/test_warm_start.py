@@ -56,7 +56,7 @@ def test_known_rows_are_copied_and_new_ones_start_from_their_mean(nights):
         torch.testing.assert_close(policy.encoder.state_dict()[name], weight, rtol=0, atol=0)
 
 
-def test_training_goes_on_with_the_state_of_the_optimizer(nights, tmp_path):
+def test_training_continues_with_the_state_of_the_optimizer(nights, tmp_path):
     _, second, run = nights
     found = {}
     for name, asked in (("auto", None), ("without", False)):
@@ -135,7 +135,7 @@ def test_another_line_is_refused(nights, tmp_path):
     assert not growth_of(later, first).grows
 
 
-def test_the_newest_segment_is_gone_through_once_with_a_share_of_older_ones(nights):
+def test_the_newest_segment_is_read_once_with_a_share_of_older_ones(nights):
     _, second, _ = nights
     layout, older = ImpressionLayout(history_length=4), sum(second.segments[:-1])
     fresh = sum(shard["targets"] for shard in second.manifest["shards"]["train"][older:])

@@ -40,7 +40,7 @@ def nights(tmp_path_factory):
     return first, second, run, pa.concat_tables(parts), {"items": items, "users": users}
 
 
-def test_encoders_and_known_rows_are_copied_and_rows_that_nobody_trained_are_zero(nights):
+def test_encoders_and_known_rows_are_copied_and_untrained_rows_are_zero(nights):
     first, second, run, _, _ = nights
     before = run.policy()
     policy = CatalogSoftmaxPolicy(second.num_items, **POLICY, item_features=ItemFeatureOptions(hidden=8))
@@ -73,7 +73,7 @@ def test_trained_rows_keep_what_was_trained():
 
 
 @pytest.mark.slow
-def test_training_goes_on_and_data_that_was_fitted_anew_is_refused(nights, tmp_path):
+def test_training_continues_and_data_that_was_fitted_again_is_refused(nights, tmp_path):
     _, second, run, log, tables = nights
     options = {"trainer": {"max_steps": 2}, "data.segments": "newest", "data.replay": 0.5}
     out = recpo.train(second, init_from=run, out=tmp_path / "out", **options)

@@ -355,7 +355,7 @@ def test_intervals_of_bounded_rewards_and_json():
         measured(log(), options=OffPolicyOptions(reward_range=(0.0, 0.5)))
 
 
-def test_what_means_nothing_is_said():
+def test_meaningless_estimates_have_a_warning():
     tiny = measured(log())
     assert any("means nothing" in warning for warning in tiny.estimate("policy", "IPS").warnings)
     wrong = measured(changed(log(600, batch=600), logp_behavior=lambda p: p - 1.0), Contender(users=600))
@@ -399,7 +399,7 @@ class Truncated(Contender):
         return torch.multinomial(whole, size, replacement=True)
 
 
-def test_a_draw_that_is_no_item_earns_0_for_the_reward_model_too():
+def test_a_draw_without_an_item_earns_0_for_the_reward_model_too():
     """v_hat is the sum over the items of pi q: 0.6 of what it is of a policy that always draws an item."""
     options = OffPolicyOptions(resamples=10, samples=4000)
     contender, model = Truncated(), additive()
