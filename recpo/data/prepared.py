@@ -134,7 +134,7 @@ class Prepared:
         root = locate(root)
         file = root / MANIFEST
         if isinstance(root, Path) and (other := other_kind(root, "prepared")):
-            raise RecpoError(f"{root} is no prepared directory{other}: make prepared data with `recpo prepare`")
+            raise RecpoError(f"{root} is not a prepared directory{other}: make prepared data with `recpo prepare`")
         if not file.is_file():
             raise RecpoError(f"{root} is not a prepared directory: {MANIFEST} is missing; make it with `recpo prepare`")
         manifest = parse_json(_read(file), file, _REMEDY)

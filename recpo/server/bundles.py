@@ -268,7 +268,7 @@ def _parts(name: str) -> list[str]:
 def _newest(path: Path) -> str:
     names = _versions(path)
     if not names and (other := other_kind(path, "bundle")):
-        raise RecpoError(f"{path} is no bundle{other}: make a bundle with `recpo export`")
+        raise RecpoError(f"{path} is not a bundle{other}: make a bundle with `recpo export`")
     if not names:
         raise RecpoError(f"{path} is not a bundle and contains none: make one with `recpo export --out {path}/VERSION`")
     return names[-1]

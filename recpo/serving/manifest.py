@@ -186,7 +186,7 @@ class BundleManifest:
 def _content(path: Path) -> dict[str, Any]:
     """The JSON object of a manifest of this format version, exactly as written."""
     if other := other_kind(path.parent, "bundle"):
-        raise RecpoError(f"{path.parent} is no bundle{other}: make a bundle with `recpo export`")
+        raise RecpoError(f"{path.parent} is not a bundle{other}: make a bundle with `recpo export`")
     if not path.is_file():
         raise RecpoError(f"{path.parent} is not a bundle: {MANIFEST} is missing; make one with `recpo export`")
     content = read_json(path, _REMEDY)
