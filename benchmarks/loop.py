@@ -11,10 +11,11 @@ best items, each with its propensity), ``exploring`` (drawn, with exact propensi
 ``--beta``: the same value for a third of the time). The configurations are those of ``configs/`` with the sizes of this
 benchmark.
 
-Prints one JSON line per round, and a table per world: as the last day was served and for the last policy's best lists,
-the true value's share of the oracle's; regret per round; how often the day's earnings lay in the interval that was
-estimated before it; all with their Student 95 % intervals over seeds. What is there already is not made again, and what
-is not there when ``--until`` (HH:MM) has come is left out of the table.
+Prints one JSON line per round, and a table per world: the true value's share of the oracle's as the last day was
+served, as all days were, and of the last policy's best lists; regret per round; coverage and dislikes of the last day;
+how often the day's earnings lay in the interval that was estimated before it; all with their Student 95 % intervals
+over seeds. What is there already is not made again, and what is not there when ``--until`` (HH:MM) has come is left out
+of the table.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ CELLS = (
 )
 COLUMNS = {
     "served": "last day, of the oracle",
+    "days": "mean of the days, of the oracle",
     "lists": "last lists, of the oracle",
     "regret": "regret per round",
     "coverage": "coverage, last day",
+    "dislikes": "dislikes, last day",
     "covered": "estimates that covered",
 }
 
@@ -118,9 +121,11 @@ def numbers(done):
     known = [one for one in done.outcomes if None not in (one.low, one.high, one.earned)]
     return {
         "served": days[-1].value / days[-1].oracle_value,
+        "days": float(np.mean([day.value / day.oracle_value for day in days])),
         "lists": last.true_reward / last.oracle,
         "regret": float(np.mean([day.regret for day in days])),
         "coverage": days[-1].coverage,
+        "dislikes": days[-1].dislikes,
         "covered": float(np.mean([one.low <= one.earned <= one.high for one in known])) if known else float("nan"),
     }
 
@@ -155,7 +160,7 @@ def table(world, found, rounds):
         of_seeds = {seed: values for (name, seed), values in found.items() if name == cell}
         columns = [[values[name] for values in of_seeds.values()] for name in COLUMNS]
         shown.add_row(cell, " ".join(map(str, of_seeds)), *map(with_interval, columns))
-    Console(width=150).print(shown)
+    Console(width=180).print(shown)
 
 
 def with_interval(values):
