@@ -147,7 +147,7 @@ def _columns(features: ItemFeatures) -> tuple[pa.Array, pa.Array]:
             if name not in names:
                 raise RecpoError(f"{features.file} has no column {name}; it has {', '.join(names)}")
         table = pq.read_table(features.file, columns=[features.item_id, features.tags])
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise RecpoError(f"{features.file} cannot be read as Parquet ({error})") from error
     ids, tags = (table.column(name).combine_chunks() for name in (features.item_id, features.tags))
     return ids, tags

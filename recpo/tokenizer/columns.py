@@ -122,7 +122,7 @@ def _batches(source: Path | pa.Table, columns: Sequence[str]) -> Iterator[pa.Rec
         if absent:
             raise RecpoError(f"{file} has no column {absent[0]}; it has {', '.join(dataset.schema.names)}")
         yield from dataset.to_batches(columns=list(columns), batch_size=65_536)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise RecpoError(f"{file} cannot be read as Parquet ({error})") from error
 
 
@@ -172,7 +172,7 @@ def _whole_numbers(values: pa.Array, column: str, file: str) -> np.ndarray:
         raise RecpoError(f"{file}, column {column}: expected integers, or text such as <a_183>, found {values.type}")
     number = pc.extract_regex(values, r"^\D*(?P<code>\d{1,9})\D*$")
     if number.null_count:
-        first = values.filter(number.is_null())[0]
+        first = values.filter(number.is_null())[0].as_buffer().to_pybytes().decode(errors="replace")
         raise RecpoError(f"{file}, column {column}: expected text with one number, such as <a_183>, found {first}")
     return pc.struct_field(number, "code").cast(pa.int64()).to_numpy()
 

@@ -63,6 +63,13 @@ def test_unusable_features_are_refused(prepared, tmp_path, rows, message):
         item_facts(Prepared.open(prepared), ItemFeatures(file, tags="topic"))
 
 
+def test_a_column_name_that_is_not_text_is_refused(prepared, tmp_path):
+    file = write({"item_id": [1], "topic": [1], "other": [1]}, tmp_path / "f.parquet")
+    file.write_bytes(file.read_bytes().replace(b"other", b"\xffther"))
+    with pytest.raises(RecpoError, match="cannot be read as Parquet"):
+        item_facts(Prepared.open(prepared), ItemFeatures(file, tags="topic"))
+
+
 @pytest.mark.parametrize("split", ["valid", "test"])
 def test_the_truth_is_that_of_the_day_on_which_the_period_begins(world, prepared, split):
     data = Prepared.open(prepared)

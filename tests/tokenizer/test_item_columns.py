@@ -100,6 +100,10 @@ def test_codes_are_integers_or_text_with_one_number(tmp_path):
         ([-1], "column a: codes count from 0, found -1"),
         (["<a_1_2>"], "column a: expected text with one number, such as <a_183>, found <a_1_2>"),
         (["none"], "expected text with one number"),
+        (
+            pa.array([b"a\xb4"], pa.binary()).view(pa.string()),
+            "expected text with one number, .* found a\N{REPLACEMENT CHARACTER}",
+        ),
         ([0.5], "column a: expected integers, or text such as <a_183>, found double"),
         ([None], "column a: 1 values are missing"),
     ],
