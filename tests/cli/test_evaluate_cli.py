@@ -330,7 +330,7 @@ def test_the_same_run_twice_and_contenders_of_other_items_are_refused(road, tmp_
     assert "items.parquet is not as it was written" in capsys.readouterr().err
     rewritten(prepared)
     assert main(command) == 1
-    assert "holds other items" in capsys.readouterr().err
+    assert "has other items" in capsys.readouterr().err
     assert not out.exists()
 
 

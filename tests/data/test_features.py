@@ -326,7 +326,7 @@ def test_every_fault_of_log_and_tables_stands_in_one_report(tmp_path):
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        ({"behaviors": {"label": "is_like"}}, "'label' is no name"),
+        ({"behaviors": {"label": "is_like"}}, "'label' is not a valid name"),
         ({"features": FeatureColumns(context=(Number("surface"),))}, "type string, wanted as context_surface"),
         ({"catalog": "items", "items": None}, "pass --items FILE"),
         ({"items": None}, "no table of items"),

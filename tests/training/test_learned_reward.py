@@ -200,7 +200,7 @@ def test_an_uncalibrated_or_a_changed_run_is_refused(pointwise_run, batch, tmp_p
 
 
 def test_wrong_runs_are_refused(world, policy_run, pointwise_run, tmp_path, capsys, monkeypatch):
-    with pytest.raises(RecpoError, match="no run directory"):
+    with pytest.raises(RecpoError, match="not a run directory"):
         LearnedReward(tmp_path)
     with pytest.raises(RecpoError, match="no reward model"):
         LearnedReward(policy_run)

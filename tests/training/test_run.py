@@ -161,7 +161,7 @@ def test_another_learning_rate_is_refused_and_more_epochs_are_not(prepared, copy
     ("options", "message"),
     [
         ({"objective": "GRPO"}, "weighs by advantages"),
-        ({"init_from": "nowhere"}, "no run directory"),
+        ({"init_from": "nowhere"}, "not a run directory"),
         ({"anchor_coef": -1.0}, "anchor_coef"),
         ({"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": -1.0}}}, "learning rate"),
         ({"trainer": {**QUICK, "limit_train_batches": 0}}, "limit_train_batches must be above 0"),
@@ -183,7 +183,7 @@ def test_overwrite_replaces_a_run_and_nothing_else(prepared, copy, tmp_path):
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("years of work")
-    with pytest.raises(RecpoError, match="no run directory"):
+    with pytest.raises(RecpoError, match="not a run directory"):
         train(prepared, **{**OPTIONS, "out": foreign, "overwrite": True})
     with pytest.raises(RecpoError, match="which the run reads"):
         train(prepared, **{**OPTIONS, "out": copy.root, "init_from": copy, "overwrite": True})
