@@ -5,12 +5,17 @@ Each user's last event is the test, the one before it is not trained on but stan
 from. The whole catalog is ranked without the items of the history; HR@10 and NDCG@10 (one target: 1 / log2(1 + rank))
 are computed here, from the lists of every contender.
 
+With several ``--cpu-seconds``, every contender stops for an evaluation at each of them, which its clock does not count.
+
 Contenders run in processes of their own and take turns of a few seconds, so that a busy machine is equally busy for
 all (their threads wait for each other without spinning, which a busy machine punishes); compare the ratios. Speed is
 measured with --threads threads in wall time and with one thread in processor time; the turns of the latter add up to
-the training whose quality is reported. Peers run in environments of their own:
+the training whose quality is reported. Memory is the peak up to the first evaluation. Peers run in environments of
+their own (``pip install torch==2.13.0 "replay-rec[torch]==0.22.0" lightning``, and another one with
+``"rectools[torch]==0.19.0"``):
 
     python benchmarks/pretrain.py --ratings ratings.dat --peer replay=ENV/bin/python --peer rectools=ENV/bin/python
+    python benchmarks/pretrain.py --contenders recpo yardstick replay --cpu-seconds 30 60 180
     python benchmarks/pretrain.py              # no ratings: a simulated log of the same shape; no peers
     python benchmarks/pretrain.py --quick      # tiny, recpo and the yardstick only
 """
@@ -89,10 +94,16 @@ class Running:
         self._say({"clock": clock, "seconds": seconds})
         return self._answer()
 
-    def finish(self) -> tuple[dict[str, object], np.ndarray]:
-        """Stops the training; its last words and its lists."""
+    def lists(self) -> np.ndarray:
+        """What it recommends by now, ``[U, 10]``."""
+        self._say({"recommend": True})
+        self._answer()
+        return np.load(self.folder / "lists.npy")
+
+    def finish(self) -> dict[str, object]:
+        """Stops the training; its last words."""
         self._say({})
-        return self._answer(), np.load(self.folder / "lists.npy")
+        return self._answer()
 
     def end(self) -> None:
         """Ends the process."""
@@ -175,25 +186,42 @@ def measure_speed(figures: dict[str, Figures], running: list[Running], turns: in
         figures[contender.name].facts.update(spread("positions_per_s", figures[contender.name].wall))
 
 
+def deadlines(points: list[float], turns: int) -> list[tuple[float, bool]]:
+    """The CPU-seconds at which turns end, and whether an evaluation follows: about ``turns`` equal turns in all."""
+    ends, before = [], 0.0
+    for point in points:
+        parts = max(1, round((point - before) / points[-1] * turns))
+        ends += [(before + (point - before) * part / parts, part == parts) for part in range(1, parts + 1)]
+        before = point
+    return ends
+
+
 def measure_training(
-    figures: dict[str, Figures], running: list[Running], turns: int, cpu_seconds: float, test: np.ndarray
+    figures: dict[str, Figures], running: list[Running], turns: int, points: list[float], test: np.ndarray
 ) -> None:
-    """Positions per second of processor time, and what all of the training was good for."""
+    """Positions per second of processor time, and what the training was good for at every point."""
     done = {contender.name: [contender.turn("cpu", 0)] for contender in running}  # one step to warm up
-    for _ in range(turns):
+    found: dict[str, dict[str, dict[str, float]]] = {contender.name: {} for contender in running}
+    for end, evaluate in deadlines(points, turns):
         for contender in running:
-            left = cpu_seconds - sum(turn["cpu_seconds"] for turn in done[contender.name])
+            left = end - sum(turn["cpu_seconds"] for turn in done[contender.name])
             if left > 0:
-                turn = contender.turn("cpu", min(cpu_seconds / turns, left))
+                turn = contender.turn("cpu", left)
                 done[contender.name].append(turn)
                 figures[contender.name].cpu.append(turn["positions"] / turn["cpu_seconds"])
+            if evaluate:
+                if not found[contender.name]:
+                    figures[contender.name].facts["peak_rss_mib"] = done[contender.name][-1]["peak_rss_mib"]
+                found[contender.name][f"{end:g}"] = quality(contender.lists(), test)
     for contender in running:
-        last_words, lists = contender.finish()
+        last_words = contender.finish()
         contender.end()
+        of_points = found[contender.name]
         figures[contender.name].facts.update(
             spread("positions_per_cpu_s", figures[contender.name].cpu)
-            | quality(lists, test)
+            | of_points[f"{points[-1]:g}"]
             | {
+                "after_cpu_s": of_points,
                 "trained_cpu_s": round(sum(turn["cpu_seconds"] for turn in done[contender.name]), 1),
                 "trained_positions": int(sum(turn["positions"] for turn in done[contender.name])),
                 "setup_cpu_s": round(contender.setup_cpu_s, 1),
@@ -208,13 +236,17 @@ def ratio(own: list[float], base: list[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
-def table(figures: dict[str, Figures], threads: int) -> str:
+def table(figures: dict[str, Figures], threads: int, points: list[float]) -> str:
     """Ratios to the yardstick, and quality."""
-    head = ("contender", f"positions/s, {threads} threads", "positions/CPU-s", "NDCG@10", "HR@10", "peak RSS MiB")
+    keys = [f"{point:g}" for point in points]
+    ndcg = [f"NDCG@10, {key} CPU-s" for key in keys]
+    head = ("contender", f"positions/s, {threads} threads", "positions/CPU-s", "peak RSS MiB", *ndcg, "HR@10")
     base, rows = figures[YARDSTICK], [head]
     for name, own in figures.items():
-        values = (f"{own.facts['ndcg@10']:.4f}", f"{own.facts['hr@10']:.4f}", f"{own.facts['peak_rss_mib']}")
-        rows.append((name, ratio(own.wall, base.wall), ratio(own.cpu, base.cpu), *values))
+        memory = f"{own.facts['peak_rss_mib']} ({own.facts['peak_rss_mib'] / base.facts['peak_rss_mib']:.2f})"
+        gains = [f"{own.facts['after_cpu_s'][key]['ndcg@10']:.4f}" for key in keys]
+        values = (ratio(own.wall, base.wall), ratio(own.cpu, base.cpu), memory, *gains, f"{own.facts['hr@10']:.4f}")
+        rows.append((name, *values))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -223,19 +255,33 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ratings", type=Path, help="ratings.dat of MovieLens-1M; without it a log is simulated")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="replay or rectools")
-    parser.add_argument("--only", default="", help="contenders whose name starts with this, and the yardstick")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME",
+                        help=f"of: {', '.join(CONTENDERS)}; the yardstick always takes part")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--threads", type=int, default=2, help="of the first measurement")
     parser.add_argument("--turns", type=int, default=7, help="turns of every contender in each measurement")
     parser.add_argument("--turn-seconds", type=float, default=3.0, help="of the first measurement")
-    parser.add_argument("--cpu-seconds", type=float, default=60.0, help="of training, with one thread")
+    parser.add_argument("--cpu-seconds", type=float, nargs="+", default=[60.0],
+                        help="of training with one thread, after which quality is measured; ascending")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.setting = FULL
     if args.quick:
-        args.setting, args.turns, args.turn_seconds, args.cpu_seconds = QUICK, 2, 0.3, 1.5
+        args.setting, args.turns, args.turn_seconds, args.cpu_seconds = QUICK, 2, 0.3, [0.7, 1.5]
         args.threads = 1
+    if args.cpu_seconds != sorted(set(args.cpu_seconds)) or args.cpu_seconds[0] <= 0:
+        parser.error(f"--cpu-seconds must ascend from above 0, got {args.cpu_seconds}")
     return args
+
+
+def processor() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(os.sched_getaffinity(0))} x {names[0]}" if names else f"{os.cpu_count()} processors"
 
 
 def chosen(args: argparse.Namespace) -> dict[str, str]:
@@ -243,7 +289,7 @@ def chosen(args: argparse.Namespace) -> dict[str, str]:
     given = dict(peer.split("=", 1) for peer in args.peer)
     pythons = {}
     for name, contender in CONTENDERS.items():
-        if not (name.startswith(args.only) or name == YARDSTICK):
+        if name not in (*args.contenders, YARDSTICK):
             continue
         if contender.environment and contender.environment not in given:
             reason = f"no --peer {contender.environment}=PYTHON"
@@ -273,9 +319,9 @@ def main() -> None:
     for name, own in figures.items():
         about = {**log, **args.setting, "threads": args.threads, "windows": CONTENDERS[name].windows}
         print(json.dumps({"benchmark": "pretrain", "contender": name, **about, **own.facts}))
-    print(f"\nspeed over the yardstick's in the same turn, and quality after {args.cpu_seconds:g} CPU-seconds")
-    print(f"log: {sequences.source}; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")
-    print(table(figures, args.threads))
+    print("\nspeed and memory over the yardstick's, speed in the same turn; HR@10 after the last evaluation")
+    print(f"log: {sequences.source}; load average {os.getloadavg()[0]:.1f} on {processor()}")
+    print(table(figures, args.threads, args.cpu_seconds))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ def test_pretrain_measures_recpo_and_the_yardstick_and_skips_absent_peers():
         assert line["positions_per_cpu_s"] > 0
         assert line["trained_cpu_s"] >= 1.5
         assert 0 < line["ndcg@10"] <= line["hr@10"] <= 1
+        assert list(line["after_cpu_s"]) == ["0.7", "1.5"]
+        assert line["after_cpu_s"]["1.5"]["ndcg@10"] == line["ndcg@10"]
         assert line["versions"]["torch"]
 
 

@@ -2,6 +2,7 @@
 
 The parent writes one JSON line per window to the contender's standard input and reads one back from its standard
 output. Between windows the contender waits and uses no processor, so contenders can take turns on a busy machine.
+Between windows the parent may also ask for the lists that the policy recommends by then; making them is in no window.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
@@ -78,9 +80,16 @@ class Pace:
 
     Call ``stepped`` after every optimizer step and stop training when it returns False; the first step warms up. Make
     it before anything is printed: from then on standard output belongs to the parent, and prints go to standard error.
+
+    Attributes:
+        lists: set before the first step: recommends ten items to every user, ``[U, 10]``, best first, and leaves the
+            policy in training mode.
     """
 
-    def __init__(self) -> None:
+    lists: Callable[[], np.ndarray]
+
+    def __init__(self, setting: Setting) -> None:
+        self._file = setting.folder / "lists.npy"
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self._deadline: float | None = None
@@ -97,7 +106,8 @@ class Pace:
         if self._clock() < self._deadline:
             return True
         seconds, cpu = time.perf_counter() - self._marks[0], time.process_time() - self._marks[1]
-        self.answer(positions=self._positions, steps=self._steps, seconds=seconds, cpu_seconds=cpu)
+        done = {"positions": self._positions, "steps": self._steps, "seconds": seconds, "cpu_seconds": cpu}
+        self.answer(**done, peak_rss_mib=peak_rss_mib())
         return self._turn()
 
     def answer(self, **values: object) -> None:
@@ -106,6 +116,10 @@ class Pace:
 
     def _turn(self) -> bool:
         command = json.loads(sys.stdin.readline() or "{}")
+        while command.get("recommend"):
+            np.save(self._file, self.lists())
+            self.answer(saved=True)
+            command = json.loads(sys.stdin.readline() or "{}")
         if not command:
             return False
         self._clock = {"wall": time.perf_counter, "cpu": time.process_time}[command["clock"]]
@@ -114,10 +128,9 @@ class Pace:
         self._deadline = self._clock() + command["seconds"]
         return True
 
-    def finish(self, setting: Setting, lists: np.ndarray, peak_before: int, packages: tuple[str, ...]) -> None:
-        """Passes on the lists ``[U, 10]``, best first, and says what ran."""
-        np.save(setting.folder / "lists.npy", lists)
-        self.answer(peak_rss_mib=peak_before, versions={name: version(name) for name in packages})
+    def finish(self, packages: tuple[str, ...]) -> None:
+        """Says what ran."""
+        self.answer(versions={name: version(name) for name in packages})
 
 
 def peak_rss_mib() -> int:

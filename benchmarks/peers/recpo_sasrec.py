@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from lightning import Callback
-from peers.pace import Histories, Pace, Setting, peak_rss_mib
+from peers.pace import Histories, Pace, Setting
 from torch import Tensor
 
 from recpo.data.datamodule import FeedbackDataModule, evaluation_batches
@@ -91,11 +91,13 @@ def top_lists(policy: CatalogSoftmaxPolicy, prepared: Path, histories: Histories
     for batch in evaluation_batches(prepared, "test", length, 512):
         ids: Tensor = policy.recommend(batch.feedback.histories, 10, batch.exclude).item_ids
         lists[users[batch.user_ids.numpy()]] = items[ids.numpy()]
+    policy.train()
     return lists
 
 
 def main() -> None:
-    setting, pace = Setting.parse(), Pace()
+    setting = Setting.parse()
+    pace = Pace(setting)
     tune_allocator()
     torch.manual_seed(setting.seed)
     prepared, traits = setting.folder / "prepared", setting.variant.split("+")
@@ -110,10 +112,9 @@ def main() -> None:
         dropout=setting.dropout,
         feedback_levels=0,  # every event is a positive: there is nothing to read
     )
+    pace.lists = partial(top_lists, policy, prepared, Histories.read(setting.folder), setting.length)
     (with_trainer if "trainer" in traits else with_loop)(policy, data, setting, pace)
-    peak = peak_rss_mib()
-    lists = top_lists(policy, prepared, Histories.read(setting.folder), setting.length)
-    pace.finish(setting, lists, peak, ("recpo", "torch", "lightning"))
+    pace.finish(("recpo", "torch", "lightning"))
 
 
 if __name__ == "__main__":

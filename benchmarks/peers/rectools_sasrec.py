@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytorch_lightning
-from peers.pace import Histories, Pace, Setting, peak_rss_mib
+from peers.pace import Histories, Pace, Setting
 from rectools import Columns
 from rectools.dataset import Dataset
 from rectools.models import SASRecModel
 
-PACE = Pace()  # not in the callback: RecTools copies the trainer, callbacks and all
+SETTING = Setting.parse()
+PACE = Pace(SETTING)  # not in the callback: RecTools copies the trainer, callbacks and all
 
 
 class Paced(pytorch_lightning.Callback):
@@ -50,8 +52,18 @@ def dataset_of(histories: Histories, *, training: bool) -> Dataset:
     return Dataset.construct(interactions[from_end > 1] if training else interactions)
 
 
+def top_lists(model: SASRecModel, histories: Histories) -> np.ndarray:
+    """Ten unseen items for everybody, of a model whose training waits."""
+    model.is_fitted = True  # else it does not recommend before the end of its training
+    found = model.recommend(np.arange(len(histories)), dataset_of(histories, training=False), k=10, filter_viewed=True)
+    model.lightning_model.train()
+    lists = np.zeros((len(histories), 10), np.int64)
+    lists[found[Columns.User], found[Columns.Rank] - 1] = found[Columns.Item]
+    return lists
+
+
 def main() -> None:
-    setting = Setting.parse()
+    setting = SETTING
     pytorch_lightning.seed_everything(setting.seed)
     histories = Histories.read(setting.folder)
     model = SASRecModel(
@@ -65,12 +77,9 @@ def main() -> None:
         batch_size=setting.batch,
         get_trainer_func=paced_trainer,
     )
+    PACE.lists = partial(top_lists, model, histories)
     model.fit(dataset_of(histories, training=True))
-    peak = peak_rss_mib()
-    found = model.recommend(np.arange(len(histories)), dataset_of(histories, training=False), k=10, filter_viewed=True)
-    lists = np.zeros((len(histories), 10), np.int64)
-    lists[found[Columns.User], found[Columns.Rank] - 1] = found[Columns.Item]
-    PACE.finish(setting, lists, peak, ("RecTools", "torch", "pytorch-lightning"))
+    PACE.finish(("RecTools", "torch", "pytorch-lightning"))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ One window per user, as RePlay's examples have it: a row of the file is a user's
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning
 import numpy as np
 import pandas as pd
 import torch
-from peers.pace import Histories, Pace, Setting, peak_rss_mib
+from peers.pace import Histories, Pace, Setting
 from replay.data import FeatureHint, FeatureSource, FeatureType
 from replay.data.nn import ParquetModule, TensorFeatureInfo, TensorFeatureSource, TensorSchema
 from replay.nn.lightning import LightningModule
@@ -64,11 +65,13 @@ def top_lists(model: SasRec, histories: Histories, length: int) -> np.ndarray:
         for row, user in enumerate(users.tolist()):
             scores[row, torch.from_numpy(histories.whole(user) - 1)] = -torch.inf
         lists.append(scores[:, :padding].topk(10, 1).indices + 1)
+    model.train()
     return torch.cat(lists).numpy()
 
 
 def main() -> None:
-    setting, pace = Setting.parse(), Pace()
+    setting = Setting.parse()
+    pace = Pace(setting)
     lightning.seed_everything(setting.seed)
     histories = Histories.read(setting.folder)
     rows = [histories.training(user)[-setting.length - 1 :] - 1 for user in range(len(histories))]
@@ -89,6 +92,7 @@ def main() -> None:
         max_sequence_length=setting.length,
         dropout=setting.dropout,
     )
+    pace.lists = partial(top_lists, model, histories, setting.length)
     trainer = lightning.Trainer(
         max_epochs=-1,
         callbacks=[Paced(pace)],
@@ -101,8 +105,7 @@ def main() -> None:
     )
     module = LightningModule(model, OptimizerFactory(learning_rate=setting.rate))
     trainer.fit(module, datamodule=data)
-    peak = peak_rss_mib()
-    pace.finish(setting, top_lists(model, histories, setting.length), peak, ("replay-rec", "torch", "lightning"))
+    pace.finish(("replay-rec", "torch", "lightning"))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ difference then is not the allocator's.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
-from peers.pace import Histories, Pace, Setting, peak_rss_mib
+from peers.pace import Histories, Pace, Setting
 from torch import Tensor
 from yardstick import Yardstick
 
@@ -39,11 +41,13 @@ def top_lists(model: Yardstick, histories: Histories, length: int) -> np.ndarray
         for row, user in enumerate(users.tolist()):
             scores[row, torch.from_numpy(histories.whole(user))] = -torch.inf
         lists.append(scores.topk(10, 1).indices)
+    model.train()
     return torch.cat(lists).numpy()
 
 
 def main() -> None:
-    setting, pace = Setting.parse(), Pace()
+    setting = Setting.parse()
+    pace = Pace(setting)
     if setting.variant == "allocator":
         from recpo.training.allocator import tune_allocator
 
@@ -53,6 +57,7 @@ def main() -> None:
     ids, targets = windows(histories, setting.length)
     model = Yardstick(histories.num_items, setting.dim, setting.layers, setting.heads, setting.length, setting.dropout)
     adam = torch.optim.Adam(model.parameters(), lr=setting.rate, betas=(0.9, 0.98), fused=True)
+    pace.lists = partial(top_lists, model, histories, setting.length)
     going = True
     while going:
         for rows in torch.randperm(len(ids)).split(setting.batch):
@@ -62,8 +67,7 @@ def main() -> None:
             going = pace.stepped(int((targets[rows] > 0).sum()))
             if not going:
                 break
-    peak = peak_rss_mib()
-    pace.finish(setting, top_lists(model, histories, setting.length), peak, ("torch",))
+    pace.finish(("torch",))
 
 
 if __name__ == "__main__":
