@@ -77,8 +77,10 @@ class Running:
             (self.folder / file.name).symlink_to(file)
         script, variant, *_ = CONTENDERS[name]
         flags = {"folder": self.folder, **setting, "seed": seed, "variant": variant}
+        # contenders of this environment run the recpo that runs here
+        path = str(HERE) if CONTENDERS[name].environment else f"{HERE}{os.pathsep}{HERE.parent}"
         environment = {
-            **os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+            **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "passive",
         }  # fmt: skip
         self._log = (self.folder / "messages").open("w")
@@ -212,7 +214,10 @@ def measure_training(
             if evaluate:
                 if not found[contender.name]:
                     figures[contender.name].facts["peak_rss_mib"] = done[contender.name][-1]["peak_rss_mib"]
-                found[contender.name][f"{end:g}"] = quality(contender.lists(), test)
+                found[contender.name][f"{end:g}"] = gains = quality(contender.lists(), test)
+                line = {"benchmark": "pretrain", "contender": contender.name, "cpu_seconds": end, **gains}
+                rates = spread("positions_per_cpu_s", figures[contender.name].cpu)
+                print(json.dumps(line | rates | {"peak_rss_mib": done[contender.name][-1]["peak_rss_mib"]}), flush=True)
     for contender in running:
         last_words = contender.finish()
         contender.end()
@@ -233,6 +238,8 @@ def measure_training(
 def ratio(own: list[float], base: list[float]) -> str:
     """Median, least and largest ratio to the yardstick in the same turn."""
     ratios = [a / b for a, b in zip(own, base, strict=False)]  # the last turn may have been spared one of them
+    if not ratios:
+        return "-"
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
@@ -260,7 +267,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--threads", type=int, default=2, help="of the first measurement")
     parser.add_argument("--turns", type=int, default=7, help="turns of every contender in each measurement")
-    parser.add_argument("--turn-seconds", type=float, default=3.0, help="of the first measurement")
+    parser.add_argument("--turn-seconds", type=float, default=3.0, help="of the first measurement; 0 = leave it out")
     parser.add_argument("--cpu-seconds", type=float, nargs="+", default=[60.0],
                         help="of training with one thread, after which quality is measured; ascending")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
@@ -314,7 +321,8 @@ def main() -> None:
         data = Path(folder) / "data"
         test = write_data(sequences, data)
         figures = {name: Figures({}, [], []) for name in pythons}
-        measure_speed(figures, start(pythons, args, data, args.threads), args.turns, args.turn_seconds)
+        if args.turn_seconds:
+            measure_speed(figures, start(pythons, args, data, args.threads), args.turns, args.turn_seconds)
         measure_training(figures, start(pythons, args, data, 1), args.turns, args.cpu_seconds, test)
     for name, own in figures.items():
         about = {**log, **args.setting, "threads": args.threads, "windows": CONTENDERS[name].windows}

@@ -21,7 +21,7 @@ Only ``linear``, ``take_rows`` and ``dropout`` are differentiable by themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -90,15 +90,24 @@ _HAS_ONEDNN = _onednn_available()
 
 def matmul_transposed(left: Tensor, right: Tensor) -> Tensor:
     """``left rightᵀ``: ``[n, k]`` and ``[m, k]`` give ``[n, m]``; no gradient. Either may be a view."""
-    if _suits(left) and _is_dense(right) and left.shape[0] * left.shape[1] * right.shape[0] >= _SMALL:
-        return _onednn(left, right)
-    with full_precision() if left.is_cuda else nullcontext():
+    with full_precision():
+        if _suits(left) and _is_dense(right) and left.shape[0] * left.shape[1] * right.shape[0] >= _SMALL:
+            return _onednn(left, right)
         return torch.mm(left, right.T)
+
+
+def row_products(left: Tensor, right: Tensor) -> Tensor:
+    """``Σ_k left_nk right_nk``: ``[n, k]`` twice gives ``[n]``; no gradient."""
+    with full_precision():
+        return torch.einsum("nk,nk->n", left, right)
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Full float32 products, even if training allows TF32 elsewhere. An exact softmax needs exact logits."""
+    """Full float32 products, even if TF32 (or bfloat16 on a CPU) is allowed elsewhere.
+
+    An exact softmax needs exact logits: with TF32 their error is about 0.001 of their size.
+    """
     before = torch.get_float32_matmul_precision()
     if before != "highest":
         torch.set_float32_matmul_precision("highest")
@@ -180,8 +189,27 @@ def dropout(values: Tensor, threshold: int) -> Tensor:
     if _reference or values.device.type != "cpu":
         return F.dropout(values, threshold / 256)
     words = torch.empty((values.numel() + 7) // 8, dtype=torch.int64).random_(_LEAST_INT64, None)
-    keep = words.view(torch.uint8)[: values.numel()].view(values.shape) >= threshold
-    # this kernel multiplies by a mask and a scale in one pass, and is its own derivative
+    return _Dropout.apply(values, words.view(torch.uint8)[: values.numel()].view(values.shape), threshold)
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, random: Tensor, threshold: int) -> Tensor:
+        ctx.save_for_backward(random)  # a byte per element; the mask in floating point would be four
+        ctx.threshold = threshold
+        return _dropped(values, random, threshold)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (random,) = ctx.saved_tensors
+        return _dropped(grad, random, ctx.threshold), None, None
+
+
+def _dropped(values: Tensor, random: Tensor, threshold: int) -> Tensor:
+    # comparing bytes, and multiplying by booleans, take several times as long
+    keep = random.to(values.dtype).ge_(threshold)
+    # this kernel multiplies by a mask and a scale in one pass
     return torch.ops.aten.native_dropout_backward(values, keep, 256.0 / (256 - threshold))
 
 
@@ -315,7 +343,14 @@ def add_softmax_gradient(
         softmax = next(kept) if sums.softmax else _softmax_in_place(grid.logits(part, rows))[0]
         # the softmax sums to one over the block's rows; the block's share scales the states, which are smaller
         share = (sums.block_lse[column, part] - lse[part]).exp_().mul_(weights[part])
-        gradient[rows] += matmul_transposed((grid.states[part] * share[:, None]).T, softmax.T).T
+        product = matmul_transposed((grid.states[part] * share[:, None]).T, softmax.T)
+        # summed over the states as it is, and transposed once per block of rows
+        if part.start == 0:
+            transposed = product
+        else:
+            transposed += product
+        if part.stop == len(grid.states):
+            gradient[rows] += transposed.T
 
 
 def entropy_gradients(

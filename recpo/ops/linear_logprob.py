@@ -92,7 +92,7 @@ def linear_log_softmax(states: Tensor, table: Tensor, *, temperature: float = 1.
     """
     _check(states, table, padding_rows)
     with torch.autocast(states.device.type, enabled=False):
-        scores = as_float(states, temperature) @ as_float(table)[padding_rows:].T
+        scores: Tensor = _Scores.apply(as_float(states, temperature), as_float(table)[padding_rows:])
         return scores.log_softmax(-1)
 
 
@@ -118,6 +118,23 @@ def state_of_targets(states: Tensor, targets: Tensor, state_index: Tensor | None
     if state_index.shape != targets.shape or targets.dim() != 1:
         raise ValueError(f"state_index {tuple(state_index.shape)} and targets {tuple(targets.shape)} must both be [M]")
     return state_index
+
+
+class _Scores(torch.autograd.Function):
+    """``states tableᵀ`` of ``[N, d]`` and ``[V, d]``, in full precision in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(states, table)
+        return kernels.matmul_transposed(states, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        states, table = ctx.saved_tensors
+        needs_states, needs_table = ctx.needs_input_grad
+        grad_states = kernels.matmul_transposed(grad, table.T) if needs_states else None
+        return grad_states, kernels.matmul_transposed(states.T, grad.T).T if needs_table else None
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -146,7 +163,7 @@ class _LinearLogProb(torch.autograd.Function):
         ctx.save_for_backward(states, table, targets, state_index)
         ctx.sums, ctx.padding_rows, ctx.passes = sums, padding_rows, passes
         ctx.target_rows = target_rows if needs_states else None
-        return torch.einsum("md,md->m", of_target, target_rows) - lse
+        return kernels.row_products(of_target, target_rows) - lse
 
     @staticmethod
     @once_differentiable
@@ -171,7 +188,7 @@ class _LinearEntropy(torch.autograd.Function):
     def forward(ctx: Any, states: Tensor, table: Tensor, padding_rows: int, passes: CatalogPasses) -> Tensor:
         sums = passes.sum_over_catalog(states, table, padding_rows, want_expected_row=True)
         assert sums.expected_row is not None
-        entropy = sums.lse - torch.einsum("nd,nd->n", states, sums.expected_row)
+        entropy = sums.lse - kernels.row_products(states, sums.expected_row)
         ctx.save_for_backward(states, table, sums.lse, entropy)
         ctx.padding_rows, ctx.passes = padding_rows, passes
         return entropy.clone()

@@ -134,7 +134,7 @@ class _ShardedLogProb(torch.autograd.Function):
             everyone, rows, shard.padding_rows, want_expected_row=needs_states, keep_bytes=keep_bytes
         )
         scores = everyone.new_zeros(len(targets))
-        scores[held] = torch.einsum("md,md->m", everyone[state_of_held], rows[row_of_held])
+        scores[held] = kernels.row_products(everyone[state_of_held], rows[row_of_held])
         lse, scores = _log_sum_over_ranks(sums.lse, scores, shard)
         if sums.expected_row is not None:
             sums.expected_row.mul_((sums.lse - lse).exp_()[:, None])
@@ -185,7 +185,7 @@ class _ShardedEntropy(torch.autograd.Function):
         sums = passes.sum_over_catalog(everyone, rows, shard.padding_rows, want_expected_row=True)
         assert sums.expected_row is not None
         lse, _ = _log_sum_over_ranks(sums.lse, sums.lse[:0], shard)
-        mean_score = torch.einsum("nd,nd->n", everyone, sums.expected_row).mul_((sums.lse - lse).exp_())
+        mean_score = kernels.row_products(everyone, sums.expected_row).mul_((sums.lse - lse).exp_())
         dist.all_reduce(mean_score, group=shard.group)
         entropy = lse - mean_score
         ctx.save_for_backward(everyone, rows, lse, entropy)

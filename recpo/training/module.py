@@ -158,7 +158,11 @@ class PreferenceModule(LightningModule):
     def on_train_batch_start(self, batch: FeedbackBatch, batch_idx: int) -> None:
         """Seeds the step, so that a resumed run draws the same dropout, and refreshes frozen copies when due."""
         key = [self._seed, self.current_epoch, batch_idx]
-        torch.manual_seed(_seed_of([*key, self.global_rank]))
+        seed = _seed_of([*key, self.global_rank])
+        if self.device.type == "cpu":  # the other one notes the call stack for every accelerator that is not in use
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
         # of the whole step: neither ranks nor micro-batches may make a difference
         self.policy.begin_step(_seed_of([self._seed, self.global_step]))
         if self._step_count is None:  # the first micro-batch of the step

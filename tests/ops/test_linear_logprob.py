@@ -153,6 +153,58 @@ def test_every_item_under_autocast(function: Any) -> None:
     torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
 
 
+class Products(TorchDispatchMode):
+    """Notes which matrix products run, and with which precision of float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition("::")[2].partition(".")[0]
+        if name in ("mm", "addmm", "bmm", "baddbmm", "_linear_pointwise"):
+            self.found.append((name, torch.get_float32_matmul_precision()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def less_precision() -> Iterator[None]:
+    """What ``recpo train`` allows elsewhere on a GPU."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def softmaxes(states: Tensor, table: Tensor) -> list[Tensor]:
+    targets = torch.arange(1, len(states) + 1, device=states.device)
+    return [linear_logprob(states, table, targets), linear_entropy(states, table), linear_log_softmax(states, table)]
+
+
+@pytest.mark.parametrize("sizes", [(5, 9, 4), (64, 3000, 8)])  # products below and above oneDNN's least size
+def test_every_product_is_of_full_precision_in_both_passes(sizes: tuple[int, int, int], less_precision: None) -> None:
+    states, table = problem(*sizes, torch.float32)
+    with Products() as products:
+        found = softmaxes(states, table)
+        in_forward = len(products.found)
+        torch.autograd.grad(sum(values.sum() for values in found), (states, table))
+    assert 5 <= in_forward < len(products.found) - 3
+    assert {precision for _, precision in products.found} == {"highest"}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_tf32_does_not_reach_the_softmax(less_precision: None) -> None:
+    states, table = (values.detach().cuda().requires_grad_() for values in problem(64, 3000, 64, torch.float32, 3.0))
+    exact = [values.detach().double().requires_grad_() for values in (states, table)]
+    found, wanted = softmaxes(states, table), softmaxes(*exact)
+    for ours, reference in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), reference, rtol=1e-5, atol=1e-4)
+    got = torch.autograd.grad(sum(values.sum() for values in found), (states, table))
+    want = torch.autograd.grad(sum(values.sum() for values in wanted), exact)
+    for ours, reference in zip(got, want, strict=True):
+        assert (ours.double() - reference).abs().max() < 1e-5 * reference.abs().max()
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"padding_rows": 0}, {"padding_rows": 2}])
 def test_the_log_softmax_of_every_item(options: dict[str, Any]) -> None:
     states, table = problem(11, 9, 4)
