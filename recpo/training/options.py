@@ -320,8 +320,8 @@ class TrainOptions(LearningOptions):
         patience: stop when the monitor has not improved for this many validations; null = train to the end.
         checkpoint_every: write last.ckpt every this many optimizer steps, and not only after every epoch.
         matmul_precision: precision of float32 matrix products on CUDA: high uses TF32 (10 bits of mantissa, several
-            times faster), highest does not. Log-probabilities and entropy of an exact softmax over the catalog, and their
-            gradients, are float32 in either case.
+            times faster), highest does not. The exact softmax over the catalog, its entropy and their gradients are
+            float32 in either case.
         allocator: keep freed memory in the process (glibc only): up to a third faster on CPU, for somewhat more memory.
         progress: show a progress bar or, without a terminal, a line every half minute and after every epoch.
     """
