@@ -235,7 +235,7 @@ def test_what_cannot_be_tilted_is_reported_before_anything_is_written(road, tmp_
         ({"beta": 0.1, "k": 0}, "k is 0"),
         ({"beta": 0.1, "factors": base}, "holds no factors"),
         ({"beta": 0.1, "run": factors}, "is not a run directory"),
-        ({"beta": 0.1, "out": base / "inside"}, "lies in"),
+        ({"beta": 0.1, "out": base / "inside"}, "is inside"),
     ]
     for changes, message in cases:
         with pytest.raises(recpo.RecpoError, match=message):
