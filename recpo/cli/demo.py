@@ -118,7 +118,7 @@ def demo(
         summary = _summary(content, families, seeds)
         write_json(out / "summary.json", summary)
         console().print(_table(summary, seeds))
-        print(f"the whole road took {time.monotonic() - started:.0f} s; everything it wrote is in {out}")
+        print(f"the demo took {time.monotonic() - started:.0f} s; everything it wrote is in {out}")
     return after_demo(out, {"summary": summary})
 
 

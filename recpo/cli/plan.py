@@ -21,7 +21,8 @@ try:
     from recpo.workflows.plan import plan as planned
 except (ImportError, OSError) as fault:
     raise RecpoError(
-        f"recpo plan uses the planner of torchrec, which does not load ({fault}): `recpo doctor` says why and how to "
+        f"recpo plan uses the planner of torchrec, which does not load ({fault}): install the extra "
+        "sharding through requirements/cpu.lock or gpu.lock; `recpo doctor` says why it does not load and how to "
         "fix it"
     ) from fault
 
