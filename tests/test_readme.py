@@ -119,6 +119,10 @@ def test_the_sample_is_what_the_command_beside_it_makes(clone):
     assert made.equals(pq.read_table(ROOT / "data" / "sample.parquet"))
 
 
+def test_the_readme_starts_with_two_commands():
+    assert re.search(r"^make demo\b.*^make test\b", README, re.MULTILINE | re.DOTALL)
+
+
 @pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS], ids=lambda path: path.name)
 def test_every_file_and_target_that_the_documents_name_exists(document):
     text = _text(document)
