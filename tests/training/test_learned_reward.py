@@ -250,5 +250,5 @@ def test_the_true_reward_is_that_of_the_simulation(world, batch):
     shown = np.broadcast_to(item_ids, (len(users), 2))
     expected = truth.expected_reward(users, shown, reward._known.day)
     torch.testing.assert_close(got[:, [0, 2]].double(), torch.from_numpy(expected), rtol=1e-6, atol=1e-6)
-    with pytest.raises(RecpoError, match="whose contexts"):
+    with pytest.raises(RecpoError, match="needs the user ids of the contexts"):
         reward(batch._replace(user_ids=None), candidates_of(batch, items))
