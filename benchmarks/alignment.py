@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.table import Table
 
 from recpo.artifacts import write_json
-from recpo.cli.calibrate import calibrate
-from recpo.cli.factorize import factorize
+from recpo.verbs.calibrate import calibrate
+from recpo.verbs.factorize import factorize
 from recpo.cli.main import run
 from recpo.cli.prepare import prepare
-from recpo.cli.simulate import simulate
+from recpo.verbs.simulate import simulate
 from recpo.cli.train import train
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared

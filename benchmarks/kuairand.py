@@ -45,7 +45,7 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
 
 import recpo
-from recpo.cli.factorize import factorize
+from recpo.verbs.factorize import factorize
 from recpo.cli.main import run
 from recpo.cli.prepare import prepare
 from recpo.cli.tilt import tilt

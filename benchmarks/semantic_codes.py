@@ -47,7 +47,7 @@ def item_vectors(items: int, data: str) -> Tensor:
 
 
 def with_recpo(vectors: Tensor, name: str) -> tuple[Codebooks, Tensor]:
-    options = ResidualKMeans(LEVELS, CODES, normalize="none")
+    options = ResidualKMeans(levels=LEVELS, codebook_size=CODES, normalize="none")
     if "unbalanced" in name:
         options = replace(options, capacity_slack=None)
     return options.fit(vectors, seed=0)

@@ -32,13 +32,13 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import kendalltau
 
-from recpo.cli.evaluate import evaluate
-from recpo.cli.factorize import factorize
+from recpo.verbs.evaluate import evaluate
+from recpo.verbs.factorize import factorize
 from recpo.cli.main import run
 from recpo.cli.prepare import prepare
-from recpo.cli.simulate import simulate
+from recpo.verbs.simulate import simulate
 from recpo.cli.tilt import tilt
-from recpo.cli.tokenize import tokenize
+from recpo.verbs.tokenize import tokenize
 from recpo.cli.train import train
 from recpo.evaluation.estimates import estimate_over_seeds
 

@@ -104,18 +104,19 @@ if TYPE_CHECKING:
         VectorsFromParquet as VectorsFromParquet,
     )
     from recpo.tokenizer.tokenization import Codes as Codes
-    from recpo.workflows.calibrate import calibrate as calibrate
-    from recpo.workflows.compare import Comparison as Comparison, compare as compare
-    from recpo.workflows.evaluate import evaluate as evaluate
-    from recpo.workflows.factorize import factorize as factorize
+    from recpo.verbs.calibrate import calibrate as calibrate
+    from recpo.serving.comparison import Comparison as Comparison
+    from recpo.verbs.compare import compare as compare
+    from recpo.verbs.evaluate import evaluate as evaluate
+    from recpo.verbs.factorize import factorize as factorize
     from recpo.workflows.init import Inspection as Inspection, init as init
     from recpo.workflows.load import load as load
-    from recpo.workflows.loop import Loop as Loop, loop as loop
+    from recpo.verbs.loop import LoopResult as LoopResult, loop as loop
     from recpo.workflows.prepare import prepare as prepare
     from recpo.workflows.serve import serve as serve
-    from recpo.workflows.simulate import simulate as simulate
+    from recpo.verbs.simulate import simulate as simulate
     from recpo.training.run import Run as Run
-    from recpo.workflows.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
+    from recpo.verbs.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
     from recpo.workflows.tilt import Tilt as Tilt, tilt as tilt
     from recpo.workflows.train import train as train
 
@@ -207,20 +208,21 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.tokenizer.feature_vectors": ("VectorsFromFeatures",),
     "recpo.tokenizer.sources": ("CodesFromFile", "VectorsFromFrame", "VectorsFromParquet"),
     "recpo.tokenizer.tokenization": ("Codes",),
-    "recpo.workflows.calibrate": ("calibrate",),
-    "recpo.workflows.compare": ("Comparison", "compare"),
-    "recpo.workflows.evaluate": ("evaluate",),
-    "recpo.workflows.factorize": ("factorize",),
+    "recpo.verbs.calibrate": ("calibrate",),
+    "recpo.serving.comparison": ("Comparison",),
+    "recpo.verbs.compare": ("compare",),
+    "recpo.verbs.evaluate": ("evaluate",),
+    "recpo.verbs.factorize": ("factorize",),
     "recpo.workflows.init": ("Inspection", "init"),
     "recpo.workflows.load": ("load",),
-    "recpo.workflows.loop": ("Loop", "loop"),
+    "recpo.verbs.loop": ("LoopResult", "loop"),
     "recpo.workflows.prepare": ("prepare",),
     "recpo.workflows.serve": ("serve",),
-    "recpo.workflows.simulate": ("simulate",),
+    "recpo.verbs.simulate": ("simulate",),
     "recpo.training.run": ("Run",),
     "recpo.workflows.tilt": ("Tilt", "tilt"),
     "recpo.workflows.train": ("train",),
-    "recpo.workflows.tokenize": ("VectorsFromRun", "tokenize"),
+    "recpo.verbs.tokenize": ("VectorsFromRun", "tokenize"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

@@ -8,7 +8,17 @@ class RecpoError(Exception):
 
     The message is complete: it names the file, column, key or count, says what was expected, and how to fix it. The
     command line prints it without a traceback and exits with status 1.
+
+    Attributes:
+        code: what kind of error it is, for programs and tests, such as ``out_of_range``; stays the same when the message
+            is worded differently.
+        field: the option, column, file or key that it is about; None = it is about several.
     """
+
+    def __init__(self, message: str, *, code: str = "invalid", field: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.field = field
 
 
 class GateClosedError(RecpoError):

@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     """A small simulated log: ``log/`` and ``truth/``."""
-    from recpo.cli.simulate import simulate
+    from recpo.verbs.simulate import simulate
 
     out = tmp_path_factory.mktemp("world") / "simulated"
     simulate(out, users=80, items=60, events=5000, days=10)

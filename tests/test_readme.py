@@ -139,7 +139,7 @@ def test_every_file_and_target_that_the_documents_name_exists(document):
 
 def _write_own_log(directory):
     """A simulated log under the column names and units that the README's ``prepare.yaml`` speaks of."""
-    from recpo.cli.simulate import simulate
+    from recpo.verbs.simulate import simulate
 
     simulate(directory / "world", users=80, items=60, events=5000, days=10)
     log = pq.read_table(directory / "world" / "log").to_pandas()

@@ -2,55 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from recpo.artifacts import kind_of
 from recpo.cli.output import console
-from recpo.cli.verb_results import VerbResult, after_calibrate
-from recpo.contracts import RewardFunction
+from recpo.cli.verb_results import VerbResult, command, configuration, path_of
 from recpo.evaluation.calibration import CalibrationReport
 from recpo.training.learned_reward import CALIBRATION
-from recpo.workflows.calibrate import Source
-from recpo.workflows.calibrate import calibrate as calibrate_rewards
+from recpo.verbs.calibrate import Calibrate
 
 
-def calibrate(
-    prepared: str | Path,
-    run: list[Path] | Path = [],  # noqa: B006  jsonargparse prints it
-    factors: list[Path] | Path = [],  # noqa: B006
-    reward: list[RewardFunction] = [],  # noqa: B006
-    truth: Path | None = None,
-    out: Path | None = None,
-    trust: list[str] = [],  # noqa: B006
-    **options: Any,
-) -> VerbResult:
-    """Calibrates reward models on the validation period and compares rewards on the test period.
-
-    For every run of a PointwiseReward objective, fits ``sigmoid(scale * score + shift)`` (Platt, 1999) to the exposures
-    of the validation period and writes it into the run (calibration.json), where LearnedReward reads it. Then measures
-    every reward on the exposures of the test period, and on the random exposures among them: error and rank correlation
-    of the grade, and AUC of dislikes. Also measures the reward's greedy lists: their value estimated from the log
-    (SNIPS with logged propensities) and, for a simulated log, their true value.
-
-    Args:
-        prepared: directory written by ``recpo prepare``, of the same items.
-        run: run directory of a PointwiseReward or PairwiseReward objective, or a list of them, ``[runs/a, runs/b]``.
-        factors: directory written by ``recpo factorize``, or a list of them; user vectors are folded in from the
-            history.
-        reward: more rewards to compare, ``[{class_path: EnsembleReward, init_args: {...}}]``.
-        truth: directory written by ``recpo simulate``; adds the true value of the lists on the first day of the period.
-        out: JSON file for the comparison, with every interval; null = none.
-        trust: packages, in addition to recpo, whose classes the configurations of the runs may name.
-        **options: those of ``recpo.workflows.calibrate.calibrate``.
-    """
-    directories = [path for paths in (run, factors) for path in ([paths] if isinstance(paths, Path) else paths)]
-    named: list[Source] = [*directories, *reward]
-    report = calibrate_rewards(prepared, rewards=named, truth=truth, out=out, trust=trust, progress=True, **options)
+def show(verb: Calibrate, report: CalibrationReport) -> VerbResult:
+    """Prints the tables; the first calibrated reward model aligns a policy next."""
     print_report(report)
-    runs = [run] if isinstance(run, Path) else run
-    return after_calibrate(runs, report.path, str(prepared), report.content)
+    following = None
+    named = verb.rewards if isinstance(verb.rewards, list) else []
+    runs = [one for one in named if isinstance(one, str) and kind_of(one) == "run"]
+    if runs:
+        reward = ("--reward", "LearnedReward", "--reward.init_args.run", runs[0])
+        words = ("--config", configuration("mpo.yaml"), "--data.prepared", path_of(verb.prepared), *reward)
+        following = command("train", *words, "--init_from", "runs/pretrain", "--out", "runs/mpo")
+    return VerbResult(() if report.path is None else (str(report.path),), following, report.content)
 
 
 def print_report(report: CalibrationReport) -> None:

@@ -3,40 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from recpo.cli.output import console
-from recpo.cli.verb_results import VerbResult, after_compare
+from recpo.cli.verb_results import VerbResult, command, path_of
 from recpo.errors import GateClosedError
-from recpo.workflows.compare import Comparison
-from recpo.workflows.compare import compare as compare_bundles
+from recpo.serving.comparison import Comparison
+from recpo.verbs.compare import Compare
 
 _SHOWN_ESTIMATORS = ("IPS", "SNIPS", "DR")
 _COUNTS = ("short_lists", "unknown_items", "places_of_items_not_in_data")
 
 
-def compare(old: Path, new: Path, prepared: str | Path, out: Path | None = None, **options: Any) -> VerbResult:
-    """Compares a new bundle with the old one on logged requests: agreement, value, ranking, and limits for a swap.
+def show(verb: Compare, comparison: Comparison) -> VerbResult:
+    """Prints the numbers; the new bundle is served next.
 
-    Exit status 0: the new bundle passes. 3: it violates ``--max_loss`` or ``--min_overlap``; one line says which. 1:
-    the bundles cannot be compared.
-
-    Args:
-        old: directory of the bundle that serves.
-        new: directory of the bundle that will replace it.
-        prepared: directory written by ``recpo prepare``, with the logged requests in a held-out period.
-        out: output directory with compare.json (every number); null = write nothing.
-        **options: those of ``recpo.workflows.compare.compare``.
+    Raises:
+        GateClosedError: it violates a limit.
     """
-    found = compare_bundles(old, new, prepared, out=out, progress=True, **options)
-    print_comparison(found)
-    if found.failures:
-        raise GateClosedError("; ".join(found.failures))
-    return after_compare(new, out, found.document)
+    print_comparison(comparison)
+    if comparison.failures:
+        raise GateClosedError("; ".join(comparison.failures))
+    wrote = () if comparison.path is None else (str(comparison.path),)
+    return VerbResult(wrote, command("serve", "--bundle", path_of(verb.new)), comparison.document)
 
 
 def print_comparison(comparison: Comparison) -> None:

@@ -3,117 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from recpo.artifacts import kind_of
 from recpo.cli.output import console
-from recpo.cli.verb_results import VerbResult, after_evaluate
-from recpo.data.prepared import Prepared
-from recpo.evaluation.candidates import CandidateTable
-from recpo.evaluation.contenders import Baseline, default_baselines
+from recpo.cli.verb_results import VerbResult, command
 from recpo.evaluation.disagreement import best_by_value
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.headroom import shares_at
 from recpo.evaluation.html_report.new_items_section import candidates_sentence
-from recpo.evaluation.lists import Lists
 from recpo.evaluation.new_items import NEW_METRICS
 from recpo.evaluation.reading import Document, best_first
-from recpo.reranking import Reranker
-from recpo.workflows.evaluate import evaluate as evaluate_contenders
+from recpo.verbs.evaluate import Evaluate
 
 _HEADINGS = ("NDCG", "Recall", "HitRate", "AUC_other", "disliked", "true_reward")
 _COMPARED = ("NDCG", "Recall", "disliked", "true_reward", "true_dislike")
 _MOST_FOR_ALL_PAIRS = 4
-_T = TypeVar("_T")
 
 
-def evaluate(
-    prepared: str | Path,
-    out: Path,
-    run: list[Path] | Path = [],  # noqa: B006  jsonargparse prints it
-    bundle: list[Path] | Path = [],  # noqa: B006
-    factors: list[Path] | Path = [],  # noqa: B006
-    lists: list[str] | str = [],  # noqa: B006
-    baselines: list[Baseline] | None = None,
-    ks: list[int] = [10, 50],  # noqa: B006
-    baseline_cache: Path | None = None,
-    truth: Path | None = None,
-    candidates: CandidateTable | Path | None = None,
-    rerank: list[Reranker] | Reranker = [],  # noqa: B006
-    trust: list[str] = [],  # noqa: B006
-    **options: Any,
-) -> VerbResult:
-    """Evaluates policies, bundles and baselines on the same held-out users, with paired differences.
-
-    Computes full-catalog ranking metrics, beyond-accuracy metrics, off-policy value and paired differences. Writes a
-    directory with metrics.json (every number), report.html (one file, opens offline) and resolved.yaml (options that
-    reproduce the result), and prints the main tables.
-
-    Args:
-        prepared: directory written by ``recpo prepare``.
-        out: output directory.
-        run: run directory written by ``recpo train``, or a list of them, ``[runs/a, runs/b]``, on the same items.
-        bundle: bundle directory written by ``recpo export``, or a list of them; a bundle ranks, but gives no
-            probabilities of logged items.
-        factors: directory written by ``recpo factorize``, or a list of them.
-        lists: recommendations of any other system, ``NAME=FILE`` or a list of them: a Parquet file, a directory of
-            such files, or a CSV file, with the columns user_id, item_id and rank (1 = best) or score (higher = better),
-            in the ids of the log.
-        baselines: popularity (training events), positives (training positives), recency (training events, newer ones
-            counting more), cooccurrence (items near the user's last ones), factorization (matrix factorization of
-            graded feedback), implicit_als (alternating least squares on positives), ease (linear model of items by
-            items, for catalogs up to 10,000 items), random. The logging policy is added if its value is known. null =
-            popularity, recency, cooccurrence, random, and factorization if the log has grades.
-        ks: list lengths; the tables show the first.
-        baseline_cache: directory of fitted baselines, which evaluations of the same data can share; null = in ``out``,
-            where a later evaluation that replaces this one reads them. Each baseline is fitted once per data and
-            options.
-        truth: directory written by ``recpo simulate``; adds the true expected reward and the true probability of a
-            dislike (means over the first k places, on the first day of the period), the oracle, which lists every
-            user's best items, and each contender's share of the oracle's gain over the pre-trained policy.
-        candidates: items that could be listed at the start of the period: a Parquet file of items (item_id and
-            optionally available_from and available_until), a CandidateTable with other column names, or the word all.
-            null = the times of the prepared data, or every item if the data have no times. Items that were not
-            available are in no list and are no targets.
-        rerank: also evaluate every run, bundle and factor model with re-ranked lists (slates of the first k):
-            MaximalMarginalRelevance, Determinantal, AttributeCap or Calibration of ``recpo.reranking``, or a list of
-            them (``docs/exploration.md``).
-        trust: packages, in addition to recpo, whose classes the configurations of the runs may name.
-        **options: those of ``recpo.workflows.evaluate.evaluate``.
-    """
-    data = Prepared.open(prepared)
-    if baselines is None:
-        baselines = default_baselines(data)
-        if "factorization" not in baselines:
-            console().print("no baseline factorization: the train or the validation period has no graded event")
-    found = evaluate_contenders(
-        data,
-        contenders=[*baselines, *_listed(run), *_listed(bundle), *_listed(factors), *map(Lists.parse, _listed(lists))],
-        out=out,
-        ks=ks,
-        baseline_cache=baseline_cache,
-        truth=truth,
-        candidates=candidates,
-        rerank=_listed(rerank),
-        trust=trust,
-        progress=True,
-        **options,
-    )
-    print_evaluation(found)
-    metrics = {one["name"]: one["metrics"] for one in found.document["contenders"]}
-    runs = [path for path in _listed(run) if kind_of(path) != "bundle"]
-    best = best_by_value(found.document, [path.name for path in runs])
-    served = next((path for path in runs if path.name == best), runs[-1] if runs else None)
-    return after_evaluate(out, served, {"warnings": found.warnings, "metrics": metrics})
-
-
-def _listed(given: list[_T] | _T) -> list[_T]:
-    return given if isinstance(given, list) else [given]
+def show(verb: Evaluate, evaluation: Evaluation) -> VerbResult:
+    """Prints the main tables; the run with the best value is exported next."""
+    print_evaluation(evaluation)
+    document = evaluation.document
+    metrics = {one["name"]: one["metrics"] for one in document["contenders"]}
+    runs = {name: one["path"] for name, one in document["provenance"]["runs"].items() if one["kind"] == "run"}
+    best = best_by_value(document, list(runs))
+    served = runs.get(best, next(reversed(runs.values()), None))
+    following = None if served is None else command("export", "--run", served, "--out", "runs/bundle")
+    wrote = () if evaluation.path is None else (str(evaluation.path), str(evaluation.report))
+    return VerbResult(wrote, following, {"warnings": evaluation.warnings, "metrics": metrics})
 
 
 def print_evaluation(evaluation: Evaluation) -> None:

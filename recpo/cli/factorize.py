@@ -2,49 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
-
 from rich.table import Table
 
 from recpo.cli.output import console
-from recpo.cli.verb_results import VerbResult, after_factorize
+from recpo.cli.verb_results import VerbResult, command, configuration, path_of
 from recpo.factorization.factors import Factors
-from recpo.workflows.factorize import factorize as _factorize
+from recpo.verbs.factorize import Factorize
 
 
-def factorize(
-    prepared: str,
-    out: Path,
-    method: Literal["variational", "als"] = "variational",
-    ranks: list[int] | None = None,
-    ridges: list[float] = [1.0, 2.0, 4.0, 8.0],  # noqa: B006 as YAML says it
-    progress: bool = True,
-    **options: Any,
-) -> VerbResult:
-    """Fits a matrix factorization of graded feedback, for FactorReward and as a baseline.
-
-    Writes factors.safetensors and manifest.json. If several ranks and ridges are given, the one with the smallest
-    squared error on the validation period is chosen.
-
-    Args:
-        prepared: directory written by ``recpo prepare``.
-        out: output directory.
-        method: "variational" keeps a posterior of every user and item and learns their priors from the data (Lim and
-            Teh, 2007); "als" is alternating least squares with one ridge.
-        ranks: numbers of factors to try; null = 8 and 16, with "als" also 4.
-        ridges: ridges that "als" tries: the weight of the squared factors and biases, relative to a weight of 1 per
-            event.
-        progress: show a progress bar on a terminal.
-        **options: those of ``recpo.workflows.factorize.factorize``.
-    """
-    factors = _factorize(prepared, out, method=method, ranks=ranks, ridges=ridges, progress=progress, **options)
-    _print(factors, out)
+def show(verb: Factorize, factors: Factors) -> VerbResult:
+    """Prints the errors on the validation period; the reward of MPO comes next."""
+    _print(factors, verb.out)
     facts = {"rank": factors.rank, "ridge": factors.ridge, "squared_error": factors.noise, **factors.facts}
-    return after_factorize(out, prepared, facts)
+    data = ("--data.prepared", path_of(verb.prepared), "--reward.init_args.factors", verb.out)
+    following = command(
+        "train", "--config", configuration("mpo.yaml"), *data, "--init_from", "runs/pretrain", "--out", "runs/mpo"
+    )
+    return VerbResult((str(verb.out),), following, facts)
 
 
-def _print(factors: Factors, out: Path) -> None:
+def _print(factors: Factors, out: object) -> None:
     terminal = console()
     table = Table(title="validation error", title_justify="left")
     ranks = sorted({tried["rank"] for tried in factors.facts["tried"]})

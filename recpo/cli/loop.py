@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from jsonargparse import Namespace
-
-from recpo.cli.verb_results import VerbResult, after_loop
-from recpo.exploration import Exploration
-from recpo.simulation.parameters import WORLDS, World
-from recpo.workflows.loop import loop as _loop
+from recpo.cli.verb_results import VerbResult, command
+from recpo.verbs.loop import Loop, LoopResult
 from recpo.workflows.loop_rounds import Round
 
 
-def loop(
-    out: Path,
-    recipe: list[Path],
-    rounds: int = 8,
-    world: World = "default",
-    exploration: Exploration | None = None,
-    trust: list[str] = [],  # noqa: B006  jsonargparse prints it
-    progress: bool = True,
-    **options: Any,
-) -> VerbResult:
-    """Closes the loop on simulated users: each round trains a policy on the impressions of earlier policies.
-
-    Round 0 simulates a world, prepares its log, trains, exports and evaluates a policy. In every further round, the
-    bundle of the previous round first serves the users for a day. Writes ``out/rounds/NN``, ``out/loop.json`` with all
-    numbers and ``out/report.html`` (true value, regret, coverage, and the expected and actual earnings of each policy).
-    --resume true continues a killed loop, with the same result (docs/loop.md).
-
-    Args:
-        out: output directory.
-        recipe: training configurations, ``[configs/pretrain.yaml, configs/mpo.yaml]``. The first one trains from
-            scratch, or from its own run of the previous round if there is one; each of the others starts from the run
-            of the one before it. A FactorReward reads a factorization of the round's log.
-        rounds: number of served days, besides round 0.
-        world: preset of the simulation's options, see recpo simulate. Other options override it.
-        exploration: how the slates of the served days are drawn; null = the best items in order.
-        trust: packages, in addition to recpo, whose classes the configurations may name.
-        progress: show progress bars on a terminal.
-        **options: those of ``recpo.workflows.loop.loop``.
-    """
-    done = _loop(
-        out,
-        recipe=recipe,
-        rounds=rounds,
-        world=world,
-        exploration=exploration,
-        trust=trust,
-        progress=progress,
-        on_round=_print_round,
-        **options,
-    )
+def show(verb: Loop, done: LoopResult) -> VerbResult:
+    """Prints what each policy was expected to earn and earned; the last bundle is served next."""
     for one in done.outcomes:
         if one.value is not None and one.earned is not None and one.low is not None and one.high is not None:
             print(
@@ -62,7 +19,12 @@ def loop(
             )
     print(done.report)
     facts = {"outcomes": [one._asdict() for one in done.outcomes]}
-    return after_loop(out, done.bundle.root, facts)
+    return VerbResult((str(done.root), str(done.report)), command("serve", "--bundle", done.bundle.root), facts)
+
+
+def watch(verb: Loop) -> dict[str, Any]:
+    """Prints a round as soon as it is complete."""
+    return {"on_round": _print_round}
 
 
 def _print_round(one: Round) -> None:
@@ -78,8 +40,3 @@ def _print_round(one: Round) -> None:
         f"{lists.true_reward:.3f} of the oracle's {lists.oracle:.3f}, coverage {lists.coverage:.1%}",
         flush=True,
     )
-
-
-def defaults(chosen: Namespace) -> dict[str, Any]:
-    """The defaults of the other options in the chosen world."""
-    return dict(WORLDS[chosen.world])

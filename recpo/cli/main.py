@@ -19,6 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from recpo import __version__
 from recpo.artifacts import RESOLVED, describe_os_error, validate_configuration_files
 from recpo.cli.output import TerminalOptions, printing, terminal_options
+from recpo.cli.parser import parse, verb_class
 from recpo.cli.verb_results import VerbResult
 from recpo.cli.verb_results import failed as failure
 from recpo.errors import GateClosedError, RecpoError
@@ -80,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _sigterm_raises():
             with printing(terminal):
-                result = run(_function(verb), options)
+                result = run(verb, options)
             _print_result(result or VerbResult(), verb, terminal)
             sys.stdout.flush()  # a closed pipe raises here instead of at the end of the process
     except ArgumentError as error:
@@ -183,7 +185,19 @@ def _print_any_text() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def run(function: Callable[..., VerbResult | None], options: Sequence[str]) -> VerbResult | None:
+def run(verb: str, options: Sequence[str]) -> VerbResult:
+    """Runs a verb with the ``options`` of a command line, and prints its result."""
+    shown = importlib.import_module(f"recpo.cli.{verb}")
+    if not hasattr(shown, "show"):
+        return old_run(getattr(shown, verb), options)
+    made = parse(verb_class(verb), options)
+    if watch := getattr(shown, "watch", None):  # prints what happens meanwhile
+        made = replace(made, **watch(made))
+    result: VerbResult = shown.show(made, made.run())
+    return result
+
+
+def old_run(function: Callable[..., VerbResult | None], options: Sequence[str]) -> VerbResult | None:
     """Parses ``options`` (flags and ``--config FILE.yaml``) for ``function`` and calls it."""
     if _own_parser(function) is not None:
         return function(options)

@@ -2,58 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 from rich.table import Table
 
 from recpo.cli.output import console
-from recpo.cli.verb_results import VerbResult, after_tokenize
-from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence
-from recpo.tokenizer.feature_vectors import VectorsFromFeatures
+from recpo.cli.verb_results import VerbResult, command, configuration, path_of
 from recpo.tokenizer.report import MANY_MOVED
-from recpo.tokenizer.sources import CodesFromFile, VectorsFromParquet, VectorSource
 from recpo.tokenizer.tokenization import Codes
-from recpo.workflows.tokenize import VectorsFromRun
-from recpo.workflows.tokenize import tokenize as _tokenize
-
-# Imported so that their short names work as class paths.
-__all__ = [
-    "CodesFromFile",
-    "VectorsFromCooccurrence",
-    "VectorsFromFeatures",
-    "VectorsFromParquet",
-    "VectorsFromRun",
-    "tokenize",
-]
+from recpo.verbs.tokenize import Tokenize
 
 
-def tokenize(
-    prepared: str,
-    out: Path,
-    vectors: VectorSource | CodesFromFile = VectorsFromCooccurrence(),  # noqa: B008 frozen
-    extends: Path | None = None,
-    progress: bool = True,
-    **options: Any,
-) -> VerbResult:
-    """Gives every item of a catalog a unique tuple of codes: residual k-means, then a pass that resolves collisions.
-
-    Writes codes.parquet, manifest.json with a report, and codebooks.safetensors. Equal items, options and seed give
-    equal bytes.
-
-    Args:
-        prepared: directory written by ``recpo prepare``.
-        out: output directory.
-        vectors: source of the codes: VectorsFromCooccurrence, VectorsFromFeatures, VectorsFromParquet, VectorsFromRun,
-            or CodesFromFile for existing codes.
-        extends: directory that this verb wrote for an earlier catalog. Its items keep their codes, and new items get
-            free tuples of its codebooks.
-        progress: show a progress bar on a terminal.
-        **options: those of ``recpo.workflows.tokenize.tokenize``.
-    """
-    codes = _tokenize(prepared, out, vectors=vectors, extends=extends, progress=progress, **options)
+def show(verb: Tokenize, codes: Codes) -> VerbResult:
+    """Prints the report; a policy over these codes is pre-trained next."""
     _print(codes)
-    return after_tokenize(out, prepared, {"report": codes.report})
+    config = configuration("semantic_pretrain.yaml")
+    data = ("--data.prepared", path_of(verb.prepared), "--policy.init_args.codes", codes.root)
+    following = command("train", "--config", config, *data, "--out", "runs/semantic_pretrain")
+    return VerbResult((str(codes.root),), following, {"report": codes.report})
 
 
 def _print(codes: Codes) -> None:

@@ -51,6 +51,11 @@ def command(verb: str, *words: object) -> str:
     return shlex.join(["recpo", verb, *map(str, words)])
 
 
+def path_of(given: object) -> str:
+    """The path of an input: a directory that recpo wrote, or its path."""
+    return str(getattr(given, "root", given))
+
+
 def configurations(here: Path = Path()) -> Path:
     """The directory of recpo's own configurations: in a clone, or installed with the package."""
     return (

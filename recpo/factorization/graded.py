@@ -26,64 +26,59 @@ from recpo.errors import RecpoError
 from recpo.factorization.factors import Factors
 from recpo.factorization.normal_equations import Equations, Pairs, inverses, no_equations, solve
 from recpo.feedback import GRADES
+from recpo.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Seed, validate_ranges
 
 # events in one chunk of users; a user is never split
 CHUNK_EVENTS: Final = 1 << 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FactorOptions:
-    """Hyper-parameters of a factor model. The validation period selects among several ranks and ridges.
-
-    Args:
-        method: "variational" (``recpo.factorization.variational``) keeps a posterior of users and items and learns its
-            priors; "als" (``recpo.factorization.graded``) is alternating least squares with one ridge.
-        ranks: numbers of factors ``r`` to try; None = 8 and 16, and also 4 with "als".
-        ridges: ridges to try, each above 0; only for "als".
-        sweeps: passes over the training events per model.
-        seed: seed of the initial item factors.
-        max_history: number of history events that a fold-in reads; null = as many as the prepared data keep per user
-            (``max_context``).
-        uncertainty: keep the values that bounds need: ``V (r + 1)^2`` numbers.
-        lower_bound: lists rank by the expected grade minus this many standard deviations of its posterior; 0 without
-            ``uncertainty``. It is one constant for all data, because estimates of its gain from a log are noisier than
-            the gain.
-        period: the period whose events are fitted. A model of "valid" or "test" has not seen the training data of other
-            models, so it can compare them. No period is left to select its rank, so there is one rank, and the method
-            is "variational".
-    """
+    """Options of a factor model. The validation period selects among several ranks and ridges."""
 
     method: Literal["variational", "als"] = "variational"
-    ranks: tuple[int, ...] | None = None
-    ridges: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
-    sweeps: int = 20
-    seed: int = 0
-    max_history: int | None = None
+    """variational keeps a posterior of every user and item and learns their priors from the data (Lim and Teh, 2007;
+    ``recpo.factorization.variational``); als is alternating least squares with one ridge (``recpo.factorization.graded``)"""
+    ranks: Sequence[PositiveInt] | None = None
+    """numbers of factors ``r`` to try; null = 8 and 16, with als also 4; for a held-out period, 8"""
+    ridges: Sequence[PositiveFloat] = (1.0, 2.0, 4.0, 8.0)
+    """ridges that als tries: the weight of the squared factors and biases, relative to a weight of 1 per event"""
+    sweeps: PositiveInt = 20
+    """passes over the training events per model"""
+    seed: Seed = 0
+    """seed of the initial item factors"""
+    max_history: PositiveInt | None = None
+    """number of history events that a fold-in reads; null = as many as the prepared data keep per user
+    (``max_context``)"""
     uncertainty: bool = True
-    lower_bound: float = 2.0
+    """keep the covariances that bounds need: ``V (r + 1)^2`` numbers"""
+    lower_bound: NonNegativeFloat = 2.0
+    """the model's own lists rank by the expected grade minus this many standard deviations of its posterior; 0 without
+    ``uncertainty``. It is one constant for all data, because estimates of its gain from a log are noisier than the gain.
+    ``tilt`` and ``FactorReward`` have separate options for bounds"""
     period: Period = "train"
+    """period whose events are fitted. A model of valid or test has not seen the events that policies and rewards learned
+    from (train), so it can compare their lists as a ``FactorReward``. No period is left to select its rank, so there is
+    one rank, and the method is variational"""
 
     def __post_init__(self) -> None:
+        validate_ranges(self)
         if self.method not in ("variational", "als"):
-            raise RecpoError(f"method is {self.method!r}; it is variational or als")
-        if self.ranks is not None and (not self.ranks or min(self.ranks) < 1):
-            raise RecpoError(f"ranks is {list(self.ranks)}; give at least one, each at least 1, or null")
-        if not self.ridges or not min(self.ridges) > 0:
-            raise RecpoError(f"ridges is {list(self.ridges)}; give at least one, each above 0")
-        if self.sweeps < 1:
-            raise RecpoError(f"sweeps is {self.sweeps}; it is at least 1")
-        if self.max_history is not None and self.max_history < 1:
-            raise RecpoError(f"max_history is {self.max_history}; it is at least 1, or null")
-        if not 0 <= self.lower_bound < float("inf"):
-            raise RecpoError(f"lower_bound is {self.lower_bound}; it is at least 0")
+            raise RecpoError(f"method is {self.method!r}; it is variational or als", field="method")
+        for name in ("ranks", "ridges"):
+            if getattr(self, name) is not None and not getattr(self, name):
+                raise RecpoError(f"{name} is empty; give at least one", field=name)
         if self.lower_bound and not self.uncertainty:
-            raise RecpoError(f"lower_bound {self.lower_bound:g} needs uncertainty: true; set one of the two")
+            raise RecpoError(
+                f"lower_bound {self.lower_bound:g} needs uncertainty: true; set one of the two", field="lower_bound"
+            )
         if self.period not in ("train", "valid", "test"):
-            raise RecpoError(f"period is {self.period!r}; it is train, valid or test")
+            raise RecpoError(f"period is {self.period!r}; it is train, valid or test", field="period")
         if self.period != "train" and (self.method != "variational" or len(self.grid) > 1):
             raise RecpoError(
                 f"period is {self.period}: what is tried is compared on the validation period, which is no comparison "
-                "for a model of held-out events; set method to variational, and one rank or null"
+                "for a model of held-out events; set method to variational, and one rank or null",
+                field="period",
             )
 
     @property

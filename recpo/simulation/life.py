@@ -22,41 +22,39 @@ from numpy.typing import NDArray
 Born = NDArray[np.int32]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LifeParameters:
     """The parameters of worlds with a growing catalog; ``births`` 0 = a fixed catalog.
 
     A signal is a ratio of variances, signal to noise: a linear regression of the factor on its observation explains the
     share ``signal / (1 + signal)`` of its variance.
-
-    Attributes:
-        births: growth of the catalog, as a share per day; 0 = all items exist from start to end.
-        birth_days: number of days, from day 0 on, on which items are born; 0 = the days of the log. With more days than
-            the log has, the catalog also grows on the days that a policy serves after it.
-        half_life: days after which an item has lost half of its freshness.
-        fading: loss in the affinity logit of an item with no freshness left.
-        content_dim: width of the content vectors.
-        content_signal: signal of every coordinate of the item latents in the content vectors.
-        quality_signal: signal of the item quality in the content vectors.
-        tags: number of different tags.
-        category_noise: probability that an item's category is drawn at random instead of being its topic.
-        author_items: mean number of items of an author, all of one topic.
-        author_signal: signal of the item quality in the order by which items get their authors.
-        attribute_signal: signal of the tastes of day 0 in the attributes of the users.
     """
 
     births: float = 0.0
+    """growth of the catalog, as a share per day; 0 = all items exist from start to end"""
     birth_days: int = 0
+    """number of days, from day 0 on, on which items are born; 0 = the days of the log. With more days than the log
+    has, the catalog also grows on the days that a policy serves after it"""
     half_life: float = 7.0
+    """days after which an item has lost half of its freshness"""
     fading: float = 1.0
+    """loss in the affinity logit of an item with no freshness left"""
     content_dim: int = 32
+    """width of the content vectors"""
     content_signal: float = 4.0
+    """signal of every coordinate of the item latents in the content vectors"""
     quality_signal: float = 0.5
+    """signal of the item quality in the content vectors"""
     tags: int = 48
+    """number of different tags"""
     category_noise: float = 0.15
+    """probability that an item's category is drawn at random instead of being its topic"""
     author_items: float = 20.0
+    """mean number of items of an author, all of one topic"""
     author_signal: float = 1.0
+    """signal of the item quality in the order by which items get their authors"""
     attribute_signal: float = 1.0
+    """signal of the tastes of day 0 in the attributes of the users"""
 
     @property
     def lives(self) -> bool:

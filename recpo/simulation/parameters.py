@@ -35,78 +35,75 @@ WORLDS: Final[Mapping[World, Mapping[str, float]]] = MappingProxyType(
 """Named worlds: the parameters of ``SimulationParameters`` in which each differs from the defaults."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SimulationParameters(LifeParameters):
     """The complete description of a simulation: equal parameters give equal bytes.
 
     It also has the parameters of ``LifeParameters``.
-
-    Attributes:
-        users: number of users.
-        items: number of items, V; for a growing catalog, the final number.
-        events: number of rows of the log, exactly.
-        days: the log covers days 0..days-1; a session that starts before midnight may run past it.
-        random_share: probability epsilon that an exposure is drawn uniformly from the catalog.
-        topics: number of topics; a topic may be empty when the catalog is small.
-        drift: mean angular speed of a taste, radians per day; 0 = fixed tastes.
-        dislike_cost: amount that one dislike subtracts from the reward.
-        seed: every random number follows from it.
-        latent_dim: dimension d of tastes and item latents.
-        start_ms: time of day 0, 00:00 UTC, milliseconds since the epoch (2026-01-05, a Monday).
-        topic_share: share of an item latent's squared length that is its topic's center; the rest is its own.
-        taste_scale: weight of ``<taste, latent>`` in the affinity logit.
-        quality_scale: weight of the item quality (standard normal) in the affinity logit.
-        affinity_bias: constant of the affinity logit.
-        clickbait_share: probability that an item is clickbait.
-        clickbait_boost: amount that clickbait adds to an item's log-popularity.
-        dislike_base: dislike probability of an ordinary item as its affinity goes to 0.
-        clickbait_dislike: amount that clickbait adds to the dislike probability as the affinity goes to 0.
-        popularity_spread: standard deviation of the log-popularity of items of equal quality.
-        popularity_quality: weight of an item's quality in its log-popularity; small, so that popular items are not the
-            best.
-        topic_sharpness: inverse temperature of the logging policy's topic softmax.
-        topic_noise: standard deviation of the logging policy's error about a user's affinity for a topic.
-        activity_spread: standard deviation of the log-activity of users.
-        session_length: mean number of exposures in a session (geometric).
-        request_size: exposures that share a request; the last request of a session may be shorter.
-        duration_bias: exponent by which the watch ratio falls with duration: ``(duration_median / duration)^bias``.
-        duration_median: median duration, seconds.
-        duration_spread: standard deviation of the log-duration.
-        skip_share: probability of an immediate skip as the affinity goes to 0.
-        watch_noise: standard deviation of the log-watch-ratio of events that are not skipped.
     """
 
     users: int = 2000
+    """number of users"""
     items: int = 1000
+    """number of items, V; for a growing catalog, the final number"""
     events: int = 200_000
+    """number of rows of the log, exactly"""
     days: int = 14
+    """the log covers days 0..days-1; a session that starts before midnight may run past it"""
     random_share: float = 0.1
+    """probability epsilon that an exposure is drawn uniformly from the catalog"""
     topics: int = 16
+    """number of topics; a topic may be empty when the catalog is small"""
     drift: float = 0.03
+    """mean angular speed of a taste, radians per day; 0 = fixed tastes"""
     dislike_cost: float = 2.0
+    """amount that one dislike subtracts from the reward"""
     seed: int = 0
+    """every random number follows from it"""
     latent_dim: int = 8
+    """dimension d of tastes and item latents"""
     start_ms: int = 1_767_571_200_000
+    """time of day 0, 00:00 UTC, milliseconds since the epoch (2026-01-05, a Monday)"""
     topic_share: float = 0.5
+    """share of an item latent's squared length that is its topic's center; the rest is its own"""
     taste_scale: float = 4.0
+    """weight of ``<taste, latent>`` in the affinity logit"""
     quality_scale: float = 0.8
+    """weight of the item quality (standard normal) in the affinity logit"""
     affinity_bias: float = -1.5
+    """constant of the affinity logit"""
     clickbait_share: float = 0.08
+    """probability that an item is clickbait"""
     clickbait_boost: float = 0.7
+    """amount that clickbait adds to an item's log-popularity"""
     dislike_base: float = 0.05
+    """dislike probability of an ordinary item as its affinity goes to 0"""
     clickbait_dislike: float = 0.25
+    """amount that clickbait adds to the dislike probability as the affinity goes to 0"""
     popularity_spread: float = 1.0
+    """standard deviation of the log-popularity of items of equal quality"""
     popularity_quality: float = 0.5
+    """weight of an item's quality in its log-popularity; small, so that popular items are not the best"""
     topic_sharpness: float = 4.0
+    """inverse temperature of the logging policy's topic softmax"""
     topic_noise: float = 0.2
+    """standard deviation of the logging policy's error about a user's affinity for a topic"""
     activity_spread: float = 0.8
+    """standard deviation of the log-activity of users"""
     session_length: float = 12.0
+    """mean number of exposures in a session (geometric)"""
     request_size: int = 6
+    """exposures that share a request; the last request of a session may be shorter"""
     duration_bias: float = 0.25
+    """exponent by which the watch ratio falls with duration: ``(duration_median / duration)^bias``"""
     duration_median: float = 30.0
+    """median duration, seconds"""
     duration_spread: float = 0.8
+    """standard deviation of the log-duration"""
     skip_share: float = 0.35
+    """probability of an immediate skip as the affinity goes to 0"""
     watch_noise: float = 0.35
+    """standard deviation of the log-watch-ratio of events that are not skipped"""
 
     def __post_init__(self) -> None:
         self._require_types()
@@ -163,7 +160,7 @@ class SimulationParameters(LifeParameters):
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
 
     def _require_types(self) -> None:
-        for field in dataclasses.fields(self):
+        for field in dataclasses.fields(SimulationParameters):
             value = getattr(self, field.name)
             if isinstance(value, bool) or (field.type == "int" and not isinstance(value, int)):
                 self._require(field.name, False, "a whole number" if field.type == "int" else "a number")

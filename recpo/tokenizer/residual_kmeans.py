@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recpo.errors import RecpoError
+from recpo.ranges import PositiveInt, validate_ranges
 from recpo.tokenizer.capacity import settle
 from recpo.tokenizer.codebooks import Codebooks, Normalization, nearest, normalization, squared_distances, subtract
 
@@ -20,39 +21,37 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ResidualKMeans:
     """Level t clusters the residuals ``x - centroid_0[code_0] - ... - centroid_{t-1}[code_{t-1}]`` by Lloyd's k-means.
 
     Residual quantization: Chen, Guan and Wang, "Approximate nearest neighbor search by residual vector quantization"
     (Sensors 2010); for semantic ids: QARM, arXiv 2411.11739, and OneRec, arXiv 2502.18965, which also balances codes.
     Equal vectors and seed give equal codes.
-
-    Attributes:
-        levels: T, number of codes per item.
-        codebook_size: K, number of codes per level.
-        normalize: normalization of the vectors (``recpo.tokenizer.codebooks.normalization``).
-        capacity_slack: at least 1. A code of a level is given to at most ``slack * items / K`` items, so that no code
-            covers most of the catalog. None = every item gets its nearest code.
-        iterations: steps of Lloyd's algorithm.
-        sample: number of items that the codebooks are fitted on (at least 32 per code). All items get codes.
     """
 
-    levels: int = 3
-    codebook_size: int = 256
+    levels: PositiveInt = 3
+    """T, number of codes per item"""
+    codebook_size: PositiveInt = 256
+    """K, number of codes per level"""
     normalize: Normalization = "l2"
+    """normalization of the vectors (``recpo.tokenizer.codebooks.normalization``)"""
     capacity_slack: float | None = 2.0
-    iterations: int = 25
-    sample: int = 65_536
+    """at least 1. A code of a level is given to at most ``slack * items / K`` items, so that no code covers most of the
+    catalog. null = every item gets its nearest code"""
+    iterations: PositiveInt = 25
+    """steps of Lloyd's algorithm"""
+    sample: PositiveInt = 65_536
+    """number of items that the codebooks are fitted on (at least 32 per code). All items get codes"""
 
     def __post_init__(self) -> None:
         """Refuses invalid options."""
-        for name in ("levels", "codebook_size", "iterations", "sample"):
-            if getattr(self, name) < 1:
-                raise RecpoError(f"{name} must be at least 1, got {getattr(self, name)}")
+        validate_ranges(self)
         if self.capacity_slack is not None and not self.capacity_slack >= 1:
             raise RecpoError(
-                f"capacity_slack must be at least 1 (1 = all codes equally full), got {self.capacity_slack}"
+                f"capacity_slack must be at least 1 (1 = all codes equally full), got {self.capacity_slack}",
+                code="out_of_range",
+                field="capacity_slack",
             )
 
     def fit(self, vectors: Tensor, seed: int, finished: Callable[[], object] = _nothing) -> tuple[Codebooks, Tensor]:

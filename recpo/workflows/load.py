@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from recpo.evaluation.evaluation import Evaluation
     from recpo.factorization.factors import Factors
     from recpo.serving.bundle import Bundle
+    from recpo.serving.comparison import Comparison
     from recpo.simulation.log import Simulation
     from recpo.tokenizer.tokenization import Codes
     from recpo.training.run import Run
-    from recpo.workflows.compare import Comparison
-    from recpo.workflows.loop import Loop
+    from recpo.verbs.loop import LoopResult
 
 _READABLE = "prepared data, codes, factors, a run, a bundle, an evaluation, a comparison, a loop or a simulation"
 
 
 def load(
     path: str | PathLike[str], trust: Sequence[str] = ()
-) -> Prepared | Run | Codes | Factors | Bundle | Evaluation | Comparison | Loop | Simulation:
+) -> Prepared | Run | Codes | Factors | Bundle | Evaluation | Comparison | LoopResult | Simulation:
     """Opens a directory that recpo wrote, of any kind; its ``recpo.json`` names the kind.
 
     Imports only what the kind needs: a bundle opens without torch.
@@ -67,13 +67,13 @@ def load(
 
         return Evaluation.open(fspath(path))
     if kind == "comparison":
-        from recpo.workflows.compare import Comparison
+        from recpo.serving.comparison import Comparison
 
         return Comparison.open(fspath(path))
     if kind == "loop":
-        from recpo.workflows.loop import Loop
+        from recpo.verbs.loop import LoopResult
 
-        return Loop.open(fspath(path))
+        return LoopResult.open(fspath(path))
     if kind == "simulation":
         from recpo.simulation.log import Simulation
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.contenders import Contender, Loaded
+from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import POLICY
 from recpo.evaluation.off_policy.setting import rewarded
@@ -21,8 +22,7 @@ from recpo.exploration import Exploration, Pool
 from recpo.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.types import FeedbackBatch, Histories, Recommendations
-from recpo.workflows.contenders import contenders_of
-from recpo.workflows.evaluate import HeldOut
+from recpo.verbs.contenders import contenders_of
 from recpo.workflows.simulated_service import BEST
 
 #: Name of the contender in the evaluation of a round.

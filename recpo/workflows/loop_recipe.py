@@ -17,7 +17,7 @@ from recpo.factorization.factors import Factors
 from recpo.policies.tilted import validate_beta
 from recpo.training.configuration import as_arguments, train_parser
 from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
-from recpo.workflows.factorize import factorize
+from recpo.verbs.factorize import factorize
 from recpo.workflows.tilt import tilt
 from recpo.workflows.train import train
 

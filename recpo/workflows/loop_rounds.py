@@ -26,12 +26,12 @@ from recpo.simulation.parameters import MILLISECONDS_PER_DAY, World
 from recpo.simulation.served import DayReport
 from recpo.simulation.truth import Truth
 from recpo.training.run import Run
-from recpo.workflows.evaluate import evaluate
+from recpo.verbs.evaluate import evaluate
+from recpo.verbs.simulate import simulate
 from recpo.workflows.export import export
 from recpo.workflows.loop_estimates import NEXT, NextEstimate, as_served, logged_reward
 from recpo.workflows.loop_recipe import Recipe
 from recpo.workflows.prepare import prepare
-from recpo.workflows.simulate import simulate
 
 LOG: Final = "log"
 PREPARED: Final = "prepared"
@@ -230,6 +230,7 @@ def _evaluation(
         exclude_past=options.repeat_after is None,
         reward=options.reward,
         truth=world.root,
+        baselines=False,
         segments=False,
         device="cpu",
         progress=progress,

@@ -54,7 +54,7 @@ from recpo.training.run import (
 )
 from recpo.training.run_features import copy_features
 from recpo.types import EvaluationBatch, Slates
-from recpo.workflows.devices import compute_device
+from recpo.verbs.devices import compute_device
 
 if TYPE_CHECKING:
     import pandas as pd

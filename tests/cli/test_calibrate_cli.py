@@ -35,19 +35,19 @@ def test_train_calibrate_use(prepared, tmp_path):
     train("reward_model.yaml", "reward", start)
     use = (start, "--reward=LearnedReward", f"--reward.init_args.run={tmp_path / 'reward'}")
     said = train("grpo.yaml", "aligned", *use, status=1)
-    assert f"recpo calibrate --run {tmp_path / 'reward'}" in said
-    said = recpo("calibrate", f"--run={tmp_path / 'reward'}", f"--prepared={prepared}", "--resamples=20")
+    assert f"recpo calibrate --rewards {tmp_path / 'reward'}" in said
+    said = recpo("calibrate", f"--rewards={tmp_path / 'reward'}", f"--prepared={prepared}", "--resamples=20")
     assert "rank corr." in said
     assert "calibration.json written" in said
     report = json.loads((tmp_path / "reward" / "calibration.json").read_text())
     assert set(report["targets"]) == {"grade", "dislike"}
     train("grpo.yaml", "aligned", *use, "--overwrite=true")
     again = json.loads((tmp_path / "reward" / "calibration.json").read_text())
-    recpo("calibrate", f"--run={tmp_path / 'reward'}", f"--prepared={prepared}", "--resamples=20")
+    recpo("calibrate", f"--rewards={tmp_path / 'reward'}", f"--prepared={prepared}", "--resamples=20")
     assert json.loads((tmp_path / "reward" / "calibration.json").read_text()) == again
 
 
 def test_what_cannot_be_calibrated_is_reported_in_one_line(prepared, tmp_path, capsys):
-    assert main(["calibrate", f"--run={tmp_path}", f"--prepared={prepared}"]) == 1
+    assert main(["calibrate", f"--rewards={tmp_path}", f"--prepared={prepared}"]) == 1
     said = capsys.readouterr().err
     assert said == f"error: {tmp_path} is not a run directory: run.json is missing; make one with `recpo train`\n"

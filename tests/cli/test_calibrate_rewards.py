@@ -18,7 +18,7 @@ from recpo.errors import RecpoError
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.feedback import GRADES
 from recpo.types import FeedbackBatch, Slates
-from recpo.workflows.calibrate import greedy_lists
+from recpo.verbs.calibrate import greedy_lists
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def mean_logged_reward(data):
 def test_command_line_and_python_agree(prepared, world, factors, tmp_path, capsys):
     out = tmp_path / "report.json"
     ensemble = json.dumps([{"class_path": "FactorReward", "init_args": {"factors": str(factors), "lower_bound": 1.0}}])
-    arguments = [f"--prepared={prepared}", f"--factors={factors}", f"--reward={ensemble}", f"--truth={world}"]
+    arguments = [f"--prepared={prepared}", f"--rewards={factors}", f"--rewards={ensemble}", f"--truth={world}"]
     assert main(["calibrate", *arguments, f"--out={out}", "--resamples=20"]) == 0
     said = capsys.readouterr().out
     assert "greedy lists of 10" in said

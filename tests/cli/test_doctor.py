@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from recpo.cli import doctor as module
-from recpo.cli.doctor import _Finding, _Part, advice, doctor
-from recpo.errors import RecpoError
+from recpo.cli.main import main
+from recpo.verbs import doctor as module
+from recpo.verbs.doctor import Finding, Part, advice
 
 
 def finding(name, works, words="", version="1.0"):
-    return _Finding(_Part(name, (name,), "", False), version, works, words)
+    return Finding(Part(name, (name,), "", False), version, works, words)
 
 
 @pytest.mark.parametrize(
@@ -33,16 +33,16 @@ def test_advice_says_what_to_do(fbgemm, torchrec, expected):
 
 def test_a_broken_core_library_fails_and_a_broken_extra_does_not(monkeypatch, capsys):
     works, broken = "pass", "raise OSError('libnvidia-ml.so.1: cannot open shared object file')"
-    parts = [_Part("torch", ("pip",), works, True), _Part("fbgemm", ("pip",), broken, False)]
-    parts += [_Part("torchrec", ("no-such-distribution",), works, False)]
-    monkeypatch.setattr(module, "_PARTS", parts)
-    doctor()
+    parts = [Part("torch", ("pip",), works, True), Part("fbgemm", ("pip",), broken, False)]
+    parts += [Part("torchrec", ("no-such-distribution",), works, False)]
+    monkeypatch.setattr(module, "PARTS", parts)
+    assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert "works" in printed
     assert "pip uninstall fbgemm-gpu" in printed
-    monkeypatch.setattr(module, "_PARTS", [parts[0]._replace(program=broken), *parts[1:]])
-    with pytest.raises(RecpoError, match="torch must work"):
-        doctor()
+    monkeypatch.setattr(module, "PARTS", [parts[0]._replace(program=broken), *parts[1:]])
+    assert main(["doctor"]) == 1
+    assert "torch must work" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -86,9 +86,9 @@ def evaluated(road, tmp_path_factory):
     out = tmp_path_factory.mktemp("evaluated") / "evaluation"
     pq.write_table(lists_of(road, "run-0", 10).slice(10), out.parent / "other.parquet")
     runs = json.dumps([str(road / "run-0"), str(road / "run-1")])
-    options = ["--prepared", str(road / "prepared"), "--run", runs, "--bundle", str(road / "bundle")]
+    options = ["--prepared", str(road / "prepared"), "--contenders", runs, "--contenders", str(road / "bundle")]
     options += [
-        "--lists",
+        "--contenders",
         f"other={out.parent / 'other.parquet'}",
         "--ks",
         "[5, 10]",
@@ -97,7 +97,7 @@ def evaluated(road, tmp_path_factory):
         "--out",
         str(out),
     ]
-    options += ["--baselines", '["popularity","positives","recency","cooccurrence","factorization","random"]']
+    options += ["--contenders", '["popularity","positives","recency","cooccurrence","factorization","random"]']
     options += ["--baseline_options.factorization.ranks", "[2]", "--baseline_options.factorization.ridges", "[4.0]"]
     features = str(road / "log" / "truth" / "items.parquet")
     options += ["--item_features.file", features, "--item_features.tags", "topic", "--item_features.vectors", "latent"]
@@ -238,7 +238,7 @@ def test_the_resolved_options_repeat_the_result_and_nothing_is_overwritten_unask
     assert document_in(tmp_path / "again") == document_in(out)
     assert main(again) == 1
     assert "exists already" in capsys.readouterr().err
-    assert main([*again, "--overwrite", "true", "--baselines", "[random]", "--off_policy", "null"]) == 0
+    assert main([*again, "--overwrite", "true", "--contenders", "[random]", "--off_policy", "null"]) == 0
     assert [c["off_policy"] for c in document_in(tmp_path / "again")["contenders"]] == [[]] * 7
 
 
@@ -248,7 +248,7 @@ def run_on(road, out, *options):
 
 def test_kept_past_items_are_reported_and_change_the_targets(road, tmp_path, capsys):
     out = tmp_path / "evaluation"
-    assert run_on(road, out, "--exclude_past", "false", "--baselines", "[popularity]", "--segments", "false") == 0
+    assert run_on(road, out, "--exclude_past", "false", "--contenders", "[popularity]", "--segments", "false") == 0
     assert "past: kept" in capsys.readouterr().out
     contender = document_in(out)["contenders"][0]
     assert contender["counts"]["positive_events"] > 0
@@ -257,7 +257,7 @@ def test_kept_past_items_are_reported_and_change_the_targets(road, tmp_path, cap
 
 
 def test_gains_and_bootstrap_intervals_are_options(road, tmp_path):
-    common = ("--baselines", "[popularity]", "--segments", "false")
+    common = ("--contenders", "[popularity]", "--segments", "false")
     assert run_on(road, tmp_path / "a", *common, "--bootstrap_resamples", "200", "--gain", "exponential") == 0
     assert run_on(road, tmp_path / "b", *common) == 0
     one, other = (document_in(tmp_path / name)["contenders"][0]["metrics"] for name in "ab")
@@ -268,13 +268,16 @@ def test_gains_and_bootstrap_intervals_are_options(road, tmp_path):
 
 
 def test_the_validation_period_is_called_optimistic(road, tmp_path, capsys):
-    assert run_on(road, tmp_path / "e", "--split", "valid", "--run", str(road / "run-0"), "--baselines", "[]") == 0
+    assert (
+        run_on(road, tmp_path / "e", "--split", "valid", "--contenders", str(road / "run-0"), "--baselines", "false")
+        == 0
+    )
     assert "chosen by a metric of this very period" in capsys.readouterr().out
 
 
 def test_lists_longer_than_the_catalog_are_the_whole_catalog(road, tmp_path):
     out = tmp_path / "evaluation"
-    options = ["--ks", "[10, 1000]", "--bundle", str(road / "bundle"), "--baselines", "[cooccurrence]"]
+    options = ["--ks", "[10, 1000]", "--contenders", str(road / "bundle"), "--contenders", "[cooccurrence]"]
     assert run_on(road, out, *options, "--off_policy", "null") == 0
     for contender in document_in(out)["contenders"]:
         assert contender["metrics"]["Recall@1000"]["mean"] == 1
@@ -284,17 +287,17 @@ def test_lists_longer_than_the_catalog_are_the_whole_catalog(road, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--baselines", "[]"], "nothing to evaluate"),
+        (["--baselines", "false"], "nothing to evaluate"),
         (["--ks", "[0]"], "ks must be"),
         (["--ks", "[]"], "ks must be"),
-        (["--run", '["nowhere"]'], "nowhere is neither a run nor a bundle"),
-        (["--bundle", '["nowhere"]'], "nowhere is neither a run nor a bundle"),
+        (["--contenders", '["nowhere"]'], "nowhere is neither a run nor a bundle"),
+        (["--contenders", '["nowhere"]'], "nowhere is neither a run nor a bundle"),
         (["--truth", "nowhere"], "nowhere"),
-        (["--baselines", "[ease]", "--baseline_options.ease.max_items", "5"], "max_items 5"),
-        (["--factors", "nowhere"], "nowhere is neither a run nor a bundle"),
-        (["--lists", "als"], "lists are given as NAME=FILE"),
-        (["--lists", "als=nowhere.parquet"], "nowhere.parquet: expected lists in a Parquet file"),
-        (["--baselines", '["random","random"]'], "two contenders have the name random"),
+        (["--contenders", "[ease]", "--baseline_options.ease.max_items", "5"], "max_items 5"),
+        (["--contenders", "nowhere"], "nowhere is neither a run nor a bundle"),
+        (["--contenders", "als"], "lists are given as NAME=FILE"),
+        (["--contenders", "als=nowhere.parquet"], "nowhere.parquet: expected lists in a Parquet file"),
+        (["--contenders", '["random","random"]'], "two contenders have the name random"),
         (["--baseline_options.recency_half_life", "0"], "positive number of days"),
         (["--item_features.file", "nowhere.parquet"], "name the column of the tags"),
         (["--item_features.file", "nowhere.parquet", "--item_features.tags", "t"], "nowhere.parquet cannot be read"),
@@ -312,20 +315,20 @@ def test_mistakes_are_told_in_one_message(road, tmp_path, capsys, options, messa
 
 def test_the_same_run_twice_and_contenders_of_other_items_are_refused(road, tmp_path, capsys, rewritten, monkeypatch):
     run, out = str(road / "run-0"), tmp_path / "evaluation"
-    assert run_on(road, out, "--run", json.dumps([run, run])) == 1
+    assert run_on(road, out, "--contenders", json.dumps([run, run])) == 1
     assert "named twice" in capsys.readouterr().err
     other = shutil.copytree(road / "run-0", tmp_path / "other")
     finished = json.loads((other / "run.json").read_text())
     (other / "run.json").write_text(json.dumps(resealed(finished | {"catalog_checksum": "0"})))
     with monkeypatch.context() as patched:
         patched.setattr(IdMap, "equals", lambda *_: False)
-        assert run_on(road, out, "--run", str(other)) == 1
+        assert run_on(road, out, "--contenders", str(other)) == 1
     assert "other items" in capsys.readouterr().err
     prepared = shutil.copytree(road / "prepared", tmp_path / "prepared")
     items = pq.read_table(prepared / "items.parquet")
     swapped = items.set_column(1, "item_id", pa.array(items["item_id"].to_numpy()[::-1].copy()))
     pq.write_table(swapped, prepared / "items.parquet")
-    command = ["evaluate", "--prepared", str(prepared), "--bundle", str(road / "bundle"), "--out", str(out)]
+    command = ["evaluate", "--prepared", str(prepared), "--contenders", str(road / "bundle"), "--out", str(out)]
     assert main(command) == 1
     assert "items.parquet is not as it was written" in capsys.readouterr().err
     rewritten(prepared)
@@ -336,12 +339,12 @@ def test_the_same_run_twice_and_contenders_of_other_items_are_refused(road, tmp_
 
 def test_bundles_say_what_they_cannot_do(road, tmp_path, capsys):
     short = tmp_path / "short"
-    export = ["--run", str(road / "run-0"), "--out", str(short), "--k", "7"]
+    export = ["--contenders", str(road / "run-0"), "--out", str(short), "--k", "7"]
     assert main(["export", *export]) == 0
     out = tmp_path / "evaluation"
-    assert run_on(road, out, "--bundle", str(short)) == 1
+    assert run_on(road, out, "--contenders", str(short)) == 1
     assert "serves lists of up to 7, and ks asks for 50" in capsys.readouterr().err
-    assert run_on(road, out, "--bundle", str(short), "--ks", "[7]", "--exclude_past", "false") == 1
+    assert run_on(road, out, "--contenders", str(short), "--ks", "[7]", "--exclude_past", "false") == 1
     assert "never lists items of the history" in capsys.readouterr().err
 
 
@@ -353,7 +356,7 @@ def test_a_log_without_propensities_is_evaluated_without_off_policy_values(road,
         place = table.column_names.index("propensity")
         pq.write_table(table.set_column(place, "propensity", empty), file)
     rewritten(prepared)
-    common = ["evaluate", "--prepared", str(prepared), "--baselines", "[popularity]"]
+    common = ["evaluate", "--prepared", str(prepared), "--contenders", "[popularity]"]
     assert main([*common, "--out", str(tmp_path / "without")]) == 0
     assert "has no propensities" in capsys.readouterr().out
     document = document_in(tmp_path / "without")
@@ -367,7 +370,7 @@ def test_hostile_names_are_escaped(road, tmp_path):
     run = tmp_path / "<script src=x>&'\""
     shutil.copytree(road / "run-0", run)
     out = tmp_path / "evaluation"
-    assert run_on(road, out, "--run", json.dumps([str(run)]), "--baselines", "[]") == 0
+    assert run_on(road, out, "--contenders", json.dumps([str(run)]), "--baselines", "false") == 0
     text = (out / "report.html").read_text(encoding="utf-8")
     assert "<script src" not in text
     assert "&lt;script src" in text

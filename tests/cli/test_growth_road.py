@@ -85,7 +85,7 @@ def test_a_night_from_the_command_line(tmp_path):
     monday = ["prepare", "--log", files["first"], "--items", items["first"], "--users", files["users"], *engine, *asked]
     tuesday = ["prepare", "--extends", place["monday"], "--log", files["second"], *engine]
     newest = ["--data.segments", "newest", "--data.replay", "1.0"]
-    judged = ["--truth", str(tmp_path / "world" / "truth"), "--baselines", "[popularity]", "--ks", "[5]"]
+    judged = ["--truth", str(tmp_path / "world" / "truth"), "--contenders", "[popularity]", "--ks", "[5]"]
     asking = ["--histories", str(tmp_path / "tuesday" / "histories.parquet"), "--user_features", files["users"]]
     asking += ["--context", files["context"]]
     steps = [
@@ -93,7 +93,7 @@ def test_a_night_from_the_command_line(tmp_path):
         [*train, "--data.prepared", place["monday"], "--out", place["run-1"]],
         [*tuesday, "--items", items["second"], "--users", files["users"], "--out", place["tuesday"]],
         [*train, *newest, "--init_from", place["run-1"], "--data.prepared", place["tuesday"], "--out", place["run-2"]],
-        ["evaluate", "--prepared", place["tuesday"], "--run", place["run-2"], "--out", place["eval"], *judged],
+        ["evaluate", "--prepared", place["tuesday"], "--contenders", place["run-2"], "--out", place["eval"], *judged],
         ["export", "--run", place["run-2"], "--out", place["bundle"]],
         ["export", "--refresh", place["bundle"], "--items", items["second"], "--out", place["fresh"]],
         ["recommend", "--bundle", place["fresh"], "--out", files["lists"], *asking],

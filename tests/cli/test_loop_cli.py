@@ -24,7 +24,7 @@ from recpo.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.simulation.served import DayReport
 from recpo.types import Recommendations
-from recpo.workflows.loop import Loop
+from recpo.verbs.loop import LoopResult
 from recpo.workflows.loop_estimates import NEXT, NextEstimate, _Slates, as_served, logged_reward
 from recpo.workflows.loop_recipe import Recipe
 from recpo.workflows.loop_rounds import ListValue, Round

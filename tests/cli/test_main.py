@@ -156,7 +156,7 @@ def test_the_road_with_ids_and_paths_that_look_like_markup(tmp_path, capsys, mon
     verb("tokenize", "--prepared", prepared, "--out", root / "codes", *codes)
     config = ["--config", ROOT / "configs" / "pretrain.yaml"]
     verb("train", *config, "--data.prepared", prepared, "--out", run, *SMALL)
-    assert "[red]" in verb("evaluate", "--prepared", prepared, "--run", run, "--out", root / "[/x] evaluation")
+    assert "[red]" in verb("evaluate", "--prepared", prepared, "--contenders", run, "--out", root / "[/x] evaluation")
     verb("export", "--run", run, "--out", bundle, "--k", 5)
     histories = ["--histories", prepared / "histories.parquet", "--out", lists]
     printed = verb("recommend", "--bundle", bundle, *histories, "--k", 3, "--show", len(users))

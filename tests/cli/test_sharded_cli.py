@@ -119,7 +119,7 @@ def test_a_sharded_run_is_evaluated_exported_and_continued_without_torchrec(kill
     files = list(checkpoint_path(run, "last").glob("*.safetensors"))
     assert len(files) == 2  # one per rank
     assert tables <= weights(run).keys()
-    evaluate = ["--prepared", str(prepared), "--run", str(run), "--out", str(tmp_path / "evaluation")]
+    evaluate = ["--prepared", str(prepared), "--contenders", str(run), "--out", str(tmp_path / "evaluation")]
     recpo("evaluate", *evaluate, block_torchrec=True)
     metrics = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
     assert metrics["schema_version"] == 5
@@ -160,5 +160,5 @@ def test_a_sharded_reward_model_is_calibrated(prepared, tmp_path, request):
     run = str(tmp_path / "run")
     start = ["train", "--config", str(file), "--data.prepared", str(prepared), "--out", run]
     recpo(*start, *small, *sharded, "--trainer.devices", "2", "--init_from", "null")
-    recpo("calibrate", "--run", run, "--prepared", str(prepared), block_torchrec=True)
+    recpo("calibrate", "--rewards", run, "--prepared", str(prepared), block_torchrec=True)
     assert (tmp_path / "run" / "calibration.json").is_file()

@@ -89,8 +89,17 @@ def test_the_function_says_the_same_and_prints_nothing(road, tmp_path, capfd):
 
 def test_a_tilted_run_is_evaluated_beside_its_base(road, tmp_path, capfd):
     runs = f"[{road.root / 'run'},{road.root / 'base'}]"
-    options = ["--prepared", str(road.prepared), "--run", runs, "--out", str(tmp_path / "evaluation"), "--ks", "[10]"]
-    assert main(["evaluate", *options, "--baselines", "[popularity]"]) == 0
+    options = [
+        "--prepared",
+        str(road.prepared),
+        "--contenders",
+        runs,
+        "--out",
+        str(tmp_path / "evaluation"),
+        "--ks",
+        "[10]",
+    ]
+    assert main(["evaluate", *options, "--contenders", "[popularity]"]) == 0
     frame = recpo.load(tmp_path / "evaluation").to_pandas("off_policy")
     value = frame[frame["estimator"] == "SNIPS"].set_index(["contender", "target"])["value"]
     trials = json.loads((road.root / "run" / "origin.json").read_text())["choice"]["trials"]

@@ -136,7 +136,7 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path, prepared):
     process.wait()
     assert last.is_file()
     assert not (tmp_path / "killed" / "run.json").exists()
-    evaluate = ["evaluate", "--prepared", str(prepared), "--run", f'["{tmp_path}/killed"]', "--out", "m.json"]
+    evaluate = ["evaluate", "--prepared", str(prepared), "--contenders", f'["{tmp_path}/killed"]', "--out", "m.json"]
     refused = subprocess.run([sys.executable, "-m", "recpo.cli.main", *evaluate], capture_output=True, text=True)
     assert refused.returncode == 1
     assert "did not finish" in refused.stderr
@@ -231,7 +231,10 @@ def test_every_verb_that_opens_a_run_takes_trust(tmp_path, prepared, monkeypatch
     verbs = [
         (["export", "--run", run, "--out", str(tmp_path / "bundle")], trusted),
         (["recommend", "--run", run, "--histories", histories, "--out", str(tmp_path / "r.parquet")], trusted),
-        (["evaluate", "--prepared", str(prepared), "--run", f'["{run}"]', "--out", str(tmp_path / "e")], trusted),
+        (
+            ["evaluate", "--prepared", str(prepared), "--contenders", f'["{run}"]', "--out", str(tmp_path / "e")],
+            trusted,
+        ),
         (["train", *base, "--out", str(tmp_path / "next")], trusted),
         (["tokenize", "--prepared", str(prepared), *codes, *vectors], ["--vectors.trust", '["own_package"]']),
     ]

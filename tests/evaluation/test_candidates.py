@@ -29,7 +29,7 @@ from recpo.evaluation.true_rewards import true_rewards
 from recpo.features.schema import Category
 from recpo.simulation.log import Simulation
 from recpo.types import Recommendations
-from recpo.workflows.evaluate import evaluate
+from recpo.verbs.evaluate import evaluate
 from tests.evaluation.off_policy.test_off_policy_measure import ITEMS, PLACES, Contender, Given, log
 from tests.evaluation.test_catalog_ranking import batch_of
 from tests.reference import ranking_loops
@@ -293,7 +293,7 @@ def test_no_list_of_candidates_is_worth_more_than_the_oracles(living):
 
 def test_the_command_line_takes_a_file_and_repeats_itself(living, tmp_path, capsys):
     world, data = living
-    common = ["evaluate", "--prepared", str(data.root), "--ks", "[5]", "--baselines", '["popularity","random"]']
+    common = ["evaluate", "--prepared", str(data.root), "--ks", "[5]", "--contenders", '["popularity","random"]']
     assert main([*common, "--candidates", str(world.items), "--out", str(tmp_path / "first")]) == 0
     printed = capsys.readouterr().out
     assert "items were candidates at 2026" in printed

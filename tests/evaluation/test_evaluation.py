@@ -11,7 +11,7 @@ import recpo
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.evaluation.evaluation import Evaluation
-from recpo.workflows.evaluate import evaluate
+from recpo.verbs.evaluate import evaluate
 
 
 @pytest.fixture(scope="module")

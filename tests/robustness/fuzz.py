@@ -301,7 +301,7 @@ def _evaluation(root: Path) -> str:
 
 
 def _comparison(root: Path) -> str:
-    from recpo.workflows.compare import Comparison
+    from recpo.serving.comparison import Comparison
 
     return _text(json.dumps(Comparison.open(root / "comparison").document, sort_keys=True))
 

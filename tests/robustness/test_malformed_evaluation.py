@@ -44,9 +44,9 @@ def said(capsys):
         (("--ks", "[5,5]"), "ks must be"),
         (("--ks", "[2.5]"), "ks"),
         (("--ks", "ten"), "ks"),
-        (("--baselines", "[best]"), "baselines"),
-        (("--baselines", "[random,random]"), "two contenders have the name random"),
-        (("--baselines", "[]"), "nothing to evaluate"),
+        (("--contenders", "[best]"), "baselines"),
+        (("--contenders", "[random,random]"), "two contenders have the name random"),
+        (("--baselines", "false"), "nothing to evaluate"),
         (("--batch_size", "0"), "batch_size is 0"),
         (("--bootstrap_resamples", "-1"), "bootstrap_resamples is -1"),
         (("--split", "train"), "split"),
@@ -55,14 +55,14 @@ def said(capsys):
         (("--device", "abacus"), "device 'abacus' cannot be used here"),
         (("--prepared", "{run-0}"), "is not a prepared directory"),
         (("--prepared", "nowhere"), "nowhere is not a prepared directory"),
-        (("--run", "nowhere"), "nowhere is neither a run nor a bundle"),
-        (("--run", "{prepared}"), "is neither a run nor a bundle"),
-        (("--bundle", "{log}"), "is neither a run nor a bundle"),
-        (("--run", "popularity"), "popularity is neither a run nor a bundle"),
-        (("--run", "[{run-0},{run-0}]"), "named twice"),
+        (("--contenders", "nowhere"), "nowhere is neither a run nor a bundle"),
+        (("--contenders", "{prepared}"), "is neither a run nor a bundle"),
+        (("--contenders", "{log}"), "is neither a run nor a bundle"),
+        (("--contenders", "popularity"), "popularity is neither a run nor a bundle"),
+        (("--contenders", "[{run-0},{run-0}]"), "named twice"),
         (("--truth", "{prepared}"), "prepared"),
         (("--item_features.file", "{prepared}/items.parquet", "--item_features.tags", "none"), "has no column none"),
-        (("--out", "{run-0}", "--run", "{run-0}", "--overwrite", "true"), "run-0"),
+        (("--out", "{run-0}", "--contenders", "{run-0}", "--overwrite", "true"), "run-0"),
         (("--out", "{run-0}", "--overwrite", "true"), "run-0"),
         (("--out", "{prepared}", "--overwrite", "true"), "prepared"),
         (("--out", "{prepared}/evaluation"), "prepared"),
@@ -107,7 +107,7 @@ def test_damaged_runs(place, tmp_path, capsys, file, content):
         (run / file).unlink()
     else:
         (run / file).write_bytes(content)
-    assert evaluate(place, "--run", str(run)) == 1
+    assert evaluate(place, "--contenders", str(run)) == 1
     said(capsys)
 
 
@@ -115,9 +115,9 @@ def test_damaged_runs(place, tmp_path, capsys, file, content):
 def test_names_and_paths_are_never_markup(place, tmp_path, capsys, name):
     run = shutil.copytree(place["run-0"], tmp_path / name)
     out = tmp_path / f"out {name}"
-    given = {"--prepared": place["prepared"], "--out": str(out), "--run": json.dumps([str(run)])}
+    given = {"--prepared": place["prepared"], "--out": str(out), "--contenders": json.dumps([str(run)])}
     options = [word for pair in given.items() for word in pair]
-    assert main(["evaluate", *options, "--baselines", "[random]", "--ks", "[5]"]) == 0
+    assert main(["evaluate", *options, "--contenders", "[random]", "--ks", "[5]"]) == 0
     printed = capsys.readouterr().out
     assert name in printed
     assert f"out {name}/report.html" in printed.replace("\n", "")
@@ -151,7 +151,7 @@ def test_an_old_evaluation_and_a_foreign_directory_are_not_opened(place, tmp_pat
 
 
 def test_the_same_options_are_written_from_python_and_from_the_command_line(place, tmp_path):
-    assert evaluate(place, "--run", "{run-0}", "--ks", "[4]") == 0
+    assert evaluate(place, "--contenders", "{run-0}", "--ks", "[4]") == 0
     found = workflow.evaluate(
         place["prepared"],
         ["random", place["run-0"]],
@@ -169,12 +169,12 @@ def test_the_same_options_are_written_from_python_and_from_the_command_line(plac
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--run", "{run-0}"), "which is no reward model"),
-        (("--run", "{prepared}"), "is not a run directory"),
-        (("--run", "nowhere"), "is not a run directory"),
-        (("--run", "{run-0}", "--batch_size", "0"), "expected at least 1"),
-        (("--run", "{run-0}", "--resamples", "0"), "expected at least 1"),
-        (("--run", "{run-0}", "--prepared", "{log}"), "is not a prepared directory"),
+        (("--rewards", "{run-0}"), "which is no reward model"),
+        (("--rewards", "{prepared}"), "is not a run directory"),
+        (("--rewards", "nowhere"), "is not a run directory"),
+        (("--rewards", "{run-0}", "--batch_size", "0"), "expected at least 1"),
+        (("--rewards", "{run-0}", "--resamples", "0"), "expected at least 1"),
+        (("--rewards", "{run-0}", "--prepared", "{log}"), "is not a prepared directory"),
     ],
 )
 def test_malformed_options_of_calibrate(place, capsys, options, message):

@@ -24,7 +24,7 @@ from recpo.feedback import FeedbackDefinition
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.export import export_bundle
-from recpo.workflows.compare import _gate
+from recpo.serving.comparison import gate
 from tests.data.test_features import prepare
 
 K = 5
@@ -134,10 +134,10 @@ def test_the_status_of_the_verb_is_that_of_the_gate(bundles, prepared, capsys):
 def test_a_value_without_an_interval_closes_the_gate(compared):
     nothing = {"value": None, "low": None, "high": None}
     document = {**compared, "value": {"SNIPS": {"difference": nothing}}}
-    assert _gate(document, K, 0.5, None)["failures"] == [
+    assert gate(document, K, 0.5, None)["failures"] == [
         f"SNIPS of top_{K} of new - old has no interval, so a loss above 0.5 cannot be ruled out"
     ]
-    assert _gate(document, K, None, None)["failures"] == []
+    assert gate(document, K, None, None)["failures"] == []
 
 
 @pytest.mark.slow  # a process of its own

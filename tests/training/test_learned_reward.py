@@ -57,7 +57,7 @@ def one_thread():
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """200 users, 80 items: big enough to learn something within seconds."""
-    from recpo.cli.simulate import simulate
+    from recpo.verbs.simulate import simulate
     from recpo.workflows.prepare import prepare
 
     out = tmp_path_factory.mktemp("reward_world")
@@ -82,7 +82,7 @@ def policy_run(world):
 @pytest.fixture(scope="module")
 def pointwise_run(world, policy_run):
     out = train(world, world / "pointwise", init_from=policy_run, **POINTWISE)
-    assert main(["calibrate", f"--run={out}", f"--prepared={world / 'prepared'}", "--resamples=50"]) == 0
+    assert main(["calibrate", f"--rewards={out}", f"--prepared={world / 'prepared'}", "--resamples=50"]) == 0
     return out
 
 
@@ -216,7 +216,7 @@ def test_wrong_runs_are_refused(world, policy_run, pointwise_run, tmp_path, caps
     finished = json.loads((other / "run.json").read_text())
     write_json(other / "run.json", resealed({**finished, "catalog_checksum": "another"}))
     monkeypatch.setattr(IdMap, "equals", lambda *_: False)
-    assert main(["calibrate", f"--run={other}", f"--prepared={world / 'prepared'}"]) == 1
+    assert main(["calibrate", f"--rewards={other}", f"--prepared={world / 'prepared'}"]) == 1
     assert "other items" in capsys.readouterr().err
     with pytest.raises(RecpoError, match="different items"):
         _ = WeightedSum([LearnedReward(other), LearnedReward(pointwise_run)], [1.0, 1.0]).catalog_checksum

@@ -20,7 +20,7 @@ from recpo.advantages import (
     LeaveOneOutAdvantage,
     TernaryAdvantage,
 )
-from recpo.cli.simulate import simulate
+from recpo.verbs.simulate import simulate
 from recpo.data.datamodule import FeedbackDataModule, evaluation_batches
 from recpo.data.preference_lists import PreferenceListLayout
 from recpo.data.prepared import Prepared
@@ -54,7 +54,7 @@ from recpo.policies.critic import ItemScore
 from recpo.rewards import FactorReward, LoggedReward
 from recpo.training.module import PreferenceModule
 from recpo.training.options import CriticOptions, LearningOptions, RolloutOptions
-from recpo.workflows.factorize import factorize
+from recpo.verbs.factorize import factorize
 from recpo.workflows.prepare import prepare
 
 K, HISTORY = 5, 20

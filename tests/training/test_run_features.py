@@ -19,7 +19,7 @@ from recpo.serving.bundle import Bundle
 from recpo.training.learned_reward import CALIBRATION, LearnedReward
 from recpo.training.run import Run
 from recpo.types import FeedbackBatch, Slates
-from recpo.workflows.calibrate import calibrate
+from recpo.verbs.calibrate import calibrate
 from recpo.workflows.train import train
 from tests.data.test_features import prepare
 from tests.policies.synthetic_features import random_features, random_histories

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import kendalltau
 
-from recpo.cli.simulate import simulate
+from recpo.verbs.simulate import simulate
 from recpo.contracts import RewardFunction
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared

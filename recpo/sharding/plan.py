@@ -1,4 +1,4 @@
-"""The verb ``plan``: computes the memory, communication and table placement of training before it runs."""
+"""What a run needs before it runs: memory, communication and the placement of tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recpo.sharding.costs import GIB, Links, Placement, Sharding, transfer_secon
 from recpo.sharding.workload import StepCosts, Workload, estimate, place_softmax_tables, table_memory
 
 
-class Plan(NamedTuple):
+class Needs(NamedTuple):
     """The needs of a run.
 
     Attributes:
@@ -25,7 +25,7 @@ class Plan(NamedTuple):
     fault: RecpoError | None
 
 
-def plan(
+def needs_of(
     workload: Workload,
     *,
     sharding: Sharding | dict[str, Sharding] = "auto",
@@ -33,7 +33,7 @@ def plan(
     memory_gib: float | None = None,
     links: Links = Links(),  # noqa: B008  immutable
     events: int | None = None,
-) -> Plan:
+) -> Needs:
     """Computes what a run needs: memory per rank, bytes sent and operations per step, and the placement of tables.
 
     Weights are counted on the policy itself, on the meta device; the rest are formulas (docs/scaling.md).
@@ -47,7 +47,7 @@ def plan(
         events: training events of an epoch, for the number of steps.
 
     Raises:
-        RecpoError: invalid options. A run that does not fit is not an error: see ``Plan.fault``.
+        RecpoError: invalid options. A run that does not fit is not an error: see ``Needs.fault``.
     """
     if links.within_node <= 0 or links.between_nodes <= 0:
         raise RecpoError(
@@ -64,10 +64,10 @@ def plan(
             f"a rank needs {document['memory_total'] / GIB:,.2f} GiB and has {limit / GIB:,.2f}: use more ranks, a "
             "smaller batch_size, or what the largest parts above suggest"
         )
-    return Plan(document, fault)
+    return Needs(document, fault)
 
 
-def item_features_of(prepared: str | Path | None, hidden: int) -> dict[str, Any]:
+def item_features_of(prepared: Prepared | str | Path | None, hidden: int) -> dict[str, Any]:
     """The item features of a prepared directory for a ``Workload``; ``hidden`` 0 = they are not read.
 
     Raises:
@@ -83,7 +83,9 @@ def item_features_of(prepared: str | Path | None, hidden: int) -> dict[str, Any]
     return {"item_features": features, "feature_hidden": hidden}
 
 
-def catalog_of(num_items: int | None, prepared: str | Path | None, events: int | None = None) -> tuple[int, int | None]:
+def catalog_of(
+    num_items: int | None, prepared: Prepared | str | Path | None, events: int | None = None
+) -> tuple[int, int | None]:
     """Catalog size and number of training events: as given, or of a prepared directory; ``events`` None = not known.
 
     Raises:

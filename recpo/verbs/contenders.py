@@ -29,7 +29,7 @@ from recpo.training.run import CHECKPOINTS, FINISHED, RESOLVED, Run
 from recpo.types import Features, Histories, Recommendations
 
 #: A contender: an object, its directory, the name of a baseline, or a ``Contender``, which is used as it is.
-Named = Run | Bundle | Factors | Lists | Contender | Path | str
+Named = Run | Bundle | Factors | Lists | Contender | str | Path
 
 
 def contenders_of(

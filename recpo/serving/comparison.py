@@ -1,11 +1,9 @@
-"""The verb ``compare``: compares a new bundle with the old one on logged requests, before a swap."""
+"""Two bundles on the same logged requests: their lists in one numbering, the document, and the limits for a swap."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -16,23 +14,19 @@ import torch
 from torch import Tensor
 
 from recpo import __version__
-from recpo.artifacts import output_directory, read_json, sha256, verify_sealed, write_json
+from recpo.artifacts import read_json, sha256, verify_sealed
 from recpo.data.held_out import HeldOutHistories
 from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
-from recpo.evaluation.agreement import agreement
 from recpo.evaluation.contenders import Contender, Loaded
-from recpo.evaluation.estimates import estimate
+from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Recommender
-from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.reading import Document
-from recpo.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, USER_ID, HistoryReader, ServingCounts
 from recpo.serving.manifest import MANIFEST
 from recpo.types import Recommendations
-from recpo.workflows.evaluate import HeldOut, evaluate
 
 COMPARE: Final = "compare.json"
 SCHEMA_VERSION: Final = 1
@@ -84,121 +78,7 @@ class Comparison:
         return list(self.document["warnings"])
 
 
-def compare(
-    old: Bundle | Path | str,
-    new: Bundle | Path | str,
-    prepared: Prepared | Path | str,
-    *,
-    out: Path | str | None = None,
-    split: HeldOut = "test",
-    k: int = 10,
-    persistence: float = 0.9,
-    max_loss: float | None = None,
-    min_overlap: float | None = None,
-    off_policy: OffPolicyOptions | None = OffPolicyOptions(),  # noqa: B008  frozen
-    reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
-    batch_size: int = 512,
-    overwrite: bool = False,
-    progress: bool = False,
-) -> Comparison:
-    """Compares a new bundle with the old one on logged requests: agreement, value, ranking, and limits for a swap.
-
-    Both bundles list k items for every held-out user of the prepared data. They read the raw events before the period
-    as a server does, each with its own catalog and feedback cutoffs. Lists are compared by external item id. Value and
-    ranking metrics are those of ``evaluate``, paired over users. The document::
-
-        schema_version  1
-        setting         prepared, split, k, persistence, off_policy, reward, requests
-        bundles         {old, new: {path, checksum, origin, items, k}}
-        items           {shared, only_old, only_new, old_not_in_data, new_not_in_data}
-        agreement       {overlap@k, rank_biased_overlap@k, kendall_tau@k, equal_lists@k: {mean, half_width, n}}
-        lists           {old, new: {coverage@k, gini@k, short_lists, places_of_items_not_in_data, and the counts of
-                        ``ServingCounts``}}
-        ranking         {metric: {old, new: {mean, half_width, n}, difference: {mean, half_width, n}}}, new - old
-        value           {estimator: {old, new: {value, low, high}, difference: {value, low, high}}} of the first k
-                        places, bootstrap intervals; null = no propensities
-        gate            {max_loss, min_overlap, measure, lower_end, overlap, failures: [sentence]}
-        warnings        [sentence]
-
-    Args:
-        old: the bundle that serves, or its directory.
-        new: the bundle that will replace it, or its directory.
-        prepared: prepared data with the logged requests in a held-out period, or its directory.
-        out: output directory for ``compare.json``; null = keep the comparison in memory only.
-        split: held-out period.
-        k: list length, at most that of both bundles.
-        persistence: probability that a reader continues to the next place, for the rank-biased overlap.
-        max_loss: the new bundle fails if a larger loss cannot be ruled out, that is, if the lower end of the paired 95
-            % interval of new - old is below ``-max_loss``. The interval is that of the value (SNIPS, top k) if the
-            value is estimated, otherwise of NDCG; null = no such limit.
-        min_overlap: the new bundle fails if the mean overlap of the lists is below this; null = no such limit.
-        off_policy: how the value is estimated from the log; null = not at all. With logged propensities it is left out
-            if the period has none.
-        reward: reward of logged items, for the value.
-        batch_size: users ranked at once.
-        overwrite: replace ``out`` if it exists.
-        progress: show progress bars on a terminal.
-
-    Raises:
-        RecpoError: no bundle; ids, feedback or list lengths that do not fit; options out of range; ``out`` exists.
-    """
-    _validate_options(persistence, max_loss, min_overlap)
-    data = prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)
-    bundles = {OLD: _opened(old), NEW: _opened(new)}
-    for name, bundle in bundles.items():
-        _validate_bundle(name, bundle, data, k)
-    with ExitStack() as stack:
-        target = None
-        if out is not None:
-            inputs = [data.root, *(bundle.root for bundle in bundles.values())]
-            target = stack.enter_context(
-                output_directory(out, kind="comparison", overwrite=overwrite, inputs=inputs, sealed=[COMPARE])
-            )
-        items = _SharedItems.of(data.item_ids(), bundles)
-        answers = {name: _Answers.of(bundle, items.numbers[name], data, split) for name, bundle in bundles.items()}
-        evaluated = evaluate(
-            data,
-            [_contender(name, bundles[name], answers[name]) for name in bundles],
-            split=split,
-            ks=[k],
-            segments=False,
-            off_policy=None if off_policy is None else replace(off_policy, top_k=(k,)),
-            reward=reward,
-            batch_size=batch_size,
-            device="cpu",
-            progress=progress,
-        ).document
-        agreed = agreement(torch.cat(answers[OLD].lists), torch.cat(answers[NEW].lists), k, persistence)
-        document = _document(evaluated, k, {name: estimate(values).as_json() for name, values in agreed.items()})
-        document["setting"] |= {"persistence": persistence, "reward": asdict(reward)}
-        document["setting"] |= {"off_policy": None if off_policy is None else asdict(off_policy)}
-        document["bundles"] = {name: _facts(bundle) for name, bundle in bundles.items()}
-        document["items"] = items.counts
-        for name, one in answers.items():
-            document["lists"][name] |= one.counts()
-        document["warnings"] += _unread(answers)
-        document["gate"] = _gate(document, k, max_loss, min_overlap)
-        if target is not None:
-            write_json(target / COMPARE, document)
-    return Comparison(document, None if out is None else Path(out))
-
-
-def _validate_options(persistence: float, max_loss: float | None, min_overlap: float | None) -> None:
-    checks = {
-        "persistence": (persistence, 0 < persistence < 1, "above 0 and below 1"),
-        "max_loss": (max_loss, max_loss is None or 0 <= max_loss < math.inf, "a number from 0 on, or null"),
-        "min_overlap": (min_overlap, min_overlap is None or 0 <= min_overlap <= 1, "from 0 to 1, or null"),
-    }
-    for name, (value, holds, expected) in checks.items():
-        if not holds:
-            raise RecpoError(f"compare: {name} is {value}, expected {expected}")
-
-
-def _opened(given: Bundle | Path | str) -> Bundle:
-    return given if isinstance(given, Bundle) else Bundle.load(given)
-
-
-def _validate_bundle(name: str, bundle: Bundle, data: Prepared, k: int) -> None:
+def validate_bundle(name: str, bundle: Bundle, data: Prepared, k: int) -> None:
     longest = min(bundle.k, data.num_items)
     if not 1 <= k <= longest:
         raise RecpoError(
@@ -214,7 +94,7 @@ def _validate_bundle(name: str, bundle: Bundle, data: Prepared, k: int) -> None:
 
 
 @dataclass(frozen=True)
-class _SharedItems:
+class SharedItems:
     """One numbering of all items: those of the data are 1..V, as in the shards; others of the bundles follow.
 
     Attributes:
@@ -226,7 +106,7 @@ class _SharedItems:
     counts: Mapping[str, int]
 
     @classmethod
-    def of(cls, known: IdMap, bundles: Mapping[str, Bundle]) -> _SharedItems:
+    def of(cls, known: IdMap, bundles: Mapping[str, Bundle]) -> SharedItems:
         external = {name: one.items.to_external(np.arange(1, len(one.items) + 1)) for name, one in bundles.items()}
         places = {name: known.to_internal(ids) for name, ids in external.items()}
         strange = [ids.filter(pa.array(places[name] == 0)) for name, ids in external.items()]
@@ -244,13 +124,13 @@ class _SharedItems:
 
 
 @dataclass
-class _Answers:
+class Answers:
     """The lists of one bundle in the pass over held-out users, in the shared numbering.
 
     Attributes:
         bundle: the bundle.
         reader: reads raw events for it.
-        numbers: see ``_SharedItems``.
+        numbers: see ``SharedItems``.
         histories: raw events of held-out users.
         known: items of the data.
         lists: ``[B, k]`` for every batch so far, in the order of users.
@@ -266,7 +146,7 @@ class _Answers:
     served: ServingCounts = field(default_factory=ServingCounts)
 
     @classmethod
-    def of(cls, bundle: Bundle, numbers: np.ndarray, data: Prepared, split: HeldOut) -> _Answers:
+    def of(cls, bundle: Bundle, numbers: np.ndarray, data: Prepared, split: HeldOut) -> Answers:
         histories = HeldOutHistories(data, split, bundle.manifest.reads.batches)
         return cls(bundle, bundle.reader, numbers, histories, data.item_ids())
 
@@ -300,7 +180,7 @@ class _Answers:
         }
 
 
-def _contender(name: str, bundle: Bundle, answers: _Answers) -> Contender:
+def contender_of(name: str, bundle: Bundle, answers: Answers) -> Contender:
     recommender = Recommender(
         recommend_to_users=answers.recommend,
         name=f"the {name} bundle",
@@ -310,7 +190,7 @@ def _contender(name: str, bundle: Bundle, answers: _Answers) -> Contender:
     return Contender(name, "bundle", loaded, {"kind": "bundle", "path": str(bundle.root)})
 
 
-def _facts(bundle: Bundle) -> Document:
+def bundle_facts(bundle: Bundle) -> Document:
     return {
         "path": str(bundle.root),
         "checksum": sha256(bundle.root / MANIFEST),
@@ -320,7 +200,7 @@ def _facts(bundle: Bundle) -> Document:
     }
 
 
-def _document(evaluated: Document, k: int, agreed: Mapping[str, Document]) -> Document:
+def comparison_document(evaluated: Document, k: int, agreed: Mapping[str, Document]) -> Document:
     """The parts of the document that come from the evaluation."""
     by_name = {one["name"]: one for one in evaluated["contenders"]}
     sides = {OLD: by_name[OLD], NEW: by_name[NEW]}
@@ -369,7 +249,7 @@ def _ends(entry: Document) -> Document:
     return {"value": entry["value"], **entry["intervals"]["bootstrap"]}
 
 
-def _unread(answers: Mapping[str, _Answers]) -> list[str]:
+def unread_warnings(answers: Mapping[str, Answers]) -> list[str]:
     """Warnings about events and items that one of the bundles could not read or list."""
     found = []
     for name, one in answers.items():
@@ -384,7 +264,7 @@ def _unread(answers: Mapping[str, _Answers]) -> list[str]:
     return found
 
 
-def _gate(document: Document, k: int, max_loss: float | None, min_overlap: float | None) -> Document:
+def gate(document: Document, k: int, max_loss: float | None, min_overlap: float | None) -> Document:
     """The limits, the measured numbers, and one sentence per violated limit. An unknown number violates its limit."""
     if document["value"] is None:
         measure, found = f"NDCG@{k}", document["ranking"][f"NDCG@{k}"]["difference"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from recpo.evaluation.targets import held_out_targets
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.features.schema import Reads
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
+from recpo.ranges import PositiveInt, Seed
 from recpo.rewards import FactorReward, LoggedReward
 from recpo.rewards.identity import validate_identity
 from recpo.training.learned_reward import (
@@ -57,9 +58,10 @@ from recpo.training.learned_reward import (
 )
 from recpo.training.run import Run
 from recpo.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
-from recpo.workflows.devices import compute_device
+from recpo.verbs.devices import compute_device
+from recpo.verbs.verb import Verb, function_of
 
-Source = RewardFunction | Run | Path | str
+Source = RewardFunction | Run | str | Path
 
 _MOST_CANDIDATES = 1 << 22  # maximum of users times items per batch
 _DISLIKE = TARGETS.index("dislike")
@@ -68,22 +70,8 @@ _NO_PROPENSITIES = (
 )
 
 
-def calibrate(
-    prepared: Prepared | Path | str,
-    rewards: Source | Sequence[Source] | Mapping[str, Source],
-    *,
-    k: int = 10,
-    truth: Path | str | None = None,
-    logged_reward: LoggedReward = LoggedReward(),  # noqa: B008  frozen
-    out: Path | str | None = None,
-    checkpoint: Checkpoint = "best",
-    batch_size: int = 512,
-    resamples: int = 200,
-    seed: int = 0,
-    device: str = "auto",
-    trust: Sequence[str] = (),
-    progress: bool = False,
-) -> CalibrationReport:
+@dataclass(frozen=True)
+class Calibrate(Verb[CalibrationReport]):
     """Calibrates reward models on the validation period and compares rewards on the test period.
 
     For every run of the ``PointwiseReward`` objective, fits ``sigmoid(scale * score + shift)`` (Platt, 1999) to the
@@ -100,50 +88,71 @@ def calibrate(
         report = recpo.calibrate(data, {"encoder": "runs/reward_model", "factors": "factors"}, truth="world")
         report.to_pandas()
 
-    Args:
-        prepared: prepared data, or its directory.
-        rewards: rewards to compare: runs of reward models, directories of ``recpo factorize`` (users are folded in from
-            their history), or reward functions; one, several, or several by name.
-        k: length of the greedy lists.
-        truth: directory written by ``recpo simulate``; adds the true value of the lists on the first day of the period.
-        logged_reward: reward of logged items, for the value that is estimated from the log.
-        out: JSON file for the comparison; None = none.
-        checkpoint: which checkpoint of the runs.
-        batch_size: users scored at once; fewer if full catalogs would not fit into memory.
-        resamples: number of resamples of the bootstrap over users.
-        seed: seed of the bootstrap.
-        device: where models run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
-        trust: packages, in addition to recpo, whose classes the configurations of the runs may name.
-        progress: show progress bars on a terminal.
-
     Raises:
         RecpoError: an entry of rewards is not a reward or knows other items, a period has no graded exposure, or an
             option is out of range.
     """
-    if min(batch_size, resamples, k) < 1:
-        raise RecpoError(f"batch_size is {batch_size}, resamples is {resamples} and k is {k}, expected at least 1 each")
-    data = prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)
-    where = compute_device(device)
-    named = _named(rewards)
-    opened = {name: _opened(source, data, checkpoint, trust) for name, source in named.items()}
-    setting = _Setting(
-        data,
-        where,
-        batch_size,
-        resamples,
-        seed,
-        min(k, data.num_items),
-        None if truth is None else true_rewards(Path(truth), data, "test", [min(k, data.num_items)]),
-        logged_reward if has_propensities(data, "test") else None,
-        candidates_of(data, "test", None),
-        progress,
-    )
-    calibrations = {name: _calibrate_run(one, setting, checkpoint) for name, one in opened.items() if _is_fitted(one)}
-    functions = {name: _function(one, checkpoint, trust) for name, one in opened.items()}
-    content = setting.compare(functions)
-    if out is not None:
-        write_json(Path(out), content)
-    return CalibrationReport(content, calibrations, None if out is None else Path(out))
+
+    first_day: ClassVar = ("prepared", "rewards", "truth", "out", "k")
+
+    prepared: Prepared | Path | str
+    """prepared data, or its directory"""
+    rewards: Sequence[Source] | Source | Mapping[str, Source] = ()
+    """rewards to compare: runs of reward models, directories of ``recpo factorize`` (users are folded in from their
+    history), or reward functions; one, several, or several by name"""
+    _: KW_ONLY
+    k: PositiveInt = 10
+    """length of the greedy lists"""
+    truth: Path | str | None = None
+    """directory written by ``recpo simulate``; adds the true value of the lists on the first day of the period"""
+    logged_reward: LoggedReward = LoggedReward()  # noqa: RUF009  frozen
+    """reward of logged items, for the value that is estimated from the log"""
+    out: Path | str | None = None
+    """JSON file for the comparison; None = none"""
+    checkpoint: Checkpoint = "best"
+    """which checkpoint of the runs"""
+    batch_size: PositiveInt = 512
+    """users scored at once; fewer if full catalogs would not fit into memory"""
+    resamples: PositiveInt = 200
+    """number of resamples of the bootstrap over users"""
+    seed: Seed = 0
+    """seed of the bootstrap"""
+    device: str = "auto"
+    """where models run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on"""
+    trust: Sequence[str] = ()
+    """packages, in addition to recpo, whose classes the configurations of the runs may name"""
+    progress: bool = False
+    """show progress bars on a terminal"""
+
+    def run(self) -> CalibrationReport:
+        """Calibrates the runs, then compares all rewards."""
+        data = self.prepared if isinstance(self.prepared, Prepared) else Prepared.open(self.prepared)
+        where = compute_device(self.device)
+        named = _named(self.rewards)
+        opened = {name: _opened(source, data, self.checkpoint, self.trust) for name, source in named.items()}
+        setting = _Setting(
+            data,
+            where,
+            self.batch_size,
+            self.resamples,
+            self.seed,
+            min(self.k, data.num_items),
+            None if self.truth is None else true_rewards(Path(self.truth), data, "test", [min(self.k, data.num_items)]),
+            self.logged_reward if has_propensities(data, "test") else None,
+            candidates_of(data, "test", None),
+            self.progress,
+        )
+        calibrations = {
+            name: _calibrate_run(one, setting, self.checkpoint) for name, one in opened.items() if _is_fitted(one)
+        }
+        functions = {name: _function(one, self.checkpoint, self.trust) for name, one in opened.items()}
+        content = setting.compare(functions)
+        if self.out is not None:
+            write_json(Path(self.out), content)
+        return CalibrationReport(content, calibrations, None if self.out is None else Path(self.out))
+
+
+calibrate = function_of(Calibrate)
 
 
 def _named(rewards: Source | Sequence[Source] | Mapping[str, Source]) -> dict[str, Source]:

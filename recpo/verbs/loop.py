@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from recpo.artifacts import (
     kind_of,
@@ -24,9 +23,11 @@ from recpo.artifacts import (
 )
 from recpo.errors import Interrupted, RecpoError
 from recpo.exploration import Exploration
+from recpo.ranges import NonNegativeFloat, PositiveInt, validate_ranges
 from recpo.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.simulation.parameters import WORLDS, SimulationParameters, World
+from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
 from recpo.workflows.loop_outcomes import Outcome, outcomes_of
 from recpo.workflows.loop_recipe import Recipe
 from recpo.workflows.loop_report import loop_report
@@ -44,7 +45,7 @@ _REMEDY: Final = "run the loop again with overwrite"
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopResult:
     """Rounds of the loop, on disk.
 
     Attributes:
@@ -58,7 +59,7 @@ class Loop:
     rounds: tuple[Round, ...]
 
     @classmethod
-    def open(cls, root: Path | str) -> Loop:
+    def open(cls, root: Path | str) -> LoopResult:
         """Opens a directory that ``loop`` wrote, finished or not.
 
         Raises:
@@ -118,27 +119,8 @@ class Loop:
             working.write_text(loop_report(self.options, self.rounds, self.outcomes), encoding="utf-8")
 
 
-def loop(
-    out: Path | str,
-    *,
-    recipe: Sequence[Path | str | Mapping[str, Any]],
-    rounds: int = 8,
-    world: World = "default",
-    seed: int = 0,
-    exploration: Exploration | None = None,
-    log_propensities: bool = True,
-    tilt: float | Literal["auto"] | None = None,
-    repeat_after: float | None = None,
-    warm_start: bool = True,
-    warm_epochs: int | None = None,
-    k: int = 10,
-    trust: Sequence[str] = (),
-    resume: bool = False,
-    overwrite: bool = False,
-    progress: bool = False,
-    on_round: Callable[[Round], None] | None = None,
-    **parameters: Any,
-) -> Loop:
+@dataclass(frozen=True)
+class Loop(SimulationParameters, Verb[LoopResult]):
     """Closes the loop on simulated users: each round trains a policy on the impressions of earlier policies.
 
     Round 0 simulates a world with its log, prepares it, trains a policy, exports it as a bundle and evaluates it. In
@@ -150,82 +132,95 @@ def loop(
     The last day of a log is the test period and the day before it the validation period, so a day is trained on two
     rounds later.
 
-    Args:
-        out: directory to create.
-        recipe: training configurations, as files or their contents. The first one trains from scratch, or from its own
-            run of the previous round if there is one; each of the others starts from the run of the one before it.
-            Data, ``init_from``, ``out`` and seeds are set by the round. A ``FactorReward`` reads a factorization of the
-            round's log, which is fitted if the recipe names one.
-        rounds: number of served days, besides round 0; a resumed loop may have more.
-        world: preset of parameters, see ``recpo.simulate``.
-        seed: seed of the world, of the days and of training.
-        exploration: how the slates of the served days are drawn; None = the best items in order.
-        log_propensities: whether the logs have the columns ``propensity`` and ``is_random``. Without them, nothing is
-            estimated off-policy, and no objective can train on them.
-        tilt: beta with which the last policy of the recipe is tilted by the round's factorization; "auto" = selected on
-            the validation period; None = not tilted.
-        repeat_after: days after which an item may be shown to a user again; None = never. The oracle follows the same
-            rule. The lists of an evaluation are then made without any exclusion.
-        warm_start: whether the first configuration starts from the previous round. If the catalog has changed, it
-            starts from scratch in any case.
-        warm_epochs: epochs of the first configuration after a warm start; None = as configured.
-        k: length of the lists whose true value is reported.
-        trust: packages besides recpo whose classes the configurations may name.
-        resume: resume a loop in ``out`` that was created with the same options; if there is none, start it.
-        overwrite: replace a loop in ``out``.
-        progress: show progress bars on a terminal.
-        on_round: called with every completed round.
-        **parameters: users, items, events (of the complete initial log), days and the other fields of
-            ``recpo.simulation.parameters.SimulationParameters``.
-
     Raises:
         RecpoError: an option is out of range or does not fit; ``out`` exists, or is resumed with other options.
         Interrupted: training was stopped; the loop continues with ``resume``.
     """
-    chosen = Recipe.of(recipe, tilt, warm_start, warm_epochs)
-    if world not in WORLDS:
-        raise RecpoError(f"loop: world is {world!r}, expected one of {', '.join(WORLDS)}")
-    parameters = {**WORLDS[world], **parameters}
-    described = SimulationParameters(seed=seed, **parameters)
-    _validate(rounds, k, repeat_after, described)
-    shared = RoundOptions(
-        world=world,
-        parameters={name: value for name, value in dataclasses.asdict(described).items() if name != "seed"},
-        seed=seed,
-        exploration=exploration,
-        log_propensities=log_propensities,
-        k=k,
-        repeat_after=repeat_after,
-        reward=LoggedReward(),
-    )
-    options = _options(shared, chosen)
-    root = Path(out)
-    _begin(root, options, resume=resume, overwrite=overwrite)
-    with locked_directory(root), _interrupted(root):
-        done = Loop.open(root)
-        for number in range(len(done.rounds), rounds + 1):
-            made = make_round(root, number, shared, chosen, trust, progress)
-            done = dataclasses.replace(done, rounds=(*done.rounds, made))
-            done.write()
-            if on_round is not None:
-                on_round(made)
-    return done
 
+    first_day: ClassVar = ("out", "recipe", "rounds", "world", "exploration", "tilt", "seed", "resume")
 
-def _validate(rounds: int, k: int, repeat_after: float | None, parameters: SimulationParameters) -> None:
-    checks = {
-        "repeat_after": (
-            repeat_after,
-            repeat_after is None or 0 <= repeat_after < math.inf,
-            "days from 0 on, or null for never",
-        ),
-        "rounds": (rounds, not isinstance(rounds, bool) and rounds >= 1, "at least 1"),
-        "k": (k, not isinstance(k, bool) and k >= 1, "at least 1"),
-        "days": (parameters.days, parameters.days >= _LEAST_DAYS, f"at least {_LEAST_DAYS}: train, validation, test"),
-    }
-    for name, (value, holds, expected) in checks.items():
-        if not holds:
-            raise RecpoError(f"loop: {name} is {value!r}, expected {expected}")
+    out: Path | str
+    """directory to create"""
+    _: KW_ONLY
+    recipe: Sequence[Path | str | Mapping[str, Any]]
+    """training configurations, as files or their contents. The first one trains from scratch, or from its own run of
+    the previous round if there is one; each of the others starts from the run of the one before it. Data,
+    ``init_from``, ``out`` and seeds are set by the round. A ``FactorReward`` reads a factorization of the round's
+    log, which is fitted if the recipe names one"""
+    rounds: PositiveInt = 8
+    """number of served days, besides round 0; a resumed loop may have more"""
+    world: World = "default"
+    """preset of parameters, see ``recpo.simulate``"""
+    exploration: Exploration | None = None
+    """how the slates of the served days are drawn; None = the best items in order"""
+    log_propensities: bool = True
+    """whether the logs have the columns ``propensity`` and ``is_random``. Without them, nothing is estimated
+    off-policy, and no objective can train on them"""
+    tilt: float | Literal["auto"] | None = None
+    """beta with which the last policy of the recipe is tilted by the round's factorization; "auto" = selected on the
+    validation period; None = not tilted"""
+    repeat_after: NonNegativeFloat | None = None
+    """days after which an item may be shown to a user again; None = never. The oracle follows the same rule. The
+    lists of an evaluation are then made without any exclusion"""
+    warm_start: bool = True
+    """whether the first configuration starts from the previous round. If the catalog has changed, it starts from
+    scratch in any case"""
+    warm_epochs: PositiveInt | None = None
+    """epochs of the first configuration after a warm start; None = as configured"""
+    k: PositiveInt = 10
+    """length of the lists whose true value is reported"""
+    trust: Sequence[str] = ()
+    """packages besides recpo whose classes the configurations may name"""
+    resume: bool = False
+    """resume a loop in ``out`` that was created with the same options; if there is none, start it"""
+    overwrite: bool = False
+    """replace a loop in ``out``"""
+    progress: bool = False
+    """show progress bars on a terminal"""
+    on_round: Callable[[Round], None] | None = field(default=None, metadata=PYTHON_ONLY)
+    """called with every completed round"""
+
+    @classmethod
+    def presets(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The parameters of the named world."""
+        return WORLDS.get(given.get("world", "default"), {})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        validate_ranges(self)
+        if self.world not in WORLDS:
+            raise RecpoError(f"loop: world is {self.world!r}, expected one of {', '.join(WORLDS)}", field="world")
+        if self.days < _LEAST_DAYS:
+            raise RecpoError(
+                f"loop: days is {self.days}, expected at least {_LEAST_DAYS}: train, validation, test", field="days"
+            )
+
+    def run(self) -> LoopResult:
+        """Makes the missing rounds, one after the other; every complete one is kept."""
+        recipe = Recipe.of(self.recipe, self.tilt, self.warm_start, self.warm_epochs)
+        parameters = dataclasses.asdict(self.part(SimulationParameters))
+        del parameters["seed"]
+        shared = RoundOptions(
+            world=self.world,
+            parameters=parameters,
+            seed=self.seed,
+            exploration=self.exploration,
+            log_propensities=self.log_propensities,
+            k=self.k,
+            repeat_after=self.repeat_after,
+            reward=LoggedReward(),
+        )
+        root = Path(self.out)
+        _begin(root, _options(shared, recipe), resume=self.resume, overwrite=self.overwrite)
+        with locked_directory(root), _interrupted(root):
+            done = LoopResult.open(root)
+            for number in range(len(done.rounds), self.rounds + 1):
+                made = make_round(root, number, shared, recipe, self.trust, self.progress)
+                done = dataclasses.replace(done, rounds=(*done.rounds, made))
+                done.write()
+                if self.on_round is not None:
+                    self.on_round(made)
+        return done
 
 
 def _options(shared: RoundOptions, recipe: Recipe) -> dict[str, Any]:
@@ -256,7 +251,7 @@ def _content(options: Mapping[str, Any]) -> dict[str, Any]:
 def _begin(root: Path, options: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
     """Creates the directory with ``loop.json``, or checks the one to resume."""
     if resume and kind_of(root) == "loop":
-        stands = Loop.open(root)
+        stands = LoopResult.open(root)
         changed = sorted(name for name in {*options, *stands.options} if options.get(name) != stands.options.get(name))
         if changed:
             raise RecpoError(
@@ -275,3 +270,6 @@ def _interrupted(root: Path) -> Iterator[None]:
         yield
     except Interrupted as error:
         raise Interrupted(f"stopped; {root} continues with the same options and --resume true", error.status) from error
+
+
+loop = function_of(Loop)

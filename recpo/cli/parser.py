@@ -1,0 +1,131 @@
+"""The parser of a verb, made from the fields of its dataclass: flags, YAML keys, types, defaults and help."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import json
+import re
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+
+from recpo.artifacts import validate_configuration_files
+from recpo.errors import RecpoError
+from recpo.verbs.verb import Verb
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def verb_class(name: str) -> type[Verb[Any]]:
+    """The dataclass of a verb, ``recpo.verbs.NAME.Name``."""
+    found: type[Verb[Any]] = getattr(importlib.import_module(f"recpo.verbs.{name}"), name.capitalize())
+    return found
+
+
+def parser_of(verb: type[Verb[Any]]) -> ArgumentParser:
+    """The parser of a verb. Rejects abbreviations and unknown keys; shows progress unless told otherwise."""
+    parser = ArgumentParser(
+        prog=f"recpo {verb.__name__.lower()}",
+        description=(verb.__doc__ or "").partition("\n\n    Raises:")[0],
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
+    python_only = {one.name for one in dataclasses.fields(verb) if one.metadata.get("python_only")}
+    parser.add_class_arguments(verb, as_group=False, skip=python_only)
+    if any(one.name == "progress" for one in dataclasses.fields(verb)):
+        parser.set_defaults(progress=True)
+    return parser
+
+
+def parse(verb: type[Verb[Any]], words: Sequence[str]) -> Verb[Any]:
+    """The verb that a command line describes: flags, and ``--config FILE.yaml``.
+
+    Raises:
+        ArgumentError: an unknown option, or a value of a wrong type.
+        RecpoError: a value is refused.
+    """
+    words = joined_lists(verb, words)
+    validate_configuration_files(words)
+    parser = parser_of(verb)
+    given = parser.parse_args(words, defaults=False)
+    parser.set_defaults(dict(verb.presets(given)))
+    configuration = parser.parse_args(words)
+    configuration.pop("config", None)
+    _validate_local_paths(configuration)
+    try:
+        return verb(**parser.instantiate(configuration).as_dict())
+    except ValueError as error:
+        if isinstance(error.__cause__, RecpoError):  # the reason, for options that may be null
+            raise error.__cause__ from error
+        raise
+
+
+def joined_lists(verb: type[Verb[Any]], words: Sequence[str]) -> list[str]:
+    """A command line in which every list is one word of JSON, and the first option has its name.
+
+    ``logs/*.csv`` at the beginning is the value of the verb's first option. ``--ks 10 50`` and ``--ks 10 --ks 50`` are
+    ``--ks [10, 50]``.
+    """
+    hints = typing.get_type_hints(verb)
+    takes_list = {f"--{one.name}" for one in dataclasses.fields(verb) if _takes_list(hints[one.name])}
+    rest, others, lists = list(words), [], {}
+    if rest and not rest[0].startswith("-"):
+        first = next(one.name for one in dataclasses.fields(verb) if not one.kw_only)
+        rest.insert(0, f"--{first}")
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        if flag not in takes_list:
+            others.append(flag + equals + value)
+            continue
+        values = [value] if equals else list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
+        del rest[: 0 if equals else len(values)]
+        lists.setdefault(flag, []).extend(values)
+    for flag, values in lists.items():
+        is_whole = len(values) == 1 and (values[0][:1] in ("[", "{") or values[0] == "null")
+        others += [flag, values[0] if is_whole else _as_list(values)]
+    return others
+
+
+def _as_list(values: Sequence[str]) -> str:
+    """Values of a command line, some of them lists themselves, as one list."""
+    entries: list[str] = []
+    for value in values:
+        if value.startswith("["):
+            entries += [json.dumps(one) for one in yaml.safe_load(value)]
+        else:
+            entries.append(value if _is_yaml(value) else json.dumps(value))
+    return "[" + ", ".join(entries) + "]"
+
+
+def _takes_list(hint: Any) -> bool:
+    parts = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin in (list, tuple, Sequence):
+        return True
+    return origin is not None and any(_takes_list(part) for part in parts)
+
+
+def _is_yaml(text: str) -> bool:
+    """A mapping, a list, or a number as it would be written again; an id such as 007 is text."""
+    return text[:1] in ("{", "[") or re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?", text) is not None
+
+
+def _validate_local_paths(configuration: Namespace) -> None:
+    """Rejects ``s3://...`` for local path options, which would otherwise become a local directory of that name."""
+    for name, value in vars(configuration.as_flat()).items():
+        if isinstance(value, Path) and _ADDRESS.match(str(value)):
+            raise RecpoError(
+                f"--{name} {value}: a local path is expected; only the log, the output of prepare, and the "
+                "prepared directory that other verbs read can be in an object store",
+                code="not_local",
+                field=name,
+            )

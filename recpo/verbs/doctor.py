@@ -1,0 +1,120 @@
+"""The verb ``doctor``: reports which libraries are installed and whether they work."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from recpo.verbs.verb import Verb
+
+_TIMEOUT_SECONDS = 120
+
+
+class Part(NamedTuple):
+    """A library: the distributions that may provide it, a program that fails unless it works, whether it is needed."""
+
+    name: str
+    distributions: tuple[str, ...]
+    program: str
+    is_core: bool
+
+
+class Finding(NamedTuple):
+    part: Part
+    version: str | None
+    works: bool
+    words: str
+
+
+_ONNX_PROGRAM = """
+import onnxruntime
+print(", ".join(name.removesuffix("ExecutionProvider") for name in onnxruntime.get_available_providers()))
+"""
+_IBIS_PROGRAM = "import ibis; ibis.duckdb.connect().raw_sql('select 1')"
+_FBGEMM_PROGRAM = "import torch, fbgemm_gpu; torch.ops.fbgemm.asynchronous_complete_cumsum(torch.ones(2).long())"
+_SPARK_PROGRAM = """
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+assert spark.range(3).count() == 3
+print("Java", spark._jvm.System.getProperty("java.version"))
+"""
+_CUDA_PROGRAM = """
+import torch
+assert torch.cuda.is_available(), "no device: everything runs on the CPU"
+print(", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))
+"""
+PARTS = (
+    Part("torch", ("torch",), "import torch; torch.ones(2).sum()", True),
+    Part("lightning", ("lightning",), "import lightning.pytorch", True),
+    Part("ibis", ("ibis-framework",), _IBIS_PROGRAM, True),
+    Part("duckdb", ("duckdb",), "import duckdb; duckdb.sql('select 1').fetchall()", True),
+    Part("onnxruntime", ("onnxruntime", "onnxruntime-gpu"), _ONNX_PROGRAM, True),
+    Part("fbgemm", ("fbgemm-gpu-cpu", "fbgemm-gpu"), _FBGEMM_PROGRAM, False),
+    Part("torchrec", ("torchrec",), "import torchrec", False),
+    Part("spark", ("pyspark",), _SPARK_PROGRAM, False),
+    Part("CUDA", (), _CUDA_PROGRAM, False),
+)
+
+
+@dataclass(frozen=True)
+class Doctor(Verb[list[Finding]]):
+    """Reports versions and whether torch, lightning, DuckDB, ONNX Runtime, torchrec, fbgemm, Spark and CUDA work.
+
+    Each library is tried in a separate process, because a broken library may crash its process. The exit status is 0
+    unless a required library is broken.
+    """
+
+    def run(self) -> list[Finding]:
+        """Tries every library."""
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            return list(pool.map(_examine, PARTS))
+
+
+def advice(findings: list[Finding]) -> str:
+    """Advice for optional libraries that do not work."""
+    by_name = {finding.part.name: finding for finding in findings}
+    fbgemm, torchrec = by_name["fbgemm"], by_name["torchrec"]
+    if fbgemm.works and torchrec.works:
+        return "Sharded embedding tables (torchrec) can be used."
+    if fbgemm.version is None and torchrec.version is None:
+        return "torchrec is not installed: only sharded embedding tables need it (requirements/cpu.lock or gpu.lock)."
+    words = fbgemm.words + torchrec.words
+    if "libnvidia-ml" in words or "libcuda" in words or "Could not load this library" in words:
+        return (
+            "fbgemm is a CUDA build and this machine has no NVIDIA driver: torchrec cannot be imported. Fix it with\n"
+            "    pip uninstall fbgemm-gpu fbgemm-gpu-cpu\n"
+            "    pip install ./requirements/shim-fbgemm-gpu -r requirements/cpu.lock\n"
+            "Everything else in recpo works without it."
+        )
+    return (
+        "torchrec or fbgemm does not load. fbgemm is built for one torch version: install the three together from\n"
+        "requirements/cpu.lock or requirements/gpu.lock. Everything else in recpo works without them."
+    )
+
+
+def _examine(part: Part) -> Finding:
+    version = _version(part)
+    if part.distributions and version is None:
+        return Finding(part, None, False, "not installed")
+    command = [sys.executable, "-W", "ignore", "-c", part.program]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding(part, version, False, f"no answer within {_TIMEOUT_SECONDS} s")
+    if done.returncode == 0:
+        return Finding(part, version, True, done.stdout.strip())
+    reason = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
+    return Finding(part, version, False, reason.removeprefix("AssertionError: "))
+
+
+def _version(part: Part) -> str | None:
+    for distribution in part.distributions:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

@@ -1,0 +1,155 @@
+"""The verb ``tokenize``: gives every item a tuple of codes, so that a policy can generate items code by code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from tqdm import tqdm
+
+from recpo.artifacts import output_directory
+from recpo.data.id_map import IdMap
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.frames import ArrowStream, Frame
+from recpo.ranges import Seed
+from recpo.semantic_codes import FILES, SemanticCodes
+from recpo.tokenizer.cooccurrence import VectorsFromCooccurrence
+from recpo.tokenizer.feature_vectors import VectorsFromFeatures
+from recpo.tokenizer.residual_kmeans import ResidualKMeans
+from recpo.tokenizer.sources import (
+    CodesFromFile,
+    EarlierCodes,
+    ItemVectors,
+    VectorsFromFrame,
+    VectorsFromParquet,
+    VectorSource,
+)
+from recpo.tokenizer.tokenization import Codes, Collisions, make_codes, report_of
+from recpo.training.run import Run
+from recpo.verbs.devices import compute_device
+from recpo.verbs.verb import Verb, function_of
+
+# Imported so that their short names work as class paths.
+__all__ = [
+    "CodesFromFile",
+    "Tokenize",
+    "VectorsFromCooccurrence",
+    "VectorsFromFeatures",
+    "VectorsFromParquet",
+    "VectorsFromRun",
+    "tokenize",
+]
+
+
+@dataclass(frozen=True)
+class VectorsFromRun(VectorSource):
+    """The item vectors of a trained policy, including the part from item features if it reads them.
+
+    Attributes:
+        run: run directory written by ``recpo train`` on the same prepared data.
+        checkpoint: which checkpoint of the run.
+        trust: packages, in addition to recpo, whose classes the configuration of that run may name.
+    """
+
+    run: Path
+    checkpoint: Literal["best", "last"] = "best"
+    trust: tuple[str, ...] = ()
+
+    def read(self, data: Prepared, items: IdMap, seed: int) -> ItemVectors:
+        """See ``VectorSource.read``.
+
+        Raises:
+            RecpoError: the run has other items, or its policy has no item table.
+        """
+        run = Run.open(self.run, self.trust)
+        run.validate_items(data)
+        table = getattr(run.policy(self.checkpoint), "item_table", None)
+        if table is None:
+            raise RecpoError(f"{self.run}: its policy has no item table to take vectors from")
+        return ItemVectors(table.vectors().detach()[1:].float().numpy(), {})
+
+    def read_new(self, data: Prepared, items: IdMap, earlier: EarlierCodes) -> ItemVectors:
+        """See ``VectorSource.read_new``: not supported, because the vectors of every run have their own space."""
+        raise RecpoError(
+            "codebooks cannot encode the item table of another run, because its vectors have their own space: use "
+            "VectorsFromFeatures, VectorsFromParquet or VectorsFromCooccurrence for new items, or make all codes again"
+        )
+
+
+@dataclass(frozen=True)
+class Tokenize(ResidualKMeans, Verb[Codes]):
+    """Gives every item of a catalog a unique tuple of codes: residual k-means, then a pass that resolves collisions.
+
+    Writes codes.parquet, manifest.json with a report, and codebooks.safetensors. Equal items, options and seed give
+    equal bytes.
+
+    Raises:
+        RecpoError: ``out`` exists, options contradict each other, or items have no vectors.
+    """
+
+    first_day: ClassVar = ("prepared", "out", "vectors", "levels", "codebook_size", "extends")
+
+    prepared: Prepared | str | Path
+    """prepared data, or its directory"""
+    out: Path | str
+    """output directory"""
+    _: KW_ONLY
+    vectors: VectorSource | CodesFromFile | Frame = VectorsFromCooccurrence()  # noqa: RUF009  frozen
+    """source of the codes: VectorsFromCooccurrence, VectorsFromFeatures, VectorsFromParquet, VectorsFromRun, a frame
+    with the columns ``item_id`` and ``vector`` (or VectorsFromFrame), or CodesFromFile for existing codes"""
+    extends: Path | str | None = None
+    """codes of an earlier catalog. Its items keep their codes, and new items get free tuples of its codebooks"""
+    collisions: Collisions | None = None
+    """how items with the same tuple are distinguished: nearest (the last code becomes the nearest free one under the
+    same prefix; items of a full prefix move to the nearest prefix with free codes), extra (every item gets one more
+    code, 0 if its tuple is unique), or first_free (the smallest free last code, for codes without vectors); null =
+    nearest if there are vectors, else extra"""
+    device: str = "cpu"
+    """where k-means runs: cpu, auto (a GPU if there is one), cuda, cuda:1 and so on"""
+    seed: Seed = 0
+    """seed of all random numbers"""
+    overwrite: bool = False
+    """replace ``out`` if it exists"""
+    progress: bool = False
+    """show a progress bar on a terminal"""
+
+    def run(self) -> Codes:
+        """Makes the codes, then writes the directory."""
+        kmeans = self.part(ResidualKMeans)
+        data = self.prepared if isinstance(self.prepared, Prepared) else Prepared.open(self.prepared)
+        source = VectorsFromFrame(self.vectors) if isinstance(self.vectors, ArrowStream | Mapping) else self.vectors
+        items, place, out = data.item_ids(), compute_device(self.device), Path(self.out)
+        read = [data.root, self.extends, getattr(source, "file", None), getattr(source, "run", None)]
+        inputs = [given for given in read if isinstance(given, str | PathLike)]
+        with (
+            output_directory(out, kind="codes", overwrite=self.overwrite, inputs=inputs, sealed=FILES) as partial,
+            tqdm(
+                total=kmeans.levels + 3, desc="tokenize", unit="stage", disable=None if self.progress else True
+            ) as bar,
+        ):
+            result = make_codes(
+                source,
+                data,
+                items,
+                kmeans,
+                collisions=self.collisions,
+                codebooks=None if self.extends is None else Path(self.extends),
+                device=place,
+                seed=self.seed,
+                finished=bar.update,
+            )
+            if result.codebooks is not None:
+                result.codebooks.save(partial)
+            semantic = SemanticCodes(result.codes.cpu().numpy(), result.codebook_sizes, data.catalog_checksum)
+            facts = {"source": type(source).__name__, "seed": self.seed, **result.facts, "report": report_of(result)}
+            semantic.save(partial, items.to_external(range(1, len(items) + 1)), facts)
+            self.write_resolved(partial / "resolved.yaml")
+            bar.update(bar.total - bar.n)
+        return Codes.open(out)
+
+
+tokenize = function_of(Tokenize)

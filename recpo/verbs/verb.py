@@ -1,0 +1,89 @@
+"""What all verbs are: a frozen dataclass of options with a ``run``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
+
+import yaml
+
+from recpo.artifacts import output_file
+from recpo.errors import RecpoError
+from recpo.ranges import validate_ranges
+from recpo.yaml_values import as_configuration
+
+R_co = TypeVar("R_co", covariant=True)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Metadata of a field that only callers in Python can give, such as a callback; it is no flag and is not recorded.
+PYTHON_ONLY: Mapping[str, Any] = {"python_only": True}
+#: Options that say how to treat an earlier result or the terminal; they change no result and are not recorded.
+UNRECORDED = ("overwrite", "progress", "resume")
+
+
+@dataclass(frozen=True)
+class Verb(ABC, Generic[R_co]):
+    """One step of the road from a log to served lists.
+
+    The fields of a verb are its options, their docstrings the help, their types the ranges. The command line, YAML
+    keys, keywords in Python, the reference page and ``resolved.yaml`` are made from them. Options of Python that are
+    paths may be ``str``.
+    """
+
+    #: Options that a user sets on the first day: ``recpo VERB --help`` explains them and only names the others.
+    first_day: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        validate_ranges(self)
+
+    @abstractmethod
+    def run(self) -> R_co:
+        """Does the work and returns the result."""
+
+    @classmethod
+    def presets(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The defaults that depend on the ``given`` options, such as those of a named world."""
+        return {}
+
+    def part(self, kind: type[T]) -> T:
+        """The options of one dataclass that the verb derives from, as an instance of it."""
+        return kind(**{one.name: getattr(self, one.name) for one in fields(kind)})  # type: ignore[arg-type]
+
+    def recorded(self) -> dict[str, Any]:
+        """Every option that the result depends on, as YAML has it: ``recpo VERB --config`` repeats the verb with it.
+
+        Objects without a directory, such as frames, are only mentioned, so the verb cannot be repeated from the record.
+        """
+        kept = [one.name for one in fields(self) if one.name not in UNRECORDED and not one.metadata.get("python_only")]
+        return {name: _recorded(getattr(self, name)) for name in kept}
+
+    def write_resolved(self, file: Path) -> None:
+        """Writes the recorded options as YAML, completely or not at all."""
+        with output_file(file) as working:
+            working.write_text(yaml.safe_dump(self.recorded(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _recorded(value: Any) -> Any:
+    try:
+        return as_configuration(value)
+    except RecpoError:
+        return f"{type(value).__name__} in memory"
+
+
+def function_of(verb: Callable[P, Verb[R_co]]) -> Callable[P, R_co]:
+    """The function ``recpo.verb(**options)`` of a verb: ``Verb(**options).run()``, with the verb's signature."""
+    assert inspect.isclass(verb)
+
+    def function(*args: P.args, **kwargs: P.kwargs) -> R_co:
+        return verb(*args, **{**verb.presets(kwargs), **kwargs}).run()
+
+    functools.update_wrapper(function, verb, assigned=("__module__", "__doc__"), updated=())
+    function.__name__ = function.__qualname__ = verb.__name__.lower()
+    function.__signature__ = inspect.signature(verb)  # type: ignore[attr-defined]
+    return function
