@@ -5,6 +5,7 @@ The command line and YAML files check them while they parse; ``validate_ranges``
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
@@ -64,8 +65,10 @@ def _validate(value: Any, kind: Any, name: str) -> None:
     try:
         kind(value)
     except (ValueError, TypeError) as error:
-        range_ = kind._expression.replace("v", "").replace("and", "and ").strip()
-        raise RecpoError(f"{name} is {value!r}, expected a number {range_}", code="out_of_range", field=name) from error
+        whole = "a whole number" if kind._type is int else "a number"
+        limits = re.sub(r"v([<>=]+)", r"\1 ", kind._expression)
+        message = f"{name} is {value!r}, expected {whole} {limits}"
+        raise RecpoError(message, code="out_of_range", field=name) from error
 
 
 @cache

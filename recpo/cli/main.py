@@ -28,7 +28,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from recpo import __version__
 from recpo.artifacts import RESOLVED, describe_os_error, validate_configuration_files
 from recpo.cli.output import TerminalOptions, printing, terminal_options
-from recpo.cli.parser import parse, verb_class
+from recpo.cli.parser import in_words, parse, verb_class
 from recpo.cli.verb_results import VerbResult
 from recpo.cli.verb_results import failed as failure
 from recpo.errors import GateClosedError, RecpoError
@@ -86,19 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print_result(result or VerbResult(), verb, terminal)
             sys.stdout.flush()  # a closed pipe raises here instead of at the end of the process
     except ArgumentError as error:
-        return _failed(verb, 2, f"error: {error}{_hint(str(error))}\nsee: recpo {verb} --help", terminal)
+        return _failed(verb, 2, f"error: {in_words(error)}\nsee: recpo {verb} --help", terminal)
     except BaseException as error:
         status, message = _outcome(error)
         if status is None:
             raise
         return _failed(verb, status, message, terminal)
     return 0
-
-
-def _hint(message: str) -> str:
-    """A remedy for words that no option takes: a list is one word."""
-    found = re.search(r"unrecognized arguments: ([^-\s]\S*)", message)
-    return f"; a list is one argument, such as '[first, {found[1]}]'" if found else ""
 
 
 def _print_result(result: VerbResult, verb: str, terminal: TerminalOptions) -> None:

@@ -16,7 +16,7 @@ from recpo.data.prepared import Prepared
 from recpo.evaluation.behavior_rates import BehaviorRates
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy
 from recpo.evaluation.candidates import Candidates
-from recpo.evaluation.catalog_ranking import Gain, evaluate_ranking
+from recpo.evaluation.catalog_ranking import Gain, evaluate_ranking, validate_ks
 from recpo.evaluation.contenders import Contender
 from recpo.evaluation.document import ContenderResult, evaluation_document, logging_policy
 from recpo.evaluation.item_facts import ItemFacts
@@ -28,7 +28,7 @@ from recpo.evaluation.reading import Document
 from recpo.evaluation.segments import ItemSegment, history_length
 from recpo.evaluation.true_rewards import TrueRewards
 from recpo.features.schema import Reads
-from recpo.ranges import NonNegativeInt, PositiveInt
+from recpo.ranges import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.types import EvaluationBatch
 
 HeldOut = Literal["valid", "test"]
@@ -62,6 +62,10 @@ class RankingOptions:
     """users scored at once"""
     progress: bool = False
     """show progress bars on a terminal"""
+
+    def __post_init__(self) -> None:
+        validate_ranges(self)
+        validate_ks(self.ks)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
-from recpo.sharding import planning
 from recpo.sharding.costs import GIB, Links, Placement, Sharding, transfer_seconds
 from recpo.sharding.workload import StepCosts, Workload, estimate, place_softmax_tables, table_memory
 
@@ -113,6 +114,7 @@ def _placements(
     def planned(memory: int | None) -> dict[str, Placement]:
         if not specs:
             return fixed
+        planning = _planner()
         made = planning.plan_tables(
             specs,
             sharding=sharding,
@@ -135,6 +137,18 @@ def _placements(
         return planned(max(0, limit - round(elsewhere))), None
     except RecpoError as error:
         return unlimited, error
+
+
+def _planner() -> ModuleType:
+    try:
+        return import_module("recpo.sharding.planning")
+    except (ImportError, OSError) as fault:  # an fbgemm build that does not fit the machine raises OSError
+        raise RecpoError(
+            f"recpo plan uses the planner of torchrec, which does not load ({fault}): install the extra "
+            "sharding through requirements/cpu.lock or gpu.lock; `recpo doctor` says why it does not load and how to "
+            "fix it",
+            code="not_installed",
+        ) from fault
 
 
 def _document(

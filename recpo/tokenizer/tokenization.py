@@ -93,7 +93,7 @@ def make_codes(
     seed: int = 0,
     finished: Callable[[], object] = lambda: None,
 ) -> Tokenization:
-    """Codes of the items 1..V of ``data``, all different; see ``recpo.workflows.tokenize.tokenize`` for the options.
+    """Codes of the items 1..V of ``data``, all different; see ``recpo.verbs.tokenize.Tokenize`` for the options.
 
     Raises:
         RecpoError: options that contradict each other, items without vectors or codes, or more items than tuples.

