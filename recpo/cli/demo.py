@@ -29,6 +29,7 @@ from recpo.errors import RecpoError
 from recpo.evaluation.estimates import Estimate, estimate_over_seeds
 from recpo.evaluation.evaluation import METRICS
 from recpo.simulation.parameters import SimulationParameters
+from recpo.training.run import FINISHED
 
 _METRICS = {
     "NDCG@10": "NDCG@10 on positives",
@@ -135,7 +136,7 @@ def _train_all(out: Path, configs: Path, families: list[_Family], seeds: int, ep
                 tilted = out / f"{_TILTED}-{seed}"
                 named = ("--run", out / f"mpo-{seed}", "--factors", factors, "--prepared", prepared)
                 _step(tilt, *named, "--lower_bound", 1.0, "--out", tilted)
-                runs.append(tilted)
+                runs += [tilted] if (tilted / FINISHED).is_file() else []
     return runs
 
 
@@ -181,6 +182,8 @@ def _step(verb: Callable[..., VerbResult | None], *options: object) -> None:
 def _summary(document: dict[str, Any], families: list[_Family], seeds: int) -> dict[str, Any]:
     """Means over seeds with intervals, and paired differences over the seeds."""
     metrics = {contender["name"]: contender["metrics"] for contender in document["contenders"]}
+    for seed in range(seeds):  # where no beta is better, the untilted policy is what tilting gives
+        metrics.setdefault(f"{_TILTED}-{seed}", metrics.get(f"mpo-{seed}", {}))
 
     def of(kind: str, metric: str) -> list[float]:
         return [metrics[f"{kind}-{seed}"][metric]["mean"] for seed in range(seeds)]

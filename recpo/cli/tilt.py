@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from recpo.cli.output import console
-from recpo.cli.verb_results import VerbResult, after_train
+from recpo.cli.verb_results import VerbResult, after_tilt
 from recpo.rewards import LoggedReward
-from recpo.workflows.tilt import BETAS, Tilt
+from recpo.workflows.tilt import BETAS, Tilt, TiltTrial
 from recpo.workflows.tilt import tilt as _tilt
 
 _NAMES = {
@@ -38,7 +38,8 @@ def tilt(
 
     The new run is self-contained: evaluate, export and recommend take it like any other run. Its policy is ``pi(i | h)
     ∝ base(i | h) exp(grade(h, i) / beta)``, the optimum of ``E_pi[grade] - beta KL(pi || base)``. Prints the value of
-    every beta in the validation period, how far it moves the policy, and the chosen beta.
+    every beta in the validation period, how far it moves the policy, and the chosen beta. If no beta is better than the
+    untilted policy, prints this and writes nothing, unless beta is a number.
 
     Args:
         run: run directory written by ``recpo train``.
@@ -54,7 +55,7 @@ def tilt(
     found = _tilt(run, factors, prepared, out=out, betas=betas, reward=reward, trust=trust, progress=True, **options)
     print_tilt(found)
     facts = {"beta": found.beta, "lower_bound": found.lower_bound, "trials": [asdict(one) for one in found.trials]}
-    return after_train(found.run.root, str(prepared or "prepared"), facts)
+    return after_tilt(run, None if found.run is None else found.run.root, str(prepared or "prepared"), facts)
 
 
 def print_tilt(found: Tilt) -> None:
@@ -62,14 +63,22 @@ def print_tilt(found: Tilt) -> None:
     terminal = console()
     if found.trials:
         terminal.print(_table(found))
-        base, taken = found.trials[0], next(trial for trial in found.trials if trial.beta == found.beta)
-        if taken.value < base.value:
-            terminal.print(
-                "warning: by this criterion the untilted policy is worth more", style="yellow", soft_wrap=True
-            )
+    if found.run is None:
+        terminal.print(
+            "no temperature (beta) is better than the untilted policy: keep the run as it is; nothing was written. "
+            "--beta NUMBER writes a tilted run regardless",
+            soft_wrap=True,
+        )
+        return
+    if found.trials and _taken(found).value < found.trials[0].value:
+        terminal.print("warning: by this criterion the untilted policy is worth more", style="yellow", soft_wrap=True)
     terminal.print(
         f"{found.run.root}: tilted with beta {found.beta:g}, lower bound {found.lower_bound:g}", soft_wrap=True
     )
+
+
+def _taken(found: Tilt) -> TiltTrial:
+    return next(trial for trial in found.trials if trial.beta == found.beta)
 
 
 def _table(found: Tilt) -> Table:
@@ -85,11 +94,12 @@ def _table(found: Tilt) -> Table:
     for column in ("beta", "value", "±", "behind", "±", "rows", "grade", "SNIPS", "AUC", "NDCG", "coverage", "KL"):
         table.add_column(column, justify="right", no_wrap=True)
     for trial in found.trials:
-        name = "base" if trial.beta == math.inf else f"{trial.beta:g}{' *' if trial.beta == found.beta else ''}"
+        name = "base" if trial.beta == math.inf else f"{trial.beta:g}"
         numbers = (trial.value, trial.half_width, trial.loss, trial.loss_error)
         others = (trial.grade, trial.top_k, trial.auc, trial.ndcg, trial.coverage)
         rows = "-" if math.isnan(trial.effective_rows) else f"{trial.effective_rows:,.0f}"
         kl = "-" if math.isnan(trial.kl) else f"{trial.kl:.2f}"
+        name += " *" if trial.beta == found.beta else ""
         table.add_row(name, *map(_shown, numbers), rows, *map(_shown, others), kl)
     return table
 

@@ -91,9 +91,18 @@ def after_factorize(factors: Path, prepared: str, result: Mapping[str, Any]) -> 
 
 
 def after_train(run: Path, prepared: str, result: Mapping[str, Any]) -> VerbResult:
-    """A policy was trained, or tilted."""
-    words = ("--prepared", prepared, "--run", run, "--out", "runs/evaluation")
-    return VerbResult((str(run),), command("evaluate", *words), result)
+    """A policy was trained."""
+    return VerbResult((str(run),), _evaluation_of(run, prepared), result)
+
+
+def after_tilt(base: Path, tilted: Path | None, prepared: str, result: Mapping[str, Any]) -> VerbResult:
+    """A policy was tilted; ``tilted`` is None if the untilted policy ``base`` is kept."""
+    wrote = () if tilted is None else (str(tilted),)
+    return VerbResult(wrote, _evaluation_of(base if tilted is None else tilted, prepared), result)
+
+
+def _evaluation_of(run: Path, prepared: str) -> str:
+    return command("evaluate", "--prepared", prepared, "--run", run, "--out", "runs/evaluation")
 
 
 def after_reward_model(run: Path, prepared: str, result: Mapping[str, Any]) -> VerbResult:

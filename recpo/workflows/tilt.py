@@ -16,7 +16,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from tqdm import tqdm
 
-from recpo.artifacts import output_directory, read_json, read_yaml, write_json
+from recpo.artifacts import output_directory, read_json, read_yaml, validate_output_directory, write_json
 from recpo.contracts import Policy, RewardFunction
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
@@ -107,15 +107,15 @@ class Tilt:
     """A tilted run and how its beta was chosen.
 
     Attributes:
-        run: the run.
-        beta: beta of the tilt.
+        run: the tilted run; None = no beta is better than the untilted policy, and nothing was written.
+        beta: beta of the tilt; inf = the untilted policy.
         lower_bound: number of standard deviations subtracted from the grade.
         criterion: criterion that chose beta; None = beta was given, and nothing was measured.
         k: length of the lists.
         trials: the untilted policy first, then every beta, descending; empty if nothing was measured.
     """
 
-    run: Run
+    run: Run | None
     beta: float
     lower_bound: float
     criterion: Criterion | None
@@ -185,6 +185,8 @@ def tilt(
     run. Its policy is ``pi(i | h) ∝ base(i | h) exp(grade(h, i) / beta)``, the optimum of ``E_pi[grade] - beta KL(pi ||
     base)``.
 
+    If beta is auto and no beta is better than the untilted policy, nothing is written.
+
     Args:
         run: the run to tilt, or its directory.
         factors: factors that ``recpo factorize`` fitted for the same items, or their directory.
@@ -192,8 +194,8 @@ def tilt(
             were candidates at its start; null = beta is given.
         out: output run directory.
         beta: difference in grade that moves the log-odds of two items by 1; auto = the largest beta (the closest to the
-            base) whose value is within one standard error of the best. The error is that of the difference on the same
-            users.
+            base) whose value is within one standard error of the best; the untilted policy counts as an infinite beta.
+            The error is that of the difference on the same users. A number is written whatever its value.
         betas: values to try if beta is auto.
         criterion: value of a beta: grade (mean grade of its lists, as a factorization of the validation period's own
             events predicts it; it shares no noise with the factors), top_k (off-policy value of its lists, SNIPS),
@@ -214,7 +216,7 @@ def tilt(
         progress: show a progress bar on a terminal.
 
     Returns:
-        The new run, its beta, and the value of every beta that was tried.
+        The new run, if there is one, its beta, and the value of every beta that was tried.
 
     Raises:
         RecpoError: run, factors and data have different items; the run is already tilted; options are out of range; no
@@ -230,37 +232,35 @@ def tilt(
         raise RecpoError(
             "beta is auto, and there is no validation period to choose it on: name prepared data, or give beta"
         )
-    inputs = [base.root, None if data is None else data.root, None if isinstance(factors, Factors) else factors]
-    with output_directory(out, kind="run", overwrite=overwrite, inputs=[one for one in inputs if one]) as target:
-        policy = base.policy(checkpoint)
-        if isinstance(policy, TiltedPolicy | RerankedPolicy):
-            raise RecpoError(f"{base.root} is tilted already: name the run that it was made from")
-        chosen, used = betas[0], None
-        trials: tuple[TiltTrial, ...] = ()
-        if data is not None:
-            base.validate_items(data)
-            if monitor_reward is not None:
-                validate_identity(monitor_reward, "monitor_reward", data)
-            graded = _has_grades(data)
-            used = criterion or _default_criterion(graded, monitor_reward)
-            where = compute_device(device)
-            shared = _Validation(
-                data=data,
-                criterion=used,
-                k=min(k, data.num_items),
-                setting=_setting(data, used, off_policy, reward, k),
-                held_out=_held_out_factors(data) if graded or used == "grade" else None,
-                candidates=candidates_of(data, "valid", None),
-                monitor_reward=monitor_reward,
-                batch_size=batch_size,
-                device=where,
-            )
-            tilts = partial(tilted, candidates=candidates, lower_bound=lower_bound)
-            trials = shared.trials(policy.to(where), opened.to(where), tilts, betas, progress)
-            chosen = next(t.beta for t in trials[1:] if not t.loss > t.loss_error)
+    given = [base.root, None if data is None else data.root, None if isinstance(factors, Factors) else factors]
+    inputs = [one for one in given if one]
+    validate_output_directory(out, kind="run", overwrite=overwrite, inputs=inputs)
+    policy = base.policy(checkpoint)
+    if isinstance(policy, TiltedPolicy | RerankedPolicy):
+        raise RecpoError(f"{base.root} is tilted already: name the run that it was made from")
+    used: Criterion | None = None
+    trials: tuple[TiltTrial, ...] = ()
+    if data is not None:
+        base.validate_items(data)
+        if monitor_reward is not None:
+            validate_identity(monitor_reward, "monitor_reward", data)
+        where = compute_device(device)
+        shared = _validation(data, criterion, k, off_policy, reward, monitor_reward, batch_size, where)
+        used, tilts = shared.criterion, partial(tilted, candidates=candidates, lower_bound=lower_bound)
+        trials = shared.trials(policy.to(where), opened.to(where), tilts, betas, progress)
+    chosen = _chosen(trials) if beta == "auto" else float(beta)
+    if chosen == math.inf:
+        return Tilt(None, chosen, lower_bound, used, k, trials)
+    with output_directory(out, kind="run", overwrite=overwrite, inputs=inputs) as target:
         final = tilted(policy.cpu(), opened, chosen, candidates, lower_bound)
         _write(target, final, base, checkpoint, opened, _Choice(chosen, used, k, trials))
-    return Tilt(Run.open(out, trust), chosen, final.factors.lower_bound, used, k, trials)
+    return Tilt(Run.open(out, trust), chosen, lower_bound, used, k, trials)
+
+
+def _chosen(trials: Sequence[TiltTrial]) -> float:
+    """The largest beta, inf first, that is at most one standard error worse than the best; never an unknown value."""
+    known = [trial for trial in trials if math.isfinite(trial.value)]
+    return next(t.beta for t in known if t.loss <= 0 or t.loss <= t.loss_error)  # nan is neither
 
 
 def _validate(betas: Sequence[float], k: int, batch_size: int) -> None:
@@ -270,6 +270,32 @@ def _validate(betas: Sequence[float], k: int, batch_size: int) -> None:
         validate_beta(one)
     if k < 1 or batch_size < 1:
         raise RecpoError(f"k is {k} and batch_size is {batch_size}, expected at least 1 each")
+
+
+def _validation(
+    data: Prepared,
+    criterion: Criterion | None,
+    k: int,
+    off_policy: OffPolicyOptions,
+    reward: RewardFunction,
+    monitor_reward: RewardFunction | None,
+    batch_size: int,
+    device: torch.device,
+) -> _Validation:
+    """What all betas are measured with; see ``tilt``."""
+    graded = _has_grades(data)
+    used = criterion or _default_criterion(graded, monitor_reward)
+    return _Validation(
+        data=data,
+        criterion=used,
+        k=min(k, data.num_items),
+        setting=_setting(data, used, off_policy, reward, k),
+        held_out=_held_out_factors(data) if graded or used == "grade" else None,
+        candidates=candidates_of(data, "valid", None),
+        monitor_reward=monitor_reward,
+        batch_size=batch_size,
+        device=device,
+    )
 
 
 def _default_criterion(graded: bool, monitor: RewardFunction | None) -> Criterion:
@@ -350,7 +376,7 @@ class _Validation:
             found += [self._measured(beta, tilts(base, factors, beta), bar) for beta in betas]
         values = [self._value(one)[0] for one in found]
         best = max(range(1, len(found)), key=lambda place: _or_least(values[place]))
-        if math.isnan(values[best]):
+        if not math.isfinite(values[best]):
             raise RecpoError(
                 f"the validation period of {self.data.root} gives no value to a beta by the criterion "
                 f"{self.criterion}: it is undefined for every user; name another criterion, or beta"
@@ -435,7 +461,7 @@ class _Validation:
 
 
 def _or_least(value: float) -> float:
-    return -math.inf if math.isnan(value) else value
+    return value if math.isfinite(value) else -math.inf
 
 
 def _mean(ranking: RankingResult, metric: str) -> float:
