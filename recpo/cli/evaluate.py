@@ -10,7 +10,6 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from recpo.artifacts import kind_of
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, after_evaluate
 from recpo.data.prepared import Prepared
@@ -106,10 +105,15 @@ def evaluate(
     )
     print_evaluation(found)
     metrics = {one["name"]: one["metrics"] for one in found.document["contenders"]}
-    runs = [path for path in _listed(run) if kind_of(path) != "bundle"]
-    best = best_by_value(found.document, [path.name for path in runs])
-    served = next((path for path in runs if path.name == best), runs[-1] if runs else None)
-    return after_evaluate(out, served, {"warnings": found.warnings, "metrics": metrics})
+    return after_evaluate(out, _best_run(found.document), {"warnings": found.warnings, "metrics": metrics})
+
+
+def _best_run(document: Document) -> Path | None:
+    """The directory of the run with the best value; None without runs."""
+    origins = document["provenance"]["runs"]
+    paths = {name: Path(origin["path"]) for name, origin in origins.items() if origin.get("kind") == "run"}
+    best = best_by_value(document, list(paths)) or next(reversed(paths), None)
+    return None if best is None else paths[best]
 
 
 def _listed(given: list[_T] | _T) -> list[_T]:
