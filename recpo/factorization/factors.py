@@ -125,8 +125,8 @@ class Factors:
         """Factors of users with a history: ridge regression of the graded events on the item factors.
 
         ``argmin over (p, b) of sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p|^2 +
-        bias_ridge b^2`` with the variances ``v`` of the item factors, over the last ``max_history`` events with a known
-        grade. Training fits its users with the same step.
+        bias_ridge b^2`` with the variances ``v`` of the item factors, over those of the last ``max_history`` events
+        that have a grade. Training fits its users with the same step.
 
         Args:
             histories: contexts with feedback levels; an empty history gives zeros.
