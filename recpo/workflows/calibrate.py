@@ -182,7 +182,7 @@ def _opened(source: Source, data: Prepared, checkpoint: Checkpoint, trust: Seque
         is_factors = kind_of(Path(source)) == "factors"
         source = FactorReward(Path(source), users="folded") if is_factors else Run.open(source, trust)
     if isinstance(source, Run):
-        source.validate_items(data)
+        source.validate_data(data)
         LearnedReward(source.root, calibrated=False, checkpoint=checkpoint, trust=tuple(trust))  # raises if not a run
     else:
         validate_identity(source, type(source).__name__, data)

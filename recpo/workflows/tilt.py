@@ -227,6 +227,7 @@ def tilt(
     base = Run.open(run, trust)
     data = None if prepared is None else prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)
     opened = factors if isinstance(factors, Factors) else Factors.open(factors)
+    opened.validate_feedback(base.feedback, base.root)
     opened.validate_items(base.catalog_checksum, base.root)
     if data is None and beta == "auto":
         raise RecpoError(
@@ -241,7 +242,7 @@ def tilt(
     used: Criterion | None = None
     trials: tuple[TiltTrial, ...] = ()
     if data is not None:
-        base.validate_items(data)
+        base.validate_data(data)
         if monitor_reward is not None:
             validate_identity(monitor_reward, "monitor_reward", data)
         where = compute_device(device)
