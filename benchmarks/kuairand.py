@@ -151,9 +151,11 @@ def trained(seed, prepared, factors, options):
             call(train, config=file, out=out, overwrite="true", **first, **{**others, **common})
     if options.items:
         return runs
-    out = runs[TILTED] = directory(TILTED, seed, options)
+    out = directory(TILTED, seed, options)
     if not (out / "run.json").is_file():
         call(tilt, run=runs["value-aligned"], factors=factors, prepared=prepared, out=out, overwrite="true")
+    # where no beta is better, the untilted policy is what tilting gives
+    runs[TILTED] = out if (out / "run.json").is_file() else runs["value-aligned"]
     return runs
 
 
@@ -455,7 +457,7 @@ def results(options):
     prepared, factors = prepared_log(options)
     data = Prepared.open(prepared)
     runs = {seed: trained(seed, prepared, factors, options) for seed in options.seeds}
-    found = evaluated(data, [path for paths in runs.values() for path in paths.values()], options)
+    found = evaluated(data, list({path: None for paths in runs.values() for path in paths.values()}), options)
     here = {
         (name, seed): kept(
             options.work / f"{name.replace(' ', '_')}-{seed}-{options.split}.json",

@@ -114,7 +114,7 @@ def trained(root, seed, prepared, factors, options):
     if not (tilted / "run.json").is_file():
         named = {"run": runs["mpo"], "factors": factors, "prepared": prepared}
         call(tilt, **named, lower_bound=1.0, out=tilted, overwrite="true")
-    return [*runs.values(), tilted]
+    return [*runs.values(), *([tilted] if (tilted / "run.json").is_file() else [])]
 
 
 def evaluated(world, options):
@@ -136,7 +136,9 @@ def evaluated(world, options):
         **listed,
     )
     document = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
-    return {one["name"]: metrics_of(one) for one in document["contenders"] if "true_reward@10" in one["metrics"]}
+    found = {one["name"]: metrics_of(one) for one in document["contenders"] if "true_reward@10" in one["metrics"]}
+    # where no beta is better, the untilted policy is what tilting gives
+    return {f"tilted-{seed}": found[f"mpo-{seed}"] for seed in options.seeds} | found
 
 
 def metrics_of(contender):

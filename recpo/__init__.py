@@ -117,7 +117,8 @@ if TYPE_CHECKING:
     from recpo.verbs.simulate import simulate as simulate
     from recpo.training.run import Run as Run
     from recpo.verbs.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
-    from recpo.workflows.tilt import Tilt as Tilt, tilt as tilt
+    from recpo.training.tilting import TiltResult as TiltResult
+    from recpo.verbs.tilt import tilt as tilt
     from recpo.workflows.train import train as train
 
 __version__ = "0.1.0"
@@ -220,7 +221,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.workflows.serve": ("serve",),
     "recpo.verbs.simulate": ("simulate",),
     "recpo.training.run": ("Run",),
-    "recpo.workflows.tilt": ("Tilt", "tilt"),
+    "recpo.training.tilting": ("TiltResult",),
+    "recpo.verbs.tilt": ("tilt",),
     "recpo.workflows.train": ("train",),
     "recpo.verbs.tokenize": ("VectorsFromRun", "tokenize"),
 }

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from recpo.features.schema import FeatureSchema, Reads
+from recpo.feedback import FeedbackDefinition
 from recpo.types import (
     Features,
     FeedbackBatch,
@@ -286,6 +287,11 @@ class RewardFunction(ABC):
     def users_checksum(self) -> str | None:
         """Checksum of the users whose rewards it looks up by ``FeedbackBatch.user_ids``; None = it reads histories."""
         return None
+
+    @property
+    def feedback(self) -> tuple[FeedbackDefinition, ...]:
+        """The definitions of the feedback levels that it reads from histories; empty = it reads none."""
+        return ()
 
     @property
     def learns_from(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 
@@ -96,12 +96,46 @@ class FeedbackDefinition:
         duration_base: base of the duration buckets, ``floor(log_base(duration + 1e-6))`` with the duration in seconds.
         cutoffs: for each bucket, the 25, 50 and 75 % quantiles of its watch times in seconds.
         max_watch_time: seconds; a longer watch time counts as unknown.
+        label: how ``recpo prepare`` made the labels, for people; empty = not by ``recpo prepare``.
     """
 
     rule: FeedbackRule = field(default_factory=FeedbackRule)
     duration_base: float = DEFAULT_DURATION_BASE
     cutoffs: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     max_watch_time: float = DEFAULT_MAX_WATCH_TIME
+    label: str = ""
+
+    @property
+    def levels_from(self) -> Literal["watch times", "labels"]:
+        """Where the feedback levels of events come from."""
+        return "watch times" if self.cutoffs else "labels"
+
+    def validate_same(self, other: FeedbackDefinition, own: object, others: object) -> None:
+        """Raises unless an event has the same meaning by both definitions.
+
+        Cutoffs may differ in value: ``recpo prepare`` of a longer log fits them again.
+
+        Args:
+            other: the definition to compare with.
+            own: the directory of this definition, for the message.
+            others: the directory of ``other``.
+
+        Raises:
+            RecpoError: the labels, the thresholds, the duration buckets or the longest watch times differ, or only one
+                of them reads levels from watch times.
+        """
+        pairs = zip(self._meaning().items(), other._meaning().values(), strict=True)
+        different = [f"{name} {here}, not {there}" for (name, here), there in pairs if here != there]
+        if different:
+            raise RecpoError(
+                f"{own}: made with another definition of feedback than {others}: {'; '.join(different)}. Name the "
+                "data that it was made from or an extension of them, or prepare the log with the same options"
+            )
+
+    def _meaning(self) -> dict[str, object]:
+        """What ``validate_same`` compares."""
+        fitted = {"duration_base": self.duration_base, "max_watch_time": self.max_watch_time}
+        return {"label": self.label or "unknown", **asdict(self.rule), **fitted, "levels from": self.levels_from}
 
     def levels(
         self, watch_time: np.ndarray, duration: np.ndarray, dislike: np.ndarray, label: np.ndarray
@@ -141,10 +175,10 @@ class FeedbackDefinition:
         return np.where(np.isnan(label), UNKNOWN, LOWEST + passed).astype(np.int8)
 
     def to_json(self) -> dict[str, Any]:
-        """The input of ``from_json``: the thresholds, ``duration_base``, ``max_watch_time``, ``cutoffs`` by bucket."""
+        """The input of ``from_json``: the thresholds and all fields, ``cutoffs`` by bucket."""
         cutoffs = {str(bucket): list(limits) for bucket, limits in sorted(self.cutoffs.items())}
         fitted = {"duration_base": self.duration_base, "cutoffs": cutoffs, "max_watch_time": self.max_watch_time}
-        return {**asdict(self.rule), **fitted}
+        return {**asdict(self.rule), **fitted, "label": self.label}
 
     @classmethod
     def from_json(cls, content: Any, source: str = "feedback") -> FeedbackDefinition:
@@ -161,6 +195,7 @@ class FeedbackDefinition:
             rule = FeedbackRule(float(content["positive_threshold"]), float(content["skip_threshold"]))
             cutoffs = {int(bucket): tuple(map(float, limits)) for bucket, limits in content["cutoffs"].items()}
             base, longest = float(content["duration_base"]), float(content["max_watch_time"])
+            label = str(content["label"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RecpoError(f"{source} is damaged ({error!r}): {_HINT}") from error
         if not (math.isfinite(base) and base > 1.0):
@@ -174,7 +209,7 @@ class FeedbackDefinition:
                     f"{source}: cutoffs of bucket {bucket} are {list(limits)}, expected three ascending times in "
                     f"seconds: {_HINT}"
                 )
-        return cls(rule, base, cutoffs, longest)  # type: ignore[arg-type]  # three each, as checked
+        return cls(rule, base, cutoffs, longest, label)  # type: ignore[arg-type]  # three each, as checked
 
 
 UNKNOWN_BUCKET: Final = -1001

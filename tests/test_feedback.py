@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -74,6 +75,23 @@ def test_impossible_thresholds_are_refused(thresholds):
 
 
 FITTED = FeedbackDefinition(FeedbackRule(), 2.0, {3: (1.0, 2.5, 2.5), 5: (0.0, 4.0, 9.0)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rule": FeedbackRule(0.5)}, r"positive_threshold 0\.75, not 0\.5"),
+        ({"rule": FeedbackRule(0.75, 0.5)}, r"skip_threshold 0\.25, not 0\.5"),
+        ({"duration_base": 3.0}, r"duration_base 2\.0, not 3\.0"),
+        ({"max_watch_time": 60.0}, r"max_watch_time 86400\.0, not 60\.0"),
+        ({"cutoffs": {}}, "levels from watch times, not labels"),
+        ({"label": "EveryEvent()"}, r"label unknown, not EveryEvent\(\)"),
+    ],
+)
+def test_another_definition_is_refused_with_what_differs(change, message):
+    with pytest.raises(RecpoError, match=f"^runs/a: .*than prepared: {message}"):
+        FITTED.validate_same(replace(FITTED, **change), "runs/a", "prepared")
+    FITTED.validate_same(replace(FITTED, cutoffs={3: (1.5, 2.5, 3.0)}), "runs/a", "prepared")
 
 
 def test_levels_by_hand():

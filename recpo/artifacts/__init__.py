@@ -14,7 +14,7 @@ from recpo.artifacts.kinds import MARKER, Kind, kind_of, marker, other_kind, ver
 from recpo.artifacts.leavings import PARTIAL
 from recpo.artifacts.locks import locked_directory
 from recpo.artifacts.os_errors import describe_os_error
-from recpo.artifacts.outputs import output_directory, output_file
+from recpo.artifacts.outputs import output_directory, output_file, validate_output_directory
 from recpo.artifacts.writing import RESOLVED, write_json, write_resolved
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "sha256",
     "unseal",
     "validate_configuration_files",
+    "validate_output_directory",
     "verify",
     "verify_sealed",
     "write_json",

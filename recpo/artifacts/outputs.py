@@ -50,9 +50,7 @@ def output_directory(
             that recpo did not write as this kind; is, holds or lies in one of ``inputs``; or another process writes it.
             Later, it cannot be written (a full disk, permissions).
     """
-    place = Path(os.path.realpath(target))
-    _check_directory(place, target, kind, overwrite)
-    _check_inputs(place, target, inputs)
+    place = validate_output_directory(target, kind=kind, overwrite=overwrite, inputs=inputs)
     with os_errors(place, WRITING), parents(place), _claimed(place, target, kind, overwrite) as working:
         yield working
         if names := [name for name in sealed if (working / name).is_file()]:
@@ -61,6 +59,20 @@ def output_directory(
                 whole.write_text(json.dumps(content) + "\n", encoding="utf-8")
         flush_tree(working)
         _publish(working, place, target, kind, overwrite)
+
+
+def validate_output_directory(
+    target: Path | str, *, kind: Kind, overwrite: bool = False, inputs: Iterable[object] = ()
+) -> Path:
+    """Raises if ``output_directory`` would refuse these arguments; for long computations that may write nothing.
+
+    Returns:
+        The real path of ``target``.
+    """
+    place = Path(os.path.realpath(target))
+    _check_directory(place, target, kind, overwrite)
+    _check_inputs(place, target, inputs)
+    return place
 
 
 @contextmanager

@@ -187,7 +187,7 @@ def run(verb: str, options: Sequence[str]) -> VerbResult:
     made = parse(verb_class(verb), options)
     if watch := getattr(shown, "watch", None):  # prints what happens meanwhile
         made = replace(made, **watch(made))
-    result: VerbResult = shown.show(made, made.run())
+    result: VerbResult = shown.show(made, made.execute())
     return result
 
 

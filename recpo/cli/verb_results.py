@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import recpo
+from recpo.verbs.verb import configurations
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,6 @@ def path_of(given: object) -> str:
     return str(getattr(given, "root", given))
 
 
-def configurations(here: Path = Path()) -> Path:
-    """The directory of recpo's own configurations: in a clone, or installed with the package."""
-    return (
-        Path("configs") if (here / "configs" / "pretrain.yaml").is_file() else Path(recpo.__file__).parent / "configs"
-    )
-
-
 def configuration(name: str, here: Path = Path()) -> str:
     """Path of an objective's configuration: the one that ``recpo init`` wrote for the log, or recpo's own."""
     return name if (here / name).is_file() else str(configurations(here) / name)
@@ -96,9 +89,19 @@ def after_factorize(factors: Path, prepared: str, result: Mapping[str, Any]) -> 
 
 
 def after_train(run: Path, prepared: str, result: Mapping[str, Any]) -> VerbResult:
-    """A policy was trained, or tilted."""
-    words = ("--prepared", prepared, "--run", run, "--out", "runs/evaluation")
-    return VerbResult((str(run),), command("evaluate", *words), result)
+    """A policy was trained."""
+    return VerbResult((str(run),), evaluation_of(run, prepared), result)
+
+
+def after_tilt(base: Path, tilted: Path | None, prepared: str, result: Mapping[str, Any]) -> VerbResult:
+    """A policy was tilted; ``tilted`` is None if the untilted policy ``base`` is kept."""
+    wrote = () if tilted is None else (str(tilted),)
+    return VerbResult(wrote, evaluation_of(base if tilted is None else tilted, prepared), result)
+
+
+def evaluation_of(run: object, prepared: str) -> str:
+    """The command that evaluates a run."""
+    return command("evaluate", "--prepared", prepared, "--contenders", run, "--out", "runs/evaluation")
 
 
 def after_reward_model(run: Path, prepared: str, result: Mapping[str, Any]) -> VerbResult:

@@ -278,7 +278,7 @@ class PrepareRun:
         events, boundaries = self._split(events)
         items, users, kept = self._keep(events)
         self._stage()
-        shaped, feedback = self._shape(kept)
+        shaped, feedback = self._shape(kept, log)
         outside = self._outside(events, items, users)
         sizes = self._write_tables(log, items, users, shaped)
         self._stage()
@@ -370,7 +370,7 @@ class PrepareRun:
             self.dropped |= count_dropped(engine, known, active, "user below min_user_events")
         return items, users, place_events(events, items, users)
 
-    def _shape(self, events: ir.Table) -> tuple[ir.Table, FeedbackDefinition]:
+    def _shape(self, events: ir.Table, log: Log) -> tuple[ir.Table, FeedbackDefinition]:
         engine, base = self.engine, self.choice.label.duration_base
         counts = engine.materialize("counts", bucket_counts(events, base))
         quantiles = quantile_table(counts)
@@ -383,7 +383,8 @@ class PrepareRun:
         if not label.reads_events_once:
             engine.drop("placed")
         fitted = engine.table(cutoff_table(quantiles))
-        return shaped, definition(fitted, self.choice.feedback, base, self.choice.max_watch_time)
+        described = _described_label(label, log)
+        return shaped, definition(fitted, self.choice.feedback, base, self.choice.max_watch_time, described)
 
     def _outside(self, events: ir.Table, items: ir.Table, users: ir.Table) -> ir.Table | None:
         """The dropped events that an extension needs; None = the split cannot be extended.
@@ -535,6 +536,12 @@ def describe(choice: Any) -> dict[str, Any]:
     """A dataclass instance as class path and arguments."""
     kind = type(choice)
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": asdict(choice)}
+
+
+def _described_label(label: Label, log: Log) -> str:
+    """The label with its options, and the column that it reads; two logs whose labels mean the same agree in it."""
+    column = log.columns.get(LogColumns.LABEL) if LogColumns.LABEL in label.needs else None
+    return repr(label) if column is None else f"{label!r} of {column}"
 
 
 def totals(shards: dict[str, list[dict[str, Any]]], behaviors: Iterable[str] = ()) -> dict[str, dict[str, Any]]:

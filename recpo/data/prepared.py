@@ -45,7 +45,7 @@ HELD_OUT, TRAIN_PAST = "held_out.parquet", "train_past"
 _Source: TypeAlias = Path | pa.NativeFile | pa.BufferReader
 #: files that this process has verified: path, size and modification time, checksum
 _COMPARED: set[tuple[object, ...]] = set()
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 # the columns of training batches; shards also have columns for people: watch_time, duration
 _EVENT_COLUMNS = (
     "user_index",

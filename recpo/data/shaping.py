@@ -438,12 +438,14 @@ def cutoff_table(quantiles: ir.Table) -> ir.Table:
     return quantiles.group_by("bucket").aggregate(**cutoffs).order_by("bucket")
 
 
-def definition(cutoffs: pa.Table, rule: FeedbackRule, base: float, max_watch_time: float) -> FeedbackDefinition:
-    """The rule with the fitted values: the cutoffs of ``cutoff_table`` in seconds."""
+def definition(
+    cutoffs: pa.Table, rule: FeedbackRule, base: float, max_watch_time: float, label: str = ""
+) -> FeedbackDefinition:
+    """The rule with the fitted values, the cutoffs of ``cutoff_table`` in seconds, and the description of the label."""
     low, middle, high = ((cutoffs[name].to_numpy() / 1000).tolist() for name in _CUTOFFS)
     fitted = zip(cutoffs["bucket"].to_pylist(), low, middle, high, strict=True)
     by_bucket = {bucket: (one, two, three) for bucket, one, two, three in fitted}
-    return FeedbackDefinition(rule, base, by_bucket, max_watch_time)
+    return FeedbackDefinition(rule, base, by_bucket, max_watch_time, label)
 
 
 def watch_ties(quantiles: ir.Table) -> ir.Table:

@@ -22,14 +22,14 @@ from torch import Tensor
 from recpo.artifacts import other_kind, output_directory, read_json, seal, sha256, unseal, verify, write_json
 from recpo.errors import RecpoError
 from recpo.factorization.bounds import GATHER_COST, item_vectors, posterior_variance
-from recpo.feedback import GRADES
+from recpo.feedback import GRADES, FeedbackDefinition
 from recpo.ops import quadratic_forms
 from recpo.ops.quadratic_forms import with_one
 from recpo.ops.ridge import RidgeSolution, ridge_regression
 from recpo.policies.catalog_search import best_by_blocks
 from recpo.types import Histories, Recommendations
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 MANIFEST: Final = "manifest.json"
 _TENSORS: Final = "factors.safetensors"
 _REMEDY: Final = "copy the directory again, or make it again with `recpo factorize`"
@@ -57,6 +57,7 @@ class Factors:
         catalog_checksum: identifies the items (``Prepared.catalog_checksum``).
         max_history: number of most recent events that ``fold_in`` reads.
         users_checksum: identifies the users of ``user_factors`` (``Prepared.users_checksum``); None = unknown.
+        feedback: defines the grades that it predicts, and those that ``fold_in`` reads; None = unknown.
         lower_bound: number of posterior standard deviations (``recpo.factorization.bounds``) that lists and rankings
             subtract from the grade; 0 = rank by the grade itself.
         facts: how the model was fitted and selected, for people.
@@ -74,6 +75,7 @@ class Factors:
     catalog_checksum: str
     max_history: int
     users_checksum: str | None = None
+    feedback: FeedbackDefinition | None = None
     lower_bound: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -125,8 +127,8 @@ class Factors:
         """Factors of users with a history: ridge regression of the graded events on the item factors.
 
         ``argmin over (p, b) of sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p|^2 +
-        bias_ridge b^2`` with the variances ``v`` of the item factors, over the last ``max_history`` events with a known
-        grade. Training fits its users with the same step.
+        bias_ridge b^2`` with the variances ``v`` of the item factors, over those of the last ``max_history`` events
+        that have a grade. Training fits its users with the same step.
 
         Args:
             histories: contexts with feedback levels; an empty history gives zeros.
@@ -226,6 +228,7 @@ class Factors:
         content = {
             "format_version": FORMAT_VERSION,
             **{name: getattr(self, name) for name in (*_NUMBERS, *_OTHERS)},
+            "feedback": None if self.feedback is None else self.feedback.to_json(),
             "facts": dict(self.facts),
             "files": {_TENSORS: sha256(directory / _TENSORS)},
         }
@@ -252,6 +255,7 @@ class Factors:
         manifest = unseal(manifest, root / MANIFEST, _REMEDY)
         verify(root, manifest["files"], _REMEDY)
         try:
+            feedback, source = manifest["feedback"], f"{root / MANIFEST}, feedback"
             tensors = load_file(root / _TENSORS)
             return cls(
                 **{name: float(manifest[name]) for name in _NUMBERS},
@@ -263,10 +267,16 @@ class Factors:
                 catalog_checksum=str(manifest["catalog_checksum"]),
                 users_checksum=manifest["users_checksum"],
                 max_history=int(manifest["max_history"]),
+                feedback=None if feedback is None else FeedbackDefinition.from_json(feedback, source),
                 facts=manifest["facts"],
             )
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise RecpoError(f"{root} is damaged ({error!r}); {_REMEDY}") from error
+
+    def validate_feedback(self, feedback: FeedbackDefinition, shown: object) -> None:
+        """Raises ``RecpoError`` if ``feedback``, that of ``shown``, defines other grades than the model's own."""
+        if self.feedback is not None:
+            self.feedback.validate_same(feedback, "the factors", shown)
 
     def validate_items(self, catalog_checksum: str, shown: object) -> None:
         """Raises ``RecpoError`` unless ``shown`` has the catalog that the model was fitted on."""

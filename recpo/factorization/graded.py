@@ -220,6 +220,7 @@ def plain_factors(
         noise=0.0,
         catalog_checksum=data.catalog_checksum,
         max_history=options.max_history or int(data.manifest["max_context"]),
+        feedback=data.feedback,
     )
 
 

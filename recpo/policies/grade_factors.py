@@ -17,9 +17,10 @@ from recpo.types import Histories
 class GradeFactors(nn.Module):
     """``grade(h, i) = mean + p(h) · q_i + b(h) + b_i``: the expected grade of an item (``recpo.feedback.GRADES``).
 
-    ``(p, b)`` of a history is the ridge regression of its graded events on the factors of their items. With a
-    ``lower_bound``, the grade is reduced by that many standard deviations of its posterior, ``sqrt(s(h) · t_i)``. This
-    is the variance of ``recpo.factorization.bounds`` written as a dot product.
+    ``(p, b)`` of a history is the ridge regression of the graded events among its last ``max_history`` on the factors
+    of their items, as in ``recpo.factorization.factors.Factors.fold_in``. With a ``lower_bound``, the grade is reduced
+    by that many standard deviations of its posterior, ``sqrt(s(h) · t_i)``. This is the variance of
+    ``recpo.factorization.bounds`` written as a dot product.
 
     Args:
         num_items: V.
@@ -27,6 +28,7 @@ class GradeFactors(nn.Module):
         mean: mean grade.
         ridge: weight of ``|p|^2``; above 0.
         bias_ridge: weight of ``b^2``; above 0.
+        max_history: number of most recent events that ``fold_in`` reads; at least 1.
         lower_bound: standard deviations, at least 0.
 
     Attributes:
@@ -44,16 +46,27 @@ class GradeFactors(nn.Module):
     _grades: Tensor
 
     def __init__(
-        self, num_items: int, *, rank: int, mean: float, ridge: float, bias_ridge: float, lower_bound: float = 0.0
+        self,
+        num_items: int,
+        *,
+        rank: int,
+        mean: float,
+        ridge: float,
+        bias_ridge: float,
+        max_history: int,
+        lower_bound: float = 0.0,
     ) -> None:
         if rank < 1 or not 0 < min(ridge, bias_ridge) <= max(ridge, bias_ridge) < float("inf"):
             raise RecpoError(
                 f"rank must be at least 1, ridge and bias_ridge numbers above 0, got {rank}, {ridge} and {bias_ridge}"
             )
+        if max_history < 1:
+            raise RecpoError(f"max_history of the factors is {max_history}; it is at least 1")
         if not 0 <= lower_bound < float("inf"):
             raise RecpoError(f"lower_bound is {lower_bound}; it is at least 0")
         super().__init__()
         self.mean, self.ridge, self.bias_ridge, self.lower_bound = mean, ridge, bias_ridge, lower_bound
+        self.max_history = max_history
         self.rooted = (rank + 1) * (rank + 2) if lower_bound else 0
         self.register_buffer("item_factors", torch.zeros(num_items + 1, rank))
         self.register_buffer("item_bias", torch.zeros(num_items + 1))
@@ -102,14 +115,15 @@ class GradeFactors(nn.Module):
         """``(p, b)`` of every history and, with a lower bound, ``s``: ``[B, r + 1 + rooted]`` float32.
 
         ``argmin sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p|^2 + bias_ridge b^2``
-        with the variances ``v`` of the factors, in float64. The result is zero if no event has a grade. Positions after
-        ``lengths`` are ignored.
+        over the last ``max_history`` events, with the variances ``v`` of the factors, in float64. The result is zero if
+        no event has a grade. Positions after ``lengths`` are ignored.
         """
         item_ids, feedback = histories.item_ids, histories.feedback
         if feedback is None:
             feedback = torch.zeros_like(item_ids)
         place = torch.arange(item_ids.shape[1], device=item_ids.device)
-        known = (place < histories.lengths[:, None]) & (feedback > 0) & (item_ids > 0)
+        lengths = histories.lengths[:, None]
+        known = (place < lengths) & (place >= lengths - self.max_history) & (feedback > 0) & (item_ids > 0)
         rows = F.pad(self.item_factors[item_ids].double(), (0, 1), value=1.0)
         targets = self._grades[feedback] - self.mean - self.item_bias[item_ids]
         variance = (self.factor_variance[item_ids].double() * known[..., None]).sum(1)

@@ -71,8 +71,8 @@ class TiltedPolicy(_OnBase, StatePolicy):
         ridge: ridge of the factor model.
         bias_ridge: ridge of the user bias in the factor model.
         beta: the grade that is worth one nat of log-probability; above 0.
-        max_history: number of most recent events to fold in, or the base's number if that is larger. The base always
-            reads its own number.
+        max_history: number of most recent events that the factor model folds in. The base reads its own number, and the
+            policy's ``max_history`` is the larger of the two.
         lower_bound: reduce the grade by this many standard deviations of its posterior.
     """
 
@@ -100,7 +100,13 @@ class TiltedPolicy(_OnBase, StatePolicy):
                 "policy takes RerankedPolicy"
             )
         self.factors = GradeFactors(
-            num_items, rank=rank, mean=mean, ridge=ridge, bias_ridge=bias_ridge, lower_bound=lower_bound
+            num_items,
+            rank=rank,
+            mean=mean,
+            ridge=ridge,
+            bias_ridge=bias_ridge,
+            max_history=max_history,
+            lower_bound=lower_bound,
         )
         self.num_items, self.dim = num_items, self.base.dim + rank + 1 + self.factors.rooted
         self.max_history = max(self.base.max_history, max_history)
@@ -268,8 +274,8 @@ class RerankedPolicy(_OnBase):
         ridge: ridge of the factor model.
         bias_ridge: ridge of the user bias in the factor model.
         beta: the grade that is worth one nat of log-probability; above 0.
-        max_history: number of most recent events to fold in, or the base's number if that is larger. The base always
-            reads its own number.
+        max_history: number of most recent events that the factor model folds in. The base reads its own number, and the
+            policy's ``max_history`` is the larger of the two.
         candidates: number of the base's items to rerank; at least ``k``.
         lower_bound: reduce the grade by this many standard deviations of its posterior.
     """
@@ -296,7 +302,13 @@ class RerankedPolicy(_OnBase):
         super().__init__()
         self.base, self.beta, self.candidates = base(num_items), beta, candidates
         self.factors = GradeFactors(
-            num_items, rank=rank, mean=mean, ridge=ridge, bias_ridge=bias_ridge, lower_bound=lower_bound
+            num_items,
+            rank=rank,
+            mean=mean,
+            ridge=ridge,
+            bias_ridge=bias_ridge,
+            max_history=max_history,
+            lower_bound=lower_bound,
         )
         self.num_items, self.num_tokens = num_items, self.base.num_tokens
         self.max_history = max(self.base.max_history, max_history)

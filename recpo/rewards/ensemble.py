@@ -12,6 +12,7 @@ from torch import Tensor
 from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
 from recpo.features.schema import Reads
+from recpo.feedback import FeedbackDefinition
 from recpo.rewards.identity import common_checksum
 from recpo.types import FeedbackBatch, Slates
 
@@ -47,6 +48,11 @@ class EnsembleReward(RewardFunction):
     def users_checksum(self) -> str | None:
         """See ``RewardFunction.users_checksum``: that of the members which have one."""
         return common_checksum("EnsembleReward", "users", (member.users_checksum for member in self.members))
+
+    @property
+    def feedback(self) -> tuple[FeedbackDefinition, ...]:
+        """See ``RewardFunction.feedback``: those of all members."""
+        return tuple(definition for member in self.members for definition in member.feedback)
 
     @property
     def learns_from(self) -> frozenset[str]:

@@ -14,6 +14,7 @@ from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
 from recpo.factorization.bounds import posterior_variance
 from recpo.factorization.factors import Factors
+from recpo.feedback import FeedbackDefinition
 from recpo.types import FeedbackBatch, Slates
 
 
@@ -63,6 +64,12 @@ class FactorReward(RewardFunction):
     def users_checksum(self) -> str | None:
         """See ``RewardFunction.users_checksum``."""
         return self._opened.users_checksum if self.users == "trained" else None
+
+    @property
+    def feedback(self) -> tuple[FeedbackDefinition, ...]:
+        """See ``RewardFunction.feedback``: that of the factors, unless trained users replace histories."""
+        reads = self.users == "folded" or self.lower_bound > 0
+        return (self._opened.feedback,) if reads and self._opened.feedback is not None else ()
 
     @cached_property
     def _opened(self) -> Factors:

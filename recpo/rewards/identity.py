@@ -1,4 +1,4 @@
-"""Checks that a reward was made for the items and users that it scores."""
+"""Checks that a reward was made for the items, users and feedback that it scores."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Protocol
 
 from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
+from recpo.feedback import FeedbackDefinition
 
 
 class Identified(Protocol):
@@ -24,9 +25,13 @@ class Identified(Protocol):
     def users_checksum(self) -> str:
         """The checksum of its users."""
 
+    @property
+    def feedback(self) -> FeedbackDefinition:
+        """Its definition of feedback."""
+
 
 def validate_identity(reward: RewardFunction, name: str, data: Identified) -> None:
-    """Raises if a reward was made for other items or users than those that it scores.
+    """Raises if a reward was made for other items, users or feedback than those that it scores.
 
     Args:
         reward: the reward.
@@ -34,8 +39,11 @@ def validate_identity(reward: RewardFunction, name: str, data: Identified) -> No
         data: the data that it scores.
 
     Raises:
-        RecpoError: the items differ, or the reward keeps factors of other users.
+        RecpoError: the items differ, the reward keeps factors of other users, or it reads feedback levels of another
+            meaning.
     """
+    for definition in reward.feedback:
+        definition.validate_same(data.feedback, name, data.root)
     if reward.catalog_checksum not in (None, data.catalog_checksum):
         raise RecpoError(
             f"{name}: it was made for other items than {data.root} holds (items.parquet differs); use the prepared "

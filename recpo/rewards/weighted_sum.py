@@ -12,6 +12,7 @@ from torch import Tensor
 from recpo.contracts import RewardFunction
 from recpo.errors import RecpoError
 from recpo.features.schema import Reads
+from recpo.feedback import FeedbackDefinition
 from recpo.rewards.identity import common_checksum
 from recpo.types import FeedbackBatch, Slates
 
@@ -49,6 +50,11 @@ class WeightedSum(RewardFunction):
     def users_checksum(self) -> str | None:
         """See ``RewardFunction.users_checksum``: that of the terms which have one."""
         return common_checksum("WeightedSum", "users", (term.users_checksum for term in self.rewards))
+
+    @property
+    def feedback(self) -> tuple[FeedbackDefinition, ...]:
+        """See ``RewardFunction.feedback``: those of all terms."""
+        return tuple(definition for term in self.rewards for definition in term.feedback)
 
     @property
     def learns_from(self) -> frozenset[str]:

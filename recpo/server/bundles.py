@@ -246,10 +246,16 @@ class Versions:
 def _kind(loaded: LoadedBundle) -> tuple[object, ...]:
     """The properties that the log's columns and the requests depend on."""
     text, known = "strings" if "string" in str(loaded.bundle.items.type) else "integers", loaded.known_features
-    feedback = "watch times" if loaded.bundle.feedback.cutoffs else "labels"
     sides = (one for one in (known.user, known.context) if one is not None)
     sources = [(one.source, getattr(one, "width", None)) for side in sides for one in side.features]
-    return text, feedback, *known.behaviors, *feature_kinds(known.user), *feature_kinds(known.context), *sources
+    return (
+        text,
+        loaded.bundle.feedback.levels_from,
+        *known.behaviors,
+        *feature_kinds(known.user),
+        *feature_kinds(known.context),
+        *sources,
+    )
 
 
 def _versions(path: Path) -> list[str]:

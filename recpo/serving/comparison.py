@@ -85,11 +85,10 @@ def validate_bundle(name: str, bundle: Bundle, data: Prepared, k: int) -> None:
             f"compare: k is {k}, expected 1 to {longest}, as the {name} bundle {bundle.root} serves lists of up to "
             f"{bundle.k} and the data have {data.num_items} items: choose another k, or export with a larger one"
         )
-    if bool(bundle.feedback.cutoffs) != bool(data.feedback.cutoffs):
-        reads = "watch times" if bundle.feedback.cutoffs else "labels"
+    if bundle.feedback.levels_from != data.feedback.levels_from:
         raise RecpoError(
-            f"compare: the {name} bundle {bundle.root} reads feedback levels from {reads}, and {data.root} has them "
-            f"from {'labels' if bundle.feedback.cutoffs else 'watch times'}: prepare the log as that of the bundle"
+            f"compare: the {name} bundle {bundle.root} reads feedback levels from {bundle.feedback.levels_from}, and "
+            f"{data.root} has them from {data.feedback.levels_from}: prepare the log as that of the bundle"
         )
 
 

@@ -15,6 +15,7 @@ from recpo.artifacts import read_json, unseal
 from recpo.contracts import Objective, RewardFunction, StatePolicy
 from recpo.errors import RecpoError
 from recpo.features.schema import Reads
+from recpo.feedback import FeedbackDefinition
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.policies.critic import ItemScore
 from recpo.training.networks import item_scores
@@ -178,6 +179,11 @@ class LearnedReward(RewardFunction):
     def catalog_checksum(self) -> str | None:
         """See ``RewardFunction.catalog_checksum``."""
         return self._opened.catalog_checksum
+
+    @property
+    def feedback(self) -> tuple[FeedbackDefinition, ...]:
+        """See ``RewardFunction.feedback``."""
+        return (self._opened.feedback,)
 
     @property
     def reads(self) -> Reads:

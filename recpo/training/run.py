@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
     from recpo.evaluation.evaluation import Evaluation
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.json", "checkpoints"
 REMEDY = "copy the whole run again, or train it again"
 ITEMS, FEEDBACK, CODES = "items.parquet", "feedback.json", "codes"
@@ -204,6 +204,11 @@ class Run:
                 f"{self.root} was trained on other items than {data.root} holds (items.parquet differs): name the "
                 "prepared directory it was trained on, or one with the same items in the same order"
             )
+
+    def validate_data(self, data: Prepared) -> None:
+        """Raises ``RecpoError`` if the events of prepared data mean something else to the run, or its items differ."""
+        self.feedback.validate_same(data.feedback, self.root, data.root)
+        self.validate_items(data)
 
     def checkpoint(self, name: str = "best") -> Path:
         """The checkpoint ``best`` or ``last``, verified.

@@ -48,8 +48,9 @@ def growth_of(base: Run, data: Prepared) -> Growth:
     """The growth from the items of ``base`` to those of ``data``.
 
     Raises:
-        RecpoError: the items of the run are not the first items of ``data``.
+        RecpoError: the items of the run are not the first items of ``data``, or its definition of feedback differs.
     """
+    base.feedback.validate_same(data.feedback, base.root, data.root)
     before, now = base.items, data.item_ids()
     numbers = np.arange(1, len(before) + 1)
     if len(before) > len(now):

@@ -1,1 +1,1 @@
-"""One file per verb: a frozen dataclass whose fields are the options and whose ``run`` does the work."""
+"""One file per verb: a frozen dataclass whose fields are the options and whose ``execute`` does the work."""

@@ -124,7 +124,7 @@ class Calibrate(Verb[CalibrationReport]):
     progress: bool = False
     """show progress bars on a terminal"""
 
-    def run(self) -> CalibrationReport:
+    def execute(self) -> CalibrationReport:
         """Calibrates the runs, then compares all rewards."""
         data = self.prepared if isinstance(self.prepared, Prepared) else Prepared.open(self.prepared)
         where = compute_device(self.device)
@@ -191,7 +191,7 @@ def _opened(source: Source, data: Prepared, checkpoint: Checkpoint, trust: Seque
         is_factors = kind_of(Path(source)) == "factors"
         source = FactorReward(Path(source), users="folded") if is_factors else Run.open(source, trust)
     if isinstance(source, Run):
-        source.validate_items(data)
+        source.validate_data(data)
         LearnedReward(source.root, calibrated=False, checkpoint=checkpoint, trust=tuple(trust))  # raises if not a run
     else:
         validate_identity(source, type(source).__name__, data)

@@ -96,7 +96,7 @@ class Compare(Verb[Comparison]):
     progress: bool = False
     """show progress bars on a terminal"""
 
-    def run(self) -> Comparison:
+    def execute(self) -> Comparison:
         """Asks both bundles for lists of the same users, and compares these."""
         data = self.prepared if isinstance(self.prepared, Prepared) else Prepared.open(self.prepared)
         bundles = {

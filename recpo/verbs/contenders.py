@@ -111,7 +111,7 @@ def _from_directory(
 
 
 def _run(name: str, run: Run, data: Prepared, checkpoint: Checkpoint, device: torch.device) -> Contender:
-    run.validate_items(data)
+    run.validate_data(data)
     run.checkpoint(checkpoint)
     facts = {
         "kind": "run",
@@ -131,6 +131,7 @@ def _load_run(name: str, run: Run, checkpoint: Checkpoint, device: torch.device)
 
 
 def _factors(name: str, factors: Factors, where: str, data: Prepared) -> Contender:
+    factors.validate_feedback(data.feedback, data.root)
     factors.validate_items(data.catalog_checksum, data.root)
     facts = {"kind": "factors", "path": where, "facts": str(dict(factors.facts))}
     return Contender(name, "factors", lambda: Loaded(factors_recommender(factors, name), factors.max_history), facts)
@@ -138,6 +139,7 @@ def _factors(name: str, factors: Factors, where: str, data: Prepared) -> Contend
 
 def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int) -> Contender:
     """A bundle, run by ONNX Runtime on the CPU. It ranks, but gives no log-probabilities of given items."""
+    bundle.feedback.validate_same(data.feedback, where, data.root)
     expected = data.item_ids().to_external(np.arange(1, data.num_items + 1))
     ids = np.arange(1, len(bundle.items) + 1)
     if len(bundle.items) != data.num_items or not bundle.items.to_external(ids).equals(expected):

@@ -68,7 +68,7 @@ class Doctor(Verb[list[Finding]]):
     unless a required library is broken.
     """
 
-    def run(self) -> list[Finding]:
+    def execute(self) -> list[Finding]:
         """Tries every library."""
         with ThreadPoolExecutor(max_workers=2) as pool:
             return list(pool.map(_examine, PARTS))

@@ -116,7 +116,7 @@ class Evaluate(RankingOptions, Verb[Evaluation]):
     overwrite: bool = False
     """replace ``out`` if it exists"""
 
-    def run(self) -> Evaluation:
+    def execute(self) -> Evaluation:
         """Opens and checks every contender, evaluates one after the other, and writes the directory at the end."""
         data = self._data
         with ExitStack() as stack:

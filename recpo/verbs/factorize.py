@@ -39,7 +39,7 @@ class Factorize(FactorOptions, Verb[Factors]):
     progress: bool = False
     """show a progress bar on a terminal"""
 
-    def run(self) -> Factors:
+    def execute(self) -> Factors:
         """Fits and selects on the data, then writes the directory."""
         options = self.part(FactorOptions)
         data = self.prepared if isinstance(self.prepared, Prepared) else Prepared.open(self.prepared)

@@ -195,7 +195,7 @@ class Loop(SimulationParameters, Verb[LoopResult]):
                 f"loop: days is {self.days}, expected at least {_LEAST_DAYS}: train, validation, test", field="days"
             )
 
-    def run(self) -> LoopResult:
+    def execute(self) -> LoopResult:
         """Makes the missing rounds, one after the other; every complete one is kept."""
         recipe = Recipe.of(self.recipe, self.tilt, self.warm_start, self.warm_epochs)
         parameters = dataclasses.asdict(self.part(SimulationParameters))

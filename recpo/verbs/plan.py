@@ -95,7 +95,7 @@ class Plan(Verb[Needs]):
     out: Path | str | None = None
     """JSON file for all results"""
 
-    def run(self) -> Needs:
+    def execute(self) -> Needs:
         """Counts everything; nothing is run."""
         catalog, in_log = catalog_of(self.num_items, self.prepared, self.events)
         same = ("ranks", "slate", "policy", "dim", "blocks", "layers", "heads", "feedback_levels", "tie_weights")

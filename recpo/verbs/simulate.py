@@ -75,7 +75,7 @@ class Simulate(SimulationParameters, Verb[Simulation]):
         parameters = dataclasses.asdict(_opened(after)[0].truth.preferences.parameters)
         return {**parameters, "days": 1, "seed": 0}
 
-    def run(self) -> Simulation:
+    def execute(self) -> Simulation:
         """Draws a world and its log, or lets a policy serve the next days of one."""
         if self.world not in WORLDS:
             raise RecpoError(f"simulate: world is {self.world!r}, expected one of {', '.join(WORLDS)}", field="world")

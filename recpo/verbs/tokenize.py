@@ -117,7 +117,7 @@ class Tokenize(ResidualKMeans, Verb[Codes]):
     progress: bool = False
     """show a progress bar on a terminal"""
 
-    def run(self) -> Codes:
+    def execute(self) -> Codes:
         """Makes the codes, then writes the directory."""
         kmeans = self.part(ResidualKMeans)
         data = self.prepared if isinstance(self.prepared, Prepared) else Prepared.open(self.prepared)

@@ -1,4 +1,4 @@
-"""What all verbs are: a frozen dataclass of options with a ``run``."""
+"""What all verbs are: a frozen dataclass of options with an ``execute``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import yaml
 
+import recpo
 from recpo.artifacts import output_file
 from recpo.errors import RecpoError
 from recpo.ranges import validate_ranges
@@ -43,7 +44,7 @@ class Verb(ABC, Generic[R_co]):
         validate_ranges(self)
 
     @abstractmethod
-    def run(self) -> R_co:
+    def execute(self) -> R_co:
         """Does the work and returns the result."""
 
     @classmethod
@@ -77,13 +78,20 @@ def _recorded(value: Any) -> Any:
 
 
 def function_of(verb: Callable[P, Verb[R_co]]) -> Callable[P, R_co]:
-    """The function ``recpo.verb(**options)`` of a verb: ``Verb(**options).run()``, with the verb's signature."""
+    """The function ``recpo.verb(**options)`` of a verb: ``Verb(**options).execute()``, with the verb's signature."""
     assert inspect.isclass(verb)
 
     def function(*args: P.args, **kwargs: P.kwargs) -> R_co:
-        return verb(*args, **{**verb.presets(kwargs), **kwargs}).run()
+        return verb(*args, **{**verb.presets(kwargs), **kwargs}).execute()
 
     functools.update_wrapper(function, verb, assigned=("__module__", "__doc__"), updated=())
     function.__name__ = function.__qualname__ = verb.__name__.lower()
     function.__signature__ = inspect.signature(verb)  # type: ignore[attr-defined]
     return function
+
+
+def configurations(here: Path = Path()) -> Path:
+    """The directory of recpo's own configurations: in a clone, or installed with the package."""
+    return (
+        Path("configs") if (here / "configs" / "pretrain.yaml").is_file() else Path(recpo.__file__).parent / "configs"
+    )

@@ -18,7 +18,7 @@ from recpo.policies.tilted import validate_beta
 from recpo.training.configuration import as_arguments, train_parser
 from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
 from recpo.verbs.factorize import factorize
-from recpo.workflows.tilt import tilt
+from recpo.verbs.tilt import tilt
 from recpo.workflows.train import train
 
 FACTORS: Final = "factors"
@@ -37,7 +37,7 @@ class Recipe:
             ``warm_start`` is set and the items are the same, otherwise from scratch; each of the others starts from the
             run of the one before it in the same round.
         tilt: beta with which the last policy is tilted by a factorization of the round; "auto" = selected on the
-            validation period; None = not tilted.
+            validation period, where the untilted policy may be the best; None = not tilted.
         warm_start: see ``configs``.
         warm_epochs: epochs of the first configuration after a warm start; None = as configured.
     """
@@ -131,7 +131,8 @@ class Recipe:
         if (out / FINISHED).is_file():
             return Run.open(out, trust)
         beta = self.tilt if self.tilt is not None else "auto"
-        return tilt(run, factors, data, out=out, beta=beta, trust=trust, progress=progress).run
+        tilted = tilt(run, factors, data, out=out, beta=beta, trust=trust, progress=progress).run
+        return run if tilted is None else tilted
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 import recpo
 from recpo.data.feature_columns import FeatureColumns
 from recpo.verbs import calibrate as calibration
-from recpo.workflows import tilt as tilting
+from recpo.training import tilting
 
 UNBORN = 20
 

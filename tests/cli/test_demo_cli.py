@@ -45,6 +45,20 @@ def test_the_whole_road_in_a_hurry(policy, verbs, rows, tmp_path):
     assert "exists already" in again.stderr
 
 
+def test_where_no_beta_is_better_the_untilted_policy_is_summarized():
+    from recpo.cli import demo
+
+    def contender(name, value):
+        return {"name": name, "metrics": {metric: {"mean": value} for metric in demo._METRICS}}
+
+    runs = [contender(f"{step}-{seed}", 0.1 + seed) for step in demo._ROAD for seed in range(2)]
+    baselines = [contender(name, 0.0) for name in demo._BASELINES.values()]
+    document = {"contenders": [*runs, *baselines, contender("tilted-1", 3.1)]}
+    family = demo._Family("", "", tuple(demo._ROAD), ())
+    summary = demo._summary(document, [family], seeds=2)
+    assert summary["tilted"]["NDCG@10"]["mean"] == pytest.approx((0.1 + 3.1) / 2)
+
+
 def test_an_interval_needs_two_seeds(capsys):
     from recpo.cli.main import main
 

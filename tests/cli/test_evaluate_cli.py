@@ -337,6 +337,22 @@ def test_the_same_run_twice_and_contenders_of_other_items_are_refused(road, tmp_
     assert not out.exists()
 
 
+def test_the_best_of_two_runs_of_one_name_is_exported_next(road, tmp_path, capsys):
+    runs = [tmp_path / part / "run" for part in "ab"]
+    for number, run in enumerate(runs):
+        shutil.copytree(road / f"run-{number}", run)
+    out, proposed = tmp_path / "evaluation", []
+    for order in (runs, runs[::-1]):
+        options = ["--run", json.dumps(list(map(str, order))), "--baselines", "[]", "--segments", "false"]
+        assert run_on(road, out, *options, "--off_policy", "null", "--overwrite", "true") == 0
+        proposed.append(capsys.readouterr().out.strip().splitlines()[-1])
+    document = document_in(out)
+    aucs = {one["name"]: one["metrics"]["AUC_other"]["mean"] for one in document["contenders"] if one["kind"] == "run"}
+    best = max(aucs, key=aucs.get)
+    assert best in map(str, runs)
+    assert proposed == [f"next: recpo export --run {best} --out runs/bundle"] * 2
+
+
 def test_bundles_say_what_they_cannot_do(road, tmp_path, capsys):
     short = tmp_path / "short"
     export = ["--contenders", str(road / "run-0"), "--out", str(short), "--k", "7"]

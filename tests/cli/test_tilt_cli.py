@@ -18,9 +18,12 @@ import recpo
 from recpo.artifacts import write_json
 from recpo.cli.main import main
 from recpo.data.datamodule import evaluation_batches
+from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
-from recpo.workflows import tilt as verb
+from recpo.training import tilting
+from recpo.workflows import loop_recipe
+from recpo.verbs import tilt as verb
 from tests.conftest import resealed
 
 TINY = {"data.batch_size": 16, "trainer.accelerator": "cpu", "trainer.max_epochs": 1, "trainer.limit_train_batches": 4}
@@ -76,7 +79,7 @@ def test_the_verb_shows_every_beta_and_takes_the_nearest_to_the_base_that_is_as_
 
 def test_the_function_says_the_same_and_prints_nothing(road, tmp_path, capfd):
     arguments = (road.root / "base", road.root / "factors", road.prepared)
-    found = recpo.tilt(*arguments, out=tmp_path / "run", betas=BETAS, off_policy=verb.OffPolicyOptions(resamples=20))
+    found = recpo.tilt(*arguments, out=tmp_path / "run", betas=BETAS, off_policy=OffPolicyOptions(resamples=20))
     assert capfd.readouterr() == ("", "")
     frame = found.to_pandas()
     assert frame["beta"].tolist() == [math.inf, 1.0, 0.1, 0.02]
@@ -122,7 +125,7 @@ def test_a_run_may_be_tilted_by_a_lower_bound_of_the_grade(road, tmp_path):
     policy = found.policy()
     assert policy.factors.lower_bound == 3.0
     assert json.loads((tmp_path / "run" / "origin.json").read_text())["choice"]["lower_bound"] == 3.0
-    expected = verb.tilted(recpo.load(road.root / "base").policy(), recpo.load(road.root / "factors"), 0.05, 200, 3.0)
+    expected = tilting.tilted(recpo.load(road.root / "base").policy(), recpo.load(road.root / "factors"), 0.05, 200, 3.0)
     assert policy.state_dict().keys() == expected.state_dict().keys()
     assert all(torch.equal(weight, expected.state_dict()[name]) for name, weight in policy.state_dict().items())
     named = {"run": road.root / "base", "factors": road.root / "factors", "beta": 0.05}
@@ -190,6 +193,59 @@ def test_a_given_beta_needs_no_data(road, tmp_path):
     )
 
 
+def trial(beta, value, loss, error):
+    numbers = dict.fromkeys(tilting.TiltTrial.__annotations__, math.nan)
+    return tilting.TiltTrial(**numbers | {"beta": beta, "value": value, "loss": loss, "loss_error": error})
+
+
+@pytest.mark.parametrize(
+    ("trials", "expected"),
+    [
+        ([(math.inf, 0.5, 0.2, 0.05), (1.0, 0.6, 0.1, 0.05), (0.1, 0.68, 0.02, 0.05), (0.02, 0.7, 0.0, 0.0)], 0.1),
+        ([(math.inf, 0.8, -0.1, 0.05), (1.0, 0.7, 0.0, 0.0)], math.inf),
+        ([(math.inf, 0.69, 0.01, 0.05), (1.0, 0.7, 0.0, 0.0)], math.inf),
+        ([(math.inf, 0.8, -0.1, math.nan), (1.0, 0.7, 0.0, 0.0)], math.inf),
+        ([(math.inf, 0.5, 0.2, math.nan), (1.0, math.nan, math.nan, math.nan), (0.1, 0.7, 0.0, 0.0)], 0.1),
+        ([(math.inf, math.nan, math.nan, math.nan), (1.0, math.inf, -math.inf, 0.1), (0.1, 0.7, 0.0, 0.0)], 0.1),
+    ],
+    ids=["one error", "base is better", "base is as good", "of one user", "unknown value", "infinite value"],
+)
+def test_beta_is_the_largest_known_one_that_is_as_good_as_the_best(trials, expected):
+    assert tilting.chosen_beta([trial(*one) for one in trials]) == expected
+
+
+def test_nothing_is_written_where_no_beta_is_better_than_the_untilted_policy(road, tmp_path, capsys):
+    named = ["--run", road.root / "base", "--factors", road.root / "factors", "--prepared", road.prepared]
+    # lists that the factors like are worth less
+    factors = {"class_path": "FactorReward", "init_args": {"factors": str(road.root / "factors"), "users": "folded"}}
+    worth = {"class_path": "WeightedSum", "init_args": {"rewards": [factors], "weights": [-1.0]}}
+    options = ["tilt", *map(str, named), "--out", str(tmp_path / "run"), "--monitor_reward", json.dumps(worth)]
+    assert main([*options, "--betas", "[0.02, 0.1]"]) == 0
+    printed = capsys.readouterr().out
+    assert "base *" in printed
+    assert "no temperature (beta) is better than the untilted policy" in printed
+    assert "wrote" not in printed
+    assert f"next: recpo evaluate --prepared {road.prepared} --run {road.root / 'base'}" in printed
+    assert list(tmp_path.iterdir()) == []
+    reward = recpo.WeightedSum([recpo.FactorReward(road.root / "factors", "folded")], [-1.0])
+    arguments = (road.root / "base", road.root / "factors", road.prepared)
+    found = recpo.tilt(*arguments, out=tmp_path / "run", betas=[0.02, 0.1], monitor_reward=reward)
+    assert (found.run, found.beta, len(found.trials)) == (None, math.inf, 3)
+    assert main([*options, "--beta", "0.02"]) == 0
+    printed = capsys.readouterr().out
+    assert "the untilted policy is worth more" in printed
+    assert f"wrote {tmp_path / 'run'}" in printed
+    assert recpo.load(tmp_path / "run").policy().beta == 0.02
+
+
+def test_a_recipe_keeps_its_policy_where_no_beta_is_better(road, tmp_path, monkeypatch):
+    base = recpo.load(road.root / "base")
+    monkeypatch.setattr(loop_recipe, "tilt", lambda *_, **__: tilting.TiltResult(None, math.inf, 0.0, "grade", 10, ()))
+    recipe = loop_recipe.Recipe((), "auto")
+    data, factors = recpo.load(road.prepared), recpo.load(road.root / "factors")
+    assert recipe._tilted(tmp_path / "tilted", base, factors, data, (), False) is base
+
+
 def test_the_criterion_is_what_the_log_allows(road, tmp_path, monkeypatch, world):
     options = {"run": road.root / "base", "factors": road.root / "factors", "prepared": road.prepared}
     reward = (
@@ -198,8 +254,8 @@ def test_the_criterion_is_what_the_log_allows(road, tmp_path, monkeypatch, world
     found = recpo.tilt(**options, out=tmp_path / "monitored", betas=BETAS, monitor_reward=reward)
     assert found.criterion == "monitor_reward"
     assert all(trial.value == trial.monitor_reward for trial in found.trials)
-    monkeypatch.setattr(verb, "has_propensities", lambda data, split: False)
-    monkeypatch.setattr(verb, "_has_grades", lambda data: False)
+    monkeypatch.setattr(tilting, "has_propensities", lambda data, split: False)
+    monkeypatch.setattr(verb, "has_grades", lambda data: False)
     found = recpo.tilt(**options, out=tmp_path / "auc", betas=BETAS)
     assert found.criterion == "auc"
     assert all(trial.value == trial.auc for trial in found.trials)

@@ -181,6 +181,7 @@ class Planted(NamedTuple):
     catalog_checksum: str
     manifest: dict
     users_checksum: str = ""
+    feedback: None = None
 
 
 @pytest.fixture

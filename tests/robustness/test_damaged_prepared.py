@@ -132,7 +132,7 @@ def test_a_file_that_changes_after_it_was_read_is_compared_again(copy):
         data.load("train", 0)
 
 
-MANIFESTS = [b"", b"{", b"null", b"[]", b"3", b'"text"', b"\xff\xfe\x00", b"{}", b'{"format_version": 3}', b"[" * 10**5]
+MANIFESTS = [b"", b"{", b"null", b"[]", b"3", b'"text"', b"\xff\xfe\x00", b"{}", b'{"format_version": 4}', b"[" * 10**5]
 
 
 @pytest.mark.parametrize("content", MANIFESTS, ids=range(len(MANIFESTS)))
@@ -160,5 +160,5 @@ def test_every_key_of_a_manifest_is_guarded(copy, original):
 def test_an_older_format_says_what_to_do(copy):
     manifest = json.loads((copy / MANIFEST).read_text())
     (copy / MANIFEST).write_text(json.dumps(seal({**manifest, "format_version": 1})))
-    with pytest.raises(RecpoError, match="format_version 1, this recpo reads 3; prepare the log again"):
+    with pytest.raises(RecpoError, match="format_version 1, this recpo reads 4; prepare the log again"):
         Prepared.open(copy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,6 @@ from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.measures import Recommender
-from recpo.feedback import FeedbackDefinition
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.export import export_bundle
@@ -40,7 +40,7 @@ def bundles(prepared, tmp_path_factory):
     made = {
         "old": (0, data.item_ids(), data.feedback),
         "new": (1, data.item_ids(), data.feedback),
-        "other": (2, others, FeedbackDefinition(data.feedback.rule, data.feedback.duration_base, cutoffs)),
+        "other": (2, others, replace(data.feedback, cutoffs=cutoffs)),
     }
     for name, (seed, items, feedback) in made.items():
         torch.manual_seed(seed)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
 import torch
 
 from recpo.errors import RecpoError
+from recpo.factorization.factors import Factors
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
+from recpo.rewards import FactorReward
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle
+from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import BundleManifest
 from recpo.serving.saved_policy import describe_policy, load_policy, save_policy
+from recpo.types import FeedbackBatch, Histories, Slates
+from recpo.training.tilting import tilted
 
 NUM_ITEMS, MAX_HISTORY = 120, 12  # of conftest
 RANK, LONGER = 4, MAX_HISTORY + 6
@@ -68,6 +75,63 @@ def test_both_engines_of_a_tilted_bundle_are_the_policy(kind, bound, parts, tmp_
     np.testing.assert_allclose(*([score for _, score in one] for one in listed), atol=1e-4)
     operators = {node.op_type for node in onnx.load(tmp_path / "bundle" / "model.onnx").graph.node}
     assert not operators & {"Loop", "Scan", "If"}
+
+
+@pytest.mark.parametrize("reads", [5, LONGER], ids=["fewer events than the base", "more events than the base"])
+def test_a_users_grade_is_the_same_in_factors_reward_policy_and_bundle(reads, parts, tmp_path):
+    """For a history that is longer than what factors and base read."""
+    generator, beta, length = torch.Generator().manual_seed(1), 0.2, LONGER + 7
+    factors = Factors(
+        mean=0.4,
+        item_factors=torch.randn(NUM_ITEMS, RANK, generator=generator) * 0.4,
+        item_bias=torch.randn(NUM_ITEMS, generator=generator) * 0.1,
+        factor_variance=torch.rand(NUM_ITEMS, RANK, generator=generator) * 0.2,
+        ridge=2.0,
+        bias_ridge=3.0,
+        user_factors=None,
+        item_covariance=None,
+        noise=0.1,
+        catalog_checksum="items",
+        max_history=reads,
+    )
+    ids, levels = (torch.randint(1, end, (2, length), generator=generator) for end in (NUM_ITEMS + 1, 6))
+    histories = Histories(ids, torch.full((2,), length), levels)
+    catalog = torch.arange(1, NUM_ITEMS + 1).expand(2, -1)
+    grades = factors.grades(factors.fold_in(histories), catalog)
+    assert torch.equal(grades, factors.grades(factors.fold_in(histories.recent(reads)), catalog))
+    assert not torch.allclose(grades, factors.grades(replace(factors, max_history=length).fold_in(histories), catalog))
+
+    slates = Slates(catalog, torch.full_like(catalog, length), torch.ones_like(catalog, dtype=torch.bool))
+    factors.save(tmp_path / "factors")
+    reward = FactorReward(tmp_path / "factors", users="folded")
+    assert torch.equal(reward(FeedbackBatch(histories, slates, torch.arange(2)), slates), grades)
+    listed = factors.recommend(histories, 3)
+    torch.testing.assert_close(listed.scores, grades.topk(3, 1).values)
+
+    base, options = parts.policy("sasrec")
+    policy = tilted(base, factors, beta)
+    assert policy.max_history == max(reads, MAX_HISTORY)
+    read = histories.recent(policy.max_history)
+    of_base = base.catalog_log_prob(_last(histories.recent(MAX_HISTORY)))[..., 0]
+    moved = beta * (policy.catalog_log_prob(_last(read))[..., 0] - of_base)
+    torch.testing.assert_close(moved - moved[:, :1], grades - grades[:, :1], atol=1e-5, rtol=0)
+
+    below = {"class_path": "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy", "init_args": options}
+    arguments = {name: getattr(factors, name) for name in ("rank", "mean", "ridge", "bias_ridge", "max_history")}
+    options = {**arguments, "beta": beta, "lower_bound": 0.0, "base": below}
+    export_bundle(policy, parts.items, parts.feedback, tmp_path / "bundle", k=20, options=options)
+    inputs = EncodedHistories(read.item_ids.numpy(), read.feedback.numpy(), np.zeros((2, 1), np.int64))
+    for engine in ("onnx", "torch"):
+        top, scores = map(torch.from_numpy, Bundle.load(tmp_path / "bundle", engine).runtime.recommend(inputs, 20))
+        moved = beta * (scores - of_base.gather(1, top - 1))
+        expected = grades.gather(1, top - 1)
+        torch.testing.assert_close(moved - moved[:, :1], expected - expected[:, :1], atol=1e-4, rtol=0)
+
+
+def _last(histories):
+    """A batch that asks for every item after the whole history."""
+    lengths = histories.lengths[:, None]
+    return FeedbackBatch(histories, Slates(lengths, lengths, lengths > 0), torch.arange(len(lengths)))
 
 
 def manifest_of(policy, parts, described):

@@ -1,4 +1,4 @@
-"""The verb ``tilt``: combines a trained policy with factors of grades, with beta chosen on the validation period."""
+"""A trained policy combined with factors of grades, and the choice of beta on the validation period."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -16,12 +15,12 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from tqdm import tqdm
 
-from recpo.artifacts import output_directory, read_json, read_yaml, write_json
+from recpo.artifacts import read_json, read_yaml, write_json
 from recpo.contracts import Policy, RewardFunction
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
-from recpo.evaluation.candidates import Candidates, candidates_of
+from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.catalog_ranking import RankingResult, evaluate_ranking
 from recpo.evaluation.estimates import Z95
 from recpo.evaluation.measures import Measure, Observed, Recommender
@@ -34,9 +33,7 @@ from recpo.factorization.graded import FactorOptions, chunks
 from recpo.factorization.selection import fit_factors
 from recpo.features.schema import Reads
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.tilted import RerankedPolicy, TiltedPolicy, validate_beta
-from recpo.rewards import LoggedReward
-from recpo.rewards.identity import validate_identity
+from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import (
     CHECKPOINTS,
@@ -54,7 +51,6 @@ from recpo.training.run import (
 )
 from recpo.training.run_features import copy_features
 from recpo.types import EvaluationBatch, Slates
-from recpo.verbs.devices import compute_device
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,19 +99,19 @@ class TiltTrial:
 
 
 @dataclass(frozen=True)
-class Tilt:
+class TiltResult:
     """A tilted run and how its beta was chosen.
 
     Attributes:
-        run: the run.
-        beta: beta of the tilt.
+        run: the tilted run; None = no beta is better than the untilted policy, and nothing was written.
+        beta: beta of the tilt; inf = the untilted policy.
         lower_bound: number of standard deviations subtracted from the grade.
         criterion: criterion that chose beta; None = beta was given, and nothing was measured.
         k: length of the lists.
         trials: the untilted policy first, then every beta, descending; empty if nothing was measured.
     """
 
-    run: Run
+    run: Run | None
     beta: float
     lower_bound: float
     criterion: Criterion | None
@@ -157,132 +153,23 @@ def tilted(
     return policy.eval()
 
 
-def tilt(
-    run: Run | Path | str,
-    factors: Factors | Path | str,
-    prepared: Prepared | Path | str | None = None,
-    *,
-    out: Path | str,
-    beta: float | Literal["auto"] = "auto",
-    betas: Sequence[float] = BETAS,
-    criterion: Criterion | None = None,
-    k: int = 10,
-    candidates: int = 200,
-    lower_bound: float = 0.0,
-    off_policy: OffPolicyOptions = OffPolicyOptions(),  # noqa: B008  frozen
-    reward: RewardFunction = LoggedReward(),  # noqa: B008  frozen
-    monitor_reward: RewardFunction | None = None,
-    checkpoint: Checkpoint = "best",
-    batch_size: int = 512,
-    device: str = "auto",
-    trust: Sequence[str] = (),
-    overwrite: bool = False,
-    progress: bool = False,
-) -> Tilt:
-    """Tilts a trained policy toward the grades that a factor model predicts, and writes it as a run.
-
-    The new run is self-contained: ``evaluate``, ``export``, ``recommend`` and ``recpo.load`` take it like any other
-    run. Its policy is ``pi(i | h) ∝ base(i | h) exp(grade(h, i) / beta)``, the optimum of ``E_pi[grade] - beta KL(pi ||
-    base)``.
-
-    Args:
-        run: the run to tilt, or its directory.
-        factors: factors that ``recpo factorize`` fitted for the same items, or their directory.
-        prepared: prepared data of the same items. Beta is chosen on its validation period, by lists of the items that
-            were candidates at its start; null = beta is given.
-        out: output run directory.
-        beta: difference in grade that moves the log-odds of two items by 1; auto = the largest beta (the closest to the
-            base) whose value is within one standard error of the best. The error is that of the difference on the same
-            users.
-        betas: values to try if beta is auto.
-        criterion: value of a beta: grade (mean grade of its lists, as a factorization of the validation period's own
-            events predicts it; it shares no noise with the factors), top_k (off-policy value of its lists, SNIPS),
-            policy (of items drawn from it), auc (mean per-user AUC of positives against other exposures) or
-            monitor_reward. null = monitor_reward if it is given, else grade if the period has grades, else auc.
-        k: list length.
-        candidates: for policies of semantic ids, how many items of the beam are re-ranked.
-        lower_bound: number of standard deviations to subtract from the grade, so that items with few events are listed
-            less often. Each request then costs a second product with the catalog, of ``(r + 1) (r + 2)`` columns.
-        off_policy: how values are estimated from the log.
-        reward: reward of logged items, for the off-policy value.
-        monitor_reward: scores the lists; prefer a reward that the factors do not use.
-        checkpoint: which checkpoint of the run.
-        batch_size: users scored at once.
-        device: where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on.
-        trust: packages, in addition to recpo, whose classes the configuration of the run may name.
-        overwrite: replace ``out`` if it is a run.
-        progress: show a progress bar on a terminal.
-
-    Returns:
-        The new run, its beta, and the value of every beta that was tried.
-
-    Raises:
-        RecpoError: run, factors and data have different items; the run is already tilted; options are out of range; no
-            user gives a value for a beta; ``out`` exists.
-    """
-    betas = tuple(sorted({float(one) for one in betas}, reverse=True)) if beta == "auto" else (float(beta),)
-    _validate(betas, k, batch_size)
-    base = Run.open(run, trust)
-    data = None if prepared is None else prepared if isinstance(prepared, Prepared) else Prepared.open(prepared)
-    opened = factors if isinstance(factors, Factors) else Factors.open(factors)
-    opened.validate_items(base.catalog_checksum, base.root)
-    if data is None and beta == "auto":
-        raise RecpoError(
-            "beta is auto, and there is no validation period to choose it on: name prepared data, or give beta"
-        )
-    inputs = [base.root, None if data is None else data.root, None if isinstance(factors, Factors) else factors]
-    with output_directory(out, kind="run", overwrite=overwrite, inputs=[one for one in inputs if one]) as target:
-        policy = base.policy(checkpoint)
-        if isinstance(policy, TiltedPolicy | RerankedPolicy):
-            raise RecpoError(f"{base.root} is tilted already: name the run that it was made from")
-        chosen, used = betas[0], None
-        trials: tuple[TiltTrial, ...] = ()
-        if data is not None:
-            base.validate_items(data)
-            if monitor_reward is not None:
-                validate_identity(monitor_reward, "monitor_reward", data)
-            graded = _has_grades(data)
-            used = criterion or _default_criterion(graded, monitor_reward)
-            where = compute_device(device)
-            shared = _Validation(
-                data=data,
-                criterion=used,
-                k=min(k, data.num_items),
-                setting=_setting(data, used, off_policy, reward, k),
-                held_out=_held_out_factors(data) if graded or used == "grade" else None,
-                candidates=candidates_of(data, "valid", None),
-                monitor_reward=monitor_reward,
-                batch_size=batch_size,
-                device=where,
-            )
-            tilts = partial(tilted, candidates=candidates, lower_bound=lower_bound)
-            trials = shared.trials(policy.to(where), opened.to(where), tilts, betas, progress)
-            chosen = next(t.beta for t in trials[1:] if not t.loss > t.loss_error)
-        final = tilted(policy.cpu(), opened, chosen, candidates, lower_bound)
-        _write(target, final, base, checkpoint, opened, _Choice(chosen, used, k, trials))
-    return Tilt(Run.open(out, trust), chosen, final.factors.lower_bound, used, k, trials)
+def chosen_beta(trials: Sequence[TiltTrial]) -> float:
+    """The largest beta, inf first, that is at most one standard error worse than the best; never an unknown value."""
+    known = [trial for trial in trials if math.isfinite(trial.value)]
+    return next(t.beta for t in known if t.loss <= 0 or t.loss <= t.loss_error)  # nan is neither
 
 
-def _validate(betas: Sequence[float], k: int, batch_size: int) -> None:
-    if not betas:
-        raise RecpoError("betas is empty: name at least one number above 0, or beta")
-    for one in betas:
-        validate_beta(one)
-    if k < 1 or batch_size < 1:
-        raise RecpoError(f"k is {k} and batch_size is {batch_size}, expected at least 1 each")
-
-
-def _default_criterion(graded: bool, monitor: RewardFunction | None) -> Criterion:
+def default_criterion(graded: bool, monitor: RewardFunction | None) -> Criterion:
     if monitor is not None:
         return "monitor_reward"
     return "grade" if graded else "auc"
 
 
-def _has_grades(data: Prepared) -> bool:
+def has_grades(data: Prepared) -> bool:
     return any(len(chunk.grade) for chunk in chunks(data, period="valid"))
 
 
-def _held_out_factors(data: Prepared) -> Factors:
+def held_out_factors(data: Prepared) -> Factors:
     """A factorization of the events of the validation period.
 
     Raises:
@@ -291,7 +178,7 @@ def _held_out_factors(data: Prepared) -> Factors:
     return fit_factors(data, FactorOptions(period="valid", uncertainty=False, lower_bound=0.0))
 
 
-def _setting(
+def value_setting(
     data: Prepared, criterion: Criterion, options: OffPolicyOptions, reward: RewardFunction, k: int
 ) -> OffPolicySetting | None:
     """The estimator of off-policy values; None if the log has no propensities."""
@@ -318,7 +205,7 @@ class _Measured(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Validation:
+class BetaTrials:
     """The data and options that all betas share."""
 
     data: Prepared
@@ -350,7 +237,7 @@ class _Validation:
             found += [self._measured(beta, tilts(base, factors, beta), bar) for beta in betas]
         values = [self._value(one)[0] for one in found]
         best = max(range(1, len(found)), key=lambda place: _or_least(values[place]))
-        if math.isnan(values[best]):
+        if not math.isfinite(values[best]):
             raise RecpoError(
                 f"the validation period of {self.data.root} gives no value to a beta by the criterion "
                 f"{self.criterion}: it is undefined for every user; name another criterion, or beta"
@@ -435,7 +322,7 @@ class _Validation:
 
 
 def _or_least(value: float) -> float:
-    return -math.inf if math.isnan(value) else value
+    return value if math.isfinite(value) else -math.inf
 
 
 def _mean(ranking: RankingResult, metric: str) -> float:
@@ -505,7 +392,7 @@ class _MonitorReward:
         return {}
 
 
-class _Choice(NamedTuple):
+class BetaChoice(NamedTuple):
     """How beta was chosen, for ``origin.json``."""
 
     beta: float
@@ -521,8 +408,13 @@ def _arguments(base: Policy, factors: Factors, beta: float, candidates: int, low
     return arguments if isinstance(base, CatalogSoftmaxPolicy) else arguments | {"candidates": candidates}
 
 
-def _write(
-    root: Path, policy: TiltedPolicy | RerankedPolicy, base: Run, checkpoint: Checkpoint, factors: Factors, how: _Choice
+def write_tilted(
+    root: Path,
+    policy: TiltedPolicy | RerankedPolicy,
+    base: Run,
+    checkpoint: Checkpoint,
+    factors: Factors,
+    how: BetaChoice,
 ) -> None:
     """Writes the files of a run into ``root``; nothing of the base run or the factors is needed afterwards."""
     for name in (ITEMS, FEEDBACK):

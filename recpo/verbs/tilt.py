@@ -1,0 +1,171 @@
+"""The verb ``tilt``: combines a trained policy with factors of grades, with beta chosen on the validation period."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from recpo.artifacts import output_directory, validate_output_directory
+from recpo.contracts import RewardFunction
+from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
+from recpo.evaluation.candidates import candidates_of
+from recpo.evaluation.off_policy.options import OffPolicyOptions
+from recpo.factorization.factors import Factors
+from recpo.policies.tilted import RerankedPolicy, TiltedPolicy, validate_beta
+from recpo.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from recpo.rewards import LoggedReward
+from recpo.rewards.identity import validate_identity
+from recpo.training.learned_reward import Checkpoint
+from recpo.training.run import Run
+from recpo.training.tilting import (
+    BETAS,
+    BetaChoice,
+    BetaTrials,
+    Criterion,
+    TiltResult,
+    TiltTrial,
+    chosen_beta,
+    default_criterion,
+    has_grades,
+    held_out_factors,
+    tilted,
+    value_setting,
+    write_tilted,
+)
+from recpo.verbs.devices import compute_device
+from recpo.verbs.verb import Verb, function_of
+
+
+@dataclass(frozen=True)
+class Tilt(Verb[TiltResult]):
+    """Tilts a trained policy toward the grades that a factor model predicts, and writes it as a run.
+
+    The new run is self-contained: ``evaluate``, ``export``, ``recommend`` and ``recpo.load`` take it like any other
+    run. Its policy is ``pi(i | h) ∝ base(i | h) exp(grade(h, i) / beta)``, the optimum of ``E_pi[grade] - beta KL(pi ||
+    base)``.
+
+    If beta is auto and no beta is better than the untilted policy, nothing is written.
+
+    Raises:
+        RecpoError: run, factors and data have different items; the run is already tilted; options are out of range; no
+            user gives a value for a beta; ``out`` exists.
+    """
+
+    first_day: ClassVar = ("run", "factors", "prepared", "out", "beta", "lower_bound", "criterion")
+
+    run: Run | Path | str
+    """the run to tilt, or its directory"""
+    factors: Factors | Path | str
+    """factors that ``recpo factorize`` fitted for the same items, or their directory"""
+    prepared: Prepared | Path | str | None = None
+    """prepared data of the same items. Beta is chosen on its validation period, by lists of the items that were
+    candidates at its start; null = beta is given"""
+    _: KW_ONLY
+    out: Path | str
+    """output run directory"""
+    beta: float | Literal["auto"] = "auto"
+    """difference in grade that moves the log-odds of two items by 1; auto = the largest beta (the closest to the
+    base) whose value is within one standard error of the best; the untilted policy counts as an infinite beta. The
+    error is that of the difference on the same users. A number is written whatever its value"""
+    betas: Sequence[PositiveFloat] = BETAS
+    """values to try if beta is auto"""
+    criterion: Criterion | None = None
+    """value of a beta: grade (mean grade of its lists, as a factorization of the validation period's own events
+    predicts it; it shares no noise with the factors), top_k (off-policy value of its lists, SNIPS), policy (of items
+    drawn from it), auc (mean per-user AUC of positives against other exposures) or monitor_reward. null =
+    monitor_reward if it is given, else grade if the period has grades, else auc"""
+    k: PositiveInt = 10
+    """list length"""
+    candidates: PositiveInt = 200
+    """for policies of semantic ids, how many items of the beam are re-ranked"""
+    lower_bound: NonNegativeFloat = 0.0
+    """number of standard deviations to subtract from the grade, so that items with few events are listed less often.
+    Each request then costs a second product with the catalog, of ``(r + 1) (r + 2)`` columns"""
+    off_policy: OffPolicyOptions = OffPolicyOptions()  # noqa: RUF009  frozen
+    """how values are estimated from the log"""
+    reward: RewardFunction = LoggedReward()  # noqa: RUF009  frozen
+    """reward of logged items, for the off-policy value"""
+    monitor_reward: RewardFunction | None = None
+    """scores the lists; prefer a reward that the factors do not use"""
+    checkpoint: Checkpoint = "best"
+    """which checkpoint of the run"""
+    batch_size: PositiveInt = 512
+    """users scored at once"""
+    device: str = "auto"
+    """where policies run: auto (a GPU if there is one), cpu, cuda, cuda:1 and so on"""
+    trust: Sequence[str] = ()
+    """packages, in addition to recpo, whose classes the configuration of the run may name"""
+    overwrite: bool = False
+    """replace ``out`` if it is a run"""
+    progress: bool = False
+    """show a progress bar on a terminal"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self._betas:
+            raise RecpoError("betas is empty: name at least one number above 0, or beta", field="betas")
+        for one in self._betas:
+            validate_beta(one)
+
+    @property
+    def _betas(self) -> Sequence[float]:
+        return sorted({*map(float, self.betas)}, reverse=True) if self.beta == "auto" else [float(self.beta)]
+
+    def execute(self) -> TiltResult:
+        """Tries every beta on the validation period, then writes the run."""
+        base = Run.open(self.run, self.trust)
+        given = self.prepared
+        data = Prepared.open(given) if isinstance(given, str | Path) else given
+        factors = self.factors if isinstance(self.factors, Factors) else Factors.open(self.factors)
+        factors.validate_feedback(base.feedback, base.root)
+        factors.validate_items(base.catalog_checksum, base.root)
+        if data is None and self.beta == "auto":
+            raise RecpoError(
+                "beta is auto, and there is no validation period to choose it on: name prepared data, or give beta",
+                field="beta",
+            )
+        inputs = [base.root, data and data.root, None if isinstance(self.factors, Factors) else self.factors]
+        validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs)
+        policy = base.policy(self.checkpoint)
+        if isinstance(policy, TiltedPolicy | RerankedPolicy):
+            raise RecpoError(f"{base.root} is tilted already: name the run that it was made from", field="run")
+        used: Criterion | None = None
+        trials: tuple[TiltTrial, ...] = ()
+        if data is not None:
+            base.validate_data(data)
+            if self.monitor_reward is not None:
+                validate_identity(self.monitor_reward, "monitor_reward", data)
+            shared, device = self._trials(data), compute_device(self.device)
+            used, tilts = shared.criterion, partial(tilted, candidates=self.candidates, lower_bound=self.lower_bound)
+            trials = shared.trials(policy.to(device), factors.to(device), tilts, self._betas, self.progress)
+        chosen = chosen_beta(trials) if self.beta == "auto" else float(self.beta)
+        if chosen == math.inf:
+            return TiltResult(None, chosen, self.lower_bound, used, self.k, trials)
+        with output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs) as target:
+            final = tilted(policy.cpu(), factors, chosen, self.candidates, self.lower_bound)
+            write_tilted(target, final, base, self.checkpoint, factors, BetaChoice(chosen, used, self.k, trials))
+        return TiltResult(Run.open(self.out, self.trust), chosen, self.lower_bound, used, self.k, trials)
+
+    def _trials(self, data: Prepared) -> BetaTrials:
+        """What all betas are measured with."""
+        graded = has_grades(data)
+        criterion = self.criterion or default_criterion(graded, self.monitor_reward)
+        return BetaTrials(
+            data=data,
+            criterion=criterion,
+            k=min(self.k, data.num_items),
+            setting=value_setting(data, criterion, self.off_policy, self.reward, self.k),
+            held_out=held_out_factors(data) if graded or criterion == "grade" else None,
+            candidates=candidates_of(data, "valid", None),
+            monitor_reward=self.monitor_reward,
+            batch_size=self.batch_size,
+            device=compute_device(self.device),
+        )
+
+
+tilt = function_of(Tilt)
