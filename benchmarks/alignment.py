@@ -31,12 +31,12 @@ from rich.console import Console
 from rich.table import Table
 
 from recpo.artifacts import write_json
-from recpo.verbs.calibrate import calibrate
-from recpo.verbs.factorize import factorize
+from recpo import calibrate
+from recpo import factorize
 from recpo.cli.main import run
-from recpo.cli.prepare import prepare
-from recpo.verbs.simulate import simulate
-from recpo.cli.train import train
+from recpo import prepare
+from recpo import simulate
+from recpo import train
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.evaluation.estimates import estimate_over_seeds
@@ -76,7 +76,7 @@ METRICS = ("true value", "disliked", "coverage", "tail recall", "NDCG")
 
 def call(verb, **arguments):
     with redirect_stdout(sys.stderr):
-        run(verb, [word for key, value in arguments.items() for word in (f"--{key.replace('__', '.')}", str(value))])
+        run(verb.__name__, [word for key, value in arguments.items() for word in (f"--{key.replace('__', '.')}", str(value))])
 
 
 def world(options):
@@ -112,7 +112,7 @@ def reward_of(name, seed, prepared, options):
         own |= {"trainer__max_epochs": 1} if options.quick else {}
         first = start(seed, prepared, options)
         call(train, config=options.configs / "reward_model.yaml", init_from=first, out=run, **own)
-        call(calibrate, run=run, prepared=prepared)
+        call(calibrate, rewards=run, prepared=prepared)
     return {"class_path": "LearnedReward", "init_args": {"run": str(run), "grade_weight": 1.0, "dislike_cost": 1.0}}
 
 

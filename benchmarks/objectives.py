@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from recpo.cli.main import run
-from recpo.cli.train import train
+from recpo import train
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.evaluation.true_rewards import true_rewards
@@ -74,7 +74,7 @@ def align(name, seed, options):
     if is_on_policy(arguments["config"]):
         arguments |= {"rollout": "null", "reward": "LoggedReward"}
     with redirect_stdout(sys.stderr):
-        run(train, [word for key, value in arguments.items() for word in (f"--{key}", str(value))])
+        run("train", [word for key, value in arguments.items() for word in (f"--{key}", str(value))])
     seconds = time.perf_counter() - started
     after = values(Run.open(out).policy("last"), options.prepared, options.truth)
     difference = after[0] - before[0]

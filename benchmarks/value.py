@@ -32,14 +32,14 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import kendalltau
 
-from recpo.verbs.evaluate import evaluate
-from recpo.verbs.factorize import factorize
+from recpo import evaluate
+from recpo import factorize
 from recpo.cli.main import run
-from recpo.cli.prepare import prepare
-from recpo.verbs.simulate import simulate
-from recpo.cli.tilt import tilt
-from recpo.verbs.tokenize import tokenize
-from recpo.cli.train import train
+from recpo import prepare
+from recpo import simulate
+from recpo import tilt
+from recpo import tokenize
+from recpo import train
 from recpo.evaluation.estimates import estimate_over_seeds
 
 BASELINES = ("popularity", "factorization", "implicit_als", "ease")
@@ -70,7 +70,7 @@ class World(NamedTuple):
 
 def call(verb, **arguments):
     with redirect_stdout(sys.stderr):
-        run(verb, [word for key, value in arguments.items() for word in (f"--{key.replace('__', '.')}", str(value))])
+        run(verb.__name__, [word for key, value in arguments.items() for word in (f"--{key.replace('__', '.')}", str(value))])
 
 
 def prepared_world(world, root, options):

@@ -7,7 +7,6 @@ environment of the site does without.
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import json
 import re
@@ -18,7 +17,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from recpo.cli.main import VERBS, parser_of
+from recpo.cli.main import VERBS
+from recpo.cli.parser import parser_of, verb_class
 
 #: Options of every verb, said once in docs/reference/index.md.
 _COMMON = {"help", "config", "print_config"}
@@ -37,7 +37,7 @@ class Option(typing.NamedTuple):
 
 def parser(verb: str) -> ArgumentParser:
     """The parser of ``recpo VERB``."""
-    return parser_of(getattr(importlib.import_module(f"recpo.cli.{verb}"), verb))
+    return parser_of(verb_class(verb))
 
 
 def groups(verb: str) -> Iterator[tuple[str, list[Option]]]:

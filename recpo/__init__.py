@@ -119,7 +119,7 @@ if TYPE_CHECKING:
     from recpo.verbs.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
     from recpo.training.tilting import TiltResult as TiltResult
     from recpo.verbs.tilt import tilt as tilt
-    from recpo.workflows.train import train as train
+    from recpo.verbs.train import train as train
 
 __version__ = "0.1.0"
 
@@ -223,7 +223,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.training.run": ("Run",),
     "recpo.training.tilting": ("TiltResult",),
     "recpo.verbs.tilt": ("tilt",),
-    "recpo.workflows.train": ("train",),
+    "recpo.verbs.train": ("train",),
     "recpo.verbs.tokenize": ("VectorsFromRun", "tokenize"),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}

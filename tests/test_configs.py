@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import recpo.objectives
-from recpo.cli.main import main, parser_of
-from recpo.cli.train import train
+from recpo.cli.main import main
+from recpo.cli.parser import parser_of, verb_class
+
 from recpo.contracts import Objective
 from recpo.data.datamodule import evaluation_batches
 
@@ -158,7 +159,7 @@ def test_every_objective_is_known_by_its_bare_name():
 
 
 def test_every_objective_has_a_configuration(prepared):
-    parser = parser_of(train)
+    parser = parser_of(verb_class("train"))
     configured = set()
     for config in CONFIGS:
         parsed = parser.parse_args(["--config", str(config), "--data.prepared", str(prepared)])

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from recpo.cli.main import VERBS, parser_of
+from recpo.cli.main import VERBS
+from recpo.cli.parser import joined_lists, parser_of, verb_class
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -92,21 +93,19 @@ def test_every_command_of_the_documents_is_understood(document, clone, capsys):
                 resolved = yaml.safe_dump(dict.fromkeys(_NEEDED.get(verb, ()), "anything"))
                 resolved = (clone / "configs" / "gbpo.yaml").read_text() if verb == "train" else resolved
                 (clone / word).write_text(resolved, encoding="utf-8")
-        parser = parser_of(getattr(importlib.import_module(f"recpo.cli.{verb}"), verb))
+        parser = parser_of(verb_class(verb))
         status = None
         try:
-            parser.parse_args(_complete(verb, words))
+            parser.parse_args(joined_lists(verb_class(verb), _complete(verb, words)))
         except SystemExit as stop:
             status = stop.code
         assert not status, f"{document.name}: {command}\n{capsys.readouterr().err}"
 
 
 def test_the_trainer_options_of_the_documents_are_understood(clone):
-    from recpo.cli.train import train
-
     (options,) = re.findall(r"```yaml\n(trainer:.*?)```", _text(ROOT / "docs" / "training.md"), re.DOTALL)
     (clone / "trainer.yaml").write_text(options, encoding="utf-8")
-    configuration = parser_of(train).parse_args(["--config", "configs/gbpo.yaml", "--config", "trainer.yaml"])
+    configuration = parser_of(verb_class("train")).parse_args(["--config", "configs/gbpo.yaml", "--config", "trainer.yaml"])
     assert configuration.trainer.init_args.devices == 2
 
 

@@ -32,6 +32,9 @@ def verb_class(name: str) -> type[Verb[Any]]:
 
 def parser_of(verb: type[Verb[Any]]) -> ArgumentParser:
     """The parser of a verb. Rejects abbreviations and unknown keys; shows progress unless told otherwise."""
+    if own := getattr(verb, "parser", None):
+        parser: ArgumentParser = own()
+        return parser
     parser = ArgumentParser(
         prog=f"recpo {verb.__name__.lower()}",
         description=(verb.__doc__ or "").partition("\n\n    Raises:")[0],
@@ -53,6 +56,9 @@ def parse(verb: type[Verb[Any]], words: Sequence[str]) -> Verb[Any]:
         ArgumentError: an unknown option, or a value of a wrong type.
         RecpoError: a value is refused.
     """
+    if own := getattr(verb, "parse", None):
+        made: Verb[Any] = own(words)
+        return made
     words = joined_lists(verb, words)
     validate_configuration_files(words)
     parser = parser_of(verb)
@@ -87,8 +93,8 @@ def joined_lists(verb: type[Verb[Any]], words: Sequence[str]) -> list[str]:
     takes_list = {f"--{one.name}" for one in dataclasses.fields(verb) if _takes_list(hints[one.name])}
     rest, others, lists = list(words), [], {}
     if rest and not rest[0].startswith("-"):
-        first = next(one.name for one in dataclasses.fields(verb) if not one.kw_only)
-        rest.insert(0, f"--{first}")
+        first = next((one.name for one in dataclasses.fields(verb) if not one.kw_only), None)
+        rest = rest if first is None else [f"--{first}", *rest]
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         if flag not in takes_list:

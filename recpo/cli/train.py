@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from jsonargparse import ArgumentParser
-
-from recpo.cli.verb_results import VerbResult, after_reward_model, after_train
-from recpo.training.configuration import parse_arguments, train_parser
+from recpo.cli.verb_results import VerbResult, command, evaluation_of
 from recpo.training.run import Run
-from recpo.workflows.train import run_configuration
+from recpo.verbs.train import Train
 
 
-def train(arguments: Sequence[str]) -> VerbResult:
-    """Parses the options, trains, and prints the path of the run."""
-    configuration = parse_arguments(arguments)
-    run = run_configuration(configuration, trust=configuration.trust)
+def show(verb: Train, run: Run) -> VerbResult:
+    """Prints the path of the run; it is evaluated next, or calibrated if it is a reward model."""
     reached = None if run.monitor is None else run.results.get(run.monitor)
     print(f"{run.root}: finished" + ("" if reached is None else f", {run.monitor} {reached:.4f}"))
-    facts = {"monitor": run.monitor, "results": run.results}
-    after = after_reward_model if is_reward_model(run) else after_train
-    return after(run.root, str(configuration.data.init_args.prepared), facts)
+    prepared = str(verb.configuration.data.init_args.prepared)
+    following = evaluation_of(run.root, prepared)
+    if is_reward_model(run):
+        following = command("calibrate", "--prepared", prepared, "--rewards", run.root)
+    return VerbResult((str(run.root),), following, {"monitor": run.monitor, "results": run.results})
 
 
 def is_reward_model(run: Run) -> bool:
     """Whether the policy only scores items and makes no lists."""
     return str(run.configuration["objective"]["class_path"]).endswith(("PointwiseReward", "PairwiseReward"))
-
-
-def parser() -> ArgumentParser:
-    """The parser of the verb."""
-    return train_parser()

@@ -19,7 +19,7 @@ from recpo.training.configuration import as_arguments, train_parser
 from recpo.training.run import FINISHED, RESOLVED, Run, checkpoint_path
 from recpo.verbs.factorize import factorize
 from recpo.verbs.tilt import tilt
-from recpo.workflows.train import train
+from recpo.verbs.train import train
 
 FACTORS: Final = "factors"
 RUNS: Final = "runs"

@@ -1,9 +1,10 @@
 """The last lines of every verb: written files, next command; nothing with --quiet, one document with --json."""
 
+import ast
 import importlib
 import json
 import math
-import shlex
+import re
 from pathlib import Path
 from typing import get_type_hints
 
@@ -11,46 +12,35 @@ import numpy as np
 import pytest
 
 from recpo.cli import verb_results
-from recpo.cli.main import VERBS, main, parser_of
+from recpo.cli.main import VERBS, main
+from recpo.cli.parser import parser_of, verb_class
 from recpo.cli.verb_results import VerbResult
 
 ROOT = Path(__file__).parents[2]
-HERE = Path("a b")
-RESULTS = {
-    "simulate": verb_results.after_simulate(HERE, {}),
-    "prepare": verb_results.after_prepare(HERE, {}),
-    "tokenize": verb_results.after_tokenize(Path("codes"), "prepared", {}),
-    "factorize": verb_results.after_factorize(Path("factors"), "prepared", {}),
-    "train": verb_results.after_train(Path("run"), "prepared", {}),
-    "reward model": verb_results.after_reward_model(Path("run"), "prepared", {}),
-    "calibrate": verb_results.after_calibrate([Path("run")], Path("out.json"), "prepared", {}),
-    "evaluate": verb_results.after_evaluate(Path("out"), Path("last"), {}),
-    "export": verb_results.after_export(Path("bundle"), Path("triton"), {}),
-    "recommend": verb_results.after_recommend(Path("lists"), Path("bundle"), None, {}),
-    "recommend of a run": verb_results.after_recommend(Path("lists"), None, Path("run"), {}),
-    "compare": verb_results.after_compare(Path("new"), None, {}),
-    "loop": verb_results.after_loop(Path("loop"), Path("bundle"), {}),
-    "demo": verb_results.after_demo(Path("demo"), {}),
-    "doctor": verb_results.after_doctor({}),
-}
+SHOWN = [file for file in sorted((ROOT / "recpo" / "cli").glob("*.py")) if file.stem in VERBS]
 
 
-@pytest.mark.parametrize("verb", RESULTS)
-def test_the_next_command_is_one_that_recpo_understands(verb, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    program, following, *words = shlex.split(RESULTS[verb].following)
-    assert program == "recpo"
-    function = getattr(importlib.import_module(f"recpo.cli.{following}"), following)
-    if following == "init":
-        assert words == ["YOUR_LOG"]
-        return
-    parser_of(function).parse_args(words)
+def _options(verb):
+    actions = parser_of(verb_class(verb))._actions
+    return {flag for action in actions for flag in action.option_strings}
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("serve", "plan")])
-def test_every_verb_says_how_it_ended(verb):
-    module = importlib.import_module(f"recpo.cli.{verb}")
-    assert get_type_hints(getattr(module, verb), vars(module))["return"] is VerbResult
+@pytest.mark.parametrize("file", SHOWN, ids=lambda file: file.stem)
+def test_the_next_commands_are_ones_that_recpo_understands(file):
+    """The words of every ``command(verb, ...)`` in the source: verbs and flags that exist, or class arguments of them."""
+    for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "command":
+            verb = ast.literal_eval(call.args[0])
+            flags = re.findall(r"'(--[a-z_]+)'", ast.unparse(call))  # dotted ones are of classes that a file names
+            assert verb in VERBS
+            assert set(flags) <= _options(verb), f"{file.name}: {ast.unparse(call)}"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_shows_its_result(verb):
+    show = importlib.import_module(f"recpo.cli.{verb}").show
+    assert get_type_hints(show)["return"] is VerbResult
+    assert get_type_hints(show)["verb"] is verb_class(verb)
 
 
 def test_configurations_of_init_come_before_those_of_the_clone(tmp_path):

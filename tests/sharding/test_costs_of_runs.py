@@ -29,7 +29,7 @@ from recpo.semantic_codes import SemanticCodes
 from recpo.sharding.costs import all_reduce_bytes, lookup_exchange, row_blocks, row_wise_placement, softmax_exchange
 from recpo.sharding.planning import placements, plan_tables
 from recpo.sharding.workload import Workload, place_softmax_tables, table_memory
-from recpo.workflows.train import train
+from recpo.verbs.train import train
 from tests.sharding.ranks import Ranks
 from tests.sharding.tables import as_torchrun
 

@@ -39,7 +39,7 @@ def train(out: Path, prepared: Path, policy: Any, strategy: dict[str, Any] | Non
     from lightning.pytorch.utilities import rank_zero_only
 
     from recpo.data.slates import SequenceLayout
-    from recpo.workflows.train import train as verb
+    from recpo.verbs.train import train as verb
 
     options = dict(options)
     how: dict[str, Any] = {"devices": 1}

@@ -113,7 +113,7 @@ def test_every_rank_hears_that_tables_do_not_fit(two: Ranks) -> None:
 
 def run(prepared: Path, out: Path, strategy: Any = None, **values: Any) -> None:
     """A run of this process."""
-    from recpo.workflows.train import train
+    from recpo.verbs.train import train
 
     as_torchrun()
     trainer = {"max_epochs": 1, "limit_train_batches": 1, "accelerator": "cpu", "devices": 1}

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 from recpo.training.checkpoints import LastCheckpoint
 from recpo.training.run import checkpoint_path
-from recpo.workflows.train import train
+from recpo.verbs.train import train
 
 POLICY = {"class_path": "CatalogSoftmaxPolicy", "init_args": {"dim": 8, "layers": 1, "heads": 1, "max_history": 12}}
 LAYOUT = {"class_path": "SequenceLayout", "init_args": {"history_length": 12}}

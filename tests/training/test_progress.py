@@ -6,7 +6,7 @@ from functools import partial
 from recpo.data.slates import SequenceLayout
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training import trainer as trainer_module
-from recpo.workflows.train import train
+from recpo.verbs.train import train
 
 EPOCH_LINE = r"epoch 0  step 6  train/loss \d+\.\d{4}  val/NDCG@10 0\.\d{4}  .*"
 

@@ -23,7 +23,7 @@ from recpo.training.module import PreferenceModule
 from recpo.training.options import CriticOptions, LearningOptions
 from recpo.training.run import Run
 from recpo.training.trainer import TrainerOptions
-from recpo.workflows.train import train
+from recpo.verbs.train import train
 from tests.conftest import resealed
 
 SIZES = {"dim": 8, "layers": 1, "heads": 1, "max_history": 12}

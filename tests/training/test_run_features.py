@@ -20,7 +20,7 @@ from recpo.training.learned_reward import CALIBRATION, LearnedReward
 from recpo.training.run import Run
 from recpo.types import FeedbackBatch, Slates
 from recpo.verbs.calibrate import calibrate
-from recpo.workflows.train import train
+from recpo.verbs.train import train
 from tests.data.test_features import prepare
 from tests.policies.synthetic_features import random_features, random_histories
 

@@ -1,4 +1,4 @@
-"""The verb ``train``: pre-trains or aligns a policy; only the objective differs."""
+"""Trains by a configuration: checks everything, builds the module and the trainer, and keeps what was trained."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from jsonargparse import ArgumentError, Namespace
+from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from recpo.artifacts import describe_os_error
-from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
+from recpo.contracts import Policy
 from recpo.data.datamodule import Phases
 from recpo.data.prepared import Prepared
 from recpo.errors import Interrupted, RecpoError
@@ -30,7 +30,7 @@ from recpo.rewards.identity import validate_identity
 from recpo.training import run_directory
 from recpo.training.allocator import tune_allocator
 from recpo.training.checkpoints import BestCheckpoint, LastCheckpoint, validate_checkpoint
-from recpo.training.configuration import as_arguments, instantiate, parse_arguments, resolved
+from recpo.training.configuration import instantiate, resolved
 from recpo.training.contradictions import feedback_warnings
 from recpo.training.guards import CollapseGuard, FiniteGuard
 from recpo.training.lost_ranks import ReportLostRanks, lost_rank
@@ -42,72 +42,6 @@ from recpo.training.run_features import hand_over
 from recpo.training.trainer import Throughput
 from recpo.training.warm_start import StartingState, WarmStart, growth_of, same_training
 from recpo.training.weight_averaging import WeightAveraging
-
-
-def train(
-    data: Prepared | Path | str | None = None,
-    *,
-    config: Path | str | Mapping[str, Any] | None = None,
-    out: Path | str,
-    objective: Objective | type | Mapping[str, Any] | str | None = None,
-    policy: Callable[[int], Policy] | Mapping[str, Any] | str | None = None,
-    advantage: AdvantageEstimator | Mapping[str, Any] | str | None = None,
-    reward: RewardFunction | Mapping[str, Any] | str | None = None,
-    init_from: Run | Path | str | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    trust: Sequence[str] = (),
-    callbacks: Sequence[Callback] = (),
-    **options: Any,
-) -> Run:
-    """Trains a policy on prepared data, or aligns a trained one.
-
-    The same options give the same run as ``recpo train``, and the ``resolved.yaml`` in it reproduces it. Without
-    ``config``, a ``CatalogSoftmaxPolicy`` is pre-trained (``Likelihood``).
-
-    ::
-
-        base = recpo.train(data, out="runs/pretrain", trainer={"max_epochs": 5})
-        run = recpo.train(data, objective=recpo.GBPO(), init_from=base, out="runs/gbpo", trainer={"max_epochs": 3})
-
-    Args:
-        data: prepared directory; None = ``data.prepared`` of ``config``.
-        config: YAML file, or its content.
-        out: output run directory.
-        objective: the objective to minimize.
-        policy: the policy to train: a class path, ``functools.partial(CatalogSoftmaxPolicy, dim=32)``, or some options
-            of the policy of ``init_from``.
-        advantage: turns feedback into advantages. None = that of ``config``; for objectives that weight logged feedback
-            only by advantages (GBPO, Reinforce), ``TernaryAdvantage(positive_fraction=0.25)``.
-        reward: turns feedback into rewards.
-        init_from: run whose best policy training starts from. Its policy options and data layout are the defaults. Its
-            items are those of ``data``, or the first of them (``prepare(..., extends=...)``); rows of new items start
-            from the mean of the known ones. ``init_training`` also copies the critic heads and the state of the
-            optimizer; None = if the catalog has grown, and objective and optimizers are the same.
-        resume: continue from the last checkpoint in ``out``.
-        overwrite: replace a run in ``out`` after the first step of the new run.
-        trust: packages, in addition to recpo, whose classes the run of ``init_from`` may name.
-        callbacks: Lightning callbacks that observe training; they are not part of the configuration.
-        options: any field of ``TrainOptions``, as a dict or by its dotted name.
-
-    Returns:
-        The finished run.
-
-    Raises:
-        RecpoError: options, data or directories do not fit, in which case nothing has been changed; or training
-            diverged or collapsed.
-        Interrupted: training was stopped by a signal.
-    """
-    given: dict[str, Any] = {"objective": objective, "policy": policy, "advantage": advantage, "reward": reward}
-    given |= {"init_from": init_from, "data.prepared": data}
-    tree = {"progress": False, "out": out, "resume": resume, "overwrite": overwrite, **options}
-    tree |= {name: value for name, value in given.items() if value is not None}
-    start = as_arguments(config) if isinstance(config, Mapping) else [] if config is None else ["--config", str(config)]
-    try:
-        configuration = parse_arguments([*start, *as_arguments(tree | ({"trust": list(trust)} if trust else {}))])
-    except ArgumentError as error:
-        raise RecpoError(str(error)) from error
-    return run_configuration(configuration, callbacks, trust=trust)
 
 
 def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = (), trust: Sequence[str] = ()) -> Run:
