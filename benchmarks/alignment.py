@@ -30,13 +30,9 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.table import Table
 
+from recpo import calibrate, factorize, prepare, simulate, train
 from recpo.artifacts import write_json
-from recpo import calibrate
-from recpo import factorize
 from recpo.cli.main import run
-from recpo import prepare
-from recpo import simulate
-from recpo import train
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.evaluation.estimates import estimate_over_seeds
@@ -76,7 +72,10 @@ METRICS = ("true value", "disliked", "coverage", "tail recall", "NDCG")
 
 def call(verb, **arguments):
     with redirect_stdout(sys.stderr):
-        run(verb.__name__, [word for key, value in arguments.items() for word in (f"--{key.replace('__', '.')}", str(value))])
+        run(
+            verb.__name__,
+            [word for key, value in arguments.items() for word in (f"--{key.replace('__', '.')}", str(value))],
+        )
 
 
 def world(options):

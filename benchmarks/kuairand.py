@@ -45,11 +45,8 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
 
 import recpo
-from recpo import factorize
+from recpo import factorize, prepare, tilt, train
 from recpo.cli.main import run
-from recpo import prepare
-from recpo import tilt
-from recpo import train
 from recpo.contracts import RewardFunction
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
@@ -124,7 +121,10 @@ FEATURE_TREES = {
 
 def call(verb, **arguments):
     with redirect_stdout(sys.stderr):
-        run(verb.__name__, [word for key, value in arguments.items() for word in (f"--{key.replace('__', '.')}", str(value))])
+        run(
+            verb.__name__,
+            [word for key, value in arguments.items() for word in (f"--{key.replace('__', '.')}", str(value))],
+        )
 
 
 def prepared_log(options):

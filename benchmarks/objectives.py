@@ -27,7 +27,6 @@ import numpy as np
 import torch
 
 from recpo.cli.main import run
-from recpo import train
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
 from recpo.evaluation.true_rewards import true_rewards

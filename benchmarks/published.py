@@ -154,7 +154,13 @@ def measured(options: argparse.Namespace, run: recpo.Run, data: Path) -> dict[st
     for past in (WITHOUT, KEPT):
         out = options.work / f"{run.root.name}_test{'_past_kept' if past == KEPT else ''}"
         if not (out / "metrics.json").is_file():
-            settings: dict[str, Any] = {"off_policy": None, "segments": False, "ks": (K,), "exclude_past": past != KEPT}
+            settings: dict[str, Any] = {
+                "off_policy": None,
+                "baselines": False,
+                "segments": False,
+                "ks": (K,),
+                "exclude_past": past != KEPT,
+            }
             recpo.evaluate(data, [run], out=out, **settings)
         rows = recpo.load(out).to_pandas().set_index("metric")["mean"]
         found |= {f"{metric}@{K}, {past}": float(rows[f"{metric}@{K}"]) for metric in ("Recall", "NDCG")}

@@ -32,14 +32,8 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import kendalltau
 
-from recpo import evaluate
-from recpo import factorize
+from recpo import evaluate, factorize, prepare, simulate, tilt, tokenize, train
 from recpo.cli.main import run
-from recpo import prepare
-from recpo import simulate
-from recpo import tilt
-from recpo import tokenize
-from recpo import train
 from recpo.evaluation.estimates import estimate_over_seeds
 
 BASELINES = ("popularity", "factorization", "implicit_als", "ease")
@@ -70,7 +64,10 @@ class World(NamedTuple):
 
 def call(verb, **arguments):
     with redirect_stdout(sys.stderr):
-        run(verb.__name__, [word for key, value in arguments.items() for word in (f"--{key.replace('__', '.')}", str(value))])
+        run(
+            verb.__name__,
+            [word for key, value in arguments.items() for word in (f"--{key.replace('__', '.')}", str(value))],
+        )
 
 
 def prepared_world(world, root, options):
@@ -123,17 +120,15 @@ def evaluated(world, options):
     log, prepared, factors = prepared_world(world, root, options)
     runs = [path for seed in options.seeds for path in trained(root, seed, prepared, factors, options)]
     out = root / "evaluation"
-    listed = {"run": json.dumps([str(path) for path in runs]), "baselines": json.dumps(BASELINES)}
     call(
         evaluate,
         prepared=prepared,
-        factors=factors,
+        contenders=json.dumps([*BASELINES, *map(str, runs), str(factors)]),
         truth=log / "truth",
         ks="[10]",
         segments="false",
         out=out,
         overwrite="true",
-        **listed,
     )
     document = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
     found = {one["name"]: metrics_of(one) for one in document["contenders"] if "true_reward@10" in one["metrics"]}
