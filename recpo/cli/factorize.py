@@ -9,8 +9,10 @@ from rich.table import Table
 
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, after_factorize
+from recpo.data.prepared import Prepared
 from recpo.factorization.factors import Factors
 from recpo.workflows.factorize import factorize as _factorize
+from recpo.workflows.factorize import similar_lists
 
 
 def factorize(
@@ -40,7 +42,11 @@ def factorize(
     """
     factors = _factorize(prepared, out, method=method, ranks=ranks, ridges=ridges, progress=progress, **options)
     _print(factors, out)
+    caution = similar_lists(factors, Prepared.open(prepared))
+    if caution is not None:
+        console().print(f"warning: {caution}", style="yellow", soft_wrap=True)
     facts = {"rank": factors.rank, "ridge": factors.ridge, "squared_error": factors.noise, **factors.facts}
+    facts["warnings"] = [] if caution is None else [caution]
     return after_factorize(out, prepared, facts)
 
 
