@@ -24,7 +24,7 @@ from tests.data.conftest import DAY_MS, START_MS, make_log
 
 CONTEXT = 4
 OPTIONS = {
-    "label": NumericColumn(),
+    "label": NumericColumn(0, 1),
     "max_context": CONTEXT,
     "rows_per_shard": 60,
     "memory_limit": "512MB",
