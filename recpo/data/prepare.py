@@ -298,7 +298,11 @@ class PrepareRun:
             "label": describe(self.choice.label),
             "feedback": feedback.to_json(),
             "counts": {**self.counts, "dropped": self.dropped, "splits": totals(shards, self.more.behaviors)},
-            "warnings": tie_warnings(self.choice.label, self.counts["watch_time_ties"]) + unit_warnings(feedback),
+            "warnings": [
+                *tie_warnings(self.choice.label, self.counts["watch_time_ties"]),
+                *unit_warnings(feedback),
+                *self._file_warnings(log),
+            ],
             "shards": shards,
             "segments": [len(shards["train"])],
             "files": (*files, *self._feature_files()),
@@ -327,13 +331,17 @@ class PrepareRun:
                 self.engine, raw, log, mapping, choice.label, choice.max_watch_time, choice.strict, self.more
             )
             faults += row_faults
-        validate_no_faults(faults)
+        validate_no_faults(faults, self._file_warnings(log))
         distinct = self.engine.materialize("distinct", raw.drop(Engine.FILE, Engine.ROW).distinct())
         kept = self.engine.row(distinct.aggregate(rows=distinct.count()))["rows"]
         self.counts = {"read": read, "empty_files": len(log.empty_files), "neutralized": neutralized}
         if read > kept:
             self.dropped["exact duplicate of another event"] = read - kept
         return log, standardize(distinct, mapping, choice.max_watch_time, self.more)
+
+    def _file_warnings(self, log: Log) -> list[str]:
+        """Warnings about the files of the log and of the feature tables."""
+        return [text for one in (log, *(table.log for table in self.tables.values())) for text in one.warnings]
 
     def _read_table(self, side: TableSide, files: Sequence[Place], log: Log) -> list[Fault]:
         """Opens a feature table, if there is one."""
