@@ -6,9 +6,12 @@ from collections import Counter
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from recpo.data import feature_files
+from recpo.data.duckdb_engine import DuckDBEngine
 from recpo.data.engine import EngineOptions
 from recpo.data.feature_columns import FeatureColumns
 from recpo.data.prepare import Preparation
@@ -109,6 +112,64 @@ def vocabulary_of(values, min_count=1):
     """Descending count, then value: counted by hand."""
     counts = Counter(values)
     return sorted((v for v in counts if counts[v] >= min_count), key=lambda v: (-counts[v], v))
+
+
+def wide_items(columns):
+    """Strings, integers, lists and numbers in turn."""
+    rng, ids = np.random.default_rng(3), item_rows()["item_id"]
+    table = {"item_id": ids}
+    for place in range(columns):
+        codes = rng.integers(0, 6, len(ids))
+        values = [codes.astype(str), codes, [[str(code), "x"] for code in codes], codes / 7]
+        table[f"c{place}"] = pa.array(values[place % 4], mask=None if place % 4 == 2 else rng.random(len(ids)) < 0.2)
+    return pa.table(table)
+
+
+@pytest.fixture
+def queries(monkeypatch):
+    """The SQL of every expression that the engine runs."""
+    run = []
+
+    def recorded(method):
+        def record(engine, *arguments):
+            run.append(engine._connection.compile(arguments[-1]))
+            return method(engine, *arguments)
+
+        return record
+
+    for name in ("table", "stream", "materialize"):
+        monkeypatch.setattr(DuckDBEngine, name, recorded(getattr(DuckDBEngine, name)))
+    return run
+
+
+def test_work_is_linear_in_the_columns_of_a_table(tmp_path, queries):
+    counts, sizes = [], []
+    for number in (4, 12, 20):
+        queries.clear()
+        Preparation(label=EveryEvent()).run(
+            make_log(), tmp_path / str(number), items=wide_items(number), engine=ENGINE, progress=False
+        )
+        counts.append(len(queries))
+        sizes.append(sum(map(len, queries)))
+    assert len(set(counts)) == 1
+    assert sizes[2] - sizes[1] < 1.2 * (sizes[1] - sizes[0])
+
+
+def test_vocabularies_of_many_columns_are_counted_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(feature_files, "_COLUMNS_OF_QUERY", 3)
+    table = wide_items(16)
+    out = tmp_path / "out"
+    Preparation(label=EveryEvent()).run(make_log(), out, items=table, engine=ENGINE, progress=False)
+    data = Prepared.open(out)
+    items = data.table("items.parquet")
+    train = set(items["item_id"].filter(pc.greater(items["train_count"], 0)).to_pylist())
+    rows = [row for row in table.to_pylist() if row["item_id"] in train]
+    for place in range(16):
+        values = known(row[f"c{place}"] for row in rows)
+        if place % 4 == 2:
+            values = [value for row in values for value in row]
+        if place % 4 < 3:
+            assert data.vocabulary("item", f"c{place}").to_pylist() == vocabulary_of(values)
 
 
 def test_vocabularies_and_moments_are_those_of_the_items_of_the_train_period(data):
