@@ -228,10 +228,11 @@ def write_directory(
         inputs: further inputs besides the sources, which must lie outside ``out``.
     """
     names = {what: _names(source) for what, source in sources.items()}
-    found = {what: find_files(listed, what) for what, listed in names.items()}
+    named = {what: listed for what, listed in names.items() if listed is not None}
+    found = {what: find_files(listed, what) for what, listed in named.items()}
     place = None if work is None else locate(work)
     read = [path for paths in found.values() for path in paths]
-    read += [*(locate(name) for listed in names.values() for name in listed), *inputs]
+    read += [*(locate(name) for listed in named.values() for name in listed), *inputs]
     with prepared_directory(locate(out), place, overwrite=overwrite, inputs=read) as directory:
         with (
             work_directory(place, directory) as temporary,
@@ -243,7 +244,7 @@ def write_directory(
                     frame = "frame.parquet" if what == "log" else f"{what}-frame.parquet"
                     found[what] = [write_frame(source, temporary, frame)]
             run = run_with(started, engine.writers, directory, temporary, bar)
-            manifest = run.manifest(found["log"], {"item": found["items"], "user": found["users"]})
+            manifest = run.manifest(found["log"], {"item": found.get("items", []), "user": found.get("users", [])})
         return write_manifest(directory, manifest, run.checksums)
 
 
@@ -558,10 +559,10 @@ def totals(shards: dict[str, list[dict[str, Any]]], behaviors: Iterable[str] = (
     return found
 
 
-def _names(source: Source | None) -> list[str]:
-    """The names of the files of a source."""
+def _names(source: Source | None) -> list[str] | None:
+    """The names of the files of a source; None = it has no files."""
     if source is None or isinstance(source, pa.Table):
-        return []
+        return None
     return [source] if isinstance(source, str) else list(source)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.data.csv_files import CsvFormat, is_text_file, read_ids
+from recpo.data.csv_files import CsvFormat, header, is_text_file, read_ids
 from recpo.data.engine import EngineOptions
 from recpo.data.extension import extend
 from recpo.data.feature_columns import FeatureColumns
@@ -107,7 +107,8 @@ def prepare(
             numbers, the periods roll forward, and fitted values are kept (``recpo.data.extension.extend``). The other
             options are taken from that directory.
         retire: with ``extends``, items that are no longer candidates: their ids, or a Parquet or CSV file with a column
-            ``item_id``. They keep their numbers and stay in histories; no evaluation and no bundle lists them.
+            ``item_id``, or your own name of it. They keep their numbers and stay in histories; no evaluation and no
+            bundle lists them.
         preset: column names and units to start from, including features and behaviors.
         columns: columns and units that differ from the preset.
         split: TemporalSplit or LeaveLastOut.
@@ -182,16 +183,15 @@ def prepare(
 
 
 def _item_ids(given: list[int] | list[str] | Path, data: Prepared) -> list[Any]:
-    """The given ids, or the column ``item_id`` of a file, in the type of the item ids of ``data``."""
+    """The given ids, or the column of ids of a file, in the type of the item ids of ``data``."""
     if isinstance(given, list):
         return list(given)
-    file = FilePath(given)
+    file, known = FilePath(given), data.item_ids()
     try:
-        if is_text_file(file):
-            found = read_ids(file, LogColumns.ITEM_ID, data.item_ids().type)
-        else:
-            found = pq.read_table(file, columns=[LogColumns.ITEM_ID])[LogColumns.ITEM_ID]
-        data.item_ids().to_internal(found)
+        names = header(file) if is_text_file(file) else pq.read_schema(file).names
+        column = data.item_column if data.item_column in names else LogColumns.ITEM_ID
+        found = read_ids(file, column, known.type) if is_text_file(file) else pq.read_table(file)[column]
+        known.to_internal(found)  # refuses ids of another type
     except (OSError, KeyError, pa.ArrowException) as error:
         raise RecpoError(f"retire: {file} is not a Parquet or CSV file with a column item_id ({error})") from error
     except RecpoError as error:

@@ -311,6 +311,16 @@ def test_ids_to_retire_are_read_as_they_stand(yesterday, tmp_path):
     (tmp_path / "ids.csv").write_text(f"item_id\n{known}\n")
     later = recpo.prepare(between(log, 5, 6), tmp_path / "later", extends=texts, retire=tmp_path / "ids.csv")
     assert later.retired_items.tolist() == [3]
+    own = recpo.prepare(
+        between(log, 0, 5).rename_columns({"item_id": "song"}),
+        tmp_path / "own",
+        columns=recpo.Columns(item_id="song"),
+        **OPTIONS,
+    )
+    (tmp_path / "ids.csv").write_text(f"song\n{known}\n")
+    new = between(log, 5, 6).rename_columns({"item_id": "song"})
+    later = recpo.prepare(new, tmp_path / "next", extends=own, retire=tmp_path / "ids.csv")
+    assert later.retired_items.tolist() == [3]
 
 
 def test_units_of_the_new_files_are_checked(tmp_path):

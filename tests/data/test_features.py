@@ -16,6 +16,7 @@ from recpo.data.engine import EngineOptions
 from recpo.data.feature_columns import FeatureColumns
 from recpo.data.prepare import Preparation
 from recpo.data.prepared import Prepared
+from recpo.data.schema import Columns
 from recpo.data.shaping import EveryEvent
 from recpo.data.slates import histories_of
 from recpo.data.splits import TemporalSplit
@@ -153,6 +154,18 @@ def test_work_is_linear_in_the_columns_of_a_table(tmp_path, queries):
         sizes.append(sum(map(len, queries)))
     assert len(set(counts)) == 1
     assert sizes[2] - sizes[1] < 1.2 * (sizes[1] - sizes[0])
+
+
+def test_the_name_of_the_item_ids_is_remembered(tmp_path):
+    log = make_log().rename_columns({"item_id": "song"})
+    columns, tracks = Columns(item_id="song"), item_rows().select(["item_id", "kind"]).rename_columns(["track", "kind"])
+    for choice, items, expected in (
+        ({}, None, "song"),
+        ({"features": FeatureColumns(item_id="track")}, tracks, "track"),
+    ):
+        out = tmp_path / expected
+        Preparation(label=EveryEvent(), columns=columns, **choice).run(log, out, items=items, engine=ENGINE)
+        assert Prepared.open(out).item_column == expected
 
 
 def test_vocabularies_of_many_columns_are_counted_together(tmp_path, monkeypatch):
