@@ -41,8 +41,8 @@ def export(
         out: output bundle directory.
         run: run directory written by ``recpo train``.
         refresh: existing bundle to update, instead of a run.
-        items: with ``refresh``, ``items.parquet`` of prepared data, or a Parquet file with ``item_id``, the columns of
-            the features and, if items are retired, ``retired``.
+        items: with ``refresh``, ``items.parquet`` of prepared data, or a Parquet file with ``item_id`` (or your own
+            name of it), the columns of the features and, if items are retired, ``retired``.
         k: length of the lists that the bundle serves, at most the size of the catalog.
         checkpoint: which checkpoint of the run.
         item_precision: how the program stores the item vectors: float32, float16, or int8 with a scale for each item.

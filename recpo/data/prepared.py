@@ -251,6 +251,12 @@ class Prepared:
         return "integer" if pa.types.is_integer(kind) else "string"
 
     @property
+    def item_column(self) -> str:
+        """The user's name for the column of item ids: in the item table, if there is one, or else in the log."""
+        table = self.manifest.get("feature_tables", {}).get("item")
+        return str(self.manifest["columns"]["item_id"] if table is None else table["columns"]["id"])
+
+    @property
     def users_checksum(self) -> str:
         """Identifies the users by their index (``FeedbackBatch.user_ids``)."""
         return str(self.manifest["files"][_USERS])

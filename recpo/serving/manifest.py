@@ -46,7 +46,8 @@ class BundleManifest:
         policy: ``class``, the class of the policy, and ``options``, the constructor options for the torch engine;
             ``options`` is None if the policy is not recpo's own, so that the bundle has no torch engine.
         origin: where the policy comes from; for a run, ``run`` (the name of its directory), ``checkpoint``, ``weights``
-            (SHA-256 of the checkpoint), ``catalog_checksum`` and ``user_ids`` (integer or string, as in the data).
+            (SHA-256 of the checkpoint), ``catalog_checksum``, ``user_ids`` (integer or string, as in the data) and
+            ``item_column`` (name of the item ids in the user's tables).
         versions: versions of recpo and torch at the time of export.
         files: SHA-256 of every other file, by its name in the bundle.
         item_precision: number format of the item vectors in the ONNX program: float32, float16 or int8.

@@ -81,8 +81,14 @@ class _Today:
     new: np.ndarray
 
     @classmethod
-    def read(cls, file: Path, items: IdMap, columns: Sequence[str]) -> _Today:
+    def read(cls, file: Path, items: IdMap, columns: Sequence[str], item_column: str = ITEM_ID) -> _Today:
         """Reads the table, of ``columns`` those that it has.
+
+        Args:
+            file: the table.
+            items: the items of the bundle.
+            columns: the columns to read besides ids and ``retired``.
+            item_column: the user's name of the ids, which the table may use instead of ``item_id``.
 
         Raises:
             RecpoError: it is none, or ids are of another type.
@@ -90,10 +96,13 @@ class _Today:
         try:
             with pq.ParquetFile(file) as source:
                 names = set(source.schema_arrow.names)
-                table = source.read([name for name in dict.fromkeys([ITEM_ID, RETIRED, *columns]) if name in names])
+                ids = item_column if item_column in names else ITEM_ID
+                table = source.read([name for name in dict.fromkeys([ids, RETIRED, *columns]) if name in names])
+            table = table.rename_columns([ITEM_ID if name == ids else name for name in table.column_names])
             table[ITEM_ID]
         except (OSError, KeyError, pa.ArrowException) as error:
-            raise RecpoError(f"items: {file} is no Parquet file with a column item_id ({error})") from error
+            wanted = " or ".join(dict.fromkeys([item_column, ITEM_ID]))
+            raise RecpoError(f"items: {file} is no Parquet file with a column {wanted} ({error})") from error
         rows = np.arange(len(table))
         if RETIRED in table.column_names:
             kept = pc.invert(table[RETIRED].combine_chunks().fill_null(False))
@@ -117,8 +126,8 @@ def refresh_bundle(
 
     Args:
         root: the bundle.
-        items: Parquet file with ``item_id``, ``retired`` as ``prepare`` writes it, and, where items are new and
-            nothing is ``encoded``, the columns of the features.
+        items: Parquet file with ``item_id`` (or the user's own name of it), ``retired`` as ``prepare`` writes it, and,
+            where items are new and nothing is ``encoded``, the columns of the features.
         out: bundle directory to make.
         encoded: the features of the rows of ``items``, of a prepared table.
         overwrite: replace a bundle in ``out``.
@@ -131,7 +140,7 @@ def refresh_bundle(
     check_golden(Bundle(root, manifest, known, load_runtime(root, manifest, "onnx")))
     columns = [one.source for one in manifest.features.item] if encoded is None else []
     columns += _attribute_names(root, manifest)
-    today = _Today.read(items, known, columns)
+    today = _Today.read(items, known, columns, str(manifest.origin.get("item_column") or ITEM_ID))
     grows = len(today.new) > 0 and ITEM_ENCODERS in manifest.files
     if len(today.new) and any(name.startswith(f"{CODES}/") for name in manifest.files):
         raise RecpoError(

@@ -374,6 +374,7 @@ class Run:
                 "weights": self.facts["files"].get(weights),
                 "catalog_checksum": self.catalog_checksum,
                 "user_ids": origin.get("data", {}).get("user_ids"),
+                "item_column": origin.get("data", {}).get("item_column"),
             },
             features=kept_features(policy, self.root),
             attributes=attributes,

@@ -19,6 +19,7 @@ HERE = Path("a b")
 RESULTS = {
     "simulate": verb_results.after_simulate(HERE, {}),
     "prepare": verb_results.after_prepare(HERE, {}),
+    "prepare --extends": verb_results.after_extend(HERE, {}),
     "tokenize": verb_results.after_tokenize(Path("codes"), "prepared", {}),
     "factorize": verb_results.after_factorize(Path("factors"), "prepared", {}),
     "train": verb_results.after_train(Path("run"), "prepared", {}),

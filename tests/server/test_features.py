@@ -146,7 +146,7 @@ def test_prepare_reads_them_with_the_mapping_by_name(featured, tmp_path):
         tmp_path / "log",
         tmp_path / "prepared",
         split=recpo.LeaveLastOut(),
-        label=NumericColumn(),
+        label=NumericColumn(0, 1),
         features=FeatureColumns(context=(Category("surface"), Number("hour"))),
         behaviors={name: name for name in KNOWN.behaviors},
     )

@@ -35,6 +35,20 @@ def lists(bundle):
     return bundle.recommend(events, bundle.k, users=[1, 2, 3])
 
 
+def test_ids_may_have_the_name_that_they_had_in_the_log(tmp_path):
+    policy = CatalogSoftmaxPolicy(ITEMS, dim=4, layers=1, heads=1, max_history=5)
+    named = [f"i{number}" for number in range(1, ITEMS + 1)]
+    origin = {"item_column": "track"}
+    export_bundle(policy, IdMap(pa.array(named)), FeedbackDefinition(), tmp_path / "bundle", k=ITEMS, origin=origin)
+    for column in ("track", "item_id"):
+        pq.write_table(pa.table({column: named[2:], "note": named[2:]}), tmp_path / "items.parquet")
+        fresh = refresh(tmp_path / "bundle", tmp_path / "items.parquet", tmp_path / column)
+        assert (fresh.listed, fresh.retired) == (ITEMS - 2, 2)
+    pq.write_table(pa.table({"song": named}), tmp_path / "items.parquet")
+    with pytest.raises(RecpoError, match="a column track or item_id"):
+        refresh(tmp_path / "bundle", tmp_path / "items.parquet", tmp_path / "out")
+
+
 def test_retired_items_are_listed_no_more_and_stay_in_histories(bundle, tmp_path):
     # i2 is not named, i7 is retired, and two items are new
     named = [f"i{number}" for number in range(1, ITEMS + 1) if number != 2] + ["new1", "new2"]
