@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -226,8 +227,17 @@ class Objective(ABC):
         """The loss, divided by ``inputs.denominator`` if given, else by ``self.count(inputs)``."""
 
 
+@dataclass(frozen=True)
 class AdvantageEstimator(ABC):
-    """Turns feedback, rewards and values into advantages; implementations are frozen dataclasses."""
+    """Turns feedback, rewards and values into advantages; implementations are frozen dataclasses.
+
+    Attributes:
+        whiten: ``(A - mean) / (std + 1e-8)`` over all items (or tokens) of the optimizer step, over its micro-batches
+            and ranks (``recpo.advantages.whitened_advantage``). Training applies it to what the estimator returns, so
+            an advantage of 0 is in general no longer 0.
+    """
+
+    whiten: bool = field(default=False, kw_only=True)
 
     @property
     def requires(self) -> frozenset[str]:

@@ -237,6 +237,8 @@ class FeedbackBatch(NamedTuple):
         user_ids: ``[B]`` int64, the users of the contexts: rows of the prepared ``users.parquet``.
         plan: counts that were made on the CPU; None = none. It belongs to these slates: code that replaces them must
             set it to None.
+        following: the later micro-batches of this rank's optimizer step, on the first one, for statistics of the step
+            that must be known before its first loss (whitened advantages). Empty = none, or nobody reads them.
     """
 
     histories: Histories
@@ -246,6 +248,7 @@ class FeedbackBatch(NamedTuple):
     known_positives: Tensor | None = None
     user_ids: Tensor | None = None
     plan: BatchPlan | None = None
+    following: tuple[FeedbackBatch, ...] = ()
 
 
 class SlateTraits(NamedTuple):

@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recpo import advantages
 from recpo.advantages import (
     GAEAdvantage,
+    GatedAdvantage,
     GroupNormalizedAdvantage,
     LeaveOneOutAdvantage,
     TernaryAdvantage,
@@ -20,7 +22,9 @@ from recpo.advantages import (
     leave_one_out_advantage,
     share_threshold,
     ternary_advantage,
+    whitened_advantage,
 )
+from recpo.contracts import AdvantageEstimator
 from recpo.errors import RecpoError
 from recpo.feedback import FeedbackRule
 from recpo.types import FeedbackBatch, Histories, Slates
@@ -319,3 +323,22 @@ def test_gae_of_many_rows_is_that_of_a_loop():
         for which in range(2):
             expected = [want.get(s, (0.0, 0.0))[which] for s in range(7)]
             assert got[which][row].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_whitening_keeps_a_single_advantage_and_sets_equal_ones_to_zero():
+    one = torch.tensor([[3.0, math.nan]])
+    assert whitened_advantage(one, ~one.isnan()).tolist() == [[3.0, 0.0]]
+    equal = torch.full((2, 3), 0.7)
+    assert whitened_advantage(equal, torch.ones(2, 3, dtype=torch.bool)).abs().max() < 1e-6
+
+
+def test_whitening_is_an_option_of_every_estimator():
+    estimators = [
+        cls for cls in vars(advantages).values() if isinstance(cls, type) and issubclass(cls, AdvantageEstimator)
+    ]
+    assert len(estimators) == 7
+    for estimator in estimators:
+        assert not estimator().whiten
+        assert estimator(whiten=True).whiten
+    with pytest.raises(RecpoError, match="estimator must not whiten"):
+        GatedAdvantage(LeaveOneOutAdvantage(whiten=True))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recpo.advantages import whitened_advantage, whitening_sums
 from recpo.contracts import ReturnEstimator, StatePolicy, TokenAdvantageEstimator
 from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
@@ -62,7 +63,11 @@ class InputBuilder:
 
     Attributes:
         rollouts: the candidates of the current phase; None without a rollout.
+        step_sums: ``whitening_sums`` of the advantages of the current optimizer step, of all micro-batches and ranks;
+            None = every batch is a step of its own.
     """
+
+    step_sums: Tensor | None = None
 
     def __init__(self, networks: Networks, options: LearningOptions, hard_negatives: int = 0) -> None:
         self._networks, self._options, self._objective = networks, options, options.objective
@@ -71,19 +76,19 @@ class InputBuilder:
         rollout = options.rollout
         self._catalog = rollout is not None and rollout.candidates == "catalog"
         self._reads_snapshot = self._catalog and _reads_snapshot(options, self._requires)
-        self.rollouts = None if rollout is None else Rollouts(options.seed, keep=rollout.epochs > 1)
+        self._whitens = options.advantage is not None and options.advantage.whiten
+        keep = rollout is not None and (rollout.epochs > 1 or self._whitens)  # whitening visits a batch once more
+        self.rollouts = None if rollout is None else Rollouts(options.seed, keep)
 
     def __call__(self, batch: FeedbackBatch) -> StepInputs:
         """Computes slates, rewards, states, values, advantages and log-probabilities, in this order."""
-        logged, rollout = batch.slates, None
-        if self.rollouts is None:
-            batch = self._logged(batch)
-        else:
-            rollout = self.rollouts.of(batch, self._roll_out)
-            batch = self._with_candidates(batch, rollout.slates)
+        logged = batch.slates
+        batch, rollout = self._learned_slates(batch)
         states = self._states(batch)
         values = self._values(states, batch, rollout)
         advantages, returns = self._advantages(batch, values.old)
+        if self._whitens and advantages is not None:
+            advantages = whitened_advantage(advantages, _kept(batch.slates, advantages), self.step_sums)
         needed = self._needed(batch, advantages)
         beside = logged if self._anchored and rollout is not None else None
         logp, logp_logged = self._logp(batch, needed, states, beside)
@@ -107,6 +112,26 @@ class InputBuilder:
         elif self._catalog:
             metrics["approx_kl"] = catalog_divergence(inputs.logp) / inputs.logp.mask.any(1).sum().clamp(min=1)
         return StepInputs(inputs, of_log, metrics, self._items(states, batch.slates))
+
+    @torch.no_grad()
+    def whitening_sums(self, batch: FeedbackBatch) -> Tensor:
+        """``recpo.advantages.whitening_sums`` of a micro-batch, with the advantages that ``__call__`` will compute.
+
+        Without an old policy, values come from the policy itself: where it has dropout, the random numbers must be
+        those of the later call.
+        """
+        batch, rollout = self._learned_slates(batch)
+        states = None if rollout is not None or self._networks.old is not None else self._states(batch)
+        advantages, _ = self._advantages(batch, self._old_values(states, batch, rollout)[0])
+        assert advantages is not None
+        return whitening_sums(advantages, _kept(batch.slates, advantages))
+
+    def _learned_slates(self, batch: FeedbackBatch) -> tuple[FeedbackBatch, Rollout | None]:
+        """The batch with the slates to learn from, and the rollout that they come from, if any."""
+        if self.rollouts is None:
+            return self._logged(batch), None
+        rollout = self.rollouts.of(batch, self._roll_out)
+        return self._with_candidates(batch, rollout.slates), rollout
 
     def _logged(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The logged slates with the additions of training: hard negatives and rewards."""
@@ -164,17 +189,30 @@ class InputBuilder:
         return item_log_prob(policy, states, slates)
 
     def _values(self, states: Tensor | None, batch: FeedbackBatch, rollout: Rollout | None) -> _Values:
-        critic, old = self._networks.critic, self._networks.old
+        critic = self._networks.critic
         if critic is None or critic.state_value is None:
             return _Values()
         assert states is not None
         values: Tensor = critic.state_value(critic.positions(states, batch))
-        if rollout is not None:
-            return _Values(values, rollout.values)
-        if old is None:
+        if rollout is None and self._networks.old is None:
             return _Values(values, values.detach())
-        old_states = old.encode(batch.histories)
-        return _Values(values, old.state_values(old_states, batch.slates.visible), old_states)
+        return _Values(values, *self._old_values(states, batch, rollout))
+
+    def _old_values(
+        self, states: Tensor | None, batch: FeedbackBatch, rollout: Rollout | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The values that advantages are computed from, and the states of the old policy, if there is one."""
+        critic, old = self._networks.critic, self._networks.old
+        if critic is None or critic.state_value is None:
+            return None, None
+        if rollout is not None:
+            return rollout.values, None
+        if old is not None:
+            old_states = old.encode(batch.histories)
+            return old.state_values(old_states, batch.slates.visible), old_states
+        assert states is not None
+        values: Tensor = critic.state_value(critic.positions(states, batch))
+        return values.detach(), None
 
     def _advantages(self, batch: FeedbackBatch, values: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         estimator = self._options.advantage
@@ -295,6 +333,12 @@ class InputBuilder:
             if slates.is_logged is not None:
                 metrics["logged_rejected_share"] = masked_mean(slates.is_logged, rejected)
         return metrics
+
+
+def _kept(slates: Slates, advantages: Tensor) -> Tensor:
+    """The mask of the items, in the shape of their advantages ``[B, S]`` or ``[B, S, T]``."""
+    kept = items_of(slates)
+    return kept if advantages.dim() == kept.dim() else kept[..., None].expand_as(advantages)
 
 
 def _reads_snapshot(options: LearningOptions, requires: frozenset[str]) -> bool:
