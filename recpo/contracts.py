@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from recpo.errors import RecpoError
 from recpo.features.schema import FeatureSchema, Reads
 from recpo.types import (
     Features,
@@ -162,6 +163,32 @@ class StatePolicy(Policy):
         The arguments are those of ``log_prob``. Positions that are masked or not needed are 0.
         """
 
+    def divergence(
+        self,
+        batch: FeedbackBatch,
+        reference: StatePolicy,
+        needed: Tensor | None = None,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        """Exact ``KL(self || reference)`` in nats over all choices of every token, ``[B, S, T]``, with gradient.
+
+        For one token per item it is the divergence over the catalog; otherwise, at token t, that over the codes which
+        may follow the item's codes before it. Its sum over the tokens, averaged over items drawn from the policy, is
+        the divergence over the catalog.
+
+        Args:
+            batch: see ``log_prob``.
+            reference: a policy of the same class and the same items; no gradient flows into it.
+            needed: see ``log_prob``. Positions that are masked or not needed are 0.
+            states: see ``log_prob``.
+
+        Raises:
+            RecpoError: this policy has no such method.
+        """
+        raise RecpoError(
+            f"{type(self).__name__} has no method divergence: set objective.init_args.kl_kind to an estimator, e.g. k3"
+        )
+
 
 class Objective(ABC):
     """A loss over ``ObjectiveInputs``; implementations are frozen dataclasses whose fields are the hyper-parameters."""
@@ -171,8 +198,8 @@ class Objective(ABC):
         """What the training module must compute beyond ``logp.policy``.
 
         A subset of ``{"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score",
-        "labels", "grades", "behaviors"}``. It may depend on the fields: with a KL penalty of 0, for example, no
-        reference is scored.
+        "labels", "grades", "behaviors", "divergence"}``. It may depend on the fields: with a KL penalty of 0, for
+        example, no reference is scored.
         """
         return frozenset()
 

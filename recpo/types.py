@@ -312,6 +312,8 @@ class ObjectiveInputs(NamedTuple):
         values_old: ``[B, S]`` state values at the time of the rollout ("value").
         returns: ``[B, S]`` value targets ("value").
         entropy: ``[B, S]`` entropy of the policy at the position's state, with gradient ("entropy").
+        divergence: ``[B, S, T]`` exact KL(policy || reference) over all choices of every token, with gradient
+            ("divergence").
         q_values: ``[B, S]`` Q(state, item), with gradient ("q_value").
         q_targets: ``[B, S]`` Bellman targets, no gradient ("q_value").
         scores: ``[B, S, K]`` reward-model scores, ``Objective.num_scores`` per item, with gradient ("score").
@@ -332,6 +334,7 @@ class ObjectiveInputs(NamedTuple):
     values_old: Tensor | None = None
     returns: Tensor | None = None
     entropy: Tensor | None = None
+    divergence: Tensor | None = None
     q_values: Tensor | None = None
     q_targets: Tensor | None = None
     scores: Tensor | None = None

@@ -23,10 +23,12 @@ from recpo.types import SlateTraits
 
 KNOWN = frozenset(
     {"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score", "labels", "grades"}
-    | {"behaviors", "positives"}
+    | {"behaviors", "positives", "divergence"}
 )
-OF_STATES = frozenset({"value", "entropy", "q_value", "score"})
+OF_STATES = frozenset({"value", "entropy", "divergence", "q_value", "score"})
 """Requirements that are computed from the states of the policy."""
+COMPARED = frozenset({"reference", "divergence"})
+"""Requirements that compare the policy with the reference policy."""
 
 
 def all_requirements(objective: Objective, advantage: AdvantageEstimator | None) -> frozenset[str]:
@@ -91,6 +93,11 @@ def validate_policy(policy: Policy, objective: Objective) -> None:
         raise RecpoError(
             f"objective {name} asks for {', '.join(sorted(asked))}, which {type(policy).__name__} has no states for: "
             "set policy, e.g. class_path: CatalogSoftmaxPolicy"
+        )
+    if "divergence" in asked and type(policy).divergence is StatePolicy.divergence:
+        raise RecpoError(
+            f"objective {name} with kl_kind full compares distributions, and {type(policy).__name__} has no method "
+            "divergence: set objective.init_args.kl_kind to an estimator, e.g. k3"
         )
     if not policy.has_exact_log_prob and objective.reads_log_prob and not isinstance(objective, Likelihood):
         raise RecpoError(
@@ -160,6 +167,11 @@ def validate_slates(objective: Objective, slates: SlateTraits, reference: str, a
         raise RecpoError(
             f"objective {name} takes every item of a slate for feedback, but PreferenceListLayout holds sampled "
             "rejected items: set data.layout to class_path: SequenceLayout or ImpressionLayout"
+        )
+    if reference == "cached" and "divergence" in objective.requires:
+        raise RecpoError(
+            f"reference: cached keeps log-probabilities of the logged items, and objective {name} with kl_kind full "
+            "compares all items: set reference to frozen, or objective.init_args.kl_kind to an estimator, e.g. k3"
         )
     if slates.resampled and reference == "cached" and "reference" in objective.requires:
         raise RecpoError(
@@ -241,7 +253,7 @@ def validate_catalog(policy: Policy, objective: Objective, reward: RewardFunctio
 
 def validate_snapshot_reference(objective: Objective, reference: str, old_policy: str) -> None:
     """Raises if the snapshot that should be the reference does not exist."""
-    if reference == "snapshot" and "reference" in objective.requires and old_policy != "snapshot":
+    if reference == "snapshot" and objective.requires & COMPARED and old_policy != "snapshot":
         raise RecpoError(
             f"reference: snapshot takes the old policy's copy: set old_policy to snapshot, not {old_policy}"
         )

@@ -12,7 +12,7 @@ from recpo.contracts import ReturnEstimator, StatePolicy, TokenAdvantageEstimato
 from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
 from recpo.policies.plans import plan_of_candidates
-from recpo.training.contradictions import OF_STATES, all_requirements
+from recpo.training.contradictions import COMPARED, OF_STATES, all_requirements
 from recpo.training.item_likelihood import item_log_prob
 from recpo.training.kl_control import catalog_divergence
 from recpo.training.networks import Networks
@@ -102,6 +102,7 @@ class InputBuilder:
         inputs = inputs._replace(
             values=values.values, values_old=values.old, entropy=self._entropy(batch, needed, states, logp)
         )
+        inputs = inputs._replace(divergence=self._divergence(batch, needed, states, logp, rollout))
         inputs = self._with_item_values(inputs, batch, states)
         of_log = inputs
         if logp_logged is not None:
@@ -268,15 +269,17 @@ class InputBuilder:
 
     def _reference_logp(self, batch: FeedbackBatch, needed: Tensor) -> Tensor | None:
         networks = self._networks
+        if "reference" not in self._requires:
+            return None
         if networks.reference_cache is not None:
             return networks.reference_cache.log_prob(batch)
-        if "reference" in self._requires and self._options.reference == "snapshot":
+        if self._options.reference == "snapshot":
             assert networks.old is not None
             return networks.old.log_prob(batch, needed)
         return None if networks.reference is None else networks.reference.log_prob(batch, needed)
 
     def _catalog_reference(self, batch: FeedbackBatch, of_snapshot: Tensor | None) -> Tensor | None:
-        if "reference" in self._requires and self._options.reference == "snapshot":
+        if self._requires & COMPARED and self._options.reference == "snapshot":
             return of_snapshot
         reference = self._networks.reference
         return None if reference is None else reference.catalog_log_prob(batch)
@@ -304,6 +307,22 @@ class InputBuilder:
             return -(logp.exp() * logp).sum((1, 2))[:, None].expand_as(needed)
         assert isinstance(self._networks.policy, StatePolicy)
         return self._networks.policy.entropy(batch, needed, states)
+
+    def _divergence(
+        self, batch: FeedbackBatch, needed: Tensor, states: Tensor | None, logp: Tensor, rollout: Rollout | None
+    ) -> Tensor | None:
+        if "divergence" not in self._requires:
+            return None
+        if self._catalog:
+            assert rollout is not None
+            assert rollout.reference is not None
+            return (logp.exp() * (logp - rollout.reference)).sum(1, keepdim=True).expand_as(logp)
+        policy = self._networks.policy
+        compared = self._networks.old if self._options.reference == "snapshot" else self._networks.reference
+        assert isinstance(policy, StatePolicy)
+        assert compared is not None
+        assert isinstance(compared.policy, StatePolicy)
+        return policy.divergence(batch, compared.policy, needed, states)
 
     def _with_item_values(
         self, inputs: ObjectiveInputs, batch: FeedbackBatch, states: Tensor | None
@@ -349,7 +368,7 @@ def _reads_snapshot(options: LearningOptions, requires: frozenset[str]) -> bool:
     rollout = options.rollout
     assert rollout is not None
     limited = rollout.max_kl is not None or rollout.collapse.max_kl is not None
-    snapshot = "reference" in requires and options.reference == "snapshot"
+    snapshot = bool(requires & COMPARED) and options.reference == "snapshot"
     return "old" in requires or snapshot or (limited and rollout.phase_steps > 1)
 
 

@@ -79,8 +79,9 @@ def builder_of(policy, objective, reward, rollout, advantage=GroupNormalizedAdva
         (GRPO(), GroupNormalizedAdvantage()),
         (GSPO(), GroupNormalizedAdvantage()),
         (GRPO(), PrefixGroupAdvantage()),
+        (GRPO(kl_coef=0.01, kl_kind="full"), GroupNormalizedAdvantage()),
     ],
-    ids=["grpo", "gspo", "grpo_by_prefix"],
+    ids=["grpo", "gspo", "grpo_by_prefix", "grpo_with_exact_divergence"],
 )
 def test_the_expected_reward_rises(codes, batch, objective, advantage):
     policy = new_policy(codes)
