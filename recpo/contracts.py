@@ -291,7 +291,10 @@ class ReturnEstimator(AdvantageEstimator):
 
     @abstractmethod
     def advantages_and_returns(self, batch: FeedbackBatch, values: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The advantages and the value targets, each ``[B, S]``, without gradient."""
+        """The advantages and the value targets, each ``[B, S]``, without gradient.
+
+        Advantages are ``[B, S, T]`` if they differ between the tokens of an item.
+        """
 
 
 class TokenAdvantageEstimator(AdvantageEstimator):

@@ -161,6 +161,8 @@ class Slates(NamedTuple):
             position is rejected. None = the slate is not a preference list.
         behaviors: ``[B, S]`` int64 bit sets of what the user did with the item, as in ``Histories``; 0 = nothing, or
             nothing is known. None = no component reads them, or the log has none.
+        token_rewards: ``[B, S, T]`` float, ``reward`` by token, with the same sum; None = all of it follows the last
+            token.
     """
 
     item_ids: Tensor
@@ -177,6 +179,7 @@ class Slates(NamedTuple):
     ends_session: Tensor | None = None
     chosen: Tensor | None = None
     behaviors: Tensor | None = None
+    token_rewards: Tensor | None = None
 
 
 def catalog_slates(histories: Histories, num_items: int) -> Slates:

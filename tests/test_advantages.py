@@ -325,11 +325,37 @@ def test_gae_of_many_rows_is_that_of_a_loop():
             assert got[which][row].tolist() == pytest.approx(expected, abs=1e-12)
 
 
+def test_a_token_does_not_answer_for_the_rewards_of_earlier_tokens():
+    """GAE over the tokens of every candidate, with the value of its state at each of them."""
+    rng = np.random.default_rng(0)
+    tokens, values = torch.tensor(rng.normal(size=(3, 4, 5))), torch.tensor(rng.normal(size=(3, 4)))
+    mask = torch.tensor(rng.random((3, 4)) < 0.8)
+    columns = {"reward": tokens.sum(-1), "mask": mask, "ends_session": torch.ones(3, 4, dtype=torch.bool)}
+    advantages, returns = GAEAdvantage().advantages_and_returns(feedback(**columns, token_rewards=tokens), values)
+    last = torch.arange(5) == 4
+    every = values[..., None].expand_as(tokens)
+    want, _ = generalized_advantage_estimate(tokens, every, last.expand_as(tokens), 0.0, gamma=1.0, lam=1.0)
+    torch.testing.assert_close(advantages, want * mask[..., None])
+    torch.testing.assert_close(returns, tokens.sum(-1) * mask)
+    one = feedback(**columns | {"reward": tokens[..., 0]}, token_rewards=tokens[..., :1])
+    plain, _ = GAEAdvantage().advantages_and_returns(feedback(**columns | {"reward": tokens[..., 0]}), values)
+    assert torch.equal(GAEAdvantage().advantages_and_returns(one, values)[0], plain)
+
+
 def test_whitening_keeps_a_single_advantage_and_sets_equal_ones_to_zero():
     one = torch.tensor([[3.0, math.nan]])
     assert whitened_advantage(one, ~one.isnan()).tolist() == [[3.0, 0.0]]
     equal = torch.full((2, 3), 0.7)
     assert whitened_advantage(equal, torch.ones(2, 3, dtype=torch.bool)).abs().max() < 1e-6
+
+
+def test_whitening_keeps_the_zeros_of_groups_that_are_centered():
+    rewards = torch.rand(50, 7, generator=torch.Generator().manual_seed(0))
+    rewards[3] = 0.3
+    centered = group_normalized_advantage(rewards, scale=False)
+    white = whitened_advantage(centered, torch.ones(50, 7, dtype=torch.bool))
+    assert (white[3] == 0).all()
+    assert white.std(correction=0) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_whitening_is_an_option_of_every_estimator():

@@ -10,6 +10,10 @@ from recpo.ops.reduce import check_same_shape, zero_masked
 EPS = 1e-8
 """Added to the standard deviation, so that equal advantages give 0."""
 
+ROUNDING = 1e-6
+"""A mean below this share of the root mean square is rounding, and counts as 0: so advantages that are centered within
+their groups keep the exact 0 of groups of equal rewards."""
+
 
 def whitening_sums(advantages: Tensor, mask: Tensor) -> Tensor:
     """Number, sum and sum of squares of the kept advantages, ``[3]`` float64. Those of the parts of a step add up.
@@ -42,8 +46,9 @@ def whitened_advantage(advantages: Tensor, mask: Tensor, sums: Tensor | None = N
         ValueError: shapes that differ.
     """
     count, total, squares = (whitening_sums(advantages, mask) if sums is None else sums).unbind()
-    mean = total / count.clamp(min=1)
-    deviation = (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
+    mean, mean_square = total / count.clamp(min=1), squares / count.clamp(min=1)
+    mean = torch.where(mean.abs() < ROUNDING * mean_square.sqrt(), 0.0, mean)
+    deviation = (mean_square - mean.square()).clamp(min=0).sqrt()
     kept = zero_masked(advantages.detach(), mask)
     white = ((kept.double() - mean) / (deviation + EPS)).to(kept.dtype)
     return torch.where(count < 2, kept, zero_masked(white, mask))

@@ -242,10 +242,10 @@ class _ShardedDivergence(torch.autograd.Function):
             for h, table in zip(every, tables, strict=True)
         )
         lse, _ = _log_sum_over_ranks(torch.cat([own, reference]), own[:0], shard)
-        scored = [Scored(*each) for each in zip(every, tables, lse.view(2, len(own)), strict=True)]
-        divergence = kernels.divergence_sum(*scored, shard.padding_rows)
+        policy, other = (Scored(*each) for each in zip(every, tables, lse.view(2, len(own)), strict=True))
+        divergence = kernels.divergence_sum(policy, other, shard.padding_rows)
         dist.all_reduce(divergence, group=shard.group)
-        ctx.save_for_backward(*scored[0], *scored[1], divergence)
+        ctx.save_for_backward(*policy, *other, divergence)
         ctx.shard, ctx.num_states = shard, num_states
         return divergence.split(num_states)[shard.rank].clone()
 

@@ -39,6 +39,13 @@ def all_requirements(objective: Objective, advantage: AdvantageEstimator | None)
     return requires | ({"rewards"} if "q_value" in requires else frozenset())
 
 
+def requirements_of(options: LearningOptions) -> frozenset[str]:
+    """The requirements of everything that a policy learns from."""
+    requires = all_requirements(options.objective, options.advantage)
+    penalized = options.rollout is not None and options.rollout.kl_coef > 0
+    return requires | ({"reference"} if penalized else frozenset())
+
+
 def validate_options(policy: Policy, options: LearningOptions, slates: SlateTraits) -> None:
     """Raises if policy, options and data do not fit together.
 
@@ -62,6 +69,8 @@ def validate_options(policy: Policy, options: LearningOptions, slates: SlateTrai
         validate_rollout(objective, rollout, slates, options.reward, options.old_policy)
         if rollout.candidates == "catalog":
             validate_catalog(policy, objective, options.reward)
+        if rollout.kl_coef:
+            validate_penalized_rewards(options)
         slates = SlateTraits(is_preference_list=rollout.preference is not None, resampled=True)
     validate_slates(objective, slates, options.reference, 0.0 if rollout else options.anchor_coef)
     validate_snapshot_reference(objective, options.reference, options.old_policy)
@@ -94,7 +103,7 @@ def validate_policy(policy: Policy, objective: Objective) -> None:
             f"objective {name} asks for {', '.join(sorted(asked))}, which {type(policy).__name__} has no states for: "
             "set policy, e.g. class_path: CatalogSoftmaxPolicy"
         )
-    if "divergence" in asked and type(policy).divergence is StatePolicy.divergence:
+    if "divergence" in asked and getattr(type(policy), "divergence", None) is StatePolicy.divergence:
         raise RecpoError(
             f"objective {name} with kl_kind full compares distributions, and {type(policy).__name__} has no method "
             "divergence: set objective.init_args.kl_kind to an estimator, e.g. k3"
@@ -207,6 +216,23 @@ def validate_rollout(
         raise RecpoError(
             f"rollout.preference makes preference lists, which {type(objective).__name__} does not compare: leave it "
             "out, or take e.g. class_path: SoftmaxDPO"
+        )
+
+
+def validate_penalized_rewards(options: LearningOptions) -> None:
+    """Raises if nothing learns from the KL penalty in the rewards, or if there is no other policy to stay close to."""
+    objective, advantage = options.objective, options.advantage
+    unweighted = advantage is None or "advantages" not in objective.requires
+    if unweighted or "rewards" not in all_requirements(objective, advantage):
+        learner = type(objective if unweighted else advantage).__name__
+        raise RecpoError(
+            f"rollout.kl_coef subtracts a KL penalty from rewards, from which {learner} computes no advantages: set it "
+            "to 0, or use e.g. objective GRPO with advantage GroupNormalizedAdvantage"
+        )
+    if options.reference != "frozen":
+        raise RecpoError(
+            "rollout.kl_coef keeps draws close to the policy that training starts from, and reference is "
+            f"{options.reference}: set reference to frozen, or rollout.kl_coef to 0"
         )
 
 

@@ -11,8 +11,9 @@ from recpo.advantages import whitened_advantage, whitening_sums
 from recpo.contracts import ReturnEstimator, StatePolicy, TokenAdvantageEstimator
 from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
+from recpo.ops.kl import kl_shaped_rewards
 from recpo.policies.plans import plan_of_candidates
-from recpo.training.contradictions import COMPARED, OF_STATES, all_requirements
+from recpo.training.contradictions import COMPARED, OF_STATES, requirements_of
 from recpo.training.item_likelihood import item_log_prob
 from recpo.training.kl_control import catalog_divergence
 from recpo.training.networks import Networks
@@ -65,16 +66,18 @@ class InputBuilder:
         rollouts: the candidates of the current phase; None without a rollout.
         step_sums: ``whitening_sums`` of the advantages of the current optimizer step, of all micro-batches and ranks;
             None = every batch is a step of its own.
+        kl_coef: the current weight of the KL penalty in the rewards of a rollout.
     """
 
     step_sums: Tensor | None = None
 
     def __init__(self, networks: Networks, options: LearningOptions, hard_negatives: int = 0) -> None:
         self._networks, self._options, self._objective = networks, options, options.objective
-        self._requires = all_requirements(options.objective, options.advantage)
+        self._requires = requirements_of(options)
         self._hard_negatives, self._anchored = hard_negatives, options.anchor_coef != 0
         rollout = options.rollout
         self._catalog = rollout is not None and rollout.candidates == "catalog"
+        self.kl_coef = 0.0 if rollout is None else rollout.kl_coef
         self._reads_snapshot = self._catalog and _reads_snapshot(options, self._requires)
         self._whitens = options.advantage is not None and options.advantage.whiten
         keep = rollout is not None and (rollout.epochs > 1 or self._whitens)  # whitening visits a batch once more
@@ -107,7 +110,7 @@ class InputBuilder:
         of_log = inputs
         if logp_logged is not None:
             of_log = ObjectiveInputs(LogProbs(logp_logged, logged.mask[..., None].expand_as(logp_logged)))
-        metrics = self._metrics(batch) | ({} if rollout is None else rollout.metrics)
+        metrics = self._metrics(batch) if rollout is None else self._metrics_of(rollout, batch)
         if rollout is not None and rollout.logp is None:
             metrics |= catalog_metrics(rollout, logp.detach())
         elif self._catalog:
@@ -132,7 +135,8 @@ class InputBuilder:
         if self.rollouts is None:
             return self._logged(batch), None
         rollout = self.rollouts.of(batch, self._roll_out)
-        return self._with_candidates(batch, rollout.slates), rollout
+        slates = _penalized(rollout, self.kl_coef) if self.kl_coef else rollout.slates
+        return self._with_candidates(batch, slates), rollout
 
     def _logged(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The logged slates with the additions of training: hard negatives and rewards."""
@@ -341,6 +345,17 @@ class InputBuilder:
         return inputs
 
     @torch.no_grad()
+    def _metrics_of(self, rollout: Rollout, batch: FeedbackBatch) -> dict[str, Tensor]:
+        """The metrics of candidates, with their rewards before the KL penalty."""
+        metrics = self._metrics(batch._replace(slates=rollout.slates)) | rollout.metrics
+        if self.kl_coef:
+            assert rollout.logp is not None
+            assert rollout.reference is not None
+            items = items_of(rollout.slates)[..., None].expand_as(rollout.logp)
+            metrics["kl_in_reward"] = masked_mean(rollout.logp - rollout.reference, items)
+        return metrics
+
+    @torch.no_grad()
     def _metrics(self, batch: FeedbackBatch) -> dict[str, Tensor]:
         slates, metrics = batch.slates, {}
         if slates.reward is not None:
@@ -352,6 +367,17 @@ class InputBuilder:
             if slates.is_logged is not None:
                 metrics["logged_rejected_share"] = masked_mean(slates.is_logged, rejected)
         return metrics
+
+
+def _penalized(rollout: Rollout, kl_coef: float) -> Slates:
+    """The candidates with the KL penalty in their rewards; a draw that is not an item keeps its reward."""
+    slates, logp, reference = rollout.slates, rollout.logp, rollout.reference
+    assert slates.reward is not None
+    assert logp is not None
+    assert reference is not None
+    items = items_of(slates)
+    rewards = kl_shaped_rewards(slates.reward, logp, reference, items[..., None].expand_as(logp), kl_coef)
+    return slates._replace(reward=torch.where(items, rewards.sum(-1), slates.reward), token_rewards=rewards)
 
 
 def _kept(slates: Slates, advantages: Tensor) -> Tensor:

@@ -77,8 +77,11 @@ class PreferenceModule(LightningModule):
         self._planner = StepPlanner.of(policy, options, slates.hard_negatives)
         self._anchor, self._anchor_coef, self._seed = Likelihood(), options.anchor_coef, options.seed
         rollout = options.rollout
-        max_kl, catalog = (None, False) if rollout is None else (rollout.max_kl, rollout.candidates == "catalog")
-        self._kl = KLControl(options.objective, options.adaptive_kl, max_kl, catalog)
+        if rollout is None:
+            self._kl = KLControl(options.objective, options.adaptive_kl)
+        else:
+            catalog = rollout.candidates == "catalog"
+            self._kl = KLControl(options.objective, options.adaptive_kl, rollout.max_kl, catalog, rollout.kl_coef)
         self._step_count: Tensor | None = None
         self._frozen: list[nn.Parameter] = []
         head = None if self.critic is None else self.critic.score
@@ -164,6 +167,7 @@ class PreferenceModule(LightningModule):
         self.policy.begin_step(_seed_of([self._seed, self.global_step]))
         if self._step_count is None:  # the first micro-batch of the step
             self._begin_step(batch_idx)
+            self._inputs.kl_coef = self._kl.reward_coef
             if self._whitens and not self._kl.stopped:
                 self._inputs.step_sums = self._whitening_sums(batch, batch_idx)
         self._seed_batch(batch_idx)
