@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 from recpo import __version__
 from recpo.errors import RecpoError
-from recpo.server.batcher import QueueFullError
+from recpo.server.batcher import ClosedError, QueueFullError
 from recpo.server.gate import ADMIN, Gate
 from recpo.server.options import Keys
 from recpo.server.protocol import protocol_routes
@@ -39,6 +39,7 @@ _STATUS: dict[type[Exception], int] = {
     UnknownRecommendationError: 404,
     QueueFullError: 429,
     LogUnavailableError: 503,
+    ClosedError: 503,
     TimeoutError: 504,
 }
 
@@ -68,6 +69,7 @@ def create_app(service: Service) -> Gate:
         max_body=options.max_body_kb << 10,
         api_keys=None if options.api_keys is None else Keys(options.api_keys),
         admin_keys=None if options.admin_keys is None else Keys(options.admin_keys),
+        draining=lambda: service.draining,
     )
 
 
@@ -173,7 +175,11 @@ def _wrong_fields(errors: Sequence[Any]) -> str:
 
 
 def _reason(status: int) -> str:
-    return {429: "too many requests wait: try again in a second", 504: "the request has waited for too long"}[status]
+    return {
+        429: "too many requests wait: try again in a second",
+        503: "this server stops: try another one",
+        504: "the request has waited for too long",
+    }[status]
 
 
 def _faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -186,7 +192,7 @@ def _faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
         413: "the body is too large",
         422: "the request is wrong: the detail says where",
         429: "too many requests wait",
-        503: "not on disk, and therefore not answered",
+        503: "not on disk, and therefore not answered; or the server stops",
         504: "waited for too long",
     }
     return {status: {"model": Fault, "description": meaning[status]} for status in statuses}

@@ -39,12 +39,20 @@ class Gate:
         max_body: bytes.
         api_keys: None = requests need no key.
         admin_keys: None = swaps are disabled.
+        draining: whether the server stops, so that answers tell clients to close their connections.
     """
 
     def __init__(
-        self, app: App, metrics: Metrics, *, max_body: int, api_keys: Keys | None, admin_keys: Keys | None
+        self,
+        app: App,
+        metrics: Metrics,
+        *,
+        max_body: int,
+        api_keys: Keys | None,
+        admin_keys: Keys | None,
+        draining: Callable[[], bool],
     ) -> None:
-        self.app, self._metrics, self._max_body = app, metrics, max_body
+        self.app, self._metrics, self._max_body, self._draining = app, metrics, max_body, draining
         self._api_keys, self._admin_keys = api_keys, admin_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,6 +72,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+                if self._draining():
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
