@@ -18,7 +18,7 @@ from recpo.server.batcher import ClosedError, QueueFullError
 from recpo.server.gate import ADMIN, Gate
 from recpo.server.options import Keys
 from recpo.server.protocol import protocol_routes
-from recpo.server.service import LogUnavailableError, Service, UnknownRecommendationError
+from recpo.server.service import LogUnavailableError, Service, UnknownRequestError
 from recpo.server.wire import (
     Fault,
     FeedbackAnswer,
@@ -36,7 +36,7 @@ reads. Where the server has keys, send `Authorization: Bearer KEY`; probes and m
 _SHOWN_FAULTS = 5
 _STATUS: dict[type[Exception], int] = {
     RecpoError: 422,
-    UnknownRecommendationError: 404,
+    UnknownRequestError: 404,
     QueueFullError: 429,
     LogUnavailableError: 503,
     ClosedError: 503,
@@ -82,7 +82,7 @@ def _recommend_routes(service: Service) -> APIRouter:
         shown, identifier = await service.recommend(body)
         columns = zip(shown.items, shown.scores, shown.propensity, shown.explored, strict=True)
         answer = {
-            "recommendation_id": identifier,
+            "request_id": identifier,
             "bundle": shown.bundle.name,
             "version": shown.bundle.version,
             "checksum": shown.bundle.checksum,
@@ -164,7 +164,7 @@ def _add_faults(app: FastAPI) -> None:
 def _fault(request: Request, status: int, detail: str, headers: Any = None) -> Response:
     headers = dict(headers or {}) | ({"Retry-After": "1"} if status in (429, 503) else {})
     detail = detail.encode("utf-8", "backslashreplace").decode()
-    return JSONResponse({"detail": detail, "request_id": request.state.request_id}, status, headers)
+    return JSONResponse({"detail": detail, "x_request_id": request.state.x_request_id}, status, headers)
 
 
 def _wrong_fields(errors: Sequence[Any]) -> str:

@@ -1,7 +1,7 @@
 """Impressions and outcomes, as records of the write-ahead files and as rows of the log.
 
-A recommendation id is the address of its record: the file, the offset, and a random number that the record repeats. So
-any worker finds an impression that another worker wrote, now or before a restart, without an index in memory.
+A request id is the address of the impression's record: the file, the offset, and a random number that the record
+repeats. So any worker finds an impression that another worker wrote, now or before a restart, without an index in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ ID_PATTERN: Final = "^[0-9a-f]{44}$"
 
 IdType = Literal["integer", "string"]
 _ID_TYPES: Final[Mapping[str, pa.DataType]] = {"integer": pa.int64(), "string": pa.string()}
-_PER_MS: Final = 4096  # request ids of one worker per millisecond
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class LogLayout:
                 *(pa.field(name, kind) for name, kind in outcomes),
                 pa.field("propensity", pa.float64(), nullable=False),
                 pa.field("is_random", pa.bool_(), nullable=False),
-                pa.field("request_id", pa.int64(), nullable=False),
+                pa.field("request_id", pa.string(), nullable=False),
                 *(pa.field(name, arrow_type(kind)) for name, kind in self.context),
             ]
         )
@@ -99,8 +98,7 @@ class Impression(NamedTuple):
     """One slate that was shown.
 
     Attributes:
-        request_id: number of the request, unique over workers and restarts.
-        nonce: the random part of its recommendation id.
+        nonce: the random part of its request id.
         time_ms: time of the request, milliseconds since the epoch.
         user_id: the user.
         items: external ids, best first.
@@ -109,7 +107,6 @@ class Impression(NamedTuple):
         context: the known features of the request, by name.
     """
 
-    request_id: int
     nonce: str
     time_ms: int
     user_id: Any
@@ -155,20 +152,6 @@ class Outcome:
         return cls(Address(slot, segment, offset), time_ms, item_id, values)
 
 
-class RequestIds:
-    """Request numbers: milliseconds, slot and a counter in 63 bits. They increase even if the clock goes back."""
-
-    def __init__(self, slot: int) -> None:
-        self._slot, self._last = slot, 0
-        self._lock = threading.Lock()
-
-    def next(self, time_ms: int) -> int:
-        """The next number."""
-        with self._lock:
-            self._last = max(self._last + 1, time_ms * _PER_MS)
-            return (self._last // _PER_MS * MAX_SLOTS + self._slot) * _PER_MS + self._last % _PER_MS
-
-
 class ImpressionLog:
     """Appends impressions and outcomes. Several instances may write to one directory; each has its own files.
 
@@ -193,7 +176,6 @@ class ImpressionLog:
         self._journal = root / JOURNAL
         self._slot = Slot.claim(self._journal)
         self._slot.complete_segments()
-        self._ids = RequestIds(self._slot.number)
         self._writer = SegmentWriter(self._slot, layout.header(), max_bytes=max_bytes, max_age_s=max_age_s, sync=sync)
 
     @property
@@ -209,18 +191,18 @@ class ImpressionLog:
         is_random: Sequence[bool],
         context: Mapping[str, Any] | None = None,
     ) -> tuple[str, Future[None]]:
-        """Appends an impression. Its recommendation id is valid once the future is done.
+        """Appends an impression and returns its request id, which is valid once the future is done.
 
         Raises:
             RecpoError: the log is closed.
         """
         now, nonce = int(time.time() * 1000), secrets.token_hex(4)
-        impression = Impression(self._ids.next(now), nonce, now, user_id, items, propensity, is_random, context)
+        impression = Impression(nonce, now, user_id, items, propensity, is_random, context)
         address, written = self._writer.append(impression.payload())
-        return recommendation_id(address, nonce), written
+        return request_id(address, nonce), written
 
     def find(self, identifier: str) -> tuple[Address, Impression] | None:
-        """The impression of a recommendation id; None if there is none that still accepts outcomes."""
+        """The impression of a request id; None if there is none that still accepts outcomes."""
         address, nonce = _parsed(identifier)
         payload = read_record(self._journal, address)
         if payload is None or payload[:1] != IMPRESSION:
@@ -254,13 +236,16 @@ class ImpressionLog:
         self._slot.release()
 
 
-def recommendation_id(address: Address, nonce: str) -> str:
-    """The id that a client sends back."""
+def request_id(address: Address, nonce: str) -> str:
+    """The id in the answer, in the outcomes that a client reports, and in the rows of the log."""
     return f"{address.slot:04x}{address.segment:016x}{address.offset:016x}{nonce}"
 
 
-def joined_rows(impression: Impression, outcomes: Sequence[Outcome], layout: LogLayout) -> list[dict[str, Any]]:
+def joined_rows(
+    address: Address, impression: Impression, outcomes: Sequence[Outcome], layout: LogLayout
+) -> list[dict[str, Any]]:
     """The rows of a slate, one per item, with null values if the outcome is not known."""
+    identifier = request_id(address, impression.nonce)
     known: dict[Any, dict[str, float | bool]] = {}
     for outcome in sorted(outcomes, key=lambda outcome: outcome.time_ms):
         known.setdefault(outcome.item_id, {}).update(outcome.values)
@@ -272,7 +257,7 @@ def joined_rows(impression: Impression, outcomes: Sequence[Outcome], layout: Log
             **{name: known.get(item, {}).get(name) for name in layout.outcomes},
             "propensity": propensity,
             "is_random": is_random,
-            "request_id": impression.request_id,
+            "request_id": identifier,
             **{name: (impression.context or {}).get(name) for name, _ in layout.context},
         }
         for item, propensity, is_random in zip(

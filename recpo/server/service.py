@@ -29,10 +29,10 @@ class Answered(NamedTuple):
     """A slate, and its id if it is logged."""
 
     shown: Shown
-    recommendation_id: str | None
+    request_id: str | None
 
 
-class UnknownRecommendationError(Exception):
+class UnknownRequestError(Exception):
     """No impression has this id, or its outcomes are no longer accepted."""
 
 
@@ -131,15 +131,15 @@ class Service:
 
         Raises:
             RecpoError: outcomes of items that were not shown, or of a kind that this log does not have.
-            UnknownRecommendationError: see there.
+            UnknownRequestError: see there.
             LogUnavailableError: they cannot be written.
         """
         if self.log is None:
             raise RecpoError("this server logs nothing (--log): it takes no feedback")
-        found = self.log.find(request.recommendation_id)
+        found = self.log.find(request.request_id)
         if found is None:
-            raise UnknownRecommendationError(
-                f"no impression with this id takes outcomes: ids count for {self.options.outcome_window_s:g} s"
+            raise UnknownRequestError(
+                f"no impression with this request_id takes outcomes: ids count for {self.options.outcome_window_s:g} s"
             )
         address, impression = found
         outcomes = _outcomes(request, impression.items, self.log.layout)
@@ -148,7 +148,7 @@ class Service:
         except RecpoError as error:
             raise _unavailable(error) from error
         if not self.log.still_open(address):
-            raise UnknownRecommendationError("the rows of this impression have just been published")
+            raise UnknownRequestError("the rows of this impression have just been published")
         self.metrics.outcomes.inc(len(outcomes))
         return len(outcomes)
 

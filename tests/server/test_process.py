@@ -66,7 +66,7 @@ def test_a_server_answers_logs_swaps_and_stops(versions, bundles, tmp_path):
         items = [(item["item_id"], item["score"]) for item in shown["items"]]
         assert items == Bundle.load(bundles[1]).recommend_one(request()["history"], 5)
         outcome = {"item_id": items[0][0], "watch_time": 6.0, "duration": 9.0}
-        feedback = {"recommendation_id": shown["recommendation_id"], "outcomes": [outcome]}
+        feedback = {"request_id": shown["request_id"], "outcomes": [outcome]}
         assert httpx.post(f"{server.url}/v1/feedback", json=feedback, timeout=60).json() == {"accepted": 1}
         found, ended = load(server.url, 3)
         operator = {"Authorization": "Bearer the-key-of-an-operator"}
@@ -86,7 +86,7 @@ def test_a_server_answers_logs_swaps_and_stops(versions, bundles, tmp_path):
     assert [row["watch_time"] for row in rows if row["watch_time"] is not None] == [6.0]
     assert [line["message"] for line in server.lines if line["level"] == "error"] == []
     requests = [line for line in server.lines if line["message"] == "request"]
-    assert {"request_id", "method", "path", "status", "ms"} <= set(requests[0])
+    assert {"x_request_id", "method", "path", "status", "ms"} <= set(requests[0])
 
 
 def test_faults_of_the_start_are_one_message(bundles, tmp_path):
