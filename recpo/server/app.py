@@ -18,7 +18,7 @@ from recpo.server.batcher import ClosedError, QueueFullError
 from recpo.server.gate import ADMIN, Gate
 from recpo.server.options import Keys
 from recpo.server.protocol import protocol_routes
-from recpo.server.service import LogUnavailableError, Service, UnknownRequestError
+from recpo.server.service import InvalidAnswerError, LogUnavailableError, Service, UnknownRequestError
 from recpo.server.wire import (
     Fault,
     FeedbackAnswer,
@@ -38,6 +38,7 @@ _STATUS: dict[type[Exception], int] = {
     RecpoError: 422,
     UnknownRequestError: 404,
     QueueFullError: 429,
+    InvalidAnswerError: 500,
     LogUnavailableError: 503,
     ClosedError: 503,
     TimeoutError: 504,
@@ -76,7 +77,7 @@ def create_app(service: Service) -> Gate:
 def _recommend_routes(service: Service) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["Recommendations"], responses=_faults(400, 401, 413, 422, 503))
 
-    @router.post("/recommend", response_model=Recommendation, responses=_faults(429, 504))
+    @router.post("/recommend", response_model=Recommendation, responses=_faults(429, 500, 504))
     async def recommend(body: RecommendRequest) -> Response:
         """Recommends items for one user. With a log, the impression is on disk before the answer is sent."""
         shown, identifier = await service.recommend(body)
@@ -192,6 +193,7 @@ def _faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
         413: "the body is too large",
         422: "the request is wrong: the detail says where",
         429: "too many requests wait",
+        500: "a fault of the server",
         503: "not on disk, and therefore not answered; or the server stops",
         504: "waited for too long",
     }

@@ -1,7 +1,8 @@
 """Impressions and outcomes, as records of the write-ahead files and as rows of the log.
 
 A request id is the address of the impression's record: the file, the offset, and a random number that the record
-repeats. So any worker finds an impression that another worker wrote, now or before a restart, without an index in memory.
+repeats. So any worker finds an impression that another worker wrote, now or before a restart, without an index in
+memory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -21,11 +21,12 @@ import pyarrow as pa
 
 from recpo.errors import RecpoError
 from recpo.server.feature_values import arrow_type
-from recpo.server.segments import MAX_SLOTS, Address, SegmentWriter, Slot, read_record
+from recpo.server.segments import Address, SegmentWriter, Slot, read_record
 
 JOURNAL: Final = "_journal"  # `recpo prepare` ignores names that start with an underscore
 IMPRESSION, OUTCOME, HEADER = b"i", b"o", b"h"
 ID_PATTERN: Final = "^[0-9a-f]{44}$"
+_ROUNDING: Final = 1e-6  # above the errors of the propensities of exploration, 1e-9 each
 
 IdType = Literal["integer", "string"]
 _ID_TYPES: Final[Mapping[str, pa.DataType]] = {"integer": pa.int64(), "string": pa.string()}
@@ -266,11 +267,25 @@ def joined_rows(
     ]
 
 
-def validate_propensities(propensity: Sequence[float]) -> None:
-    """Raises ``RecpoError`` if a propensity is not a probability above 0, because such a row could not be weighted."""
-    wrong = [value for value in propensity if not (math.isfinite(value) and 0.0 < value <= 1.0)]
-    if wrong:
+def validate_propensities(items: Sequence[Any], propensity: Sequence[float]) -> None:
+    """Raises if rows of a slate could not be weighted by their propensities.
+
+    Args:
+        items: external ids.
+        propensity: probability of each item at a uniformly drawn place of the slate.
+
+    Raises:
+        RecpoError: a propensity is not a probability above 0, their sum is above 1, or an item is listed twice.
+    """
+    if wrong := [value for value in propensity if not 0.0 < value <= 1.0]:  # nan is wrong as well
         raise RecpoError(f"propensity {wrong[0]} of a shown item, expected a probability in (0, 1]")
+    if (total := math.fsum(propensity)) > 1.0 + _ROUNDING:
+        raise RecpoError(f"propensities of a slate sum to {total}, expected at most 1")
+    if len(items) != len(propensity) or len(set(items)) < len(items):
+        raise RecpoError(
+            f"{len(items)} items of a slate, {len(set(items))} of them distinct, with {len(propensity)} "
+            "propensities, expected one each"
+        )
 
 
 def _parsed(identifier: str) -> tuple[Address, str]:

@@ -13,7 +13,7 @@ from recpo.errors import RecpoError
 from recpo.server.batcher import Batcher
 from recpo.server.bundles import LoadedBundle, Versions
 from recpo.server.feature_values import feature_kinds, known_behaviors, known_features
-from recpo.server.impressions import ImpressionLog, LogLayout
+from recpo.server.impressions import ImpressionLog, LogLayout, validate_propensities
 from recpo.server.metrics import Metrics
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Query, Ranker, Shown
@@ -30,6 +30,10 @@ class Answered(NamedTuple):
 
     shown: Shown
     request_id: str | None
+
+
+class InvalidAnswerError(Exception):
+    """The server computed an answer that must be neither sent nor logged."""
 
 
 class UnknownRequestError(Exception):
@@ -105,12 +109,19 @@ class Service:
             RecpoError: the request cannot be answered.
             QueueFullError: too many requests are waiting.
             TimeoutError: the request has waited too long.
+            InvalidAnswerError: the propensities are not probabilities of a slate.
             LogUnavailableError: the impression cannot be written.
         """
         self._validate(request)
         query = self._query(request)
         async with asyncio.timeout(self.options.timeout_s):
             shown = await self._batcher.submit(query)
+        try:
+            validate_propensities(shown.items, shown.propensity)
+        except RecpoError as error:
+            self.metrics.invalid_propensities.inc()
+            _LOG.error("a slate is neither sent nor logged: %s", error)
+            raise InvalidAnswerError("a fault of the server: its propensities are wrong; its log has more") from error
         wanted = shown.bundle.bundle.k if request.k is None else request.k
         self.metrics.short_lists.inc(len(shown.items) < wanted)
         self.metrics.items.labels("false").inc(len(shown.items) - sum(shown.explored))

@@ -122,8 +122,8 @@ class Recommendation(BaseModel):
     """A slate, best first."""
 
     request_id: str | None = Field(
-        description="id of this slate in feedback and in the log's rows; null where the server logs nothing, or no item "
-        "is left to show"
+        description="id of this slate, in feedback and in the rows of the log; null where the server logs nothing, or "
+        "no item is left to show"
     )
     bundle: str
     version: str
