@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 import pyarrow as pa
 
+from recpo.artifacts import MARKER, kind_of, write_json
+from recpo.artifacts.locks import locked_parent
+from recpo.artifacts.os_errors import WRITING, os_errors
 from recpo.errors import RecpoError
 from recpo.server.feature_values import arrow_type
 from recpo.server.segments import Address, SegmentWriter, Slot, read_record
@@ -153,6 +157,36 @@ class Outcome:
         return cls(Address(slot, segment, offset), time_ms, item_id, values)
 
 
+def validate_log_directory(root: Path, bundle: Path) -> None:
+    """Raises if a log must not be written to ``root``. Writes nothing.
+
+    Args:
+        root: the log's directory.
+        bundle: the bundle that serves, or the directory of its versions.
+
+    Raises:
+        RecpoError: it is or lies in a bundle or ``bundle``, or contains files and is not a log.
+    """
+    place, served = Path(os.path.realpath(root)), Path(os.path.realpath(bundle))
+    for parent in (place, *place.parents):
+        if parent == served or kind_of(parent) == "bundle":
+            raise RecpoError(
+                f"log: {root} {'is' if parent == place else 'lies in'} a bundle or a directory of versions ({parent}), "
+                "which the files of a log would damage: choose a directory outside"
+            )
+    if place.exists():
+        with os_errors(place, WRITING), locked_parent(place / JOURNAL):
+            _validate_files(place, root)
+
+
+def _validate_files(place: Path, root: Path) -> None:
+    if kind_of(place / JOURNAL) != "impressions" and any(path.is_file() for path in place.rglob("*")):
+        raise RecpoError(
+            f"log: {root} contains files and is not a log of `recpo serve` ({JOURNAL}/{MARKER} is missing): choose a new "
+            "directory, an empty one, or such a log"
+        )
+
+
 class ImpressionLog:
     """Appends impressions and outcomes. Several instances may write to one directory; each has its own files.
 
@@ -161,6 +195,9 @@ class ImpressionLog:
         layout: types and columns.
         outcome_window_s: how long outcomes of an impression are accepted.
         max_bytes, max_age_s, sync: see ``SegmentWriter``.
+
+    Raises:
+        RecpoError: ``root`` contains files and is not a log, or it cannot be written.
     """
 
     def __init__(
@@ -175,6 +212,12 @@ class ImpressionLog:
     ) -> None:
         self.root, self.layout, self.outcome_window_s = root, layout, outcome_window_s
         self._journal = root / JOURNAL
+        with os_errors(root, WRITING):
+            self._journal.mkdir(parents=True, exist_ok=True)
+            with locked_parent(self._journal):
+                _validate_files(root, root)
+                if kind_of(self._journal) is None:
+                    write_json(self._journal / MARKER, {"kind": "impressions"})
         self._slot = Slot.claim(self._journal)
         self._slot.complete_segments()
         self._writer = SegmentWriter(self._slot, layout.header(), max_bytes=max_bytes, max_age_s=max_age_s, sync=sync)

@@ -22,6 +22,7 @@ import uvicorn
 from recpo.artifacts import describe_os_error
 from recpo.errors import RecpoError
 from recpo.server.bundles import Versions
+from recpo.server.impressions import validate_log_directory
 from recpo.server.json_logs import log_as_json
 from recpo.server.options import Keys, ServerOptions
 from recpo.server.settling import settle
@@ -172,7 +173,9 @@ def _supervise(bundle: Path, options: ServerOptions, listening: socket.socket) -
     """Keeps ``options.workers`` processes alive until the server is stopped."""
     Versions(
         bundle, options.name, shortlist=options.shortlist, reranking=options.reranking, provider=options.provider
-    )  # faults of the bundle are reported here, once
+    )  # faults of the bundle and of the log's directory are reported here, once
+    if options.log is not None:
+        validate_log_directory(options.log, bundle)
     with tempfile.TemporaryDirectory(prefix="recpo-metrics-") as shared:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared
         try:

@@ -13,7 +13,7 @@ from recpo.errors import RecpoError
 from recpo.server.batcher import Batcher
 from recpo.server.bundles import LoadedBundle, Versions
 from recpo.server.feature_values import feature_kinds, known_behaviors, known_features
-from recpo.server.impressions import ImpressionLog, LogLayout, validate_propensities
+from recpo.server.impressions import ImpressionLog, LogLayout, validate_log_directory, validate_propensities
 from recpo.server.metrics import Metrics
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Query, Ranker, Shown
@@ -56,6 +56,8 @@ class Service:
     """
 
     def __init__(self, path: Path, options: ServerOptions) -> None:
+        if options.log is not None:
+            validate_log_directory(options.log, path)
         self.options = options
         self.metrics = Metrics()
         self.versions = Versions(

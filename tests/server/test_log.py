@@ -20,8 +20,11 @@ import recpo
 from recpo.errors import RecpoError
 from recpo.server import segments
 from recpo.server.impressions import JOURNAL, Impression, ImpressionLog, LogLayout, Outcome, joined_rows
+from recpo.server.options import ServerOptions
 from recpo.server.segments import COMPLETE, DONE, MAGIC, OPEN, Address, SegmentWriter, Slot, read_records
+from recpo.server.service import Service
 from recpo.server.settling import settle
+from recpo.serving.bundle import Bundle
 from recpo.serving.manifest import BundleManifest
 from recpo.simulation.log import SCHEMA
 from tests.server.conftest import answers, event, request
@@ -369,6 +372,32 @@ def test_answers_impressions_and_outcomes_join_by_request_id(bundle, tmp_path):
     assert (both["propensity_answered"] == both["propensity"]).all()
     reported = log.dropna(subset="watch_time").merge(outcomes, on=by, suffixes=("", "_sent"), validate="one_to_one")
     assert reported["watch_time_sent"].tolist() == reported["watch_time"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_only_a_new_or_empty_directory_or_a_log_becomes_a_log(bundle, tmp_path):
+    root = shutil.copytree(bundle.root, tmp_path / "bundle")
+    foreign, empty, old = (tmp_path / name for name in ("foreign", "empty", "old"))
+    (foreign / "deep").mkdir(parents=True)
+    (foreign / "deep" / "photo.jpg").write_bytes(b"1")
+    (old / JOURNAL / "slot-000").mkdir(parents=True)
+    (old / JOURNAL / "slot-000" / f"01{COMPLETE}").write_bytes(b"1")
+    empty.mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for log, message in (
+        (root, "is a bundle"),
+        (root / "log", "lies in a bundle"),
+        (foreign, "contains files and is not a log"),
+        (foreign / "deep" / "photo.jpg", "photo.jpg"),
+        (old, "recpo.json is missing"),
+    ):
+        with pytest.raises(RecpoError, match=message):
+            Service(root, ServerOptions(log=log))
+    with pytest.raises(RecpoError, match="lies in a bundle or a directory of versions"):
+        Service(tmp_path, ServerOptions(log=tmp_path / "log"))
+    assert sorted(tmp_path.rglob("*")) == before
+    for log in (empty, tmp_path / "new" / "log", empty):  # and again, as a log
+        Service(root, ServerOptions(log=log)).log.close()
+    Bundle.load(root)
 
 
 def test_user_ids_have_the_type_of_the_log(bundle, tmp_path):
