@@ -182,8 +182,8 @@ def validate_log_directory(root: Path, bundle: Path) -> None:
 def _validate_files(place: Path, root: Path) -> None:
     if kind_of(place / JOURNAL) != "impressions" and any(path.is_file() for path in place.rglob("*")):
         raise RecpoError(
-            f"log: {root} contains files and is not a log of `recpo serve` ({JOURNAL}/{MARKER} is missing): choose a new "
-            "directory, an empty one, or such a log"
+            f"log: {root} contains files and is not a log of `recpo serve` ({JOURNAL}/{MARKER} is missing): choose a "
+            "new directory, an empty one, or such a log"
         )
 
 
