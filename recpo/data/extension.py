@@ -243,7 +243,7 @@ class _ExtensionRun(PrepareRun):
         """The log, with id types that hold the previous and the new ids, and request features of the previous types.
 
         Raises:
-            RecpoError: one of them has strings and the other has integers.
+            RecpoError: one of them has strings and the other has integers, of users, items or a request feature.
         """
         kept = pq.read_schema(self.root / HELD_OUT)
         types = dict(log.types)
@@ -251,6 +251,9 @@ class _ExtensionRun(PrepareRun):
             if column not in types:
                 continue
             before, now = kept.field(column).type, types[column]
+            if pa.types.is_integer(before) != pa.types.is_integer(now) and column == LogColumns.REQUEST_ID:
+                types[column] = pa.string()  # the log of a server; these ids only say which events share a request
+                continue
             if pa.types.is_integer(before) != pa.types.is_integer(now):
                 raise self._other_column_type(log, column, now, before)
             types[column] = wider_type(before, now)

@@ -51,7 +51,7 @@ from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexOptions
-from recpo.serving.recommending import recommend_lists, score_candidates
+from recpo.serving.recommending import Moment, recommend_lists, score_candidates
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.training.card_facts import card_facts, evaluation_facts
 from recpo.training.checkpoints import saved_tensors
@@ -260,6 +260,7 @@ class Run:
         users: Iterable[Any] | None = None,
         user_features: Frame | None = None,
         context: Frame | None = None,
+        at: Moment | None = None,
     ) -> pd.DataFrame:
         """The best items for every user, from the best checkpoint; see ``recpo.serving.recommending.recommend_lists``.
 
@@ -271,6 +272,7 @@ class Run:
             users: the users to serve, in this order; may include new users. None = the users of ``histories``.
             user_features: ``user_id`` and columns as in the prepared user table, if the policy reads it.
             context: ``user_id`` and the features of the current requests, if the policy reads them.
+            at: when the lists are made: items that are not available then are left out; see ``Bundle.recommend``.
 
         Returns:
             ``user_id``, ``rank``, ``item_id``, ``score``; ``attrs["counts"]`` reports what was left out, as for a
@@ -286,6 +288,7 @@ class Run:
             users=users,
             user_features=user_features,
             context=context,
+            at=at,
         ).to_pandas()
 
     def score(

@@ -194,6 +194,20 @@ def test_a_day_more_equals_preparing_the_whole_log(tmp_path):
     assert_equal(recpo.prepare(parts[1], tmp_path / "second", extends=first), whole)
 
 
+@pytest.mark.slow
+def test_days_with_strings_as_request_ids_may_follow_days_with_integers(tmp_path):
+    """As when a server, whose request ids are strings, has taken over."""
+    log = living_log(3, 6)
+    place, last = log.schema.get_field_index("request_id"), between(log, 5, 6)
+    text = [f"0-{number:06d}" for number in log["request_id"].to_pylist()]  # in the order of the numbers
+    first = between(log, 0, 5)
+    named = first.set_column(place, "request_id", pa.array(text[: len(first)]))
+    numbered = first.set_column(place, "request_id", log["request_id"].slice(0, len(first)))
+    whole = recpo.prepare(pa.concat_tables([named, last]), tmp_path / "whole", **OPTIONS)
+    prepared = recpo.prepare(numbered, tmp_path / "first", **OPTIONS)
+    assert_equal(recpo.prepare(last, tmp_path / "second", extends=prepared), whole)
+
+
 @pytest.fixture(scope="module")
 def yesterday(tmp_path_factory):
     log = living_log(3, 6)
