@@ -7,8 +7,9 @@ killed process from the work of a running one, which holds a lock on its working
 """
 
 from recpo.artifacts.checksums import seal, sha256, unseal, verify
+from recpo.artifacts.class_names import lies_in, named_class
 from recpo.artifacts.disk import flush
-from recpo.artifacts.documents import parse_json, read_json, read_yaml, validate_configuration_files
+from recpo.artifacts.documents import parse_json, parse_yaml, read_json, read_yaml, validate_configuration_files
 from recpo.artifacts.in_place import directory_in_place, directory_of_steps
 from recpo.artifacts.kinds import MARKER, Kind, kind_of, marker, other_kind, verify_sealed
 from recpo.artifacts.leavings import PARTIAL
@@ -27,12 +28,15 @@ __all__ = [
     "directory_of_steps",
     "flush",
     "kind_of",
+    "lies_in",
     "locked_directory",
     "marker",
+    "named_class",
     "other_kind",
     "output_directory",
     "output_file",
     "parse_json",
+    "parse_yaml",
     "read_json",
     "read_yaml",
     "seal",
