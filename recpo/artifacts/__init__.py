@@ -6,7 +6,7 @@ own kind, which it may replace, from a foreign directory, which it may not. It c
 killed process from the work of a running one, which holds a lock on its working directory.
 """
 
-from recpo.artifacts.checksums import seal, sha256, unseal, verify
+from recpo.artifacts.checksums import is_inside, seal, sha256, unseal, verify
 from recpo.artifacts.class_names import lies_in, named_class
 from recpo.artifacts.disk import flush
 from recpo.artifacts.documents import parse_json, parse_yaml, read_json, read_yaml, validate_configuration_files
@@ -16,6 +16,7 @@ from recpo.artifacts.leavings import PARTIAL
 from recpo.artifacts.locks import locked_directory
 from recpo.artifacts.os_errors import describe_os_error
 from recpo.artifacts.outputs import output_directory, output_file
+from recpo.artifacts.tensors import write_tensors
 from recpo.artifacts.writing import RESOLVED, write_json, write_resolved
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "directory_in_place",
     "directory_of_steps",
     "flush",
+    "is_inside",
     "kind_of",
     "lies_in",
     "locked_directory",
@@ -47,4 +49,5 @@ __all__ = [
     "verify_sealed",
     "write_json",
     "write_resolved",
+    "write_tensors",
 ]

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from recpo.artifacts import (
     MARKER,
+    is_inside,
     marker,
     other_kind,
     output_file,
@@ -137,6 +138,8 @@ class Run:
         wrong = []
         for name in files:
             file = self.root / name
+            if not is_inside(name):
+                raise RecpoError(f"{self.root / FINISHED}: {name!r} leads out of the directory; {REMEDY}")
             if not file.is_file():
                 wrong.append(f"{name} (missing)")
             elif sha256(file) != expected[name]:
