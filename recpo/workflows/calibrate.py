@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from recpo.artifacts import kind_of, seal, write_json
-from recpo.contracts import RewardFunction
+from recpo.contracts import Objective, RewardFunction
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Period, Prepared
 from recpo.errors import RecpoError
@@ -193,7 +193,7 @@ def _opened(source: Source, data: Prepared, checkpoint: Checkpoint, trust: Seque
 
 
 def _is_fitted(opened: RewardFunction | Run) -> bool:
-    return isinstance(opened, Run) and isinstance(opened.option("objective", object), PointwiseReward)
+    return isinstance(opened, Run) and isinstance(opened.option("objective", Objective), PointwiseReward)
 
 
 def _function(opened: RewardFunction | Run, checkpoint: Checkpoint, trust: Sequence[str]) -> RewardFunction:
