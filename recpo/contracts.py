@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from recpo.errors import RecpoError
 from recpo.features.schema import FeatureSchema, Reads
 from recpo.feedback import FeedbackDefinition
 from recpo.types import (
@@ -162,6 +164,32 @@ class StatePolicy(Policy):
         The arguments are those of ``log_prob``. Positions that are masked or not needed are 0.
         """
 
+    def divergence(
+        self,
+        batch: FeedbackBatch,
+        reference: StatePolicy,
+        needed: Tensor | None = None,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        """Exact ``KL(self || reference)`` in nats over all choices of every token, ``[B, S, T]``, with gradient.
+
+        For one token per item it is the divergence over the catalog; otherwise, at token t, that over the codes which
+        may follow the item's codes before it. Its sum over the tokens, averaged over items drawn from the policy, is
+        the divergence over the catalog.
+
+        Args:
+            batch: see ``log_prob``.
+            reference: a policy of the same class and the same items; no gradient flows into it.
+            needed: see ``log_prob``. Positions that are masked or not needed are 0.
+            states: see ``log_prob``.
+
+        Raises:
+            RecpoError: this policy has no such method.
+        """
+        raise RecpoError(
+            f"{type(self).__name__} has no method divergence: set objective.init_args.kl_kind to an estimator, e.g. k3"
+        )
+
 
 class Objective(ABC):
     """A loss over ``ObjectiveInputs``; implementations are frozen dataclasses whose fields are the hyper-parameters."""
@@ -171,8 +199,8 @@ class Objective(ABC):
         """What the training module must compute beyond ``logp.policy``.
 
         A subset of ``{"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score",
-        "labels", "grades", "behaviors"}``. It may depend on the fields: with a KL penalty of 0, for example, no
-        reference is scored.
+        "labels", "grades", "behaviors", "divergence"}``. It may depend on the fields: with a KL penalty of 0, for
+        example, no reference is scored.
         """
         return frozenset()
 
@@ -227,8 +255,17 @@ class Objective(ABC):
         """The loss, divided by ``inputs.denominator`` if given, else by ``self.count(inputs)``."""
 
 
+@dataclass(frozen=True)
 class AdvantageEstimator(ABC):
-    """Turns feedback, rewards and values into advantages; implementations are frozen dataclasses."""
+    """Turns feedback, rewards and values into advantages; implementations are frozen dataclasses.
+
+    Attributes:
+        whiten: ``(A - mean) / (std + 1e-8)`` over all items (or tokens) of the optimizer step, over its micro-batches
+            and ranks (``recpo.advantages.whitened_advantage``). Training applies it to what the estimator returns, so
+            an advantage of 0 is in general no longer 0.
+    """
+
+    whiten: bool = field(default=False, kw_only=True)
 
     @property
     def requires(self) -> frozenset[str]:
@@ -255,7 +292,10 @@ class ReturnEstimator(AdvantageEstimator):
 
     @abstractmethod
     def advantages_and_returns(self, batch: FeedbackBatch, values: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The advantages and the value targets, each ``[B, S]``, without gradient."""
+        """The advantages and the value targets, each ``[B, S]``, without gradient.
+
+        Advantages are ``[B, S, T]`` if they differ between the tokens of an item.
+        """
 
 
 class TokenAdvantageEstimator(AdvantageEstimator):

@@ -166,6 +166,15 @@ def time_column(table: pa.Table, column: str, name: str = "frame") -> np.ndarray
         raise RecpoError(f"{name}: column {column!r}: {_one_line(error)}; expected milliseconds since 1970") from error
 
 
+def optional_times(table: pa.Table, column: str, missing: int, name: str = "frame") -> np.ndarray:
+    """``time_column`` with ``missing`` for nulls, and everywhere if there is no such column."""
+    times = np.full(len(table), missing)
+    if column in table.column_names:
+        given = pc.is_valid(table.column(column)).to_numpy()
+        times[given] = time_column(table.filter(table.column(column).is_valid()), column, name)
+    return times
+
+
 def to_pandas(table: pa.Table) -> pd.DataFrame:
     """Converts a result to a pandas frame. Ids keep their type (integers stay integers, text stays text)."""
     return table.to_pandas()

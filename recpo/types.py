@@ -161,6 +161,8 @@ class Slates(NamedTuple):
             position is rejected. None = the slate is not a preference list.
         behaviors: ``[B, S]`` int64 bit sets of what the user did with the item, as in ``Histories``; 0 = nothing, or
             nothing is known. None = no component reads them, or the log has none.
+        token_rewards: ``[B, S, T]`` float, ``reward`` by token, with the same sum; None = all of it follows the last
+            token.
     """
 
     item_ids: Tensor
@@ -177,6 +179,7 @@ class Slates(NamedTuple):
     ends_session: Tensor | None = None
     chosen: Tensor | None = None
     behaviors: Tensor | None = None
+    token_rewards: Tensor | None = None
 
 
 def catalog_slates(histories: Histories, num_items: int) -> Slates:
@@ -237,6 +240,8 @@ class FeedbackBatch(NamedTuple):
         user_ids: ``[B]`` int64, the users of the contexts: rows of the prepared ``users.parquet``.
         plan: counts that were made on the CPU; None = none. It belongs to these slates: code that replaces them must
             set it to None.
+        following: the later micro-batches of this rank's optimizer step, on the first one, for statistics of the step
+            that must be known before its first loss (whitened advantages). Empty = none, or nobody reads them.
     """
 
     histories: Histories
@@ -246,6 +251,7 @@ class FeedbackBatch(NamedTuple):
     known_positives: Tensor | None = None
     user_ids: Tensor | None = None
     plan: BatchPlan | None = None
+    following: tuple[FeedbackBatch, ...] = ()
 
 
 class SlateTraits(NamedTuple):
@@ -309,6 +315,8 @@ class ObjectiveInputs(NamedTuple):
         values_old: ``[B, S]`` state values at the time of the rollout ("value").
         returns: ``[B, S]`` value targets ("value").
         entropy: ``[B, S]`` entropy of the policy at the position's state, with gradient ("entropy").
+        divergence: ``[B, S, T]`` exact KL(policy || reference) over all choices of every token, with gradient
+            ("divergence").
         q_values: ``[B, S]`` Q(state, item), with gradient ("q_value").
         q_targets: ``[B, S]`` Bellman targets, no gradient ("q_value").
         scores: ``[B, S, K]`` reward-model scores, ``Objective.num_scores`` per item, with gradient ("score").
@@ -329,6 +337,7 @@ class ObjectiveInputs(NamedTuple):
     values_old: Tensor | None = None
     returns: Tensor | None = None
     entropy: Tensor | None = None
+    divergence: Tensor | None = None
     q_values: Tensor | None = None
     q_targets: Tensor | None = None
     scores: Tensor | None = None

@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recpo import advantages
 from recpo.advantages import (
     GAEAdvantage,
+    GatedAdvantage,
     GroupNormalizedAdvantage,
     LeaveOneOutAdvantage,
     TernaryAdvantage,
@@ -20,7 +22,9 @@ from recpo.advantages import (
     leave_one_out_advantage,
     share_threshold,
     ternary_advantage,
+    whitened_advantage,
 )
+from recpo.contracts import AdvantageEstimator
 from recpo.errors import RecpoError
 from recpo.feedback import FeedbackRule
 from recpo.types import FeedbackBatch, Histories, Slates
@@ -319,3 +323,48 @@ def test_gae_of_many_rows_is_that_of_a_loop():
         for which in range(2):
             expected = [want.get(s, (0.0, 0.0))[which] for s in range(7)]
             assert got[which][row].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_token_does_not_answer_for_the_rewards_of_earlier_tokens():
+    """GAE over the tokens of every candidate, with the value of its state at each of them."""
+    rng = np.random.default_rng(0)
+    tokens, values = torch.tensor(rng.normal(size=(3, 4, 5))), torch.tensor(rng.normal(size=(3, 4)))
+    mask = torch.tensor(rng.random((3, 4)) < 0.8)
+    columns = {"reward": tokens.sum(-1), "mask": mask, "ends_session": torch.ones(3, 4, dtype=torch.bool)}
+    advantages, returns = GAEAdvantage().advantages_and_returns(feedback(**columns, token_rewards=tokens), values)
+    last = torch.arange(5) == 4
+    every = values[..., None].expand_as(tokens)
+    want, _ = generalized_advantage_estimate(tokens, every, last.expand_as(tokens), 0.0, gamma=1.0, lam=1.0)
+    torch.testing.assert_close(advantages, want * mask[..., None])
+    torch.testing.assert_close(returns, tokens.sum(-1) * mask)
+    one = feedback(**columns | {"reward": tokens[..., 0]}, token_rewards=tokens[..., :1])
+    plain, _ = GAEAdvantage().advantages_and_returns(feedback(**columns | {"reward": tokens[..., 0]}), values)
+    assert torch.equal(GAEAdvantage().advantages_and_returns(one, values)[0], plain)
+
+
+def test_whitening_keeps_a_single_advantage_and_sets_equal_ones_to_zero():
+    one = torch.tensor([[3.0, math.nan]])
+    assert whitened_advantage(one, ~one.isnan()).tolist() == [[3.0, 0.0]]
+    equal = torch.full((2, 3), 0.7)
+    assert whitened_advantage(equal, torch.ones(2, 3, dtype=torch.bool)).abs().max() < 1e-6
+
+
+def test_whitening_keeps_the_zeros_of_groups_that_are_centered():
+    rewards = torch.rand(50, 7, generator=torch.Generator().manual_seed(0))
+    rewards[3] = 0.3
+    centered = group_normalized_advantage(rewards, scale=False)
+    white = whitened_advantage(centered, torch.ones(50, 7, dtype=torch.bool))
+    assert (white[3] == 0).all()
+    assert white.std(correction=0) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_whitening_is_an_option_of_every_estimator():
+    estimators = [
+        cls for cls in vars(advantages).values() if isinstance(cls, type) and issubclass(cls, AdvantageEstimator)
+    ]
+    assert len(estimators) == 7
+    for estimator in estimators:
+        assert not estimator().whiten
+        assert estimator(whiten=True).whiten
+    with pytest.raises(RecpoError, match="estimator must not whiten"):
+        GatedAdvantage(LeaveOneOutAdvantage(whiten=True))

@@ -1,6 +1,7 @@
 """Outputs appear complete or not at all, and never replace foreign files."""
 
 import errno
+import importlib.util
 import os
 import signal
 import subprocess
@@ -8,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from recpo import artifacts
 from recpo.artifacts import (
@@ -22,8 +25,10 @@ from recpo.artifacts import (
     sha256,
     verify,
     write_json,
+    write_tensors,
 )
 from recpo.errors import RecpoError
+from tests.robustness.crashes import make_inputs, run_verb
 
 HANGING = """
 import signal, sys
@@ -491,6 +496,63 @@ def test_verify_names_every_file_that_differs(tmp_path):
         verify(tmp_path, checksums, "copy it again")
     with pytest.raises(RecpoError, match="leads out"):
         verify(tmp_path, {"../a": "0"}, "copy it again")
+
+
+@pytest.fixture(params=[0o022, 0o027], ids=oct)
+def umask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def permissions(root):
+    return {str(file.relative_to(root)): file.stat().st_mode & 0o777 for file in root.rglob("*") if file.is_file()}
+
+
+def test_the_umask_decides_who_reads_tensors(tmp_path, umask):
+    write_tensors(tmp_path / "new.safetensors", {"x": torch.ones(3)})
+    (tmp_path / "old.safetensors").touch(0o600)
+    write_tensors(tmp_path / "old.safetensors", {"x": torch.ones(3)}, {"key": "value"})
+    assert permissions(tmp_path) == {"new.safetensors": 0o666 & ~umask, "old.safetensors": 0o600}
+    assert torch.equal(load_file(tmp_path / "old.safetensors")["x"], torch.ones(3))
+
+
+@pytest.mark.slow
+def test_the_umask_decides_who_reads_any_output(tmp_path, request, umask):
+    make_inputs(tmp_path, request.config.rootpath / "configs")
+    run, prepared = ["--run", str(tmp_path / "run")], ["--prepared", str(tmp_path / "prepared")]
+    indexed = ["--index", "{recall: 0.01, lists: 4}"] if importlib.util.find_spec("faiss") else []
+    for arguments in (
+        ["export", *run, "--out", str(tmp_path / "indexed"), *indexed],
+        ["tokenize", *prepared, "--out", str(tmp_path / "codes"), "--codebook_size", "8"],
+        ["calibrate", "--run", str(tmp_path / "reward"), *prepared, "--resamples", "5"],
+        ["tilt", *run, "--factors", str(tmp_path / "factors"), *prepared, "--out", str(tmp_path / "tilted")],
+        ["evaluate", *prepared, "--baselines", "[popularity]", "--out", str(tmp_path / "evaluation")],
+        [
+            "recommend",
+            *run,
+            "--histories",
+            str(tmp_path / "prepared/histories.parquet"),
+            "--out",
+            str(tmp_path / "r.csv"),
+        ],
+    ):
+        assert run_verb(arguments).status == 0, arguments
+    found = permissions(tmp_path)
+    kinds = {name.split("/")[0] for name in found}
+    assert kinds >= {
+        "log",
+        "prepared",
+        "factors",
+        "run",
+        "reward",
+        "bundle",
+        "indexed",
+        "codes",
+        "tilted",
+        "evaluation",
+    }
+    assert {name: mode for name, mode in found.items() if mode != 0o666 & ~umask} == {}
 
 
 def test_os_errors_name_path_and_remedy():

@@ -391,3 +391,22 @@ def test_bellman_target():
     rewards, dones = torch.tensor([0.5, 0.0, 1.0]), torch.tensor([0, 0, 1])
     assert bellman_target(rewards, next_q, dones, gamma=0.5).tolist() == [2.0, 1.0, 1.0]
     assert bellman_target(rewards, next_q, dones, gamma=0.5, next_q_online=online).tolist() == [1.0, -0.5, 1.0]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@given(seed=SEEDS)
+def test_whitening(parts, seed):
+    """Over the kept positions of all parts of a step, micro-batches or ranks alike."""
+    rng = np.random.default_rng(seed)
+    shape = (4, *rng.integers(1, 5, rng.integers(1, 3)))
+    mask = torch.tensor(rng.random(shape) < 0.7)
+    advantages = torch.tensor(rng.normal(rng.normal(), rng.choice([1e-3, 1.0, 100.0]), shape))
+    kept = advantages[mask].tolist()
+    want = torch.zeros(shape, dtype=torch.float64)
+    want[mask] = torch.tensor(kept if len(kept) < 2 else ref.whitened(kept), dtype=torch.float64)
+    hostile = advantages.masked_fill(~mask, math.nan).requires_grad_()
+    pieces = list(zip(hostile.chunk(parts), mask.chunk(parts), strict=True))
+    sums = None if parts == 1 else sum(torch_advantages.whitening_sums(*piece) for piece in pieces)
+    got = torch.cat([torch_advantages.whitened_advantage(*piece, sums) for piece in pieces])
+    assert not got.requires_grad
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)

@@ -105,7 +105,9 @@ def test_every_command_of_the_documents_is_understood(document, clone, capsys):
 def test_the_trainer_options_of_the_documents_are_understood(clone):
     (options,) = re.findall(r"```yaml\n(trainer:.*?)```", _text(ROOT / "docs" / "training.md"), re.DOTALL)
     (clone / "trainer.yaml").write_text(options, encoding="utf-8")
-    configuration = parser_of(verb_class("train")).parse_args(["--config", "configs/gbpo.yaml", "--config", "trainer.yaml"])
+    configuration = parser_of(verb_class("train")).parse_args(
+        ["--config", "configs/gbpo.yaml", "--config", "trainer.yaml"]
+    )
     assert configuration.trainer.init_args.devices == 2
 
 

@@ -16,6 +16,7 @@ from recpo.advantages.group import (
 )
 from recpo.advantages.prefix import PrefixGroupAdvantage, prefix_group_advantage
 from recpo.advantages.ternary import TernaryAdvantage, share_threshold, ternary_advantage
+from recpo.advantages.whitening import whitened_advantage, whitening_sums
 
 __all__ = [
     "GAEAdvantage",
@@ -33,4 +34,6 @@ __all__ = [
     "reward_gate",
     "share_threshold",
     "ternary_advantage",
+    "whitened_advantage",
+    "whitening_sums",
 ]

@@ -82,6 +82,10 @@ class GAEAdvantage(ReturnEstimator):
     read, and every step learns. A slate without session ends is treated as one session that ends with the slate. Each
     candidate of a rollout is a session of one step: ``A = r - V``.
 
+    Where the tokens of an item have rewards of their own (``Slates.token_rewards``), a token does not answer for those
+    of the tokens before it: its advantage is that of the item minus them. This is GAE over the tokens with ``gamma``
+    and ``lam`` 1 and the value of the state at each of them. The return is that of the item.
+
     Attributes:
         gamma: discount.
         lam: 0 = one-step temporal difference, 1 = Monte Carlo.
@@ -113,7 +117,12 @@ class GAEAdvantage(ReturnEstimator):
         advantages, returns = generalized_advantage_estimate(
             rewards, values, ends, rest, gamma=self.gamma, lam=self.lam, mask=kept & ~open_end
         )
-        return advantages, torch.where(open_end, values, returns)
+        returns = torch.where(open_end, values, returns)
+        tokens = batch.slates.token_rewards
+        if tokens is None or tokens.shape[-1] == 1:
+            return advantages, returns
+        before = tokens.detach().cumsum(-1) - tokens.detach()
+        return zero_masked(advantages[..., None] - before, (kept & ~open_end)[..., None]), returns
 
 
 def _last_kept(mask: Tensor) -> Tensor:

@@ -76,6 +76,11 @@ class GatedAdvantage(AdvantageEstimator):
     min_separation: float = 0.75
 
     def __post_init__(self) -> None:
+        if self.estimator.whiten:
+            raise RecpoError(
+                "GatedAdvantage.estimator must not whiten, because only the advantages that pass are learned from: set "
+                "whiten of GatedAdvantage itself"
+            )
         for name in ("max_hit_share", "min_separation"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise RecpoError(f"GatedAdvantage.{name} must lie in [0, 1], got {getattr(self, name)}.")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from recpo.errors import RecpoError
@@ -35,7 +34,7 @@ def verify(root: Path, checksums: Mapping[str, str], remedy: str) -> None:
     """
     wrong = []
     for name, expected in sorted(checksums.items()):
-        if os.path.isabs(name) or ".." in Path(name).parts:
+        if not is_inside(name):
             raise RecpoError(f"{root}: the file name {name!r} leads out of the directory; {remedy}")
         if not (root / name).is_file():
             wrong.append(f"{name} (missing)")
@@ -43,6 +42,13 @@ def verify(root: Path, checksums: Mapping[str, str], remedy: str) -> None:
             wrong.append(f"{name} (changed)")
     if wrong:
         raise RecpoError(f"{root} is not as it was written: {', '.join(wrong)}; {remedy}")
+
+
+def is_inside(name: object) -> bool:
+    """Whether a name is a plain relative path, so that no file outside of a directory can be named."""
+    if type(name) is not str or {"", ".", ".."} & set(name.split("/")) or {"\\", "\0"} & set(name):
+        return False
+    return not PureWindowsPath(name).drive
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:

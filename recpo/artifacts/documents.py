@@ -13,6 +13,8 @@ import yaml
 from recpo.artifacts.os_errors import describe_os_error
 from recpo.errors import RecpoError
 
+_MOST_VALUES = 1_000_000
+
 
 def read_json(file: Path, remedy: str) -> dict[str, Any]:
     """Reads a JSON object.
@@ -42,8 +44,7 @@ def read_yaml(file: Path, remedy: str) -> dict[str, Any]:
         RecpoError: the file cannot be read, is not YAML, or is not a mapping.
     """
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        json.dumps(content, default=str, skipkeys=True)  # raises if an anchor contains itself
+        content = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecpoError(f"{describe_os_error(error, file)}; {remedy}") from error
     except (ValueError, RecursionError, AttributeError, yaml.YAMLError) as error:  # PyYAML passes on all of these
@@ -51,6 +52,36 @@ def read_yaml(file: Path, remedy: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise RecpoError(f"{file} is damaged: expected a mapping; {remedy}")
     return content
+
+
+def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
+    """Parses YAML without building objects from its tags.
+
+    Args:
+        text: YAML.
+        loader: ``yaml.SafeLoader`` or ``yaml.CSafeLoader``.
+
+    Raises:
+        ValueError, RecursionError, AttributeError, yaml.YAMLError: not YAML; an anchor that contains itself; or anchors
+            that multiply into more than a million values ("billion laughs").
+    """
+    content = yaml.load(text, loader)
+    _count(content, {})
+    return content
+
+
+def _count(value: Any, counted: dict[int, int]) -> int:
+    """Number of values in ``value``, where an anchor counts as often as it is used."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in counted:
+        counted[id(value)] = _MOST_VALUES + 1  # stays if it contains itself
+        counted[id(value)] = 1 + sum(
+            _count(one, counted) for one in (value.values() if isinstance(value, dict) else value)
+        )
+    if counted[id(value)] > _MOST_VALUES:
+        raise ValueError(f"its anchors contain themselves, or multiply into more than {_MOST_VALUES:,} values")
+    return counted[id(value)]
 
 
 def parse_json(content: bytes, shown: object, remedy: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ Kind = Literal[
     "comparison",
     "loop",
     "triton",
+    "impressions",
 ]
 MARKER: Final = "recpo.json"
 
@@ -40,7 +41,12 @@ def kind_of(directory: Path | str) -> Kind | None:
 def other_kind(directory: Path | str, expected: Kind) -> str | None:
     """What a directory is instead, for messages: " but a run"; None if it is as expected, or recpo did not write it."""
     kind = kind_of(directory)
-    names = {"prepared": "prepared data", "codes": "semantic codes", "factors": "factors"}
+    names = {
+        "prepared": "prepared data",
+        "codes": "semantic codes",
+        "factors": "factors",
+        "impressions": "a log of impressions",
+    }
     article = "an" if kind == "evaluation" else "a"
     return None if kind in (None, expected) else f" but {names.get(kind, f'{article} {kind}')}"
 

@@ -41,8 +41,10 @@ def export(
         out: output bundle directory.
         run: run directory written by ``recpo train``.
         refresh: existing bundle to update, instead of a run.
-        items: with ``refresh``, ``items.parquet`` of prepared data, or a Parquet file with ``item_id``, the columns of
-            the features and, if items are retired, ``retired``.
+        items: with ``refresh``, ``items.parquet`` of prepared data, or a Parquet file with ``item_id`` (or your own
+            name of it), the columns of the features and, if items are retired, ``retired``. The bundle lists an item
+            from ``available_from`` on and before ``available_until``, where the file has these columns (times, or
+            milliseconds since 1970).
         k: length of the lists that the bundle serves, at most the size of the catalog.
         checkpoint: which checkpoint of the run.
         item_precision: how the program stores the item vectors: float32, float16, or int8 with a scale for each item.
@@ -64,8 +66,8 @@ def export(
     if refresh is not None and items is not None:
         fresh = _refresh(refresh, items, out, overwrite=overwrite)
         print(
-            f"{out}: {fresh.listed:,} items may be listed, {fresh.retired:,} are retired; {fresh.added:,} new ones are "
-            f"added, {fresh.left_out:,} left out"
+            f"{out}: {fresh.listed:,} items may be listed, {fresh.later:,} of them later (available_from); "
+            f"{fresh.retired:,} are retired; {fresh.added:,} new ones are added, {fresh.left_out:,} left out"
         )
         return after_export(out, None, {"items": fresh.listed, "retired": fresh.retired, "left_out": fresh.left_out})
     assert run is not None

@@ -6,14 +6,20 @@ from rich.table import Table
 
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, command, configuration, path_of
+from recpo.data.prepared import Prepared
 from recpo.factorization.factors import Factors
-from recpo.verbs.factorize import Factorize
+from recpo.verbs.factorize import Factorize, similar_lists
 
 
 def show(verb: Factorize, factors: Factors) -> VerbResult:
     """Prints the errors on the validation period; the reward of MPO comes next."""
     _print(factors, verb.out)
+    given = verb.prepared
+    caution = similar_lists(factors, given if isinstance(given, Prepared) else Prepared.open(given))
+    if caution is not None:
+        console().print(f"warning: {caution}", style="yellow", soft_wrap=True)
     facts = {"rank": factors.rank, "ridge": factors.ridge, "squared_error": factors.noise, **factors.facts}
+    facts["warnings"] = [] if caution is None else [caution]
     data = ("--data.prepared", path_of(verb.prepared), "--reward.init_args.factors", verb.out)
     following = command(
         "train", "--config", configuration("mpo.yaml"), *data, "--init_from", "runs/pretrain", "--out", "runs/mpo"

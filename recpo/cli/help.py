@@ -34,7 +34,10 @@ def short_help(verb: str, summary: str, definition: Definition, first_day: tuple
         lines.append(f"  --{name:<{_COLUMN - 5}} {wrapped[0]}")
         lines += [" " * _COLUMN + line for line in wrapped[1:]]
     if others := [name for name in options if name not in explained and name != "config"]:
-        lines += ["", *textwrap.wrap("also: " + ", ".join(f"--{name}" for name in others), width, break_on_hyphens=False)]
+        lines += [
+            "",
+            *textwrap.wrap("also: " + ", ".join(f"--{name}" for name in others), width, break_on_hyphens=False),
+        ]
     lines += ["", f"--config FILE.yaml reads options from a file; recpo {verb} --help all explains every option."]
     return "\n".join(lines)
 

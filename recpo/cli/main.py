@@ -29,6 +29,7 @@ from recpo import __version__
 from recpo.artifacts import RESOLVED, describe_os_error, validate_configuration_files
 from recpo.cli.output import TerminalOptions, printing, terminal_options
 from recpo.cli.parser import in_words, parse, verb_class
+from recpo.cli.spelling import check_spelling
 from recpo.cli.verb_results import VerbResult
 from recpo.cli.verb_results import failed as failure
 from recpo.errors import GateClosedError, RecpoError
@@ -81,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal, options = terminal_options(words)
     try:
         with _sigterm_raises():
+            validate_configuration_files(options)
+            check_spelling(verb, options)  # before the verb's module is imported, with torch and all
             with printing(terminal):
                 result = run(verb, options)
             _print_result(result or VerbResult(), verb, terminal)

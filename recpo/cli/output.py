@@ -6,21 +6,49 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+
+
+_WIDEST = 10_000  # characters of a line that does not go to a terminal
 
 
 def console() -> Console:
     """The terminal, or the file that the output goes to.
 
     Ids and paths such as ``[/x]`` or ``:smile:`` are printed as they are: markup, emoji codes and highlighting are off,
-    also in the cells, titles and captions of tables.
+    also in the cells, titles and captions of tables. Numbers in tables are never cut: off a terminal, a table is as
+    wide as it needs; on a narrow terminal, headings and names are folded first, and then its lines are longer.
     """
     from rich.console import Console  # imported here so that the help of other verbs does not wait for it
+    from rich.table import Table
 
-    return Console(markup=False, emoji=False, highlight=False)
+    class WholeNumbers(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            width = self.width
+            for table in (one for one in objects if isinstance(one, Table)):
+                self.width = max(self.width, _least_width(self, table))
+            super().print(*objects, **options)
+            self.width = width
+
+    terminal = WholeNumbers(markup=False, emoji=False, highlight=False)
+    if not terminal.is_terminal:
+        terminal.width = _WIDEST
+    return terminal
+
+
+def _least_width(terminal: Console, table: Table) -> int:
+    """Lets names and headings fold, but not the numbers, which are justified right, and returns the width for that."""
+    wide = terminal.options.update(width=_WIDEST)
+    for column in table.columns:
+        column.no_wrap, column.overflow = False, "fold"
+        if column.justify == "right":
+            cells = [wide_cell.maximum for wide_cell in (terminal.measure(cell, options=wide) for cell in column.cells)]
+            column.min_width = max([*cells, terminal.measure(column.header, options=wide).minimum])
+    return terminal.measure(table, options=wide).minimum
 
 
 @dataclass(frozen=True)

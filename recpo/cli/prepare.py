@@ -8,7 +8,7 @@ from typing import Any, get_args
 from rich.table import Table
 
 from recpo.cli.output import console
-from recpo.cli.verb_results import VerbResult, after_prepare
+from recpo.cli.verb_results import VerbResult, after_extend, after_prepare
 from recpo.data.prepared import Period, Prepared
 from recpo.data.schema import LogColumns
 from recpo.features.schema import SIDES, Categories, Category, Feature, Vector
@@ -50,7 +50,7 @@ def prepare(
     data = _prepare(log, out, items=items, users=users, extends=extends, progress=progress, **options)
     _report(data)
     facts = {name: data.manifest[name] for name in ("num_users", "num_items", "counts", "warnings")}
-    return after_prepare(data.root, facts)
+    return after_prepare(data.root, facts) if extends is None else after_extend(data.root, facts)
 
 
 def _report(data: Prepared) -> None:

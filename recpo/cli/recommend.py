@@ -37,6 +37,7 @@ def recommend(
     context: Path | None = None,
     allow: dict[str, list[int | str]] | None = None,
     deny: dict[str, list[int | str]] | None = None,
+    at: str | None = None,
     engine: Literal["onnx", "torch"] = "onnx",
     provider: str = "CPUExecutionProvider",
     batch_size: int = 256,
@@ -64,6 +65,8 @@ def recommend(
         allow: attribute -> values, for a bundle with attributes: list only items that have one of the values of every
             attribute, such as {"category": ["film"]}.
         deny: attribute -> values: list no item that has one of these values.
+        at: when the lists are made, an ISO time or date such as 2026-11-23 (UTC without a zone): items that are not
+            available then (available_from, available_until) are left out. null = now.
         engine: onnx (ONNX Runtime, without torch) or torch.
         provider: execution provider of ONNX Runtime; it must be in ``onnxruntime.get_available_providers()``.
         batch_size: number of users ranked at once.
@@ -86,6 +89,7 @@ def recommend(
             context=context,
             allow=allow,
             deny=deny,
+            at=at,
             batch_size=batch_size,
             progress=bar.update,
         )

@@ -73,6 +73,13 @@ def after_prepare(root: object, result: Mapping[str, Any]) -> VerbResult:
     return VerbResult((str(root),), command("train", *words), result)
 
 
+def after_extend(root: object, result: Mapping[str, Any]) -> VerbResult:
+    """Prepared data was extended: the previous run continues on the newest days (docs/growth.md)."""
+    newest = ("--data.segments", "newest", "--data.replay", "1.0", "--trainer.max_epochs", "2")
+    words = ("--init_from", "runs/pretrain", "--data.prepared", root, *newest, "--out", "runs/extended")
+    return VerbResult((str(root),), command("train", *words), result)
+
+
 def after_tokenize(codes: Path, prepared: str, result: Mapping[str, Any]) -> VerbResult:
     """Items have codes."""
     config = configuration("semantic_pretrain.yaml")

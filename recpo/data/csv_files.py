@@ -39,6 +39,7 @@ _FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL)
 #: feature columns may have any type that fits all of their values
 _ANY_TYPE: Final = (CONTEXT, FEATURE)
 _WHOLE: Final = r"^-?(0|[1-9][0-9]{0,17}|[1-8][0-9]{18})$"  # integers that int64 holds, without leading zeros
+_ZERO_LED: Final = r"^0[0-9]+$"  # ids such as 007
 _NUMBER: Final = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(inf|Inf|INF|infinity|Infinity)$"
 _ABSENT: Final = pa.array(["", "nan", "NaN", "NAN", "NA", "N/A", "n/a", "null", "NULL", "Null", "None", "none"])
 _TRUE: Final = pa.array(["true", "True", "TRUE"])
@@ -82,9 +83,10 @@ def is_text_file(path: Place) -> bool:
 
 @dataclass
 class _ColumnFacts:
-    """Counts the kinds of values of one column over a file."""
+    """Counts the kinds of values of one column over a file. Words are what no number, flag or numeric id is."""
 
     takes_flags: bool
+    is_id: bool = False
     values: int = 0
     whole: int = 0
     numbers: int = 0
@@ -98,7 +100,11 @@ class _ColumnFacts:
         whole = pc.fill_null(pc.match_substring_regex(text, _WHOLE), False)
         number = pc.or_(whole, pc.fill_null(pc.match_substring_regex(text, _NUMBER), False))
         flag = pc.or_(pc.is_in(text, _TRUE), pc.is_in(text, _FALSE))
-        word = pc.and_not(known, pc.or_(number, flag) if self.takes_flags else number)
+        if self.is_id:
+            expected = pc.or_(whole, pc.fill_null(pc.match_substring_regex(text, _ZERO_LED), False))
+        else:
+            expected = pc.or_(number, flag) if self.takes_flags else number
+        word = pc.and_not(known, expected)
         for name, found in {"values": known, "whole": whole, "numbers": number, "flags": flag, "words": word}.items():
             setattr(self, name, getattr(self, name) + found.true_count)
         missing = _EXAMPLES - len(self.first_words)
@@ -111,7 +117,7 @@ def csv_to_parquet(
     staged: Place,
     mapping: Mapping[str, str],
     form: CsvFormat = CsvFormat(),
-) -> tuple[list[str], list[Fault], list[int]]:
+) -> tuple[list[str], list[Fault], list[int], list[str]]:
     """Writes the columns of a CSV file that a mapping names to a Parquet file.
 
     Args:
@@ -122,7 +128,7 @@ def csv_to_parquet(
 
     Returns:
         The file's column names; faults (rows with too few or too many values, text in columns of numbers); the numbers
-        of omitted rows, from 0.
+        of omitted rows, from 0; warnings about columns of integer ids that a few words turn into strings.
 
     Raises:
         RecpoError: the file is not in UTF-8, or has no line of names.
@@ -130,7 +136,7 @@ def csv_to_parquet(
     names = header(path, form)
     used = {column: name for column, name in mapping.items() if names.count(name) == 1}
     reader = _Reader(path, names, sorted({names.index(name) for name in used.values()}), form)
-    facts = {name: _ColumnFacts(_takes_flags(column)) for column, name in used.items()}
+    facts = {name: _ColumnFacts(_takes_flags(column), column in _IDS) for column, name in used.items()}
     row = 0
     for batch in reader.batches():
         for name in facts:
@@ -147,7 +153,9 @@ def csv_to_parquet(
     faults = _ragged_faults(path, names, reader.ragged)
     for column, name in used.items():
         faults += _word_faults(path, column, name, kinds[name], facts[name], ragged)
-    return names, faults, ragged
+    ids = [name for column, name in used.items() if column in _IDS]
+    warnings = [text for name in ids for text in _id_warnings(path, name, facts[name], ragged)]
+    return names, faults, ragged, warnings
 
 
 def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, int, int]:
@@ -183,6 +191,37 @@ def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, 
         size += (pc.sum(pc.binary_length(values)).as_py() or 0) + len(values)
         columns.setdefault(name, _cast(values, _kind(FEATURE, facts)))
     return pa.table(columns), len(reader.ragged), size
+
+
+def read_ids(path: Place, column: str, kind: pa.DataType) -> pa.Array:
+    """The ids of one column of a CSV file: strings as they stand, with their zeros, or whole numbers.
+
+    Args:
+        path: the file; UTF-8, may be compressed with gzip.
+        column: name of the column.
+        kind: type of the ids in the catalog, an integer type or strings.
+
+    Raises:
+        RecpoError: there is no such column, a row has a wrong number of values, or an id is not of this type.
+    """
+    names = header(path)
+    if names.count(column) != 1:
+        raise RecpoError(f"{path.name}: expected one column {column}; the file has {', '.join(names)}")
+    reader = _Reader(path, names, [names.index(column)], CsvFormat())
+    ids = pa.chunked_array([batch.column(0) for batch in reader.batches()], pa.string()).combine_chunks()
+    if faults := _ragged_faults(path, names, reader.ragged):
+        raise RecpoError(str(faults[0]))
+    if not pa.types.is_integer(kind):
+        return ids
+    ids = _trimmed(ids)
+    other = pc.indices_nonzero(pc.invert(pc.fill_null(pc.match_substring_regex(ids, _WHOLE), False)))
+    if len(other):
+        first = other[0].as_py()
+        raise RecpoError(
+            f"{path.name}, column {column}: {len(other):,} of {len(ids):,} ids are not integers as in the catalog, the "
+            f"first is {ids[first].as_py()!r} in row {first}: remove or correct them"
+        )
+    return ids.cast(pa.int64())
 
 
 def row_in_file(row: int, left_out: list[int] | tuple[int, ...]) -> int:
@@ -368,6 +407,16 @@ def _ragged_faults(path: Place, names: list[str], ragged: dict[int, tuple[int, s
     first = [Example(path.name, row, f"{ragged[row][0]} values") for row in sorted(ragged)[:_EXAMPLES]]
     problem = f"another number of values than the {len(names)} columns of the first line"
     return [Fault(path.name, None, problem, "fix these rows, or quote values that contain commas", len(ragged), first)]
+
+
+def _id_warnings(path: Place, name: str, facts: _ColumnFacts, ragged: list[int]) -> list[str]:
+    """A warning if most ids are integers and words make all of them strings."""
+    if not facts.words or 2 * facts.whole <= facts.values:
+        return []
+    examples = [Example(path.name, row_in_file(row, ragged), value) for row, value in facts.first_words]
+    problem = f"not an integer, and the other {facts.values - facts.words:,} ids are; so all are read as strings"
+    fix = "correct these rows if ids are integers"
+    return [str(Fault(path.name, name, problem, fix, facts.words, examples))]
 
 
 def _word_faults(

@@ -50,6 +50,7 @@ class FeedbackDataModule(LightningDataModule):
     Attributes:
         phases: how training goes through the epoch; set by the training workflow.
         step_labels: training reads ``FeedbackBatch.step_labels``; set by the training workflow.
+        whole_steps: training reads ``FeedbackBatch.following``; set by the training workflow.
         reads: what batches contain beyond items, feedback and times; set by the training workflow.
         planner: adds to a batch the counts that the CPU can compute in advance (``FeedbackBatch.plan``); set by
             training.
@@ -57,6 +58,7 @@ class FeedbackDataModule(LightningDataModule):
 
     phases = Phases()
     step_labels = False
+    whole_steps = False
     reads = Reads()
     planner: Planner | None = None
 
@@ -102,6 +104,7 @@ class FeedbackDataModule(LightningDataModule):
             self._sum_over_ranks,
             self._assign,
             step_labels=self.step_labels,
+            whole_steps=self.whole_steps,
             reads=self.reads,
             segments=self._segments,
             planner=self.planner,

@@ -37,7 +37,7 @@ from recpo.data.feature_tables import ID, TableSide
 from recpo.data.files import Log, wider_type
 from recpo.data.id_map import IdMap
 from recpo.data.locations import Place, locate
-from recpo.data.prepare import Preparation, PrepareRun, Source, tie_warnings, totals, write_directory
+from recpo.data.prepare import Preparation, PrepareRun, Source, tie_warnings, totals, unit_warnings, write_directory
 from recpo.data.prepared import FORMAT_VERSION, HELD_OUT, TRAIN_PAST, Prepared
 from recpo.data.previous import (
     BEFORE,
@@ -64,6 +64,7 @@ from recpo.data.schema import (
     item_schema,
     user_schema,
 )
+from recpo.data.shaping import bucket_counts, cutoff_table, definition, quantile_table
 from recpo.data.splits import held_out_events, outside_events, past_items, period_rows, recent_events
 from recpo.data.writing import write_parquet, write_rows, write_shards
 from recpo.errors import RecpoError
@@ -200,7 +201,11 @@ class _ExtensionRun(PrepareRun):
             "config": {**old["config"], "log": [*old["config"]["log"], *sorted(file.shown for file in log.files)]},
             "boundaries": boundaries,
             "counts": self._counts(shards),
-            "warnings": tie_warnings(self.choice.label, old["counts"]["watch_time_ties"]),
+            "warnings": [
+                *tie_warnings(self.choice.label, old["counts"]["watch_time_ties"]),
+                *unit_warnings(self._new_feedback(new)),
+                *self._file_warnings(log),
+            ],
             "shards": shards,
             "segments": [*self.data.segments, *([fresh] if fresh else [])],
             "extends": sizes_before | {"bytes_read": self.before.bytes_read},
@@ -238,7 +243,7 @@ class _ExtensionRun(PrepareRun):
         """The log, with id types that hold the previous and the new ids, and request features of the previous types.
 
         Raises:
-            RecpoError: one of them has strings and the other has integers.
+            RecpoError: one of them has strings and the other has integers, of users, items or a request feature.
         """
         kept = pq.read_schema(self.root / HELD_OUT)
         types = dict(log.types)
@@ -246,6 +251,9 @@ class _ExtensionRun(PrepareRun):
             if column not in types:
                 continue
             before, now = kept.field(column).type, types[column]
+            if pa.types.is_integer(before) != pa.types.is_integer(now) and column == LogColumns.REQUEST_ID:
+                types[column] = pa.string()  # the log of a server; these ids only say which events share a request
+                continue
             if pa.types.is_integer(before) != pa.types.is_integer(now):
                 raise self._other_column_type(log, column, now, before)
             types[column] = wider_type(before, now)
@@ -262,7 +270,15 @@ class _ExtensionRun(PrepareRun):
     def _other_column_type(self, log: Log, column: str, now: pa.DataType, before: pa.DataType) -> RecpoError:
         return RecpoError(
             f"{log.name}, column {log.columns[column]}: type {now}, {self.root} has {before}: cast the column"
+            + "".join(f"\n  warning: {text}" for text in log.warnings)
         )
+
+    def _new_feedback(self, new: ir.Table) -> FeedbackDefinition:
+        """The cutoffs that the new events alone would have, to check the units of their watch times."""
+        base = self.choice.label.duration_base
+        events = new.mutate(**{Derived.PERIOD: ibis.literal(TRAIN, "int8")})
+        found = self.engine.table(cutoff_table(quantile_table(bucket_counts(events, base))))
+        return definition(found, self.choice.feedback, base, self.choice.max_watch_time)
 
     def _assign(self, new: ir.Table, log: Log) -> tuple[ir.Table, dict[str, Any]]:
         """The current standard events with their periods: the previous held-out events and the new ones."""

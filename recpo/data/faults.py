@@ -54,8 +54,12 @@ class Fault:
         return f" [first: {', '.join(rows)}]"
 
 
-def validate_no_faults(faults: Sequence[Fault]) -> None:
+def validate_no_faults(faults: Sequence[Fault], warnings: Sequence[str] = ()) -> None:
     """Raises one error that lists all ``faults``; does nothing if there are none.
+
+    Args:
+        faults: what is wrong.
+        warnings: about the same files; they may explain a fault.
 
     Raises:
         RecpoError: there is at least one fault.
@@ -65,7 +69,13 @@ def validate_no_faults(faults: Sequence[Fault]) -> None:
     lines = [f"  {number}. {fault}" for number, fault in enumerate(faults, start=1)]
     noun = "fault" if len(faults) == 1 else "faults"
     raise RecpoError(
-        "\n".join([f"the log cannot be prepared: {len(faults)} {noun} (rows count from 0), nothing written", *lines])
+        "\n".join(
+            [
+                f"the log cannot be prepared: {len(faults)} {noun} (rows count from 0), nothing written",
+                *lines,
+                *(f"  warning: {text}" for text in warnings),
+            ]
+        )
     )
 
 

@@ -251,7 +251,7 @@ def _write_plain(
     counts = dict[tuple[str, str, str], int]()
     plain = []
     for number, file in enumerate(files):
-        staged = LogFile(work / f"{side}s-plain-{number}.parquet", file.shown, file.left_out)
+        staged = replace(file, path=work / f"{side}s-plain-{number}.parquet")
         schema = _plain_schema(columns, features, schemas[0][1])
         with writable(staged.path) as sink, pq.ParquetWriter(sink, schema) as writer:
             for begin, batch, offenses in _plain_batches(file, columns, features, schema):

@@ -38,11 +38,13 @@ class LogFile:
         path: location of the file.
         shown: the user's name of the file.
         left_out: rows of the user's file that ``path`` lacks, ascending.
+        warnings: what its values suggest, for the user.
     """
 
     path: Place
     shown: str
     left_out: tuple[int, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Log:
         """The file's name, or the number of files."""
         return self.files[0].shown if len(self.files) == 1 else f"the log ({len(self.files)} files)"
 
+    @property
+    def warnings(self) -> list[str]:
+        """The warnings of its files."""
+        return [text for file in self.files for text in file.warnings]
+
 
 def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
     """The files that ``log`` names: files, directories (their Parquet and text files) and glob patterns.
@@ -76,8 +83,10 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
     as ``s3://``, refers to an object store (``recpo.data.locations``).
 
     Raises:
-        RecpoError: a name does not exist, or is a directory without such files.
+        RecpoError: there is no name, a name does not exist, or it is a directory without such files.
     """
+    if not log:
+        raise RecpoError(f"{what} {log!r}: name at least one file, directory or pattern")
     found: dict[object, Place] = {}
     for name in [log] if isinstance(log, str) else log:
         place = locate(name)
@@ -224,8 +233,8 @@ def _open_file(
     """
     faults: list[Fault] = []
     if csv_files.is_text_file(path):
-        names, faults, left_out = csv_files.csv_to_parquet(path, staged, mapping, form)
-        file = LogFile(staged, path.name, tuple(left_out))
+        names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, mapping, form)
+        file = LogFile(staged, path.name, tuple(left_out), tuple(warnings))
     else:
         names, file = None, LogFile(path, path.name)
     with pq.ParquetFile(readable(file.path)) as parquet:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +12,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recpo.artifacts import output_file
+from recpo.data.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, Derived
 from recpo.data.schema import RETIRED as RETIRED
 from recpo.errors import RecpoError
+
+#: Columns of the times at which an item may be listed, and the value without a limit.
+AVAILABILITY: Final = {Derived.AVAILABLE_FROM: ALWAYS, AVAILABLE_UNTIL: NEVER}
 
 
 class IdMap:
@@ -22,13 +26,20 @@ class IdMap:
     Args:
         external: the external ids (integers or strings) of item 1, item 2 and so on; distinct, without nulls.
         retired: internal ids of the retired items, which are no longer candidates, ascending; None = none.
+        available: ``[2, V]`` int64, milliseconds since the epoch from which and until which item 1, item 2 and so on
+            may be listed (``ALWAYS``, ``NEVER``: no limit); None = every item at every time.
 
     Raises:
         RecpoError: nulls, repeated ids, or ids that are neither integers nor strings.
     """
 
-    def __init__(self, external: pa.Array, retired: np.ndarray | None = None) -> None:
+    def __init__(
+        self, external: pa.Array, retired: np.ndarray | None = None, available: np.ndarray | None = None
+    ) -> None:
         self.retired = np.zeros(0, np.int64) if retired is None else retired
+        self.available = available
+        self._changes = np.unique([] if available is None else available).astype(np.int64)
+        self._unlisted: tuple[int, np.ndarray] | None = None
         if not pa.types.is_integer(external.type) and not _is_text(external.type):
             raise RecpoError(f"item ids are integers or strings, got {external.type}")
         if external.null_count:
@@ -53,15 +64,18 @@ class IdMap:
 
     @classmethod
     def load(cls, path: Path | pa.NativeFile) -> IdMap:
-        """Reads ``items.parquet``: ``item_index`` (1..V, ascending), ``item_id`` and, if present, ``retired``.
+        """Reads ``items.parquet``, as ``save`` writes it; other columns are ignored.
 
         Raises:
             RecpoError: the file cannot be read or its indices are not 1..V.
         """
         try:
             with pq.ParquetFile(path) as file:
-                named = [name for name in ("item_index", "item_id", RETIRED) if name in file.schema_arrow.names]
+                columns = ("item_index", "item_id", RETIRED, *AVAILABILITY)
+                named = [name for name in columns if name in file.schema_arrow.names]
                 table = file.read(named)
+            if wrong := [name for name in AVAILABILITY if name in named and table[name].type != pa.int64()]:
+                raise pa.ArrowTypeError(f"{wrong[0]} is {table[wrong[0]].type}, not int64")
             if not {"item_index", "item_id"} <= set(named):
                 raise pa.ArrowKeyError(f"it has {', '.join(file.schema_arrow.names)}")
         except (OSError, pa.ArrowException) as error:
@@ -70,14 +84,27 @@ class IdMap:
         if not np.array_equal(index, np.arange(1, len(index) + 1)):
             raise RecpoError(f"{path}: item_index must count 1..{len(index)} in ascending order")
         retired = np.flatnonzero(table[RETIRED].to_numpy()) + 1 if RETIRED in named else None
-        return cls(table["item_id"].combine_chunks(), retired)
+        times = [
+            table[name].fill_null(limit).to_numpy() if name in named else np.full(len(index), limit)
+            for name, limit in AVAILABILITY.items()
+        ]
+        available = np.stack(times) if set(AVAILABILITY) & set(named) else None
+        return cls(table["item_id"].combine_chunks(), retired, available)
 
     def save(self, path: Path) -> None:
-        """Writes ``item_index`` int32, ``item_id`` in its own type and, if items are retired, ``retired`` bool."""
+        """Writes ``item_index`` int32 (1..V) and ``item_id`` in its own type.
+
+        Where there are such items, also ``retired`` bool, and ``available_from`` and ``available_until``, int64 with
+        nulls for no limit.
+        """
         index = np.arange(1, len(self) + 1, dtype=np.int32)
         columns = {"item_index": pa.array(index), "item_id": self._external}
         if len(self.retired):
             columns[RETIRED] = pa.array(np.isin(index, self.retired))
+        if self.available is not None:
+            for times, (name, limit) in zip(self.available, AVAILABILITY.items(), strict=True):
+                if (times != limit).any():
+                    columns[name] = pa.array(times, mask=times == limit)
         with output_file(path) as partial:
             pq.write_table(pa.table(columns), partial)
 
@@ -88,6 +115,23 @@ class IdMap:
     def type(self) -> pa.DataType:
         """Type of the external ids."""
         return self._external.type
+
+    def unlisted(self, at: int | None) -> np.ndarray:
+        """Internal ids, ascending, of the items that may not be listed at a time: retired, or not available.
+
+        Computed once for all times between two changes.
+
+        Args:
+            at: milliseconds since the epoch; None = only the retired ones.
+        """
+        if at is None or self.available is None:
+            return self.retired
+        period, last = int(np.searchsorted(self._changes, at, side="right")), self._unlisted
+        if last is None or last[0] != period:
+            begin, end = self.available
+            last = period, np.union1d(self.retired, np.flatnonzero((begin > at) | (end <= at)) + 1)
+            self._unlisted = last
+        return last[1]
 
     def equals(self, other: IdMap) -> bool:
         """Whether both maps assign the same ids to item 1, item 2 and so on."""

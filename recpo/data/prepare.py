@@ -228,10 +228,11 @@ def write_directory(
         inputs: further inputs besides the sources, which must lie outside ``out``.
     """
     names = {what: _names(source) for what, source in sources.items()}
-    found = {what: find_files(listed, what) for what, listed in names.items()}
+    named = {what: listed for what, listed in names.items() if listed is not None}
+    found = {what: find_files(listed, what) for what, listed in named.items()}
     place = None if work is None else locate(work)
     read = [path for paths in found.values() for path in paths]
-    read += [*(locate(name) for listed in names.values() for name in listed), *inputs]
+    read += [*(locate(name) for listed in named.values() for name in listed), *inputs]
     with prepared_directory(locate(out), place, overwrite=overwrite, inputs=read) as directory:
         with (
             work_directory(place, directory) as temporary,
@@ -243,7 +244,7 @@ def write_directory(
                     frame = "frame.parquet" if what == "log" else f"{what}-frame.parquet"
                     found[what] = [write_frame(source, temporary, frame)]
             run = run_with(started, engine.writers, directory, temporary, bar)
-            manifest = run.manifest(found["log"], {"item": found["items"], "user": found["users"]})
+            manifest = run.manifest(found["log"], {"item": found.get("items", []), "user": found.get("users", [])})
         return write_manifest(directory, manifest, run.checksums)
 
 
@@ -298,7 +299,11 @@ class PrepareRun:
             "label": describe(self.choice.label),
             "feedback": feedback.to_json(),
             "counts": {**self.counts, "dropped": self.dropped, "splits": totals(shards, self.more.behaviors)},
-            "warnings": tie_warnings(self.choice.label, self.counts["watch_time_ties"]) + unit_warnings(feedback),
+            "warnings": [
+                *tie_warnings(self.choice.label, self.counts["watch_time_ties"]),
+                *unit_warnings(feedback),
+                *self._file_warnings(log),
+            ],
             "shards": shards,
             "segments": [len(shards["train"])],
             "files": (*files, *self._feature_files()),
@@ -327,13 +332,17 @@ class PrepareRun:
                 self.engine, raw, log, mapping, choice.label, choice.max_watch_time, choice.strict, self.more
             )
             faults += row_faults
-        validate_no_faults(faults)
+        validate_no_faults(faults, self._file_warnings(log))
         distinct = self.engine.materialize("distinct", raw.drop(Engine.FILE, Engine.ROW).distinct())
         kept = self.engine.row(distinct.aggregate(rows=distinct.count()))["rows"]
         self.counts = {"read": read, "empty_files": len(log.empty_files), "neutralized": neutralized}
         if read > kept:
             self.dropped["exact duplicate of another event"] = read - kept
         return log, standardize(distinct, mapping, choice.max_watch_time, self.more)
+
+    def _file_warnings(self, log: Log) -> list[str]:
+        """Warnings about the files of the log and of the feature tables."""
+        return [text for one in (log, *(table.log for table in self.tables.values())) for text in one.warnings]
 
     def _read_table(self, side: TableSide, files: Sequence[Place], log: Log) -> list[Fault]:
         """Opens a feature table, if there is one."""
@@ -557,10 +566,10 @@ def totals(shards: dict[str, list[dict[str, Any]]], behaviors: Iterable[str] = (
     return found
 
 
-def _names(source: Source | None) -> list[str]:
-    """The names of the files of a source."""
+def _names(source: Source | None) -> list[str] | None:
+    """The names of the files of a source; None = it has no files."""
     if source is None or isinstance(source, pa.Table):
-        return []
+        return None
     return [source] if isinstance(source, str) else list(source)
 
 

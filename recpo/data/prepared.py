@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.artifacts import describe_os_error, other_kind, parse_json, seal, sha256, unseal, write_json
+from recpo.artifacts import describe_os_error, is_inside, other_kind, parse_json, seal, sha256, unseal, write_json
 from recpo.data.feature_columns import CONTEXT
 from recpo.data.id_map import IdMap
 from recpo.data.locations import Place, locate, readable
@@ -144,6 +144,7 @@ class Prepared:
                 "prepare the log again"
             )
         opened = cls(root, unseal(manifest, file, _REMEDY))
+        opened._check_names()
         opened._check_sizes()
         if isinstance(root, Path):  # in an object store, files are verified when they are read
             for name in {_ITEMS, _USERS} & opened.checksums.keys():
@@ -167,6 +168,13 @@ class Prepared:
         """
         for name in sorted(self.checksums if names is None else names):
             self._compared(name, again=True)
+
+    def _check_names(self) -> None:
+        """Refuses a manifest that names files outside of the directory."""
+        shards = [shard for period in self.manifest["shards"].values() for shard in period]
+        names = [*self.checksums, *(shard["past"] for shard in shards if "past" in shard)]
+        if strange := [name for name in names if not is_inside(name)]:
+            raise RecpoError(f"{self.root / MANIFEST}: {strange[0]!r} leads out of the directory; {_REMEDY}")
 
     def _check_sizes(self) -> None:
         """Detects missing and truncated shards now instead of an epoch later."""
@@ -249,6 +257,12 @@ class Prepared:
         with _decoding(place):
             kind = pq.read_schema(readable(place)).field("user_id").type
         return "integer" if pa.types.is_integer(kind) else "string"
+
+    @property
+    def item_column(self) -> str:
+        """The user's name for the column of item ids: in the item table, if there is one, or else in the log."""
+        table = self.manifest.get("feature_tables", {}).get("item")
+        return str(self.manifest["columns"]["item_id"] if table is None else table["columns"]["id"])
 
     @property
     def users_checksum(self) -> str:

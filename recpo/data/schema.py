@@ -141,6 +141,10 @@ def item_schema(item_id: pa.DataType, has_available: bool = False) -> pa.Schema:
 
 #: Column of ``items.parquet`` that exists once an item was retired; a retired item is no longer a candidate.
 RETIRED: Final = "retired"
+#: Column with the first time in ms at which an item may no longer be recommended, null = never; see ``AVAILABLE_FROM``.
+AVAILABLE_UNTIL: Final = "available_until"
+ALWAYS: Final = -(2**63)
+NEVER: Final = 2**63 - 1
 
 
 def user_schema(user_id: pa.DataType) -> pa.Schema:

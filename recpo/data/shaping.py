@@ -307,33 +307,59 @@ class BinaryColumn(Label):
 class NumericColumn(Label):
     """The number mapped to ``label``, scaled linearly from ``low`` (0) to ``high`` (1) and clipped; or a threshold.
 
-    The ends are given, not fitted, so the label of an event does not depend on other events. For ratings from 0.5 to 5,
-    use ``low=0.5, high=5``, or ``threshold=4`` for 1 if the rating is at least 4 and 0 otherwise.
+    The ends are given, not fitted, so the label of an event does not depend on other events. They have no default: the
+    scale of a column is not known, and on a wrong one most events would be clipped to the same label. For ratings from
+    0.5 to 5, use ``low=0.5, high=5``, or ``threshold=4`` for 1 if the rating is at least 4 and 0 otherwise. ``recpo
+    prepare`` asks for missing ends with the smallest and largest value of the column, and counts values outside them.
 
     Args:
         low: value that becomes 0.
         high: value that becomes 1.
-        threshold: 1 if the value is at least this and 0 otherwise; ``low`` and ``high`` are then ignored.
+        threshold: 1 if the value is at least this and 0 otherwise; instead of ``low`` and ``high``.
     """
 
-    low: float = 0.0
-    high: float = 1.0
+    low: float | None = None
+    high: float | None = None
     threshold: float | None = None
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.LABEL,)
     reads_events_once: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.low < self.high:
+        ends = self.low is not None or self.high is not None
+        if ends and self.threshold is not None:
+            raise RecpoError(
+                f"label NumericColumn: low {self.low} and high {self.high} must be left out if threshold is given"
+            )
+        if ends and (self.low is None or self.high is None):
+            raise RecpoError(f"label NumericColumn: low {self.low} and high {self.high} must be given together")
+        if self.low is not None and self.high is not None and not self.low < self.high:
             raise RecpoError(f"label NumericColumn: low {self.low} must be below high {self.high}")
 
+    @property
+    def has_scale(self) -> bool:
+        """Whether the ends or the threshold are given."""
+        return self.low is not None or self.threshold is not None
+
+    def clipped(self, value: ir.FloatingColumn) -> ir.BooleanColumn | None:
+        """True for finite values outside the ends; None = there are no ends."""
+        if self.low is None or self.high is None:
+            return None
+        return ((value < self.low) | (value > self.high)) & ~value.isnan() & ~value.isinf()
+
     def add(self, events: ir.Table) -> ir.Table:
-        """Linear scaling, or a threshold."""
+        """Linear scaling, or a threshold.
+
+        Raises:
+            RecpoError: there are neither ends nor a threshold.
+        """
         value = events[Derived.VALUE]
-        if self.threshold is None:
+        if self.threshold is not None:
+            label = (value >= self.threshold).cast("int8").cast("float64")
+        elif self.low is not None and self.high is not None:
             label = ((value - self.low) / (self.high - self.low)).clip(lower=0.0, upper=1.0)
         else:
-            label = (value >= self.threshold).cast("int8").cast("float64")
+            raise RecpoError("label NumericColumn: low and high, or threshold, must be given")
         return events.mutate(**{Derived.LABEL: label})
 
 

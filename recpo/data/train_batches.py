@@ -91,6 +91,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         assign: what is assigned to ranks. With one rank both values mean the same.
         segments: which shards an epoch reads.
         step_labels: whether batches carry the labels of their whole optimizer step (``FeedbackBatch.step_labels``).
+        whole_steps: whether the first micro-batch of a step carries the others (``FeedbackBatch.following``).
         reads: what batches contain besides items, feedback and times.
         planner: adds to every batch the counts that the CPU can compute in advance.
 
@@ -115,11 +116,12 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
         assign: Assign = "batches",
         *,
         step_labels: bool = False,
+        whole_steps: bool = False,
         reads: Reads = Reads(),  # noqa: B008  immutable
         segments: Segments = Segments(),  # noqa: B008  immutable
         planner: Planner | None = None,
     ) -> None:
-        self._reads, self._planner, older = reads, planner, 0
+        self._reads, self._planner, self._whole_steps, older = reads, planner, whole_steps, 0
         if segments.newest_only:
             self._validate_segments(assign, prepared)
             older = sum(prepared.segments[:-1])
@@ -198,17 +200,25 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
     def __iter__(self) -> Iterator[FeedbackBatch]:
         worker = get_worker_info()
         workers, mine = (worker.num_workers, worker.id) if worker else (1, 0)
-        start, epoch = self.start, self.epoch
+        start = self.start
         # Phases that were consumed before a resume are skipped without reading them.
         consumed = start // self._visits_per_phase
         local = consumed * self._visits_per_phase - 1
         for step in self._visits(consumed):
             labels = _step_labels(step) if self._with_labels and self._batches_per_step > 1 else None
-            for planned in step[self._rank.rank // self._num_parts :: self._sharers]:
+            own = step[self._rank.rank // self._num_parts :: self._sharers]
+            for place, planned in enumerate(own):
                 local += 1
                 if local >= start and (local - start) % workers == mine:
-                    batch = self._make_batch(*planned, epoch)._replace(step_labels=labels)
-                    yield batch if self._planner is None else self._planner(batch)
+                    batch = self._gathered(planned, labels)
+                    if self._whole_steps and (place == 0 or local == start):
+                        others = (self._gathered(other, labels) for other in own[place + 1 :])
+                        batch = batch._replace(following=tuple(others))
+                    yield batch
+
+    def _gathered(self, planned: _Planned, step_labels: Tensor | None) -> FeedbackBatch:
+        batch = self._make_batch(*planned, self.epoch)._replace(step_labels=step_labels)
+        return batch if self._planner is None else self._planner(batch)
 
     @property
     def division(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from recpo.data.faults import Example, Fault
 from recpo.data.feature_columns import BEHAVIOR, CONTEXT, EventColumns
 from recpo.data.files import Log
 from recpo.data.schema import Columns, LogColumns
-from recpo.data.shaping import Label
+from recpo.data.shaping import Label, NumericColumn
 from recpo.features.schema import Feature, Number
 
 #: fatal: the log is rejected. impossible: the value is neutralized and counted, or fatal if strict. missing:
@@ -88,6 +88,7 @@ def check_rows(
             faults.append(Fault(log.name, log.columns[check.column], check.problem, check.fix, count, first))
         else:
             neutralized[check.reason] = count
+    faults += _scale_faults(engine, raw, log, label)
     if strict:
         faults += _duplicates(engine, raw, log)
     return int(found["rows"]), neutralized, faults
@@ -228,12 +229,40 @@ def _label_checks(raw: ir.Table, label: Label) -> list[Check]:
     if LogColumns.LABEL not in raw.columns:
         return []
     value = number(raw[LogColumns.LABEL])
+    if isinstance(label, NumericColumn):
+        return _end_checks(value, label)
     unreadable = label.unreadable(value)
     if unreadable is None:
         return []
     name = type(label).__name__
     fix = "map another column to label, or choose another label such as NumericColumn"
     return [Check(LogColumns.LABEL, f"a value that {name} cannot read", "fatal", fix, unreadable & ~value.isnan())]
+
+
+def _end_checks(value: ir.FloatingColumn, label: NumericColumn) -> list[Check]:
+    clipped = label.clipped(value)
+    if clipped is None:
+        return []
+    problem = f"outside low {label.low:g} and high {label.high:g}, taken as the nearer one"
+    fix = "set --label.low and --label.high to the ends of the column's scale"
+    return [Check(LogColumns.LABEL, problem, "impossible", fix, clipped)]
+
+
+def _scale_faults(engine: Engine, raw: ir.Table, log: Log, label: Label) -> list[Fault]:
+    """The fault of a label without ends, which names those of the column."""
+    if not isinstance(label, NumericColumn) or label.has_scale or LogColumns.LABEL not in raw.columns:
+        return []
+    value = number(raw[LogColumns.LABEL])
+    known = raw.select(value=value).filter(~value.isnan() & ~value.isinf())
+    ends = engine.row(known.aggregate(low=known["value"].min(), high=known["value"].max()))
+    if ends["low"] is None or ends["low"] == ends["high"]:
+        found, scale = "its values do not differ", "--label.low LOW --label.high HIGH"
+    else:
+        low, high = (f"{ends[name]:.15g}" for name in ("low", "high"))
+        found, scale = f"its values run from {low} to {high}", f"--label.low {low} --label.high {high}"
+    problem = f"label NumericColumn needs the ends of the scale, and none are given; {found}"
+    fix = f"pass {scale} (values beyond count as the nearer end), or --label.threshold"
+    return [Fault(log.name, log.columns[LogColumns.LABEL], problem, fix)]
 
 
 def examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> list[Example]:

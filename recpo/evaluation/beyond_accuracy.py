@@ -6,6 +6,7 @@ user saw before the period, ``EvaluationBatch.exclude``, even if the recommender
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,16 +21,18 @@ _SMOOTHING = 0.01  # Steck's alpha
 
 
 class Exposure:
-    """How often every item is listed: ``coverage@k`` and ``gini@k`` over all lists.
+    """How often every item is listed: ``coverage@k``, ``gini@k`` and ``overlap@k`` over all lists.
 
-    ``coverage@k`` is the share of the candidates among the first k items of at least one list. Memory: one count per
-    item and k, for any number of users.
+    ``coverage@k`` is the share of the candidates among the first k items of at least one list. ``overlap@k`` is the
+    expected share of a list that another user's list has too, see ``list_overlap``. Memory: one count per item and k,
+    for any number of users.
     """
 
     def __init__(self, num_items: int, ks: Sequence[int], is_candidate: Tensor | None = None) -> None:
         """``is_candidate [V + 1]`` bool: the items that could be listed; None = all."""
         self._ks, self._is_candidate = tuple(ks), is_candidate
         self._shown = torch.zeros(len(self._ks), num_items + 1, dtype=torch.int64)
+        self._lists = 0
 
     def update(self, observed: Observed) -> dict[str, Tensor]:
         """Adds the lists; no per-user metric."""
@@ -39,15 +42,18 @@ class Exposure:
     def add(self, item_ids: Tensor) -> None:
         """Adds the lists ``[B, K]``."""
         item_ids = item_ids.to(self._shown.device)
+        self._lists += int((item_ids > 0).any(1).sum())
         for shown, k in zip(self._shown, self._ks, strict=True):
             places = item_ids[:, :k].reshape(-1)
             shown.index_add_(0, places, torch.ones_like(places))
 
     def totals(self) -> dict[str, float]:
-        """Coverage and Gini for each k."""
+        """Coverage, Gini and overlap for each k."""
         shown = self._shown[:, 1:] if self._is_candidate is None else self._shown[:, self._is_candidate]
         coverage = {f"coverage@{k}": (row > 0).double().mean().item() for k, row in zip(self._ks, shown, strict=True)}
-        return coverage | {f"gini@{k}": gini(row) for k, row in zip(self._ks, shown, strict=True)}
+        both = {"gini": gini, "overlap": lambda row: list_overlap(row, self._lists)}
+        rows = list(zip(self._ks, shown, strict=True))
+        return coverage | {f"{name}@{k}": of(row) for name, of in both.items() for k, row in rows}
 
 
 def gini(counts: Tensor) -> float:
@@ -59,6 +65,17 @@ def gini(counts: Tensor) -> float:
     total, size = ascending.sum(), len(ascending)
     place = torch.arange(1, size + 1, dtype=torch.float64, device=counts.device)
     return ((2 * place - size - 1) @ ascending / (size * total)).item()
+
+
+def list_overlap(counts: Tensor, lists: int) -> float:
+    """Expected share of a random list's items that another random list has too: 1 = every user gets the same items.
+
+    ``sum_i c_i (c_i - 1) / ((n - 1) sum_i c_i)`` for ``counts [V]``, the number of the ``n`` lists that have item i.
+    Lists of k random items out of V have ``k / V``. nan for fewer than two lists.
+    """
+    counts = counts.double()
+    pairs = (lists - 1) * counts.sum().item()
+    return (counts * (counts - 1)).sum().item() / pairs if pairs > 0 else math.nan
 
 
 class BeyondAccuracy:

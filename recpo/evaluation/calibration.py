@@ -350,7 +350,7 @@ class CalibrationReport:
         content: ``{exposures: {valid, test, test_random}, k, notes, constant: {test: ...}, logging_policy: {...},
             rewards: {name: {kind, scale, shift, test: {all | random: {exposures, users, rmse: {value, low, high},
             rank_correlation, rank_correlation_per_user, dislike_auc}}, lists: {off_policy, true_reward,
-            true_dislike}}}}``.
+            true_dislike, users, coverage, overlap}}}}``; the last three are numbers, of all lists together.
         calibrations: for every run among them, the content of its ``calibration.json``, by name.
         path: JSON file with ``content``; None = it was not written.
     """

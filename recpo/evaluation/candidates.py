@@ -17,20 +17,18 @@ from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from recpo.data.prepared import Prepared
+from recpo.data.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, Derived, LogColumns
 from recpo.errors import RecpoError
-from recpo.frames import FrameOrPath, first_values, id_column, read_frame, require_columns, time_column
+from recpo.frames import FrameOrPath, first_values, id_column, optional_times, read_frame, require_columns
 
 #: Every item is a candidate.
 ALL: Final = "all"
-ITEM_ID, AVAILABLE_FROM, AVAILABLE_UNTIL = "item_id", "available_from", "available_until"
-ALWAYS: Final = np.iinfo(np.int64).min
-NEVER: Final = np.iinfo(np.int64).max
+ITEM_ID, AVAILABLE_FROM = LogColumns.ITEM_ID, Derived.AVAILABLE_FROM
 
 HeldOutPeriod = Literal["valid", "test"]
 
@@ -207,18 +205,7 @@ def _read(table: CandidateTable, data: Prepared) -> tuple[NDArray[np.int64], NDA
         which = data.item_ids().to_external(again[:1])[0].as_py()
         raise RecpoError(f"{name}: item {which!r} has several rows, expected one per item: keep one of them")
     begin, end = np.full(size, NEVER), np.full(size, ALWAYS)
-    begin[index] = _times(frame, table.available_from, AVAILABLE_FROM, ALWAYS, name)
-    end[index] = _times(frame, table.available_until, AVAILABLE_UNTIL, NEVER, name)
+    begin[index] = optional_times(frame, table.available_from or AVAILABLE_FROM, ALWAYS, name)
+    end[index] = optional_times(frame, table.available_until or AVAILABLE_UNTIL, NEVER, name)
     begin[0], end[0] = ALWAYS, NEVER  # place 0 received the rows of items that are not in the data
     return begin, end
-
-
-def _times(frame: pa.Table, named: str | None, usual: str, missing: int, name: str) -> NDArray[np.int64]:
-    """A column of times; ``missing`` for nulls, and if the default column does not exist."""
-    column = usual if named is None else named
-    if column not in frame.column_names:
-        return np.full(len(frame), missing)
-    times = np.full(len(frame), missing)
-    given = pc.is_valid(frame.column(column)).to_numpy()
-    times[given] = time_column(frame.filter(frame.column(column).is_valid()), column, name)
-    return times

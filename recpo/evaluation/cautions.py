@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from recpo.evaluation.disagreement import disagreement
 from recpo.evaluation.reading import Document
 
 _FEW_USERS = 100
 _TOO_FEW_FOR_INTERVALS = 30
 _MANY_REMOVED = 0.25
+_ALIKE = 0.4  # overlap; personalized policies of simulated worlds have .05 to .3, unpersonalized lists .6 to .8
+_LISTS_OF_A_SMALL_CATALOG = 10  # a catalog of so many lists: there, lists overlap by chance
+_OF_NO_USER = ("baseline", "oracle")
 
 
 def cautions(document: Document) -> list[str]:
@@ -24,6 +29,7 @@ def cautions(document: Document) -> list[str]:
         *_removed(counts),
         *(sentence for contender in ranked if contender["kind"] == "lists" for sentence in _lists(contender)),
         *disagreement(document),
+        *_hardly_personalized(document, ranked),
         *_unsupported_values(document),
         *_unlike(document),
         *_exported(document),
@@ -107,6 +113,47 @@ def _lists(contender: Document) -> list[str]:
         *((n, f"users have a list shorter than {k}: its other places are empty") for k, n in short.items()),
     ]
     return [f"{name}: {number:,} {what.format(**counts)}." for number, what in said if number]
+
+
+def alike(name: str, *, k: int, users: int, items: int, coverage: float | None, overlap: float | None) -> str | None:
+    """A warning if the lists of different users are almost the same; None if they are not.
+
+    They are if a list shares on average more than 40 % of its items with that of another user, in a catalog of more
+    than ten lists.
+
+    Args:
+        name: name of the policy or reward.
+        k: length of the lists.
+        users: number of lists.
+        items: number of items that could be listed.
+        coverage: share of these items that are on a list; None = unknown.
+        overlap: see ``recpo.evaluation.beyond_accuracy.list_overlap``; None = unknown.
+    """
+    if coverage is None or overlap is None or not overlap > _ALIKE or items <= _LISTS_OF_A_SMALL_CATALOG * k:
+        return None
+    return (
+        f"{name}: lists hardly differ between users. The first {k} places of {users:,} users come from "
+        f"{round(coverage * items):,} of {items:,} items, and two users share {overlap:.0%} of their lists on average. "
+        "Compare it with the baseline popularity: that is what lists without personalization are worth."
+    )
+
+
+def _hardly_personalized(document: Document, ranked: Sequence[Document]) -> list[str]:
+    setting, candidates = document["setting"], document.get("candidates")
+    k, items = setting["ks"][0], setting["num_items"] if candidates is None else candidates["items"]
+    said = [
+        alike(
+            one["name"],
+            k=k,
+            users=one["counts"]["users"],
+            items=items,
+            coverage=one["totals"].get(f"coverage@{k}"),
+            overlap=one["totals"].get(f"overlap@{k}"),
+        )
+        for one in ranked
+        if one["kind"] not in _OF_NO_USER
+    ]
+    return [sentence for sentence in said if sentence is not None]
 
 
 def _unsupported_values(document: Document) -> list[str]:

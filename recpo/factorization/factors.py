@@ -16,10 +16,20 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F  # noqa: N812
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from recpo.artifacts import other_kind, output_directory, read_json, seal, sha256, unseal, verify, write_json
+from recpo.artifacts import (
+    other_kind,
+    output_directory,
+    read_json,
+    seal,
+    sha256,
+    unseal,
+    verify,
+    write_json,
+    write_tensors,
+)
 from recpo.errors import RecpoError
 from recpo.factorization.bounds import GATHER_COST, item_vectors, posterior_variance
 from recpo.feedback import GRADES, FeedbackDefinition
@@ -224,7 +234,7 @@ class Factors:
     def write_files(self, directory: Path) -> None:
         """Writes the files into an empty directory, which the caller then moves into place."""
         kept = {name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}
-        save_file(kept, directory / _TENSORS)
+        write_tensors(directory / _TENSORS, kept)
         content = {
             "format_version": FORMAT_VERSION,
             **{name: getattr(self, name) for name in (*_NUMBERS, *_OTHERS)},

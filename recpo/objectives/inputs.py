@@ -19,6 +19,7 @@ SOURCES = {
     "values_old": "a critic",
     "returns": "a critic and an advantage estimator that gives returns",
     "entropy": "the entropy of the policy",
+    "divergence": "a reference policy",
     "q_values": "a Q head",
     "q_targets": "a Q head with a target network",
     "scores": "a score head",

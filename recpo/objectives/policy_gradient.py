@@ -16,7 +16,7 @@ from recpo.contracts import Objective
 from recpo.errors import RecpoError
 from recpo.objectives.health import advantage_shares, masked_mean, negative_gradient_share, ratio_metrics
 from recpo.objectives.inputs import required, validate_log_probs
-from recpo.ops.kl import KLKind, kl_estimate
+from recpo.ops.kl import KLPenalty, kl_estimate
 from recpo.ops.reduce import Aggregation, aggregate, denominator, over_tokens, zero_masked
 from recpo.ops.surrogate import is_clipped
 from recpo.types import LossOutput, ObjectiveInputs
@@ -33,14 +33,15 @@ class PolicyGradientObjective(Objective):
         aggregation: how token losses become one number (see ``recpo.ops.reduce.aggregate``).
         length: the constant of ``seq-mean-token-sum-norm``; none = tokens per item.
         kl_coef: weight of the penalty that keeps the policy close to the reference policy; 0 = none.
-        kl_kind: its estimator (see ``recpo.ops.kl.kl_estimate``).
+        kl_kind: its estimator (see ``recpo.ops.kl.kl_estimate``); full = the exact divergence over all items of the
+            catalog, or over all codes of a token, with its own gradient.
         entropy_coef: weight of the entropy bonus; 0 = none.
     """
 
     aggregation: Aggregation = "seq-mean-token-mean"
     length: float | None = None
     kl_coef: float = 0.0
-    kl_kind: KLKind = "k3"
+    kl_kind: KLPenalty = "k3"
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,7 +55,8 @@ class PolicyGradientObjective(Objective):
     @property
     def requires(self) -> frozenset[str]:
         """See ``Objective.requires``."""
-        optional = {"reference": self.kl_coef, "entropy": self.entropy_coef}
+        compared = "divergence" if self.kl_kind == "full" else "reference"
+        optional = {compared: self.kl_coef, "entropy": self.entropy_coef}
         return frozenset({"advantages", "old"} | {name for name, weight in optional.items() if weight})
 
     @property
@@ -110,8 +112,7 @@ class PolicyGradientObjective(Objective):
         """Adds the penalties to the token losses ``[B, S, T]``, and measures them."""
         metrics = {}
         if self.kl_coef:
-            reference = zero_masked(required(inputs.logp.reference, "reference", self), mask)
-            divergence = kl_estimate(logp, reference, self.kl_kind)
+            divergence = self._divergence(logp, mask, inputs)
             loss = loss + self.kl_coef * divergence
             metrics["kl_reference"] = masked_mean(divergence.detach(), mask)
         if self.entropy_coef:
@@ -120,6 +121,12 @@ class PolicyGradientObjective(Objective):
             loss = loss - self.entropy_coef * over_tokens(entropy, loss)
             metrics["entropy"] = masked_mean(entropy.detach(), kept)
         return loss, metrics
+
+    def _divergence(self, logp: Tensor, mask: Tensor, inputs: ObjectiveInputs) -> Tensor:
+        """The divergence from the reference ``[B, S, T]``, exact or estimated from the tokens of the slate."""
+        if self.kl_kind == "full":
+            return zero_masked(required(inputs.divergence, "divergence", self), mask)
+        return kl_estimate(logp, zero_masked(required(inputs.logp.reference, "reference", self), mask), self.kl_kind)
 
     @torch.no_grad()
     def _health(

@@ -9,7 +9,7 @@
 - **Passes over a catalog**: blocks of logits that fit the cache are reduced at once, and computed again in the backward
   pass unless all of them fit ``KEEP_BYTES``. ``linear_logprob`` runs over a complete table, ``sharded_logprob`` over a
   rank's rows of one. Kernels for another device replace ``sum_over_catalog``, ``add_softmax_gradient`` and
-  ``entropy_gradients`` (``catalog_passes``); no other code changes.
+  ``entropy_gradients`` (``catalog_passes``); no other code changes. The two passes of a divergence run on any device.
 
 ``with reference_kernels():`` computes everything exactly as the formulas read, at any cost in time and memory. The
 tests compare both versions, and you can repeat a suspicious run with it. Other devices and types, autocast, export, a
@@ -380,6 +380,70 @@ def entropy_gradients(
     return None if grad_states is None else grad_states[: len(states)], grad_table
 
 
+class Scored(NamedTuple):
+    """States and the table rows that score them: the softmax of a policy, or of the policy that it is compared with.
+
+    Attributes:
+        states: ``[N, d]``.
+        table: ``[V + padding_rows, d]``.
+        lse: ``[N]`` log-sum-exp over the items of the whole catalog, of which ``table`` may be a part.
+    """
+
+    states: Tensor
+    table: Tensor
+    lse: Tensor
+
+
+def divergence_sum(own: Scored, other: Scored, padding_rows: int) -> Tensor:
+    """What these rows add to ``Σ_v p_v (log p_v - log q_v)``, ``[N]``, block by block; ``own`` is p, ``other`` is q."""
+    if _reference:
+        logp, log_ratio = _plain_log_ratio(own, other, padding_rows)
+        return (logp.exp() * log_ratio).sum(1)
+    grid = Grid(own.states, own.table, padding_rows)
+    total = torch.zeros_like(padded_rows(own.lse))
+    for part, _, logp, log_ratio in _log_ratios(grid, own, other, padding_rows):
+        total[part] += logp.exp_().mul_(log_ratio).sum(1)
+    return total[: len(own.lse)]
+
+
+def divergence_gradients(
+    grad: Tensor,
+    own: Scored,
+    other: Scored,
+    divergence: Tensor,
+    padding_rows: int,
+    needs_states: bool,
+    needs_table: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """What these rows add to the gradients of ``own``, by ``dKL/ds_v = p_v (log p_v - log q_v - KL)``."""
+    if _reference:
+        logp, log_ratio = _plain_log_ratio(own, other, padding_rows)
+        grad_logits = grad[:, None] * logp.exp() * (log_ratio - divergence[:, None])
+        return grad_logits @ own.table[padding_rows:], F.pad(grad_logits.T @ own.states, (0, 0, padding_rows, 0))
+    grid = Grid(own.states, own.table, padding_rows)
+    grad_states = torch.zeros_like(grid.states) if needs_states else None
+    grad_table = torch.zeros_like(own.table) if needs_table else None
+    grad, divergence = padded_rows(grad), padded_rows(divergence)
+    for part, rows, logp, log_ratio in _log_ratios(grid, own, other, padding_rows):
+        grad_logits = logp.exp_().mul_(log_ratio.sub_(divergence[part, None])).mul_(grad[part, None])
+        if grad_states is not None:
+            grad_states[part] += matmul_transposed(grad_logits, own.table[rows].T)
+        if grad_table is not None:
+            grad_table[rows] += matmul_transposed(grid.states[part].T, grad_logits.T).T
+    return None if grad_states is None else grad_states[: len(own.states)], grad_table
+
+
+def _log_ratios(
+    grid: Grid, own: Scored, other: Scored, padding_rows: int
+) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """For every block: slices of states and rows, ``log p`` and ``log p - log q``, both of which may be overwritten."""
+    others = Grid(other.states, other.table, padding_rows)
+    lse, other_lse = padded_rows(own.lse), padded_rows(other.lse)
+    for _, part, rows in grid:
+        logp = grid.logits(part, rows).sub_(lse[part, None])
+        yield part, rows, logp, others.logits(part, rows).sub_(other_lse[part, None]).neg_().add_(logp)
+
+
 def _plain_sums(states: Tensor, table: Tensor, padding_rows: int, want_expected_row: bool) -> CatalogSums:
     logits = states @ table[padding_rows:].T
     expected = logits.softmax(1) @ table[padding_rows:] if want_expected_row else None
@@ -394,3 +458,8 @@ def _plain_entropy_gradients(
     grad_logits = -grad[:, None] * logp.exp() * (logp + entropy[:, None])
     grad_table = F.pad(grad_logits.T @ states, (0, 0, padding_rows, 0))
     return grad_logits @ table[padding_rows:], grad_table
+
+
+def _plain_log_ratio(own: Scored, other: Scored, padding_rows: int) -> tuple[Tensor, Tensor]:
+    logp, logq = (one.states @ one.table[padding_rows:].T - one.lse[:, None] for one in (own, other))
+    return logp, logp - logq

@@ -17,6 +17,9 @@ from recpo.ops.reduce import check_same_shape, zero_masked
 KLKind = Literal["k1", "abs", "k2", "k3", "low_var"]
 """Per-token estimators; see ``kl_estimate``."""
 
+KLPenalty = Literal[KLKind, "full"]
+"""An estimator, or the exact divergence over all choices of a token (``categorical_kl``)."""
+
 EXPONENT_GUARD = 20.0
 """Beyond e^20 = 4.9e8, the exponential of k3 continues as its tangent, so neither it nor its gradient overflows."""
 

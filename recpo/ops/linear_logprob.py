@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from recpo.ops import kernels
 from recpo.ops.catalog_passes import CatalogKernel, CatalogPasses, catalog_passes
-from recpo.ops.kernels import KEEP_BYTES, as_float, sum_rows
+from recpo.ops.kernels import KEEP_BYTES, Scored, as_float, sum_rows
 
 
 def linear_logprob(
@@ -85,6 +85,43 @@ def linear_entropy(
         return _LinearEntropy.apply(as_float(states, temperature), rows, padding_rows, passes)
 
 
+def linear_divergence(
+    states: Tensor,
+    table: Tensor,
+    reference_states: Tensor,
+    reference_table: Tensor,
+    *,
+    temperature: float = 1.0,
+    padding_rows: int = 1,
+) -> Tensor:
+    """Exact ``KL(p || q)`` in nats, ``[N]``, of two softmaxes over the same catalog; see ``categorical_kl``.
+
+    ``p = softmax(states tableᵀ / temperature)``, and ``q`` the same of the reference. Both are computed in blocks, and
+    again in the backward pass: two products of each policy forward and one backward, and those of the gradient. Neither
+    ``p`` nor ``q`` is held. Always computed with the plain kernels, on every device.
+
+    Args:
+        states: ``[N, d]``.
+        table: ``[V + padding_rows, d]``; its first ``padding_rows`` rows are not in the softmax and get no gradient.
+        reference_states: ``[N, e]``; no gradient flows into it.
+        reference_table: ``[V + padding_rows, e]``; no gradient flows into it.
+        temperature: divides the logits of both.
+        padding_rows: rows of the tables before the first item.
+
+    Returns:
+        float32 (float64 for float64 states). Differentiable once, in states and table.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    _check(states, table, padding_rows)
+    check_reference(states, table, reference_states, reference_table)
+    own = as_float(states, temperature), as_float(table)
+    reference = as_float(reference_states.detach(), temperature), as_float(reference_table.detach())
+    with torch.autocast(states.device.type, enabled=False):
+        return _LinearDivergence.apply(*own, *reference, padding_rows)
+
+
 def linear_log_softmax(states: Tensor, table: Tensor, *, temperature: float = 1.0, padding_rows: int = 1) -> Tensor:
     """``log softmax(states tableᵀ / temperature)`` of every item, ``[N, V]``, which is held for the backward pass.
 
@@ -101,6 +138,17 @@ def _check(states: Tensor, table: Tensor, padding_rows: int) -> None:
         raise ValueError(
             f"states must be [N, d] and table [V + {padding_rows}, d] with V > 0, "
             f"got {tuple(states.shape)} and {tuple(table.shape)}"
+        )
+
+
+def check_reference(states: Tensor, table: Tensor, reference_states: Tensor, reference_table: Tensor) -> None:
+    """Raises if the reference of a divergence has other states or other items than the policy."""
+    matrices = reference_states.dim() == reference_table.dim() == 2
+    fits = matrices and reference_states.shape[1] == reference_table.shape[1]
+    if not fits or len(reference_states) != len(states) or len(reference_table) != len(table):
+        raise ValueError(
+            f"the reference must have {len(states)} states and {len(table)} rows, "
+            f"got {tuple(reference_states.shape)} and {tuple(reference_table.shape)}"
         )
 
 
@@ -200,3 +248,27 @@ class _LinearEntropy(torch.autograd.Function):
         needs = ctx.needs_input_grad[:2]
         gradients = ctx.passes.entropy_gradients(grad, states, table, ctx.padding_rows, lse, entropy, *needs)
         return *gradients, None, None
+
+
+class _LinearDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, table: Tensor, reference_states: Tensor, reference_table: Tensor, padding_rows: int
+    ) -> Tensor:
+        own, reference = (
+            Scored(h, rows, kernels.sum_over_catalog(h, rows, padding_rows, want_expected_row=False).lse)
+            for h, rows in ((states, table), (reference_states, reference_table))
+        )
+        divergence = kernels.divergence_sum(own, reference, padding_rows)
+        ctx.save_for_backward(*own, *reference, divergence)
+        ctx.padding_rows = padding_rows
+        return divergence.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *scored, divergence = ctx.saved_tensors
+        own, reference = Scored(*scored[:3]), Scored(*scored[3:])
+        needs = ctx.needs_input_grad[:2]
+        gradients = kernels.divergence_gradients(grad, own, reference, divergence, ctx.padding_rows, *needs)
+        return *gradients, None, None, None

@@ -29,8 +29,8 @@ from torch.autograd.function import once_differentiable
 
 from recpo.ops import kernels
 from recpo.ops.catalog_passes import CatalogKernel, CatalogPasses, catalog_passes
-from recpo.ops.kernels import as_float, sum_rows
-from recpo.ops.linear_logprob import state_of_targets
+from recpo.ops.kernels import Scored, as_float, sum_rows
+from recpo.ops.linear_logprob import check_reference, state_of_targets
 from recpo.ops.row_shard import RowShard, common_sizes, exchange_rows, gather_rows, start_sum_of_rows
 
 
@@ -77,6 +77,29 @@ def sharded_entropy(
     passes = catalog_passes(kernel, states, shard.rows)
     with torch.autocast(states.device.type, enabled=False):
         return _ShardedEntropy.apply(as_float(states, temperature), as_float(shard.rows), shard, passes)
+
+
+def sharded_divergence(
+    states: Tensor, shard: RowShard, reference_states: Tensor, reference: RowShard, *, temperature: float = 1.0
+) -> Tensor:
+    """``linear_divergence`` in nats, ``[N]``, of two tables that are cut alike; other arguments as there.
+
+    Args:
+        states: ``[N, d]`` of this rank.
+        shard: this rank's rows of the table.
+        reference_states: ``[N, e]`` of this rank; no gradient flows into it.
+        reference: this rank's rows of the reference's table; no gradient flows into it.
+        temperature: divides the logits of both.
+
+    Raises:
+        ValueError: shapes that do not fit, or blocks that do not form a table.
+    """
+    _check(states, shard)
+    check_reference(states, shard.rows, reference_states, reference.rows)
+    own = as_float(states, temperature), as_float(shard.rows)
+    other = as_float(reference_states.detach(), temperature), as_float(reference.rows.detach())
+    with torch.autocast(states.device.type, enabled=False):
+        return _ShardedDivergence.apply(*own, *other, shard)
 
 
 def sharded_lookup(ids: Tensor, shard: RowShard) -> Tensor:
@@ -204,6 +227,41 @@ class _ShardedEntropy(torch.autograd.Function):
         if grad_states is not None:
             grad_states = start_sum_of_rows(grad_states, ctx.num_states, shard.group)()
         return grad_states, None if grad_rows is None else grad_rows.div_(shard.ranks), None, None
+
+
+class _ShardedDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, rows: Tensor, reference_states: Tensor, reference_rows: Tensor, shard: RowShard
+    ) -> Tensor:
+        _, (num_states,) = common_sizes(shard, len(states))
+        every = [gather_rows(part, num_states, shard.group) for part in (states, reference_states)]
+        tables = (rows, reference_rows)
+        own, reference = (
+            kernels.sum_over_catalog(h, table, shard.padding_rows, want_expected_row=False).lse
+            for h, table in zip(every, tables, strict=True)
+        )
+        lse, _ = _log_sum_over_ranks(torch.cat([own, reference]), own[:0], shard)
+        policy, other = (Scored(*each) for each in zip(every, tables, lse.view(2, len(own)), strict=True))
+        divergence = kernels.divergence_sum(policy, other, shard.padding_rows)
+        dist.all_reduce(divergence, group=shard.group)
+        ctx.save_for_backward(*policy, *other, divergence)
+        ctx.shard, ctx.num_states = shard, num_states
+        return divergence.split(num_states)[shard.rank].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *scored, divergence = ctx.saved_tensors
+        own, reference = Scored(*scored[:3]), Scored(*scored[3:])
+        shard, (needs_states, needs_rows) = ctx.shard, ctx.needs_input_grad[:2]
+        grad = gather_rows(grad, ctx.num_states, shard.group)
+        grad_states, grad_rows = kernels.divergence_gradients(
+            grad, own, reference, divergence, shard.padding_rows, needs_states, needs_rows
+        )
+        if grad_states is not None:
+            grad_states = start_sum_of_rows(grad_states, ctx.num_states, shard.group)()
+        return grad_states, None if grad_rows is None else grad_rows.div_(shard.ranks), None, None, None
 
 
 class _ShardedLookup(torch.autograd.Function):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from recpo.contracts import StatePolicy
 from recpo.errors import RecpoError
 from recpo.ops.catalog_passes import CatalogKernel
 from recpo.ops.kernels import take_rows
@@ -177,6 +178,24 @@ class CatalogSoftmaxPolicy(FeaturePolicy):
         states = take_rows(self._scored_states(batch.histories, states), plan.rows)
         entropy = self._output.entropy(states, temperature=self.temperature, cosine=self._cosine)
         return spread(plan, entropy if plan.state_index is None else entropy[plan.state_index])
+
+    def divergence(
+        self,
+        batch: FeedbackBatch,
+        reference: StatePolicy,
+        needed: Tensor | None = None,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        """See ``StatePolicy.divergence``. Positions with the same state share it."""
+        assert isinstance(reference, CatalogSoftmaxPolicy)
+        plan = scoring_plan(batch, needed, self.encoder.attention_length)
+        states = take_rows(self._scored_states(batch.histories, states), plan.rows)
+        with torch.no_grad():
+            others = take_rows(reference._scored_states(batch.histories), plan.rows)
+        divergence = self._output.divergence(
+            states, reference._output, others, temperature=self.temperature, cosine=self._cosine
+        )
+        return spread(plan, divergence if plan.state_index is None else divergence[plan.state_index])[..., None]
 
     def catalog_log_prob(self, batch: FeedbackBatch, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.catalog_log_prob``: one product of the states and the complete table."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from recpo.errors import RecpoError
 from recpo.ops.catalog_passes import CatalogKernel, why_not_fused
-from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
+from recpo.ops.linear_logprob import linear_divergence, linear_entropy, linear_log_softmax, linear_logprob
 from recpo.policies import catalog_search, sampling
 from recpo.policies.item_features import ItemFeatures
 from recpo.types import Recommendations, SamplingOptions
@@ -228,6 +228,20 @@ class ItemTable(nn.Module):
         """See ``recpo.ops.linear_logprob.linear_entropy``."""
         rows, kernel = self._scored_rows(cosine), self.kernel_for(states)
         return linear_entropy(states, rows, temperature=temperature, kernel=kernel)
+
+    def divergence(
+        self,
+        states: Tensor,
+        reference: ItemTable,
+        reference_states: Tensor,
+        *,
+        temperature: float = 1.0,
+        cosine: bool = False,
+    ) -> Tensor:
+        """See ``recpo.ops.linear_logprob.linear_divergence``; ``reference`` is a table of the same kind."""
+        with torch.no_grad():
+            other = reference._scored_rows(cosine)
+        return linear_divergence(states, self._scored_rows(cosine), reference_states, other, temperature=temperature)
 
     def kernel_for(self, states: Tensor) -> CatalogKernel:
         """The kernels of the softmax: ``kernel`` itself, but on a CPU outside of training always "plain".

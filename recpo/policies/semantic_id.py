@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recpo.contracts import StatePolicy
 from recpo.errors import RecpoError
+from recpo.ops.kl import categorical_kl
 from recpo.policies import semantic_search
 from recpo.policies.encoder import HistoryEncoder, readable_ids
 from recpo.policies.feature_policy import FeaturePolicy
@@ -28,6 +30,24 @@ _BEAMS_AT_ONCE = 1 << 15
 
 #: A value ``[N]`` of N codes, from log-probabilities ``[N, K]`` and the codes ``[N]``.
 OfCode = Callable[[Tensor, Tensor], Tensor]
+
+
+class _ScoredCodes(NamedTuple):
+    """The codes at the N needed positions of a batch.
+
+    Attributes:
+        wanted: ``[B, S]`` bool, the needed positions.
+        positions: ``[N]`` their flat indices.
+        codes: ``[N, T]``.
+        nodes: ``[N, T]`` the nodes of the trie before each code.
+        hidden: ``[N, T, d]`` outputs of the decoder, from which the logits of each code are computed.
+    """
+
+    wanted: Tensor
+    positions: Tensor
+    codes: Tensor
+    nodes: Tensor
+    hidden: Tensor
 
 
 class SemanticNetwork(NamedTuple):
@@ -220,6 +240,28 @@ class SemanticIdPolicy(FeaturePolicy):
         wanted, positions, entropy = self._scored(batch, needed, states, _entropy_of_code)
         return entropy.new_zeros(wanted.numel()).index_copy(0, positions, entropy.sum(1)).view(wanted.shape)
 
+    def divergence(
+        self,
+        batch: FeedbackBatch,
+        reference: StatePolicy,
+        needed: Tensor | None = None,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        """See ``StatePolicy.divergence``: over the codes that lead to an item, or with "codebook" over all codes."""
+        assert isinstance(reference, SemanticIdPolicy)
+        scored = self._scored_codes(batch, needed, states)
+        with torch.no_grad():
+            of_reference = reference._scored_codes(batch, needed, None)
+        values = []
+        for level in range(self.num_tokens):
+            with torch.no_grad():
+                others = reference._logits(level, of_reference)
+            # a code without an item has probability 0 and a finite logarithm, so its term is 0
+            values.append(categorical_kl(self._logits(level, scored), others))
+        divergence = torch.stack(values, 1)
+        spread = divergence.new_zeros(scored.wanted.numel(), self.num_tokens)
+        return spread.index_copy(0, scored.positions, divergence).view(*scored.wanted.shape, -1)
+
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``."""
         return self.encoded(self.item_vectors(readable_ids(histories, self.max_history)), histories)
@@ -276,6 +318,15 @@ class SemanticIdPolicy(FeaturePolicy):
         self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None, of_code: OfCode
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Mask of the needed positions, their ``[N]`` flat indices, and ``of_code`` of all their codes, ``[N, T]``."""
+        scored = self._scored_codes(batch, needed, states)
+        values = [
+            of_code(self._logits(level, scored).log_softmax(-1), scored.codes[:, level])
+            for level in range(self.num_tokens)
+        ]
+        return scored.wanted, scored.positions, torch.stack(values, 1)
+
+    def _scored_codes(self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None) -> _ScoredCodes:
+        """The codes of all needed positions, and what the decoder made of the codes before each."""
         slates = batch.slates
         wanted = slates.mask if needed is None else slates.mask & needed
         positions = wanted.reshape(-1).nonzero().squeeze(1)
@@ -285,13 +336,14 @@ class SemanticIdPolicy(FeaturePolicy):
         hidden = self.decoder(
             self.vectors_of_codes(codes[:, :-1]), self.decoder.read(states), _packed(wanted, slates.visible, positions)
         )
-        values = []
-        for level in range(self.num_tokens):
-            logits = self.decoder.logits(level, hidden[:, level])
-            if self.normalizer == "trie":
-                logits = logits.masked_fill(~self.trie.allowed(level, nodes[:, level]), semantic_search.NEVER)
-            values.append(of_code(logits.log_softmax(-1), codes[:, level]))
-        return wanted, positions, torch.stack(values, 1)
+        return _ScoredCodes(wanted, positions, codes, nodes, hidden)
+
+    def _logits(self, level: int, scored: _ScoredCodes) -> Tensor:
+        """The logits ``[N, K]`` of a level; those of codes that lead to no item are lowered with "trie"."""
+        logits = self.decoder.logits(level, scored.hidden[:, level])
+        if self.normalizer == "codebook":
+            return logits
+        return logits.masked_fill(~self.trie.allowed(level, scored.nodes[:, level]), semantic_search.NEVER)
 
     def vectors_of_codes(self, codes: Tensor, level: int = 0) -> Tensor:
         """Inputs of the decoder, ``[..., t, d]``, for codes ``[..., t]`` of the levels from ``level`` on."""

@@ -14,11 +14,11 @@ from starlette.responses import JSONResponse
 
 from recpo import __version__
 from recpo.errors import RecpoError
-from recpo.server.batcher import QueueFullError
+from recpo.server.batcher import ClosedError, QueueFullError
 from recpo.server.gate import ADMIN, Gate
 from recpo.server.options import Keys
 from recpo.server.protocol import protocol_routes
-from recpo.server.service import LogUnavailableError, Service, UnknownRecommendationError
+from recpo.server.service import InvalidAnswerError, LogUnavailableError, Service, UnknownRequestError
 from recpo.server.wire import (
     Fault,
     FeedbackAnswer,
@@ -36,9 +36,11 @@ reads. Where the server has keys, send `Authorization: Bearer KEY`; probes and m
 _SHOWN_FAULTS = 5
 _STATUS: dict[type[Exception], int] = {
     RecpoError: 422,
-    UnknownRecommendationError: 404,
+    UnknownRequestError: 404,
     QueueFullError: 429,
+    InvalidAnswerError: 500,
     LogUnavailableError: 503,
+    ClosedError: 503,
     TimeoutError: 504,
 }
 
@@ -68,19 +70,20 @@ def create_app(service: Service) -> Gate:
         max_body=options.max_body_kb << 10,
         api_keys=None if options.api_keys is None else Keys(options.api_keys),
         admin_keys=None if options.admin_keys is None else Keys(options.admin_keys),
+        draining=lambda: service.draining,
     )
 
 
 def _recommend_routes(service: Service) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["Recommendations"], responses=_faults(400, 401, 413, 422, 503))
 
-    @router.post("/recommend", response_model=Recommendation, responses=_faults(429, 504))
+    @router.post("/recommend", response_model=Recommendation, responses=_faults(429, 500, 504))
     async def recommend(body: RecommendRequest) -> Response:
         """Recommends items for one user. With a log, the impression is on disk before the answer is sent."""
         shown, identifier = await service.recommend(body)
         columns = zip(shown.items, shown.scores, shown.propensity, shown.explored, strict=True)
         answer = {
-            "recommendation_id": identifier,
+            "request_id": identifier,
             "bundle": shown.bundle.name,
             "version": shown.bundle.version,
             "checksum": shown.bundle.checksum,
@@ -162,7 +165,7 @@ def _add_faults(app: FastAPI) -> None:
 def _fault(request: Request, status: int, detail: str, headers: Any = None) -> Response:
     headers = dict(headers or {}) | ({"Retry-After": "1"} if status in (429, 503) else {})
     detail = detail.encode("utf-8", "backslashreplace").decode()
-    return JSONResponse({"detail": detail, "request_id": request.state.request_id}, status, headers)
+    return JSONResponse({"detail": detail, "x_request_id": request.state.x_request_id}, status, headers)
 
 
 def _wrong_fields(errors: Sequence[Any]) -> str:
@@ -173,7 +176,11 @@ def _wrong_fields(errors: Sequence[Any]) -> str:
 
 
 def _reason(status: int) -> str:
-    return {429: "too many requests wait: try again in a second", 504: "the request has waited for too long"}[status]
+    return {
+        429: "too many requests wait: try again in a second",
+        503: "this server stops: try another one",
+        504: "the request has waited for too long",
+    }[status]
 
 
 def _faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -186,7 +193,8 @@ def _faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
         413: "the body is too large",
         422: "the request is wrong: the detail says where",
         429: "too many requests wait",
-        503: "not on disk, and therefore not answered",
+        500: "a fault of the server",
+        503: "not on disk, and therefore not answered; or the server stops",
         504: "waited for too long",
     }
     return {status: {"model": Fault, "description": meaning[status]} for status in statuses}

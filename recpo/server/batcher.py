@@ -21,6 +21,10 @@ class QueueFullError(Exception):
     """More requests are waiting than the options allow."""
 
 
+class ClosedError(Exception):
+    """The batcher was closed."""
+
+
 @dataclass(eq=False)
 class _Waiting(Generic[Query, Answer]):
     """A query and the future of its answer. Instances compare by identity."""
@@ -56,6 +60,8 @@ class Batcher(Generic[Query, Answer]):
         self._arrived, self._full = asyncio.Event(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "recpo-batch")
         self._task: asyncio.Task[None] | None = None
+        self._unanswered = 0
+        self._closed = False
 
     @property
     def waiting(self) -> int:
@@ -70,25 +76,31 @@ class Batcher(Generic[Query, Answer]):
         """The answer to one query. A canceled query leaves the queue.
 
         Raises:
+            ClosedError: ``close`` was called.
             QueueFullError: too many queries are waiting.
             Exception: the answer was this exception.
         """
+        if self._closed:
+            raise ClosedError
         if len(self._queue) >= self._max_queue:
             raise QueueFullError
         waiting = _Waiting[Query, Answer](query, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
+        self._unanswered += 1
         self._arrived.set()
         if len(self._queue) >= self._max_batch:
             self._full.set()
         try:
             return await waiting.future
         finally:
+            self._unanswered -= 1
             if not waiting.taken:
                 self._queue.remove(waiting)
 
     async def close(self) -> None:
-        """Returns when every submitted query has its answer."""
-        while self._queue:
+        """Rejects further queries, and returns when every submitted query has its answer."""
+        self._closed = True
+        while self._unanswered:
             await asyncio.sleep(0.005)
         if self._task is not None:
             self._task.cancel()

@@ -1,4 +1,4 @@
-"""Middleware for every request: a request id, an API key, a size limit, a log line, and metrics."""
+"""Middleware for every HTTP request: an id (header X-Request-ID), an API key, a size limit, a log line, and metrics."""
 
 from __future__ import annotations
 
@@ -39,12 +39,20 @@ class Gate:
         max_body: bytes.
         api_keys: None = requests need no key.
         admin_keys: None = swaps are disabled.
+        draining: whether the server stops, so that answers tell clients to close their connections.
     """
 
     def __init__(
-        self, app: App, metrics: Metrics, *, max_body: int, api_keys: Keys | None, admin_keys: Keys | None
+        self,
+        app: App,
+        metrics: Metrics,
+        *,
+        max_body: int,
+        api_keys: Keys | None,
+        admin_keys: Keys | None,
+        draining: Callable[[], bool],
     ) -> None:
-        self.app, self._metrics, self._max_body = app, metrics, max_body
+        self.app, self._metrics, self._max_body, self._draining = app, metrics, max_body, draining
         self._api_keys, self._admin_keys = api_keys, admin_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,15 +63,17 @@ class Gate:
         begun = time.perf_counter()
         headers = {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if _ID.fullmatch(given) else secrets.token_hex(8)
-        scope.setdefault("state", {})["request_id"] = request_id
+        x_request_id = given if _ID.fullmatch(given) else secrets.token_hex(8)
+        scope.setdefault("state", {})["x_request_id"] = x_request_id
         status = 0
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", x_request_id.encode())]
+                if self._draining():
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
@@ -72,19 +82,19 @@ class Gate:
             if refused is None and body is None:
                 refused = 413, f"the body is larger than {self._max_body:,} bytes: send a shorter history"
             if refused is not None:
-                await _send_fault(answer, *refused, request_id)
+                await _send_fault(answer, *refused, x_request_id)
             else:
                 await self.app(scope, _replay(body or b"", receive), answer)
         except _ClientGoneError:
             status = 499
         except Exception:
-            _LOG.exception("request failed", extra={"fields": {"request_id": request_id, "path": scope["path"]}})
+            _LOG.exception("request failed", extra={"fields": {"x_request_id": x_request_id, "path": scope["path"]}})
             if not status:
                 await _send_fault(
-                    answer, 500, "a fault of the server: its log has more under the request id", request_id
+                    answer, 500, "a fault of the server: its log has more under the x_request_id", x_request_id
                 )
         finally:
-            self._account(scope, status, time.perf_counter() - begun, request_id)
+            self._account(scope, status, time.perf_counter() - begun, x_request_id)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
         """Status and reason if the request is rejected here."""
@@ -118,7 +128,7 @@ class Gate:
                 return None
         return b"".join(parts)
 
-    def _account(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
+    def _account(self, scope: Scope, status: int, seconds: float, x_request_id: str) -> None:
         route = getattr(
             scope.get("route"), "path", "other"
         )  # a client must not be able to create labels from arbitrary paths
@@ -126,7 +136,7 @@ class Gate:
         if route.startswith("/v2/health") or route == "/metrics":
             return
         fields = {
-            "request_id": request_id,
+            "x_request_id": x_request_id,
             "method": scope["method"],
             "path": scope["path"],
             "status": status,
@@ -135,8 +145,8 @@ class Gate:
         _LOG.info("request", extra={"fields": fields})
 
 
-async def _send_fault(send: Send, status: int, detail: str, request_id: str) -> None:
-    body = json.dumps({"detail": detail, "request_id": request_id}).encode()
+async def _send_fault(send: Send, status: int, detail: str, x_request_id: str) -> None:
+    body = json.dumps({"detail": detail, "x_request_id": x_request_id}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

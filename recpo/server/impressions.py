@@ -1,15 +1,16 @@
 """Impressions and outcomes, as records of the write-ahead files and as rows of the log.
 
-A recommendation id is the address of its record: the file, the offset, and a random number that the record repeats. So
-any worker finds an impression that another worker wrote, now or before a restart, without an index in memory.
+A request id is the address of the impression's record: the file, the offset, and a random number that the record
+repeats. So any worker finds an impression that another worker wrote, now or before a restart, without an index in
+memory.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -19,17 +20,20 @@ from typing import Any, Final, Literal, NamedTuple
 
 import pyarrow as pa
 
+from recpo.artifacts import MARKER, kind_of, write_json
+from recpo.artifacts.locks import locked_parent
+from recpo.artifacts.os_errors import WRITING, os_errors
 from recpo.errors import RecpoError
 from recpo.server.feature_values import arrow_type
-from recpo.server.segments import MAX_SLOTS, Address, SegmentWriter, Slot, read_record
+from recpo.server.segments import Address, SegmentWriter, Slot, read_record
 
 JOURNAL: Final = "_journal"  # `recpo prepare` ignores names that start with an underscore
 IMPRESSION, OUTCOME, HEADER = b"i", b"o", b"h"
 ID_PATTERN: Final = "^[0-9a-f]{44}$"
+_ROUNDING: Final = 1e-6  # above the errors of the propensities of exploration, 1e-9 each
 
 IdType = Literal["integer", "string"]
 _ID_TYPES: Final[Mapping[str, pa.DataType]] = {"integer": pa.int64(), "string": pa.string()}
-_PER_MS: Final = 4096  # request ids of one worker per millisecond
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class LogLayout:
                 *(pa.field(name, kind) for name, kind in outcomes),
                 pa.field("propensity", pa.float64(), nullable=False),
                 pa.field("is_random", pa.bool_(), nullable=False),
-                pa.field("request_id", pa.int64(), nullable=False),
+                pa.field("request_id", pa.string(), nullable=False),
                 *(pa.field(name, arrow_type(kind)) for name, kind in self.context),
             ]
         )
@@ -99,8 +103,7 @@ class Impression(NamedTuple):
     """One slate that was shown.
 
     Attributes:
-        request_id: number of the request, unique over workers and restarts.
-        nonce: the random part of its recommendation id.
+        nonce: the random part of its request id.
         time_ms: time of the request, milliseconds since the epoch.
         user_id: the user.
         items: external ids, best first.
@@ -109,7 +112,6 @@ class Impression(NamedTuple):
         context: the known features of the request, by name.
     """
 
-    request_id: int
     nonce: str
     time_ms: int
     user_id: Any
@@ -155,18 +157,34 @@ class Outcome:
         return cls(Address(slot, segment, offset), time_ms, item_id, values)
 
 
-class RequestIds:
-    """Request numbers: milliseconds, slot and a counter in 63 bits. They increase even if the clock goes back."""
+def validate_log_directory(root: Path, bundle: Path) -> None:
+    """Raises if a log must not be written to ``root``. Writes nothing.
 
-    def __init__(self, slot: int) -> None:
-        self._slot, self._last = slot, 0
-        self._lock = threading.Lock()
+    Args:
+        root: the log's directory.
+        bundle: the bundle that serves, or the directory of its versions.
 
-    def next(self, time_ms: int) -> int:
-        """The next number."""
-        with self._lock:
-            self._last = max(self._last + 1, time_ms * _PER_MS)
-            return (self._last // _PER_MS * MAX_SLOTS + self._slot) * _PER_MS + self._last % _PER_MS
+    Raises:
+        RecpoError: it is or lies in a bundle or ``bundle``, or contains files and is not a log.
+    """
+    place, served = Path(os.path.realpath(root)), Path(os.path.realpath(bundle))
+    for parent in (place, *place.parents):
+        if parent == served or kind_of(parent) == "bundle":
+            raise RecpoError(
+                f"log: {root} {'is' if parent == place else 'lies in'} a bundle or a directory of versions ({parent}), "
+                "which the files of a log would damage: choose a directory outside"
+            )
+    if place.exists():
+        with os_errors(place, WRITING), locked_parent(place / JOURNAL):
+            _validate_files(place, root)
+
+
+def _validate_files(place: Path, root: Path) -> None:
+    if kind_of(place / JOURNAL) != "impressions" and any(path.is_file() for path in place.rglob("*")):
+        raise RecpoError(
+            f"log: {root} contains files and is not a log of `recpo serve` ({JOURNAL}/{MARKER} is missing): choose a "
+            "new directory, an empty one, or such a log"
+        )
 
 
 class ImpressionLog:
@@ -177,6 +195,9 @@ class ImpressionLog:
         layout: types and columns.
         outcome_window_s: how long outcomes of an impression are accepted.
         max_bytes, max_age_s, sync: see ``SegmentWriter``.
+
+    Raises:
+        RecpoError: ``root`` contains files and is not a log, or it cannot be written.
     """
 
     def __init__(
@@ -191,9 +212,14 @@ class ImpressionLog:
     ) -> None:
         self.root, self.layout, self.outcome_window_s = root, layout, outcome_window_s
         self._journal = root / JOURNAL
+        with os_errors(root, WRITING):
+            self._journal.mkdir(parents=True, exist_ok=True)
+            with locked_parent(self._journal):
+                _validate_files(root, root)
+                if kind_of(self._journal) is None:
+                    write_json(self._journal / MARKER, {"kind": "impressions"})
         self._slot = Slot.claim(self._journal)
         self._slot.complete_segments()
-        self._ids = RequestIds(self._slot.number)
         self._writer = SegmentWriter(self._slot, layout.header(), max_bytes=max_bytes, max_age_s=max_age_s, sync=sync)
 
     @property
@@ -209,18 +235,18 @@ class ImpressionLog:
         is_random: Sequence[bool],
         context: Mapping[str, Any] | None = None,
     ) -> tuple[str, Future[None]]:
-        """Appends an impression. Its recommendation id is valid once the future is done.
+        """Appends an impression and returns its request id, which is valid once the future is done.
 
         Raises:
             RecpoError: the log is closed.
         """
         now, nonce = int(time.time() * 1000), secrets.token_hex(4)
-        impression = Impression(self._ids.next(now), nonce, now, user_id, items, propensity, is_random, context)
+        impression = Impression(nonce, now, user_id, items, propensity, is_random, context)
         address, written = self._writer.append(impression.payload())
-        return recommendation_id(address, nonce), written
+        return request_id(address, nonce), written
 
     def find(self, identifier: str) -> tuple[Address, Impression] | None:
-        """The impression of a recommendation id; None if there is none that still accepts outcomes."""
+        """The impression of a request id; None if there is none that still accepts outcomes."""
         address, nonce = _parsed(identifier)
         payload = read_record(self._journal, address)
         if payload is None or payload[:1] != IMPRESSION:
@@ -254,13 +280,16 @@ class ImpressionLog:
         self._slot.release()
 
 
-def recommendation_id(address: Address, nonce: str) -> str:
-    """The id that a client sends back."""
+def request_id(address: Address, nonce: str) -> str:
+    """The id in the answer, in the outcomes that a client reports, and in the rows of the log."""
     return f"{address.slot:04x}{address.segment:016x}{address.offset:016x}{nonce}"
 
 
-def joined_rows(impression: Impression, outcomes: Sequence[Outcome], layout: LogLayout) -> list[dict[str, Any]]:
+def joined_rows(
+    address: Address, impression: Impression, outcomes: Sequence[Outcome], layout: LogLayout
+) -> list[dict[str, Any]]:
     """The rows of a slate, one per item, with null values if the outcome is not known."""
+    identifier = request_id(address, impression.nonce)
     known: dict[Any, dict[str, float | bool]] = {}
     for outcome in sorted(outcomes, key=lambda outcome: outcome.time_ms):
         known.setdefault(outcome.item_id, {}).update(outcome.values)
@@ -272,7 +301,7 @@ def joined_rows(impression: Impression, outcomes: Sequence[Outcome], layout: Log
             **{name: known.get(item, {}).get(name) for name in layout.outcomes},
             "propensity": propensity,
             "is_random": is_random,
-            "request_id": impression.request_id,
+            "request_id": identifier,
             **{name: (impression.context or {}).get(name) for name, _ in layout.context},
         }
         for item, propensity, is_random in zip(
@@ -281,11 +310,25 @@ def joined_rows(impression: Impression, outcomes: Sequence[Outcome], layout: Log
     ]
 
 
-def validate_propensities(propensity: Sequence[float]) -> None:
-    """Raises ``RecpoError`` if a propensity is not a probability above 0, because such a row could not be weighted."""
-    wrong = [value for value in propensity if not (math.isfinite(value) and 0.0 < value <= 1.0)]
-    if wrong:
+def validate_propensities(items: Sequence[Any], propensity: Sequence[float]) -> None:
+    """Raises if rows of a slate could not be weighted by their propensities.
+
+    Args:
+        items: external ids.
+        propensity: probability of each item at a uniformly drawn place of the slate.
+
+    Raises:
+        RecpoError: a propensity is not a probability above 0, their sum is above 1, or an item is listed twice.
+    """
+    if wrong := [value for value in propensity if not 0.0 < value <= 1.0]:  # nan is wrong as well
         raise RecpoError(f"propensity {wrong[0]} of a shown item, expected a probability in (0, 1]")
+    if (total := math.fsum(propensity)) > 1.0 + _ROUNDING:
+        raise RecpoError(f"propensities of a slate sum to {total}, expected at most 1")
+    if len(items) != len(propensity) or len(set(items)) < len(items):
+        raise RecpoError(
+            f"{len(items)} items of a slate, {len(set(items))} of them distinct, with {len(propensity)} "
+            "propensities, expected one each"
+        )
 
 
 def _parsed(identifier: str) -> tuple[Address, str]:

@@ -48,6 +48,11 @@ class Metrics:
         )
         self.short_lists = Counter("recpo_short_lists", "Answers with fewer items than asked for.", registry=registry)
         self.items = Counter("recpo_items_shown", "Items in answers.", ["explored"], registry=registry)
+        self.invalid_propensities = Counter(
+            "recpo_invalid_propensities",
+            "Slates that were neither sent nor logged because their propensities are not probabilities.",
+            registry=registry,
+        )
         self.impressions = Counter("recpo_impressions", "Impressions on disk.", registry=registry)
         self.outcomes = Counter("recpo_outcomes", "Outcomes on disk.", registry=registry)
         self.published = Counter("recpo_published_rows", "Rows in Parquet files.", registry=registry)

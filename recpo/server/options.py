@@ -26,7 +26,8 @@ class ServerOptions:
         port: port to listen on; 0 = any free port, which the process log names.
         workers: number of processes; each loads the bundle and writes its own log files.
         name: name of the model in answers and addresses; null = the name of the bundle's directory.
-        log: directory of the impression log; null = nothing is logged, and feedback is rejected.
+        log: directory of the impression log: new, empty, or a log of earlier servers; null = nothing is logged, and
+            feedback is rejected.
         user_ids: type of the user ids in requests and log: integer or string; null = the type in the data that the
             bundle's policy was trained on, and integer if the bundle does not state it.
         api_keys: file of keys, one per line; a request needs one of them. null = requests need no key.

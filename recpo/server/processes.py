@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,12 +22,14 @@ import uvicorn
 from recpo.artifacts import describe_os_error
 from recpo.errors import RecpoError
 from recpo.server.bundles import Versions
+from recpo.server.impressions import validate_log_directory
 from recpo.server.json_logs import log_as_json
 from recpo.server.options import Keys, ServerOptions
 from recpo.server.settling import settle
 
 _BACKLOG = 2048
 _GRACE_S = 5.0  # added to timeout and drain, for requests that run when the server is stopped
+_LAST_REQUESTS_S = 0.5  # for requests on connections that were open when the server stopped listening
 _RESTART_S = 1.0
 _SOON_S = 10.0  # a worker that ends sooner never became ready
 _ATTEMPTS = 3
@@ -85,6 +88,29 @@ class _Worker(uvicorn.Server):
         if self._deaf_at is not None and time.monotonic() >= self._deaf_at:
             self.should_exit = True
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stops without resetting a connection.
+
+        The system resets the connections that wait for being accepted when the last process closes the socket, so they
+        are accepted before. It also resets a connection that is closed while its request arrives. Uvicorn closes idle
+        connections at once; they get a moment here, in which every answer tells its client to close the connection.
+        """
+        waiting = [connection for listening in sockets or [] for connection in _accepted(listening)]
+        for server in self.servers:
+            server.close()
+        for connection in waiting:
+            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection)
+        await asyncio.sleep(_LAST_REQUESTS_S)
+        await super().shutdown(sockets)
+
+    def _protocol(self) -> asyncio.Protocol:
+        """What handles a connection, as in ``uvicorn.Server.startup``."""
+        protocol: Any = self.config.http_protocol_class
+        handler: asyncio.Protocol = protocol(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return handler
 
     def _reload(self, sig: int, frame: FrameType | None) -> None:
         threading.Thread(target=self._swap, name="recpo-swap", daemon=True).start()
@@ -147,11 +173,13 @@ def _supervise(bundle: Path, options: ServerOptions, listening: socket.socket) -
     """Keeps ``options.workers`` processes alive until the server is stopped."""
     Versions(
         bundle, options.name, shortlist=options.shortlist, reranking=options.reranking, provider=options.provider
-    )  # faults of the bundle are reported here, once
+    )  # faults of the bundle and of the log's directory are reported here, once
+    if options.log is not None:
+        validate_log_directory(options.log, bundle)
     with tempfile.TemporaryDirectory(prefix="recpo-metrics-") as shared:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared
         try:
-            _Parent(lambda: _start(bundle, options, listening), options).run()
+            _Parent(lambda: _start(bundle, options, listening), listening.close, options).run()
         finally:
             del os.environ["PROMETHEUS_MULTIPROC_DIR"]
 
@@ -167,11 +195,12 @@ class _Parent:
 
     Args:
         start: starts one worker.
+        stop_listening: closes the parent's copy of the socket.
         options: number of workers, and how long they may take to stop.
     """
 
-    def __init__(self, start: Callable[[], Any], options: ServerOptions) -> None:
-        self._start, self._options = start, options
+    def __init__(self, start: Callable[[], Any], stop_listening: Callable[[], None], options: ServerOptions) -> None:
+        self._start, self._stop_listening, self._options = start, stop_listening, options
         self._stopping = threading.Event()
         self._workers: list[tuple[Any, float]] = []
         self._early = 0
@@ -208,7 +237,12 @@ class _Parent:
                 os.kill(worker.pid, sig)
 
     def _end(self) -> None:
-        """Sends SIGTERM to all workers, and kills those that do not end in time."""
+        """Sends SIGTERM to all workers, and kills those that do not end in time.
+
+        The parent closes its copy of the socket first: it would keep the socket open when no worker accepts any more,
+        and the connections that arrive then would be reset in the end.
+        """
+        self._stop_listening()
         for worker, _ in self._workers:
             worker.terminate()
         until = time.monotonic() + self._options.drain_s + self._options.timeout_s + 2 * _GRACE_S
@@ -246,6 +280,15 @@ def _bind(host: str, port: int) -> socket.socket:
         raise RecpoError(f"cannot listen at {host}:{port} ({reason}): choose another --host or --port") from error
     listening.set_inheritable(True)
     return listening
+
+
+def _accepted(listening: socket.socket) -> Iterator[socket.socket]:
+    """The connections that wait for being accepted."""
+    with suppress(OSError):  # none is left
+        while True:
+            connection, _ = listening.accept()
+            connection.setblocking(False)
+            yield connection
 
 
 def _address(listening: socket.socket) -> str:

@@ -16,7 +16,7 @@ from recpo.server.reranking import Reranking
 from recpo.serving.attributes import Wanted, filtered
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import EncodedHistories, ServingCounts
-from recpo.serving.recommending import validate_k
+from recpo.serving.recommending import milliseconds, validate_k
 from recpo.serving.runtimes import excluded
 
 
@@ -107,6 +107,7 @@ class Ranker:
             [(query.history, query.exclude) for query in queries],
             user_features=None if reader.user is None else [query.user or {} for query in queries],
             context=None if reader.context is None else [query.context or {} for query in queries],
+            at=milliseconds(None),
         )
         ((_, inputs),) = read.batches(len(queries))
         inputs = inputs._replace(allowed=_masks(bundle, queries))

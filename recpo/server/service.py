@@ -13,7 +13,7 @@ from recpo.errors import RecpoError
 from recpo.server.batcher import Batcher
 from recpo.server.bundles import LoadedBundle, Versions
 from recpo.server.feature_values import feature_kinds, known_behaviors, known_features
-from recpo.server.impressions import ImpressionLog, LogLayout
+from recpo.server.impressions import ImpressionLog, LogLayout, validate_log_directory, validate_propensities
 from recpo.server.metrics import Metrics
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Query, Ranker, Shown
@@ -29,10 +29,14 @@ class Answered(NamedTuple):
     """A slate, and its id if it is logged."""
 
     shown: Shown
-    recommendation_id: str | None
+    request_id: str | None
 
 
-class UnknownRecommendationError(Exception):
+class InvalidAnswerError(Exception):
+    """The server computed an answer that must be neither sent nor logged."""
+
+
+class UnknownRequestError(Exception):
     """No impression has this id, or its outcomes are no longer accepted."""
 
 
@@ -52,6 +56,8 @@ class Service:
     """
 
     def __init__(self, path: Path, options: ServerOptions) -> None:
+        if options.log is not None:
+            validate_log_directory(options.log, path)
         self.options = options
         self.metrics = Metrics()
         self.versions = Versions(
@@ -105,12 +111,19 @@ class Service:
             RecpoError: the request cannot be answered.
             QueueFullError: too many requests are waiting.
             TimeoutError: the request has waited too long.
+            InvalidAnswerError: the propensities are not probabilities of a slate.
             LogUnavailableError: the impression cannot be written.
         """
         self._validate(request)
         query = self._query(request)
         async with asyncio.timeout(self.options.timeout_s):
             shown = await self._batcher.submit(query)
+        try:
+            validate_propensities(shown.items, shown.propensity)
+        except RecpoError as error:
+            self.metrics.invalid_propensities.inc()
+            _LOG.error("a slate is neither sent nor logged: %s", error)
+            raise InvalidAnswerError("a fault of the server: its propensities are wrong; its log has more") from error
         wanted = shown.bundle.bundle.k if request.k is None else request.k
         self.metrics.short_lists.inc(len(shown.items) < wanted)
         self.metrics.items.labels("false").inc(len(shown.items) - sum(shown.explored))
@@ -131,15 +144,15 @@ class Service:
 
         Raises:
             RecpoError: outcomes of items that were not shown, or of a kind that this log does not have.
-            UnknownRecommendationError: see there.
+            UnknownRequestError: see there.
             LogUnavailableError: they cannot be written.
         """
         if self.log is None:
             raise RecpoError("this server logs nothing (--log): it takes no feedback")
-        found = self.log.find(request.recommendation_id)
+        found = self.log.find(request.request_id)
         if found is None:
-            raise UnknownRecommendationError(
-                f"no impression with this id takes outcomes: ids count for {self.options.outcome_window_s:g} s"
+            raise UnknownRequestError(
+                f"no impression with this request_id takes outcomes: ids count for {self.options.outcome_window_s:g} s"
             )
         address, impression = found
         outcomes = _outcomes(request, impression.items, self.log.layout)
@@ -148,7 +161,7 @@ class Service:
         except RecpoError as error:
             raise _unavailable(error) from error
         if not self.log.still_open(address):
-            raise UnknownRecommendationError("the rows of this impression have just been published")
+            raise UnknownRequestError("the rows of this impression have just been published")
         self.metrics.outcomes.inc(len(outcomes))
         return len(outcomes)
 

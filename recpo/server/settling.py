@@ -127,7 +127,8 @@ def _publish(root: Path, segment: _Segment, outcomes: Mapping[Address, Sequence[
         elif layout is not None and payload[:1] == IMPRESSION:
             impressions += 1
             impression = Impression.from_payload(payload)
-            rows += joined_rows(impression, outcomes.get(Address(*segment, offset), ()), layout)
+            address = Address(*segment, offset)
+            rows += joined_rows(address, impression, outcomes.get(address, ()), layout)
     lost = max(0, place.stat().st_size - whole)
     if lost:
         _LOG.warning("%s: %d bytes of an incomplete record are skipped", place, lost)

@@ -121,8 +121,9 @@ class RecommendedItem(BaseModel):
 class Recommendation(BaseModel):
     """A slate, best first."""
 
-    recommendation_id: str | None = Field(
-        description="for feedback; null where the server logs nothing, or no item is left to show"
+    request_id: str | None = Field(
+        description="id of this slate, in feedback and in the rows of the log; null where the server logs nothing, or "
+        "no item is left to show"
     )
     bundle: str
     version: str
@@ -152,7 +153,7 @@ class FeedbackRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    recommendation_id: Annotated[str, Field(pattern=ID_PATTERN)]
+    request_id: Annotated[str, Field(pattern=ID_PATTERN, description="of the answer with the slate")]
     outcomes: list[ItemOutcome] = Field(min_length=1, max_length=1000)
 
 
@@ -187,4 +188,4 @@ class Fault(BaseModel):
     """The error, in words for the sender of the request."""
 
     detail: str
-    request_id: str
+    x_request_id: str = Field(description="of this HTTP request, as in the header X-Request-ID and the process log")

@@ -5,7 +5,7 @@
     bundle/model.onnx           the program for ONNX Runtime (and model.onnx.data beside it if it exceeds 2 GB)
     bundle/index.faiss          an approximate index, from recpo export --index, and vectors.npy, the item vectors
     bundle/policy.safetensors   weights for the torch engine, for recpo's own policies; codes/ with semantic ids
-    bundle/items.parquet        item_index 1..V and item_id, the external id
+    bundle/items.parquet        item_index 1..V, item_id, the external id, and, where known, when an item may be listed
     bundle/manifest.json        sizes, feedback definition, origin, SHA-256 of every file and of itself; written last
 
 The default engine, ONNX Runtime, imports neither torch nor lightning nor torchrec.
@@ -27,10 +27,18 @@ from recpo.feedback import FeedbackDefinition
 from recpo.frames import Frame
 from recpo.serving.attributes import ItemFilters, Wanted, filtered
 from recpo.serving.bundle_features import BundleFeatures
-from recpo.serving.histories import HistoryReader
+from recpo.serving.histories import EncodedHistories, HistoryReader
 from recpo.serving.item_index import IndexRuntime
 from recpo.serving.manifest import ITEMS, ONNX_PROGRAM, BundleManifest
-from recpo.serving.recommending import BATCH_SIZE, Served, recommend_lists, score_candidates, validate_k
+from recpo.serving.recommending import (
+    BATCH_SIZE,
+    Moment,
+    Served,
+    milliseconds,
+    recommend_lists,
+    score_candidates,
+    validate_k,
+)
 from recpo.serving.runtimes import CPU_PROVIDER, EngineName, OnnxRuntime, Runtime, validate_engine
 
 
@@ -122,6 +130,7 @@ class Bundle:
         context: Frame | None = None,
         allow: Wanted | None = None,
         deny: Wanted | None = None,
+        at: Moment | None = None,
     ) -> pd.DataFrame:
         """The best items of every user, excluding the items of the history and of ``exclude``.
 
@@ -142,6 +151,8 @@ class Bundle:
             allow: attribute -> values, for a bundle with attributes: list only items that have one of the values of
                 each attribute.
             deny: attribute -> values: list no item that has one of the values.
+            at: when the lists are made, an ISO time or date (UTC without a zone) or milliseconds since 1970: only items
+                with ``available_from <= at < available_until`` are listed. None = now.
 
         Returns:
             ``user_id``, ``rank`` from 1, ``item_id``, ``score`` (natural-log probability; with an index, up to a
@@ -159,6 +170,7 @@ class Bundle:
             context=context,
             allow=allow,
             deny=deny,
+            at=at,
         ).to_pandas()
 
     def serve(
@@ -172,6 +184,7 @@ class Bundle:
         context: Frame | None = None,
         allow: Wanted | None = None,
         deny: Wanted | None = None,
+        at: Moment | None = None,
         batch_size: int = BATCH_SIZE,
     ) -> Served:
         """``recommend`` as an Arrow table with its typed counts. ``batch_size`` users are ranked at once."""
@@ -185,6 +198,7 @@ class Bundle:
             user_features=user_features,
             context=context,
             allowed=filtered(self.filters, allow, deny),
+            at=at,
             batch_size=batch_size,
         )
 
@@ -198,6 +212,7 @@ class Bundle:
         context: Mapping[str, Any] | None = None,
         allow: Wanted | None = None,
         deny: Wanted | None = None,
+        at: Moment | None = None,
     ) -> list[tuple[Any, float]]:
         """The best items of one user, for a server that has the request as Python objects.
 
@@ -209,6 +224,7 @@ class Bundle:
             context: features of this request, by name.
             allow: see ``recommend``.
             deny: see ``recommend``.
+            at: see ``recommend``.
 
         Returns:
             Pairs of external item id and natural-log probability (with an index, up to a constant), best first.
@@ -217,8 +233,12 @@ class Bundle:
             RecpoError: see ``recommend``.
         """
         k = validate_k(self.k if k is None else k, self.k)
-        inputs, allowed = self.reader.read_request(events, exclude, user, context), filtered(self.filters, allow, deny)
-        inputs = inputs if allowed is None else inputs._replace(allowed=allowed[None])
+        inputs = self.reader.read_request(events, exclude, user, context, milliseconds(at))
+        allowed = filtered(self.filters, allow, deny)
+        return self.ranked(inputs if allowed is None else inputs._replace(allowed=allowed[None]), k)
+
+    def ranked(self, inputs: EncodedHistories, k: int) -> list[tuple[Any, float]]:
+        """``recommend_one`` for a history that is already encoded, ``B = 1``."""
         top_items, scores = self.runtime.recommend(inputs, k)
         listed = top_items[0] > 0
         items = self.items.to_external(top_items[0][listed]).to_pylist()

@@ -90,9 +90,9 @@ def _request(bundle: Bundle, length: int, generator: np.random.Generator) -> dic
 
 
 def _answer(bundle: Bundle, request: Mapping[str, Any], k: int) -> list[tuple[Any, float]]:
-    return bundle.recommend_one(
-        request["history"], k, request["exclude"], user=request.get("user"), context=request.get("context")
-    )
+    """The answer at any time: items that are not available yet, or no longer, are ranked as well."""
+    parts = request["history"], request["exclude"], request.get("user"), request.get("context")
+    return bundle.ranked(bundle.reader.read_request(*parts), k)
 
 
 def _features(fitted: FittedFeatures, generator: np.random.Generator, by_name: bool = False) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class UserHistories:
         exclude: items that must not be listed, including items that are too old to be read; distinct and ascending.
         max_history: H.
         reads_timestamps: whether the batches have times.
-        retired: items that are listed for no user.
+        unlisted: items that are listed for no user.
         reads_behaviors: whether the batches have behaviors.
         user: features of the users ``[U]``; None = the policy does not read them.
         context: features of requests: one row for no event, the rows of ``events``, and the rows of the users' current
@@ -141,7 +141,7 @@ class UserHistories:
     exclude: _PerUser
     max_history: int
     reads_timestamps: bool
-    retired: np.ndarray
+    unlisted: np.ndarray
     reads_behaviors: bool = False
     user: FeatureArrays | None = None
     context: FeatureArrays | None = None
@@ -158,8 +158,8 @@ class UserHistories:
         )
         width = max(1, int(np.diff(self.exclude.offsets[begin : end + 1]).max()))
         exclude = self.exclude.padded(begin, end, 0, width)
-        if len(self.retired):
-            exclude = np.concatenate([exclude, np.tile(self.retired, (end - begin, 1))], 1)
+        if len(self.unlisted):
+            exclude = np.concatenate([exclude, np.tile(self.unlisted, (end - begin, 1))], 1)
         return EncodedHistories(
             item_ids,
             feedback,
@@ -201,7 +201,8 @@ class HistoryReader:
     prepare`` computed them for training.
 
     Attributes:
-        items: external ids of the catalog. Retired items are read in histories and excluded from every list.
+        items: external ids of the catalog. Items that are retired or not available are read in histories and excluded
+            from every list.
         feedback: the definition that prepare fitted.
         max_history: H, the number of events that the policy reads; the most recent ones count.
         reads_timestamps: the policy reads the time of events, not only their order.
@@ -228,6 +229,7 @@ class HistoryReader:
         users: Iterable[Any] | None = None,
         user_features: Frame | None = None,
         context: Frame | None = None,
+        at: int | None = None,
     ) -> UserHistories:
         """Sorts the events by user and time, and looks up items and feedback levels.
 
@@ -239,6 +241,8 @@ class HistoryReader:
             user_features: ``user_id`` and columns as in the prepared user table. For users without a row, and for
                 absent columns, the features are missing. Ignored if the policy does not read features of users.
             context: ``user_id`` and features of the current request by name; missing as above.
+            at: when the lists are made, milliseconds since the epoch: items that are not available then are excluded.
+                None = items are available at any time.
 
         Raises:
             RecpoError: a column is missing or of a wrong type, an id or a time is null, a label is outside [0, 1], or a
@@ -266,7 +270,7 @@ class HistoryReader:
             excluded[0],
             self.max_history,
             self.reads_timestamps,
-            self.items.retired,
+            self.items.unlisted(at),
             bool(self.behaviors),
             None if self.user is None else _of_users(self.user, user_features, served, "user_features"),
             None if self.context is None else self._contexts(self.context, table, events.row, context, served),
@@ -278,6 +282,7 @@ class HistoryReader:
         exclude: Sequence[Any] = (),
         user: Mapping[str, Any] | None = None,
         context: Mapping[str, Any] | None = None,
+        at: int | None = None,
     ) -> EncodedHistories:
         """The input of the policy for one user, for a server that has the request as Python objects.
 
@@ -286,6 +291,7 @@ class HistoryReader:
             exclude: items that must not be listed.
             user: features of the user, by the columns of the prepared user table.
             context: features of the request, by name.
+            at: as in ``read``.
 
         Raises:
             RecpoError: as in ``read``.
@@ -294,6 +300,7 @@ class HistoryReader:
             [(events, exclude)],
             user_features=None if user is None else [user],
             context=None if context is None else [context],
+            at=at,
         )
         ((_, encoded),) = read.batches(1)
         return encoded
@@ -304,6 +311,7 @@ class HistoryReader:
         *,
         user_features: Sequence[Mapping[str, Any]] | None = None,
         context: Sequence[Mapping[str, Any]] | None = None,
+        at: int | None = None,
     ) -> UserHistories:
         """The input of the policy for the users of several requests, for a server that has them as Python objects.
 
@@ -312,6 +320,7 @@ class HistoryReader:
                 result are numbered in this order.
             user_features: for each user, the features, by the columns of the prepared user table.
             context: for each request, its features by name.
+            at: as in ``read``.
 
         Raises:
             RecpoError: as in ``read``; a fault in one request fails all of them.
@@ -334,6 +343,7 @@ class HistoryReader:
             users=numbers,
             user_features=None if user_features is None else _rows(user_features),
             context=None if context is None else _rows(context),
+            at=at,
         )
 
     def known_items(self, table: pa.Table, name: str) -> np.ndarray:

@@ -11,9 +11,10 @@ from typing import Final
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from recpo.artifacts import write_tensors
 from recpo.contracts import Policy
 from recpo.errors import RecpoError
 from recpo.features.arrays import FeatureArrays
@@ -47,7 +48,7 @@ def save_item_encoders(policy: Policy, fitted: FittedFeatures, root: Path) -> No
         if table.features is not None
         for part, value in table.features.encoder.state_dict().items()
     }
-    save_file(weights, root / ITEM_ENCODERS)
+    write_tensors(root / ITEM_ENCODERS, weights)
     loaded = load_item_encoders(root, fitted)
     ids = torch.arange(1, min(policy.num_items + 1, BLOCK_ITEMS))
     with torch.no_grad():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from recpo.artifacts import MARKER, other_kind, read_json, sha256, verify, write_json
+from recpo.artifacts import MARKER, is_inside, other_kind, read_json, sha256, verify, write_json
 from recpo.errors import RecpoError
 from recpo.features.schema import SIDES, FeatureSchema
 from recpo.feedback import FeedbackDefinition
@@ -46,7 +46,8 @@ class BundleManifest:
         policy: ``class``, the class of the policy, and ``options``, the constructor options for the torch engine;
             ``options`` is None if the policy is not recpo's own, so that the bundle has no torch engine.
         origin: where the policy comes from; for a run, ``run`` (the name of its directory), ``checkpoint``, ``weights``
-            (SHA-256 of the checkpoint), ``catalog_checksum`` and ``user_ids`` (integer or string, as in the data).
+            (SHA-256 of the checkpoint), ``catalog_checksum``, ``user_ids`` (integer or string, as in the data) and
+            ``item_column`` (name of the item ids in the user's tables).
         versions: versions of recpo and torch at the time of export.
         files: SHA-256 of every other file, by its name in the bundle.
         item_precision: number format of the item vectors in the ONNX program: float32, float16 or int8.
@@ -163,7 +164,7 @@ class BundleManifest:
             raise RecpoError(f"{path} is damaged: features or behaviors are none that were fitted; {_REMEDY}")
         if lacking := [name for name in required if name not in files]:
             raise RecpoError(f"{path} is damaged: no checksum of {lacking[0]}; {_REMEDY}")
-        if strange := [name for name, checksum in files.items() if not _is_inside(name) or type(checksum) is not str]:
+        if strange := [name for name, checksum in files.items() if not is_inside(name) or type(checksum) is not str]:
             raise RecpoError(f"{path} is damaged: {strange[0]!r} is no file of a bundle; {_REMEDY}")
         return cls(
             **sizes,
@@ -226,12 +227,6 @@ def _visible(root: Path) -> set[str]:
     """The files of a directory by their relative path, without hidden ones."""
     names = {file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file()}
     return {name for name in names if not any(part.startswith(".") for part in name.split("/"))}
-
-
-def _is_inside(name: object) -> bool:
-    """A plain relative path: no file outside the bundle can be named."""
-    parts = str(name).split("/")
-    return type(name) is str and not {"", ".", ".."} & set(parts) and not set("\\:\0") & set(name)
 
 
 def _checksum(content: dict[str, Any]) -> str:

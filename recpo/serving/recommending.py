@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -12,10 +14,22 @@ import pyarrow as pa
 
 from recpo.errors import RecpoError
 from recpo.frames import Frame, id_column, to_arrow
-from recpo.serving.histories import ITEM_ID, USER_ID, HistoryReader, ServingCounts, UserHistories, rows_of_users
+from recpo.serving.histories import (
+    ITEM_ID,
+    LATEST_MS,
+    SECONDS_UNTIL,
+    USER_ID,
+    HistoryReader,
+    ServingCounts,
+    UserHistories,
+    rows_of_users,
+)
 from recpo.serving.runtimes import Runtime
 
 BATCH_SIZE = 256
+
+#: An ISO time, a time, or milliseconds since the epoch.
+Moment: TypeAlias = str | datetime | int
 
 
 class Served(NamedTuple):
@@ -49,6 +63,7 @@ def recommend_lists(
     user_features: Frame | None = None,
     context: Frame | None = None,
     allowed: np.ndarray | None = None,
+    at: Moment | None = None,
     batch_size: int = BATCH_SIZE,
 ) -> Served:
     """The best items of every user, without those of the history and those to exclude.
@@ -63,14 +78,22 @@ def recommend_lists(
         user_features: features of users, see ``HistoryReader.read``.
         context: features of the requests that are answered now, see ``HistoryReader.read``.
         allowed: ``[V + 1]`` bool, which items may be listed (``recpo.serving.attributes``); None = every one.
+        at: when the lists are made: items that are not available then are left out; None = now.
         batch_size: users ranked at once.
 
     Raises:
-        RecpoError: see ``HistoryReader.read``; k or batch_size is not an integer in its range.
+        RecpoError: see ``HistoryReader.read``; k or batch_size is not an integer in its range; ``at`` is not a time.
     """
     k = validate_k(runtime.k if k is None else k, runtime.k)
     reader.validate_columns(histories, user_features, context)
-    read = reader.read(histories, exclude=exclude, users=users, user_features=user_features, context=context)
+    read = reader.read(
+        histories,
+        exclude=exclude,
+        users=users,
+        user_features=user_features,
+        context=context,
+        at=milliseconds(at),
+    )
     items, scores = [], []
     for _, inputs in read.batches(_validate_batch_size(batch_size)):
         if allowed is not None:
@@ -132,6 +155,25 @@ def score_candidates(
         scores[rows] = runtime.score(inputs, padded)[user[rows] - part.start, column[rows]]
     result = pa.table({USER_ID: owner, ITEM_ID: table[ITEM_ID], "score": scores})
     return Served(result, replace(read.counts, unknown_candidates=int((items == 0).sum())))
+
+
+def milliseconds(at: Moment | None) -> int:
+    """Milliseconds since the epoch of an ISO time or date (UTC without a zone), or of such a number; None = now.
+
+    Raises:
+        RecpoError: it is not a time.
+    """
+    if at is None:
+        return int(time.time() * 1000)
+    if isinstance(at, int) and not isinstance(at, bool) and SECONDS_UNTIL <= at < LATEST_MS:
+        return at
+    try:
+        moment = datetime.fromisoformat(str(at))  # also of a datetime
+    except ValueError as error:
+        raise RecpoError(
+            f"at is {at!r}, expected an ISO time such as 2026-11-23T18:00:00+01:00, or milliseconds since 1970"
+        ) from error
+    return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
 def validate_k(k: object, longest: int) -> int:

@@ -17,18 +17,20 @@ import pyarrow.parquet as pq
 
 from recpo import __version__
 from recpo.artifacts import output_directory, sha256
-from recpo.data.id_map import RETIRED, IdMap
+from recpo.data.id_map import AVAILABILITY, RETIRED, IdMap
 from recpo.errors import RecpoError
 from recpo.features.arrays import FeatureArrays
 from recpo.features.encoding import FittedFeatures
+from recpo.frames import optional_times
 from recpo.serving.attributes import ATTRIBUTES, attribute_columns
 from recpo.serving.bundle import Bundle, load_runtime
 from recpo.serving.bundle_features import ITEM_ENCODERS, BundleFeatures
 from recpo.serving.golden import GOLDEN, check_golden, write_golden
-from recpo.serving.histories import ITEM_ID
+from recpo.serving.histories import ITEM_ID, SECONDS_FROM, SECONDS_UNTIL
 from recpo.serving.item_index import IndexOptions
 from recpo.serving.manifest import CODES, ITEMS, MANIFEST, BundleManifest
 from recpo.serving.model_card import refreshed_card
+from recpo.serving.recommending import milliseconds
 
 _TABLE: Final = "items"
 
@@ -42,6 +44,7 @@ class Refreshed(NamedTuple):
         retired: items that are in no list any more.
         left_out: items of the table that the bundle does not know and cannot take: it has no encoder of features.
         added: new items, with the vectors that their features say.
+        later: items among ``listed`` that are not available yet.
     """
 
     bundle: Bundle
@@ -49,6 +52,7 @@ class Refreshed(NamedTuple):
     retired: int
     left_out: int
     added: int = 0
+    later: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,35 +75,80 @@ class _Today:
     Attributes:
         table: the items that are not retired, one per row.
         rows: their rows in the file.
-        known: internal ids of those that the bundle knows, ascending.
-        new: rows of ``table`` that it does not know.
+        found: their internal ids in the bundle; 0 = the bundle does not know the item.
+        times: column -> ``[N]`` milliseconds since the epoch, of the columns of ``AVAILABILITY`` that the table has.
     """
 
     table: pa.Table
     rows: np.ndarray
-    known: np.ndarray
-    new: np.ndarray
+    found: np.ndarray
+    times: Mapping[str, np.ndarray]
+
+    @property
+    def new(self) -> np.ndarray:
+        """Rows of ``table`` that the bundle does not know."""
+        return np.flatnonzero(self.found == 0)
 
     @classmethod
-    def read(cls, file: Path, items: IdMap, columns: Sequence[str]) -> _Today:
+    def read(cls, file: Path, items: IdMap, columns: Sequence[str], item_column: str = ITEM_ID) -> _Today:
         """Reads the table, of ``columns`` those that it has.
 
+        Args:
+            file: the table.
+            items: the items of the bundle.
+            columns: the columns to read besides ids and ``retired``.
+            item_column: the user's name of the ids, which the table may use instead of ``item_id``.
+
         Raises:
-            RecpoError: it is none, or ids are of another type.
+            RecpoError: it is none, ids are of another type, or times are not times.
         """
+        wanted = [ITEM_ID, RETIRED, *AVAILABILITY, *columns]
         try:
             with pq.ParquetFile(file) as source:
                 names = set(source.schema_arrow.names)
-                table = source.read([name for name in dict.fromkeys([ITEM_ID, RETIRED, *columns]) if name in names])
+                ids = item_column if item_column in names else ITEM_ID
+                table = source.read([name for name in dict.fromkeys([ids, *wanted[1:]]) if name in names])
+            table = table.rename_columns([ITEM_ID if name == ids else name for name in table.column_names])
             table[ITEM_ID]
         except (OSError, KeyError, pa.ArrowException) as error:
-            raise RecpoError(f"items: {file} is no Parquet file with a column item_id ({error})") from error
+            names_of_ids = " or ".join(dict.fromkeys([item_column, ITEM_ID]))
+            raise RecpoError(f"items: {file} is no Parquet file with a column {names_of_ids} ({error})") from error
         rows = np.arange(len(table))
         if RETIRED in table.column_names:
             kept = pc.invert(table[RETIRED].combine_chunks().fill_null(False))
             table, rows = table.filter(kept), rows[kept.to_numpy(zero_copy_only=False)]
         found = items.to_internal(table[ITEM_ID].combine_chunks())
-        return cls(table, rows, np.unique(found[found > 0]), np.flatnonzero(found == 0))
+        return cls(table, rows, found, _times(table, file))
+
+    def availability(self, items: IdMap, added: int) -> np.ndarray | None:
+        """When the items of the bundle, and behind them the new ones, may be listed; see ``IdMap``."""
+        if not self.times and items.available is None:
+            return None
+        size, known = len(items) + added, self.found > 0
+        found = np.stack([np.full(size, limit) for limit in AVAILABILITY.values()])
+        if items.available is not None:
+            found[:, : len(items)] = items.available
+        for row, name in zip(found, AVAILABILITY, strict=True):
+            if name in self.times:
+                row[self.found[known] - 1] = self.times[name][known]
+                row[len(items) :] = self.times[name][self.new][:added]
+        return found
+
+
+def _times(table: pa.Table, file: Path) -> dict[str, np.ndarray]:
+    """The columns of ``AVAILABILITY`` that a table has."""
+    found = {
+        name: optional_times(table, name, limit, f"items: {file}")
+        for name, limit in AVAILABILITY.items()
+        if name in table.column_names
+    }
+    for name, times in found.items():
+        if (wrong := (times >= SECONDS_FROM) & (times < SECONDS_UNTIL)).any():
+            raise RecpoError(
+                f"items: {file}, column {name}: {int(wrong.sum())} times are no plausible milliseconds since 1970, the "
+                f"first is {times[wrong.argmax()]} (seconds?): write times, or milliseconds"
+            )
+    return found
 
 
 def refresh_bundle(
@@ -108,6 +157,8 @@ def refresh_bundle(
     """Writes the bundle ``root`` with the candidates of today to ``out``.
 
     Items of the bundle that ``items`` does not name, or names as retired, are listed no more; they stay in histories.
+    The bundle keeps ``available_from`` and ``available_until`` of the items, and lists an item between these times
+    only. Without such a column, known items keep the time that they have in the bundle.
 
     A bundle with an encoder of item features takes new items, behind its own: the vector of a new item is what its
     features say, as of an item without training events. The program is then exported again and verified as in an
@@ -117,8 +168,9 @@ def refresh_bundle(
 
     Args:
         root: the bundle.
-        items: Parquet file with ``item_id``, ``retired`` as ``prepare`` writes it, and, where items are new and
-            nothing is ``encoded``, the columns of the features.
+        items: Parquet file with ``item_id`` (or the user's own name of it), ``retired`` and ``available_from`` as
+            ``prepare`` writes them, ``available_until`` (times, or milliseconds since 1970; null = no limit), and, where
+            items are new and nothing is ``encoded``, the columns of the features.
         out: bundle directory to make.
         encoded: the features of the rows of ``items``, of a prepared table.
         overwrite: replace a bundle in ``out``.
@@ -131,28 +183,36 @@ def refresh_bundle(
     check_golden(Bundle(root, manifest, known, load_runtime(root, manifest, "onnx")))
     columns = [one.source for one in manifest.features.item] if encoded is None else []
     columns += _attribute_names(root, manifest)
-    today = _Today.read(items, known, columns)
+    today = _Today.read(items, known, columns, str(manifest.origin.get("item_column") or ITEM_ID))
     grows = len(today.new) > 0 and ITEM_ENCODERS in manifest.files
     if len(today.new) and any(name.startswith(f"{CODES}/") for name in manifest.files):
         raise RecpoError(
             f"{items}: {len(today.new):,} items are new, and items of a policy of semantic ids need codes: `recpo "
             "tokenize --extends`, `recpo train --init_from` and `recpo export`, or a table without them"
         )
-    retired = np.union1d(np.setdiff1d(np.arange(1, len(known) + 1), today.known), known.retired)
+    retired = np.union1d(np.setdiff1d(np.arange(1, len(known) + 1), today.found), known.retired)
     if len(retired) == len(known) and not grows:
         raise RecpoError(f"{items}: none of its items is a candidate of {root}: name the table of the same catalog")
     origin = {**manifest.origin, "refreshed": {"bundle": root.resolve().name, "manifest": sha256(root / MANIFEST)}}
     manifest = replace(manifest, origin=origin)
     old = known.to_external(np.arange(1, len(known) + 1))
     if not grows:
-        _link_bundle(root, replace(manifest, versions=_versions(manifest)), IdMap(old, retired), items, out, overwrite)
-        return Refreshed(Bundle.load(out), len(known) - len(retired), len(retired), len(today.new))
+        fresh = IdMap(old, retired, today.availability(known, 0))
+        _link_bundle(root, replace(manifest, versions=_versions(manifest)), fresh, items, out, overwrite)
+        return Refreshed(Bundle.load(out), len(known) - len(retired), len(retired), len(today.new), 0, _later(fresh))
     ids = _new_ids(today, old.type, items)
-    fresh = IdMap(pa.concat_arrays([old, ids]), retired)
+    fresh = IdMap(pa.concat_arrays([old, ids]), retired, today.availability(known, len(ids)))
     attributes = _grown_attributes(root, manifest, today, ids, items)
     features = _new_features(root, manifest, today, encoded, items)
     _write_grown(root, manifest, fresh, features, attributes, out, items, overwrite)
-    return Refreshed(Bundle.load(out), len(fresh) - len(retired), len(retired), 0, len(today.new))
+    return Refreshed(Bundle.load(out), len(fresh) - len(retired), len(retired), 0, len(today.new), _later(fresh))
+
+
+def _later(items: IdMap) -> int:
+    """Items that are not retired and become available after now."""
+    if items.available is None:
+        return 0
+    return len(np.setdiff1d(np.flatnonzero(items.available[0] > milliseconds(None)) + 1, items.retired))
 
 
 def _link_bundle(root: Path, manifest: BundleManifest, items: IdMap, table: Path, out: Path, overwrite: bool) -> None:

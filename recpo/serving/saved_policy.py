@@ -16,8 +16,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from recpo.artifacts import write_tensors
 from recpo.contracts import Policy
 from recpo.data.id_map import IdMap
 from recpo.errors import RecpoError
@@ -68,7 +69,7 @@ def describe_policy(policy: Policy, options: Mapping[str, Any] | None) -> dict[s
 
 def save_policy(policy: Policy, items: IdMap, root: Path) -> None:
     """Writes the weights of ``policy``, and its codes if it has any, into the directory of a bundle."""
-    save_file({name: value.detach().contiguous() for name, value in policy.state_dict().items()}, root / WEIGHTS)
+    write_tensors(root / WEIGHTS, {name: value.detach().contiguous() for name, value in policy.state_dict().items()})
     policy = policy.base if isinstance(policy, _TILTED) else policy
     if isinstance(policy, SemanticIdPolicy):
         ids = torch.arange(1, policy.num_items + 1, device=policy.trie.device)

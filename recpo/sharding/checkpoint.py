@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
@@ -27,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from recpo.artifacts import output_directory
+from recpo.artifacts import output_directory, write_tensors
 from recpo.errors import RecpoError
 from recpo.training.checkpoints import META, saved_tensors
 from recpo.training.optimizers import JointOptimizer
@@ -121,8 +120,7 @@ class _BlockWriter(dcp.HuggingFaceStorageWriter):
             tensors = {item.index.fqn: _resolved(planner, item) for item in items}
             places = {item.index.fqn: {SAVED_OFFSETS_KEY: list(_chunk(item).offsets)} for item in items}
             name = _gen_file_name(number, len(files), plan.storage_data["shard_index"])
-            save_file(tensors, Path(self.path) / name, {CUSTOM_METADATA_KEY: json.dumps(places)})
-            (Path(self.path) / name).chmod(0o644)  # the file is created with permissions for its owner only
+            write_tensors(Path(self.path) / name, tensors, {CUSTOM_METADATA_KEY: json.dumps(places)})
             results += [WriteResult(item.index, _size(item), _StorageInfo(name, 0, _size(item))) for item in items]
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)

@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardDim
 
 from recpo.errors import RecpoError
-from recpo.ops.sharded_logprob import RowShard, sharded_entropy, sharded_logprob, sharded_lookup
+from recpo.ops.sharded_logprob import (
+    RowShard,
+    sharded_divergence,
+    sharded_entropy,
+    sharded_logprob,
+    sharded_lookup,
+)
 from recpo.policies.item_table import ItemTable, PlacedTable, Rows
 from recpo.sharding import search
 from recpo.sharding.costs import row_blocks
@@ -96,6 +102,22 @@ class ShardedTable(PlacedTable):
         """See ``ItemTable.entropy``."""
         shard, kernel = self.row_shard(learns=True, cosine=cosine), self.kernel_for(states)
         return sharded_entropy(states, shard, temperature=temperature, kernel=kernel)
+
+    def divergence(
+        self,
+        states: Tensor,
+        reference: ItemTable,
+        reference_states: Tensor,
+        *,
+        temperature: float = 1.0,
+        cosine: bool = False,
+    ) -> Tensor:
+        """See ``ItemTable.divergence``."""
+        assert isinstance(reference, ShardedTable)
+        with torch.no_grad():
+            other = reference.row_shard(learns=False, cosine=cosine)
+        shard = self.row_shard(learns=True, cosine=cosine)
+        return sharded_divergence(states, shard, reference_states, other, temperature=temperature)
 
     def top_k(self, states: Tensor, k: int, exclude: Tensor | None, *, cosine: bool = False) -> Recommendations:
         """See ``ItemTable.top_k``."""

@@ -8,10 +8,10 @@ from typing import Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from recpo.artifacts import verify_sealed
+from recpo.artifacts import verify_sealed, write_tensors
 from recpo.errors import RecpoError
 from recpo.semantic_codes import CODEBOOKS
 
@@ -77,7 +77,7 @@ class Codebooks:
     def save(self, root: Path) -> None:
         """Writes ``codebooks.safetensors`` into the existing directory ``root``."""
         tensors = {"centroids": self.centroids, "shift": self.shift, "scale": self.scale, "unit": self.unit}
-        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, root / CODEBOOKS)
+        write_tensors(root / CODEBOOKS, {name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
 
     @classmethod
     def load(cls, root: Path) -> Codebooks:

@@ -14,13 +14,14 @@ _METRICS: Final = ("NDCG", "Recall", "HitRate", "MRR", "disliked", "true_reward"
 
 
 def data_facts(data: Prepared) -> dict[str, Any]:
-    """Period, counts and type of the user ids of prepared data, which ``origin.json`` keeps."""
+    """Period, counts, type of the user ids and column of the item ids of prepared data; ``origin.json`` keeps them."""
     return {
         "boundaries": dict(data.manifest["boundaries"]),
         "splits": dict(data.manifest["counts"]["splits"]),
         "label": data.manifest["label"]["class_path"],
         "time_unit": data.manifest["config"]["columns"]["time_unit"],
         "user_ids": data.user_id_type,
+        "item_column": data.item_column,
     }
 
 

@@ -31,6 +31,7 @@ from recpo.contracts import AdvantageEstimator, Objective, RewardFunction
 from recpo.data.prepared import Prepared
 from recpo.data.slates import Layout
 from recpo.errors import RecpoError
+from recpo.training.class_names import without_trust
 from recpo.training.options import TrainOptions
 from recpo.training.run import Run
 from recpo.training.trainer import DEFAULT_EPOCHS, says_when_to_stop
@@ -149,13 +150,14 @@ def instantiate(configuration: Namespace) -> TrainOptions:
 
 
 def resolved(configuration: Namespace) -> str:
-    """YAML of every option, including defaults, except the options on how to treat an existing run."""
+    """YAML of every option, including defaults, except those on an existing run and on whom to trust."""
     kept = configuration.clone()
     for name in _UNRECORDED:
         kept.pop(name, None)
     text: str = train_parser().dump(kept, skip_unset=False, skip_validation=True)
     recorded = yaml.safe_load(text)
-    return yaml.safe_dump({k: v for k, v in recorded.items() if k not in _UNRECORDED}, sort_keys=False)
+    kept_options = {name: value for name, value in recorded.items() if name not in _UNRECORDED}
+    return yaml.safe_dump(without_trust(kept_options), sort_keys=False)
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:

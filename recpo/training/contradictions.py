@@ -23,10 +23,12 @@ from recpo.types import SlateTraits
 
 KNOWN = frozenset(
     {"advantages", "rewards", "chosen", "old", "reference", "value", "entropy", "q_value", "score", "labels", "grades"}
-    | {"behaviors", "positives"}
+    | {"behaviors", "positives", "divergence"}
 )
-OF_STATES = frozenset({"value", "entropy", "q_value", "score"})
+OF_STATES = frozenset({"value", "entropy", "divergence", "q_value", "score"})
 """Requirements that are computed from the states of the policy."""
+COMPARED = frozenset({"reference", "divergence"})
+"""Requirements that compare the policy with the reference policy."""
 
 
 def all_requirements(objective: Objective, advantage: AdvantageEstimator | None) -> frozenset[str]:
@@ -35,6 +37,13 @@ def all_requirements(objective: Objective, advantage: AdvantageEstimator | None)
     if "advantages" in requires and advantage is not None:
         requires |= advantage.requires
     return requires | ({"rewards"} if "q_value" in requires else frozenset())
+
+
+def requirements_of(options: LearningOptions) -> frozenset[str]:
+    """The requirements of everything that a policy learns from."""
+    requires = all_requirements(options.objective, options.advantage)
+    penalized = options.rollout is not None and options.rollout.kl_coef > 0
+    return requires | ({"reference"} if penalized else frozenset())
 
 
 def validate_options(policy: Policy, options: LearningOptions, slates: SlateTraits) -> None:
@@ -60,6 +69,8 @@ def validate_options(policy: Policy, options: LearningOptions, slates: SlateTrai
         validate_rollout(objective, rollout, slates, options.reward, options.old_policy)
         if rollout.candidates == "catalog":
             validate_catalog(policy, objective, options.reward)
+        if rollout.kl_coef:
+            validate_penalized_rewards(options)
         slates = SlateTraits(is_preference_list=rollout.preference is not None, resampled=True)
     validate_slates(objective, slates, options.reference, 0.0 if rollout else options.anchor_coef)
     validate_snapshot_reference(objective, options.reference, options.old_policy)
@@ -91,6 +102,11 @@ def validate_policy(policy: Policy, objective: Objective) -> None:
         raise RecpoError(
             f"objective {name} asks for {', '.join(sorted(asked))}, which {type(policy).__name__} has no states for: "
             "set policy, e.g. class_path: CatalogSoftmaxPolicy"
+        )
+    if "divergence" in asked and getattr(type(policy), "divergence", None) is StatePolicy.divergence:
+        raise RecpoError(
+            f"objective {name} with kl_kind full compares distributions, and {type(policy).__name__} has no method "
+            "divergence: set objective.init_args.kl_kind to an estimator, e.g. k3"
         )
     if not policy.has_exact_log_prob and objective.reads_log_prob and not isinstance(objective, Likelihood):
         raise RecpoError(
@@ -161,6 +177,11 @@ def validate_slates(objective: Objective, slates: SlateTraits, reference: str, a
             f"objective {name} takes every item of a slate for feedback, but PreferenceListLayout holds sampled "
             "rejected items: set data.layout to class_path: SequenceLayout or ImpressionLayout"
         )
+    if reference == "cached" and "divergence" in objective.requires:
+        raise RecpoError(
+            f"reference: cached keeps log-probabilities of the logged items, and objective {name} with kl_kind full "
+            "compares all items: set reference to frozen, or objective.init_args.kl_kind to an estimator, e.g. k3"
+        )
     if slates.resampled and reference == "cached" and "reference" in objective.requires:
         raise RecpoError(
             "reference: cached keeps the log-probabilities of fixed slates, but data.layout samples other items in "
@@ -195,6 +216,23 @@ def validate_rollout(
         raise RecpoError(
             f"rollout.preference makes preference lists, which {type(objective).__name__} does not compare: leave it "
             "out, or take e.g. class_path: SoftmaxDPO"
+        )
+
+
+def validate_penalized_rewards(options: LearningOptions) -> None:
+    """Raises if nothing learns from the KL penalty in the rewards, or if there is no other policy to stay close to."""
+    objective, advantage = options.objective, options.advantage
+    unweighted = advantage is None or "advantages" not in objective.requires
+    if unweighted or "rewards" not in all_requirements(objective, advantage):
+        learner = type(objective if unweighted else advantage).__name__
+        raise RecpoError(
+            f"rollout.kl_coef subtracts a KL penalty from rewards, from which {learner} computes no advantages: set it "
+            "to 0, or use e.g. objective GRPO with advantage GroupNormalizedAdvantage"
+        )
+    if options.reference != "frozen":
+        raise RecpoError(
+            "rollout.kl_coef keeps draws close to the policy that training starts from, and reference is "
+            f"{options.reference}: set reference to frozen, or rollout.kl_coef to 0"
         )
 
 
@@ -241,7 +279,7 @@ def validate_catalog(policy: Policy, objective: Objective, reward: RewardFunctio
 
 def validate_snapshot_reference(objective: Objective, reference: str, old_policy: str) -> None:
     """Raises if the snapshot that should be the reference does not exist."""
-    if reference == "snapshot" and "reference" in objective.requires and old_policy != "snapshot":
+    if reference == "snapshot" and objective.requires & COMPARED and old_policy != "snapshot":
         raise RecpoError(
             f"reference: snapshot takes the old policy's copy: set old_policy to snapshot, not {old_policy}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +23,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from recpo.artifacts import describe_os_error
 from recpo.contracts import Policy
 from recpo.data.datamodule import Phases
-from recpo.data.prepared import Prepared
 from recpo.errors import Interrupted, RecpoError
 from recpo.policies.item_table import tables_on_meta
 from recpo.rewards.identity import validate_identity
 from recpo.training import run_directory
 from recpo.training.allocator import tune_allocator
 from recpo.training.checkpoints import BestCheckpoint, LastCheckpoint, validate_checkpoint
+from recpo.training.class_names import class_names, validate_class_names
 from recpo.training.configuration import instantiate, resolved
 from recpo.training.contradictions import feedback_warnings
 from recpo.training.guards import CollapseGuard, FiniteGuard
@@ -37,7 +37,7 @@ from recpo.training.lost_ranks import ReportLostRanks, lost_rank
 from recpo.training.module import PreferenceModule
 from recpo.training.monitor import default_monitor, held_out_facts, validate_monitor
 from recpo.training.options import TrainOptions, rewards_of
-from recpo.training.run import CHECKPOINTS, RESOLVED, Run, class_paths
+from recpo.training.run import CHECKPOINTS, RESOLVED, Run
 from recpo.training.run_features import hand_over
 from recpo.training.trainer import Throughput
 from recpo.training.warm_start import StartingState, WarmStart, growth_of, same_training
@@ -53,6 +53,8 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
         trust: packages whose classes the run of ``init_from`` may name.
     """
     options, out = with_monitor(configuration), Path(configuration.out)
+    text = resolved(configuration)
+    validate_class_names(yaml.safe_load(text), _named_packages(text), out / RESOLVED)  # or nobody could open the run
     if options.allocator:
         tune_allocator()
     base = None if configuration.init_from is None else Path(configuration.init_from)
@@ -65,7 +67,6 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
         options.data.phases = Phases(options.rollout.batches, options.rollout.epochs)
     callbacks = [*callbacks, *_callbacks(options, module, out)]
     trainer = options.trainer.build(out, callbacks=callbacks, progress=options.progress)
-    text = resolved(configuration)
     origin = run_directory.origin(text, options, base, trainer.world_size)
     resume, overwrite = bool(configuration.resume), bool(configuration.overwrite)
 
@@ -254,4 +255,4 @@ def _kept(out: Path, signal: str, trainer: Trainer, again: str) -> str:
 
 def _named_packages(text: str) -> list[str]:
     """Packages that the options of this process name. Training with a class implies trust in it."""
-    return sorted({name.partition(".")[0] for name in class_paths(yaml.safe_load(text))})
+    return sorted({given.name.partition(".")[0] for given in class_names(yaml.safe_load(text)) if "." in given.name})

@@ -7,11 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recpo.advantages import whitened_advantage, whitening_sums
 from recpo.contracts import ReturnEstimator, StatePolicy, TokenAdvantageEstimator
 from recpo.errors import RecpoError
 from recpo.objectives.health import masked_mean
+from recpo.ops.kl import kl_shaped_rewards
 from recpo.policies.plans import plan_of_candidates
-from recpo.training.contradictions import OF_STATES, all_requirements
+from recpo.training.contradictions import COMPARED, OF_STATES, requirements_of
 from recpo.training.item_likelihood import item_log_prob
 from recpo.training.kl_control import catalog_divergence
 from recpo.training.networks import Networks
@@ -62,28 +64,34 @@ class InputBuilder:
 
     Attributes:
         rollouts: the candidates of the current phase; None without a rollout.
+        step_sums: ``whitening_sums`` of the advantages of the current optimizer step, of all micro-batches and ranks;
+            None = every batch is a step of its own.
+        kl_coef: the current weight of the KL penalty in the rewards of a rollout.
     """
+
+    step_sums: Tensor | None = None
 
     def __init__(self, networks: Networks, options: LearningOptions, hard_negatives: int = 0) -> None:
         self._networks, self._options, self._objective = networks, options, options.objective
-        self._requires = all_requirements(options.objective, options.advantage)
+        self._requires = requirements_of(options)
         self._hard_negatives, self._anchored = hard_negatives, options.anchor_coef != 0
         rollout = options.rollout
         self._catalog = rollout is not None and rollout.candidates == "catalog"
+        self.kl_coef = 0.0 if rollout is None else rollout.kl_coef
         self._reads_snapshot = self._catalog and _reads_snapshot(options, self._requires)
-        self.rollouts = None if rollout is None else Rollouts(options.seed, keep=rollout.epochs > 1)
+        self._whitens = options.advantage is not None and options.advantage.whiten
+        keep = rollout is not None and (rollout.epochs > 1 or self._whitens)  # whitening visits a batch once more
+        self.rollouts = None if rollout is None else Rollouts(options.seed, keep)
 
     def __call__(self, batch: FeedbackBatch) -> StepInputs:
         """Computes slates, rewards, states, values, advantages and log-probabilities, in this order."""
-        logged, rollout = batch.slates, None
-        if self.rollouts is None:
-            batch = self._logged(batch)
-        else:
-            rollout = self.rollouts.of(batch, self._roll_out)
-            batch = self._with_candidates(batch, rollout.slates)
+        logged = batch.slates
+        batch, rollout = self._learned_slates(batch)
         states = self._states(batch)
         values = self._values(states, batch, rollout)
         advantages, returns = self._advantages(batch, values.old)
+        if self._whitens and advantages is not None:
+            advantages = whitened_advantage(advantages, _kept(batch.slates, advantages), self.step_sums)
         needed = self._needed(batch, advantages)
         beside = logged if self._anchored and rollout is not None else None
         logp, logp_logged = self._logp(batch, needed, states, beside)
@@ -97,16 +105,38 @@ class InputBuilder:
         inputs = inputs._replace(
             values=values.values, values_old=values.old, entropy=self._entropy(batch, needed, states, logp)
         )
+        inputs = inputs._replace(divergence=self._divergence(batch, needed, states, logp, rollout))
         inputs = self._with_item_values(inputs, batch, states)
         of_log = inputs
         if logp_logged is not None:
             of_log = ObjectiveInputs(LogProbs(logp_logged, logged.mask[..., None].expand_as(logp_logged)))
-        metrics = self._metrics(batch) | ({} if rollout is None else rollout.metrics)
+        metrics = self._metrics(batch) if rollout is None else self._metrics_of(rollout, batch)
         if rollout is not None and rollout.logp is None:
             metrics |= catalog_metrics(rollout, logp.detach())
         elif self._catalog:
             metrics["approx_kl"] = catalog_divergence(inputs.logp) / inputs.logp.mask.any(1).sum().clamp(min=1)
         return StepInputs(inputs, of_log, metrics, self._items(states, batch.slates))
+
+    @torch.no_grad()
+    def whitening_sums(self, batch: FeedbackBatch) -> Tensor:
+        """``recpo.advantages.whitening_sums`` of a micro-batch, with the advantages that ``__call__`` will compute.
+
+        Without an old policy, values come from the policy itself: where it has dropout, the random numbers must be
+        those of the later call.
+        """
+        batch, rollout = self._learned_slates(batch)
+        states = None if rollout is not None or self._networks.old is not None else self._states(batch)
+        advantages, _ = self._advantages(batch, self._old_values(states, batch, rollout)[0])
+        assert advantages is not None
+        return whitening_sums(advantages, _kept(batch.slates, advantages))
+
+    def _learned_slates(self, batch: FeedbackBatch) -> tuple[FeedbackBatch, Rollout | None]:
+        """The batch with the slates to learn from, and the rollout that they come from, if any."""
+        if self.rollouts is None:
+            return self._logged(batch), None
+        rollout = self.rollouts.of(batch, self._roll_out)
+        slates = _penalized(rollout, self.kl_coef) if self.kl_coef else rollout.slates
+        return self._with_candidates(batch, slates), rollout
 
     def _logged(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The logged slates with the additions of training: hard negatives and rewards."""
@@ -164,17 +194,30 @@ class InputBuilder:
         return item_log_prob(policy, states, slates)
 
     def _values(self, states: Tensor | None, batch: FeedbackBatch, rollout: Rollout | None) -> _Values:
-        critic, old = self._networks.critic, self._networks.old
+        critic = self._networks.critic
         if critic is None or critic.state_value is None:
             return _Values()
         assert states is not None
         values: Tensor = critic.state_value(critic.positions(states, batch))
-        if rollout is not None:
-            return _Values(values, rollout.values)
-        if old is None:
+        if rollout is None and self._networks.old is None:
             return _Values(values, values.detach())
-        old_states = old.encode(batch.histories)
-        return _Values(values, old.state_values(old_states, batch.slates.visible), old_states)
+        return _Values(values, *self._old_values(states, batch, rollout))
+
+    def _old_values(
+        self, states: Tensor | None, batch: FeedbackBatch, rollout: Rollout | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The values that advantages are computed from, and the states of the old policy, if there is one."""
+        critic, old = self._networks.critic, self._networks.old
+        if critic is None or critic.state_value is None:
+            return None, None
+        if rollout is not None:
+            return rollout.values, None
+        if old is not None:
+            old_states = old.encode(batch.histories)
+            return old.state_values(old_states, batch.slates.visible), old_states
+        assert states is not None
+        values: Tensor = critic.state_value(critic.positions(states, batch))
+        return values.detach(), None
 
     def _advantages(self, batch: FeedbackBatch, values: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         estimator = self._options.advantage
@@ -230,15 +273,17 @@ class InputBuilder:
 
     def _reference_logp(self, batch: FeedbackBatch, needed: Tensor) -> Tensor | None:
         networks = self._networks
+        if "reference" not in self._requires:
+            return None
         if networks.reference_cache is not None:
             return networks.reference_cache.log_prob(batch)
-        if "reference" in self._requires and self._options.reference == "snapshot":
+        if self._options.reference == "snapshot":
             assert networks.old is not None
             return networks.old.log_prob(batch, needed)
         return None if networks.reference is None else networks.reference.log_prob(batch, needed)
 
     def _catalog_reference(self, batch: FeedbackBatch, of_snapshot: Tensor | None) -> Tensor | None:
-        if "reference" in self._requires and self._options.reference == "snapshot":
+        if self._requires & COMPARED and self._options.reference == "snapshot":
             return of_snapshot
         reference = self._networks.reference
         return None if reference is None else reference.catalog_log_prob(batch)
@@ -267,6 +312,22 @@ class InputBuilder:
         assert isinstance(self._networks.policy, StatePolicy)
         return self._networks.policy.entropy(batch, needed, states)
 
+    def _divergence(
+        self, batch: FeedbackBatch, needed: Tensor, states: Tensor | None, logp: Tensor, rollout: Rollout | None
+    ) -> Tensor | None:
+        if "divergence" not in self._requires:
+            return None
+        if self._catalog:
+            assert rollout is not None
+            assert rollout.reference is not None
+            return (logp.exp() * (logp - rollout.reference)).sum(1, keepdim=True).expand_as(logp)
+        policy = self._networks.policy
+        compared = self._networks.old if self._options.reference == "snapshot" else self._networks.reference
+        assert isinstance(policy, StatePolicy)
+        assert compared is not None
+        assert isinstance(compared.policy, StatePolicy)
+        return policy.divergence(batch, compared.policy, needed, states)
+
     def _with_item_values(
         self, inputs: ObjectiveInputs, batch: FeedbackBatch, states: Tensor | None
     ) -> ObjectiveInputs:
@@ -284,6 +345,17 @@ class InputBuilder:
         return inputs
 
     @torch.no_grad()
+    def _metrics_of(self, rollout: Rollout, batch: FeedbackBatch) -> dict[str, Tensor]:
+        """The metrics of candidates, with their rewards before the KL penalty."""
+        metrics = self._metrics(batch._replace(slates=rollout.slates)) | rollout.metrics
+        if self.kl_coef:
+            assert rollout.logp is not None
+            assert rollout.reference is not None
+            items = items_of(rollout.slates)[..., None].expand_as(rollout.logp)
+            metrics["kl_in_reward"] = masked_mean(rollout.logp - rollout.reference, items)
+        return metrics
+
+    @torch.no_grad()
     def _metrics(self, batch: FeedbackBatch) -> dict[str, Tensor]:
         slates, metrics = batch.slates, {}
         if slates.reward is not None:
@@ -297,6 +369,23 @@ class InputBuilder:
         return metrics
 
 
+def _penalized(rollout: Rollout, kl_coef: float) -> Slates:
+    """The candidates with the KL penalty in their rewards; a draw that is not an item keeps its reward."""
+    slates, logp, reference = rollout.slates, rollout.logp, rollout.reference
+    assert slates.reward is not None
+    assert logp is not None
+    assert reference is not None
+    items = items_of(slates)
+    rewards = kl_shaped_rewards(slates.reward, logp, reference, items[..., None].expand_as(logp), kl_coef)
+    return slates._replace(reward=torch.where(items, rewards.sum(-1), slates.reward), token_rewards=rewards)
+
+
+def _kept(slates: Slates, advantages: Tensor) -> Tensor:
+    """The mask of the items, in the shape of their advantages ``[B, S]`` or ``[B, S, T]``."""
+    kept = items_of(slates)
+    return kept if advantages.dim() == kept.dim() else kept[..., None].expand_as(advantages)
+
+
 def _reads_snapshot(options: LearningOptions, requires: frozenset[str]) -> bool:
     """Whether anything depends on the snapshot's log-probabilities of the complete catalog.
 
@@ -305,7 +394,7 @@ def _reads_snapshot(options: LearningOptions, requires: frozenset[str]) -> bool:
     rollout = options.rollout
     assert rollout is not None
     limited = rollout.max_kl is not None or rollout.collapse.max_kl is not None
-    snapshot = "reference" in requires and options.reference == "snapshot"
+    snapshot = bool(requires & COMPARED) and options.reference == "snapshot"
     return "old" in requires or snapshot or (limited and rollout.phase_steps > 1)
 
 

@@ -56,29 +56,44 @@ class KLControl:
     """Measures divergences over complete optimizer steps, adjusts the coefficient, and stops a phase that went too far.
 
     Args:
-        objective: the objective with the ``kl_coef``.
+        objective: the objective with the ``kl_coef`` of the loss.
         target: the target divergence; None = the coefficient is constant.
         max_kl: maximum KL(old || policy) in nats per item, by the k3 estimate over items drawn from the old policy;
             None = no limit.
         catalog: slates are the complete catalog: the divergence is exact, and a context counts as one item.
+        reward_coef: the ``kl_coef`` of the rewards; above 0, ``target`` adjusts this one.
+
+    Raises:
+        RecpoError: ``target`` without a coefficient, or with two.
     """
 
     def __init__(
-        self, objective: Objective, target: KLTarget | None = None, max_kl: float | None = None, catalog: bool = False
+        self,
+        objective: Objective,
+        target: KLTarget | None = None,
+        max_kl: float | None = None,
+        catalog: bool = False,
+        reward_coef: float = 0.0,
     ) -> None:
         self._objective, self._max_kl, self._catalog = objective, max_kl, catalog
+        self._reward_coef = reward_coef
         self._coefficient: AdaptiveKLCoefficient | None = None
         if target is not None:
-            self._coefficient = AdaptiveKLCoefficient(_initial(objective), target.target, target.horizon)
+            self._coefficient = AdaptiveKLCoefficient(_initial(objective, reward_coef), target.target, target.horizon)
         self._sums: Tensor | None = None
         self.stopped = False
 
     @property
     def objective(self) -> Objective:
         """The objective with the current coefficient."""
-        if self._coefficient is None:
+        if self._coefficient is None or self._reward_coef:
             return self._objective
         return replace(self._objective, kl_coef=self._coefficient.value)  # type: ignore[type-var]
+
+    @property
+    def reward_coef(self) -> float:
+        """The current coefficient of the penalty in the rewards; 0 = none."""
+        return self._reward_coef if self._coefficient is None or not self._reward_coef else self._coefficient.value
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -102,7 +117,12 @@ class KLControl:
         elif logp.old is not None:
             old, policy = zero_masked(logp.old, logp.mask), zero_masked(logp.policy.detach(), logp.mask)
             moved = kl_estimate(old, policy).sum()
-        from_reference = metrics.get("kl_reference", torch.zeros_like(moved)) * tokens
+        if self._reward_coef:
+            assert logp.old is not None
+            assert logp.reference is not None
+            from_reference = zero_masked(logp.old - logp.reference, logp.mask).sum()
+        else:
+            from_reference = metrics.get("kl_reference", torch.zeros_like(moved)) * tokens
         sums = torch.stack([moved.double(), items.double(), from_reference.double(), tokens.double()])
         self._sums = sums if self._sums is None else self._sums + sums
 
@@ -140,11 +160,16 @@ def catalog_divergence(logp: LogProbs) -> Tensor:
     return zero_masked(logp.old.exp() * (logp.old - logp.policy), logp.mask).sum()
 
 
-def _initial(objective: Objective) -> float:
+def _initial(objective: Objective, reward_coef: float) -> float:
     value: float = getattr(objective, "kl_coef", 0.0)
-    if value <= 0:
+    if value > 0 and reward_coef > 0:
+        raise RecpoError(
+            f"adaptive_kl moves one coefficient, and both objective.init_args.kl_coef ({value}) and rollout.kl_coef "
+            f"({reward_coef}) are above 0: set one of them to 0, or leave adaptive_kl out"
+        )
+    if value <= 0 and reward_coef <= 0:
         raise RecpoError(
             f"adaptive_kl moves the coefficient of a KL penalty, which {type(objective).__name__} lacks: set "
-            "objective.init_args.kl_coef above 0, or leave adaptive_kl out"
+            "objective.init_args.kl_coef above 0, or rollout.kl_coef, or leave adaptive_kl out"
         )
-    return value
+    return value or reward_coef

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -73,11 +74,15 @@ class PreferenceModule(LightningModule):
         self.validated: dict[str, Tensor] = {}
         self.results: dict[str, float] = {}
         self._inputs = InputBuilder(self.networks, options, slates.hard_negatives)
+        self._whitens = options.advantage is not None and options.advantage.whiten
         self._planner = StepPlanner.of(policy, options, slates.hard_negatives)
         self._anchor, self._anchor_coef, self._seed = Likelihood(), options.anchor_coef, options.seed
         rollout = options.rollout
-        max_kl, catalog = (None, False) if rollout is None else (rollout.max_kl, rollout.candidates == "catalog")
-        self._kl = KLControl(options.objective, options.adaptive_kl, max_kl, catalog)
+        if rollout is None:
+            self._kl = KLControl(options.objective, options.adaptive_kl)
+        else:
+            catalog = rollout.candidates == "catalog"
+            self._kl = KLControl(options.objective, options.adaptive_kl, rollout.max_kl, catalog, rollout.kl_coef)
         self._step_count: Tensor | None = None
         self._frozen: list[nn.Parameter] = []
         head = None if self.critic is None else self.critic.score
@@ -126,6 +131,8 @@ class PreferenceModule(LightningModule):
             self.trainer.datamodule.planner = self._planner  # type: ignore[attr-defined]
         if self._options.advantage is not None and self._options.advantage.reads_step_labels:
             self.trainer.datamodule.step_labels = True  # type: ignore[attr-defined]
+        if self._whitens and self.trainer.accumulate_grad_batches > 1:
+            self.trainer.datamodule.whole_steps = True  # type: ignore[attr-defined]
         if self._options.reference == "cached" and "reference" in self.objective.requires:
             if any(weight.is_meta for weight in self.policy.parameters()):
                 raise RecpoError(
@@ -157,16 +164,29 @@ class PreferenceModule(LightningModule):
 
     def on_train_batch_start(self, batch: FeedbackBatch, batch_idx: int) -> None:
         """Seeds the step, so that a resumed run draws the same dropout, and refreshes frozen copies when due."""
-        key = [self._seed, self.current_epoch, batch_idx]
-        seed = _seed_of([*key, self.global_rank])
-        if self.device.type == "cpu":  # the other one notes the call stack for every accelerator that is not in use
-            torch.default_generator.manual_seed(seed)
-        else:
-            torch.manual_seed(seed)
         # of the whole step: neither ranks nor micro-batches may make a difference
         self.policy.begin_step(_seed_of([self._seed, self.global_step]))
         if self._step_count is None:  # the first micro-batch of the step
             self._begin_step(batch_idx)
+            self._inputs.kl_coef = self._kl.reward_coef
+            if self._whitens and not self._kl.stopped:
+                self._inputs.step_sums = self._whitening_sums(batch, batch_idx)
+        self._seed_batch(batch_idx)
+
+    def _seed_batch(self, batch_idx: int) -> None:
+        seed = _seed_of([self._seed, self.current_epoch, batch_idx, self.global_rank])
+        if self.device.type == "cpu":  # the other one notes the call stack for every accelerator that is not in use
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
+
+    def _whitening_sums(self, batch: FeedbackBatch, batch_idx: int) -> Tensor:
+        """The sums over the advantages of the complete step: all micro-batches, with their own seeds, and all ranks."""
+        sums = []
+        for number, part in enumerate([batch, *batch.following]):
+            self._seed_batch(batch_idx + number)
+            sums.append(self._inputs.whitening_sums(part))
+        return self._sum_over_ranks(torch.stack(sums).sum(0))
 
     def _begin_step(self, batch_idx: int) -> None:
         """Refreshes frozen copies when due; the phases of rollouts are counted from the start of the epoch."""
@@ -274,11 +294,21 @@ class PreferenceModule(LightningModule):
         """Adds the state that belongs to neither the weights nor the optimizer."""
         checkpoint["kl_control"] = self._kl.state_dict()
         checkpoint["results"] = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        checkpoint["world_size"] = self.trainer.world_size
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores what ``on_save_checkpoint`` added."""
+        """Restores what ``on_save_checkpoint`` added, and what Lightning forgets.
+
+        Lightning restores neither that early stopping has ended the run, so it would train one epoch more, nor the
+        number of batches on another number of ranks, so an accumulation would begin in the middle of a step.
+        """
         self._kl.load_state_dict(checkpoint["kl_control"])
         self.results = checkpoint["results"]
+        stopping = [hook for hook in self.trainer.callbacks if isinstance(hook, EarlyStopping)]  # type: ignore[attr-defined]
+        states = [checkpoint["callbacks"].get(hook.state_key, {}) for hook in stopping]
+        self.trainer.should_stop = any(state.get("stopping_reason") for state in states)
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        _recount_batches(progress, checkpoint["world_size"], self.trainer.world_size)
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         if self.trainer.world_size == 1:
@@ -290,3 +320,13 @@ class PreferenceModule(LightningModule):
 
 def _seed_of(key: list[int]) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def _recount_batches(progress: dict[str, Any], before: int, now: int) -> None:
+    """Adjusts Lightning's batch counts, which are per rank: the same number of events is more batches on fewer ranks.
+
+    Within an epoch, the last batch of a checkpoint is done but not yet counted as completed.
+    """
+    for counts in (progress["total"], progress["current"]):
+        further = counts["ready"] * before // now - counts["ready"]
+        counts.update({name: count + further for name, count in counts.items()})

@@ -18,7 +18,7 @@ from recpo.contracts import Policy, StatePolicy
 from recpo.objectives.q_learning import bellman_target
 from recpo.policies.critic import ItemScore, ItemValue, StateValue, states_at
 from recpo.policies.item_table import PlacedTable
-from recpo.training.contradictions import OF_STATES, all_requirements
+from recpo.training.contradictions import COMPARED, OF_STATES, requirements_of
 from recpo.training.options import CriticOptions, LearningOptions
 from recpo.types import FeedbackBatch, Histories, Slates
 
@@ -46,12 +46,12 @@ class Networks:
     @classmethod
     def of(cls, policy: Policy, options: LearningOptions) -> Networks:
         """Creates the networks that ``options.objective`` requires. The policy itself is neither copied nor changed."""
-        requires = all_requirements(options.objective, options.advantage)
+        requires = requirements_of(options)
         critic = None
-        if requires & (OF_STATES - {"entropy"}):
+        if requires & (OF_STATES - {"entropy", "divergence"}):
             assert isinstance(policy, StatePolicy)
             critic = Critic(policy, requires, options.critic, options.objective.num_scores)
-        frozen = "reference" in requires and options.reference == "frozen"
+        frozen = bool(requires & COMPARED) and options.reference == "frozen"
         return cls(
             policy,
             Snapshot(policy) if frozen else None,

@@ -115,6 +115,10 @@ class RolloutOptions:
             many times, and left out if they are still equal; 0 = they stay, without a gradient.
         preference: turn a scored group into a preference list for the DPO family: the candidate with the highest reward
             against all lower ones (``best_vs_rest``) or against the lowest (``best_vs_worst``).
+        kl_coef: weight of the KL penalty in the reward of draws (arXiv 2203.02155; ``apply_kl_penalty`` of verl): every
+            token gets ``-kl_coef (logp_old - logp_ref)``, and the last one the score too. ``GAEAdvantage`` reads the
+            rewards of tokens, other advantages their sum. The objective's own kl_coef is the penalty in the loss; one
+            of them may be 0, or none.
         max_kl: in nats per item. If the policy moves farther than this from the snapshot, measured by KL(old || policy)
             with the k3 estimate over an optimizer step, that step and the rest of the phase are skipped.
         monitor_reward: a second reward of the candidates, which is only logged. If it falls while the reward rises, the
@@ -133,6 +137,7 @@ class RolloutOptions:
     duplicates: Literal["keep", "drop"] = "keep"
     resamples: int = 0
     preference: Preference | None = None
+    kl_coef: float = 0.0
     max_kl: float | None = None
     monitor_reward: RewardFunction | None = None
     collapse: CollapseLimits = CollapseLimits()
@@ -146,12 +151,28 @@ class RolloutOptions:
             )
         if self.max_kl is not None and not self.max_kl > 0:
             raise RecpoError(f"rollout.max_kl must be above 0, got {self.max_kl}; leave it out for no early stop")
+        self._validate_kl_coef()
         if self.candidates == "beam" and self.resamples:
             raise RecpoError(
                 "rollout.resamples draws groups again, but a beam is always the same: set rollout.candidates to draws, "
                 "or resamples to 0"
             )
         self._validate_catalog()
+
+    def _validate_kl_coef(self) -> None:
+        """Raises if there is a KL penalty without draws to estimate it from, or without advantages to learn it by."""
+        if not 0.0 <= self.kl_coef < float("inf"):
+            raise RecpoError(f"rollout.kl_coef is a weight of at least 0, got {self.kl_coef}")
+        if self.kl_coef and self.candidates != "draws":
+            raise RecpoError(
+                f"rollout.kl_coef estimates a divergence from draws, and rollout.candidates is {self.candidates}: set "
+                "candidates to draws, or kl_coef to 0 and the kl_coef of the objective instead"
+            )
+        if self.kl_coef and self.preference is not None:
+            raise RecpoError(
+                "rollout.kl_coef changes rewards after rollout.preference has sorted the candidates by them: leave one "
+                "of them out"
+            )
 
     def _validate_catalog(self) -> None:
         """Raises if the complete catalog is combined with options for drawing, mixing or sorting."""
@@ -189,10 +210,13 @@ class RolloutOptions:
 
 @dataclass(frozen=True)
 class KLTarget:
-    """Adjusts the objective's ``kl_coef``, which is then only the initial value, to reach a given divergence.
+    """Adjusts the ``kl_coef`` of the objective or of the rollout, which is then only the initial value.
+
+    One of the two must be above 0, and the other 0.
 
     Attributes:
-        target: KL(policy || reference) to maintain, in nats per token, by the objective's own estimator.
+        target: divergence to maintain, in nats per token. In the loss: KL(policy || reference) by the objective's own
+            estimator. In the reward: KL(old || reference), the mean of ``logp_old - logp_ref`` over the draws.
         horizon: number of items over which the coefficient may change by a factor of about e^0.2.
     """
 
@@ -225,7 +249,8 @@ class LearningOptions:
             (cached), or use the snapshot of old_policy, which is the previous iterate (snapshot).
         rollout: learn from candidates that the snapshot draws for every request and that the reward scores; null =
             learn from the logged items.
-        adaptive_kl: adjust the objective's kl_coef to reach a given divergence from the reference policy.
+        adaptive_kl: adjust the kl_coef of the objective, or of the rollout, to reach a given divergence from the
+            reference policy.
         critic: heads that the objective trains beside the policy (state values, Q-values, scores).
         anchor_coef: weight of the likelihood of all logged positions of the same batches, added to the loss and divided
             by the same denominator as the objective (the number of candidates, with a rollout); 0 = none.

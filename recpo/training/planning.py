@@ -54,7 +54,7 @@ class StepPlanner:
             None if encoder is None or encoder.reads_time else encoder.attention_length,
             plans,
             estimator if plans else None,
-            objective.zero_advantage_is_inert and not options.anchor_coef,
+            objective.zero_advantage_is_inert and not options.anchor_coef and not (estimator and estimator.whiten),
             options.rollout is not None,
         )
 

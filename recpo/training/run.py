@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 
 from recpo.artifacts import (
     MARKER,
+    is_inside,
     marker,
     other_kind,
     output_file,
@@ -51,10 +51,11 @@ from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle
 from recpo.serving.histories import HistoryReader
 from recpo.serving.item_index import IndexOptions
-from recpo.serving.recommending import recommend_lists, score_candidates
+from recpo.serving.recommending import Moment, recommend_lists, score_candidates
 from recpo.serving.runtimes import PolicyRuntime
 from recpo.training.card_facts import card_facts, evaluation_facts
 from recpo.training.checkpoints import saved_tensors
+from recpo.training.class_names import validate_class_names
 from recpo.training.options import PolicyFactory
 from recpo.training.run_features import FEATURE_FILES, VOCABULARIES, hand_over_kept, kept_features, write_features
 
@@ -67,13 +68,7 @@ FORMAT_VERSION = 4
 RESOLVED, FINISHED, ORIGIN, CHECKPOINTS = "resolved.yaml", "run.json", "origin.json", "checkpoints"
 REMEDY = "copy the whole run again, or train it again"
 ITEMS, FEEDBACK, CODES = "items.parquet", "feedback.json", "codes"
-TRUSTED = ("recpo", "torch.optim", "lightning")
-"""Packages whose classes the configuration of a run may always name."""
-
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _LEAVINGS = (".partial", ".recpo-")  # parts of names of what a killed process has begun to write
-#: options that hold paths: nothing there is ever imported
-_PATHS = frozenset({"prepared", "out", "init_from", "codes", "run", "truth", "dirpath", "save_dir", "default_root_dir"})
 
 
 @dataclass(frozen=True)
@@ -95,8 +90,8 @@ class Run:
         """Opens and verifies the directory of a finished run. Checkpoints are verified when they are loaded.
 
         A configuration names classes, and loading a policy imports them, so a directory from somebody else could name
-        its own code. Only classes of ``TRUSTED`` packages are allowed; this is checked before anything is imported.
-        Weights are read without unpickling (``weights_only``).
+        its own code. ``recpo.training.class_names`` says which classes it may name; nothing else is imported. Weights
+        are read without unpickling (``weights_only``).
 
         Args:
             root: the directory, or an open run.
@@ -130,7 +125,7 @@ class Run:
             raise RecpoError(f"{root / FINISHED} is damaged: {', '.join(sorted(missing))} missing; train the run again")
         run = cls(root, facts, tuple(trust))
         run.verify([name for name in facts["files"] if not name.startswith(CHECKPOINTS)])
-        validate_class_paths(run.configuration, run.trust, root / RESOLVED)
+        validate_class_names(run.configuration, run.trust, root / RESOLVED)
         return run
 
     def verify(self, files: Iterable[str]) -> None:
@@ -143,6 +138,8 @@ class Run:
         wrong = []
         for name in files:
             file = self.root / name
+            if not is_inside(name):
+                raise RecpoError(f"{self.root / FINISHED}: {name!r} leads out of the directory; {REMEDY}")
             if not file.is_file():
                 wrong.append(f"{name} (missing)")
             elif sha256(file) != expected[name]:
@@ -246,7 +243,12 @@ class Run:
             RecpoError: the checkpoint has changed or does not fit the configuration.
         """
         factory: PolicyFactory = self.option("policy", PolicyFactory)
-        policy = factory(self.num_items)
+        try:
+            policy = factory(self.num_items)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RecpoError(
+                f"{self.root / RESOLVED}: policy cannot be built ({' '.join(str(error).split())}); {REMEDY}"
+            ) from error
         hand_over_kept(policy, self.root)
         load_weights(policy, self.checkpoint(checkpoint))
         return policy.eval()
@@ -260,6 +262,7 @@ class Run:
         users: Iterable[Any] | None = None,
         user_features: Frame | None = None,
         context: Frame | None = None,
+        at: Moment | None = None,
     ) -> pd.DataFrame:
         """The best items for every user, from the best checkpoint; see ``recpo.serving.recommending.recommend_lists``.
 
@@ -271,6 +274,7 @@ class Run:
             users: the users to serve, in this order; may include new users. None = the users of ``histories``.
             user_features: ``user_id`` and columns as in the prepared user table, if the policy reads it.
             context: ``user_id`` and the features of the current requests, if the policy reads them.
+            at: when the lists are made: items that are not available then are left out; see ``Bundle.recommend``.
 
         Returns:
             ``user_id``, ``rank``, ``item_id``, ``score``; ``attrs["counts"]`` reports what was left out, as for a
@@ -286,6 +290,7 @@ class Run:
             users=users,
             user_features=user_features,
             context=context,
+            at=at,
         ).to_pandas()
 
     def score(
@@ -374,6 +379,7 @@ class Run:
                 "weights": self.facts["files"].get(weights),
                 "catalog_checksum": self.catalog_checksum,
                 "user_ids": origin.get("data", {}).get("user_ids"),
+                "item_column": origin.get("data", {}).get("item_column"),
             },
             features=kept_features(policy, self.root),
             attributes=attributes,
@@ -382,38 +388,6 @@ class Run:
             inputs=[self.root],
         )
         return Bundle.load(Path(out))
-
-
-def class_paths(configuration: Any, key: str = "") -> Iterator[str]:
-    """Every dotted name in a configuration, except in options that hold paths."""
-    if isinstance(configuration, dict):
-        for name, value in configuration.items():
-            yield from class_paths(value, str(name))
-    elif isinstance(configuration, list):
-        for value in configuration:
-            yield from class_paths(value, key)
-    elif isinstance(configuration, str) and key not in _PATHS and _DOTTED.fullmatch(configuration.strip()):
-        yield configuration.strip()
-
-
-def validate_class_paths(configuration: Any, trust: Sequence[str], file: Path) -> None:
-    """Raises ``RecpoError`` if a configuration names something to import from a package that is not trusted.
-
-    Nothing is imported. Everything that looks like a dotted name counts, in any option.
-
-    Args:
-        configuration: parsed YAML.
-        trust: packages besides ``TRUSTED``.
-        file: for the message.
-    """
-    for name in class_paths(configuration):
-        if not any(name.startswith(package + ".") for package in (*TRUSTED, *trust)):
-            package = name.partition(".")[0]
-            raise RecpoError(
-                f"{file} names {name}, which is not a part of {', '.join(TRUSTED)}: loading it would run its code. If "
-                f"you trust it, allow the package: --trust '[\"{package}\"]' on the command line (--reward.trust and "
-                f'--vectors.trust for the runs that those name), trust=["{package}"] in Python'
-            )
 
 
 def differences(before: Any, after: Any, prefix: str = "") -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from math import isnan
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,10 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from recpo.artifacts import kind_of, seal, write_json
-from recpo.contracts import RewardFunction
+from recpo.contracts import Objective, RewardFunction
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Period, Prepared
 from recpo.errors import RecpoError
+from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.calibration import (
     BoolArray,
     BootstrapEstimate,
@@ -34,6 +36,7 @@ from recpo.evaluation.calibration import (
     numbers,
 )
 from recpo.evaluation.candidates import Candidates, candidates_of
+from recpo.evaluation.cautions import alike
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.measures import Observed
 from recpo.evaluation.off_policy.measure import OffPolicyMeasure
@@ -199,7 +202,7 @@ def _opened(source: Source, data: Prepared, checkpoint: Checkpoint, trust: Seque
 
 
 def _is_fitted(opened: RewardFunction | Run) -> bool:
-    return isinstance(opened, Run) and isinstance(opened.option("objective", object), PointwiseReward)
+    return isinstance(opened, Run) and isinstance(opened.option("objective", Objective), PointwiseReward)
 
 
 def _function(opened: RewardFunction | Run, checkpoint: Checkpoint, trust: Sequence[str]) -> RewardFunction:
@@ -328,12 +331,15 @@ class _Setting:
 
     def compare(self, rewards: Mapping[str, RewardFunction]) -> dict[str, Any]:
         """The content of a ``CalibrationReport``."""
-        found, counts = {}, {}
+        found, counts, notes = {}, {}, [] if self.logged_reward is not None else [_NO_PROPENSITIES]
         logging: dict[str, Any] = {}
         for name, reward in rewards.items():
             valid, test = (self.scored(name, reward, split) for split in ("valid", "test"))
             scale, shift = fit_line(valid.reward, valid.grade)
             lists, logging = self.lists(reward)
+            shares = {part: lists[part] for part in ("users", "coverage", "overlap")}
+            caution = alike(name, k=self.k, items=self.num_candidates, **shares)
+            notes += [] if caution is None else [caution]
             found[name] = {
                 "kind": type(reward).__name__,
                 "scale": scale,
@@ -352,7 +358,7 @@ class _Setting:
             "exposures": counts,
             "logging_policy": logging,
             "rewards": found,
-            "notes": [] if self.logged_reward is not None else [_NO_PROPENSITIES],
+            "notes": notes,
         }
 
     def scored(self, name: str, reward: RewardFunction, split: Period) -> _Scored:
@@ -389,20 +395,29 @@ class _Setting:
             intervals["dislike_auc"] = ranked["auc"]
         return {"exposures": len(test.user), "users": len(np.unique(test.user)), **numbers(intervals)}
 
+    @property
+    def num_candidates(self) -> int:
+        """How many items may be listed."""
+        return self.data.num_items if self.candidates is None else int(self.candidates.is_candidate.sum())
+
     def lists(self, reward: RewardFunction) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Value of the reward's greedy lists, and of the logging policy, on the same users."""
-        measure = self._off_policy()
+        """Value and exposure of the reward's greedy lists, and value of the logging policy, on the same users."""
+        measure, users = self._off_policy(), 0
+        is_candidate = None if self.candidates is None else self.candidates.is_candidate
+        exposure = Exposure(self.data.num_items, [self.k], is_candidate)
         true: dict[str, list[Tensor]] = {}
         for batch in self.batches("test", max(1, min(self.batch_size, _MOST_CANDIDATES // self.data.num_items))):
             absent = None if self.candidates is None else self.candidates.unavailable(batch.user_ids)
             best = greedy_lists(reward, batch, self.data.num_items, self.k, absent)
+            exposure.add(best.item_ids)
+            users += len(best.item_ids)
             if measure is not None:
                 measure.update(Observed(batch, best, held_out_targets(batch), None, unavailable=absent))
             if self.truth is not None:
                 metrics = self.truth.of_lists(batch.user_ids, best.item_ids)
                 metrics["logging"] = self.truth.of_logging_policy(batch.user_ids.cpu())[f"true_reward@{self.k}"]
-                for name, values in metrics.items():
-                    true.setdefault(name, []).append(values)
+                for metric, values in metrics.items():
+                    true.setdefault(metric, []).append(values)
         ours, logging = {}, {}
         if measure is not None:
             result = measure.result()
@@ -412,7 +427,9 @@ class _Setting:
         if means:
             ours["true_reward"], ours["true_dislike"] = (means[f"true_{n}@{self.k}"] for n in ("reward", "dislike"))
             logging["true_reward"] = means["logging"]
-        return dict(numbers(ours)), dict(numbers(logging))
+        totals = {metric: exposure.totals()[f"{metric}@{self.k}"] for metric in ("coverage", "overlap")}
+        shares = {metric: None if isnan(value) else value for metric, value in totals.items()}
+        return {**numbers(ours), "users": users, **shares}, dict(numbers(logging))
 
     def _off_policy(self) -> OffPolicyMeasure | None:
         if self.logged_reward is None:

@@ -8,10 +8,14 @@ from typing import ClassVar
 
 from recpo.artifacts import output_directory
 from recpo.data.prepared import Prepared
+from recpo.evaluation.beyond_accuracy import Exposure
+from recpo.evaluation.cautions import alike
 from recpo.factorization.factors import Factors
 from recpo.factorization.graded import FactorOptions
-from recpo.factorization.selection import fit_factors
+from recpo.factorization.selection import fit_factors, validation_batches
 from recpo.verbs.verb import Verb, function_of
+
+_LISTED_USERS = 1000
 
 
 @dataclass(frozen=True)
@@ -53,3 +57,23 @@ class Factorize(FactorOptions, Verb[Factors]):
 
 
 factorize = function_of(Factorize)
+
+
+def similar_lists(factors: Factors, data: Prepared, k: int = 10) -> str | None:
+    """A warning if the model's lists hardly differ between users (``recpo.evaluation.cautions.alike``); None if not.
+
+    Of up to 1,000 users of the validation period, without the items of their past.
+
+    Args:
+        factors: the model.
+        data: prepared data of the same items.
+        k: length of the lists.
+    """
+    k = min(k, data.num_items)
+    exposure, users = Exposure(data.num_items, [k]), 0
+    for batch in validation_batches(data, factors.max_history, _LISTED_USERS):
+        exposure.add(factors.recommend(batch.feedback.histories, k, batch.exclude).item_ids)
+        users += len(batch.user_ids)
+    totals = exposure.totals()
+    shares = {"coverage": totals[f"coverage@{k}"], "overlap": totals[f"overlap@{k}"]}
+    return alike("factors", k=k, users=users, items=data.num_items, **shares)

@@ -96,8 +96,9 @@ def refresh(bundle: Bundle | Path | str, items: Path | str, out: Path | str, *, 
     Args:
         bundle: the bundle, or its directory.
         items: ``items.parquet`` of prepared data, with its features next to it; or an item table as ``prepare`` reads
-            it, Parquet with ``item_id`` and the columns of the features. Items whose ``retired`` is true are not
-            candidates.
+            it, Parquet with ``item_id`` (or your own name of it, as in the data of the run) and the columns of the
+            features. Items whose ``retired`` is true are not candidates; others are from ``available_from`` on and
+            before ``available_until``, where there are such columns.
         out: bundle directory to make.
         overwrite: replace ``out`` where it is a bundle.
 

@@ -9,16 +9,15 @@ from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyarrow.csv import read_csv
 
-from recpo.data.csv_files import CsvFormat
+from recpo.data.csv_files import CsvFormat, header, is_text_file, read_ids
 from recpo.data.engine import EngineOptions
 from recpo.data.extension import extend
 from recpo.data.feature_columns import FeatureColumns
 from recpo.data.locations import locate
 from recpo.data.prepare import Preparation
 from recpo.data.prepared import Prepared
-from recpo.data.schema import Columns, PresetName
+from recpo.data.schema import Columns, LogColumns, PresetName
 from recpo.data.shaping import (
     D2Q,
     BinaryColumn,
@@ -108,7 +107,8 @@ def prepare(
             numbers, the periods roll forward, and fitted values are kept (``recpo.data.extension.extend``). The other
             options are taken from that directory.
         retire: with ``extends``, items that are no longer candidates: their ids, or a Parquet or CSV file with a column
-            ``item_id``. They keep their numbers and stay in histories; no evaluation and no bundle lists them.
+            ``item_id``, or your own name of it. They keep their numbers and stay in histories; no evaluation and no
+            bundle lists them.
         preset: column names and units to start from, including features and behaviors.
         columns: columns and units that differ from the preset.
         split: TemporalSplit or LeaveLastOut.
@@ -178,20 +178,25 @@ def prepare(
         preparation.run(_source(log, "log"), place, **common)
     else:
         kept = extends if isinstance(extends, Prepared) else Prepared.open(fspath(extends))
-        extend(kept, preparation, _source(log, "log"), place, retire=_item_ids(retire), **common)
+        extend(kept, preparation, _source(log, "log"), place, retire=_item_ids(retire, kept), **common)
     return Prepared.open(locate(place))
 
 
-def _item_ids(given: list[int] | list[str] | Path) -> list[Any]:
-    """The given ids, or the column ``item_id`` of a file."""
+def _item_ids(given: list[int] | list[str] | Path, data: Prepared) -> list[Any]:
+    """The given ids, or the column of ids of a file, in the type of the item ids of ``data``."""
     if isinstance(given, list):
         return list(given)
-    file = FilePath(given)
+    file, known = FilePath(given), data.item_ids()
     try:
-        table = read_csv(file) if file.suffix == ".csv" else pq.read_table(file)
-        ids: list[Any] = table["item_id"].to_pylist()
+        names = header(file) if is_text_file(file) else pq.read_schema(file).names
+        column = data.item_column if data.item_column in names else LogColumns.ITEM_ID
+        found = read_ids(file, column, known.type) if is_text_file(file) else pq.read_table(file)[column]
+        known.to_internal(found)  # refuses ids of another type
     except (OSError, KeyError, pa.ArrowException) as error:
         raise RecpoError(f"retire: {file} is not a Parquet or CSV file with a column item_id ({error})") from error
+    except RecpoError as error:
+        raise RecpoError(f"retire: {file}: {error}") from error
+    ids: list[Any] = found.to_pylist()
     return ids
 
 

@@ -20,7 +20,7 @@ from recpo.frames import Frame, FrameOrPath, id_column, read_frame, require_colu
 from recpo.serving.attributes import ItemFilters, Wanted, filtered
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, TIMESTAMP, USER_ID, HistoryReader, ServingCounts
-from recpo.serving.recommending import BATCH_SIZE, recommend_lists, validate_k
+from recpo.serving.recommending import BATCH_SIZE, Moment, milliseconds, recommend_lists, validate_k
 from recpo.serving.runtimes import CPU_PROVIDER, EngineName, Runtime
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def recommend(
     context: FrameOrPath | None = None,
     allow: Wanted | None = None,
     deny: Wanted | None = None,
+    at: Moment | None = None,
     engine: EngineName = "onnx",
     provider: str = CPU_PROVIDER,
     batch_size: int = BATCH_SIZE,
@@ -70,6 +71,7 @@ def recommend(
         allow: attribute -> values, for a bundle with attributes: list only items that have one of the values of every
             attribute.
         deny: attribute -> values: list no item that has one of these values.
+        at: when the lists are made: items that are not available then are left out; see ``Bundle.recommend``.
         engine: engine that runs a bundle given by its directory.
         provider: execution provider of ONNX Runtime for such a bundle.
         batch_size: users ranked at once.
@@ -90,6 +92,7 @@ def recommend(
         exclude=excluded,
         users=users,
         allowed=filtered(server.filters, allow, deny),
+        at=at,
         batch_size=batch_size,
         **more,
     )
@@ -108,6 +111,7 @@ def write_recommendations(
     context: FrameOrPath | None = None,
     allow: Wanted | None = None,
     deny: Wanted | None = None,
+    at: Moment | None = None,
     engine: EngineName = "onnx",
     provider: str = CPU_PROVIDER,
     batch_size: int = BATCH_SIZE,
@@ -130,6 +134,7 @@ def write_recommendations(
         allow: attribute -> values, for a bundle with attributes: list only items that have one of the values of every
             attribute.
         deny: attribute -> values: list no item that has one of these values.
+        at: when the lists are made: items that are not available then are left out; see ``Bundle.recommend``.
         engine: engine that runs a bundle given by its directory.
         provider: execution provider of ONNX Runtime for such a bundle.
         batch_size: users ranked at once.
@@ -148,6 +153,7 @@ def write_recommendations(
     asked = None if users is None else id_column(read_frame(users, "users"), USER_ID, "users")
     events = _open(Path(histories))
     more, allowed = _features(user_features, context), filtered(server.filters, allow, deny)
+    at = milliseconds(at)  # one time for all blocks
     counts, writer = ServingCounts(), None
     given = [source if isinstance(source, str | PathLike) else source.root, histories, exclude, users]
     given += [user_features, context]
@@ -163,6 +169,7 @@ def write_recommendations(
                     exclude=excluded,
                     users=served,
                     allowed=allowed,
+                    at=at,
                     batch_size=batch_size,
                     **more,
                 )

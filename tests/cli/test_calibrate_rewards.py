@@ -41,6 +41,29 @@ def factors(prepared, tmp_path_factory):
     return out
 
 
+@dataclass(frozen=True)
+class RareItems(RewardFunction):
+    """The items of few events first, which hardly anybody has in the past: the same lists for almost every user."""
+
+    counts: tuple[int, ...]
+
+    def __call__(self, batch: FeedbackBatch, candidates: Slates) -> torch.Tensor:
+        items = candidates.item_ids
+        reward = -torch.tensor([0, *self.counts], dtype=torch.float32)[items]
+        return reward.masked_fill(~candidates.mask | (items == 0), torch.nan)
+
+
+def test_greedy_lists_that_hardly_differ_between_users_are_noted(prepared):
+    counts = tuple(Prepared.open(prepared).item_counts().tolist())
+    report = recpo.calibrate(prepared, {"sine": SineReward(), "rare": RareItems(counts)}, k=2, resamples=2)
+    (note,) = [note for note in report.content["notes"] if "hardly differ" in note]
+    users, lists = Prepared.open(prepared).manifest["counts"]["splits"]["test"]["users"], report.content["rewards"]
+    assert note.startswith("rare: ")
+    assert f"The first 2 places of {users} users come from " in note
+    assert f"share {lists['rare']['lists']['overlap']:.0%} of their lists" in note
+    assert lists["sine"]["lists"]["overlap"] < 0.2
+
+
 def test_errors_are_those_of_a_loop_over_the_prepared_events(prepared):
     report = recpo.calibrate(prepared, {"sine": SineReward(), "scaled": SineReward(scale=-40.0)}, resamples=20)
     pairs = {}
@@ -136,7 +159,7 @@ def test_a_log_without_propensities_has_no_value_from_the_log_and_says_so(world,
     pq.write_table(log, tmp_path / "log.parquet")
     data = recpo.prepare(tmp_path / "log.parquet", tmp_path / "prepared")
     report = recpo.calibrate(data, SineReward(), resamples=5)
-    assert report.content["rewards"]["SineReward"]["lists"] == {}
+    assert report.content["rewards"]["SineReward"]["lists"].keys() == {"users", "coverage", "overlap"}
     assert "no propensities" in report.content["notes"][0]
 
 

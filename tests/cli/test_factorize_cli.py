@@ -1,14 +1,17 @@
 """The verb ``factorize`` on a small log, and its result as the reward of a run."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import recpo
+from recpo.cli import factorize as command
 from recpo.cli.main import main
 from recpo.training.run import Run
+from recpo.workflows import factorize as verb
 
 SMALL = ["--method", "als", "--ranks", "[2]", "--ridges", "[2.0, 8.0]", "--sweeps", "2"]
 
@@ -103,3 +106,20 @@ def test_factors_of_another_catalog_are_refused(place, prepared, tmp_path, capfd
     assert main(["train", "--config", str(config)]) == 1
     assert "other items" in capfd.readouterr().err
     assert not Path(tmp_path / "run").exists()
+
+
+def test_lists_that_hardly_differ_between_users_are_reported(prepared, tmp_path, monkeypatch, capsys):
+    alike = partial(verb.similar_lists, k=2)
+    monkeypatch.setattr(command, "similar_lists", alike)
+    options = ["factorize", "--prepared", str(prepared), "--method", "als", "--ranks", "[2]", "--sweeps", "1"]
+    assert main([*options, "--ridges", "[1.0]", "--out", str(tmp_path / "personal")]) == 0
+    personal, data = recpo.load(tmp_path / "personal"), recpo.load(prepared)
+    # items of few events first, which hardly anybody has in the past
+    bias = {"item_factors": torch.zeros(60, 2), "item_bias": -torch.from_numpy(data.item_counts()).float()}
+    said = alike(recpo.Factors(**{**vars(personal), **bias, "lower_bound": 0.0}), data)
+    assert "hardly differ between users" in said
+    assert "of 60 items" in said
+    monkeypatch.setattr(command, "similar_lists", lambda *_: said)
+    capsys.readouterr()
+    assert main([*options, "--ridges", "[1.0]", "--out", str(tmp_path / "again")]) == 0
+    assert f"warning: {said}" in capsys.readouterr().out

@@ -129,9 +129,8 @@ def test_the_console_prints_what_it_is_given(capsys):
 
 
 @pytest.mark.slow
-def test_the_road_with_ids_and_paths_that_look_like_markup(tmp_path, capsys, monkeypatch):
+def test_the_road_with_ids_and_paths_that_look_like_markup(tmp_path, capsys):
     users, items = ([f"{name}{copy}" for name in HOSTILE for copy in range(number)] for number in (3, 4))
-    monkeypatch.setenv("COLUMNS", "200")  # so that no cell is folded
     rows = [
         {
             "user_id": user,

@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from recpo.cli.main import main
 from recpo.data.prepared import Prepared
+from tests.data.conftest import DAY_MS, START_MS, make_log
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample.parquet"
 
@@ -48,6 +51,31 @@ catalog: log
     assert again.returncode == 1
     assert "exists already" in again.stderr
     assert recpo("--config", tmp_path / "prepare.yaml", "--overwrite", "true").returncode == 0
+
+
+def test_an_extension_is_followed_by_a_warm_start(tmp_path, capsys):
+    log = make_log()
+    is_new = pc.greater_equal(log["timestamp"], START_MS + 5 * DAY_MS)
+    for name, rows in (("first", log.filter(pc.invert(is_new))), ("second", log.filter(is_new))):
+        pq.write_table(rows, tmp_path / f"{name}.parquet")
+    words = ["prepare", "--progress", "false", "--log", f"{tmp_path}/first.parquet", "--out", f"{tmp_path}/one"]
+    assert main(words) == 0
+    assert "next: recpo train --config" in capsys.readouterr().out
+    words = [*words[:3], "--log", f"{tmp_path}/second.parquet", "--out", f"{tmp_path}/two"]
+    assert main([*words, "--extends", f"{tmp_path}/one"]) == 0
+    said = capsys.readouterr().out
+    assert f"next: recpo train --init_from runs/pretrain --data.prepared {tmp_path}/two" in said
+    assert "--data.segments newest" in said
+
+
+@pytest.mark.parametrize("option", ["--log", "--items", "--users"])
+def test_a_list_without_files_is_refused(tmp_path, capsys, option):
+    words = ["--log", str(SAMPLE)] if option != "--log" else []
+    assert main(["prepare", *words, option, "[]", "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert f"{option.strip('-')} []" in said
+    assert "file" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_faults_end_without_a_traceback(tmp_path):

@@ -41,7 +41,7 @@ CASES = {
     ),
     "PPO": (
         "{class_path: SequenceLayout, init_args: {history_length: 12}}",
-        "advantage: {class_path: GAEAdvantage}\nreward: {class_path: LoggedReward}\n"
+        "advantage: {class_path: GAEAdvantage, init_args: {whiten: true}}\nreward: {class_path: LoggedReward}\n"
         "old_policy: snapshot\nsnapshot_every: 3",
     ),
 }

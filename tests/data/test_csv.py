@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recpo.data.csv_files import csv_to_parquet, row_in_file
+from recpo.data.csv_files import csv_to_parquet, read_ids, row_in_file
 from recpo.errors import RecpoError
 
 MAPPING = {name: name for name in ("user_id", "item_id", "timestamp", "watch_time", "dislike", "label")}
@@ -15,7 +15,7 @@ MAPPING = {name: name for name in ("user_id", "item_id", "timestamp", "watch_tim
 def read(tmp_path, text, name="log.csv", encoding="utf-8"):
     content = text if isinstance(text, bytes) else text.encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    names, faults, left_out = csv_to_parquet(tmp_path / name, tmp_path / "staged.parquet", MAPPING)
+    names, faults, left_out, _ = csv_to_parquet(tmp_path / name, tmp_path / "staged.parquet", MAPPING)
     return pq.read_table(tmp_path / "staged.parquet"), [str(fault) for fault in faults], left_out, names
 
 
@@ -88,6 +88,38 @@ def test_words_in_a_column_of_numbers_are_named_with_their_rows(tmp_path):
         "log.csv, column dislike: 1 row: not a number [first: row 2 ('yes')]; expected a number, or true and false: "
         "fix or empty these values",
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (["1", "2", "oops", "3"], ["user_id: 1 row", "row 2 ('oops')", "the other 3 ids"]),
+        (["1", "2", "3.0"], ["row 2 ('3.0')"]),
+        (["1", "2", "007"], []),  # zeros are meant
+        (["1", "2", ""], []),
+        (["1", "b", "c", "2"], []),  # strings, some of which look like numbers
+    ],
+)
+def test_a_word_that_turns_integer_ids_into_strings_is_named_with_its_row(tmp_path, values, said):
+    (tmp_path / "log.csv").write_text("user_id,item_id\n" + "".join(f"{value},1\n" for value in values))
+    *_, warnings = csv_to_parquet(tmp_path / "log.csv", tmp_path / "staged.parquet", MAPPING)
+    assert len(warnings) == bool(said)
+    assert all(part in warnings[0] for part in said)
+
+
+def test_ids_are_read_in_the_type_of_the_catalog(tmp_path):
+    file = tmp_path / "ids.csv"
+    file.write_text("name,item_id\nx,007\ny,7\n")
+    assert read_ids(file, "item_id", pa.string()).to_pylist() == ["007", "7"]
+    with pytest.raises(RecpoError, match=r"1 of 2 ids are not integers .* '007' in row 0"):
+        read_ids(file, "item_id", pa.int64())
+    with pytest.raises(RecpoError, match="expected one column track; the file has name, item_id"):
+        read_ids(file, "track", pa.int64())
+    file.write_text("name,item_id\nx,8\ny,-7\n")
+    assert read_ids(file, "item_id", pa.int32()).to_pylist() == [8, -7]
+    file.write_text("name,item_id\nx,8\ny,7,3\n")
+    with pytest.raises(RecpoError, match="1 row: another number of values than the 2 columns"):
+        read_ids(file, "item_id", pa.int64())
 
 
 def test_rows_of_another_width_hide_no_other_fault(tmp_path):

@@ -119,6 +119,18 @@ def test_the_step_labels_are_those_of_every_micro_batch_and_rank(shards):
     assert all(batch.step_labels is None for batch in unread), "computed although nobody reads them"
 
 
+@pytest.mark.parametrize("start", [0, 1, 4])
+def test_the_first_micro_batch_of_a_step_carries_the_others(shards, start):
+    batches = TrainBatches(shards, LAYOUT, 2, seed=0, rank=Rank(1, 2, accumulate=3), whole_steps=True)
+    plain = list(TrainBatches(shards, LAYOUT, 2, seed=0, rank=Rank(1, 2, accumulate=3)))
+    batches.start = start
+    for number, batch in enumerate(batches, start):
+        first = number % 3 == 0 or number == start
+        expected = plain[number + 1 : number - number % 3 + 3] if first else []
+        assert [b.context_ids.tolist() for b in batch.following] == [b.context_ids.tolist() for b in expected]
+    assert not any(batch.following for batch in plain)
+
+
 def test_a_trainer_that_counts_its_batches_gets_the_next_epoch_too(shards):
     loader = ResumableLoader(TrainBatches(shards, LAYOUT, 3, seed=0, rank=Rank()), num_workers=0)
     first, second = ([next(iterator) for _ in range(len(loader))] for iterator in (iter(loader), iter(loader)))

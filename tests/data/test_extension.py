@@ -24,7 +24,7 @@ from tests.data.conftest import DAY_MS, START_MS, make_log
 
 CONTEXT = 4
 OPTIONS = {
-    "label": NumericColumn(),
+    "label": NumericColumn(0, 1),
     "max_context": CONTEXT,
     "rows_per_shard": 60,
     "memory_limit": "512MB",
@@ -194,6 +194,20 @@ def test_a_day_more_equals_preparing_the_whole_log(tmp_path):
     assert_equal(recpo.prepare(parts[1], tmp_path / "second", extends=first), whole)
 
 
+@pytest.mark.slow
+def test_days_with_strings_as_request_ids_may_follow_days_with_integers(tmp_path):
+    """As when a server, whose request ids are strings, has taken over."""
+    log = living_log(3, 6)
+    place, last = log.schema.get_field_index("request_id"), between(log, 5, 6)
+    text = [f"0-{number:06d}" for number in log["request_id"].to_pylist()]  # in the order of the numbers
+    first = between(log, 0, 5)
+    named = first.set_column(place, "request_id", pa.array(text[: len(first)]))
+    numbered = first.set_column(place, "request_id", log["request_id"].slice(0, len(first)))
+    whole = recpo.prepare(pa.concat_tables([named, last]), tmp_path / "whole", **OPTIONS)
+    prepared = recpo.prepare(numbered, tmp_path / "first", **OPTIONS)
+    assert_equal(recpo.prepare(last, tmp_path / "second", extends=prepared), whole)
+
+
 @pytest.fixture(scope="module")
 def yesterday(tmp_path_factory):
     log = living_log(3, 6)
@@ -296,6 +310,44 @@ def test_retired_items_stay_in_histories_and_are_candidates_no_more(yesterday, t
         recpo.prepare(new, tmp_path / "out", extends=data, retire=[-5])
     with pytest.raises(RecpoError, match="name the directory with --extends"):
         recpo.prepare(new, tmp_path / "out", retire=[-5])
+
+
+def test_ids_to_retire_are_read_as_they_stand(yesterday, tmp_path):
+    data, new = yesterday
+    (tmp_path / "ids.csv").write_text("item_id\n007\n")
+    with pytest.raises(RecpoError, match=r"ids\.csv.* '007' in row 0"):
+        recpo.prepare(new, tmp_path / "out", extends=data, retire=tmp_path / "ids.csv")
+    log = living_log(3, 6)
+    padded = pc.utf8_lpad(log["item_id"].cast(pa.string()), 5, "0")
+    log = log.set_column(log.schema.get_field_index("item_id"), "item_id", padded)
+    texts = recpo.prepare(between(log, 0, 5), tmp_path / "texts", **OPTIONS)
+    known = texts.table("items.parquet", ["item_id"]).column(0)[2].as_py()
+    (tmp_path / "ids.csv").write_text(f"item_id\n{known}\n")
+    later = recpo.prepare(between(log, 5, 6), tmp_path / "later", extends=texts, retire=tmp_path / "ids.csv")
+    assert later.retired_items.tolist() == [3]
+    own = recpo.prepare(
+        between(log, 0, 5).rename_columns({"item_id": "song"}),
+        tmp_path / "own",
+        columns=recpo.Columns(item_id="song"),
+        **OPTIONS,
+    )
+    (tmp_path / "ids.csv").write_text(f"song\n{known}\n")
+    new = between(log, 5, 6).rename_columns({"item_id": "song"})
+    later = recpo.prepare(new, tmp_path / "next", extends=own, retire=tmp_path / "ids.csv")
+    assert later.retired_items.tolist() == [3]
+
+
+def test_units_of_the_new_files_are_checked(tmp_path):
+    log = make_log()
+    is_new = pc.greater_equal(log["timestamp"], START_MS + 5 * DAY_MS)
+    kept = recpo.prepare(log.filter(pc.invert(is_new)), tmp_path / "kept", memory_limit="512MB", threads=1)
+    new = log.filter(is_new)
+    place = new.schema.get_field_index("watch_time")
+    wrong = new.set_column(place, "watch_time", pc.divide(new["watch_time"], 1000))
+    for days, warnings in ((new, 0), (wrong, 1)):
+        extended = recpo.prepare(days, tmp_path / "out", extends=kept, overwrite=True)
+        found = [text for text in extended.manifest["warnings"] if "watch_time_unit" in text]
+        assert len(found) == warnings
 
 
 @pytest.mark.slow

@@ -6,13 +6,17 @@ from collections import Counter
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from recpo.data import feature_files
+from recpo.data.duckdb_engine import DuckDBEngine
 from recpo.data.engine import EngineOptions
 from recpo.data.feature_columns import FeatureColumns
 from recpo.data.prepare import Preparation
 from recpo.data.prepared import Prepared
+from recpo.data.schema import Columns
 from recpo.data.shaping import EveryEvent
 from recpo.data.slates import histories_of
 from recpo.data.splits import TemporalSplit
@@ -109,6 +113,76 @@ def vocabulary_of(values, min_count=1):
     """Descending count, then value: counted by hand."""
     counts = Counter(values)
     return sorted((v for v in counts if counts[v] >= min_count), key=lambda v: (-counts[v], v))
+
+
+def wide_items(columns):
+    """Strings, integers, lists and numbers in turn."""
+    rng, ids = np.random.default_rng(3), item_rows()["item_id"]
+    table = {"item_id": ids}
+    for place in range(columns):
+        codes = rng.integers(0, 6, len(ids))
+        values = [codes.astype(str), codes, [[str(code), "x"] for code in codes], codes / 7]
+        table[f"c{place}"] = pa.array(values[place % 4], mask=None if place % 4 == 2 else rng.random(len(ids)) < 0.2)
+    return pa.table(table)
+
+
+@pytest.fixture
+def queries(monkeypatch):
+    """The SQL of every expression that the engine runs."""
+    run = []
+
+    def recorded(method):
+        def record(engine, *arguments):
+            run.append(engine._connection.compile(arguments[-1]))
+            return method(engine, *arguments)
+
+        return record
+
+    for name in ("table", "stream", "materialize"):
+        monkeypatch.setattr(DuckDBEngine, name, recorded(getattr(DuckDBEngine, name)))
+    return run
+
+
+def test_work_is_linear_in_the_columns_of_a_table(tmp_path, queries):
+    counts, sizes = [], []
+    for number in (4, 12, 20):
+        queries.clear()
+        Preparation(label=EveryEvent()).run(
+            make_log(), tmp_path / str(number), items=wide_items(number), engine=ENGINE, progress=False
+        )
+        counts.append(len(queries))
+        sizes.append(sum(map(len, queries)))
+    assert len(set(counts)) == 1
+    assert sizes[2] - sizes[1] < 1.2 * (sizes[1] - sizes[0])
+
+
+def test_the_name_of_the_item_ids_is_remembered(tmp_path):
+    log = make_log().rename_columns({"item_id": "song"})
+    columns, tracks = Columns(item_id="song"), item_rows().select(["item_id", "kind"]).rename_columns(["track", "kind"])
+    for choice, items, expected in (
+        ({}, None, "song"),
+        ({"features": FeatureColumns(item_id="track")}, tracks, "track"),
+    ):
+        out = tmp_path / expected
+        Preparation(label=EveryEvent(), columns=columns, **choice).run(log, out, items=items, engine=ENGINE)
+        assert Prepared.open(out).item_column == expected
+
+
+def test_vocabularies_of_many_columns_are_counted_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(feature_files, "_COLUMNS_OF_QUERY", 3)
+    table = wide_items(16)
+    out = tmp_path / "out"
+    Preparation(label=EveryEvent()).run(make_log(), out, items=table, engine=ENGINE, progress=False)
+    data = Prepared.open(out)
+    items = data.table("items.parquet")
+    train = set(items["item_id"].filter(pc.greater(items["train_count"], 0)).to_pylist())
+    rows = [row for row in table.to_pylist() if row["item_id"] in train]
+    for place in range(16):
+        values = known(row[f"c{place}"] for row in rows)
+        if place % 4 == 2:
+            values = [value for row in values for value in row]
+        if place % 4 < 3:
+            assert data.vocabulary("item", f"c{place}").to_pylist() == vocabulary_of(values)
 
 
 def test_vocabularies_and_moments_are_those_of_the_items_of_the_train_period(data):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recpo.data.id_map import IdMap
+from recpo.data.schema import ALWAYS, NEVER
 from recpo.errors import RecpoError
 
 IDS = st.one_of(
@@ -30,6 +31,26 @@ def test_unknown_and_null_are_zero_and_zero_is_null():
     found = mapping.to_external(np.array([[3, 0], [1, 2]]))
     assert found.type == pa.int32()
     assert found.to_pylist() == [20, None, 30, 10]
+
+
+def test_items_are_unlisted_outside_their_times(tmp_path):
+    times = np.array([[ALWAYS, 100, 50, ALWAYS], [NEVER, NEVER, 70, 100]])
+    IdMap(pa.array(["a", "b", "c", "d"]), np.array([1]), times).save(tmp_path / "items.parquet")
+    items = IdMap.load(tmp_path / "items.parquet")
+    assert pq.read_table(tmp_path / "items.parquet")["available_from"].to_pylist() == [None, 100, 50, None]
+    expected = {None: [1], 49: [1, 2, 3], 50: [1, 2], 69: [1, 2], 70: [1, 2, 3], 99: [1, 2, 3], 100: [1, 3, 4]}
+    for at, unlisted in [*expected.items(), *reversed(expected.items())]:
+        assert items.unlisted(at).tolist() == unlisted, at
+    assert items.unlisted(101) is items.unlisted(10_000)  # nothing is computed again before the next change
+    IdMap(pa.array(["a"]), None, np.array([[ALWAYS], [NEVER]])).save(tmp_path / "items.parquet")
+    assert pq.read_schema(tmp_path / "items.parquet").names == ["item_index", "item_id"]
+
+
+def test_times_of_another_type_are_refused(tmp_path):
+    table = pa.table({"item_index": [1], "item_id": ["a"], "available_from": ["tomorrow"]})
+    pq.write_table(table, tmp_path / "items.parquet")
+    with pytest.raises(RecpoError, match="available_from is string"):
+        IdMap.load(tmp_path / "items.parquet")
 
 
 @pytest.mark.parametrize("kind", [pa.int32(), pa.uint64(), pa.string(), pa.large_string()])

@@ -24,7 +24,7 @@ from recpo.data.splits import LeaveLastOut, TemporalSplit, last_events, period_r
 from recpo.data.validate import row_checks
 from recpo.feedback import FeedbackRule
 
-LABELS = [WatchQuantiles(), WatchRatio(), D2Q(), WatchTimeGain(), BinaryColumn(), NumericColumn(), EveryEvent()]
+LABELS = [WatchQuantiles(), WatchRatio(), D2Q(), WatchTimeGain(), BinaryColumn(), NumericColumn(0, 1), EveryEvent()]
 DAY_MS = 86_400_000
 
 

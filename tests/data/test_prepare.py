@@ -280,6 +280,20 @@ def test_csv_equals_parquet(tmp_path):
     assert csv["shards"] == parquet["shards"]
 
 
+def test_a_word_among_integer_ids_is_a_warning_and_explains_files_of_other_types(tmp_path):
+    log = make_log().to_pandas()
+    log.to_csv(tmp_path / "good.csv", index=False)
+    log["item_id"] = ["oops", *map(str, log["item_id"].tolist()[1:])]
+    log["timestamp"] += 1
+    log.to_csv(tmp_path / "bad.csv", index=False)
+    (warning,) = run(str(tmp_path / "bad.csv"), tmp_path / "csv")["warnings"]
+    assert "bad.csv, column item_id: 1 row" in warning
+    assert "row 0 ('oops')" in warning
+    with pytest.raises(RecpoError, match="differs between files") as caught:
+        run([str(tmp_path / name) for name in ("good.csv", "bad.csv")], tmp_path / "both")
+    assert warning in str(caught.value)
+
+
 def test_a_killed_run_leaves_nothing_that_counts_as_prepared(tmp_path):
     path = write_log(tmp_path / "log.parquet", make_log(users=500, items=300, events=200_000))
     arguments = ["prepare", "--log", path, "--out", str(tmp_path / "out"), "--rows_per_shard", "2000"]

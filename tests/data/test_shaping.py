@@ -256,7 +256,7 @@ def test_defaults_of_labels_and_what_they_need():
     assert WatchTimeGain() == WatchTimeGain(2.0, 5, "mid")
     assert D2Q() == D2Q(30, 5, "mid")
     assert WatchRatio() == WatchRatio(1.0)
-    assert NumericColumn() == NumericColumn(0.0, 1.0, None)
+    assert NumericColumn() == NumericColumn(None, None, None)
     for label in (WatchQuantiles(base=3.0), WatchTimeGain(base=3.0)):
         assert label.duration_base == 3.0
     assert WatchRatio().duration_base == D2Q().duration_base == 2.0
@@ -269,7 +269,14 @@ def test_what_a_label_cannot_read(engine):
     value = ibis.memtable(pa.table({"value": [0.0, 1.0, 0.5, 2.0, -1.0]}))
     found = engine.table(value.mutate(wrong=BinaryColumn().unreadable(value["value"])))
     assert found["wrong"].to_pylist() == [False, False, True, True, True]
-    assert NumericColumn().unreadable(value["value"]) is None
+    assert NumericColumn(0, 1).unreadable(value["value"]) is None
+
+
+def test_values_outside_the_ends(engine):
+    value = ibis.memtable(pa.table({"value": [0.0, 1.0, -0.5, 2.0, None, float("nan"), float("inf")]}))
+    found = engine.table(value.mutate(outside=NumericColumn(0, 1).clipped(value["value"]).fill_null(False)))
+    assert found["outside"].to_pylist() == [False, False, True, True, False, False, False]
+    assert NumericColumn(threshold=4).clipped(value["value"]) is None
 
 
 @pytest.mark.parametrize(
@@ -282,6 +289,9 @@ def test_what_a_label_cannot_read(engine):
         lambda: D2Q(groups=0),
         lambda: NumericColumn(low=5, high=1),
         lambda: NumericColumn(low=1, high=1),
+        lambda: NumericColumn(low=1),
+        lambda: NumericColumn(high=1),
+        lambda: NumericColumn(low=1, high=5, threshold=4),
     ],
 )
 def test_impossible_options_are_refused(make):

@@ -9,7 +9,7 @@ from recpo.data.engine import EngineOptions
 from recpo.data.prepare import Preparation
 from recpo.data.prepared import Prepared
 from recpo.data.schema import Columns
-from recpo.data.shaping import BinaryColumn, EveryEvent, WatchQuantiles
+from recpo.data.shaping import BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles
 from recpo.errors import RecpoError
 from tests.data.conftest import START_MS, make_log, write_log
 
@@ -193,6 +193,21 @@ def test_labels_say_what_they_cannot_read(tmp_path, log):
     bare = write_log(tmp_path / "bare.parquet", log.select(["user_id", "item_id", "timestamp"]))
     assert "label WatchQuantiles needs watch_time and duration" in fault(bare, tmp_path, label=WatchQuantiles())
     run(bare, tmp_path / "prepared", label=EveryEvent())
+
+
+def test_a_numeric_label_needs_its_ends_and_counts_values_outside_them(tmp_path, log):
+    table = log.append_column("label", pa.array([0.0, 1.0, 2.5, 4.0, None] * (log.num_rows // 5)))
+    path = write_log(tmp_path / "log.parquet", table)
+    assert "--label.low 0 --label.high 4" in fault(path, tmp_path, label=NumericColumn())
+    reason = "label: outside low 0 and high 1, taken as the nearer one"
+    manifest = run(path, tmp_path / "prepared", label=NumericColumn(0, 1))
+    assert manifest["counts"]["neutralized"] == {"label: missing": 300, reason: 600}
+    found = fault(path, tmp_path, label=NumericColumn(0, 1), strict=True)
+    assert "600 rows: outside low 0 and high 1" in found
+    scaled = run(path, tmp_path / "scaled", label=NumericColumn(0, 4))
+    assert scaled["counts"]["neutralized"] == {"label: missing": 300}
+    constant = write_log(tmp_path / "same.parquet", log.append_column("label", pa.array([3.0] * log.num_rows)))
+    assert "its values do not differ" in fault(constant, tmp_path, label=NumericColumn())
 
 
 def test_every_fault_is_in_one_report(tmp_path, log):

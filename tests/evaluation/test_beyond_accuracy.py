@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -9,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recpo.evaluation import beyond_accuracy
-from recpo.evaluation.beyond_accuracy import BeyondAccuracy, Exposure, diversity, gini, miscalibration, tag_diversity
+from recpo.evaluation.beyond_accuracy import (
+    BeyondAccuracy,
+    Exposure,
+    diversity,
+    gini,
+    list_overlap,
+    miscalibration,
+    tag_diversity,
+)
 from recpo.evaluation.item_facts import POPULARITY_BINS, ItemFacts, ItemTags, popularity_bins
 from recpo.evaluation.measures import Observed
 from recpo.evaluation.targets import Targets
@@ -41,6 +50,19 @@ def test_coverage_and_gini_are_over_all_lists():
     assert totals["coverage@1"] == 2 / 8
     assert totals["coverage@2"] == 4 / 8
     assert totals["gini@2"] == pytest.approx(list_loops.gini([3, 1, 1, 1, 0, 0, 0, 0]))
+    assert totals["overlap@1"] == pytest.approx(1 / 3)
+
+
+def test_overlap_is_the_mean_over_pairs_of_users():
+    generator = np.random.default_rng(0)
+    lists = [sorted(generator.choice(np.arange(1, 13), 4, replace=False)) for _ in range(9)]
+    exposure = Exposure(num_items=12, ks=[4])
+    exposure.add(torch.tensor(lists[:5]))
+    exposure.add(torch.tensor([*lists[5:], [0, 0, 0, 0]]))
+    shared = [len(set(one) & set(other)) / 4 for one, other in itertools.combinations(lists, 2)]
+    assert exposure.totals()["overlap@4"] == pytest.approx(np.mean(shared))
+    assert list_overlap(torch.tensor([7, 7, 7, 0]), 7) == 1
+    assert math.isnan(list_overlap(torch.tensor([1, 1, 0]), 1))
 
 
 def test_gini_at_its_ends():

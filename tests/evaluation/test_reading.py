@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 
+import pytest
+
 from recpo.evaluation.cautions import cautions
 from recpo.evaluation.document import with_holm
 from recpo.evaluation.reading import best_first, paired, reading
@@ -24,6 +26,7 @@ def document_of(means, half_width=0.01, kinds=None):
             "kind": kind,
             "counts": counts | {"positive_events_excluded": 10},
             "metrics": {"NDCG@10": estimate(mean), "disliked@10": estimate(mean)},
+            "totals": {"coverage@10": 0.1, "overlap@10": 0.3},
             "off_policy": [],
         }
         for name, mean, kind in zip(names, means, kinds, strict=True)
@@ -40,7 +43,7 @@ def document_of(means, half_width=0.01, kinds=None):
         for j in range(i + 1, len(means))
     ]
     return {
-        "setting": {"ks": [10], "split": "test", "checkpoint": "best"},
+        "setting": {"ks": [10], "split": "test", "checkpoint": "best", "num_items": 2600},
         "contenders": contenders,
         "differences": with_holm(differences),
         "provenance": {"runs": {name: {"max_history": 50} for name in names}},
@@ -116,6 +119,23 @@ def changed(document, **counts):
 
 def test_without_faults_there_are_no_warnings():
     assert cautions(document_of([0.1, 0.2])) == []
+
+
+@pytest.mark.parametrize("kind", ["run", "bundle", "factors", "reranked", "baseline", "oracle"])
+def test_lists_that_hardly_differ_between_users_have_a_warning_with_the_numbers(kind):
+    alike = document_of([0.1, 0.2], kinds=["baseline", kind])
+    alike["contenders"][1]["totals"] = {"coverage@10": 59 / 2600, "overlap@10": 0.52}
+    said = [sentence for sentence in cautions(alike) if "hardly differ" in sentence]
+    assert len(said) == (kind not in ("baseline", "oracle"))
+    for sentence in said:
+        assert sentence.startswith("b: ")
+        assert "The first 10 places of 300 users come from 59 of 2,600 items" in sentence
+        assert "share 52% of their lists" in sentence
+    for changes in ({"num_items": 100}, {"num_items": 60}):  # lists of a small catalog overlap by chance
+        small = {**alike, "setting": alike["setting"] | changes}
+        assert not any("hardly differ" in sentence for sentence in cautions(small))
+    few = {**alike, "candidates": {"items": 100}}
+    assert not any("hardly differ" in sentence for sentence in cautions(few))
 
 
 def test_each_weakness_has_its_warning():

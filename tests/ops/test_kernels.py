@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from recpo.ops import kernels
 from recpo.ops.kernels import linear, matmul_transposed, reference_kernels, sum_rows, take_rows
-from recpo.ops.linear_logprob import linear_entropy, linear_logprob
+from recpo.ops.linear_logprob import linear_divergence, linear_entropy, linear_logprob
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.types import FeedbackBatch, Histories, Slates
 
@@ -219,8 +219,10 @@ def test_passes_over_a_catalog(keep_bytes: int, padding_rows: int, monkeypatch: 
         options = {"padding_rows": padding_rows, "temperature": 0.7}
         logp = linear_logprob(*leaves, targets, keep_bytes=keep_bytes, **options)
         entropy = linear_entropy(*leaves, **options)
-        gradients = torch.autograd.grad((logp * seed).sum(), leaves)
-        return [logp, entropy, *gradients, *torch.autograd.grad((entropy * seed[:, 0]).sum(), leaves)]
+        gradients = [*torch.autograd.grad((logp * seed).sum(), leaves)]
+        divergence = linear_divergence(*leaves, states.flip(0), table.flip(0), **options)
+        gradients += torch.autograd.grad((divergence * seed[:, 1]).sum(), leaves)
+        return [logp, entropy, divergence, *gradients, *torch.autograd.grad((entropy * seed[:, 0]).sum(), leaves)]
 
     for fast, plain in zip(*both(outcome), strict=True):
         torch.testing.assert_close(fast, plain, rtol=1e-10, atol=1e-12)

@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recpo.ops import kernels
-from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob, state_of_targets
+from recpo.ops.kl import categorical_kl, kl_estimate
+from recpo.ops.linear_logprob import (
+    linear_divergence,
+    linear_entropy,
+    linear_log_softmax,
+    linear_logprob,
+    state_of_targets,
+)
 
 
 @pytest.fixture
@@ -153,6 +160,73 @@ def test_every_item_under_autocast(function: Any) -> None:
     torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
 
 
+def problem_of_two(n: int, v: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> list[Tensor]:
+    """States and table of a policy, and those of a reference with another width."""
+    return [*problem(n, v, 4, dtype, scale), *problem(n, v, 6, dtype, scale)]
+
+
+@pytest.mark.parametrize("padding_rows", [0, 1])
+@pytest.mark.usefixtures("small_blocks")
+def test_the_divergence_is_that_of_two_dense_softmaxes(padding_rows: int) -> None:
+    states, table, others, reference = problem_of_two(150, 90)
+    ours = linear_divergence(states, table, others, reference, temperature=0.7, padding_rows=padding_rows)
+    logits, logits_ref = (h @ rows[padding_rows:].T / 0.7 for h, rows in ((states, table), (others, reference)))
+    theirs = categorical_kl(logits, logits_ref)
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+    weights = torch.randn(150, dtype=torch.float64)
+    got = torch.autograd.grad((ours * weights).sum(), (states, table, others, reference), allow_unused=True)
+    want = torch.autograd.grad((theirs * weights).sum(), (states, table))
+    torch.testing.assert_close(got[:2], want, rtol=1e-10, atol=1e-12)
+    assert got[2:] == (None, None)
+    assert padding_rows == 0 or (got[1][0] == 0).all()
+
+
+def test_the_divergence_is_the_expected_log_ratio_over_all_items() -> None:
+    states, table, others, reference = problem_of_two(20, 30)
+    logp, logp_ref = linear_log_softmax(states, table), linear_log_softmax(others, reference)
+    expected = (logp.exp() * kl_estimate(logp, logp_ref, "k1")).sum(1)
+    torch.testing.assert_close(linear_divergence(states, table, others, reference), expected)
+    same = linear_divergence(states, table, states, table)
+    assert same.abs().max() < 1e-12
+    (gradient,) = torch.autograd.grad(same.sum(), table)
+    assert gradient.abs().max() < 1e-12
+
+
+def test_either_gradient_of_the_divergence_alone() -> None:
+    states, table, *reference = problem_of_two(9, 14)
+    both = torch.autograd.grad(linear_divergence(states, table, *reference).sum(), (states, table))
+    alone = linear_divergence(states, table.detach(), *reference), linear_divergence(states.detach(), table, *reference)
+    for value, leaf, want in zip(alone, (states, table), both, strict=True):
+        torch.testing.assert_close(torch.autograd.grad(value.sum(), leaf)[0], want)
+
+
+def test_the_divergence_survives_extreme_logits_in_float32() -> None:
+    states, table, others, reference = problem_of_two(40, 60, torch.float32, scale=100.0)
+    exact = [values.detach().double().requires_grad_() for values in (states, table, others, reference)]
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = linear_divergence(states, table, others, reference)
+    assert ours.dtype == torch.float32
+    theirs = linear_divergence(*exact)
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-3)
+    got, want = torch.autograd.grad(ours.sum(), table)[0], torch.autograd.grad(theirs.sum(), exact[1])[0]
+    assert got.isfinite().all()
+    torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+def test_the_divergence_never_makes_an_n_by_v_tensor() -> None:
+    leaves = problem_of_two(2000, 30_000, torch.float32)
+    with _LargestTensor() as largest:
+        linear_divergence(*leaves).sum().backward()
+    assert largest.numel * 4 <= 2 * kernels.BLOCK_BYTES["cpu"] < 2000 * 30_000 * 4 / 10
+
+
+def test_the_divergence_refuses_a_reference_of_other_states_or_items() -> None:
+    states, table, others, reference = problem_of_two(4, 7)
+    for wrong in ((others[1:], reference), (others, reference[1:]), (others[:, 1:], reference)):
+        with pytest.raises(ValueError, match="the reference must have 4 states and 8 rows"):
+            linear_divergence(states, table, *wrong)
+
+
 class Products(TorchDispatchMode):
     """Notes which matrix products run, and with which precision of float32."""
 
@@ -178,7 +252,12 @@ def less_precision() -> Iterator[None]:
 
 def softmaxes(states: Tensor, table: Tensor) -> list[Tensor]:
     targets = torch.arange(1, len(states) + 1, device=states.device)
-    return [linear_logprob(states, table, targets), linear_entropy(states, table), linear_log_softmax(states, table)]
+    return [
+        linear_logprob(states, table, targets),
+        linear_entropy(states, table),
+        linear_log_softmax(states, table),
+        linear_divergence(states, table, states.flip(0), table.flip(0)),
+    ]
 
 
 @pytest.mark.parametrize("sizes", [(5, 9, 4), (64, 3000, 8)])  # products below and above oneDNN's least size

@@ -16,8 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recpo.ops import kernels
-from recpo.ops.linear_logprob import linear_entropy, linear_logprob
-from recpo.ops.sharded_logprob import RowShard, sharded_entropy, sharded_logprob, sharded_lookup
+from recpo.ops.linear_logprob import linear_divergence, linear_entropy, linear_logprob
+from recpo.ops.sharded_logprob import (
+    RowShard,
+    sharded_divergence,
+    sharded_entropy,
+    sharded_logprob,
+    sharded_lookup,
+)
 from recpo.ops.sharded_logprob import _check as shape_check
 from tests.sharding.ranks import Ranks
 
@@ -86,7 +92,14 @@ def loss_over_all(case: Case, table: Tensor, problem: Problem) -> Tensor:
     table = F.normalize(table, dim=-1) if case.cosine else table
     logp = linear_logprob(problem.states, table, problem.targets, problem.state_index, temperature=case.temperature)
     entropy = linear_entropy(problem.states, table, temperature=case.temperature)
-    return (logp * problem.weights).sum() + (entropy * problem.entropy_weights).sum()
+    reference = reference_of(problem.states), reference_of(table)
+    divergence = linear_divergence(problem.states, table, *reference, temperature=case.temperature)
+    return (logp * problem.weights).sum() + ((entropy + divergence) * problem.entropy_weights).sum()
+
+
+def reference_of(values: Tensor) -> Tensor:
+    """Other states or rows, which depend on each row alone."""
+    return 0.5 * values.detach().sin()
 
 
 def loss_over_ranks(case: Case, rows: Tensor, problem: Problem, group: Any = None) -> Tensor:
@@ -94,8 +107,10 @@ def loss_over_ranks(case: Case, rows: Tensor, problem: Problem, group: Any = Non
     shard = shard_of(case, F.normalize(rows, dim=-1) if case.cosine else rows, group)
     logp = sharded_logprob(problem.states, shard, problem.targets, problem.state_index, temperature=case.temperature)
     entropy = sharded_entropy(problem.states, shard, temperature=case.temperature)
+    reference = reference_of(problem.states), shard._replace(rows=reference_of(shard.rows))
+    divergence = sharded_divergence(problem.states, shard, *reference, temperature=case.temperature)
     assert logp.shape == problem.targets.shape
-    return (logp * problem.weights).sum() + (entropy * problem.entropy_weights).sum()
+    return (logp * problem.weights).sum() + ((entropy + divergence) * problem.entropy_weights).sum()
 
 
 def check_softmax(case: Case, in_pairs: bool = False) -> None:

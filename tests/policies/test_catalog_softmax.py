@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -186,6 +187,25 @@ def test_entropy_of_every_position() -> None:
     logp = made.log_prob(scored)[..., 0]
     got = made.entropy(scored)
     torch.testing.assert_close(got, -(logp.exp() * logp).sum(1, keepdim=True).expand(3, V), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+def test_divergence_at_every_position(similarity: Literal["dot", "cosine"]) -> None:
+    made, known = policy(temperature=0.7, similarity=similarity), histories([H, 2, 0])
+    reference = copy.deepcopy(made)
+    with torch.no_grad():
+        reference.item_table.weight[1:] += torch.randn(V, made.dim)
+    scored = whole_catalog(known)
+    logp, other = made.log_prob(scored), reference.log_prob(scored)
+    want = (logp.exp() * (logp - other.detach())).sum(1, keepdim=True).expand(3, V, 1)
+    needed = scored.slates.mask & (torch.arange(V) < 3)
+    got = made.divergence(scored, reference, needed, made.encode(known))
+    torch.testing.assert_close(got, want * needed[..., None], rtol=1e-4, atol=1e-5)
+    weight = made.item_table.weight
+    gradients = [torch.autograd.grad(value.sum(), weight)[0] for value in (got, want * needed[..., None])]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+    assert all(parameter.grad is None for parameter in reference.parameters())
+    assert made.divergence(scored, made).abs().max() < 1e-5
 
 
 def test_the_padding_row_stays_zero_in_training() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,41 @@ def test_the_entropy_along_items_of_the_policy_is_its_entropy(codes):
     with torch.no_grad():
         logp, along = made.log_prob(batch).sum(-1), made.entropy(batch)
     assert torch.allclose((logp.exp() * along).sum(1), -(logp.exp() * logp).sum(1), atol=1e-4)
+
+
+def compared(codes, **options):
+    """A policy and a reference with other codes, and a slate of every item."""
+    made = policy(codes, **options)
+    reference = copy.deepcopy(made)
+    with torch.no_grad():
+        reference.code_table.weight.mul_(-1.0)
+    return made, reference, whole_catalog(histories([0, 5]))
+
+
+def test_the_divergence_along_items_of_the_policy_is_that_over_the_catalog(codes):
+    made, reference, batch = compared(codes)
+    got = made.divergence(batch, reference)
+    assert got.shape == (2, V, len(SIZES))
+    logp, other = made.log_prob(batch).sum(-1), reference.log_prob(batch).sum(-1).detach()
+    along = (logp.exp() * got.sum(-1)).sum(1)
+    over_items = (logp.exp() * (logp - other)).sum(1)  # the expected k1 over all items
+    torch.testing.assert_close(along, over_items, rtol=1e-4, atol=1e-5)
+    gradients = [
+        torch.autograd.grad(x.sum(), made.code_table.weight, retain_graph=True)[0] for x in (along, over_items)
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("normalizer", ["trie", "codebook"])
+def test_the_divergence_is_that_of_the_codes_of_a_token(codes, normalizer):
+    made, reference, batch = compared(codes, normalizer=normalizer)
+    got = made.divergence(batch, reference)
+    assert (got > -1e-6).all()
+    assert torch.allclose(got[:, :1, 0], got[..., 0], atol=1e-6)  # nothing is before the first code of an item
+    assert made.divergence(batch, made).abs().max() < 1e-6
+    first = batch.slates.mask & (batch.slates.item_ids == 1)
+    some = made.divergence(batch, reference, first, made.encode(batch.histories))
+    torch.testing.assert_close(some, got * first[..., None])
 
 
 @pytest.mark.parametrize("options", [SamplingOptions(), SamplingOptions(0.7, 0.8), SamplingOptions(replacement=False)])

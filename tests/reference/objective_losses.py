@@ -260,3 +260,10 @@ def ternary(quantiles, dislikes, fraction, threshold):
         cut = float(np.quantile(known, 1 - fraction)) if known else math.inf
     pairs = zip(quantiles, dislikes, strict=True)
     return [-1.0 if dislike else float(q >= cut - 1e-12 and q > 0) for q, dislike in pairs]
+
+
+def whitened(advantages):
+    """A list of kept advantages minus their mean, over their biased standard deviation."""
+    mean = sum(advantages) / len(advantages)
+    std = math.sqrt(sum((a - mean) ** 2 for a in advantages) / len(advantages))
+    return [(a - mean) / (std + 1e-8) for a in advantages]

@@ -157,6 +157,24 @@ def test_every_key_of_a_manifest_is_guarded(copy, original):
                 Prepared.open(copy)
 
 
+@pytest.mark.parametrize(
+    "outside", ["../outside.parquet", "{parent}/outside.parquet", "train/../../outside.parquet", ""]
+)
+@pytest.mark.parametrize("place", ["file", "past", "files"])
+def test_a_manifest_that_is_sealed_again_names_no_file_outside(copy, outside, place):
+    manifest = json.loads((copy / MANIFEST).read_text())
+    shard, named = manifest["shards"]["valid"][0], outside.format(parent=copy.parent)
+    shutil.copy2(copy / shard["file"], copy.parent / "outside.parquet")
+    if place == "files":
+        manifest["files"][named] = manifest["files"]["items.parquet"]
+    else:
+        shard[place] = named
+    manifest.pop("sha256")
+    (copy / MANIFEST).write_text(json.dumps(seal(manifest)))
+    with pytest.raises(RecpoError, match=r"manifest\.json: .* leads out of the directory"):
+        Prepared.open(copy)
+
+
 def test_an_older_format_says_what_to_do(copy):
     manifest = json.loads((copy / MANIFEST).read_text())
     (copy / MANIFEST).write_text(json.dumps(seal({**manifest, "format_version": 1})))

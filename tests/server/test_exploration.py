@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,6 +12,7 @@ import pytest
 from recpo.errors import RecpoError
 from recpo.exploration import Exploration
 from recpo.server.bundles import LoadedBundle, Versions
+from recpo.server.impressions import validate_propensities
 from recpo.server.ranking import Query, Ranker
 from recpo.server.settling import settle
 from tests.server.conftest import answers, event, request
@@ -96,3 +98,40 @@ def test_a_shortlist_beyond_the_bundle_is_refused_at_the_start(bundle):
     with pytest.raises(RecpoError, match="lists 20 items, exploration or re-ranking takes 100"):
         answers(bundle.root, None, exploration=Exploration())
     assert Versions(bundle.root, shortlist=20).current.bundle.k == 20
+
+
+@pytest.mark.parametrize(
+    ("items", "propensity", "message"),
+    [
+        (["a", "b"], [0.5, 0.0], "propensity 0.0"),
+        (["a", "b"], [float("nan"), 0.5], "propensity nan"),
+        (["a"], [1.5], "propensity 1.5"),
+        (["a", "b"], [0.75, 0.5], "sum to 1.25"),
+        (["a", "a"], [0.25, 0.25], "1 of them distinct"),
+        (["a", "b"], [0.25], "with 1 propensities"),
+    ],
+)
+def test_propensities_that_cannot_weigh_a_row_are_found(items, propensity, message):
+    with pytest.raises(RecpoError, match=message):
+        validate_propensities(items, propensity)
+
+
+def test_a_slate_with_an_invalid_propensity_is_neither_sent_nor_logged(bundle, tmp_path, monkeypatch, caplog):
+    rank = Ranker.rank
+
+    def wrong(self, *args):
+        return [replace(shown, propensity=[0.0, *shown.propensity[1:]]) for shown in rank(self, *args)]
+
+    async def calls(server):
+        good = await server.client.post("/v1/recommend", json=request(1))
+        monkeypatch.setattr(Ranker, "rank", wrong)
+        bad = await server.client.post("/v1/recommend", json=request(2))
+        return good.status_code, bad, (await server.client.get("/metrics")).text
+
+    good, bad, metrics = answers(bundle.root, calls, log=tmp_path)
+    assert (good, bad.status_code) == (200, 500)
+    assert "propensities" in bad.json()["detail"]
+    assert "propensity 0.0" in caplog.text
+    assert "recpo_invalid_propensities_total 1.0" in metrics
+    settle(tmp_path)
+    assert {row["user_id"] for row in pq.read_table(tmp_path).to_pylist()} == {1}

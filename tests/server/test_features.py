@@ -108,7 +108,7 @@ def test_the_log_has_behaviors_and_context_as_prepare_reads_them(featured, tmp_p
             {"item_id": shown["items"][0]["item_id"], "label": 0.75, "behaviors": {"like": True, "follow": False}},
             {"item_id": shown["items"][1]["item_id"], "behaviors": {"share": True}},
         ]
-        body = {"recommendation_id": shown["recommendation_id"], "outcomes": outcomes}
+        body = {"request_id": shown["request_id"], "outcomes": outcomes}
         first = await server.client.post("/v1/feedback", json=body)
         body["outcomes"] = [{"item_id": outcomes[0]["item_id"], "behaviors": {"follow": True}}]
         await server.client.post("/v1/feedback", json=body)
@@ -137,7 +137,7 @@ def test_prepare_reads_them_with_the_mapping_by_name(featured, tmp_path):
                     {"item_id": item["item_id"], "label": 0.5, "behaviors": {"like": place == 0}}
                     for place, item in enumerate(shown["items"])
                 ]
-                feedback = {"recommendation_id": shown["recommendation_id"], "outcomes": outcomes}
+                feedback = {"request_id": shown["request_id"], "outcomes": outcomes}
                 await server.client.post("/v1/feedback", json=feedback)
 
     answers(featured.root, calls, log=tmp_path / "log", sync=False)
@@ -146,7 +146,7 @@ def test_prepare_reads_them_with_the_mapping_by_name(featured, tmp_path):
         tmp_path / "log",
         tmp_path / "prepared",
         split=recpo.LeaveLastOut(),
-        label=NumericColumn(),
+        label=NumericColumn(0, 1),
         features=FeatureColumns(context=(Category("surface"), Number("hour"))),
         behaviors={name: name for name in KNOWN.behaviors},
     )

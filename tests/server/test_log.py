@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -18,9 +19,12 @@ from hypothesis import strategies as st
 import recpo
 from recpo.errors import RecpoError
 from recpo.server import segments
-from recpo.server.impressions import JOURNAL, Impression, ImpressionLog, LogLayout, Outcome, RequestIds, joined_rows
-from recpo.server.segments import COMPLETE, DONE, MAGIC, OPEN, SegmentWriter, Slot, read_records
+from recpo.server.impressions import JOURNAL, Impression, ImpressionLog, LogLayout, Outcome, joined_rows
+from recpo.server.options import ServerOptions
+from recpo.server.segments import COMPLETE, DONE, MAGIC, OPEN, Address, SegmentWriter, Slot, read_records
+from recpo.server.service import Service
 from recpo.server.settling import settle
+from recpo.serving.bundle import Bundle
 from recpo.serving.manifest import BundleManifest
 from recpo.simulation.log import SCHEMA
 from tests.server.conftest import answers, event, request
@@ -302,22 +306,12 @@ def test_many_threads_append_at_once(tmp_path):
     slot.release()
 
 
-@given(st.lists(st.integers(0, 4_102_444_800_000), min_size=2, max_size=50), st.integers(0, 511))
-def test_request_ids_ascend_and_fit_64_bits_for_any_clock(times, slot):
-    ids = RequestIds(slot)
-    made = [ids.next(time_ms) for time_ms in times]
-    assert made == sorted(set(made))
-    assert 0 <= made[0] < made[-1] < 2**63
-    other = RequestIds((slot + 1) % 512)
-    assert not set(made) & {other.next(time_ms) for time_ms in times}
-
-
 def test_the_later_value_counts_for_any_order_of_the_files():
     late = Outcome((0, 0, 0), 5, "a", {"watch_time": 1.0})
     early = Outcome((0, 0, 0), 3, "a", {"watch_time": 2.0, "dislike": True})
-    shown = Impression(7, "n", 1, 9, ["a"], [1.0], [True])
-    (row,) = joined_rows(shown, [late, early], LAYOUT)
-    assert (row["watch_time"], row["dislike"], row["is_random"], row["request_id"]) == (1.0, True, True, 7)
+    shown = Impression("n", 1, 9, ["a"], [1.0], [True])
+    (row,) = joined_rows(Address(0, 0, 0), shown, [late, early], LAYOUT)
+    assert (row["watch_time"], row["dislike"], row["is_random"]) == (1.0, True, True)
 
 
 def test_feedback_over_http(bundle, tmp_path):
@@ -325,10 +319,10 @@ def test_feedback_over_http(bundle, tmp_path):
         post = server.client.post
         shown = (await post("/v1/recommend", json=request(7))).json()
         items = [item["item_id"] for item in shown["items"]]
-        identifier = shown["recommendation_id"]
+        identifier = shown["request_id"]
 
         def feedback(*outcomes, identifier=identifier):
-            return post("/v1/feedback", json={"recommendation_id": identifier, "outcomes": list(outcomes)})
+            return post("/v1/feedback", json={"request_id": identifier, "outcomes": list(outcomes)})
 
         good = {"item_id": items[0], "watch_time": 8.5, "duration": 10.0}
         found = [
@@ -355,6 +349,55 @@ def test_feedback_over_http(bundle, tmp_path):
     assert [row["watch_time"] for row in table] == [8.5, None, None, None, None]
     assert [row["dislike"] for row in table] == [None, True, None, None, None]
     assert {row["user_id"] for row in table} == {7}
+
+
+def test_answers_impressions_and_outcomes_join_by_request_id(bundle, tmp_path):
+    async def calls(server):
+        shown, outcomes = [], []
+        for user in range(4):
+            answer = (await server.client.post("/v1/recommend", json=request(user))).json()
+            shown += [{"request_id": answer["request_id"], **item} for item in answer["items"]]
+            outcome = {"item_id": answer["items"][user]["item_id"], "watch_time": float(user), "duration": 10.0}
+            feedback = {"request_id": answer["request_id"], "outcomes": [outcome]}
+            assert (await server.client.post("/v1/feedback", json=feedback)).status_code == 200
+            outcomes.append({"request_id": answer["request_id"], **outcome})
+        return pd.DataFrame(shown), pd.DataFrame(outcomes)
+
+    shown, outcomes = answers(bundle.root, calls, log=tmp_path)
+    settle(tmp_path)
+    log, by = pq.read_table(tmp_path).to_pandas(), ["request_id", "item_id"]
+    assert log["request_id"].nunique() == 4
+    both = shown.merge(log, on=by, suffixes=("_answered", ""), validate="one_to_one")
+    assert len(both) == len(log) == len(shown) == 20
+    assert (both["propensity_answered"] == both["propensity"]).all()
+    reported = log.dropna(subset="watch_time").merge(outcomes, on=by, suffixes=("", "_sent"), validate="one_to_one")
+    assert reported["watch_time_sent"].tolist() == reported["watch_time"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_only_a_new_or_empty_directory_or_a_log_becomes_a_log(bundle, tmp_path):
+    root = shutil.copytree(bundle.root, tmp_path / "bundle")
+    foreign, empty, old = (tmp_path / name for name in ("foreign", "empty", "old"))
+    (foreign / "deep").mkdir(parents=True)
+    (foreign / "deep" / "photo.jpg").write_bytes(b"1")
+    (old / JOURNAL / "slot-000").mkdir(parents=True)
+    (old / JOURNAL / "slot-000" / f"01{COMPLETE}").write_bytes(b"1")
+    empty.mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for log, message in (
+        (root, "is a bundle"),
+        (root / "log", "lies in a bundle"),
+        (foreign, "contains files and is not a log"),
+        (foreign / "deep" / "photo.jpg", "photo.jpg"),
+        (old, "recpo.json is missing"),
+    ):
+        with pytest.raises(RecpoError, match=message):
+            Service(root, ServerOptions(log=log))
+    with pytest.raises(RecpoError, match="lies in a bundle or a directory of versions"):
+        Service(tmp_path, ServerOptions(log=tmp_path / "log"))
+    assert sorted(tmp_path.rglob("*")) == before
+    for log in (empty, tmp_path / "new" / "log", empty):  # and again, as a log
+        Service(root, ServerOptions(log=log)).log.close()
+    Bundle.load(root)
 
 
 def test_user_ids_have_the_type_of_the_log(bundle, tmp_path):
@@ -413,7 +456,7 @@ def test_prepare_reads_what_was_served(bundle, tmp_path):
                     watched = round(float(generator.uniform(0, 10)), 2)
                     outcomes.append({"item_id": item["item_id"], "watch_time": watched, "duration": 10.0})
                     history.append(event(1, watch_time=watched) | {"item_id": item["item_id"]})
-                feedback = {"recommendation_id": shown["recommendation_id"], "outcomes": outcomes}
+                feedback = {"request_id": shown["request_id"], "outcomes": outcomes}
                 assert (await post("/v1/feedback", json=feedback)).status_code == 200
 
     answers(bundle.root, calls, log=tmp_path / "log", sync=False)

@@ -38,7 +38,7 @@ def bodies(draw):
                 past[key] = draw(VALUES | st.integers(-(2**70), 2**70))
         body["history"].append(past)
     if draw(st.booleans()):
-        body |= {"recommendation_id": draw(st.text("0123456789abcdef", min_size=44, max_size=44)), "outcomes": []}
+        body |= {"request_id": draw(st.text("0123456789abcdef", min_size=44, max_size=44)), "outcomes": []}
     if draw(st.booleans()):
         body |= draw(st.dictionaries(st.text(max_size=8), VALUES, max_size=2))
     return body

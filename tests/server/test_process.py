@@ -66,7 +66,7 @@ def test_a_server_answers_logs_swaps_and_stops(versions, bundles, tmp_path):
         items = [(item["item_id"], item["score"]) for item in shown["items"]]
         assert items == Bundle.load(bundles[1]).recommend_one(request()["history"], 5)
         outcome = {"item_id": items[0][0], "watch_time": 6.0, "duration": 9.0}
-        feedback = {"recommendation_id": shown["recommendation_id"], "outcomes": [outcome]}
+        feedback = {"request_id": shown["request_id"], "outcomes": [outcome]}
         assert httpx.post(f"{server.url}/v1/feedback", json=feedback, timeout=60).json() == {"accepted": 1}
         found, ended = load(server.url, 3)
         operator = {"Authorization": "Bearer the-key-of-an-operator"}
@@ -86,7 +86,7 @@ def test_a_server_answers_logs_swaps_and_stops(versions, bundles, tmp_path):
     assert [row["watch_time"] for row in rows if row["watch_time"] is not None] == [6.0]
     assert [line["message"] for line in server.lines if line["level"] == "error"] == []
     requests = [line for line in server.lines if line["message"] == "request"]
-    assert {"request_id", "method", "path", "status", "ms"} <= set(requests[0])
+    assert {"x_request_id", "method", "path", "status", "ms"} <= set(requests[0])
 
 
 def test_faults_of_the_start_are_one_message(bundles, tmp_path):
@@ -213,6 +213,39 @@ def test_a_dead_worker_is_replaced_and_the_others_continue(bundles, tmp_path):
     assert len(pq.read_table(tmp_path / "log")) == 200
 
 
+def until_refused(url, keeps_its_connection, found):
+    """Asks 500 times, or until nobody listens any more. Keeps statuses and faults."""
+    with httpx.Client(base_url=url, timeout=60) as client:
+        for _ in range(500):
+            headers = {} if keeps_its_connection else {"Connection": "close"}
+            try:
+                found.append(client.post("/v1/recommend", json=request(), headers=headers).status_code)
+            except httpx.TransportError as error:
+                if "refused" not in str(error):
+                    found.append(repr(error))
+                return
+            time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("trial", range(3))
+def test_stopping_resets_no_connection(bundles, tmp_path, workers, trial):
+    """Whatever was accepted is answered and logged; then connections are refused."""
+    found = []
+    log = tmp_path / "log"
+    with process(bundles[0], "--workers", workers, "--log", log, "--publish_on_stop", "true") as server:
+        wait_for(lambda: sum(line["message"] == "serving" for line in server.lines) == workers)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            for number in range(8):
+                pool.submit(until_refused, server.url, number % 2, found)
+            wait_for(lambda: len(found) >= 60 + 10 * trial)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(60) == 0
+    assert set(found) == {200}
+    assert len(pq.read_table(log)) == 5 * len(found)
+
+
 @pytest.mark.slow
 def test_draining_answers_what_arrives_until_it_is_over(bundles):
     with process(bundles[0], "--drain_s", 8) as server:
@@ -220,5 +253,6 @@ def test_draining_answers_what_arrives_until_it_is_over(bundles):
             server.process.send_signal(signal.SIGTERM)
             wait_for(lambda: client.get("/v2/health/ready").status_code == 503)
             assert client.get("/v2/health/live").status_code == 200
-            assert client.post("/v1/recommend", json=request()).status_code == 200
+            answer = client.post("/v1/recommend", json=request())
+            assert (answer.status_code, answer.headers["connection"]) == (200, "close")  # the next one goes elsewhere
         assert server.process.wait(60) == 0

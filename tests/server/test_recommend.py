@@ -46,7 +46,7 @@ def test_an_answer_says_who_gave_it(bundle):
     assert answer["bundle"] == "films"
     assert answer["checksum"] == sha256(bundle.root / "manifest.json")
     assert answer["version"] == answer["checksum"][:12]
-    assert answer["recommendation_id"] is None  # no log, no feedback
+    assert answer["request_id"] is None  # no log, no feedback
     assert {item["explored"] for item in answer["items"]} == {False}
     assert sum(item["propensity"] for item in answer["items"]) == pytest.approx(1)
 
@@ -134,7 +134,7 @@ def test_a_wrong_request_is_told_what_is_wrong(refusals, name):
     answer = refusals[name]
     assert answer.status_code == 422, answer.text
     assert WRONG[name][1] in answer.json()["detail"]
-    assert answer.json()["request_id"] == answer.headers["x-request-id"]
+    assert answer.json()["x_request_id"] == answer.headers["x-request-id"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Updating the candidates of an existing bundle."""
 
+import time
+from datetime import UTC, datetime
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -30,9 +33,23 @@ def bundle(tmp_path_factory):
     return Bundle.load(out)
 
 
-def lists(bundle):
+def lists(bundle, **options):
     events = pd.DataFrame({"user_id": [1, 1, 2], "item_id": ["i3", "i5", "i9"], "timestamp": [1, 2, 3]})
-    return bundle.recommend(events, bundle.k, users=[1, 2, 3])
+    return bundle.recommend(events, bundle.k, users=[1, 2, 3], **options)
+
+
+def test_ids_may_have_the_name_that_they_had_in_the_log(tmp_path):
+    policy = CatalogSoftmaxPolicy(ITEMS, dim=4, layers=1, heads=1, max_history=5)
+    named = [f"i{number}" for number in range(1, ITEMS + 1)]
+    origin = {"item_column": "track"}
+    export_bundle(policy, IdMap(pa.array(named)), FeedbackDefinition(), tmp_path / "bundle", k=ITEMS, origin=origin)
+    for column in ("track", "item_id"):
+        pq.write_table(pa.table({column: named[2:], "note": named[2:]}), tmp_path / "items.parquet")
+        fresh = refresh(tmp_path / "bundle", tmp_path / "items.parquet", tmp_path / column)
+        assert (fresh.listed, fresh.retired) == (ITEMS - 2, 2)
+    pq.write_table(pa.table({"song": named}), tmp_path / "items.parquet")
+    with pytest.raises(RecpoError, match="a column track or item_id"):
+        refresh(tmp_path / "bundle", tmp_path / "items.parquet", tmp_path / "out")
 
 
 def test_retired_items_are_listed_no_more_and_stay_in_histories(bundle, tmp_path):
@@ -69,6 +86,74 @@ def test_retired_items_are_listed_no_more_and_stay_in_histories(bundle, tmp_path
         == 0
     )
     assert set(lists(Bundle.load(tmp_path / "again"))["item_id"]) == {"i1", "i3", "i4", "i5", "i6"}
+
+
+MONDAY, TUESDAY = 1_900_000_000_000, 1_900_086_400_000
+
+
+@pytest.fixture(scope="module")
+def timed(bundle, tmp_path_factory):
+    """A refreshed bundle: i1 comes on Monday, i2 on Tuesday, i3 leaves on Tuesday; i4 is retired."""
+    root = tmp_path_factory.mktemp("timed")
+    begin, end = {"i1": MONDAY, "i2": TUESDAY, "i4": TUESDAY}, {"i3": TUESDAY}
+    named = [f"i{number}" for number in range(1, ITEMS + 1)]
+    table = pa.table(
+        {
+            "item_id": named,
+            "retired": [name == "i4" for name in named],
+            "available_from": pa.array([begin.get(name) for name in named], pa.timestamp("ms", "UTC")),
+            "available_until": pa.array([end.get(name) for name in named], pa.int64()),
+        }
+    )
+    pq.write_table(table, root / "items.parquet")
+    return refresh(bundle, root / "items.parquet", root / "fresh")
+
+
+def test_items_are_listed_only_while_they_are_available(bundle, timed, monkeypatch):
+    assert (timed.listed, timed.retired) == (ITEMS - 1, 1)
+    whole = set(lists(bundle)["item_id"])
+    expected = {
+        MONDAY - 1: whole - {"i1", "i2", "i4"},
+        MONDAY: whole - {"i2", "i4"},
+        TUESDAY: whole - {"i3", "i4"},
+    }
+    for at, items in expected.items():
+        assert set(lists(timed.bundle, at=at)["item_id"]) == items
+        assert {item for item, _ in timed.bundle.recommend_one([], ITEMS, at=at)} == items
+        monkeypatch.setattr(time, "time", lambda now=at: now / 1000)  # the default is now
+        assert set(lists(timed.bundle)["item_id"]) == items
+        assert {item for item, _ in timed.bundle.recommend_one([], ITEMS)} == items
+        assert check_golden(timed.bundle) > 0  # at any time
+    monday = datetime.fromtimestamp(MONDAY / 1000, UTC)
+    for at in (monday, monday.isoformat(), monday.replace(tzinfo=None).isoformat()):
+        assert set(lists(timed.bundle, at=at)["item_id"]) == expected[MONDAY]
+    for at in ("Monday", 1_900_000_000, True):
+        with pytest.raises(RecpoError, match="at is "):
+            lists(timed.bundle, at=at)
+
+
+def test_recommend_takes_a_time(timed, tmp_path):
+    pq.write_table(pa.table({"user_id": [1], "item_id": ["i9"], "timestamp": [1]}), tmp_path / "histories.parquet")
+    given = ["--bundle", str(timed.bundle.root), "--histories", str(tmp_path / "histories.parquet")]
+    for at, listed in (("2030-03-17", False), ("2030-03-18T12:00", True)):
+        assert main(["recommend", *given, "--out", str(tmp_path / "lists.parquet"), "--at", at]) == 0
+        assert ("i1" in pq.read_table(tmp_path / "lists.parquet")["item_id"].to_pylist()) is listed
+    assert main(["recommend", *given, "--out", str(tmp_path / "lists.parquet"), "--at", "soon"]) == 1
+
+
+def test_times_stay_unless_the_table_has_them(timed, tmp_path):
+    named = [f"i{number}" for number in range(1, ITEMS + 1)]
+    pq.write_table(pa.table({"item_id": named}), tmp_path / "plain.parquet")
+    again = refresh(timed.bundle, tmp_path / "plain.parquet", tmp_path / "again")
+    assert "i1" not in set(lists(again.bundle, at=MONDAY - 1)["item_id"])
+    table = pa.table({"item_id": named, "available_from": pa.nulls(ITEMS, pa.int64())})
+    pq.write_table(table, tmp_path / "always.parquet")
+    always = refresh(timed.bundle, tmp_path / "always.parquet", tmp_path / "always")
+    assert "i1" in set(lists(always.bundle, at=MONDAY - 1)["item_id"])
+    assert "i3" not in set(lists(always.bundle, at=TUESDAY)["item_id"])
+    pq.write_table(pa.table({"item_id": named, "available_from": [1_700_000_000] * ITEMS}), tmp_path / "s.parquet")
+    with pytest.raises(RecpoError, match=r"s\.parquet, column available_from: 12 times"):
+        refresh(timed.bundle, tmp_path / "s.parquet", tmp_path / "out")
 
 
 def test_what_cannot_be_refreshed_is_refused(bundle, tmp_path):

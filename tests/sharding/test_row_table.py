@@ -40,7 +40,9 @@ def batch(rows: int, rank: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
 def loss_of(table: ItemTable, ids: Tensor, states: Tensor, targets: Tensor) -> Tensor:
     cosine = table.log_prob(states, targets, temperature=0.3, cosine=True)
     entropy = table.entropy(states, temperature=2.0)
-    return table(ids).square().sum() - table.log_prob(states, targets).sum() + cosine.sum() + entropy.sum()
+    divergence = table.divergence(states, table, states.flip(-1), temperature=2.0)
+    rest = cosine.sum() + entropy.sum() + divergence.sum()
+    return table(ids).square().sum() - table.log_prob(states, targets).sum() + rest
 
 
 def check_steps(rows: int) -> None:

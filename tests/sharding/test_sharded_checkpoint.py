@@ -216,7 +216,7 @@ def fail_on_a_full_disk(path: Path, failing: int) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == failing:
-            patch.setattr(checkpoint, "save_file", full)
+            patch.setattr(checkpoint, "write_tensors", full)
         with pytest.raises(RecpoError, match=rf"{path.stem}.*could not be written.*rank {failing}.*No space left"):
             checkpoint.save(net.state_dict(), rest, path)
     dist.barrier()

@@ -198,7 +198,8 @@ def aligned(kind: str) -> dict[str, Any]:
     if kind == "SoftmaxDPO":
         return {"objective": SoftmaxDPO(), "layout": PreferenceListLayout(history_length=12, in_batch=0)}
     if kind == "PPO":
-        options = {"objective": PPO(kl_coef=0.1), "advantage": GAEAdvantage(), "reward": LoggedReward()}
+        objective, advantage = PPO(kl_coef=0.1, kl_kind="full"), GAEAdvantage(whiten=True)
+        options = {"objective": objective, "advantage": advantage, "reward": LoggedReward()}
         return options | {"old_policy": "snapshot", "snapshot_every": 3}
     options = {"objective": GRPO(kl_coef=0.1), "advantage": GroupNormalizedAdvantage(), "reward": HitReward()}
     rollout = RolloutOptions(batches=3, epochs=2, resamples=1)

@@ -157,6 +157,24 @@ def test_inputs_hold_the_catalog_under_every_policy(batch):
     assert divergence > 0
 
 
+def test_the_exact_divergence_over_the_catalog_comes_from_its_log_probabilities(batch):
+    objective, estimator = GRPO(kl_coef=0.3, kl_kind="full"), GroupNormalizedAdvantage()
+    sources = {"advantage": estimator, "reward": HitReward(), "old_policy": "snapshot"}
+    options = LearningOptions(objective=objective, rollout=CATALOG, **sources)
+    networks = Networks.of(new_policy(), options)
+    with torch.no_grad():
+        networks.policy.item_table.weight[1:] += 0.3 * torch.randn(60, 8)
+    found = InputBuilder(networks, options)(batch).objective
+    slates = catalog_slates(batch.histories, 60)
+    want = networks.policy.divergence(batch._replace(slates=slates), networks.reference.policy)
+    torch.testing.assert_close(found.divergence, want, rtol=1e-4, atol=1e-5)
+    got, exact = (
+        torch.autograd.grad(x.sum(), networks.policy.item_table.weight, retain_graph=True)[0]
+        for x in (found.divergence, want)
+    )
+    torch.testing.assert_close(got, exact, rtol=1e-3, atol=1e-3)
+
+
 NO_LIMITS = CollapseLimits(max_kl=None)
 READING = [
     # what reads the snapshot's log-probabilities, and whether anything does

@@ -103,6 +103,26 @@ def test_one_encoding_serves_policy_critic_and_entropy(prepared):
     assert not found.returns.requires_grad
 
 
+@pytest.mark.parametrize("reference", ["frozen", "snapshot"])
+def test_the_exact_divergence_needs_no_log_probabilities_of_the_reference(prepared, reference):
+    batch, num_items = batch_of(prepared, IMPRESSIONS)
+    objective = GRPO(kl_coef=0.5, kl_kind="full")
+    inputs, networks = builder_of(new_policy(num_items), objective, **GROUPS, reference=reference)
+    with torch.no_grad():
+        networks.policy.item_table.weight[1:] += torch.randn(num_items, 8)
+    found = inputs(batch).objective
+    copied = networks.old if reference == "snapshot" else networks.reference
+    assert (networks.reference is None) == (reference == "snapshot")
+    assert networks.critic is None
+    assert found.logp.reference is None
+    torch.testing.assert_close(found.divergence, networks.policy.divergence(batch, copied.policy))
+    assert found.divergence[batch.slates.mask].min() > 0
+    output = objective(found)
+    torch.testing.assert_close(output.metrics["kl_reference"], found.divergence[found.logp.mask].mean())
+    (gradient,) = torch.autograd.grad(output.loss, found.divergence)
+    torch.testing.assert_close(gradient.sum(), torch.tensor(0.5))
+
+
 def test_advantages_and_returns_are_those_of_the_old_values(prepared):
     batch, num_items = batch_of(prepared, SEQUENCES)
     policy = new_policy(num_items)

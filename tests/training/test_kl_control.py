@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from recpo.training.kl_control import AdaptiveKLCoefficient
+from recpo.errors import RecpoError
+from recpo.objectives import GRPO
+from recpo.training.kl_control import AdaptiveKLCoefficient, KLControl
+from recpo.training.options import KLTarget
+from recpo.types import LogProbs
 
 
 def test_rises_when_the_divergence_is_too_large_and_falls_when_too_small():
@@ -25,3 +30,33 @@ def test_resumes_where_it_stopped():
 def test_refuses_what_cannot_be_held():
     with pytest.raises(ValueError, match="above 0"):
         AdaptiveKLCoefficient(target=0.0)
+
+
+def test_the_coefficient_of_the_rewards_follows_the_draws():
+    control = KLControl(GRPO(kl_coef=0.0), KLTarget(0.5, 100), reward_coef=0.2)
+    policy = torch.full((2, 3, 2), -1.0)
+    mask = torch.ones_like(policy, dtype=torch.bool)
+    mask[0, 0] = False
+    logp = LogProbs(policy, mask, policy.clone(), torch.where(mask, -4.0, torch.nan))
+    assert control.reward_coef == 0.2
+    control.measure(logp, {})
+    control.measure(logp, {})
+    control.end_step(lambda sums: sums)
+    assert control.reward_coef == pytest.approx(0.2 * (1 + 0.2 * 10 / 100))  # 3 nats, and 5 items twice
+    assert control.objective.kl_coef == 0.0
+    assert control.metrics == {"kl_coef": control.reward_coef}
+    control.measure(logp._replace(reference=logp.old), {})
+    control.end_step(lambda sums: sums)
+    assert control.reward_coef == pytest.approx(0.2 * 1.02 * (1 - 0.2 * 5 / 100))
+
+
+def test_a_constant_coefficient_of_the_rewards_stays():
+    assert KLControl(GRPO(kl_coef=0.3), reward_coef=0.2).reward_coef == 0.2
+    adapted = KLControl(GRPO(kl_coef=0.3), KLTarget(0.5))
+    assert (adapted.reward_coef, adapted.objective.kl_coef) == (0.0, 0.3)
+
+
+@pytest.mark.parametrize(("in_loss", "in_reward"), [(0.0, 0.0), (0.1, 0.2)])
+def test_one_coefficient_is_adjusted(in_loss, in_reward):
+    with pytest.raises(RecpoError, match=r"adaptive_kl moves .*rollout.kl_coef"):
+        KLControl(GRPO(kl_coef=in_loss), KLTarget(0.5), reward_coef=in_reward)

@@ -8,13 +8,15 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import SGD, Adam
 
-from recpo.advantages import TernaryAdvantage
+from recpo.advantages import GAEAdvantage, TernaryAdvantage
 from recpo.data.datamodule import FeedbackDataModule
 from recpo.data.slates import SequenceLayout
 from recpo.errors import RecpoError
 from recpo.objectives.gbpo import GBPO
 from recpo.objectives.likelihood import Likelihood
+from recpo.objectives.ppo import PPO
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.rewards import LoggedReward
 from recpo.training.inputs import logged_logp
 from recpo.training.module import PreferenceModule
 from recpo.training.networks import ReferenceCache, Snapshot
@@ -65,6 +67,44 @@ def test_accumulation_only_splits_the_work(prepared, objective, module, clip):
     )
     assert trainer.global_step > 3
     assert_same_weights(whole, split, rtol=1e-4, atol=1e-6)
+
+
+WHITENED = {
+    "critic": (
+        PPO(entropy_coef=0.1),
+        {"advantage": GAEAdvantage(whiten=True), "reward": LoggedReward(), "old_policy": "snapshot"},
+    ),
+    # values of the policy itself, with its dropout
+    "critic without a snapshot": (
+        PPO(),
+        {"advantage": GAEAdvantage(whiten=True), "reward": LoggedReward(), "old_policy": "logged"},
+    ),
+    "planned": (GBPO(), {"advantage": TernaryAdvantage(whiten=True)}),
+}
+
+
+@pytest.mark.parametrize("name", WHITENED)
+def test_whitened_advantages_are_those_of_the_whole_step(prepared, monkeypatch, name):
+    (objective, module), dropout = WHITENED[name], 0.3 if name == "critic without a snapshot" else 0.0
+    seen, call = {}, type(objective).__call__
+
+    def noted(self, inputs):
+        kept = inputs.advantages[inputs.logp.mask.any(-1)]
+        seen.setdefault(parts, []).append(kept.double())
+        return call(self, inputs)
+
+    monkeypatch.setattr(type(objective), "__call__", noted)
+    runs = {}
+    for parts in (1, 2, 4):
+        options = {"batch_size": 16 // parts, "accumulate_grad_batches": parts, "policy": {"dropout": dropout}}
+        runs[parts], trainer = fit(prepared, objective, module=module, **options)
+    for parts, advantages in seen.items():
+        for step in range(trainer.global_step):
+            of_step = torch.cat(advantages[step * parts : (step + 1) * parts])
+            assert of_step.mean() == pytest.approx(0.0, abs=1e-6)
+            assert of_step.std(unbiased=False) == pytest.approx(1.0, abs=1e-5)
+    for parts in () if dropout else (2, 4):
+        assert_same_weights(runs[1], runs[parts], rtol=1e-4, atol=1e-5)
 
 
 def test_a_naive_mean_of_micro_batches_would_differ(prepared, monkeypatch):

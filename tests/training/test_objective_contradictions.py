@@ -1,11 +1,22 @@
 """Objectives whose inputs (candidates, old policy) contradict the options."""
 
+from dataclasses import replace
+
 import pytest
 
+from recpo.contracts import StatePolicy
 from recpo.errors import RecpoError
 from recpo.objectives import GRPO, MPO, WeightedLikelihood
-from recpo.training.contradictions import validate_draws, validate_old_policy
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.training.contradictions import (
+    validate_draws,
+    validate_old_policy,
+    validate_policy,
+    validate_slates,
+    validate_snapshot_reference,
+)
 from recpo.training.options import RolloutOptions
+from recpo.types import SlateTraits
 
 
 @pytest.mark.parametrize("candidates", ["draws", "beam", "catalog"])
@@ -33,3 +44,32 @@ def test_inverse_propensities_are_those_of_the_log(old_policy):
         validate_old_policy(WeightedLikelihood(ips_power=0.5), old_policy)
     validate_old_policy(WeightedLikelihood(), old_policy)
     validate_old_policy(WeightedLikelihood(ips_power=0.5), "logged")
+
+
+EXACT = GRPO(kl_coef=0.1, kl_kind="full")
+
+
+def test_the_exact_divergence_needs_whole_distributions_of_the_reference():
+    slates = SlateTraits()
+    with pytest.raises(RecpoError, match=r"cached keeps .* set reference to frozen"):
+        validate_slates(EXACT, slates, "cached", 0.0)
+    validate_slates(EXACT, slates, "frozen", 0.0)
+    validate_slates(replace(EXACT, kl_coef=0.0), slates, "cached", 0.0)
+    with pytest.raises(RecpoError, match="set old_policy to snapshot, not logged"):
+        validate_snapshot_reference(EXACT, "snapshot", "logged")
+
+
+class Estimated(CatalogSoftmaxPolicy):
+    """A policy without an exact divergence."""
+
+    divergence = StatePolicy.divergence
+
+
+def test_the_exact_divergence_needs_a_policy_that_has_it():
+    validate_policy(CatalogSoftmaxPolicy(5, dim=4, heads=1), EXACT)
+    policy = Estimated(5, dim=4, heads=1)
+    with pytest.raises(RecpoError, match=r"Estimated has no method divergence: set objective\.init_args\.kl_kind"):
+        validate_policy(policy, EXACT)
+    with pytest.raises(RecpoError, match="has no method divergence"):
+        policy.divergence(None, policy)
+    validate_policy(policy, replace(EXACT, kl_kind="k3"))

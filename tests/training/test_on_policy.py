@@ -9,12 +9,12 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.optim import SGD, Adam
 
-from recpo.advantages import GAEAdvantage, GroupNormalizedAdvantage, LeaveOneOutAdvantage
+from recpo.advantages import GAEAdvantage, GroupNormalizedAdvantage, LeaveOneOutAdvantage, TernaryAdvantage
 from recpo.contracts import RewardFunction
 from recpo.data.datamodule import FeedbackDataModule, Phases
 from recpo.data.slates import ImpressionLayout, SequenceLayout
 from recpo.errors import RecpoError
-from recpo.objectives import DAPO, DPO, GRPO, GSPO, PPO, DrGRPO, Likelihood, QLearning, Reinforce, SoftmaxDPO
+from recpo.objectives import DAPO, DPO, GBPO, GRPO, GSPO, MPO, PPO, DrGRPO, Likelihood, QLearning, Reinforce, SoftmaxDPO
 from recpo.ops.surrogate import is_clipped
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.guards import CollapseGuard
@@ -313,7 +313,63 @@ def test_the_expected_reward_rises(prepared, name):
     assert expected() > before + 0.04
 
 
+@pytest.mark.parametrize("where", ["loss", "reward", "both"])
+def test_a_large_penalty_keeps_the_policy_at_the_reference(prepared, where):
+    rollout, coef = {"batches": 1, "epochs": 1, "group_size": 32}, 20.0
+
+    def moved(in_loss, in_reward):
+        objective, module = PPO(kl_coef=in_loss, value_coef=0.0), {"advantage": LeaveOneOutAdvantage()}
+        learner, log = fit(
+            prepared, objective, RolloutOptions(**rollout, kl_coef=in_reward), trainer={"max_steps": 20}, **module
+        )
+        batch = next(iter(FeedbackDataModule(prepared, batch_size=64, layout=LAYOUT).train_dataloader()))
+        with torch.no_grad():
+            return learner.policy.divergence(batch, new_policy(learner.policy.num_items)).max().item(), log
+
+    free, _ = moved(0.0, 0.0)
+    kept, log = moved(coef if where != "reward" else 0.0, coef if where != "loss" else 0.0)
+    assert kept < 0.2 * free
+    assert ("kl_in_reward" in log.steps[0]) == (where != "loss")
+    assert ("kl_reference" in log.steps[0]) == (where != "reward")
+
+
+def test_the_coefficient_in_the_reward_adapts_and_resumes(prepared, tmp_path):
+    rollout = RolloutOptions(batches=2, epochs=2, kl_coef=0.1)
+    options = {"adaptive_kl": KLTarget(1e-4, 100), **VALUES}
+    whole, log = fit(prepared, PPO(), rollout, trainer={"max_steps": 9}, **options)
+    # in the first phase, the policy that draws is the reference
+    assert log.of("kl_in_reward")[:4] == pytest.approx([0.0] * 4, abs=1e-5)
+    assert log.of("kl_coef")[:5] == pytest.approx([0.1 * 0.8**step for step in range(5)])
+    assert len(set(log.of("kl_coef"))) == 9
+    keep = ModelCheckpoint(tmp_path, filename="state", every_n_train_steps=6, save_top_k=-1)
+    fit(prepared, PPO(), rollout, callbacks=[keep], trainer={"max_steps": 6}, **options)
+    resumed, again = fit(prepared, PPO(), rollout, resume=tmp_path / "state.ckpt", trainer={"max_steps": 9}, **options)
+    assert again.of("kl_coef") == log.of("kl_coef")[6:]
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"kl_coef": -0.1}, "kl_coef is a weight of at least 0, got -0.1"),
+        ({"kl_coef": 0.1, "candidates": "beam"}, "rollout.candidates is beam: set candidates to draws"),
+        ({"kl_coef": 0.1, "candidates": "catalog"}, "rollout.candidates is catalog: set candidates to draws"),
+        ({"kl_coef": 0.1, "preference": "best_vs_rest"}, "leave one of them out"),
+    ],
+    ids=str,
+)
+def test_a_penalty_in_the_reward_needs_draws(rollout, message):
+    with pytest.raises(RecpoError, match=message):
+        RolloutOptions(**rollout)
+
+
 CONTRADICTIONS = [
+    (GRPO(), {"rollout": RolloutOptions(kl_coef=0.1), "reference": "snapshot"}, "set reference to frozen"),
+    (GRPO(kl_coef=0.0), {"rollout": RolloutOptions(kl_coef=0.1), "reference": "cached"}, "set reference to frozen"),
+    (MPO(candidates_are_draws=True), {"rollout": RolloutOptions(kl_coef=0.1)}, "MPO computes no advantages"),
+    (GBPO(), {"rollout": RolloutOptions(kl_coef=0.1), "advantage": TernaryAdvantage()}, "TernaryAdvantage computes no"),
+    (GRPO(), {"rollout": RolloutOptions(kl_coef=0.1), "adaptive_kl": KLTarget(0.1)}, "set one of them to 0"),
     (GRPO(), {"slates": SequenceLayout().traits}, "set data.layout to class_path: ImpressionLayout"),
     (GRPO(), {"reward": None}, "needs rewards|set reward"),
     (Likelihood(), {"reward": None}, "rollout scores candidates: set reward"),

@@ -18,6 +18,7 @@ from recpo.data.slates import SequenceLayout
 from recpo.errors import RecpoError
 from recpo.objectives import GBPO, PointwiseReward
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.training.class_names import without_trust
 from recpo.training.configuration import parse_arguments
 from recpo.training.module import PreferenceModule
 from recpo.training.options import CriticOptions, LearningOptions
@@ -119,28 +120,157 @@ def test_other_formats_are_refused_with_what_to_do(copy):
         Run.open(copy.root)
 
 
-PAYLOADS = {
+FOREIGN = """
+from pathlib import Path
+
+from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+
+Path({ran!r}).touch()
+
+
+class P(CatalogSoftmaxPolicy):
+    pass
+"""
+FOREIGN_NAMES = {
     "policy": {"class_path": "payload.P", "init_args": {}},
-    "objective": {"class_path": "GBPO", "init_args": {"level": "payload.P"}},
+    "policy as text": {"class_path": "recpo.policies.tilted.RerankedPolicy", "init_args": {"base": "payload.P"}},
+    "objective": {"class_path": "recpo.GBPO", "init_args": {"level": "payload.P"}},
     "optimizer": "payload.P",
     "trainer": {"class_path": "recpo.training.trainer.TrainerOptions", "init_args": {"callbacks": ["payload.P"]}},
 }
 
 
-@pytest.mark.parametrize("name", PAYLOADS)
-def test_a_run_of_somebody_else_imports_no_code(copy, name, monkeypatch):
-    (copy.root / "payload.py").write_text("raise SystemExit('the payload ran')\n")
-    configuration = yaml.safe_load((copy.root / "resolved.yaml").read_text()) | {name: PAYLOADS[name]}
-    (copy.root / "resolved.yaml").write_text(yaml.safe_dump(configuration))
-    facts = json.loads((copy.root / "run.json").read_text())
-    facts["files"]["resolved.yaml"] = recpo.artifacts.sha256(copy.root / "resolved.yaml")
-    recpo.artifacts.write_json(copy.root / "run.json", resealed(facts))
+@pytest.fixture
+def payload(copy, monkeypatch):
+    """A package beside the run, and the file that importing it writes."""
+    ran = copy.root.parent / "ran"
+    (copy.root / "payload.py").write_text(FOREIGN.format(ran=str(ran)))
     monkeypatch.chdir(copy.root)
     monkeypatch.syspath_prepend(str(copy.root))
+    yield ran
+    sys.modules.pop("payload", None)
+
+
+def hand_over(root, **changes):
+    """Other options in a finished run, with a right checksum, as whoever hands it over could write them."""
+    configuration = yaml.safe_load((root / "resolved.yaml").read_text()) | changes
+    (root / "resolved.yaml").write_text(yaml.safe_dump(configuration))
+    facts = json.loads((root / "run.json").read_text())
+    facts["files"]["resolved.yaml"] = recpo.artifacts.sha256(root / "resolved.yaml")
+    recpo.artifacts.write_json(root / "run.json", resealed(facts))
+
+
+@pytest.mark.parametrize("name", FOREIGN_NAMES)
+def test_a_run_of_somebody_else_imports_no_code(copy, payload, name):
+    hand_over(copy.root, **{name.partition(" ")[0]: FOREIGN_NAMES[name]})
     with pytest.raises(RecpoError, match=r"names payload\.P, which is not a part of recpo.*--trust '\[\"payload\"\]'"):
         Run.open(copy.root)
-    assert "payload" not in sys.modules
-    assert Run.open(copy.root, trust=["payload"]).trust == ("payload",)
+    assert not payload.exists()
+
+
+def test_a_package_that_the_caller_trusts_is_imported(copy, payload):
+    hand_over(copy.root, policy=copy.configuration["policy"] | {"class_path": "payload.P"})
+    assert type(Run.open(copy.root, trust=["payload"]).policy()).__name__ == "P"
+    assert payload.exists()
+
+
+def shell(ran):
+    return {"class_path": "recpo.cli.main.os.system", "init_args": {"command": f"touch {ran}"}}
+
+
+def tilting(ran):
+    options = {"run": "run", "factors": "factors", "prepared": "prepared", "out": str(ran), "trust": ["payload"]}
+    return {"class_path": "recpo.workflows.tilt.tilt", "init_args": options}
+
+
+def multiplied():
+    value = ["x"] * 10
+    for _ in range(12):
+        value = [value] * 10
+    return value
+
+
+TRUSTING = {
+    "class_path": "recpo.training.learned_reward.LearnedReward",
+    "init_args": {"run": "r", "trust": ["payload"]},
+}
+ON_SHELL = "recpo.policies.tilted.RerankedPolicy"
+ATTACKS = {
+    "attribute of a module": lambda ran: {"policy": shell(ran)},
+    "attribute, short": lambda ran: {"policy": "recpo.cli.main.os.system"},
+    "attribute of a trusted package": lambda ran: {"policy": shell(ran) | {"class_path": "payload.Path.touch"}},
+    "imported class of another package": lambda ran: {"policy": {"class_path": "payload.Path", "init_args": {}}},
+    "function": lambda ran: {"policy": tilting(ran)},
+    "function without trust": lambda ran: {"policy": "recpo.workflows.tilt.tilt"},
+    "module": lambda ran: {"policy": "recpo.cli.main"},
+    "class of another base": lambda ran: {"policy": {"class_path": "recpo.Bundle", "init_args": {}}},
+    "class of another option": lambda ran: {"objective": {"class_path": "recpo.CatalogSoftmaxPolicy"}},
+    "base of a policy": lambda ran: {"policy": {"class_path": ON_SHELL, "init_args": {"base": shell(ran)}}},
+    "bare name": lambda ran: {"policy": {"class_path": "system", "init_args": {}}},
+    "objective": lambda ran: {"objective": shell(ran)},
+    "layout": lambda ran: {"data": {"init_args": {"layout": shell(ran)}}},
+    "optimizer": lambda ran: {"optimizer": shell(ran)},
+    "callback": lambda ran: {"trainer": {"init_args": {"callbacks": [shell(ran)]}}},
+    "YAML in text": lambda ran: {"policy": "{class_path: payload2.P}"},
+    "YAML in lines of text": lambda ran: {"policy": "class_path: payload2.P\ninit_args: {}"},
+    "YAML with tabs in text": lambda ran: {"policy": "{class_path:\tpayload2.P}"},
+    "YAML in YAML in text": lambda ran: {"policy": "{class_path: recpo.X, init_args: '{base: \"payload2.P\"}'}"},
+    "deep text": lambda ran: {"policy": "[" * 100_000},
+    "anchors that multiply": lambda ran: {"objective": multiplied()},
+    "file of options": lambda ran: {"critic": str(ran.parent / "options")},
+    "dict_kwargs": lambda ran: {
+        "policy": {"class_path": "recpo.CatalogSoftmaxPolicy", "dict_kwargs": {"x": shell(ran)}}
+    },
+    "trust of a reward": lambda ran: {"reward": TRUSTING},
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_run_names_classes_and_nothing_else(copy, payload, name):
+    (payload.parent / "options").write_text("{class_path: payload2.P}")
+    (copy.root / "payload2.py").write_text((copy.root / "payload.py").read_text())
+    trust = ["payload"] if name in ("attribute of a trusted package", "imported class of another package") else []
+    hand_over(copy.root, **ATTACKS[name](payload))
+    with pytest.raises(RecpoError, match=r"resolved\.yaml"):
+        recpo.load(copy.root, trust=trust).policy()
+    assert payload.exists() == bool(trust)  # importing a package that the caller trusts is all that happened
+    assert "payload2" not in sys.modules
+
+
+@pytest.mark.parametrize("verb", ["export", "recommend", "evaluate", "train"])
+def test_no_verb_runs_what_a_run_of_somebody_else_names(prepared, copy, payload, tmp_path, verb, capfd):
+    hand_over(copy.root, policy=shell(payload))
+    out, data = str(tmp_path / "out"), ["--data.prepared", str(prepared)]
+    arguments = {
+        "export": ["--run", str(copy.root)],
+        "recommend": ["--run", str(copy.root), "--histories", str(prepared / "histories.parquet")],
+        "evaluate": ["--prepared", str(prepared), "--run", str(copy.root)],
+        "train": ["--init_from", str(copy.root), "--trainer.max_steps", "1", *data],
+    }[verb]
+    assert main([verb, *arguments, "--out", out]) == 1
+    said = capfd.readouterr().err
+    assert "policy names recpo.cli.main.os.system" in said
+    assert "Traceback" not in said
+    assert not payload.exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_does_not_record_whom_its_training_trusted():
+    reward = {"class_path": "recpo.HitReward", "init_args": {}}
+    assert without_trust({"trust": ["a"], "reward": reward | {"trust": ["b"]}, "x": [{"trust": "c"}]}) == {
+        "reward": reward,
+        "x": [{}],
+    }
+
+
+def build_policy(num_items: int) -> CatalogSoftmaxPolicy:
+    return CatalogSoftmaxPolicy(num_items, **SIZES)
+
+
+def test_a_function_for_a_class_is_refused_before_training(prepared, tmp_path):
+    with pytest.raises(RecpoError, match=r"policy names .*build_policy, which is not a class"):
+        train(prepared, out=tmp_path / "run", **OPTIONS | {"policy": f"{__name__}.build_policy"})
+    assert not (tmp_path / "run").exists()
 
 
 def test_another_learning_rate_is_refused_and_more_epochs_are_not(prepared, copy):

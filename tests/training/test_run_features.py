@@ -75,6 +75,7 @@ def test_a_run_is_whole_wherever_it_lies(run, featured, tmp_path) -> None:
 @pytest.mark.slow
 def test_a_bundle_has_one_vector_per_item_and_answers_as_the_run(run, tmp_path) -> None:
     bundle = run.export(tmp_path / "bundle", k=5)
+    assert bundle.manifest.origin["item_column"] == "item_id"
     expected = run.recommend(histories(run), 5)
     for engine in ("onnx", "torch"):
         found = Bundle.load(bundle.root, engine=engine).recommend(histories(run), 5)

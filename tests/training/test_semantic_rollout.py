@@ -5,11 +5,11 @@ import pyarrow as pa
 import pytest
 import torch
 
-from recpo.advantages import GatedAdvantage, GroupNormalizedAdvantage, PrefixGroupAdvantage
+from recpo.advantages import GAEAdvantage, GatedAdvantage, GroupNormalizedAdvantage, PrefixGroupAdvantage
 from recpo.contracts import RewardFunction
 from recpo.data.datamodule import FeedbackDataModule
 from recpo.data.slates import ImpressionLayout
-from recpo.objectives import GRPO, GSPO
+from recpo.objectives import GRPO, GSPO, PPO
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.rewards import ValidityReward
 from recpo.semantic_codes import SemanticCodes
@@ -79,8 +79,9 @@ def builder_of(policy, objective, reward, rollout, advantage=GroupNormalizedAdva
         (GRPO(), GroupNormalizedAdvantage()),
         (GSPO(), GroupNormalizedAdvantage()),
         (GRPO(), PrefixGroupAdvantage()),
+        (GRPO(kl_coef=0.01, kl_kind="full"), GroupNormalizedAdvantage()),
     ],
-    ids=["grpo", "gspo", "grpo_by_prefix"],
+    ids=["grpo", "gspo", "grpo_by_prefix", "grpo_with_exact_divergence"],
 )
 def test_the_expected_reward_rises(codes, batch, objective, advantage):
     policy = new_policy(codes)
@@ -112,6 +113,39 @@ def test_a_draw_without_an_item_counts_in_its_group_but_is_not_trained(codes, ba
     assert (inputs.advantages[mixed][~trained[mixed]] < 0).all()
     assert (inputs.logp.policy[~trained] == 0).all()
     assert GRPO(kl_coef=0.1)(inputs).loss.isfinite()
+
+
+@pytest.mark.parametrize("estimator", [GAEAdvantage(), GroupNormalizedAdvantage(scale=False)], ids=["gae", "group"])
+def test_the_penalty_in_the_reward_reaches_every_token(codes, batch, estimator):
+    policy, weight = new_policy(codes, normalizer="codebook"), 0.3
+    objective = PPO(value_coef=0.5 if "value" in estimator.requires else 0.0)
+    rollout = RolloutOptions(group_size=6, kl_coef=weight)
+    builder, networks = builder_of(policy, objective, ValidityReward(count=6), rollout, estimator)
+    with torch.no_grad():
+        networks.reference.policy.code_table.weight[1:] *= -1.0
+    built = builder(batch)
+    found, kept = built.objective, built.objective.logp.mask.numpy()
+    penalty = np.where(kept, weight * (found.logp.old - found.logp.reference).numpy(), 0.0)
+    drawn = next(iter(builder.rollouts._kept.values())).slates
+    score, slate = drawn.reward.numpy(), drawn.mask.numpy()
+    assert kept.any()
+    assert (slate & ~kept.any(-1)).any()  # a draw that is not an item has no tokens, and keeps its reward
+    total = score - penalty.sum(-1)
+    np.testing.assert_allclose(found.rewards.numpy(), total, atol=1e-5)
+    assert built.metrics["reward_mean"] == pytest.approx(score[slate].mean(), abs=1e-6)
+    assert built.metrics["kl_in_reward"] == pytest.approx(penalty[kept].mean() / weight, rel=1e-4)
+    if isinstance(estimator, GAEAdvantage):
+        # the penalties of a token and of those after it, and the score behind the last
+        to_go = score[..., None] - penalty[..., ::-1].cumsum(-1)[..., ::-1]
+        want = np.where(kept, to_go - found.values_old.numpy()[..., None], 0.0)
+        np.testing.assert_allclose(np.where(kept, found.advantages.numpy(), 0.0), want, atol=1e-5)
+        items = kept.any(-1)
+        np.testing.assert_allclose(found.returns.numpy()[items], total[items], atol=1e-5)
+    else:
+        mean = [row[in_row].mean() if in_row.any() else 0.0 for row, in_row in zip(total, slate, strict=True)]
+        want = np.where(slate, total - np.array(mean)[:, None], 0.0)
+        np.testing.assert_allclose(found.advantages.numpy(), want, atol=1e-5)
+    assert objective(found).loss.isfinite()
 
 
 def test_advantages_of_tokens_and_the_gate_reach_the_objective(codes, batch):

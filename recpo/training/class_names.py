@@ -1,0 +1,214 @@
+"""The classes that the configuration of a run names, and which of them it may name.
+
+``resolved.yaml`` is a document: whoever hands over a run also wrote it. Every class in it is looked up by
+``recpo.artifacts.named_class`` before jsonargparse sees the configuration, which imports whatever it finds and follows
+the attributes of modules.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, get_type_hints
+
+import yaml
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import LayerSync, Precision
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from recpo.artifacts import lies_in, named_class, parse_yaml
+from recpo.contracts import AdvantageEstimator, Objective, Policy, RewardFunction
+from recpo.data.datamodule import FeedbackDataModule
+from recpo.data.slates import Layout
+from recpo.errors import RecpoError
+from recpo.training.trainer import TrainerOptions
+
+TRUSTED: Final = ("recpo", "torch.optim", "lightning")
+"""Packages whose classes the configuration of a run may always name."""
+
+_BASES: Final[Mapping[str, tuple[type, ...]]] = {
+    "policy": (Policy,),
+    "base": (Policy,),
+    "objective": (Objective,),
+    "advantage": (AdvantageEstimator,),
+    "estimator": (AdvantageEstimator,),
+    "reward": (RewardFunction,),
+    "rewards": (RewardFunction,),
+    "members": (RewardFunction,),
+    "validation_reward": (RewardFunction,),
+    "monitor_reward": (RewardFunction,),
+    "optimizer": (Optimizer,),
+    "sparse_optimizer": (Optimizer,),
+    "lr_scheduler": (LRScheduler,),
+    "table_scheduler": (LRScheduler,),
+    "data": (FeedbackDataModule,),
+    "layout": (Layout,),
+    "trainer": (TrainerOptions,),
+    "strategy": (Strategy,),
+    "callbacks": (Callback,),
+    "logger": (Logger,),
+    "profiler": (Profiler,),
+    "accelerator": (Accelerator,),
+    "plugins": (Precision, ClusterEnvironment, CheckpointIO, LayerSync),
+}
+_ANY_BASE: Final = tuple({base for bases in _BASES.values() for base in bases})  # of options of somebody's own classes
+_BUILT: Final = (("policy",), ("objective",), ("critic",), ("data", "layout"))
+"""The parts of a run that other runs and verbs build; the rest of its configuration is only read."""
+
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+#: options that hold paths: nothing there is ever imported
+_PATHS = frozenset({"prepared", "out", "init_from", "codes", "run", "truth", "dirpath", "save_dir", "default_root_dir"})
+#: what jsonargparse reads text with, where the slower loader of read_yaml differs; it overflows the stack on deep text
+_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_LONGEST_TEXT: Final = 4_000
+
+
+class ClassName(NamedTuple):
+    """A name in a configuration that an option parser would import.
+
+    Attributes:
+        keys: the options that it stands in, from the outermost.
+        name: the name.
+        arguments: the ``init_args`` beside it.
+    """
+
+    keys: tuple[str, ...]
+    name: str
+    arguments: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def option(self) -> str:
+        """The option, for messages."""
+        return ".".join(self.keys)
+
+    @property
+    def is_built(self) -> bool:
+        """Whether recpo builds this part of somebody else's run."""
+        return any(self.keys[: len(part)] == part for part in _BUILT)
+
+
+def class_names(configuration: Any, keys: tuple[str, ...] = ()) -> Iterator[ClassName]:
+    """Every ``class_path``, and everything else that looks like a dotted name, except in options that hold paths.
+
+    Raises:
+        RecpoError: an option is a text that is too long to be one.
+    """
+    if isinstance(configuration, Mapping):
+        for name, value in configuration.items():
+            if name == "class_path":
+                arguments = configuration.get("init_args")
+                yield ClassName(keys, str(value), arguments if isinstance(arguments, Mapping) else {})
+            else:
+                yield from class_names(value, keys if name == "init_args" else (*keys, str(name)))
+    elif isinstance(configuration, list | tuple):
+        for value in configuration:
+            yield from class_names(value, keys)
+    elif isinstance(configuration, str) and keys[-1:] and keys[-1] not in _PATHS:
+        if _DOTTED.fullmatch(configuration.strip()):
+            yield ClassName(keys, configuration.strip())
+        elif not isinstance(options := _options_in(configuration, keys), str):
+            yield from class_names(options, keys)
+
+
+def validate_class_names(configuration: Mapping[str, Any], trust: Sequence[str], file: Path) -> None:
+    """Raises ``RecpoError`` unless every name in a configuration is that of a class that it may name there.
+
+    It must be a class, never a function or an attribute of another module; a subclass of what its option expects; and
+    defined in ``TRUSTED`` or ``trust``. Other packages are refused before anything is imported. Whom to trust is never
+    read from a configuration.
+
+    Args:
+        configuration: parsed YAML of a run.
+        trust: packages besides ``TRUSTED``, from the command line or the Python call of the user.
+        file: for the message.
+    """
+    try:
+        names, packages = list(class_names(configuration)), (*TRUSTED, *trust)
+    except RecpoError as error:
+        raise RecpoError(f"{file}: {error}") from error
+    for given in names:
+        if "." in given.name and not any(lies_in(given.name, package) for package in packages):
+            package = given.name.partition(".")[0]
+            raise RecpoError(
+                f"{file} names {given.name}, which is not a part of {', '.join(TRUSTED)}: loading it would run its "
+                f"code. If you trust it, allow the package: --trust '[\"{package}\"]' on the command line "
+                f'(--reward.trust and --vectors.trust for the runs that those name), trust=["{package}"] in Python'
+            )
+    _validate_trust(configuration, file)
+    if not isinstance(configuration.get("critic", {}), Mapping):  # the option parser would read a file of this name
+        raise RecpoError(f"{file}: critic is {configuration['critic']!r}, expected a mapping of options")
+    for given in names:
+        _validate(given, packages, file)
+
+
+def _validate(given: ClassName, packages: Sequence[str], file: Path) -> None:
+    if not given.is_built and not any(lies_in(given.name, package) for package in TRUSTED):
+        return  # in a package of the user, which may be missing where the run is only served
+    bases = _BASES.get(given.keys[-1], _ANY_BASE) if given.keys else _ANY_BASE
+    says = f"{file}: {given.option} names {given.name}"
+    try:
+        own = named_class(given.name, bases, packages)
+    except ValueError as error:
+        raise RecpoError(
+            f"{says}, which {error}; a run names its classes by their full path, and nothing but classes"
+        ) from error
+    except ImportError as error:
+        if given.is_built:
+            raise RecpoError(f"{says}, which cannot be imported: {' '.join(str(error).split())}") from error
+        return
+    for name, value in given.arguments.items():
+        if isinstance(value, str) and _is_group(own, name):
+            raise RecpoError(f"{says}, with the text {value[:60]!r} as {name}: expected a mapping of options")
+
+
+def _is_group(own: type, name: str) -> bool:
+    """Whether an option of a class is a dataclass. The option parser reads text there as the path of a YAML file."""
+    hints: dict[str, Any] = {}
+    with suppress(NameError, TypeError):  # annotations that only type checkers can resolve
+        hints = get_type_hints(own.__init__)  # type: ignore[misc]
+    parameter = inspect.signature(own).parameters.get(name)
+    return is_dataclass(hints.get(name)) or (parameter is not None and is_dataclass(parameter.default))
+
+
+def _validate_trust(configuration: Any, file: Path, keys: tuple[str, ...] = ()) -> None:
+    if isinstance(configuration, Mapping):
+        for name, value in configuration.items():
+            own = (*keys, str(name))
+            if name == "trust" and isinstance(value, str | list | tuple | Mapping) and value:
+                raise RecpoError(
+                    f"{file}: {'.'.join(own)} is {value!r}, but whom you trust is never read from a run: remove it, "
+                    "and allow packages on your command line (--trust)"
+                )
+            _validate_trust(value, file, own)
+    elif isinstance(configuration, list | tuple):
+        for value in configuration:
+            _validate_trust(value, file, keys)
+
+
+def _options_in(text: str, keys: tuple[str, ...]) -> Any:
+    """What an option parser would read in a text: a mapping or a list of options, or a plain value."""
+    if len(text) > _LONGEST_TEXT:
+        raise RecpoError(
+            f"{'.'.join(keys)} is a text of {len(text):,} characters, a run has at most {_LONGEST_TEXT:,} in an option"
+        )
+    with suppress(yaml.YAMLError, ValueError, RecursionError, AttributeError):
+        return parse_yaml(text, _LOADER)
+    return None
+
+
+def without_trust(configuration: Any) -> Any:
+    """A configuration without its options ``trust``, which a run does not record."""
+    if isinstance(configuration, dict):
+        return {name: without_trust(value) for name, value in configuration.items() if name != "trust"}
+    return [without_trust(value) for value in configuration] if isinstance(configuration, list) else configuration
