@@ -124,7 +124,6 @@ class ShardedStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Writes a checkpoint directory. A collective call."""
         rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-        rest["world_size"] = self.world_size
         checkpoints.save(checkpoint["state_dict"], rest, Path(self.broadcast(str(filepath))))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -133,8 +132,6 @@ class ShardedStrategy(DDPStrategy):
         loaded = checkpoints.load(self.lightning_module.state_dict(), self.optimizers, Path(checkpoint_path))
         for table in self._tables:
             table.changed()
-        progress = loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        _recount_batches(progress, loaded["world_size"], self.world_size)
         return loaded | {"state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
@@ -252,16 +249,6 @@ class ShardedStrategy(DDPStrategy):
                     f"sharding: an exact softmax runs over {name}, which may be row_wise or data_parallel, not "
                     f"{self._sharding[name]}; with policy.normalizer sampled it is only looked up"
                 )
-
-
-def _recount_batches(progress: dict[str, Any], before: int, now: int) -> None:
-    """Adjusts Lightning's batch counts, which are per rank: the same number of events is more batches on fewer ranks.
-
-    A checkpoint is written when the last batch is done but not yet counted as completed.
-    """
-    for counts in (progress["total"], progress["current"]):
-        further = counts["ready"] * before // now - counts["ready"]
-        counts.update({name: count + further for name, count in counts.items()})
 
 
 def _original(name: str, tables: dict[str, ItemTable]) -> str | None:

@@ -185,10 +185,12 @@ class BestCheckpoint(_WholeCheckpoint):
 
 
 class LastCheckpoint(_WholeCheckpoint):
-    """Keeps the last state: after every epoch, every few optimizer steps, and when ``max_steps`` ends an epoch.
+    """Keeps the last state: after every epoch, every few optimizer steps, and when training ends within an epoch.
 
-    If ``max_steps`` ends an epoch early, Lightning would save a state in which the epoch is over, and a resumed run
-    would skip the rest of it.
+    Within an epoch, a state has the position after its optimizer step, and is saved at the start of the next batch or
+    at the end of training. By then, a validation after the step is over and its outcome is in the states of the other
+    callbacks; a resumed run does not repeat it. If training ends within an epoch, Lightning's own position would be the
+    end of the epoch, and a resumed run would skip the rest of it.
 
     Args:
         directory: directory of the checkpoints.
@@ -200,19 +202,33 @@ class LastCheckpoint(_WholeCheckpoint):
             directory, filename="last", save_on_train_epoch_end=True, every_n_epochs=1, enable_version_counter=False
         )
         self._every = every
+        self._position: dict[str, Any] | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Saves the state after the previous batch if it is due."""
+        due = self._every and self._position is not None and trainer.global_step % self._every == 0
+        if due and not self._should_skip_saving_checkpoint(trainer):
+            self._save_checkpoint(trainer, str(Path(self.dirpath or "") / "last.ckpt"))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves the state within an epoch if it is due or the run ends."""
-        due = trainer.global_step == trainer.max_steps or (self._every and trainer.global_step % self._every == 0)
-        if due and not _epoch_is_over(trainer) and not self._should_skip_saving_checkpoint(trainer):
-            self._save_checkpoint(trainer, str(Path(self.dirpath or "") / "last.ckpt"))
+        """Notes the position within the epoch. Between the micro-batches of a step, it stays at the previous step."""
+        if _epoch_is_over(trainer):
+            self._position = None
+        elif not trainer.fit_loop._should_accumulate():
+            self._position = trainer.fit_loop.state_dict()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves the state after a complete epoch."""
-        if _epoch_is_over(trainer):
+        """Saves the state after a complete epoch, or where training ends within one."""
+        if _epoch_is_over(trainer) or self._position is not None:
             super().on_train_epoch_end(trainer, pl_module)
+        self._position = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Stores the position within the epoch."""
+        if self._position is not None:
+            checkpoint["loops"]["fit_loop"] = self._position
 
 
 def _epoch_is_over(trainer: Trainer) -> bool:

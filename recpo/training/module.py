@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -274,11 +275,21 @@ class PreferenceModule(LightningModule):
         """Adds the state that belongs to neither the weights nor the optimizer."""
         checkpoint["kl_control"] = self._kl.state_dict()
         checkpoint["results"] = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        checkpoint["world_size"] = self.trainer.world_size
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores what ``on_save_checkpoint`` added."""
+        """Restores what ``on_save_checkpoint`` added, and what Lightning forgets.
+
+        Lightning restores neither that early stopping has ended the run, so it would train one epoch more, nor the
+        number of batches on another number of ranks, so an accumulation would begin in the middle of a step.
+        """
         self._kl.load_state_dict(checkpoint["kl_control"])
         self.results = checkpoint["results"]
+        stopping = [hook for hook in self.trainer.callbacks if isinstance(hook, EarlyStopping)]  # type: ignore[attr-defined]
+        states = [checkpoint["callbacks"].get(hook.state_key, {}) for hook in stopping]
+        self.trainer.should_stop = any(state.get("stopping_reason") for state in states)
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        _recount_batches(progress, checkpoint["world_size"], self.trainer.world_size)
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         if self.trainer.world_size == 1:
@@ -290,3 +301,13 @@ class PreferenceModule(LightningModule):
 
 def _seed_of(key: list[int]) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def _recount_batches(progress: dict[str, Any], before: int, now: int) -> None:
+    """Adjusts Lightning's batch counts, which are per rank: the same number of events is more batches on fewer ranks.
+
+    Within an epoch, the last batch of a checkpoint is done but not yet counted as completed.
+    """
+    for counts in (progress["total"], progress["current"]):
+        further = counts["ready"] * before // now - counts["ready"]
+        counts.update({name: count + further for name, count in counts.items()})
