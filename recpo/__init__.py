@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from recpo.data.preference_lists import PreferenceListLayout as PreferenceListLayout
     from recpo.data.prepared import Prepared as Prepared
     from recpo.data.schema import Columns as Columns
+    from recpo.data.schema import FlagColumn as FlagColumn
     from recpo.data.shaping import (
         BinaryColumn as BinaryColumn,
         D2Q as D2Q,
@@ -138,7 +139,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.data.csv_files": ("CsvFormat",),
     "recpo.data.preference_lists": ("PreferenceListLayout",),
     "recpo.data.prepared": ("Prepared",),
-    "recpo.data.schema": ("Columns",),
+    "recpo.data.schema": ("Columns", "FlagColumn"),
     "recpo.data.shaping": (
         "BinaryColumn",
         "D2Q",

@@ -11,7 +11,8 @@ from rich.table import Table
 from recpo.cli.output import console
 from recpo.cli.verb_results import VerbResult, after_init
 from recpo.data.csv_files import CsvFormat
-from recpo.data.schema import Columns
+from recpo.data.feature_columns import behaviors_to_json
+from recpo.data.schema import Columns, FlagColumn, name_of
 from recpo.workflows.init import Inspection, inspect_log, write_configurations
 
 
@@ -59,9 +60,11 @@ def _print_found(found: Inspection) -> None:
     for heading in ("column", "is", "unit", "evidence"):
         table.add_column(heading, overflow="fold")
     for one in found.findings:
-        table.add_row(one.column, one.role, one.unit or "", one.evidence)
+        role = f"{one.role}: {', '.join(one.texts)}" if one.texts else one.role
+        table.add_row(one.column, role, one.unit or "", one.evidence)
     for name, column in found.recognition.behaviors.items():
-        table.add_row(column, f"behavior {name}", "", found.facts[column].evidence)
+        texts = f": {', '.join(column.values)}" if isinstance(column, FlagColumn) else ""
+        table.add_row(name_of(column), f"behavior {name}{texts}", "", found.facts[name_of(column)].evidence)
     for column in found.recognition.unused:
         table.add_row(column, "(not read)", "", found.facts[column].evidence)
     terminal.print(table)
@@ -74,8 +77,8 @@ def _print_found(found: Inspection) -> None:
 def _result(found: Inspection) -> dict[str, Any]:
     return {
         "preset": found.recognition.preset,
-        "columns": asdict(found.columns),
-        "behaviors": found.recognition.behaviors,
+        "columns": found.columns.to_json(),
+        "behaviors": behaviors_to_json(found.recognition.behaviors),
         "label": found.label.class_name,
         "counts": asdict(found.counts),
         "check": found.doubts,

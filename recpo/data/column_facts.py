@@ -40,6 +40,7 @@ class ColumnFacts:
         few: the distinct numbers, ascending, if there are at most 20.
         dated: share of text values that begin with a date.
         examples: the first values, as text.
+        texts: the distinct texts, sorted, if there are at most 20.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ColumnFacts:
     few: tuple[float, ...] | None = None
     dated: float = 0.0
     examples: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
 
     @property
     def is_number(self) -> bool:
@@ -90,7 +92,8 @@ def column_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
     dated = pc.match_substring_regex(known, _DATED).cast(pa.int64())
     share = (pc.sum(dated).as_py() or 0) / max(1, len(known))
     distinct = pc.count_distinct(known).as_py()
-    return ColumnFacts(name, "text", rows, values.null_count, distinct, dated=share, examples=examples)
+    texts = tuple(sorted(map(str, known.unique().to_pylist()))) if distinct <= _FEW else ()
+    return ColumnFacts(name, "text", rows, values.null_count, distinct, dated=share, examples=examples, texts=texts)
 
 
 def _as_number(values: pa.ChunkedArray) -> pa.ChunkedArray:

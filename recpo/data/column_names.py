@@ -18,6 +18,12 @@ _ITEMS_WITH_ID: Final = (
     *("reel", "listing", "place", "venue", "job", "offer", "image", "pin", "asset", "story", "title"),
 )
 
+#: What users do for a while; with a unit of time after it, or "time" or "duration", it is the watch time.
+_USES: Final = (
+    *("watch", "watched", "play", "played", "listen", "listened", "stream", "streamed", "view", "viewed", "read"),
+    *("dwell", "stay", "spent", "heard", "consumed", "engaged", "engagement", "attention"),
+)
+
 #: Names of each standard column, the most reliable first; compared without case, separators, units and RecBole's types.
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     LogColumns.USER_ID: (
@@ -41,7 +47,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     LogColumns.WATCH_TIME: (
         *("watchtime", "playtime", "playingtime", "playduration", "played", "watchduration", "watched", "dwelltime"),
         *("dwell", "staytime", "stayduration", "viewtime", "viewduration", "listeningtime", "listentime", "listened"),
-        *("timespent", "readtime", "readingtime", "consumedtime"),
+        *("readingtime", *(f"{use}time" for use in _USES), *(f"time{use}" for use in _USES)),
     ),
     LogColumns.DURATION: (
         *("duration", "videoduration", "itemduration", "tracklength", "videolength", "length", "runtime"),
@@ -112,8 +118,12 @@ def plain_name(name: str) -> str:
 def rank_as(column: str, name: str) -> int | None:
     """How well a name matches a standard column: 0 is best; None = not one of its names."""
     names, full, plain = NAMES[column], "".join(words(name)), plain_name(name)
+    if column == LogColumns.WATCH_TIME:
+        plain = plain.removeprefix("total")
     if column == LogColumns.DURATION and plain in _ITEMS and unit_of_name(name) is not None:
         return len(names) + _ITEMS.index(plain)  # episode_minutes
+    if column == LogColumns.WATCH_TIME and plain in _USES and unit_of_name(name) is not None:
+        return len(names) + _USES.index(plain)  # play_seconds
     is_measure = column == LogColumns.ITEM_ID and unit_of_name(name) is not None
     return next((names.index(one) for one in ((full,) if is_measure else (full, plain)) if one in names), None)
 

@@ -10,7 +10,7 @@ import codecs
 import csv
 import io
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from recpo.data.faults import Example, Fault
-from recpo.data.feature_columns import BEHAVIOR, CONTEXT, FEATURE
+from recpo.data.feature_columns import BEHAVIOR, CONTEXT, FEATURE, or_map_values
 from recpo.data.locations import Place, writable
 from recpo.data.schema import LogColumns
 from recpo.errors import RecpoError
@@ -117,6 +117,7 @@ def csv_to_parquet(
     staged: Place,
     mapping: Mapping[str, str],
     form: CsvFormat = CsvFormat(),
+    flags: Collection[str] = (),
 ) -> tuple[list[str], list[Fault], list[int], list[str]]:
     """Writes the columns of a CSV file that a mapping names to a Parquet file.
 
@@ -125,6 +126,8 @@ def csv_to_parquet(
         staged: the Parquet file to write.
         mapping: standard name -> name in the log.
         form: its delimiter, and its column names if it has no header line.
+        flags: standard names of flags that are read from values: their columns are kept as texts, unless another
+            standard column reads numbers from them.
 
     Returns:
         The file's column names; faults (rows with too few or too many values, text in columns of numbers); the numbers
@@ -143,12 +146,15 @@ def csv_to_parquet(
             facts[name].add(_trimmed(batch.column(f"c{names.index(name)}")), row)
         row += batch.num_rows
     ragged = sorted(reader.ragged)
-    kinds = {name: _kind(column, facts[name]) for column, name in used.items()}
+    kinds = {name: pa.string() for column, name in used.items() if column in flags}
+    kinds |= {name: _kind(column, facts[name]) for column, name in used.items() if column not in flags}
+    texts = {name for column, name in used.items() if column in flags and pa.types.is_string(kinds[name])}
     reader = _Reader(path, names, reader.positions, form)
     schema = pa.schema([(name, kinds[name]) for name in facts])
     with writable(staged) as sink, pq.ParquetWriter(sink, schema) as writer:
         for batch in reader.batches():
-            columns = [_cast(batch.column(f"c{names.index(name)}"), kinds[name]) for name in facts]
+            read = {name: batch.column(f"c{names.index(name)}") for name in facts}
+            columns = [_known(text) if name in texts else _cast(text, kinds[name]) for name, text in read.items()]
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
     faults = _ragged_faults(path, names, reader.ragged)
     for column, name in used.items():
@@ -393,6 +399,11 @@ def _cast(text: pa.Array, kind: pa.DataType) -> pa.Array:
     return pc.if_else(true, 1.0, pc.if_else(false, 0.0, numbers))
 
 
+def _known(text: pa.Array) -> pa.Array:
+    """Texts without the words for missing values, which become null."""
+    return pc.if_else(_absent(_trimmed(text)), pa.scalar(None, pa.string()), text)
+
+
 def _trimmed(text: pa.Array) -> pa.Array:
     return pc.utf8_trim_whitespace(text)
 
@@ -425,6 +436,6 @@ def _word_faults(
     if column in _IDS or pa.types.is_string(kind) or not facts.words:
         return []
     expected = "a number, or true and false" if _takes_flags(column) else "a number"
-    fix = f"expected {expected}: fix or empty these values"
+    fix = f"expected {expected}: fix or empty these values{or_map_values(column, name)}"
     examples = [Example(path.name, row_in_file(row, ragged), value) for row, value in facts.first_words]
     return [Fault(path.name, name, "not a number", fix, facts.words, examples)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from operator import add
+from types import MappingProxyType
 from typing import Final
 
 import ibis
@@ -13,7 +14,7 @@ import ibis.expr.types as ir
 
 from recpo.data.engine import Engine
 from recpo.data.feature_columns import BEHAVIOR, CONTEXT, EventColumns
-from recpo.data.schema import MILLISECONDS_PER_UNIT, TIE_RULE, Columns, Derived, LogColumns
+from recpo.data.schema import MILLISECONDS_PER_UNIT, TIE_RULE, Columns, Derived, FlagColumn, LogColumns
 from recpo.features.schema import Feature, Number
 
 #: Times outside 1971-01-01 .. 2100-01-01 UTC indicate a wrong unit: seconds read as milliseconds lie in 1970.
@@ -22,10 +23,31 @@ LATEST_MS: Final = 4_102_444_800_000
 _DATED: Final = "^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}"
 
 
-def select_columns(rows: ir.Table, columns: dict[str, str]) -> ir.Table:
-    """The rows of the log under standard names, with unchanged values and the engine's file and row number."""
+def select_columns(
+    rows: ir.Table,
+    columns: dict[str, str],
+    flags: Mapping[str, FlagColumn] = MappingProxyType({}),
+) -> ir.Table:
+    """The rows of the log under standard names, with unchanged values and the engine's file and row number.
+
+    Args:
+        rows: rows of the files.
+        columns: standard name -> name in the log.
+        flags: the columns among them that become a boolean: whether the value is one of those that mean true.
+    """
     chosen = {column: rows[name] for column, name in columns.items()}
+    chosen |= {column: _has_value(chosen[column], flag) for column, flag in flags.items()}
     return rows.select(**{Engine.FILE: rows[Engine.FILE], Engine.ROW: rows[Engine.ROW]}, **chosen)
+
+
+def _has_value(column: ir.Value, flag: FlagColumn) -> ir.BooleanColumn:
+    """Whether a value is one of those that mean true; null if it is missing."""
+    if column.type().is_string():
+        return column.strip().isin(flag.values)
+    if column.type().is_boolean():
+        return column.cast("string").isin(flag.values)
+    value = number(column)
+    return ibis.ifelse(value.isnan(), ibis.null("boolean"), value.isin(flag.numbers))
 
 
 def number(column: ir.Value) -> ir.FloatingColumn:

@@ -214,6 +214,9 @@ class _ExtensionRun(PrepareRun):
             **sizes,
         }
 
+    def _unmatched_flags(self, rows: ir.Table, raw: ir.Table, log: Log) -> list[Fault]:
+        return []  # a day may have no dislike
+
     def _read_table(self, side: TableSide, files: Sequence[Place], log: Log) -> list[Fault]:
         """See ``PrepareRun``. Values must have the types of the vocabularies."""
         faults = super()._read_table(side, files, log)

@@ -7,11 +7,18 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from recpo.data import shaping, splits
-from recpo.data.feature_columns import PRESET_FEATURES, EventColumns, FeatureColumns, event_columns
+from recpo.data.feature_columns import (
+    PRESET_BEHAVIORS,
+    PRESET_FEATURES,
+    EventColumns,
+    FeatureColumns,
+    behaviors_to_json,
+    event_columns,
+)
 from recpo.data.feature_tables import AVAILABLE, ID
 from recpo.data.prepare import Preparation, describe
 from recpo.data.prepared import Prepared
-from recpo.data.schema import Columns
+from recpo.data.schema import Columns, FlagColumn, read_column
 from recpo.data.splits import TemporalSplit
 from recpo.errors import RecpoError
 from recpo.features.schema import Feature, Side
@@ -58,6 +65,7 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
             "directory that it extends: leave them out, or prepare the whole log again"
         )
     found = {column: name for column, name in data.manifest["columns"].items() if name is not None}
+    found = {column: read_column(config["columns"][column] or name) for column, name in found.items()}
     units = {name: config["columns"][name] for name in ("time_unit", "watch_time_unit", "duration_unit")}
     plain = ("preset", "max_context", "rows_per_shard", "min_user_events", "min_item_events", "catalog")
     kept = KeptPreparation(
@@ -84,10 +92,11 @@ def _others(asked: Preparation, config: Mapping[str, Any]) -> list[str]:
     others = [name for name in changed if _plain(getattr(asked, name)) != config[name]]
     if asked.features != default.features and asked.features.to_json() != config["features"]:
         others.append("features")
-    if asked.behaviors is not None and dict(asked.behaviors) != config["behaviors"]:
+    behaviors = None if asked.behaviors is None else behaviors_to_json(asked.behaviors)
+    if behaviors is not None and behaviors != config["behaviors"]:
         others.append("behaviors")
     columns = (asked.preset, asked.columns)
-    if columns != (default.preset, default.columns) and asdict(asked.mapping) != config["columns"]:
+    if columns != (default.preset, default.columns) and asked.mapping.to_json() != config["columns"]:
         others.append("columns")
     return others
 
@@ -117,11 +126,11 @@ def _declared(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
     )
 
 
-def _kept_behaviors(data: Prepared) -> dict[str, str]:
+def _kept_behaviors(data: Prepared) -> dict[str, str | FlagColumn]:
     """The behaviors of ``data``, in the order of their bits."""
     config = data.manifest["config"]
-    columns = event_columns(config["preset"], FeatureColumns(), config["behaviors"]).behaviors
-    return {name: columns[name] for name in data.behaviors}
+    columns = PRESET_BEHAVIORS[config["preset"]] if config["behaviors"] is None else config["behaviors"]
+    return {name: read_column(columns[name]) for name in data.behaviors}
 
 
 def validate_sources(data: Prepared, given: Mapping[Side, bool]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from recpo.errors import RecpoError
+
+_FILES: Final = 3  # names of files with the same fault that are shown
+_EXAMPLES: Final = 3
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def validate_no_faults(faults: Sequence[Fault], warnings: Sequence[str] = ()) ->
     """
     if not faults:
         return
+    faults = _merged(faults)
     lines = [f"  {number}. {fault}" for number, fault in enumerate(faults, start=1)]
     noun = "fault" if len(faults) == 1 else "faults"
     raise RecpoError(
@@ -77,6 +81,22 @@ def validate_no_faults(faults: Sequence[Fault], warnings: Sequence[str] = ()) ->
             ]
         )
     )
+
+
+def _merged(faults: Sequence[Fault]) -> list[Fault]:
+    """The faults, with one for the same problem of the same column in several files."""
+    alike: dict[tuple[str | None, str, str], list[Fault]] = {}
+    for fault in faults:
+        alike.setdefault((fault.column, fault.problem, fault.fix), []).append(fault)
+    return [found[0] if len(found) == 1 else _together(found) for found in alike.values()]
+
+
+def _together(faults: Sequence[Fault]) -> Fault:
+    files = list(dict.fromkeys(fault.where for fault in faults))
+    more = f" and {len(files) - _FILES} more files" if len(files) > _FILES else ""
+    count = None if faults[0].count is None else sum(fault.count or 0 for fault in faults)
+    examples = [example for fault in faults for example in fault.examples][:_EXAMPLES]
+    return replace(faults[0], where=", ".join(files[:_FILES]) + more, count=count, examples=examples)
 
 
 def _shown(value: Any) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from recpo.data.schema import Derived, LogColumns, PresetName, TimeUnit
+from recpo.data.schema import Derived, FlagColumn, LogColumns, PresetName, TimeUnit, name_of
 from recpo.errors import RecpoError
 from recpo.features.schema import SIDES, Categories, Category, Feature, FeatureSchema, Number, Side
 
@@ -90,8 +90,9 @@ def _validate(feature: Feature, side: Side) -> None:
         raise RecpoError(f"{where}: the column {feature.name} of an event has a meaning already; choose another name")
 
 
-def validate_behaviors(behaviors: Mapping[str, str], context: tuple[Feature, ...]) -> None:
+def validate_behaviors(behaviors: Iterable[str], context: tuple[Feature, ...]) -> None:
     """Raises ``RecpoError`` if a behavior has a name that is not allowed among the other columns of events."""
+    behaviors = list(behaviors)
     if len(behaviors) > _MOST_BEHAVIORS:
         raise RecpoError(f"behaviors: {len(behaviors)} of them, at most {_MOST_BEHAVIORS} are kept")
     taken = _TAKEN | {feature.name for feature in context}
@@ -101,6 +102,26 @@ def validate_behaviors(behaviors: Mapping[str, str], context: tuple[Feature, ...
                 f"behaviors: {name!r} is not a valid name: use letters, digits, and . _ - between them, not a name of "
                 "another column of events (a dislike is columns.dislike)"
             )
+
+
+def behaviors_to_json(behaviors: Mapping[str, str | FlagColumn]) -> dict[str, Any]:
+    """Behaviors and their columns, for the manifest."""
+    return {name: one if isinstance(one, str) else one.to_json() for name, one in behaviors.items()}
+
+
+def or_map_values(column: str, name: str) -> str:
+    """The remedy for texts in a column that is wanted as a flag, for messages; empty for all other columns.
+
+    Args:
+        column: its name while the log is prepared.
+        name: its name in the log.
+    """
+    flag = f"{{column: {name}, equals: VALUE}}"
+    if column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL):
+        return f", or say which values mean true: columns.{column}: {flag}"
+    if column.startswith(BEHAVIOR):
+        return f", or say which values mean true: behaviors: {{{column.removeprefix(BEHAVIOR)}: {flag}}}"
+    return ""
 
 
 def _categories(*names: str) -> tuple[Feature, ...]:
@@ -157,19 +178,23 @@ class EventColumns:
     """Non-standard columns of the log: behaviors and request features.
 
     Attributes:
-        behaviors: name -> column; behavior b is bit b.
+        behaviors: name -> column, or flag that is read from values; behavior b is bit b.
         context: request features.
         chosen: standard names of the columns that the user named; these must exist.
     """
 
-    behaviors: dict[str, str] = field(default_factory=dict)
+    behaviors: Mapping[str, str | FlagColumn] = field(default_factory=dict)
     context: tuple[Feature, ...] = ()
     chosen: frozenset[str] = frozenset()
 
     def named(self) -> dict[str, str]:
         """Name while the log is prepared -> name in the log."""
-        behaviors = {BEHAVIOR + name: column for name, column in self.behaviors.items()}
+        behaviors = {BEHAVIOR + name: name_of(column) for name, column in self.behaviors.items()}
         return behaviors | {CONTEXT + feature.name: feature.source for feature in self.context}
+
+    def flags(self) -> dict[str, FlagColumn]:
+        """Name while the log is prepared -> the flag that is read from values, for every such behavior."""
+        return {BEHAVIOR + name: one for name, one in self.behaviors.items() if isinstance(one, FlagColumn)}
 
     def among(self, columns: Mapping[str, str]) -> EventColumns:
         """The columns that a log has, by the names of ``named``."""
@@ -178,18 +203,20 @@ class EventColumns:
         return EventColumns(behaviors, context, self.chosen)
 
 
-def event_columns(preset: PresetName, features: FeatureColumns, behaviors: Mapping[str, str] | None) -> EventColumns:
+def event_columns(
+    preset: PresetName, features: FeatureColumns, behaviors: Mapping[str, str | FlagColumn] | None
+) -> EventColumns:
     """The columns that are read for every event, from a preset and the user's options, which override it.
 
     Args:
         preset: name of the preset.
         features: the user's options.
-        behaviors: name -> column; None = the preset's.
+        behaviors: name -> column, or flag that is read from values; None = the preset's.
 
     Raises:
         RecpoError: the name of a behavior is not allowed.
     """
-    named = PRESET_BEHAVIORS[preset] if behaviors is None else dict(behaviors)
+    named: Mapping[str, str | FlagColumn] = PRESET_BEHAVIORS[preset] if behaviors is None else behaviors
     context = features.over(PRESET_FEATURES[preset]).context or ()
     chosen = {BEHAVIOR + name for name in behaviors or ()}
     chosen |= {CONTEXT + feature.name for feature in features.context or ()}

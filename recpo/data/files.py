@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import glob
 import os
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Final
@@ -18,9 +18,9 @@ from recpo.data import csv_files
 from recpo.data.csv_files import CsvFormat
 from recpo.data.engine import Engine
 from recpo.data.faults import Fault
-from recpo.data.feature_columns import BEHAVIOR, CONTEXT, EventColumns
+from recpo.data.feature_columns import BEHAVIOR, CONTEXT, EventColumns, or_map_values
 from recpo.data.locations import Location, Place, locate, readable, writable
-from recpo.data.schema import Columns, LogColumns
+from recpo.data.schema import Columns, FlagColumn, LogColumns
 from recpo.errors import RecpoError
 from recpo.features.columns import expected_type
 
@@ -57,6 +57,7 @@ class Log:
         columns: standard name -> name in the log, only for columns that exist and have a suitable type.
         types: standard name -> type of the column; for ids, a type that holds the ids of all files.
         faulty: standard names of columns that already have a fault.
+        flags: standard name -> flag that is read from values, for columns that exist.
     """
 
     files: tuple[LogFile, ...]
@@ -64,6 +65,7 @@ class Log:
     columns: dict[str, str]
     types: dict[str, pa.DataType]
     faulty: frozenset[str] = frozenset()
+    flags: Mapping[str, FlagColumn] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -161,9 +163,9 @@ def open_log(
         The log, and the faults of its files and columns. If there are faults, the log is as complete as possible.
     """
     files, empty, schemas = [], [], []
-    wanted = mapping.named() | more.named()
+    wanted, flags = mapping.named() | more.named(), mapping.flags() | more.flags()
     needed = {*LogColumns.REQUIRED, *chosen.named(), *more.chosen}
-    opened, faults = open_files(paths, wanted, work, "log", form)
+    opened, faults = open_files(paths, wanted, work, "log", form, flags)
     for file, rows, schema in opened:
         schemas.append((file.shown, schema))
         is_readable = bool(set(wanted.values()) & set(schema.names))  # else its rows were not counted
@@ -174,11 +176,12 @@ def open_log(
     if schemas and not files:
         faults.append(Fault(", ".join(empty), None, "the file is empty: it has no rows", "give a log with events"))
     columns, missing = _settle_columns(schemas, wanted, needed)
-    types, mistyped = _settle_types(schemas, columns, more)
+    types, mistyped = _settle_types(schemas, columns, more, flags)
     faulty = missing.keys() | (columns.keys() - types.keys())
     columns = {column: name for column, name in columns.items() if column in types}
     faults += [*missing.values(), *mistyped]
-    return Log(tuple(files), tuple(empty), columns, types, frozenset(faulty)), faults
+    flags = {column: flag for column, flag in flags.items() if column in columns}
+    return Log(tuple(files), tuple(empty), columns, types, frozenset(faulty), flags), faults
 
 
 def open_files(
@@ -187,6 +190,7 @@ def open_files(
     work: Place,
     what: str,
     form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
+    flags: Collection[str] = (),
 ) -> tuple[list[tuple[LogFile, int, pa.Schema]], list[Fault]]:
     """The readable files of a log or table.
 
@@ -196,6 +200,7 @@ def open_files(
         work: a directory for temporary files.
         what: name of the log or table in messages.
         form: delimiter and column names of text files.
+        flags: standard names of flags that are read from values, which text files hold as texts.
 
     Returns:
         For every file, the Parquet file to read, its number of rows and its columns; and all faults.
@@ -203,7 +208,7 @@ def open_files(
     opened, faults = [], []
     for number, path in enumerate(paths):
         try:
-            file, rows, schema, found = _open_file(path, mapping, work / f"{what}-{number}.parquet", form)
+            file, rows, schema, found = _open_file(path, mapping, work / f"{what}-{number}.parquet", form, flags)
         except RecpoError as error:
             faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out"))
             continue
@@ -217,7 +222,7 @@ def open_files(
 
 
 def _open_file(
-    path: Place, mapping: dict[str, str], staged: Place, form: CsvFormat
+    path: Place, mapping: dict[str, str], staged: Place, form: CsvFormat, flags: Collection[str]
 ) -> tuple[LogFile, int, pa.Schema | None, list[Fault]]:
     """Opens one file of a log or table. CSV files are first converted to Parquet.
 
@@ -226,6 +231,7 @@ def _open_file(
         mapping: standard name -> name in the file, for the requested columns.
         staged: where a temporary file may be written.
         form: delimiter and column names, if it is a text file.
+        flags: as for ``open_files``.
 
     Returns:
         The Parquet file to read, its number of rows, its columns (those of the user's file; None if its rows cannot be
@@ -233,7 +239,7 @@ def _open_file(
     """
     faults: list[Fault] = []
     if csv_files.is_text_file(path):
-        names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, mapping, form)
+        names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, mapping, form, flags)
         file = LogFile(staged, path.name, tuple(left_out), tuple(warnings))
     else:
         names, file = None, LogFile(path, path.name)
@@ -343,7 +349,10 @@ def missing_column(
 
 
 def _settle_types(
-    schemas: Sequence[tuple[str, pa.Schema]], columns: dict[str, str], more: EventColumns
+    schemas: Sequence[tuple[str, pa.Schema]],
+    columns: dict[str, str],
+    more: EventColumns,
+    flags: Mapping[str, FlagColumn],
 ) -> tuple[dict[str, pa.DataType], list[Fault]]:
     types: dict[str, pa.DataType] = {}
     faults = []
@@ -353,10 +362,14 @@ def _settle_types(
         for shown, schema in schemas:
             kind = schema.field(name).type
             feature = context.get(column)
-            expected = _expected_type(column, kind) if feature is None else expected_type(feature, kind)
+            if feature is None:
+                expected = _expected_type(column, kind, column in flags)
+            else:
+                expected = expected_type(feature, kind)
             if expected is not None:
                 mistyped.add(column)
-                faults.append(Fault(shown, name, f"type {kind}, wanted as {column}", f"expected {expected}: cast it"))
+                fix = f"expected {expected}: cast it{or_map_values(column, name) if is_text(kind) else ''}"
+                faults.append(Fault(shown, name, f"type {kind}, wanted as {column}", fix))
             elif column in types and is_text(kind) != is_text(types[column]):
                 mistyped.add(column)
                 fix = f"{schemas[0][0]} has {types[column]}: cast one of them"
@@ -377,9 +390,11 @@ def wider_type(first: pa.DataType, second: pa.DataType) -> pa.DataType:
         return first
 
 
-def _expected_type(column: str, kind: pa.DataType) -> str | None:
+def _expected_type(column: str, kind: pa.DataType, is_flag_of_values: bool = False) -> str | None:
     """None if ``kind`` is suitable for ``column``, else a description of the suitable types."""
     number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if is_flag_of_values:
+        return None if number or is_text(kind) or pa.types.is_boolean(kind) else "strings, numbers or booleans"
     if column in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID):
         return None if pa.types.is_integer(kind) or is_text(kind) else "integers or strings"
     if column == LogColumns.TIMESTAMP:

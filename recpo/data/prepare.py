@@ -29,7 +29,14 @@ from recpo.data.duckdb_engine import DuckDBEngine
 from recpo.data.engine import Engine, EngineOptions
 from recpo.data.events import select_columns, standardize, time_order, timestamp_ms
 from recpo.data.faults import Fault, validate_no_faults
-from recpo.data.feature_columns import CONTEXT, PRESET_FEATURES, EventColumns, FeatureColumns, event_columns
+from recpo.data.feature_columns import (
+    CONTEXT,
+    PRESET_FEATURES,
+    EventColumns,
+    FeatureColumns,
+    behaviors_to_json,
+    event_columns,
+)
 from recpo.data.feature_files import describe_table, fit_context, write_table
 from recpo.data.feature_tables import AVAILABLE, ID, FeatureTable, TableSide, open_table, table_faults
 from recpo.data.files import Log, find_files, open_log, write_frame
@@ -52,6 +59,7 @@ from recpo.data.schema import (
     TRAIN,
     Columns,
     Derived,
+    FlagColumn,
     LogColumns,
     PresetName,
     held_out_schema,
@@ -78,7 +86,7 @@ from recpo.data.splits import (
     period_rows,
     train_items,
 )
-from recpo.data.validate import check_rows
+from recpo.data.validate import check_rows, unmatched_flags
 from recpo.data.writing import without_repeats, write_past, write_rows, write_shards
 from recpo.errors import RecpoError
 from recpo.features.columns import plain_type
@@ -110,7 +118,7 @@ class Preparation:
     max_watch_time: float = 86_400.0
     strict: bool = False
     features: FeatureColumns = field(default_factory=FeatureColumns)
-    behaviors: Mapping[str, str] | None = None
+    behaviors: Mapping[str, str | FlagColumn] | None = None
     csv: CsvFormat = field(default_factory=CsvFormat)
 
     def __post_init__(self) -> None:
@@ -144,12 +152,12 @@ class Preparation:
         return {
             **{name: getattr(self, name) for name in (*plain, "max_watch_time", "strict")},
             "log": sorted(file.shown for file in log.files),
-            "columns": asdict(self.mapping),
+            "columns": self.mapping.to_json(),
             "split": describe(self.split),
             "label": describe(self.label),
             "feedback": asdict(self.feedback),
             "features": self.features.to_json(),
-            "behaviors": None if self.behaviors is None else dict(self.behaviors),
+            "behaviors": None if self.behaviors is None else behaviors_to_json(self.behaviors),
             "csv": asdict(self.csv),
         }
 
@@ -326,12 +334,13 @@ class PrepareRun:
             faults += self._read_table(side, files, log)
         self._stage()
         if log.files and log.columns:
-            rows = self.engine.read_parquet([file.path for file in log.files], list(log.columns.values()))
-            raw = select_columns(rows, log.columns)
+            used = list(dict.fromkeys(log.columns.values()))
+            rows = self.engine.read_parquet([file.path for file in log.files], used)
+            raw = select_columns(rows, log.columns, log.flags)
             read, neutralized, row_faults = check_rows(
                 self.engine, raw, log, mapping, choice.label, choice.max_watch_time, choice.strict, self.more
             )
-            faults += row_faults
+            faults += row_faults + self._unmatched_flags(rows, raw, log)
         validate_no_faults(faults, self._file_warnings(log))
         distinct = self.engine.materialize("distinct", raw.drop(Engine.FILE, Engine.ROW).distinct())
         kept = self.engine.row(distinct.aggregate(rows=distinct.count()))["rows"]
@@ -343,6 +352,9 @@ class PrepareRun:
     def _file_warnings(self, log: Log) -> list[str]:
         """Warnings about the files of the log and of the feature tables."""
         return [text for one in (log, *(table.log for table in self.tables.values())) for text in one.warnings]
+
+    def _unmatched_flags(self, rows: ir.Table, raw: ir.Table, log: Log) -> list[Fault]:
+        return unmatched_flags(self.engine, rows, raw, log)
 
     def _read_table(self, side: TableSide, files: Sequence[Place], log: Log) -> list[Fault]:
         """Opens a feature table, if there is one."""

@@ -6,14 +6,18 @@ chosen: a question names the option with which the user decides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
+
+import pyarrow as pa
 
 from recpo.data.column_facts import ColumnFacts, clock_units, is_plausible, length_units, read_as
 from recpo.data.column_names import EVENT_KINDS, behavior_of, plain_name, rank_as, unit_of_name
 from recpo.data.feature_columns import PRESET_BEHAVIORS
-from recpo.data.schema import PRESETS, Columns, LogColumns, PresetName
+from recpo.data.opinion_words import Opinions, opinions, true_texts
+from recpo.data.schema import PRESETS, Columns, FlagColumn, LogColumns, PresetName, name_of
+from recpo.data.watch_shares import WatchShare, watch_shares
 
 _UNIT_OPTION: Final = {
     LogColumns.TIMESTAMP: "time_unit",
@@ -36,12 +40,19 @@ class Finding:
         column: its name in the log.
         unit: its unit; None = it has no unit, or the unit is not decided.
         evidence: the reason why it was recognized, and its values.
+        texts: the texts that mean true, for a flag that is read from texts.
     """
 
     role: str
     column: str
     unit: str | None
     evidence: str
+    texts: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> str | FlagColumn:
+        """The column as ``Columns`` has it: its name, or the flag that is read from its texts."""
+        return _flag_of(self.column, self.texts) if self.texts else self.column
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class Recognition:
     Attributes:
         preset: name of the well-known log, or "plain".
         findings: its standard columns.
-        behaviors: name -> flag column of each behavior.
+        behaviors: name -> column of each behavior, or flag that is read from its texts.
         questions: questions that only the user can answer; each names the option that decides.
         doubts: assumptions that should be checked.
         unused: columns that are not used.
@@ -59,7 +70,7 @@ class Recognition:
 
     preset: PresetName = "plain"
     findings: tuple[Finding, ...] = ()
-    behaviors: Mapping[str, str] = field(default_factory=dict)
+    behaviors: Mapping[str, str | FlagColumn] = field(default_factory=dict)
     questions: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
@@ -68,43 +79,175 @@ class Recognition:
         """The log's name of a standard column; None = the log has no such column."""
         return next((found.column for found in self.findings if found.role == role), None)
 
+    def texts(self, role: str) -> tuple[str, ...]:
+        """The texts that mean true, for a flag that is read from texts; else empty."""
+        return next((found.texts for found in self.findings if found.role == role), ())
+
     @property
     def columns(self) -> Columns:
         """The complete mapping for ``recpo prepare``."""
-        said: dict[str, Any] = {found.role: found.column for found in self.findings}
+        said: dict[str, Any] = {found.role: found.source for found in self.findings}
         said |= {_UNIT_OPTION[found.role]: found.unit for found in self.findings if found.role in _UNIT_OPTION}
         return Columns(**said)
 
 
-def recognize(facts: Sequence[ColumnFacts], given: Columns = Columns()) -> Recognition:  # noqa: B008  frozen
+def recognize(
+    facts: Iterable[ColumnFacts],
+    given: Columns = Columns(),  # noqa: B008  frozen
+    table: pa.Table | None = None,
+) -> Recognition:
     """Recognizes the columns of a log.
 
     Args:
         facts: facts about all of its columns.
         given: column names and units that the user has decided.
+        table: its rows, in which a watch time is found by its values; None = names and facts only.
     """
     by_name = {one.name: one for one in facts}
     preset = _preset(by_name)
     columns, how = _roles(by_name, preset, given)
+    texts = _true_texts(columns, by_name, given)
+    behaviors, opinion_doubts = _add_opinions(columns, how, texts, by_name)
     questions = [
         f"{role}: not recognized among the columns {', '.join(by_name)}: pass --columns.{role} NAME"
         for role in LogColumns.REQUIRED
         if role not in columns
     ]
+    unsuitable = _unsuitable(columns, texts, by_name, given)
+    questions += unsuitable.values()
     units, doubts = {}, []
     for role in _UNIT_OPTION:
-        if role in columns:
+        if role in columns and role not in unsuitable:
             partner = {name: by_name[column] for name, column in columns.items() if name in _UNIT_OPTION}
             unit, asked, doubt = _unit(role, partner, preset, given)
             units[role] = unit
             questions += [asked] if asked else []
             doubts += [doubt] if doubt else []
+    if table is not None and LogColumns.WATCH_TIME not in columns and units.get(LogColumns.DURATION) is not None:
+        share, said = _watched(table, columns, units[LogColumns.DURATION] or "", by_name, given)
+        doubts += said
+        if share is not None:
+            columns[LogColumns.WATCH_TIME], how[LogColumns.WATCH_TIME] = share.column, "by its values"
+            units[LogColumns.WATCH_TIME] = share.unit
     findings = tuple(
-        Finding(role, column, units.get(role), f"{how[role]}: {by_name[column].evidence}")
+        Finding(role, column, units.get(role), f"{how[role]}: {by_name[column].evidence}", texts.get(role, ()))
         for role, column in sorted(columns.items(), key=lambda one: LogColumns.ALL.index(one[0]))
     )
-    found = Recognition(preset, findings, questions=tuple(questions), doubts=tuple(doubts))
+    found = Recognition(preset, findings, behaviors, tuple(questions), (*doubts, *opinion_doubts))
     return _with_the_rest(found, by_name)
+
+
+def _flag_of(column: str, texts: Sequence[str]) -> FlagColumn:
+    return FlagColumn(column, texts[0] if len(texts) == 1 else tuple(texts))
+
+
+def _true_texts(
+    columns: Mapping[str, str], by_name: Mapping[str, ColumnFacts], given: Columns
+) -> dict[str, tuple[str, ...]]:
+    """Standard name -> the texts that mean true, for flags in columns of texts."""
+    found = {role: flag.values for role, flag in given.flags().items() if role in columns}
+    for role, column in columns.items():
+        facts = by_name[column]
+        if role in found or facts.kind != "text" or role not in (*_FLAGS, LogColumns.LABEL):
+            continue
+        stated = opinions(column, facts.texts) or Opinions((), (), False)
+        by_role = {LogColumns.DISLIKE: stated.dislikes, LogColumns.LABEL: stated.likes}
+        if texts := true_texts(facts.texts) or by_role.get(role, ()):
+            found[role] = texts
+    return found
+
+
+def _add_opinions(
+    columns: dict[str, str],
+    how: dict[str, str],
+    texts: dict[str, tuple[str, ...]],
+    by_name: Mapping[str, ColumnFacts],
+) -> tuple[dict[str, str | FlagColumn], list[str]]:
+    """Adds dislikes and labels that columns of texts state; returns the behaviors that they state, and doubts."""
+    behaviors: dict[str, str | FlagColumn] = {}
+    doubts = []
+    for name, facts in by_name.items():
+        stated = opinions(name, facts.texts) if name not in columns.values() else None
+        if stated is None or plain_name(name) in EVENT_KINDS:
+            continue
+        if not stated.is_certain:
+            shown = "', '".join(facts.texts[:5])
+            flag = f"'{{column: {name}, equals: VALUE}}'"
+            doubts.append(
+                f"`{name}` ('{shown}') could be feedback; if it is, pass --columns.dislike {flag} or --columns.label "
+                f"{flag} with the values that mean it"
+            )
+            continue
+        read = []
+        if stated.dislikes and LogColumns.DISLIKE not in columns:
+            columns[LogColumns.DISLIKE], texts[LogColumns.DISLIKE] = name, stated.dislikes
+            how[LogColumns.DISLIKE] = "by its values"
+            read.append(f"{_or(stated.dislikes)} is read as a dislike")
+        if stated.likes and not {LogColumns.WATCH_TIME, LogColumns.LABEL} & columns.keys():
+            columns[LogColumns.LABEL], texts[LogColumns.LABEL] = name, stated.likes
+            how[LogColumns.LABEL] = "by its values"
+            read.append(f"{_or(stated.likes)} is read as a like")
+        elif stated.likes and "like" not in behaviors:
+            behaviors["like"] = _flag_of(name, stated.likes)
+            read.append(f"{_or(stated.likes)} is read as the behavior like")
+        doubts += [f"`{name}`: {' and '.join(read)}, other values as neither"] if read else []
+    return behaviors, doubts
+
+
+def _or(texts: Sequence[str]) -> str:
+    return " or ".join(f"'{text}'" for text in texts)
+
+
+def _unsuitable(
+    columns: Mapping[str, str],
+    texts: Mapping[str, tuple[str, ...]],
+    by_name: Mapping[str, ColumnFacts],
+    given: Columns,
+) -> dict[str, str]:
+    """Standard name -> question, for columns that the user named and whose values ``recpo prepare`` would refuse."""
+    questions = {}
+    for role, column in columns.items():
+        facts = by_name[column]
+        if getattr(given, role) is None or role in texts or role == LogColumns.TIMESTAMP or _suits(facts, role):
+            continue
+        if role in (*_FLAGS, LogColumns.LABEL) and facts.kind in ("text", "whole"):
+            remedy = f"say which values mean true: --columns.{role} '{{column: {column}, equals: VALUE}}'"
+        else:
+            remedy = f"pass --columns.{role} NAME of another column"
+        questions[role] = f"{role}: `{column}` ({facts.evidence}) has other values than a {role}: {remedy}"
+    return questions
+
+
+def _watched(
+    table: pa.Table,
+    columns: Mapping[str, str],
+    duration_unit: str,
+    by_name: Mapping[str, ColumnFacts],
+    given: Columns,
+) -> tuple[WatchShare | None, list[str]]:
+    """The watch time by its values beside the durations, if one column is certain; and what to check."""
+    numbers = [
+        name
+        for name, one in by_name.items()
+        if name not in columns.values() and one.kind in ("whole", "number") and one.few is None
+    ]
+    duration = columns[LogColumns.DURATION]
+    found = watch_shares(table, numbers, duration, duration_unit, columns.get(LogColumns.ITEM_ID))
+    stated = {one.column: given.watch_time_unit or unit_of_name(one.column) or one.unit for one in found}
+    found = [one for one in found if one.unit == stated[one.column]]
+    certain = [one for one in found if one.is_certain]
+    if len(certain) == 1:
+        (one,) = certain
+        doubt = (
+            f"`{one.column}` is read as the watch time in {one.unit}: {one.within:.0%} of its values are at most "
+            f"`{duration}`; if it is something else, remove it from prepare.yaml and choose another label"
+        )
+        return one, [doubt]
+    options = [f"--columns.watch_time {one.column} --columns.watch_time_unit {one.unit}" for one in certain or found]
+    if not options:
+        return None, []
+    remedy = f"if one is, pass {' or '.join(options)}"
+    return None, [f"no column is certain to be the watch time, but some values are shares of `{duration}`: {remedy}"]
 
 
 def _preset(by_name: Mapping[str, ColumnFacts]) -> PresetName:
@@ -154,7 +297,7 @@ def _suits(facts: ColumnFacts, role: str) -> bool:
     if role == LogColumns.TIMESTAMP:
         return facts.kind in ("whole", "number", "time") or facts.dated >= _MOSTLY
     if role in _FLAGS:
-        return facts.kind == "flag"
+        return facts.kind == "flag" or (facts.kind == "text" and bool(true_texts(facts.texts)))
     if role == LogColumns.PROPENSITY:
         return facts.is_number and (facts.least or 0.0) >= 0 and 0 < (facts.most or 0.0) <= 1
     if role in (LogColumns.WATCH_TIME, LogColumns.DURATION):
@@ -246,18 +389,23 @@ def _of_partner(role: str, facts: Mapping[str, ColumnFacts], units: list[str], g
 def _with_the_rest(found: Recognition, by_name: Mapping[str, ColumnFacts]) -> Recognition:
     """Adds behaviors, doubts about other columns, and unused columns."""
     taken = {one.column for one in found.findings}
-    behaviors: dict[str, str] = {}
+    behaviors = dict(found.behaviors)
     known = {column: name for name, column in PRESET_BEHAVIORS[found.preset].items()}
     for name, facts in by_name.items():
         behavior = known.get(name) or behavior_of(name)
-        if name not in taken and facts.kind == "flag" and behavior is not None and behavior not in behaviors:
+        if name in taken or behavior is None or behavior in behaviors:
+            continue
+        if facts.kind == "flag":
             behaviors[behavior] = name
-    rest = [name for name in by_name if name not in taken and name not in behaviors.values()]
+        elif texts := true_texts(facts.texts):
+            behaviors[behavior] = _flag_of(name, texts)
+    used = taken | {name_of(column) for column in behaviors.values()}
+    rest = [name for name in by_name if name not in used]
     doubts = _other_readings(found, [by_name[name] for name in rest])
     kinds = [by_name[name] for name in rest if plain_name(name) in EVENT_KINDS and by_name[name].kind == "text"]
     doubts += [
-        f"`{one.name}` says what kind of event a row is ({one.evidence}): all kinds count alike; make flags of it, or "
-        "leave out the rows that are no feedback"
+        f"`{one.name}` says what kind of event a row is ({one.evidence}): all kinds count alike; read flags from it "
+        f"(behaviors: {{purchase: {{column: {one.name}, equals: VALUE}}}}), or leave out rows that are no feedback"
         for one in kinds
     ]
     doubts += [
@@ -266,7 +414,23 @@ def _with_the_rest(found: Recognition, by_name: Mapping[str, ColumnFacts]) -> Re
         for one in by_name.values()
         if one.name in rest and rank_as(role, one.name) is not None and one.kind != "flag"
     ]
+    doubts += _unlabeled(found, by_name, [*(name_of(column) for column in behaviors.values()), *rest])
     return replace(found, behaviors=behaviors, doubts=(*found.doubts, *doubts), unused=tuple(rest))
+
+
+def _unlabeled(found: Recognition, by_name: Mapping[str, ColumnFacts], rest: Sequence[str]) -> list[str]:
+    """What it costs if no column says how good an event was, and the columns that might."""
+    graded = (LogColumns.WATCH_TIME, LogColumns.LABEL, LogColumns.DISLIKE)
+    if any(found.column(role) is not None for role in graded):
+        return []
+    numbers = [by_name[name] for name in rest if by_name[name].is_number and by_name[name].distinct > 1]
+    shown = ", ".join(f"`{one.name}` ({one.evidence})" for one in numbers[:5])
+    remedy = "if one is feedback, pass --columns.watch_time, --columns.label or --columns.dislike NAME"
+    return [
+        "no column says how good an event was, so every event has the same label: a policy can imitate what users "
+        "open, but it cannot be aligned with what they like; "
+        + (f"other numbers: {shown}: {remedy}" if shown else "the log has no other number that could say it")
+    ]
 
 
 def _other_readings(found: Recognition, rest: Sequence[ColumnFacts]) -> list[str]:

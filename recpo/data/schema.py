@@ -7,15 +7,20 @@ prepared shards.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import pyarrow as pa
 
+from recpo.errors import RecpoError
+
 TimeUnit = Literal["s", "ms", "us", "ns", "order"]
 DurationUnit = Literal["s", "ms", "us", "min"]
+
+_NUMBER: Final = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
 
 MILLISECONDS_PER_UNIT: Final[dict[str, float]] = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "min": 6e4}
 
@@ -222,6 +227,51 @@ def history_schema(
 
 
 @dataclass(frozen=True)
+class FlagColumn:
+    """A flag that is read from a column of values: true where the value is one of ``equals``, null where it is missing.
+
+    For a column ``thumb`` with "up", "down" and null, a dislike is ``FlagColumn("thumb", "down")``; in YAML,
+    ``dislike: {column: thumb, equals: down}``. Texts are compared without the spaces around them.
+
+    Args:
+        column: column of the log; strings, numbers or booleans.
+        equals: the value, or values, that mean true.
+    """
+
+    column: str
+    equals: str | int | bool | tuple[str | int | bool, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values or "" in self.values:
+            raise RecpoError(f"column {self.column}: equals is {self.equals!r}, expected the values that mean true")
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The values of ``equals`` as texts; "true" and "false" for booleans."""
+        given = self.equals if isinstance(self.equals, tuple | list) else (self.equals,)
+        return tuple(str(value).lower() if isinstance(value, bool) else str(value).strip() for value in given)
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The values that are numbers, which are compared with columns of numbers."""
+        return tuple(float(value) for value in self.values if _NUMBER.fullmatch(value))
+
+    def to_json(self) -> dict[str, Any]:
+        """For the manifest; ``read_column`` reads it."""
+        return {"column": self.column, "equals": list(self.values)}
+
+
+def name_of(column: str | FlagColumn) -> str:
+    """Name in the log of a column, which may be a flag that is read from values."""
+    return column if isinstance(column, str) else column.column
+
+
+def read_column(entry: str | Mapping[str, Any]) -> str | FlagColumn:
+    """The column of an entry of the manifest: a name, or the content of a flag."""
+    return entry if isinstance(entry, str) else FlagColumn(entry["column"], tuple(entry["equals"]))
+
+
+@dataclass(frozen=True)
 class Columns:
     """The log's names and units of the standard columns.
 
@@ -234,10 +284,12 @@ class Columns:
         timestamp: column of the time of the event: number, time, or string that parses.
         watch_time: column of the watch time.
         duration: column of the item's duration.
-        dislike: column of an explicit negative signal, bool or 0/1.
-        label: column of a number that the label method reads (a rating, a binary signal).
+        dislike: column of an explicit negative signal, bool or 0/1; or ``{column: thumb, equals: down}``, for a column
+            of values of which some mean a dislike.
+        label: column of a number that the label method reads (a rating, a binary signal); or ``{column: thumb, equals:
+            up}``, which is 1 for these values and 0 for others.
         propensity: column of the logging policy's probability of the item, in (0, 1].
-        is_random: column that is true for uniformly random exposures, bool or 0/1.
+        is_random: column that is true for uniformly random exposures, bool or 0/1; or ``{column: ..., equals: ...}``.
         request_id: column that is shared by the events of one request.
         time_unit: unit of a numeric ``timestamp``, since 1970-01-01 UTC; "order" = a position without a clock.
         watch_time_unit: unit of ``watch_time``.
@@ -249,10 +301,10 @@ class Columns:
     timestamp: str | None = None
     watch_time: str | None = None
     duration: str | None = None
-    dislike: str | None = None
-    label: str | None = None
+    dislike: FlagColumn | str | None = None
+    label: FlagColumn | str | None = None
     propensity: str | None = None
-    is_random: str | None = None
+    is_random: FlagColumn | str | None = None
     request_id: str | None = None
     time_unit: TimeUnit | None = None
     watch_time_unit: DurationUnit | None = None
@@ -265,8 +317,18 @@ class Columns:
 
     def named(self) -> dict[str, str]:
         """Standard name -> name in the log, for every column that this mapping names."""
-        names = {column: getattr(self, column) for column in LogColumns.ALL}
-        return {column: name for column, name in names.items() if name is not None}
+        given = {column: getattr(self, column) for column in LogColumns.ALL}
+        return {column: name_of(name) for column, name in given.items() if name is not None}
+
+    def flags(self) -> dict[str, FlagColumn]:
+        """Standard name -> the flag that is read from values, for every such column."""
+        given = {column: getattr(self, column) for column in LogColumns.ALL}
+        return {column: flag for column, flag in given.items() if isinstance(flag, FlagColumn)}
+
+    def to_json(self) -> dict[str, Any]:
+        """Names and units, for the manifest."""
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        return said | {column: flag.to_json() for column, flag in self.flags().items()}
 
 
 PresetName = Literal["plain", "kuairand", "movielens", "recbole"]

@@ -24,6 +24,7 @@ from recpo.features.schema import Feature, Number
 Severity = Literal["fatal", "impossible", "missing"]
 
 _EXAMPLES: Final = 3
+_VALUES_SHOWN: Final = 8
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,30 @@ def check_rows(
     if strict:
         faults += _duplicates(engine, raw, log)
     return int(found["rows"]), neutralized, faults
+
+
+def unmatched_flags(engine: Engine, rows: ir.Table, raw: ir.Table, log: Log) -> list[Fault]:
+    """A fault for every flag that is read from values of which no row has one, such as a misspelled value.
+
+    Args:
+        engine: runs the expressions.
+        rows: rows of the files, under the log's names.
+        raw: the same rows under standard names (``select_columns``).
+        log: names of columns, and the flags.
+    """
+    if not log.flags:
+        return []
+    counts = engine.row(raw.aggregate(**{column: raw[column].sum() for column in log.flags}))
+    faults = []
+    for column, flag in log.flags.items():
+        if counts[column]:
+            continue
+        values = rows.select(value=rows[flag.column]).distinct().order_by("value").limit(_VALUES_SHOWN)
+        shown = [str(value) for value in engine.table(values)["value"].to_pylist() if value is not None]
+        problem = f"no row has {' or '.join(map(repr, flag.values))}, wanted as {column}"
+        has = f"the column has {', '.join(map(repr, shown))}" if shown else "the column is empty"
+        faults.append(Fault(log.name, flag.column, problem, f"{has}: correct `equals`, or leave {column} out"))
+    return faults
 
 
 def row_checks(

@@ -19,6 +19,7 @@ from recpo.data.held_out import HeldOutHistories
 from recpo.data.id_map import IdMap
 from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
+from recpo.evaluation.candidates import begin_of, has_positions
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Recommender
@@ -132,6 +133,8 @@ class Answers:
         numbers: see ``SharedItems``.
         histories: raw events of held-out users.
         known: items of the data.
+        at: when the bundle's items must be available: the start of the period, or the last of the
+            users' first held-out events; None for a log of positions.
         lists: ``[B, k]`` for every batch so far, in the order of users.
         served: counts of the events read.
     """
@@ -141,13 +144,15 @@ class Answers:
     numbers: np.ndarray
     histories: HeldOutHistories
     known: IdMap
+    at: int | None
     lists: list[Tensor] = field(default_factory=list)
     served: ServingCounts = field(default_factory=ServingCounts)
 
     @classmethod
     def of(cls, bundle: Bundle, numbers: np.ndarray, data: Prepared, split: HeldOut) -> Answers:
         histories = HeldOutHistories(data, split, bundle.manifest.reads.batches)
-        return cls(bundle, bundle.reader, numbers, histories, data.item_ids())
+        at = None if has_positions(data) else int(np.max(begin_of(data, split)))
+        return cls(bundle, bundle.reader, numbers, histories, data.item_ids(), at)
 
     def recommend(self, users: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
         """The lists as the evaluation reads them. An item that is not in the data leaves an empty place."""
@@ -158,7 +163,7 @@ class Answers:
         events, now = self.histories.events(asked), self.histories.requests(asked)
         people = self.histories.user_features(asked)
         self.reader.validate_columns(events, people, now)
-        read = self.reader.read(events, exclude=past, users=asked, user_features=people, context=now)
+        read = self.reader.read(events, exclude=past, users=asked, user_features=people, context=now, at=self.at)
         ((_, inputs),) = read.batches(len(asked))
         top_items, scores = self.bundle.runtime.recommend(inputs, k)
         numbers = torch.from_numpy(self.numbers[top_items])

@@ -23,7 +23,7 @@ from recpo.data.feature_columns import PRESET_FEATURES
 from recpo.data.files import find_files
 from recpo.data.log_sample import TableSample, sample_tables
 from recpo.data.recognition import Finding, Recognition, recognize
-from recpo.data.schema import MILLISECONDS_PER_UNIT, PRESETS, Columns, LogColumns
+from recpo.data.schema import MILLISECONDS_PER_UNIT, PRESETS, Columns, FlagColumn, LogColumns
 from recpo.errors import RecpoError
 from recpo.workflows.starting_point import Label, LogCounts, label_of, objectives_of, sizes_of, split_of
 
@@ -145,7 +145,7 @@ def inspect_log(
     """
     named = (fspath(log),) if isinstance(log, str | PathLike) else tuple(fspath(name) for name in log)
     samples = sample_tables(list(named), csv)
-    found = {number: recognize(list(facts_of(one.table).values()), columns) for number, one in enumerate(samples)}
+    found = {number: recognize(facts_of(one.table).values(), columns, one.table) for number, one in enumerate(samples)}
     best = max(found, key=lambda number: _likeness(found[number], samples[number]))
     sample, recognition = samples[best], found[best]
     _validate_names(columns, sample)
@@ -379,9 +379,9 @@ def _csv_entries(form: CsvFormat) -> dict[str, str]:
 def _column_lines(found: Inspection) -> list[str]:
     """A line for every column and unit, with its evidence. Settings of the preset are not repeated."""
     preset = PRESETS[found.recognition.preset]
-    entries: list[tuple[str, str, str]] = []
+    entries: list[tuple[str, str | FlagColumn, str]] = []
     for one in found.findings:
-        entries.append((one.role, one.column, one.evidence))
+        entries.append((one.role, one.source, one.evidence))
     if (column := found.label.column) is not None:
         entries.append((LogColumns.LABEL, column, found.label.why))
     units = ("time_unit", "watch_time_unit", "duration_unit")
@@ -421,8 +421,14 @@ def _quoted(value: Any) -> str:
         plain = value.lower() not in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
         if plain and not value.replace(".", "").replace("_", "").isdigit() and value[0] not in "./0123456789":
             return value
+    if isinstance(value, FlagColumn):
+        value = {"column": value.column, "equals": value.equals}
     if isinstance(value, dict) and all(key.isidentifier() for key in value):
-        return "{" + ", ".join(f"{key}: {json.dumps(one, ensure_ascii=False)}" for key, one in value.items()) + "}"
+        parts = {
+            key: _quoted(one) if isinstance(one, FlagColumn) else json.dumps(one, ensure_ascii=False)
+            for key, one in value.items()
+        }
+        return "{" + ", ".join(f"{key}: {text}" for key, text in parts.items()) + "}"
     return json.dumps(value, ensure_ascii=False)
 
 

@@ -17,7 +17,7 @@ from recpo.data.feature_columns import FeatureColumns
 from recpo.data.locations import locate
 from recpo.data.prepare import Preparation
 from recpo.data.prepared import Prepared
-from recpo.data.schema import Columns, LogColumns, PresetName
+from recpo.data.schema import Columns, FlagColumn, LogColumns, PresetName
 from recpo.data.shaping import (
     D2Q,
     BinaryColumn,
@@ -74,7 +74,7 @@ def prepare(
     max_watch_time: float = 86_400.0,
     strict: bool = False,
     features: FeatureColumns = FeatureColumns(),  # noqa: B008 frozen
-    behaviors: dict[str, str] | None = None,
+    behaviors: dict[str, FlagColumn | str] | None = None,
     csv: CsvFormat = CsvFormat(),  # noqa: B008 frozen
     engine: Literal["duckdb", "spark"] = "duckdb",
     memory_limit: str = "4GB",
@@ -128,7 +128,7 @@ def prepare(
         strict: reject impossible values and exact duplicates instead of neutralizing or dropping them.
         features: features of items, users and requests, and the columns that they are read from.
         behaviors: named feedback besides label and dislike: name -> column of the log (bool or 0/1), such as ``{"like":
-            "is_like"}``; null = the preset's.
+            "is_like"}``, or name -> ``{column: thumb, equals: up}``; null = the preset's.
         csv: format of text files: their delimiter, such as ``::``, and their column names if the first line has none.
         engine: duckdb inside this process, or spark for logs that do not fit on one machine; the result is the same.
         memory_limit: memory of DuckDB, of Spark's local process or of each Spark executor, before it spills to disk.

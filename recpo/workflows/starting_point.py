@@ -96,6 +96,8 @@ def label_of(found: Recognition, facts: Mapping[str, ColumnFacts]) -> Label:
         return Label(
             "WatchQuantiles", {}, f"the rank of `{watch}` among the user's watch times on items of similar duration"
         )
+    if rated is not None and (texts := found.texts(LogColumns.LABEL)):
+        return Label("BinaryColumn", {}, f"1 where `{rated}` is {' or '.join(texts)}, 0 for other values")
     if rated is not None and facts[rated].kind == "flag" and facts[rated].distinct > 1:
         return Label("BinaryColumn", {}, f"`{rated}` is 0 or 1")
     if rated is not None and facts[rated].distinct > 1:

@@ -246,8 +246,80 @@ def test_nested_columns_are_reported(tmp_path):
     table = events().assign(user_id=lambda t: t["user"], item_id=lambda t: t["item"], ts=lambda t: t["second"])
     table["metrics"] = [{"watch_ms": 3} for _ in range(len(table))]
     table[["user_id", "item_id", "ts", "metrics"]].to_parquet(tmp_path / "log.parquet")
-    (doubt,) = recpo.init(tmp_path / "log.parquet", tmp_path / "out").doubts
-    assert doubt.startswith("`metrics`: nested columns are not read")
+    unlabeled, nested = recpo.init(tmp_path / "log.parquet", tmp_path / "out").doubts
+    assert "every event has the same label" in unlabeled
+    assert nested.startswith("`metrics`: nested columns are not read")
+
+
+def plays(number=1200, watched="play_seconds", length="track_seconds", factor=1.0):
+    """Plays of tracks, most of them whole; thumbs as texts: 5 % down, 15 % up, the rest null."""
+    random = np.random.default_rng(0)
+    seconds = random.integers(120, 320, ITEMS)
+    item = random.integers(0, ITEMS, number)
+    log = pd.DataFrame({"user": random.integers(0, USERS, number), "track": item})
+    log["at"] = np.sort(random.integers(0, DAYS * 86_400, number)) + 1_700_000_000
+    log[watched] = (seconds[item] * np.minimum(random.uniform(0, 1.3, number), 1.0) * factor).astype(int)
+    log[length] = seconds[item]
+    chance = random.random(number)
+    return log.assign(thumb=np.where(chance < 0.05, "down", np.where(chance < 0.2, "up", None)))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_plays_and_thumbs_as_texts_are_recognized_and_prepared(suffix, tmp_path):
+    (tmp_path / "log").mkdir()
+    log = plays()
+    for day in range(3):
+        part, file = log[day * 400 : (day + 1) * 400], tmp_path / "log" / f"day-{day}.{suffix}"
+        part.to_csv(file, index=False) if suffix == "csv" else part.to_parquet(file)
+    found = recpo.init(tmp_path / "log", tmp_path)
+    columns = found.columns
+    assert (columns.watch_time, columns.watch_time_unit, columns.duration) == ("play_seconds", "s", "track_seconds")
+    assert columns.dislike == recpo.FlagColumn("thumb", "down")
+    assert sorted(found.written) == ["gbpo", "mpo", "prepare", "pretrain"]
+    assert "'down' is read as a dislike and 'up' is read as the behavior like" in found.doubts[0]
+    written = yaml.safe_load((tmp_path / "prepare.yaml").read_text())
+    assert written["behaviors"] == {"like": {"column": "thumb", "equals": "up"}}
+    assert main(["prepare", "--config", str(tmp_path / "prepare.yaml"), "--quiet"]) == 0
+    counts = recpo.load(tmp_path / "prepared").manifest["counts"]["splits"]
+    assert sum(period["disliked"] for period in counts.values()) == (log["thumb"] == "down").sum()
+    assert sum(period["behaviors"]["like"] for period in counts.values()) == (log["thumb"] == "up").sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "unit"), [("amount", 1.0, "s"), ("amount", 1000.0, "ms"), ("x_ms", 1e3, "ms")]
+)
+def test_a_share_of_the_duration_is_the_watch_time_under_any_name(name, factor, unit, tmp_path):
+    plays(watched=name, factor=factor).drop(columns="thumb").to_csv(tmp_path / "log.csv", index=False)
+    found = recpo.init(tmp_path / "log.csv", tmp_path)
+    assert (found.columns.watch_time, found.columns.watch_time_unit) == (name, unit)
+    assert found.label.class_name == "WatchQuantiles"
+    assert found.doubts[0].startswith(f"`{name}` is read as the watch time in {unit}")
+
+
+def test_several_or_doubtful_shares_of_the_duration_are_named_and_none_is_read(tmp_path):
+    log = plays(watched="first").assign(second=lambda t: t["first"] // 2)
+    log = log.assign(tempo=90 + log["track"] * 3, volume=np.random.default_rng(1).integers(0, 101, len(log)))
+    log.drop(columns="thumb").to_csv(tmp_path / "log.csv", index=False)
+    found = recpo.init(tmp_path / "log.csv", tmp_path / "out")
+    assert found.columns.watch_time is None
+    (doubt,) = (one for one in found.doubts if "shares of `track_seconds`" in one)
+    assert "--columns.watch_time first --columns.watch_time_unit s" in doubt
+    assert "--columns.watch_time second" in doubt
+    assert "tempo" not in doubt  # each track has one
+    log.drop(columns=["thumb", "first", "second"]).to_csv(tmp_path / "log.csv", index=False)
+    (doubt,) = (one for one in recpo.init(tmp_path / "log.csv", tmp_path).doubts if "shares of" in one)
+    assert "--columns.watch_time volume" in doubt
+
+
+def test_a_flag_of_texts_is_asked_for_if_its_values_are_unknown(tmp_path):
+    log = plays().assign(verdict=lambda t: np.where(t["thumb"] == "down", "zonk", "tilt")).drop(columns="thumb")
+    log.to_csv(tmp_path / "log.csv", index=False)
+    with pytest.raises(RecpoError, match=r"dislike: `verdict` \(.*columns.dislike '{column: verdict, equals: VALUE}'"):
+        recpo.init(tmp_path / "log.csv", tmp_path / "out", columns=recpo.Columns(dislike="verdict"))
+    assert not (tmp_path / "out").exists()
+    given = recpo.FlagColumn("verdict", "zonk")
+    found = recpo.init(tmp_path / "log.csv", tmp_path / "out", columns=recpo.Columns(dislike=given))
+    assert found.columns.dislike == given
 
 
 def test_a_podcast_log_is_recognized_whole(tmp_path):

@@ -74,6 +74,22 @@ def test_two_ranks_equal_one_process_with_twice_the_batch(tmp_path, prepared, ob
     assert (tmp_path / "two" / "run.json").is_file()
 
 
+@pytest.mark.slow
+def test_a_run_of_two_ranks_goes_on_as_one_that_accumulates(tmp_path, prepared):
+    layout, extra = CASES["GBPO"]
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.format(prepared=prepared, layout=layout, objective="GBPO", extra=extra))
+    size, two = ["--data.batch_size", "8"], ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    whole = train(config, tmp_path / "whole", *size, *two)
+    train(config, tmp_path / "cut", *size, *two, "--trainer.max_steps", "5")
+    one = ["--resume", "true", "--trainer.accumulate_grad_batches", "2"]
+    train(config, tmp_path / "cut", *size, *one, "--trainer.max_steps", "8")
+    resumed = train(config, tmp_path / "cut", *size, *one)
+    assert whole["global_step"] == resumed["global_step"] == 12
+    for name, weights in whole["state_dict"].items():
+        torch.testing.assert_close(weights, resumed["state_dict"][name], rtol=1e-4, atol=1e-5)
+
+
 ON_POLICY = """
 data:
   prepared: {prepared}

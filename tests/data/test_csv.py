@@ -86,7 +86,7 @@ def test_words_in_a_column_of_numbers_are_named_with_their_rows(tmp_path):
         "log.csv, column watch_time: 2 rows: not a number [first: row 1 ('lots'), row 3 ('true')]; expected a number: "
         "fix or empty these values",
         "log.csv, column dislike: 1 row: not a number [first: row 2 ('yes')]; expected a number, or true and false: "
-        "fix or empty these values",
+        "fix or empty these values, or say which values mean true: columns.dislike: {column: dislike, equals: VALUE}",
     ]
 
 

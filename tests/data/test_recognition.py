@@ -8,7 +8,7 @@ from recpo.data.column_names import behavior_of, rank_as, unit_of_name
 from recpo.data.csv_files import CsvFormat
 from recpo.data.log_sample import text_format
 from recpo.data.recognition import recognize
-from recpo.data.schema import Columns
+from recpo.data.schema import Columns, FlagColumn
 
 SECONDS = [1_700_000_000 + 977 * step for step in range(40)]
 BASE = {"user_id": [1, 2, 3, 4] * 10, "item_id": list(range(8)) * 5, "timestamp": SECONDS}
@@ -43,7 +43,8 @@ def test_the_unit_that_a_name_says(name, unit):
     [
         ("user_id", ["uid", "userId", "User ID", "user_id:token", "visitorid"]),
         ("item_id", ["video", "movieId", "product-id", "parent_asin"]),
-        ("watch_time", ["play_time_ms", "playedMs", "watch_time", "dwellTimeSeconds"]),
+        ("watch_time", ["play_time_ms", "playedMs", "watch_time", "dwellTimeSeconds", "total_listen_time"]),
+        ("watch_time", ["play_seconds", "watch_seconds", "listen_seconds", "stream_ms", "time_listened", "view_time"]),
         ("item_id", ["episode", "song_id", "Podcast"]),
         ("duration", ["episode_minutes", "trackLengthMs", "video_duration"]),
         ("dislike", ["is_hate", "thumbs_down", "disliked", "hidden"]),
@@ -152,3 +153,51 @@ def test_minutes_are_reported_only_if_they_are_not_plausible():
     assert plausible.doubts == ()
     long = recognize(facts(**BASE, listened_seconds=spread(30, 300), item_minutes=spread(500, 9_000)))
     assert "not plausible: median" in long.doubts[0]
+
+
+def test_without_any_feedback_the_cost_and_the_other_numbers_are_named():
+    found = recognize(facts(**BASE, volume=spread(0, 100), city=["a", "b"] * 20))
+    (doubt,) = found.doubts
+    assert "every event has the same label" in doubt
+    assert "`volume` (0 to 97; 40 distinct)" in doubt
+    assert "city" not in doubt
+    assert recognize(facts(**BASE, hated=[0, 1] * 20)).doubts == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "dislikes", "likes"),
+    [
+        ("thumb", ["up", "down"], "down", "up"),
+        ("answer", ["Dislike", "like", "none"], "Dislike", "like"),
+        ("sentiment", ["positive", "negative", "neutral"], "negative", "positive"),
+        ("emoji", ["👍🏽", "👎"], "👎", "👍🏽"),
+        ("reaction", ["thumbs_down", "not interested"], ("not interested", "thumbs_down"), None),
+    ],
+)
+def test_opinions_as_texts(name, texts, dislikes, likes):
+    rated = facts(**BASE, **{name: (texts * 40)[:40]})
+    found = recognize(rated).columns
+    assert found.dislike == FlagColumn(name, dislikes)
+    assert found.label == (None if likes is None else FlagColumn(name, likes))
+    beside = recognize([*rated, *facts(watch_seconds=spread(30, 300))])
+    assert beside.columns.label is None
+    assert dict(beside.behaviors) == ({} if likes is None else {"like": FlagColumn(name, likes)})
+
+
+def test_words_that_may_be_opinions_are_reported_and_not_read():
+    for column in ({"scroll": ["up", "down"] * 20}, {"thumb": ["up", "down", "sideways", "up"] * 10}):
+        found = recognize(facts(**BASE, **column))
+        assert (found.column("dislike"), found.column("label")) == (None, None)
+        assert any("could be feedback" in doubt and "equals: VALUE" in doubt for doubt in found.doubts)
+
+
+def test_flags_as_texts():
+    found = recognize(facts(**BASE, disliked=["yes", "no"] * 20, saved=["T", "F"] * 20, watch_s=spread(30, 300)))
+    assert found.columns.dislike == FlagColumn("disliked", "yes")
+    assert dict(found.behaviors) == {"save": FlagColumn("saved", "T")}
+
+
+def test_a_named_column_with_other_values_is_a_question():
+    found = recognize(facts(**BASE, title=["a", "b"] * 20), Columns(watch_time="title"))
+    (question,) = found.questions
+    assert "watch_time: `title` (a, b; 2 distinct) has other values" in question

@@ -230,6 +230,7 @@ def test_a_table_of_candidates_is_read_by_its_columns(living):
     assert known.source == "a frame in memory"
     default = candidates_of(data, "test", None)
     assert np.array_equal(default.available_from, known.available_from), "the prepared data say the same"
+    assert np.array_equal(data.item_ids().available[0], default.available_from[1:]), "as do the items of a run"
     renamed = table.rename_columns(["video", "born", *table.column_names[2:]])
     other = candidates_of(data, "test", CandidateTable(renamed, "video", "born"))
     assert torch.equal(other.is_candidate, known.is_candidate)

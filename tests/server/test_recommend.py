@@ -5,15 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
+import time
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from recpo.artifacts import sha256
+from recpo.data.id_map import IdMap
+from recpo.data.schema import ALWAYS, NEVER
 from recpo.errors import RecpoError
+from recpo.exploration import Exploration
 from recpo.server.bundles import LoadedBundle
 from recpo.server.ranking import Query, Ranker
 from tests.server.conftest import answers, event, request, serving
+
+
+async def recommended(server):
+    return (await server.client.post("/v1/recommend", json=request())).json()
 
 
 def listed(answer):
@@ -36,6 +46,26 @@ def test_an_answer_is_the_bundles_own_list(bundle):
     for body, answer in zip(asked, answers(bundle.root, calls), strict=True):
         own = expected[(expected["user_id"] == body["user_id"]) & (expected["rank"] <= body["k"])]
         assert listed(answer) == list(zip(own["item_id"], own["score"], strict=True))
+
+
+def test_an_item_is_listed_from_the_time_on_at_which_it_is_available(bundle, tmp_path, monkeypatch):
+    root = shutil.copytree(bundle.root, tmp_path / "bundle")
+    size, late = len(bundle.items), int(2e12)
+    times = np.stack([np.full(size, ALWAYS), np.full(size, NEVER)])
+    best = listed(answers(root, recommended))[0][0]
+    times[0, bundle.items.to_internal([best]) - 1] = late
+    IdMap(bundle.items.to_external(range(1, size + 1)), None, times).save(root / "items.parquet")
+    bundle.manifest.write(root)
+
+    async def calls(server):
+        found = []
+        for now in (late - 1, late, late - 1):
+            monkeypatch.setattr(time, "time", lambda now=now: now / 1000)
+            found.append(listed(await recommended(server))[0][0] == best)
+        return found
+
+    explore = Exploration(temperature=0.0, epsilon=0.0, shortlist=5)
+    assert answers(root, calls) == answers(root, calls, exploration=explore) == [False, True, False]
 
 
 def test_an_answer_says_who_gave_it(bundle):

@@ -154,10 +154,19 @@ def test_some_items_retire_some_are_new_and_the_next_refresh_continues(old, tmp_
     assert main([*words, "--out", str(tmp_path / "one")]) == 0
     again = refresh(tmp_path / "one", tmp_path / "items1.parquet", tmp_path / "two")
     assert (again.retired, again.listed) == (2, OLD + NEW - 3)
+    assert again.later == 0
     straight = refresh(old, tmp_path / "items1.parquet", tmp_path / "three")
     assert_same_lists(again.bundle, straight.bundle)
     listed = set(again.bundle.recommend(histories())["item_id"])
     assert not listed & {"i3", "i5", f"i{OLD + 2}"}
+    later = kept.append_column("available_from", pa.array([None] * OLD + [2**42] * (len(kept) - OLD)))
+    pq.write_table(later, tmp_path / "later.parquet")
+    timed = refresh(old, tmp_path / "later.parquet", tmp_path / "four")
+    fresh, now = ({f"i{number}" for number in range(OLD + 1, OLD + NEW)} - {f"i{OLD + 2}"}), histories()
+    assert (timed.listed, timed.later, timed.added) == (OLD + NEW - 3, len(fresh), NEW - 1)
+    assert set(timed.bundle.recommend(now, at="2100-01-01")["item_id"]) & fresh == set()
+    after = timed.bundle.reader.read(now, at=2**42)
+    assert not set(after.unlisted.tolist()) & set(timed.bundle.items.to_internal(sorted(fresh)).tolist())
 
 
 @pytest.mark.slow

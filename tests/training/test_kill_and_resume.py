@@ -7,7 +7,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from recpo.errors import RecpoError
 from recpo.training.checkpoints import LastCheckpoint
+from recpo.training.guards import FiniteGuard
 from recpo.training.run import checkpoint_path
 from recpo.verbs.train import train
 
@@ -102,3 +104,87 @@ def test_a_run_killed_after_a_checkpoint_of_an_epoch_resumes_to_the_same_weights
     for name in ("last", "best"):
         assert_equal(state(whole.root, name), state(run.root, name))
     assert {n: v for n, v in whole.results.items() if n.startswith("val/")}.items() <= run.results.items()
+
+
+STANDSTILL = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e-9}}  # no validation is better than the first
+THRESHOLD = {"monitor": "val/NDCG@10", "mode": "max", "stopping_threshold": 0.0}
+ENDS = {
+    "patience": ({"patience": 1, "trainer.max_epochs": 9, "optimizer": STANDSTILL}, 6),
+    "patience within an epoch": ({"patience": 1, "trainer.val_check_interval": 2, "optimizer": STANDSTILL}, 5),
+    "a threshold": ({"trainer.callbacks": [{"class_path": "EarlyStopping", "init_args": THRESHOLD}]}, 3),
+    "max_epochs": ({"trainer.max_epochs": 1}, 3),
+    "max_steps": ({"trainer.max_steps": 4}, 4),
+    "max_steps at the end of an epoch": ({"trainer.max_steps": 3}, 3),
+}
+
+
+SHORT = {**OPTIONS, "trainer": {**OPTIONS["trainer"], "limit_train_batches": 3}}
+
+
+def values(run):
+    """The results, without those that depend on the clock and the memory."""
+    clocked = ("train/positions_per_second", "train/peak_memory_mib")
+    return {name: value for name, value in run.results.items() if name not in clocked}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_run_that_has_ended_takes_no_further_step_when_it_is_resumed(prepared, tmp_path, end):
+    options, steps = ENDS[end]
+    options = {"out": tmp_path / "run", **SHORT, **options}
+    before = train(prepared, **options)
+    checkpoints = {name: checkpoint_path(before.root, name).read_bytes() for name in ("best", "last")}
+    assert torch.load(checkpoint_path(before.root, "last"), weights_only=True)["global_step"] == steps
+    (before.root / "run.json").unlink()  # a kill after the last checkpoint
+    resumed = train(prepared, resume=True, **options)
+    assert {name: checkpoint_path(resumed.root, name).read_bytes() for name in checkpoints} == checkpoints
+    assert values(resumed) == values(before)
+
+
+@pytest.mark.parametrize("end", ["patience", "patience within an epoch", "max_steps"])
+def test_a_run_killed_during_its_last_validation_ends_the_same(prepared, tmp_path, end):
+    options, steps = ENDS[end]
+    options = {"checkpoint_every": 1, **SHORT, **options}
+    whole = train(prepared, out=tmp_path / "whole", **options)
+
+    class KillLastValidation(Callback):
+        def on_validation_end(self, trainer, module):
+            if trainer.global_step == steps:
+                raise KilledError
+
+    with pytest.raises(KilledError):
+        train(prepared, out=tmp_path / "run", callbacks=[KillLastValidation()], **options)
+    run = train(prepared, out=tmp_path / "run", resume=True, **options)
+    for name in ("last", "best"):
+        assert_equal(state(whole.root, name), state(run.root, name))
+    assert values(run) == values(whole)
+
+
+def test_a_validation_within_the_epoch_is_not_skipped_by_a_resumed_run(prepared, tmp_path):
+    options = {**OPTIONS, "trainer.val_check_interval": 5, "trainer.max_epochs": 2, "checkpoint_every": 1}
+    validated = {"whole": [], "run": []}
+
+    class Validations(Callback):
+        def __init__(self, name):
+            self.steps = validated[name]
+
+        def on_validation_end(self, trainer, module):
+            self.steps.append(trainer.global_step)
+
+    train(prepared, out=tmp_path / "whole", callbacks=[Validations("whole")], **options)
+    with pytest.raises(KilledError):
+        train(prepared, out=tmp_path / "run", callbacks=[Kill("on_validation_start"), Validations("run")], **options)
+    run = train(prepared, out=tmp_path / "run", resume=True, callbacks=[Validations("run")], **options)
+    assert validated["run"] == validated["whole"]
+    for name in ("last", "best"):
+        assert_equal(state(tmp_path / "whole", name), state(run.root, name))
+
+
+def test_a_collapsed_run_collapses_again_when_it_is_resumed(prepared, tmp_path, monkeypatch):
+    def collapse(self, trainer, module):
+        if trainer.global_step == 6:
+            raise RecpoError("collapsed at step 6")
+
+    monkeypatch.setattr(FiniteGuard, "on_validation_end", collapse)
+    for resume in (False, True):
+        with pytest.raises(RecpoError, match="collapsed at step 6"):
+            train(prepared, out=tmp_path / "run", checkpoint_every=1, resume=resume, **SHORT)

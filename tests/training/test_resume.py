@@ -33,8 +33,8 @@ class Kill(Callback):
     """Ends the process, as far as training can tell.
 
     Args:
-        where: "step", "before validation", "after validation" or "after epoch".
-        number: of the step, or of the epoch; from 0.
+        where: "step", "batch", "before validation", "after validation" or "after epoch".
+        number: of the step, the batch of all epochs, or the epoch; from 0.
     """
 
     def __init__(self, where, number):
@@ -43,6 +43,8 @@ class Kill(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
         last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self._where == "step" and trainer.global_step == self._number:
+            raise KilledError
+        if self._where == "batch" and trainer.fit_loop.total_batch_idx == self._number:
             raise KilledError
         if self._where == "before validation" and last and trainer.current_epoch == self._number:
             raise KilledError
@@ -56,15 +58,17 @@ class Kill(Callback):
             raise KilledError
 
 
-def fit(prepared, directory, callbacks=(), resume=None, **options):
+def fit(prepared, directory, callbacks=(), resume=None, every=2, batch_size=16, **options):
     torch.manual_seed(0)
-    data = FeedbackDataModule(prepared, batch_size=16, layout=SequenceLayout(12), seed=5, max_validation_users=16)
+    data = FeedbackDataModule(
+        prepared, batch_size=batch_size, layout=SequenceLayout(12), seed=5, max_validation_users=16
+    )
     policy = CatalogSoftmaxPolicy(data.prepared.num_items, dim=8, layers=1, heads=1, max_history=12, dropout=0.2)
     module = PreferenceModule(policy, LearningOptions(objective=Likelihood(), seed=5))
     contexts = Contexts()
     # the callbacks that kill come first: what a checkpoint of this very moment would hold is lost
     trainer = Trainer(
-        callbacks=[contexts, *callbacks, LastCheckpoint(directory, 2)],
+        callbacks=[contexts, *callbacks, LastCheckpoint(directory, every)],
         **{"max_epochs": 3, "num_sanity_val_steps": 0, **QUIET, **options},
     )
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
@@ -117,3 +121,26 @@ def test_epochs_that_are_cut_short_hold_different_batches(prepared, tmp_path, op
     assert len(epochs) == 3
     assert all(len(batches) == 4 for batches in epochs.values())
     assert len({tuple(batches) for batches in epochs.values()}) == 3
+
+
+@pytest.fixture(scope="module")
+def accumulated(prepared, tmp_path_factory):
+    return fit(prepared, tmp_path_factory.mktemp("accumulated"), **ACCUMULATED)
+
+
+ACCUMULATED = {"batch_size": 8, "accumulate_grad_batches": 3, "max_epochs": 2, "every": 1, "limit_val_batches": 0}
+
+
+@pytest.mark.parametrize(("first", "second"), [(4, 4), (4, 5), (7, 8)])
+def test_a_run_killed_twice_between_micro_batches_loses_no_gradient(prepared, tmp_path, accumulated, first, second):
+    whole, trainer, _ = accumulated
+    last, resume = tmp_path / "last.ckpt", None
+    for batch in (first, second):
+        with pytest.raises(KilledError):
+            fit(prepared, tmp_path, [Kill("batch", batch)], resume, **ACCUMULATED)
+        resume = last
+    resumed, again, _ = fit(prepared, tmp_path, resume=last, **ACCUMULATED)
+    assert again.global_step == trainer.global_step
+    assert again.fit_loop.total_batch_idx == trainer.fit_loop.total_batch_idx
+    for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name

@@ -5,7 +5,9 @@ import shutil
 import sys
 from functools import partial
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 import yaml
@@ -14,6 +16,8 @@ import recpo
 import recpo.artifacts
 from recpo.cli.main import main
 from recpo.data.datamodule import FeedbackDataModule
+from recpo.data.id_map import IdMap
+from recpo.data.schema import ALWAYS, NEVER
 from recpo.data.slates import SequenceLayout
 from recpo.errors import RecpoError
 from recpo.objectives import GBPO, PointwiseReward
@@ -90,6 +94,23 @@ def test_a_run_is_read_elsewhere_without_what_it_was_made_from(prepared, base, t
     shutil.move(run.root, moved / "run")
     monkeypatch.chdir(moved)
     pd.testing.assert_frame_equal(Run.open("run").recommend(histories, k=3), before)
+
+
+def test_a_run_lists_an_item_from_the_time_on_at_which_it_is_available(copy):
+    ids, times = copy.items.to_external(range(1, copy.num_items + 1)), np.full((2, copy.num_items), ALWAYS)
+    times[1] = NEVER
+    times[0, 0] = 2_000_000_000_000  # 2033-05-18
+    (copy.root / "items.parquet").unlink()
+    IdMap(ids, None, times).save(copy.root / "items.parquet")
+    facts = json.loads((copy.root / "run.json").read_text())
+    facts["files"]["items.parquet"] = recpo.artifacts.sha256(copy.root / "items.parquet")
+    recpo.artifacts.write_json(copy.root / "run.json", resealed(facts))
+    run, first = Run.open(copy.root), ids[0].as_py()
+    nothing = {"user_id": pa.array([], pa.int64()), "item_id": ids[:0], "timestamp": pa.array([], pa.int64())}
+    for at, listed in (("2033-05-17", False), ("2033-05-19", True)):
+        lists = run.recommend(nothing, copy.num_items, users=[1], at=at)
+        assert (first in set(lists["item_id"])) is listed
+        assert len(lists) == copy.num_items - (not listed)
 
 
 def test_a_run_of_semantic_ids_carries_its_codes(prepared, tmp_path, monkeypatch):
