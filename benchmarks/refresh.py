@@ -26,7 +26,7 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.export import export_bundle
-from recpo.workflows.export import refresh
+from recpo.verbs.export import refresh
 
 OPTIONS, AUTHORS, WIDTH = {"dim": 64, "max_history": 50}, 1000, 64
 

@@ -113,8 +113,8 @@ if TYPE_CHECKING:
     from recpo.workflows.init import Inspection as Inspection, init as init
     from recpo.workflows.load import load as load
     from recpo.verbs.loop import LoopResult as LoopResult, loop as loop
-    from recpo.workflows.prepare import prepare as prepare
-    from recpo.workflows.serve import serve as serve
+    from recpo.verbs.prepare import prepare as prepare
+    from recpo.verbs.serve import serve as serve
     from recpo.verbs.simulate import simulate as simulate
     from recpo.training.run import Run as Run
     from recpo.verbs.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
@@ -218,8 +218,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.workflows.init": ("Inspection", "init"),
     "recpo.workflows.load": ("load",),
     "recpo.verbs.loop": ("LoopResult", "loop"),
-    "recpo.workflows.prepare": ("prepare",),
-    "recpo.workflows.serve": ("serve",),
+    "recpo.verbs.prepare": ("prepare",),
+    "recpo.verbs.serve": ("serve",),
     "recpo.verbs.simulate": ("simulate",),
     "recpo.training.run": ("Run",),
     "recpo.training.tilting": ("TiltResult",),

@@ -44,7 +44,7 @@ def world(tmp_path_factory):
 @pytest.fixture(scope="session")
 def prepared(world, tmp_path_factory):
     """The small log, prepared."""
-    from recpo.cli.prepare import prepare
+    from recpo.verbs.prepare import prepare
 
     out = tmp_path_factory.mktemp("prepared") / "prepared"
     prepare(str(world / "log"), out)

@@ -8,8 +8,9 @@ import itertools
 import json
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any
 
 import yaml
@@ -90,7 +91,9 @@ def joined_lists(verb: type[Verb[Any]], words: Sequence[str]) -> list[str]:
     ``--ks [10, 50]``.
     """
     hints = typing.get_type_hints(verb)
-    takes_list = {f"--{one.name}" for one in dataclasses.fields(verb) if _takes_list(hints[one.name])}
+    options = [one.name for one in dataclasses.fields(verb)]
+    takes_list = {f"--{name}" for name in options if _takes_list(hints[name], any)}
+    takes_nothing_else = {f"--{name}" for name in options if _takes_list(hints[name], all)}
     rest, others, lists = list(words), [], {}
     if rest and not rest[0].startswith("-"):
         first = next((one.name for one in dataclasses.fields(verb) if not one.kw_only), None)
@@ -104,7 +107,9 @@ def joined_lists(verb: type[Verb[Any]], words: Sequence[str]) -> list[str]:
         del rest[: 0 if equals else len(values)]
         lists.setdefault(flag, []).extend(values)
     for flag, values in lists.items():
-        is_whole = len(values) == 1 and (values[0][:1] in ("[", "{") or values[0] == "null")
+        is_whole = len(values) == 1 and (
+            flag not in takes_nothing_else or values[0][:1] in ("[", "{") or values[0] == "null"
+        )
         others += [flag, values[0] if is_whole else _as_list(values)]
     return others
 
@@ -120,12 +125,11 @@ def _as_list(values: Sequence[str]) -> str:
     return "[" + ", ".join(entries) + "]"
 
 
-def _takes_list(hint: Any) -> bool:
-    parts = typing.get_args(hint)
-    origin = typing.get_origin(hint)
-    if origin in (list, tuple, Sequence):
-        return True
-    return origin is not None and any(_takes_list(part) for part in parts)
+def _takes_list(hint: Any, quantifier: Callable[[Iterable[bool]], bool]) -> bool:
+    """Whether any, or all, of the types of an option are lists; null does not count."""
+    if typing.get_origin(hint) in (typing.Union, UnionType):
+        return quantifier(_takes_list(part, quantifier) for part in typing.get_args(hint) if part is not NoneType)
+    return typing.get_origin(hint) in (list, tuple, Sequence)
 
 
 def _is_yaml(text: str) -> bool:

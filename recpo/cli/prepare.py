@@ -13,44 +13,14 @@ from recpo.data.prepared import Period, Prepared
 from recpo.data.schema import LogColumns
 from recpo.features.schema import SIDES, Categories, Category, Feature, Vector
 from recpo.feedback import FEEDBACK_KINDS
-from recpo.workflows.prepare import prepare as _prepare
+from recpo.verbs.prepare import Prepare
 
 
-def prepare(
-    log: str | list[str],
-    out: str,
-    items: str | list[str] | None = None,
-    users: str | list[str] | None = None,
-    extends: str | None = None,
-    progress: bool = True,
-    **options: Any,
-) -> VerbResult:
-    """Checks an interaction log and writes indexed, labeled, split and sorted shards.
-
-    One error lists every fault of the log. Rejected: files that cannot be read, missing columns, wrong types, null
-    users, items or times, times that do not parse. Neutralized and counted (the event stays, without that value):
-    missing or impossible watch times, durations, labels and propensities. Dropped and counted: exact duplicates (equal
-    in every column that is used), events of items outside the catalog. ``manifest.json`` has the counts. Everything is
-    fitted on the train period only. Equal logs give equal bytes, for any order of rows and any engine.
-
-    Args:
-        log: Parquet or CSV file (``.csv``, ``.csv.gz``), directory of such files, or glob pattern; or a list of these.
-            A name with a scheme (s3://, gs://, abfs://, hdfs://) is in an object store.
-        out: output directory, local or in an object store.
-        items: item table with features, one row per item; files as in ``log``. ``features`` maps columns to features;
-            the default is the preset's mapping, or the types of the columns (docs/features.md). Rows of items outside
-            the catalog are counted. With ``extends``, rows of new and changed items are enough.
-        users: user table with features, one row per user; files as in ``log``.
-        extends: prepared directory of the days before ``log``. ``out`` then holds both: items and users keep their
-            numbers, the periods roll forward, and fitted values are kept. The other options are taken from that
-            directory.
-        progress: show a progress bar on a terminal.
-        **options: those of ``recpo.workflows.prepare.prepare``.
-    """
-    data = _prepare(log, out, items=items, users=users, extends=extends, progress=progress, **options)
+def show(verb: Prepare, data: Prepared) -> VerbResult:
+    """Prints what happened to the events; a policy is pre-trained next, or the one of the days before continued."""
     _report(data)
     facts = {name: data.manifest[name] for name in ("num_users", "num_items", "counts", "warnings")}
-    return after_prepare(data.root, facts) if extends is None else after_extend(data.root, facts)
+    return after_prepare(data.root, facts) if verb.extends is None else after_extend(data.root, facts)
 
 
 def _report(data: Prepared) -> None:

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-from recpo.workflows.serve import serve as _serve
+from recpo.cli.verb_results import VerbResult
+from recpo.verbs.serve import Serve
 
 
-def serve(bundle: Path, **options: Any) -> None:
-    """Answers HTTP requests from a bundle until it receives SIGTERM or Ctrl-C; docs/server.md describes the interface.
-
-    Needs ``pip install recpo[serve]``, but neither torch nor lightning.
-
-    Args:
-        bundle: directory written by ``recpo export``, or a directory of such directories, whose names are versions.
-        **options: those of ``recpo.server.options.ServerOptions``.
-    """
-    _serve(bundle, **options)
+def show(verb: Serve, result: None) -> VerbResult:
+    """The server has stopped; it has logged what it did."""
+    return VerbResult()

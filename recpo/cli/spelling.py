@@ -41,7 +41,11 @@ _Trail = tuple[str, ...]
 
 def _entry(verb: str) -> Definition | None:
     """The function whose parameters are the options of a verb, or that builds its parser."""
-    return find("recpo.training.configuration", "train_parser") if verb == "train" else find(f"recpo.cli.{verb}", verb)
+    return (
+        find("recpo.training.configuration", "train_parser")
+        if verb == "train"
+        else find(f"recpo.verbs.{verb}", verb.capitalize())
+    )
 
 
 def check_spelling(verb: str, words: Sequence[str]) -> None:

@@ -76,24 +76,21 @@ class Engine(ABC):
         return self.table(expression).to_pylist()[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Which engine to use, and its resources.
-
-    Attributes:
-        engine: DuckDB inside this process, or Spark.
-        memory_limit: how much memory DuckDB, Spark's local process or each executor of a Spark cluster may use before
-            it writes to disk, for example ``"4GB"``.
-        threads: number of worker threads of DuckDB or of Spark's local process; None = one per core.
-        spark_master: where Spark runs: ``local[*]`` (this machine), ``spark://host:port``, ``yarn``, ``k8s://...``.
-        spark_conf: further Spark settings by name.
-    """
+    """Which engine to use, and its resources."""
 
     engine: Literal["duckdb", "spark"] = "duckdb"
+    """DuckDB inside this process, or Spark"""
     memory_limit: str = "4GB"
+    """how much memory DuckDB, Spark's local process or each executor of a Spark cluster may use before it writes to
+    disk, for example ``"4GB"``"""
     threads: int | None = None
+    """number of worker threads of DuckDB or of Spark's local process; None = one per core"""
     spark_master: str = "local[*]"
+    """where Spark runs: ``local[*]`` (this machine), ``spark://host:port``, ``yarn``, ``k8s://...``"""
     spark_conf: dict[str, str | int | float | bool] = field(default_factory=dict)
+    """further Spark settings by name"""
 
     def __post_init__(self) -> None:
         if self.threads is not None and not 1 <= self.threads <= _MOST_THREADS:

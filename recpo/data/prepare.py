@@ -93,6 +93,7 @@ from recpo.features.columns import plain_type
 from recpo.features.encoding import FittedFeatures
 from recpo.features.schema import SIDES, Categories, Category, Feature, FeatureSchema, Side
 from recpo.feedback import FEEDBACK_KINDS, FeedbackDefinition, FeedbackRule
+from recpo.ranges import NonNegativeInt, PositiveFloat, PositiveInt, validate_ranges
 
 #: From this share of equal watch times, no quantile separates a quarter of the events from the rest.
 _MANY_TIES: Final = 0.25
@@ -101,34 +102,49 @@ _STAGES: Final = ("reading", "checking", "splitting", "shaping", "features", *PE
 Source: TypeAlias = str | Sequence[str] | pa.Table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """The options that determine a prepared directory: arguments of ``recpo.workflows.prepare.prepare``."""
+    """The options that determine a prepared directory."""
 
     preset: PresetName = "plain"
+    """column names and units to start from, including features and behaviors"""
     columns: Columns = field(default_factory=Columns)
+    """columns and units that differ from the preset"""
     split: Split = field(default_factory=TemporalSplit)
+    """TemporalSplit or LeaveLastOut"""
     label: Label = field(default_factory=WatchQuantiles)
+    """how the preference label is made: WatchQuantiles, WatchRatio, D2Q, WatchTimeGain, BinaryColumn, NumericColumn
+    or EveryEvent"""
     feedback: FeedbackRule = field(default_factory=FeedbackRule)
-    max_context: int = 200
-    rows_per_shard: int = 500_000
-    min_user_events: int = 0
-    min_item_events: int = 1
+    """which labels make an event positive or skipped; training and evaluation on this log use this definition"""
+    max_context: PositiveInt = 200
+    """number of earlier events that a held-out user keeps as context, and number of events in a serving history"""
+    rows_per_shard: PositiveInt = 500_000
+    """a shard ends with the user who reaches this number of rows"""
+    min_user_events: NonNegativeInt = 0
+    """drop users with fewer train events; 0 keeps users who first appear later"""
+    min_item_events: NonNegativeInt = 1
+    """drop items with fewer events in the period that ``catalog`` names; counted before users"""
     catalog: CatalogScope = "train"
-    max_watch_time: float = 86_400.0
+    """the items of the train period (train), so that the catalog contains no information about the future; of the
+    full log (log); or of the train period and of the item table, whose items can be recommended before their first
+    event (items)"""
+    max_watch_time: PositiveFloat = 86_400.0
+    """maximum possible watch time in seconds"""
     strict: bool = False
+    """reject impossible values and exact duplicates instead of neutralizing or dropping them"""
     features: FeatureColumns = field(default_factory=FeatureColumns)
+    """features of items, users and requests, and the columns that they are read from"""
     behaviors: Mapping[str, str | FlagColumn] | None = None
+    """named feedback besides label and dislike: name -> column of the log (bool or 0/1), such as ``{"like":
+    "is_like"}``, or name -> ``{column: thumb, equals: up}``; null = the preset's"""
     csv: CsvFormat = field(default_factory=CsvFormat)
+    """format of text files: their delimiter, such as ``::``, and their column names if the first line has none"""
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             raise RecpoError(f"preset {self.preset!r}: expected one of {', '.join(PRESETS)}")
-        for name, least in (("max_context", 1), ("rows_per_shard", 1), ("min_user_events", 0), ("min_item_events", 0)):
-            if getattr(self, name) < least:
-                raise RecpoError(f"{name} {getattr(self, name)} must be at least {least}")
-        if not self.max_watch_time > 0:
-            raise RecpoError(f"max_watch_time {self.max_watch_time} must be positive (seconds)")
+        validate_ranges(self)
         self.more  # noqa: B018 checks the names of behaviors
 
     @property

@@ -17,70 +17,67 @@ from recpo.serving.runtimes import CPU_PROVIDER
 _SHORTEST_KEY = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Options of the server.
-
-    Args:
-        host: address to listen on; 0.0.0.0 = all addresses of this machine.
-        port: port to listen on; 0 = any free port, which the process log names.
-        workers: number of processes; each loads the bundle and writes its own log files.
-        name: name of the model in answers and addresses; null = the name of the bundle's directory.
-        log: directory of the impression log: new, empty, or a log of earlier servers; null = nothing is logged, and
-            feedback is rejected.
-        user_ids: type of the user ids in requests and log: integer or string; null = the type in the data that the
-            bundle's policy was trained on, and integer if the bundle does not state it.
-        api_keys: file of keys, one per line; a request needs one of them. null = requests need no key.
-        admin_keys: file of keys for swap and rollback; null = both are disabled.
-        rerank: how complete slates are chosen before any is drawn: MaximalMarginalRelevance, Determinantal,
-            AttributeCap or Calibration of ``recpo.reranking``; null = in the policy's order.
-        rerank_options: number of re-ranked items, and the file of their attributes.
-        exploration: how slates are drawn (``recpo.exploration.Exploration``: temperature, epsilon, shortlist,
-            uniform_over); null = the best items in order.
-        max_batch: maximum number of requests in a batch.
-        max_wait_ms: how long a request waits for others; 0 = only until the previous batch ends.
-        max_queue: how many requests may wait in a worker; further requests get status 429.
-        timeout_s: seconds after which a waiting request gets status 504.
-        max_events: maximum events in the history of a request; a longer one gets status 422.
-        max_exclude: maximum number of items to exclude in a request.
-        max_body_kb: maximum body size of a request in KiB; a larger one gets status 413.
-        outcome_window_s: seconds for which outcomes of an impression are accepted; then its rows are published.
-        rotate_s: a new log file starts when the current one reaches this age in seconds.
-        rotate_mb: a new log file also starts at this size in MiB.
-        sync: an answer waits until its impression is on disk. false = it waits only for the operating system; the
-            impression then survives the end of the process, but not of the machine.
-        publish_on_stop: when the server stops, publish everything that is complete, without waiting for more outcomes.
-        drain_s: when the server stops, seconds between reporting "not ready" and closing the socket.
-        threads: threads of ONNX Runtime in a worker; 0 = one per core.
-        provider: execution provider of ONNX Runtime; it must be in ``onnxruntime.get_available_providers()``.
-    """
+    """Options of the server."""
 
     host: str = "127.0.0.1"
+    """address to listen on; 0.0.0.0 = all addresses of this machine"""
     port: int = 8000
+    """port to listen on; 0 = any free port, which the process log names"""
     workers: int = 1
+    """number of processes; each loads the bundle and writes its own log files"""
     name: str | None = None
+    """name of the model in answers and addresses; null = the name of the bundle's directory"""
     log: Path | None = None
+    """directory of the impression log: new, empty, or a log of earlier servers; null = nothing is logged, and
+    feedback is rejected"""
     user_ids: IdType | None = None
+    """type of the user ids in requests and log: integer or string; null = the type in the data that the bundle's
+    policy was trained on, and integer if the bundle does not state it"""
     api_keys: Path | None = None
+    """file of keys, one per line; a request needs one of them. null = requests need no key"""
     admin_keys: Path | None = None
+    """file of keys for swap and rollback; null = both are disabled"""
     rerank: Reranker | None = None
+    """how complete slates are chosen before any is drawn: MaximalMarginalRelevance, Determinantal, AttributeCap or
+    Calibration of ``recpo.reranking``; null = in the policy's order"""
     rerank_options: RerankOptions = field(default_factory=RerankOptions)
+    """number of re-ranked items, and the file of their attributes"""
     exploration: Exploration | None = None
+    """how slates are drawn (``recpo.exploration.Exploration``: temperature, epsilon, shortlist, uniform_over); null =
+    the best items in order"""
     max_batch: int = 32
+    """maximum number of requests in a batch"""
     max_wait_ms: float = 0.0
+    """how long a request waits for others; 0 = only until the previous batch ends"""
     max_queue: int = 1024
+    """how many requests may wait in a worker; further requests get status 429"""
     timeout_s: float = 2.0
+    """seconds after which a waiting request gets status 504"""
     max_events: int = 2000
+    """maximum events in the history of a request; a longer one gets status 422"""
     max_exclude: int = 10_000
+    """maximum number of items to exclude in a request"""
     max_body_kb: int = 1024
+    """maximum body size of a request in KiB; a larger one gets status 413"""
     outcome_window_s: float = 1800.0
+    """seconds for which outcomes of an impression are accepted; then its rows are published"""
     rotate_s: float = 300.0
+    """a new log file starts when the current one reaches this age in seconds"""
     rotate_mb: float = 64.0
+    """a new log file also starts at this size in MiB"""
     sync: bool = True
+    """an answer waits until its impression is on disk. false = it waits only for the operating system; the impression
+    then survives the end of the process, but not of the machine"""
     publish_on_stop: bool = False
+    """when the server stops, publish everything that is complete, without waiting for more outcomes"""
     drain_s: float = 0.0
+    """when the server stops, seconds between reporting "not ready" and closing the socket"""
     threads: int = 0
+    """threads of ONNX Runtime in a worker; 0 = one per core"""
     provider: str = CPU_PROVIDER
+    """execution provider of ONNX Runtime; it must be in ``onnxruntime.get_available_providers()``"""
 
     def __post_init__(self) -> None:
         for name in ("log", "api_keys", "admin_keys"):

@@ -27,11 +27,11 @@ from recpo.simulation.served import DayReport
 from recpo.simulation.truth import Truth
 from recpo.training.run import Run
 from recpo.verbs.evaluate import evaluate
+from recpo.verbs.export import export
+from recpo.verbs.prepare import prepare
 from recpo.verbs.simulate import simulate
-from recpo.workflows.export import export
 from recpo.workflows.loop_estimates import NEXT, NextEstimate, as_served, logged_reward
 from recpo.workflows.loop_recipe import Recipe
-from recpo.workflows.prepare import prepare
 
 LOG: Final = "log"
 PREPARED: Final = "prepared"
@@ -212,7 +212,7 @@ def _bundle(out: Path, run: Run, options: RoundOptions, truth: Truth, trust: Seq
         return Bundle.load(out)
     shortlist = 1 if options.exploration is None else options.exploration.shortlist
     longest = max(_LEAST_K, options.k, shortlist, truth.preferences.parameters.request_size)
-    return export(run, out, k=longest, repeats=options.repeat_after is not None, trust=trust)
+    return export(run, out=out, k=longest, repeats=options.repeat_after is not None, trust=trust)
 
 
 def _evaluation(

@@ -21,7 +21,7 @@ from recpo.errors import RecpoError
 from recpo.semantic_codes import SemanticCodes
 from recpo.tokenizer.codebooks import Codebooks
 from recpo.training.run import Run
-from recpo.workflows.prepare import prepare
+from recpo.verbs.prepare import prepare
 from tests.conftest import resealed
 
 SMALL = ["--levels", "2", "--codebook_size", "8", "--capacity_slack", "null"]

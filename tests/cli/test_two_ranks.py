@@ -11,7 +11,7 @@ from recpo.data.prepared import Prepared
 from recpo.data.slates import SequenceLayout
 from recpo.data.train_batches import TrainBatches
 from recpo.training.run import checkpoint_path
-from recpo.workflows.prepare import prepare
+from recpo.verbs.prepare import prepare
 
 CONFIG = """
 data:

@@ -22,7 +22,7 @@ from recpo.errors import RecpoError
 from tests.data.conftest import START_MS, make_log, write_log
 
 SPARK = EngineOptions(
-    "spark",
+    engine="spark",
     memory_limit="1GB",
     threads=2,
     spark_conf={"spark.sql.shuffle.partitions": "3", "spark.default.parallelism": "2"},
@@ -251,7 +251,7 @@ def test_memory_limits_mean_the_same_to_both_engines(tmp_path):
     from recpo.data.spark_engine import _settings
 
     def memory(limit, master="local[*]"):
-        settings = _settings(tmp_path, EngineOptions("spark", memory_limit=limit, spark_master=master))
+        settings = _settings(tmp_path, EngineOptions(engine="spark", memory_limit=limit, spark_master=master))
         return settings["spark.driver.memory" if master.startswith("local") else "spark.executor.memory"]
 
     assert memory("4GB") == "3814m"
@@ -259,7 +259,7 @@ def test_memory_limits_mean_the_same_to_both_engines(tmp_path):
     assert memory("8GB", "yarn") == "7629m"
     with pytest.raises(RecpoError, match="memory_limit 'lots'"):
         memory("lots")
-    chosen = EngineOptions("spark", threads=3, spark_conf={"spark.executor.cores": "5"})
+    chosen = EngineOptions(engine="spark", threads=3, spark_conf={"spark.executor.cores": "5"})
     settings = _settings(tmp_path, chosen)
     assert settings["spark.master"] == "local[3]"
     assert settings["spark.executor.cores"] == "5"

@@ -7,7 +7,7 @@ from recpo.data.prepared import Prepared
 from recpo.factorization.graded import FactorOptions
 from recpo.factorization.selection import fit_factors
 from recpo.feedback import GRADES
-from recpo.workflows.prepare import prepare
+from recpo.verbs.prepare import prepare
 
 
 @pytest.fixture(scope="session")

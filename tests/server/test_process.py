@@ -101,7 +101,7 @@ def test_faults_of_the_start_are_one_message(bundles, tmp_path):
 
 
 def test_python_says_what_is_missing(bundles, monkeypatch):
-    from recpo.workflows import serve
+    from recpo.verbs import serve
 
     monkeypatch.setattr(serve, "_NEEDED", ("fastapi", "a_package_that_nobody_has"))
     with pytest.raises(recpo.RecpoError, match=r"a_package_that_nobody_has: pip install recpo\[serve\]"):

@@ -25,7 +25,7 @@ from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.golden import check_golden
 from recpo.serving.program import ranker_of
 from recpo.serving.refresh import EncodedItems, refresh_bundle
-from recpo.workflows.export import refresh
+from recpo.verbs.export import refresh
 
 OLD, NEW = 40, 9
 FEATURES = (

@@ -18,7 +18,7 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import export_bundle
 from recpo.serving.golden import check_golden
-from recpo.workflows.export import refresh
+from recpo.verbs.export import refresh
 
 ITEMS = 12
 

@@ -55,7 +55,7 @@ from recpo.rewards import FactorReward, LoggedReward
 from recpo.training.module import PreferenceModule
 from recpo.training.options import CriticOptions, LearningOptions, RolloutOptions
 from recpo.verbs.factorize import factorize
-from recpo.workflows.prepare import prepare
+from recpo.verbs.prepare import prepare
 
 K, HISTORY = 5, 20
 SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]

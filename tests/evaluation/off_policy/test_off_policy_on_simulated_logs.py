@@ -19,7 +19,7 @@ from recpo.evaluation.off_policy.propensities import EstimatedPropensities, Logg
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.rewards import LoggedReward
 from recpo.types import Recommendations, Slates
-from recpo.workflows.prepare import prepare
+from recpo.verbs.prepare import prepare
 
 K = 10
 

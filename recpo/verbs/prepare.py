@@ -1,0 +1,170 @@
+"""The verb ``prepare``: turns an interaction log into training, validation and test shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recpo.data.csv_files import header, is_text_file, read_ids
+from recpo.data.engine import EngineOptions
+from recpo.data.extension import extend
+from recpo.data.locations import locate
+from recpo.data.prepare import Preparation
+from recpo.data.prepared import Prepared
+from recpo.data.schema import LogColumns
+from recpo.data.shaping import (
+    D2Q,
+    BinaryColumn,
+    EveryEvent,
+    NumericColumn,
+    WatchQuantiles,
+    WatchRatio,
+    WatchTimeGain,
+)
+from recpo.data.splits import LeaveLastOut
+from recpo.errors import RecpoError
+from recpo.features.schema import Categories, Category, Number, Vector
+from recpo.frames import Frame, to_arrow
+from recpo.verbs.verb import Verb, function_of
+
+# Imported so that their short names work as class paths on the command line.
+__all__ = [
+    "D2Q",
+    "BinaryColumn",
+    "Categories",
+    "Category",
+    "EveryEvent",
+    "LeaveLastOut",
+    "Number",
+    "NumericColumn",
+    "Vector",
+    "WatchRatio",
+    "WatchTimeGain",
+    "WatchQuantiles",
+    "prepare",
+]
+
+
+@dataclass(frozen=True)
+class Prepare(Preparation, EngineOptions, Verb[Prepared]):
+    """Checks an interaction log and writes indexed, labeled, split and sorted shards.
+
+    One error lists every fault of the log. Rejected: files that cannot be read, missing columns, wrong types, null
+    users, items or times, times that do not parse. Neutralized and counted (the event stays, without that value):
+    missing or impossible watch times, durations, labels and propensities. Dropped and counted: exact duplicates (equal
+    in every column that is used), events of items outside the catalog. ``manifest.json`` has the counts. Everything is
+    fitted on the train period only. Equal logs give equal bytes, for any order of rows and any engine.
+
+    Raises:
+        RecpoError: the log has faults (all of them in one message), or cannot be split; an option is out of range, or
+            differs from that of ``extends``; ``log`` is not later than ``extends``; ``out`` exists and ``overwrite`` is
+            False, or it is not a prepared directory, or it contains the log.
+    """
+
+    first_day: ClassVar = (
+        "log",
+        "out",
+        "columns",
+        "preset",
+        "split",
+        "label",
+        "items",
+        "users",
+        "extends",
+        "overwrite",
+    )
+
+    log: str | Path | Sequence[str | Path] | Frame
+    """Parquet or CSV file (``.csv``, ``.csv.gz``), directory of such files, or glob pattern; or a list of these. A
+    name with a scheme (s3://, gs://, abfs://, hdfs://) is in an object store. Or a frame (pandas, polars, pyarrow),
+    which is first written to a temporary file in ``work``, because the engines read the log several times"""
+    out: str | Path
+    """output directory, local or in an object store"""
+    _: KW_ONLY
+    items: str | Path | Sequence[str | Path] | Frame | None = None
+    """item table with features, one row per item; files or a frame, as in ``log``. ``features`` maps columns to
+    features; the default is the preset's mapping, or the types of the columns (docs/features.md). Rows of items
+    outside the catalog are counted in the manifest. With ``extends``, rows of new and changed items are enough"""
+    users: str | Path | Sequence[str | Path] | Frame | None = None
+    """user table with features, one row per user; files or a frame, as in ``log``"""
+    extends: Prepared | str | Path | None = None
+    """prepared directory of the days before ``log``. ``out`` then holds both: items and users keep their numbers, the
+    periods roll forward, and fitted values are kept (``recpo.data.extension.extend``). The other options are taken
+    from that directory"""
+    retire: list[int] | list[str] | str | Path = field(default_factory=list)
+    """with ``extends``, items that are no longer candidates: their ids, or a Parquet or CSV file with a column
+    ``item_id``, or your own name of it. They keep their numbers and stay in histories; no evaluation and no bundle
+    lists them"""
+    work: str | Path | None = None
+    """directory for temporary files; null = next to ``out``, or the system's if ``out`` is in an object store. Spark
+    on a cluster needs a directory that all its machines can access (hdfs://, s3://, a network mount)"""
+    overwrite: bool = False
+    """replace ``out`` if it is a prepared directory"""
+    progress: bool = False
+    """show a progress bar on a terminal"""
+
+    def __post_init__(self) -> None:
+        Preparation.__post_init__(self)
+        EngineOptions.__post_init__(self)
+
+    def execute(self) -> Prepared:
+        """Checks the whole log, then writes the directory."""
+        place = fspath(self.out)
+        common: dict[str, Any] = {
+            "items": None if self.items is None else _source(self.items, "items"),
+            "users": None if self.users is None else _source(self.users, "users"),
+            "engine": self.part(EngineOptions),
+            "work": self.work,
+            "overwrite": self.overwrite,
+            "progress": self.progress,
+        }
+        log, choice = _source(self.log, "log"), self.part(Preparation)
+        if self.extends is None:
+            if self.retire != []:
+                raise RecpoError(
+                    "retire: items can be retired only when a catalog is extended: name the directory with --extends",
+                    field="retire",
+                )
+            choice.run(log, place, **common)
+        else:
+            kept = self.extends if isinstance(self.extends, Prepared) else Prepared.open(fspath(self.extends))
+            extend(kept, choice, log, place, retire=_item_ids(self.retire, kept), **common)
+        return Prepared.open(locate(place))
+
+
+prepare = function_of(Prepare)
+
+
+def _item_ids(given: list[int] | list[str] | str | Path, data: Prepared) -> list[Any]:
+    """The given ids, or the column of ids of a file, in the type of the item ids of ``data``."""
+    if isinstance(given, list):
+        return list(given)
+    file, known = Path(given), data.item_ids()
+    try:
+        names = header(file) if is_text_file(file) else pq.read_schema(file).names
+        column = data.item_column if data.item_column in names else LogColumns.ITEM_ID
+        found = read_ids(file, column, known.type) if is_text_file(file) else pq.read_table(file)[column]
+        known.to_internal(found)  # refuses ids of another type
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise RecpoError(f"retire: {file} is not a Parquet or CSV file with a column item_id ({error})") from error
+    except RecpoError as error:
+        raise RecpoError(f"retire: {file}: {error}") from error
+    ids: list[Any] = found.to_pylist()
+    return ids
+
+
+def _source(log: str | Path | Sequence[str | Path] | Frame, what: str) -> list[str] | pa.Table:
+    """Names of files, or the table of a frame."""
+    if isinstance(log, str | PathLike):
+        return [fspath(log)]
+    if isinstance(log, Sequence):
+        if not all(isinstance(name, str | PathLike) for name in log):
+            raise RecpoError(f"{what}: a list may hold only file names; give a frame without a list")
+        return [fspath(name) for name in log]
+    return to_arrow(log, what)

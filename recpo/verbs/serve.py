@@ -1,0 +1,43 @@
+"""The verb ``serve``: answers HTTP requests from a bundle and logs impressions and outcomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
+
+from recpo.errors import RecpoError
+from recpo.server.options import ServerOptions
+from recpo.verbs.verb import Verb, function_of
+
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+@dataclass(frozen=True)
+class Serve(ServerOptions, Verb[None]):
+    """Answers HTTP requests from a bundle until it receives SIGTERM or Ctrl-C; docs/server.md describes the interface.
+
+    Needs ``pip install recpo[serve]``, but neither torch nor lightning. ``recpo.serve("demo/bundle", log="impressions",
+    port=8000)``; the files in ``impressions`` are a log for ``recpo.prepare``.
+
+    Raises:
+        RecpoError: the server's packages are missing, an option is out of range, the bundle cannot serve, the log
+            cannot be written, or the address is taken.
+    """
+
+    first_day: ClassVar = ("bundle", "host", "port", "log", "workers", "exploration", "api_keys")
+
+    bundle: Path | str
+    """directory written by ``recpo export``, or a directory of such directories, whose names are versions"""
+
+    def execute(self) -> None:
+        """Serves until the process is told to stop."""
+        if missing := [name for name in _NEEDED if find_spec(name) is None]:
+            raise RecpoError(f"serve needs {', '.join(missing)}: pip install recpo[serve]", code="not_installed")
+        from recpo.server.processes import run_server
+
+        run_server(Path(self.bundle), self.part(ServerOptions))
+
+
+serve = function_of(Serve)
