@@ -42,14 +42,16 @@ def short_help(verb: str, summary: str, definition: Definition, first_day: tuple
     return "\n".join(lines)
 
 
-def documentation(definition: Definition) -> dict[str, str]:
+def documentation(definition: Definition | None) -> dict[str, str]:
     """Option -> its help: docstrings of fields, entries of ``Args`` and ``Attributes``, and helps of a parser."""
+    if definition is None:
+        return {}
     module, node = definition
     found: dict[str, str] = {}
     if isinstance(node, ast.ClassDef):
         for base in node.bases:
             parent = resolve(module, base.value if isinstance(base, ast.Subscript) else base)
-            found |= {} if parent is None else documentation(parent)
+            found |= documentation(parent)
         for field, text in zip(node.body, node.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _text(text) is not None:
                 found[field.target.id] = str(_text(text))
@@ -67,7 +69,7 @@ def _of_parser(definition: Definition) -> dict[str, str]:
         method = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
         if isinstance(call, ast.Call) and method == "add_class_arguments":
             part = resolve(definition.module, call.args[0])
-            found |= {} if part is None else documentation(part)
+            found |= documentation(part)
         elif isinstance(call, ast.Call) and method == "add_argument" and isinstance(call.args[0], ast.Constant):
             texts = [key.value for key in call.keywords if key.arg == "help"]
             found[str(call.args[0].value).lstrip("-")] = str(ast.literal_eval(texts[0])) if texts else ""

@@ -17,6 +17,8 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from recpo.artifacts import validate_configuration_files
+from recpo.cli.help import documentation
+from recpo.cli.signatures import find
 from recpo.errors import RecpoError
 from recpo.verbs.verb import Verb
 
@@ -43,11 +45,21 @@ def parser_of(verb: type[Verb[Any]]) -> ArgumentParser:
         exit_on_error=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
-    python_only = {one.name for one in dataclasses.fields(verb) if one.metadata.get("python_only")}
-    parser.add_class_arguments(verb, as_group=False, skip=python_only)
-    if any(one.name == "progress" for one in dataclasses.fields(verb)):
-        parser.set_defaults(progress=True)
+    hints, helps = typing.get_type_hints(verb), documentation(find(verb.__module__, verb.__name__))
+    for one in dataclasses.fields(verb):
+        if not one.metadata.get("python_only"):
+            parser.add_argument(f"--{one.name}", type=hints[one.name], help=helps.get(one.name, ""), **_default(one))
     return parser
+
+
+def _default(option: dataclasses.Field[Any]) -> dict[str, Any]:
+    if option.name == "progress":
+        return {"default": True}  # a terminal shows it unless told otherwise; Python does not
+    if option.default is not dataclasses.MISSING:
+        return {"default": option.default}
+    if option.default_factory is not dataclasses.MISSING:
+        return {"default": option.default_factory()}
+    return {"required": True}
 
 
 def parse(verb: type[Verb[Any]], words: Sequence[str]) -> Verb[Any]:

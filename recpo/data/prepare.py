@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -108,14 +108,14 @@ class Preparation:
 
     preset: PresetName = "plain"
     """column names and units to start from, including features and behaviors"""
-    columns: Columns = field(default_factory=Columns)
+    columns: Columns = Columns()  # noqa: RUF009  frozen
     """columns and units that differ from the preset"""
-    split: Split = field(default_factory=TemporalSplit)
+    split: Split = TemporalSplit()  # noqa: RUF009  frozen
     """TemporalSplit or LeaveLastOut"""
-    label: Label = field(default_factory=WatchQuantiles)
+    label: Label = WatchQuantiles()  # noqa: RUF009  frozen
     """how the preference label is made: WatchQuantiles, WatchRatio, D2Q, WatchTimeGain, BinaryColumn, NumericColumn
     or EveryEvent"""
-    feedback: FeedbackRule = field(default_factory=FeedbackRule)
+    feedback: FeedbackRule = FeedbackRule()  # noqa: RUF009  frozen
     """which labels make an event positive or skipped; training and evaluation on this log use this definition"""
     max_context: PositiveInt = 200
     """number of earlier events that a held-out user keeps as context, and number of events in a serving history"""
@@ -133,12 +133,12 @@ class Preparation:
     """maximum possible watch time in seconds"""
     strict: bool = False
     """reject impossible values and exact duplicates instead of neutralizing or dropping them"""
-    features: FeatureColumns = field(default_factory=FeatureColumns)
+    features: FeatureColumns = FeatureColumns()  # noqa: RUF009  frozen
     """features of items, users and requests, and the columns that they are read from"""
     behaviors: Mapping[str, str | FlagColumn] | None = None
     """named feedback besides label and dislike: name -> column of the log (bool or 0/1), such as ``{"like":
     "is_like"}``, or name -> ``{column: thumb, equals: up}``; null = the preset's"""
-    csv: CsvFormat = field(default_factory=CsvFormat)
+    csv: CsvFormat = CsvFormat()  # noqa: RUF009  frozen
     """format of text files: their delimiter, such as ``::``, and their column names if the first line has none"""
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from recpo.artifacts import describe_os_error
@@ -42,7 +42,7 @@ class ServerOptions:
     rerank: Reranker | None = None
     """how complete slates are chosen before any is drawn: MaximalMarginalRelevance, Determinantal, AttributeCap or
     Calibration of ``recpo.reranking``; null = in the policy's order"""
-    rerank_options: RerankOptions = field(default_factory=RerankOptions)
+    rerank_options: RerankOptions = RerankOptions()  # noqa: RUF009  frozen
     """number of re-ranked items, and the file of their attributes"""
     exploration: Exploration | None = None
     """how slates are drawn (``recpo.exploration.Exploration``: temperature, epsilon, shortlist, uniform_over); null =
