@@ -113,6 +113,7 @@ if TYPE_CHECKING:
     from recpo.workflows.load import load as load
     from recpo.workflows.loop import Loop as Loop, loop as loop
     from recpo.workflows.prepare import prepare as prepare
+    from recpo.workflows.recommend import recommend as recommend
     from recpo.workflows.serve import serve as serve
     from recpo.workflows.simulate import simulate as simulate
     from recpo.training.run import Run as Run
@@ -216,6 +217,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.workflows.load": ("load",),
     "recpo.workflows.loop": ("Loop", "loop"),
     "recpo.workflows.prepare": ("prepare",),
+    "recpo.workflows.recommend": ("recommend",),
     "recpo.workflows.serve": ("serve",),
     "recpo.workflows.simulate": ("simulate",),
     "recpo.training.run": ("Run",),
