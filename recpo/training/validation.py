@@ -210,5 +210,5 @@ class ScoreMetrics:
         """The known means over the users of all ranks. Resets the sums."""
         totals = reduce_sum(self._sums)
         self._sums = torch.zeros_like(self._sums)
-        means = zip(self.names, (totals[:, 0] / totals[:, 1]).float(), strict=True)
-        return {name: mean for name, mean in means if totals[self.names.index(name), 1] > 0}
+        known = zip(self.names, *totals.unbind(1), strict=True)
+        return {name: (total / number).float() for name, total, number in known if number}
