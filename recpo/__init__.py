@@ -116,6 +116,7 @@ if TYPE_CHECKING:
     from recpo.verbs.prepare import prepare as prepare
     from recpo.verbs.serve import serve as serve
     from recpo.verbs.simulate import simulate as simulate
+    from recpo.verbs.recommend import recommend as recommend
     from recpo.training.run import Run as Run
     from recpo.verbs.tokenize import VectorsFromRun as VectorsFromRun, tokenize as tokenize
     from recpo.training.tilting import TiltResult as TiltResult
@@ -221,6 +222,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.verbs.prepare": ("prepare",),
     "recpo.verbs.serve": ("serve",),
     "recpo.verbs.simulate": ("simulate",),
+    "recpo.verbs.recommend": ("recommend",),
     "recpo.training.run": ("Run",),
     "recpo.training.tilting": ("TiltResult",),
     "recpo.verbs.tilt": ("tilt",),

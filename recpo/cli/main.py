@@ -45,7 +45,7 @@ VERBS = {
     "tilt": "tilt a trained policy toward the grades that a factor model predicts",
     "evaluate": "rank the full catalog for held-out users and report metrics",
     "export": "write a trained policy as a bundle for serving",
-    "recommend": "run a bundle over a Parquet file of histories",
+    "recommend": "list the best items for every user of a Parquet file of histories",
     "compare": "compare a new bundle with the old one on logged requests, before a swap",
     "serve": "answer HTTP requests from a bundle, and log impressions and outcomes",
     "loop": "repeat serving and training on simulated users",

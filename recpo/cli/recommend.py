@@ -1,4 +1,4 @@
-"""``recpo recommend``: runs a bundle over a Parquet file of histories."""
+"""``recpo recommend``: lists of a bundle, a run, factors or a baseline for a Parquet file of histories."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from recpo.cli.verb_results import VerbResult, after_recommend
 from recpo.errors import RecpoError
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ServingCounts
-from recpo.workflows.recommend import write_recommendations
+from recpo.workflows.recommend import LIST_LENGTH, Source, write_recommendations
 
 if TYPE_CHECKING:
-    from recpo.training.run import Run
+    from recpo.data.prepared import Prepared
 
 _EVENTS_SHOWN_FROM = 1 << 16
-_K_OF_A_RUN = 10
 
 
 def recommend(
@@ -43,6 +42,9 @@ def recommend(
     batch_size: int = 256,
     show: int = 0,
     trust: list[str] = [],  # noqa: B006  jsonargparse prints it
+    factors: Path | None = None,
+    baseline: str | None = None,
+    prepared: str | None = None,
 ) -> VerbResult:
     """Recommends for every user of a Parquet file of histories; a bundle needs neither lightning nor torchrec.
 
@@ -56,7 +58,7 @@ def recommend(
         out: Parquet file to write: user_id, rank, item_id, score; an existing one is replaced.
         bundle: directory written by ``recpo export``.
         run: instead of a bundle, a run directory written by ``recpo train``; its best checkpoint is used.
-        k: list length; null = the longest that the bundle serves; for a run 10, at most the size of the catalog.
+        k: list length; null = 10, or fewer if the catalog or the bundle has no more.
         exclude: Parquet file of user_id and item_id: items that must not be listed.
         users: Parquet file with user_id: the users to serve, including new users; null = the users of the histories.
         user_features: Parquet file of user_id and the features as in the prepared user table; only if the policy reads
@@ -72,11 +74,19 @@ def recommend(
         batch_size: number of users ranked at once.
         show: number of users whose lists are printed.
         trust: packages, in addition to recpo, whose classes the configuration of ``run`` may name.
+        factors: instead of a bundle, a directory written by ``recpo factorize``; with ``prepared``.
+        baseline: instead of a bundle, a baseline of ``recpo evaluate`` with its default options, such as popularity or
+            cooccurrence; with ``prepared``, on whose training events it is fitted.
+        prepared: prepared directory with the items of ``factors`` or ``baseline``.
     """
-    if (bundle is None) == (run is None):
-        raise RecpoError("recommend takes one of --bundle and --run")
-    source = Bundle.load(bundle, engine, provider=provider) if bundle is not None else _open_run(run, trust)
-    k = k if k is not None else source.k if isinstance(source, Bundle) else min(_K_OF_A_RUN, source.num_items)
+    given = [one for one in (bundle, run, factors, baseline) if one is not None]
+    if len(given) != 1:
+        raise RecpoError("recommend takes one of --bundle, --run, --factors and --baseline")
+    if (prepared is None) == (bundle is None and run is None):
+        raise RecpoError("recommend takes --prepared with --factors or --baseline, and only with these")
+    data = None if prepared is None else _open_prepared(prepared)
+    source, longest = _opened(bundle, run, factors, baseline, data, engine, provider, trust)
+    k = min(LIST_LENGTH, longest) if k is None else k
     with tqdm(desc="recommend", unit="event", disable=None, leave=False) as bar:
         counts = write_recommendations(
             source,
@@ -92,6 +102,7 @@ def recommend(
             at=at,
             batch_size=batch_size,
             progress=bar.update,
+            prepared=data,
         )
     save_resolved(out)
     if show > 0:
@@ -100,10 +111,37 @@ def recommend(
     return after_recommend(out, bundle, run, {"k": k, **asdict(counts)})
 
 
-def _open_run(run: Path | None, trust: list[str]) -> Run:
-    from recpo.training.run import Run  # a bundle can be served without torch and lightning
+def _opened(
+    bundle: Path | None,
+    run: Path | None,
+    factors: Path | None,
+    baseline: str | None,
+    data: Prepared | None,
+    engine: Literal["onnx", "torch"],
+    provider: str,
+    trust: list[str],
+) -> tuple[Source, int]:
+    """The one source that was given, and the length of its longest list."""
+    if bundle is not None:
+        loaded = Bundle.load(bundle, engine, provider=provider)
+        return loaded, loaded.k
+    if run is not None:
+        from recpo.training.run import Run  # a bundle can be served without torch and lightning
 
-    return Run.open(run or "", trust)
+        opened = Run.open(run, trust)
+        return opened, opened.num_items
+    assert data is not None
+    if factors is not None:
+        from recpo.factorization.factors import Factors
+
+        return Factors.open(factors), data.num_items
+    return str(baseline), data.num_items
+
+
+def _open_prepared(prepared: str) -> Prepared:
+    from recpo.data.prepared import Prepared
+
+    return Prepared.open(prepared)
 
 
 def _lists(histories: Path, lists: Path, users: int) -> Table:

@@ -140,8 +140,11 @@ def after_export(out: Path, triton: Path | None, result: Mapping[str, Any]) -> V
 
 def after_recommend(out: Path, bundle: Path | None, run: Path | None, result: Mapping[str, Any]) -> VerbResult:
     """Lists were written."""
-    serve = command("serve", "--bundle", bundle)
-    following = serve if bundle is not None else command("export", "--run", run, "--out", "runs/bundle")
+    following = None  # factors and baselines are not served
+    if bundle is not None:
+        following = command("serve", "--bundle", bundle)
+    elif run is not None:
+        following = command("export", "--run", run, "--out", "runs/bundle")
     return VerbResult((str(out),), following, result)
 
 

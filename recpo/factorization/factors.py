@@ -208,8 +208,16 @@ class Factors:
         """The ``k`` items with the highest predicted grade for folded-in users, as ``Policy.recommend``.
 
         With a ``lower_bound``, the items with the highest bound. ``scores`` are the ranking scores, not
-        log-probabilities.
+        log-probabilities. For a frame of events, with external ids: ``recpo.recommend(factors, frame, prepared=...)``.
+
+        Raises:
+            RecpoError: ``histories`` is a frame, whose ids the factors do not know.
         """
+        if not isinstance(histories, Histories):
+            raise RecpoError(
+                f"Factors.recommend takes encoded Histories, not {type(histories).__name__}: factors know no ids of "
+                "items; for a frame of events, call recpo.recommend(factors, frame, prepared=...)"
+            )
         users, covariance = self.fold_in_with_covariance(histories)
         states = with_one(torch.cat([users[:, :-1], users[:, -1:] + self.mean], 1))
         table = torch.cat([with_one(self.item_factors), self.item_bias[:, None]], 1)

@@ -26,6 +26,8 @@ from recpo.errors import RecpoError
 
 META = "meta.pt"
 """The file for everything that is not a tensor. A directory without it is not a checkpoint."""
+RUN = "run"
+"""Entry of a checkpoint: the run that wrote it (``run_directory.identity``)."""
 
 
 class _Block(NamedTuple):
@@ -101,26 +103,40 @@ def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer_states.")}
 
 
-def validate_checkpoint(checkpoint: Path) -> None:
-    """Raises if a checkpoint to resume from was changed.
+def validate_checkpoint(checkpoint: Path, run: str | None = None) -> None:
+    """Raises if a checkpoint to resume from was changed, or is not one of the run.
 
     The checkpoint of an unfinished run is not in any ``run.json``, and torch does not verify the checksums of its own
     format. Without this check, training would continue from a weight with a flipped bit.
 
     Args:
         checkpoint: the file; for the directory of a sharded run, only missing files are detected.
+        run: the run that must have written it (``run_directory.identity``); None = any.
 
     Raises:
-        RecpoError: it is damaged.
+        RecpoError: it is damaged, or another run wrote it.
     """
     remedy = "copy it again, or train again with --overwrite true"
-    if checkpoint.is_dir():
-        saved_tensors(checkpoint)
-        return
+    content = _undamaged(checkpoint, remedy)
+    if run is not None and content.get(RUN) != run:
+        raise RecpoError(
+            f"{checkpoint} was written by another run than {checkpoint.parents[1]}, with other options or data, or by "
+            f"another version of recpo; {remedy}"
+        )
+
+
+def _undamaged(checkpoint: Path, remedy: str) -> dict[str, Any]:
+    """The content of a checkpoint, without its tensors."""
     try:
+        if checkpoint.is_dir():
+            saved_tensors(checkpoint)
+            meta: dict[str, Any] = torch.load(checkpoint / META, map_location="meta", weights_only=True)
+            return meta
         if (wrong := _damaged_record(checkpoint)) is not None:
             raise RecpoError(f"{checkpoint} is damaged ({wrong}); {remedy}")
-        torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)["state_dict"]
+        content: dict[str, Any] = torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
+        content["state_dict"]
+        return content
     except RecpoError:
         raise
     except OSError as error:

@@ -75,7 +75,7 @@ def run_configuration(configuration: Namespace, callbacks: Sequence[Callback] = 
 
     last = check()
     if last is not None:
-        validate_checkpoint(last)
+        validate_checkpoint(last, run_directory.identity(text, origin))
     codes = run_directory.codes_of(text)
     data, policy = options.data.prepared, module.policy
     with run_directory.opened(out, text, data, policy, codes, origin, resume=resume, check=check) as opened:

@@ -283,10 +283,11 @@ class PreferenceModule(LightningModule):
         metrics = self._validation.compute(self._sum_over_ranks)
         self.validated = {f"val/{name}": value for name, value in metrics.items()}
         if self.monitor not in self.validated and not self.trainer.sanity_checking:
+            instead = "raise" if "score" in self.objective.requires else "set monitor to NDCG, raise"
             raise RecpoError(
                 f"{self.monitor}, by which the best checkpoint is chosen, is undefined on the validation users: none "
-                "has what it is computed from. Set monitor to NDCG, raise data.max_validation_users, or prepare the "
-                "log with a longer validation period"
+                f"has the events it needs; {instead} data.max_validation_users, or prepare the log with a longer "
+                "validation period"
             )
         self.log_dict(self.validated, prog_bar=True)
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from recpo.data.prepared import Prepared
 from recpo.errors import RecpoError
 from recpo.factorization.factors import MANIFEST as FACTORS_MANIFEST
 from recpo.training.card_facts import data_facts
+from recpo.training.checkpoints import RUN
 from recpo.training.module import PreferenceModule
 from recpo.training.options import TrainOptions
 from recpo.training.run import (
@@ -83,6 +84,32 @@ def origin(text: str, options: TrainOptions, base: Path | None, world_size: int)
     return content
 
 
+def identity(text: str, now: dict[str, Any]) -> str:
+    """Checksum of what all parts of a resumed run have in common; its checkpoints contain it.
+
+    Args:
+        text: every option, as YAML.
+        now: the inputs of the run.
+    """
+    options = dict(_leaves(_plain(yaml.safe_load(text))))
+    ignored = (*MAY_CHANGE, *_OF_THE_SAME_CONTENT, *_OF_THE_SAME_STEP)
+    kept = {key: value for key, value in options.items() if not _is_part_of(key, ignored)}
+    return _sha256_of([kept, now["prepared"]["manifest_sha256"], sorted(now.get("reward_runs", {}).values())])
+
+
+def _leaves(configuration: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The options that are not null, by the dotted keys of ``differences``."""
+    if isinstance(configuration, dict):
+        for name, value in configuration.items():
+            yield from _leaves(value, prefix if name == "init_args" else f"{prefix}.{name}".lstrip("."))
+    elif configuration is not None:
+        yield prefix, configuration
+
+
+def _is_part_of(key: str, names: Iterable[str]) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in names)
+
+
 def validate(
     out: Path, text: str, now: dict[str, Any], options: TrainOptions, *, resume: bool, overwrite: bool
 ) -> Path | None:
@@ -100,7 +127,8 @@ def validate(
         The checkpoint to resume from; None to start.
 
     Raises:
-        RecpoError: ``out`` exists, is not a run, or was created with other options.
+        RecpoError: ``out`` exists, is not a run, was created with other options, or is a finished run without its last
+            checkpoint.
     """
     last = checkpoint_path(out, "last")
     goes_on = last if resume and last.exists() else None
@@ -116,6 +144,12 @@ def validate(
     if not (out / ORIGIN).is_file() or read_json(out / ORIGIN, REMEDY).get("format_version") != FORMAT_VERSION:
         raise RecpoError(f"{out} was begun by another version of recpo and cannot be resumed: train it again")
     _validate_same(out, text, now)
+    if goes_on is None and (out / FINISHED).is_file():
+        raise RecpoError(
+            f"{out} is a finished run without {last.relative_to(out)}: there is no state to continue from. Copy the "
+            "whole run again, pass --overwrite true to train it from the start, or start another run from its policy "
+            "with --init_from"
+        )
     if goes_on is not None and goes_on.is_dir() != options.trainer.shards_tables:
         made = "with ShardedStrategy" if goes_on.is_dir() else "without ShardedStrategy"
         raise RecpoError(
@@ -131,7 +165,7 @@ def _validate_same(out: Path, text: str, now: dict[str, Any]) -> None:
     if then["contexts_per_step"] == now["contexts_per_step"]:
         allowed += _OF_THE_SAME_STEP
     changed = differences(_plain(read_yaml(out / RESOLVED, REMEDY)), _plain(yaml.safe_load(text)))
-    others = [key for key in changed if not any(key == name or key.startswith(name + ".") for name in allowed)]
+    others = [key for key in changed if not _is_part_of(key, allowed)]
     if others:
         raise RecpoError(
             f"{out} was started with other options: {', '.join(others)} differ. Resume it with those of "
@@ -204,7 +238,7 @@ def opened(
     Raises:
         RecpoError: another process trains here, or an error of ``check``.
     """
-    watch = _FirstStep()
+    watch = _FirstStep(identity(text, now))
     if _is_other_rank():
         yield watch
         return
@@ -226,11 +260,12 @@ def _commit(out: Path, text: str) -> None:
 
 
 class _FirstStep(Callback):
-    """Runs actions once, after the first batch of this process."""
+    """Runs actions once, after the first batch of this process, and names the run in its checkpoints."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: str) -> None:
         self.actions: list[Any] = []
         self.taken = False
+        self._run = run
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -240,6 +275,10 @@ class _FirstStep(Callback):
             self.taken = True
             for action in self.actions:
                 action()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds the ``identity`` of the run."""
+        checkpoint[RUN] = self._run
 
 
 def finish(out: Path, module: PreferenceModule, data: Prepared) -> None:

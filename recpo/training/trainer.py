@@ -22,6 +22,7 @@ from torch import Tensor
 from recpo.errors import RecpoError
 
 LINE_SECONDS = 30.0
+LINE_COLUMNS = 80
 DEFAULT_EPOCHS = 10
 """``max_epochs`` if none of ``max_epochs``, ``max_steps`` and ``max_time`` is given."""
 
@@ -30,7 +31,7 @@ class ProgressBar(TQDMProgressBar):
     """Lightning's progress bar without the version number of the logger.
 
     Without a terminal, it prints lines: one every ``LINE_SECONDS`` (epoch, batches, rate, remaining time of the epoch,
-    loss) and one after every epoch.
+    loss) and one after every epoch (``epoch_line``).
     """
 
     def __init__(self) -> None:
@@ -72,8 +73,8 @@ class ProgressBar(TQDMProgressBar):
         super().on_train_epoch_end(trainer, pl_module)
         if self._losses and trainer.is_global_zero:
             shown = self.get_metrics(trainer, pl_module) | {"train/loss": torch.stack(self._losses).mean()}
-            line = "  ".join(f"{name} {float(value):.4f}" for name, value in shown.items())
-            print(f"epoch {trainer.current_epoch}  step {trainer.global_step}  {line}", flush=True)
+            monitor = str(getattr(pl_module, "monitor", ""))
+            print(epoch_line(trainer.current_epoch, trainer.global_step, shown, monitor), flush=True)
         self._losses.clear()
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
@@ -81,6 +82,24 @@ class ProgressBar(TQDMProgressBar):
         metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         return metrics
+
+
+def epoch_line(epoch: int, step: int, metrics: Mapping[str, Any], monitor: str) -> str:
+    """The line of an epoch in at most ``LINE_COLUMNS`` columns, with as many metrics as fit; all are in metrics.csv.
+
+    Args:
+        epoch: number of the epoch.
+        step: number of optimizer steps so far.
+        metrics: values by name.
+        monitor: the metric that selects the best checkpoint; it is shown right after the loss.
+    """
+    first = [name for name in ("train/loss", monitor) if name in metrics]
+    line = f"epoch {epoch}  step {step}"
+    for name in dict.fromkeys([*first, *metrics]):
+        part = f"  {name} {float(metrics[name]):.4f}"
+        if name in first or len(line) + len(part) <= LINE_COLUMNS:
+            line += part
+    return line
 
 
 class Throughput(Callback):

@@ -171,7 +171,8 @@ class ScoreMetrics:
     """Validation metrics of a reward model, on the held-out exposures of the validation split.
 
     ``log_likelihood``, for a pointwise model, is the mean over known targets. ``AUC_other`` is the mean over users of
-    the probability that the first score ranks a positive item above another labeled one.
+    the probability that the first score ranks a positive item above another labeled one. A metric is left out if it
+    cannot be computed (no known target, no user with both kinds of items).
 
     Args:
         objective: the trained objective.
@@ -206,8 +207,8 @@ class ScoreMetrics:
         self._sums += torch.stack([torch.stack(pair) for pair in sums]).cpu()
 
     def compute(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """The means over the users of all ranks, 0 if there are none. Resets the sums."""
+        """The known means over the users of all ranks. Resets the sums."""
         totals = reduce_sum(self._sums)
         self._sums = torch.zeros_like(self._sums)
-        means = (totals[:, 0] / totals[:, 1].clamp(min=1.0)).float()
-        return dict(zip(self.names, means, strict=True))
+        known = zip(self.names, *totals.unbind(1), strict=True)
+        return {name: (total / number).float() for name, total, number in known if number}

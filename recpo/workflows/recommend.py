@@ -1,11 +1,11 @@
-"""The verb ``recommend``: runs a bundle or a run over a frame in memory, or over a Parquet file of any size."""
+"""The verb ``recommend``: lists of a bundle, run, factors or baseline, for a frame or a Parquet file of any size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Union
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict, Union
 
 import numpy as np
 import pandas as pd
@@ -24,13 +24,18 @@ from recpo.serving.recommending import BATCH_SIZE, Moment, milliseconds, recomme
 from recpo.serving.runtimes import CPU_PROVIDER, EngineName, Runtime
 
 if TYPE_CHECKING:
+    from recpo.data.prepared import Prepared
+    from recpo.factorization.factors import Factors
     from recpo.training.run import Run
 
 _ROWS_AT_ONCE = 1 << 16
 
 
-#: A bundle, a run, or the directory of one.
-Source = Union[Bundle, "Run", str, PathLike[str]]
+#: A bundle, a run, factors, or the directory of one; or the name of a baseline.
+Source = Union[Bundle, "Run", "Factors", str, PathLike[str]]
+
+#: Length of lists, where neither a bundle nor the catalog limits it.
+LIST_LENGTH: Final = 10
 
 
 class Server(NamedTuple):
@@ -57,13 +62,15 @@ def recommend(
     provider: str = CPU_PROVIDER,
     batch_size: int = BATCH_SIZE,
     trust: Sequence[str] = (),
+    prepared: Prepared | str | PathLike[str] | None = None,
 ) -> pd.DataFrame:
     """The best items of every user, as a frame; see ``Bundle.recommend``.
 
     Args:
-        source: a bundle, a run, or the directory of one; for a run, the best checkpoint is used.
+        source: a bundle, a run, factors, or the directory of one; or the name of a baseline of ``recpo.evaluate``. The
+            best checkpoint of a run is used.
         histories: events in long format: a frame, or a Parquet file or directory that fits into memory.
-        k: list length; None = the longest that is served.
+        k: list length; None = 10, or fewer if the catalog or the bundle has no more.
         exclude: ``user_id`` and ``item_id`` pairs that must not be listed.
         users: the users to serve, in this order, including new users; None = the users of ``histories``.
         user_features: ``user_id`` and the columns of the prepared user table, if the policy reads user features.
@@ -76,11 +83,14 @@ def recommend(
         provider: execution provider of ONNX Runtime for such a bundle.
         batch_size: users ranked at once.
         trust: packages, in addition to recpo, whose classes the configuration of a run may name.
+        prepared: for factors and baselines, the prepared data with their items: that on which factors were fitted; a
+            baseline is fitted on its training events, with default options.
 
     Raises:
         RecpoError: see ``Bundle.load`` and ``HistoryReader.read``.
     """
-    server = _server(source, engine, provider, trust)
+    server = _server(source, engine, provider, trust, prepared)
+    k = _list_length(k, server.runtime)
     excluded = None if exclude is None else read_frame(exclude, "exclude")
     events = read_frame(histories, "histories")
     more = _features(user_features, context)
@@ -117,14 +127,16 @@ def write_recommendations(
     batch_size: int = BATCH_SIZE,
     progress: Callable[[int], object] | None = None,
     trust: Sequence[str] = (),
+    prepared: Prepared | str | PathLike[str] | None = None,
 ) -> ServingCounts:
     """Writes the lists of all users of a Parquet file to another one, in bounded memory.
 
     Args:
-        source: a bundle, a run, or the directory of one; for a run, the best checkpoint is used.
+        source: a bundle, a run, factors, or the directory of one; or the name of a baseline of ``recpo.evaluate``. The
+            best checkpoint of a run is used.
         histories: Parquet file or directory of events in long format; the rows of a user must be adjacent.
         out: Parquet file to write: ``user_id``, ``rank``, ``item_id``, ``score``; an existing one is replaced.
-        k: list length; None = the longest that is served.
+        k: list length; None = 10, or fewer if the catalog or the bundle has no more.
         exclude: ``user_id`` and ``item_id`` pairs that must not be listed; held in memory.
         users: frame or Parquet file with ``user_id``: the users to serve; those with events come first, in the order of
             the histories. None = the users of ``histories``.
@@ -140,6 +152,8 @@ def write_recommendations(
         batch_size: users ranked at once.
         progress: called with the number of events read.
         trust: packages, in addition to recpo, whose classes the configuration of a run may name.
+        prepared: for factors and baselines, the prepared data with their items: that on which factors were fitted; a
+            baseline is fitted on its training events, with default options.
 
     Returns:
         Counts of served users and of skipped events.
@@ -147,16 +161,15 @@ def write_recommendations(
     Raises:
         RecpoError: see ``Bundle.load`` and ``HistoryReader.read``; a user's rows are not adjacent.
     """
-    server = _server(source, engine, provider, trust)
-    k = validate_k(server.runtime.k if k is None else k, server.runtime.k)
+    server = _server(source, engine, provider, trust, prepared)
+    k = _list_length(k, server.runtime)
     excluded = None if exclude is None else read_frame(exclude, "exclude")
     asked = None if users is None else id_column(read_frame(users, "users"), USER_ID, "users")
     events = _open(Path(histories))
     more, allowed = _features(user_features, context), filtered(server.filters, allow, deny)
     at = milliseconds(at)  # one time for all blocks
     counts, writer = ServingCounts(), None
-    given = [source if isinstance(source, str | PathLike) else source.root, histories, exclude, users]
-    given += [user_features, context]
+    given = [source, getattr(source, "root", None), histories, exclude, users, user_features, context, prepared]
     inputs = [Path(path) for path in given if isinstance(path, str | PathLike)]
     with output_file(Path(out), inputs=inputs) as partial:
         try:
@@ -193,13 +206,41 @@ def _features(user_features: FrameOrPath | None, context: FrameOrPath | None) ->
     return {"user_features": read["user_features"], "context": read["context"]}
 
 
-def _server(source: Source, engine: EngineName, provider: str, trust: Sequence[str]) -> Server:
-    if isinstance(source, str | PathLike) and kind_of(Path(source)) == "run":
+def _server(
+    source: Source,
+    engine: EngineName,
+    provider: str,
+    trust: Sequence[str],
+    prepared: Prepared | str | PathLike[str] | None,
+) -> Server:
+    kind = kind_of(Path(source)) if isinstance(source, str | PathLike) else None
+    if prepared is not None:
+        return _contender(source, prepared)
+    if kind == "run":
         from recpo.training.run import Run  # a bundle can be served without torch and lightning
 
-        source = Run.open(Path(source), trust)
-    bundle = Bundle.load(Path(source), engine, provider=provider) if isinstance(source, str | PathLike) else source
-    return Server(bundle.runtime, bundle.reader, bundle.filters if isinstance(bundle, Bundle) else None)
+        source = Run.open(Path(source), trust)  # type: ignore[arg-type]  kind_of read it as a path
+    elif isinstance(source, str | PathLike) and kind != "factors":
+        source = Bundle.load(Path(source), engine, provider=provider)
+    if isinstance(source, str | PathLike) or not hasattr(source, "runtime"):
+        raise RecpoError("factors hold no item ids: name the prepared data that they were fitted on (prepared)")
+    return Server(source.runtime, source.reader, source.filters if isinstance(source, Bundle) else None)
+
+
+def _contender(source: Source, prepared: Prepared | str | PathLike[str]) -> Server:
+    """The server of factors or a baseline."""
+    from recpo.data.prepared import Prepared  # bundles and runs are served without the libraries of prepare
+    from recpo.factorization.factors import Factors
+    from recpo.workflows.contender_runtime import ContenderRuntime
+
+    if not isinstance(source, str | PathLike | Factors):
+        raise RecpoError("prepared is for factors and baselines: leave it out for a run or a bundle")
+    runtime = ContenderRuntime(source, prepared if isinstance(prepared, Prepared) else Prepared.open(str(prepared)))
+    return Server(runtime, runtime.reader)
+
+
+def _list_length(k: int | None, runtime: Runtime) -> int:
+    return validate_k(min(LIST_LENGTH, runtime.k) if k is None else k, runtime.k)
 
 
 def _open(histories: Path) -> ds.Dataset:

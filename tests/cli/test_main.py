@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
+import recpo
 import recpo.cli.main as command_line
 from recpo.cli.main import main
 from recpo.cli.output import console
@@ -162,3 +163,9 @@ def test_the_road_with_ids_and_paths_that_look_like_markup(tmp_path, capsys):
     for name in HOSTILE:
         assert f" {name}" in printed, name
     assert set(pd.read_parquet(lists)["item_id"]) <= set(items)
+
+
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "recpo", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.startswith(f"recpo {recpo.__version__}")

@@ -8,7 +8,7 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training import trainer as trainer_module
 from recpo.verbs.train import train
 
-EPOCH_LINE = r"epoch 0  step 6  train/loss \d+\.\d{4}  val/NDCG@10 0\.\d{4}  .*"
+EPOCH_LINE = r"(?=.{,80}$)epoch 0  step 6  train/loss \d+\.\d{4}  val/NDCG@10 0\.\d{4}  .*"
 
 
 class Clock:
@@ -54,3 +54,11 @@ def test_the_rate_of_a_later_epoch_is_its_own(prepared, tmp_path, capfd, monkeyp
     rates = [float(re.search(r"  (-?\d+\.\d)/s", line)[1]) for line in lines if line.startswith("epoch 1  batch")]
     assert rates
     assert min(rates) >= 0
+
+
+def test_the_line_of_an_epoch_shows_the_loss_the_monitor_and_what_else_fits():
+    metrics = {f"val/metric_{number}": 0.5 for number in range(8)} | {"val/AUC_other": 0.75, "train/loss": 12.5}
+    line = trainer_module.epoch_line(12, 345_678, metrics, "val/AUC_other")
+    assert line.startswith("epoch 12  step 345678  train/loss 12.5000  val/AUC_other 0.7500")
+    assert len(line) <= 80
+    assert trainer_module.epoch_line(0, 1, {"train/loss": 1.0}, "val/AUC_other") == "epoch 0  step 1  train/loss 1.0000"

@@ -308,6 +308,32 @@ def test_another_learning_rate_is_refused_and_more_epochs_are_not(prepared, copy
     assert run.checkpoint("last").is_file()
 
 
+def test_a_finished_run_without_its_last_checkpoint_is_not_trained_from_the_start(prepared, copy):
+    (copy.root / "checkpoints" / "last.ckpt").unlink()
+    before = content(copy.root)
+    with pytest.raises(RecpoError, match=r"without checkpoints/last\.ckpt.*--overwrite true.*--init_from"):
+        train(prepared, **{**OPTIONS, "out": copy.root, "resume": True})
+    assert content(copy.root) == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": {"class_path": "CatalogSoftmaxPolicy", "init_args": {**SIZES, "dim": 16}}},
+        {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}},
+        {"seed": 7},
+    ],
+    ids=["other shapes", "other optimizer", "other seed"],
+)
+def test_the_last_checkpoint_of_another_run_is_refused(prepared, copy, tmp_path, options):
+    other = train(prepared, **{**OPTIONS, "out": tmp_path / "other", **options})
+    shutil.copy(other.root / "checkpoints" / "last.ckpt", copy.root / "checkpoints" / "last.ckpt")
+    before = content(copy.root)
+    with pytest.raises(RecpoError, match=r"last\.ckpt was written by another run.*--overwrite true"):
+        train(prepared, **{**OPTIONS, "out": copy.root, "resume": True, "trainer": {**QUICK, "max_epochs": 2}})
+    assert content(copy.root) == before
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

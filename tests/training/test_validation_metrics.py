@@ -16,8 +16,8 @@ from recpo.objectives import DPO, GBPO, GRPO, Likelihood, PairwiseReward, Pointw
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.module import PreferenceModule
 from recpo.training.monitor import HeldOutFacts, default_monitor, held_out_facts, validate_monitor
-from recpo.training.options import LearningOptions, RolloutOptions
-from recpo.training.validation import MAX_WEIGHT, ValidationMetrics, tail_items
+from recpo.training.options import CriticOptions, LearningOptions, RolloutOptions
+from recpo.training.validation import MAX_WEIGHT, ScoreMetrics, ValidationMetrics, tail_items
 from recpo.types import SlateTraits
 
 
@@ -165,6 +165,45 @@ def test_metrics_of_which_nothing_is_known_are_left_out(held_out):
     assert not found.keys() & {"SNIPS", "AUC_other", "pair_loss"}
     assert {"NDCG@10", "coverage@10"} <= found.keys()
     assert {"SNIPS", "AUC_other", "pair_loss"} <= set(metrics.names)
+
+
+@pytest.mark.parametrize("objective", [PointwiseReward(), PairwiseReward()], ids=str)
+def test_scores_of_which_nothing_is_known_have_no_metrics(held_out, objective):
+    policy, batches = held_out
+    options = LearningOptions(objective=objective, critic=CriticOptions(shares_encoder=False))
+    slates = SlateTraits(is_preference_list=isinstance(objective, PairwiseReward))
+    metrics = PreferenceModule(policy, options, slates=slates)._validation
+    for batch in batches:
+        metrics.update(policy, batch)
+    assert set(metrics.compute(lambda value: value)) == set(metrics.names)
+    slates = batches[0].feedback.slates
+    nobody = batches[0].feedback._replace(slates=slates._replace(mask=torch.zeros_like(slates.mask)))
+    metrics.update(policy, batches[0]._replace(feedback=nobody))
+    assert metrics.compute(lambda value: value) == {}
+
+
+@pytest.mark.parametrize("monitor", ["log_likelihood", "AUC_other"])
+def test_no_checkpoint_is_the_best_by_a_metric_that_is_undefined(prepared, tmp_path, monkeypatch, monitor):
+    """Otherwise the first one would stay the best: nothing is above a log-likelihood of 0."""
+
+    def unlabeled(metrics, policy, batch):
+        slates = batch.feedback.slates
+        nobody = batch.feedback._replace(slates=slates._replace(mask=torch.zeros_like(slates.mask)))
+        update(metrics, policy, batch._replace(feedback=nobody))
+
+    update = ScoreMetrics.update
+    monkeypatch.setattr(ScoreMetrics, "update", unlabeled)
+    with pytest.raises(RecpoError, match=rf"val/{monitor}, .* is undefined .*raise data\.max_validation_users"):
+        recpo.train(
+            prepared,
+            out=tmp_path / "run",
+            objective=PointwiseReward(),
+            monitor=monitor,
+            critic={"shares_encoder": False},
+            trainer={"max_epochs": 1, "accelerator": "cpu", "logger": False, "limit_train_batches": 1},
+            allocator=False,
+        )
+    assert not (tmp_path / "run" / "checkpoints" / "best.ckpt").exists()
 
 
 class Held(RewardFunction):
