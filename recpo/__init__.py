@@ -110,8 +110,8 @@ if TYPE_CHECKING:
     from recpo.verbs.compare import compare as compare
     from recpo.verbs.evaluate import evaluate as evaluate
     from recpo.verbs.factorize import factorize as factorize
-    from recpo.workflows.init import Inspection as Inspection, init as init
-    from recpo.workflows.load import load as load
+    from recpo.verbs.init import Inspection as Inspection, init as init
+    from recpo.verbs.load import load as load
     from recpo.verbs.loop import LoopResult as LoopResult, loop as loop
     from recpo.verbs.prepare import prepare as prepare
     from recpo.verbs.serve import serve as serve
@@ -216,8 +216,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.verbs.compare": ("compare",),
     "recpo.verbs.evaluate": ("evaluate",),
     "recpo.verbs.factorize": ("factorize",),
-    "recpo.workflows.init": ("Inspection", "init"),
-    "recpo.workflows.load": ("load",),
+    "recpo.verbs.init": ("Inspection", "init"),
+    "recpo.verbs.load": ("load",),
     "recpo.verbs.loop": ("LoopResult", "loop"),
     "recpo.verbs.prepare": ("prepare",),
     "recpo.verbs.serve": ("serve",),

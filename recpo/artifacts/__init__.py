@@ -17,12 +17,11 @@ from recpo.artifacts.locks import locked_directory
 from recpo.artifacts.os_errors import describe_os_error
 from recpo.artifacts.outputs import output_directory, output_file, validate_output_directory
 from recpo.artifacts.tensors import write_tensors
-from recpo.artifacts.writing import RESOLVED, write_json, write_resolved
+from recpo.artifacts.writing import write_json
 
 __all__ = [
     "MARKER",
     "PARTIAL",
-    "RESOLVED",
     "Kind",
     "describe_os_error",
     "directory_in_place",
@@ -49,6 +48,5 @@ __all__ = [
     "verify",
     "verify_sealed",
     "write_json",
-    "write_resolved",
     "write_tensors",
 ]

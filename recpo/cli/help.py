@@ -1,4 +1,4 @@
-"""``recpo VERB --help``: what a user sets on the first day, on one screen; read from the source, without importing it."""
+"""``recpo VERB --help``: what a user sets on the first day, on one screen, read from the source without importing it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,21 @@ import re
 import shutil
 import textwrap
 
-from recpo.cli.signatures import Definition, options_of, resolve
+from recpo.cli.signatures import Definition, entry, find, options_of, resolve
 
 _SECTION = re.compile(r"\n\s*(?:Args|Attributes):\n(.*?)(?=\n\s*(?:Returns|Raises):\n|\Z)", re.DOTALL)
 _ENTRY = re.compile(r"^ *\*{0,2}(\w+): (.*?)(?=\n *\w+: |\Z)", re.DOTALL | re.MULTILINE)
 _COLUMN = 20
 
 
-def short_help(verb: str, summary: str, definition: Definition, first_day: tuple[str, ...]) -> str:
-    """The options of the first day with the first sentence of their help, and the names of the others.
-
-    Args:
-        verb: the verb.
-        summary: what it does, in one line.
-        definition: what declares its options.
-        first_day: options to explain, in this order; empty = all.
-    """
+def short_help(verb: str, summary: str) -> str:
+    """The options of the first day with the first sentence of their help, and the names of the others."""
     width = min(100, shutil.get_terminal_size().columns)
-    options, docs = options_of(definition).named, documentation(definition)
-    explained = [name for name in first_day if name in options] or list(options)
+    options, docs = options_of(entry(verb)).named, documentation(entry(verb))
+    explained = [name for name in _first_day(verb) if name in options] or list(options)
     lines = [f"recpo {verb}: {summary}", ""]
     for name in explained:
-        required = all(one.default is None for one in options[name])
+        required = all(one.default is None for one in options[name]) and verb != "train"  # a file gives most of these
         text = _first_sentence(docs.get(name, "")) + (" (required)" if required else "")
         wrapped = textwrap.wrap(text, width - _COLUMN) or [""]
         lines.append(f"  --{name:<{_COLUMN - 5}} {wrapped[0]}")
@@ -40,6 +33,13 @@ def short_help(verb: str, summary: str, definition: Definition, first_day: tuple
         ]
     lines += ["", f"--config FILE.yaml reads options from a file; recpo {verb} --help all explains every option."]
     return "\n".join(lines)
+
+
+def _first_day(verb: str) -> tuple[str, ...]:
+    found = find(f"recpo.verbs.{verb}", verb.capitalize())
+    fields = found.node.body if found is not None and isinstance(found.node, ast.ClassDef) else []
+    named = [one.value for one in fields if isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == "first_day"]
+    return tuple(ast.literal_eval(named[0])) if named and named[0] is not None else ()
 
 
 def documentation(definition: Definition | None) -> dict[str, str]:

@@ -3,40 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from recpo.cli.output import console
-from recpo.cli.verb_results import VerbResult, after_init
-from recpo.data.csv_files import CsvFormat
+from recpo.cli.verb_results import VerbResult
 from recpo.data.feature_columns import behaviors_to_json
-from recpo.data.schema import Columns, FlagColumn, name_of
-from recpo.workflows.init import Inspection, inspect_log, write_configurations
+from recpo.data.schema import FlagColumn, name_of
+from recpo.verbs.init import Init, Inspection
 
 
-def init(
-    log: str | list[str],
-    out: Path = Path("."),
-    columns: Columns = Columns(),  # noqa: B008  frozen
-    csv: CsvFormat = CsvFormat(),  # noqa: B008  frozen
-) -> VerbResult:
-    """Inspects a log, prints what it found, and writes prepare.yaml, pretrain.yaml and the alignments that fit the log.
+def watch(verb: Init) -> dict[str, Any]:
+    """Prints what was found before anything is asked."""
+    return {"on_inspected": _print_found}
 
-    Columns are recognized by their names and values, and units by plausible values. If two readings differ by units, or
-    if no user, item or time column is recognized, it asks for the option that decides, ends with status 1, and writes
-    nothing.
 
-    Args:
-        log: Parquet or text files, a directory of them, or a pattern; item and user tables may be among them.
-        out: directory for the configurations; files that exist are not replaced.
-        columns: known column names and units; recpo does not guess these.
-        csv: delimiter and column names of text files, if known.
-    """
-    found = inspect_log(log, columns=columns, csv=csv)
-    _print_found(found)
-    done = write_configurations(found, out)
+def show(verb: Init, done: Inspection) -> VerbResult:
+    """Prints the files and the commands to run; the first of these is next."""
     terminal = console()
     for step, file in done.written.items():
         terminal.print(f"{file}: {_purpose(done, step)}", soft_wrap=True)
@@ -44,7 +28,7 @@ def init(
     for command in done.commands:
         terminal.print(f"  {command}", soft_wrap=True)
     terminal.print()
-    return after_init(list(done.written.values()), done.commands, _result(done))
+    return VerbResult(tuple(map(str, done.written.values())), next(iter(done.commands), None), _result(done))
 
 
 def _print_found(found: Inspection) -> None:

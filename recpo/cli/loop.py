@@ -6,7 +6,7 @@ from typing import Any
 
 from recpo.cli.verb_results import VerbResult, command
 from recpo.verbs.loop import Loop, LoopResult
-from recpo.workflows.loop_rounds import Round
+from recpo.verbs.loop_rounds import Round
 
 
 def show(verb: Loop, done: LoopResult) -> VerbResult:

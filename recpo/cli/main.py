@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 import io
-import itertools
-import json
 import os
 import re
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentError
 
 from recpo import __version__
-from recpo.artifacts import RESOLVED, describe_os_error, validate_configuration_files
+from recpo.artifacts import describe_os_error, validate_configuration_files
+from recpo.cli.help import short_help
 from recpo.cli.output import TerminalOptions, printing, terminal_options
-from recpo.cli.parser import in_words, parse, verb_class
 from recpo.cli.spelling import check_spelling
 from recpo.cli.verb_results import VerbResult
 from recpo.cli.verb_results import failed as failure
@@ -54,8 +49,6 @@ VERBS = {
     "doctor": "report which libraries are installed and whether they work",
 }
 
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit status.
@@ -80,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     terminal, options = terminal_options(words)
+    if not {"-h", "--help"}.isdisjoint(options):
+        _print_help(verb, options)
+        return 0
     try:
         with _sigterm_raises():
             validate_configuration_files(options)
@@ -89,13 +85,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print_result(result or VerbResult(), verb, terminal)
             sys.stdout.flush()  # a closed pipe raises here instead of at the end of the process
     except ArgumentError as error:
-        return _failed(verb, 2, f"error: {in_words(error)}\nsee: recpo {verb} --help", terminal)
+        return _failed(verb, 2, f"error: {_in_words(error)}\nsee: recpo {verb} --help", terminal)
     except BaseException as error:
         status, message = _outcome(error)
         if status is None:
             raise
         return _failed(verb, status, message, terminal)
     return 0
+
+
+def _in_words(error: ArgumentError) -> str:
+    """What the parser says about an option, in a user's words."""
+    text = re.sub(r'Parser key "([^"]+)"(, element \d+)?:\s*', r"\1: ", str(error))
+    refused = re.search(r"^([\w.]+): .*?(\S+) does not conform to restriction v?([^\n]*)", text, re.DOTALL)
+    return text if refused is None else f"{refused[1]}: expected a number {refused[3]}, got {refused[2]}"
 
 
 def _print_result(result: VerbResult, verb: str, terminal: TerminalOptions) -> None:
@@ -184,9 +187,9 @@ def _print_any_text() -> None:
 
 def run(verb: str, options: Sequence[str]) -> VerbResult:
     """Runs a verb with the ``options`` of a command line, and prints its result."""
+    from recpo.cli.parser import parse, verb_class  # imported here so that a misspelled word is reported at once
+
     shown = importlib.import_module(f"recpo.cli.{verb}")
-    if not hasattr(shown, "show"):
-        return old_run(getattr(shown, verb), options)
     made = parse(verb_class(verb), options)
     if watch := getattr(shown, "watch", None):  # prints what happens meanwhile
         made = replace(made, **watch(made))
@@ -194,97 +197,14 @@ def run(verb: str, options: Sequence[str]) -> VerbResult:
     return result
 
 
-def old_run(function: Callable[..., VerbResult | None], options: Sequence[str]) -> VerbResult | None:
-    """Parses ``options`` (flags and ``--config FILE.yaml``) for ``function`` and calls it."""
-    if _own_parser(function) is not None:
-        return function(options)
-    options = _named_first(function, options)
-    validate_configuration_files(options)
-    parser = parser_of(function)
-    configuration = parser.parse_args(list(options))
-    defaults: Callable[[Namespace], dict[str, Any]] | None = _of_module(function, "defaults")
-    if defaults is not None:
-        parser.set_defaults(defaults(configuration))
-        configuration = parser.parse_args(list(options))
-    configuration.pop("config", None)
-    _validate_local_paths(configuration)
-    token = RESOLVED.set(parser.dump(configuration, skip_unset=False))
-    try:
-        return function(**_instantiated(parser, configuration))
-    finally:
-        RESOLVED.reset(token)
+def _print_help(verb: str, options: Sequence[str]) -> None:
+    """The options of the first day, or with ``--help all`` every option."""
+    if "all" in options:
+        from recpo.cli.parser import parser_of, verb_class
 
-
-def _named_first(function: Callable[..., VerbResult | None], options: Sequence[str]) -> list[str]:
-    """Makes a leading argument without dashes the value of the verb's first option: ``recpo init logs``.
-
-    If the option takes a list, all further arguments belong to it, such as the files of ``logs/*.csv``.
-    """
-    first = next(iter(inspect.signature(function).parameters.values()), None)
-    words = list(itertools.takewhile(lambda word: not word.startswith("-"), options))
-    if not words or first is None or first.default is not inspect.Parameter.empty:
-        return list(options)
-    value = words[0] if len(words) == 1 else json.dumps(words)
-    return [f"--{first.name}", value, *options[len(words) :]]
-
-
-def _validate_local_paths(configuration: Namespace) -> None:
-    """Rejects ``s3://...`` for local path options, which would otherwise become a local directory of that name."""
-    for name, value in vars(configuration.as_flat()).items():
-        if isinstance(value, Path) and _ADDRESS.match(str(value)):
-            raise RecpoError(
-                f"--{name} {value}: a local path is expected; only the log, the output of prepare, and the "
-                "prepared directory that other verbs read can be in an object store"
-            )
-
-
-def _instantiated(parser: ArgumentParser, configuration: Namespace) -> dict[str, Any]:
-    try:
-        arguments: dict[str, Any] = parser.instantiate(configuration).as_dict()
-    except ValueError as error:
-        if isinstance(error.__cause__, RecpoError):  # the reason, for options that may be null
-            raise error.__cause__ from error
-        raise
-    return arguments
-
-
-def parser_of(function: Callable[..., Any]) -> ArgumentParser:
-    """The parser that a verb's signature and docstring define. Rejects abbreviations and unknown keys."""
-    own = _own_parser(function)
-    if own is not None:
-        made = own()
-        made.epilog = TerminalOptions.HELP
-        return made
-    parser = ArgumentParser(
-        epilog=TerminalOptions.HELP,
-        prog=f"recpo {function.__name__}",
-        description=_summary(function),
-        allow_abbrev=False,
-        exit_on_error=False,
-    )
-    parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
-    parser.add_function_arguments(function, as_positional=False)
-    return parser
-
-
-def _own_parser(function: Callable[..., Any]) -> Callable[[], ArgumentParser] | None:
-    """The parser of a verb whose options do not come from its signature; its module has a function ``parser``."""
-    own: Callable[[], ArgumentParser] | None = _of_module(function, "parser")
-    return own
-
-
-def _of_module(function: Callable[..., Any], name: str) -> Any:
-    """Function ``name`` of a verb's module, ``parser`` or ``defaults`` (if some depend on other options), or None."""
-    return getattr(sys.modules[function.__module__], name, None)
-
-
-def _function(verb: str) -> Callable[..., VerbResult | None]:
-    function: Callable[..., VerbResult | None] = getattr(importlib.import_module(f"recpo.cli.{verb}"), verb)
-    return function
-
-
-def _summary(function: Callable[..., Any]) -> str:
-    return (function.__doc__ or "").split("\n\n    Args:")[0]
+        print(parser_of(verb_class(verb)).format_help() + f"\n{TerminalOptions.HELP}")
+    else:
+        print(short_help(verb, VERBS[verb]) + f"\n{TerminalOptions.HELP}")
 
 
 def _overview() -> str:

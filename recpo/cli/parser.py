@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from recpo.artifacts import validate_configuration_files
 from recpo.cli.help import documentation
@@ -86,14 +86,6 @@ def parse(verb: type[Verb[Any]], words: Sequence[str]) -> Verb[Any]:
         if isinstance(error.__cause__, RecpoError):  # the reason, for options that may be null
             raise error.__cause__ from error
         raise
-
-
-def in_words(error: ArgumentError) -> str:
-    """What the parser says about an option, in a user's words."""
-    text = re.sub(r'Parser key "([^"]+)"(, element \d+)?:\s*', r"\1: ", str(error))
-    return re.sub(
-        r"Not of type \w+: (\S+) does not conform to restriction v?(.*)", r"expected a number \2, got \1", text
-    )
 
 
 def joined_lists(verb: type[Verb[Any]], words: Sequence[str]) -> list[str]:

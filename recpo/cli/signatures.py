@@ -130,6 +130,13 @@ def find(module: str, name: str, chain: int = 0) -> Definition | None:
     return find(*found, chain + 1) if isinstance(found, tuple) else Definition(source, found)
 
 
+def entry(verb: str) -> Definition | None:
+    """What declares the options of a verb: its dataclass, or the function that builds the parser of ``train``."""
+    if verb == "train":
+        return find("recpo.training.configuration", "train_parser")
+    return find(f"recpo.verbs.{verb}", verb.capitalize())
+
+
 def resolve(module: Module, expression: ast.AST | None) -> Definition | None:
     """The definition that a name such as ``Adam`` or ``torch.optim.Adam`` refers to."""
     if isinstance(expression, ast.Name):
@@ -235,7 +242,8 @@ def _fields(module: Module, node: ast.ClassDef) -> Options:
     for line in node.body:
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
             text = ast.unparse(line.annotation), "" if line.value is None else ast.unparse(line.value)
-            if not text[0].startswith("ClassVar") and "init=False" not in text[1]:
+            is_option = line.target.id != "_" and "PYTHON_ONLY" not in text[1]
+            if is_option and not text[0].startswith("ClassVar") and "init=False" not in text[1]:
                 named[line.target.id] = [Option(module, line.annotation, line.value)]
     return Options(named, is_complete=True)
 

@@ -23,6 +23,7 @@ from recpo.cli.signatures import (
     Option,
     Options,
     default_of,
+    entry,
     find,
     forms,
     is_group,
@@ -39,15 +40,6 @@ _MOST_SUGGESTED = 3
 _Trail = tuple[str, ...]
 
 
-def _entry(verb: str) -> Definition | None:
-    """The function whose parameters are the options of a verb, or that builds its parser."""
-    return (
-        find("recpo.training.configuration", "train_parser")
-        if verb == "train"
-        else find(f"recpo.verbs.{verb}", verb.capitalize())
-    )
-
-
 def check_spelling(verb: str, words: Sequence[str]) -> None:
     """Checks the names in the arguments of a verb and in the YAML files that they name.
 
@@ -57,7 +49,7 @@ def check_spelling(verb: str, words: Sequence[str]) -> None:
     """
     if not {"-h", "--help"}.isdisjoint(words) or any(word.partition("=")[0].endswith(".help") for word in words):
         return
-    options = options_of(_entry(verb))
+    options = options_of(entry(verb))
     given = list(_given(words))
     check = _Check(options, given)
     for source in given:

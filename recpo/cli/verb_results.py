@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,11 +61,6 @@ def configuration(name: str, here: Path = Path()) -> str:
     return name if (here / name).is_file() else str(configurations(here) / name)
 
 
-def after_simulate(root: Path, result: Mapping[str, Any]) -> VerbResult:
-    """A log was simulated."""
-    return VerbResult((str(root),), command("prepare", "--log", root / "log", "--out", "prepared"), result)
-
-
 def after_prepare(root: object, result: Mapping[str, Any]) -> VerbResult:
     """A log was prepared."""
     config = configuration("pretrain.yaml")
@@ -80,103 +75,9 @@ def after_extend(root: object, result: Mapping[str, Any]) -> VerbResult:
     return VerbResult((str(root),), command("train", *words), result)
 
 
-def after_tokenize(codes: Path, prepared: str, result: Mapping[str, Any]) -> VerbResult:
-    """Items have codes."""
-    config = configuration("semantic_pretrain.yaml")
-    words = ("--config", config, "--data.prepared", prepared, "--policy.init_args.codes", codes)
-    return VerbResult((str(codes),), command("train", *words, "--out", "runs/semantic_pretrain"), result)
-
-
-def after_factorize(factors: Path, prepared: str, result: Mapping[str, Any]) -> VerbResult:
-    """A factorization was fitted: the reward of MPO."""
-    words = ("--config", configuration("mpo.yaml"), "--data.prepared", prepared, "--reward.init_args.factors", factors)
-    return VerbResult(
-        (str(factors),), command("train", *words, "--init_from", "runs/pretrain", "--out", "runs/mpo"), result
-    )
-
-
-def after_train(run: Path, prepared: str, result: Mapping[str, Any]) -> VerbResult:
-    """A policy was trained."""
-    return VerbResult((str(run),), evaluation_of(run, prepared), result)
-
-
-def after_tilt(base: Path, tilted: Path | None, prepared: str, result: Mapping[str, Any]) -> VerbResult:
-    """A policy was tilted; ``tilted`` is None if the untilted policy ``base`` is kept."""
-    wrote = () if tilted is None else (str(tilted),)
-    return VerbResult(wrote, evaluation_of(base if tilted is None else tilted, prepared), result)
-
-
 def evaluation_of(run: object, prepared: str) -> str:
     """The command that evaluates a run."""
     return command("evaluate", "--prepared", prepared, "--contenders", run, "--out", "runs/evaluation")
-
-
-def after_reward_model(run: Path, prepared: str, result: Mapping[str, Any]) -> VerbResult:
-    """A reward model was trained."""
-    return VerbResult((str(run),), command("calibrate", "--prepared", prepared, "--run", run), result)
-
-
-def after_calibrate(runs: Sequence[Path], out: Path | None, prepared: str, result: Mapping[str, Any]) -> VerbResult:
-    """Rewards were calibrated and compared; ``runs`` are those of learned rewards."""
-    following = None
-    if runs:
-        reward = ("--reward", "LearnedReward", "--reward.init_args.run", runs[0])
-        words = ("--config", configuration("mpo.yaml"), "--data.prepared", prepared, *reward)
-        following = command("train", *words, "--init_from", "runs/pretrain", "--out", "runs/mpo")
-    return VerbResult(() if out is None else (str(out),), following, result)
-
-
-def after_evaluate(out: Path, best: Path | None, result: Mapping[str, Any]) -> VerbResult:
-    """Contenders were evaluated; the run with the best value is exported next."""
-    following = None if best is None else command("export", "--run", best, "--out", "runs/bundle")
-    return VerbResult((str(out), str(out / "report.html")), following, result)
-
-
-def after_export(out: Path, triton: Path | None, result: Mapping[str, Any]) -> VerbResult:
-    """A bundle was written."""
-    wrote = (str(out),) if triton is None else (str(out), str(triton))
-    return VerbResult(wrote, command("serve", "--bundle", out), result)
-
-
-def after_recommend(out: Path, bundle: Path | None, run: Path | None, result: Mapping[str, Any]) -> VerbResult:
-    """Lists were written."""
-    following = None  # factors and baselines are not served
-    if bundle is not None:
-        following = command("serve", "--bundle", bundle)
-    elif run is not None:
-        following = command("export", "--run", run, "--out", "runs/bundle")
-    return VerbResult((str(out),), following, result)
-
-
-def after_compare(new: Path, out: Path | None, result: Mapping[str, Any]) -> VerbResult:
-    """The new bundle passes."""
-    return VerbResult(() if out is None else (str(out),), command("serve", "--bundle", new), result)
-
-
-def after_loop(out: Path, bundle: Path, result: Mapping[str, Any]) -> VerbResult:
-    """The last round of a loop has ended."""
-    return VerbResult((str(out), str(out / "report.html")), command("serve", "--bundle", bundle), result)
-
-
-def after_plan(out: Path | None, result: Mapping[str, Any]) -> VerbResult:
-    """A run was planned."""
-    words = ("--config", configuration("sharded_pretrain.yaml"), "--data.prepared", "prepared", "--out", "runs/sharded")
-    return VerbResult(() if out is None else (str(out),), command("train", *words), result)
-
-
-def after_demo(out: Path, result: Mapping[str, Any]) -> VerbResult:
-    """The demo has ended; next comes the user's own log."""
-    return VerbResult((str(out),), command("init", "YOUR_LOG"), result)
-
-
-def after_doctor(result: Mapping[str, Any]) -> VerbResult:
-    """What is installed works."""
-    return VerbResult((), command("demo"), result)
-
-
-def after_init(written: Sequence[Path], commands: Sequence[str], result: Mapping[str, Any]) -> VerbResult:
-    """Configurations were written."""
-    return VerbResult(tuple(map(str, written)), next(iter(commands), None), result)
 
 
 def _plain(value: Any) -> Any:

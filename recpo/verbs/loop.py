@@ -27,11 +27,11 @@ from recpo.ranges import NonNegativeFloat, PositiveInt, validate_ranges
 from recpo.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.simulation.parameters import WORLDS, SimulationParameters, World
+from recpo.verbs.loop_outcomes import Outcome, outcomes_of
+from recpo.verbs.loop_recipe import Recipe
+from recpo.verbs.loop_report import loop_report
+from recpo.verbs.loop_rounds import BUNDLE, Round, RoundOptions, as_json, make_round, round_directory
 from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
-from recpo.workflows.loop_outcomes import Outcome, outcomes_of
-from recpo.workflows.loop_recipe import Recipe
-from recpo.workflows.loop_report import loop_report
-from recpo.workflows.loop_rounds import BUNDLE, Round, RoundOptions, as_json, make_round, round_directory
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -96,7 +96,7 @@ class Simulate(SimulationParameters, Verb[Simulation]):
     def _serve(self, policy: Path | str | Bundle, worlds: Sequence[Simulation]) -> Simulation:
         from recpo.serving.manifest import MANIFEST
         from recpo.simulation.next_days import write_next_days
-        from recpo.workflows.simulated_service import BundleService
+        from recpo.verbs.simulated_service import BundleService
 
         self._validate_world(worlds[0])
         bundle = policy if isinstance(policy, Bundle) else Bundle.load(policy)

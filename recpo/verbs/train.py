@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.callbacks import Callback
@@ -26,6 +26,8 @@ from recpo.verbs.verb import Verb
 @dataclass(frozen=True)
 class Train(Verb[Run]):
     """Trains a policy on prepared data, or aligns a trained one."""
+
+    first_day: ClassVar = ("data", "out", "objective", "policy", "init_from", "reward", "advantage", "trainer", "seed")
 
     configuration: Namespace
     """every option, as ``parse_arguments`` gives them"""

@@ -11,7 +11,7 @@ import recpo
 from recpo.cli import factorize as command
 from recpo.cli.main import main
 from recpo.training.run import Run
-from recpo.workflows import factorize as verb
+from recpo.verbs import factorize as verb
 
 SMALL = ["--method", "als", "--ranks", "[2]", "--ridges", "[2.0, 8.0]", "--sweeps", "2"]
 

@@ -20,7 +20,7 @@ from recpo.data.prepared import Prepared
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import HistoryReader
 from recpo.training.run import Run, checkpoint_path
-from recpo.workflows.recommend import recommend, write_recommendations
+from recpo.verbs.recommend import recommend, write_recommendations
 
 
 @pytest.mark.parametrize("name", ["items.parquet", "feedback.json", "resolved.yaml", "checkpoints/best.ckpt"])
@@ -179,7 +179,7 @@ def test_users_that_do_not_stand_together_are_refused(road, histories, tmp_path,
     histories.sort_values("timestamp").to_parquet(tmp_path / "by_time.parquet", row_group_size=50)
     options = ["--histories", str(tmp_path / "by_time.parquet"), "--out", str(tmp_path / "o.parquet")]
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr("recpo.workflows.recommend._ROWS_AT_ONCE", 50)
+    monkeypatch.setattr("recpo.verbs.recommend._ROWS_AT_ONCE", 50)
     with monkeypatch.context():
         assert main(["recommend", "--bundle", str(road / "bundle"), *options]) == 1
         assert "are not adjacent" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from recpo.errors import RecpoError
 from recpo.exploration import inclusion_probabilities
 from recpo.features.schema import Category, FeatureSchema, Number
 from recpo.simulation.truth import Truth
-from recpo.workflows.simulated_service import BundleService
+from recpo.verbs.simulated_service import BundleService
 
 EXPLORE = recpo.Exploration(temperature=0.7, epsilon=0.2, shortlist=20)
 FLAGS = ["--exploration.temperature=0.7", "--exploration.epsilon=0.2", "--exploration.shortlist=20"]

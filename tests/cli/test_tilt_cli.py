@@ -22,7 +22,7 @@ from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.evaluation.true_rewards import TrueReward
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
 from recpo.training import tilting
-from recpo.workflows import loop_recipe
+from recpo.verbs import loop_recipe
 from recpo.verbs import tilt as verb
 from tests.conftest import resealed
 

@@ -201,7 +201,7 @@ def shell(ran):
 
 def tilting(ran):
     options = {"run": "run", "factors": "factors", "prepared": "prepared", "out": str(ran), "trust": ["payload"]}
-    return {"class_path": "recpo.workflows.tilt.tilt", "init_args": options}
+    return {"class_path": "recpo.verbs.tilt.tilt", "init_args": options}
 
 
 def multiplied():
@@ -222,7 +222,7 @@ ATTACKS = {
     "attribute of a trusted package": lambda ran: {"policy": shell(ran) | {"class_path": "payload.Path.touch"}},
     "imported class of another package": lambda ran: {"policy": {"class_path": "payload.Path", "init_args": {}}},
     "function": lambda ran: {"policy": tilting(ran)},
-    "function without trust": lambda ran: {"policy": "recpo.workflows.tilt.tilt"},
+    "function without trust": lambda ran: {"policy": "recpo.verbs.tilt.tilt"},
     "module": lambda ran: {"policy": "recpo.cli.main"},
     "class of another base": lambda ran: {"policy": {"class_path": "recpo.Bundle", "init_args": {}}},
     "class of another option": lambda ran: {"objective": {"class_path": "recpo.CatalogSoftmaxPolicy"}},

@@ -23,7 +23,7 @@ from recpo.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.types import FeedbackBatch, Histories, Recommendations
 from recpo.verbs.contenders import contenders_of
-from recpo.workflows.simulated_service import BEST
+from recpo.verbs.simulated_service import BEST
 
 #: Name of the contender in the evaluation of a round.
 NEXT: Final = "next policy"

@@ -1,6 +1,6 @@
 """Suggestions for a log: its label, its split, the objectives that fit its feedback, and sizes of training.
 
-Pure functions of the recognized columns and counts; ``recpo.workflows.init`` writes the result.
+Pure functions of the recognized columns and counts; ``recpo.verbs.init`` writes the result.
 """
 
 from __future__ import annotations

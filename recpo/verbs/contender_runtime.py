@@ -16,7 +16,7 @@ from recpo.serving.histories import EncodedHistories, HistoryReader
 from recpo.serving.program_inputs import ProgramReads
 from recpo.serving.runtimes import Runtime, excluded
 from recpo.types import Histories
-from recpo.workflows.contenders import contenders_of
+from recpo.verbs.contenders import contenders_of
 
 
 class ContenderRuntime(Runtime):

@@ -28,10 +28,10 @@ from recpo.simulation.truth import Truth
 from recpo.training.run import Run
 from recpo.verbs.evaluate import evaluate
 from recpo.verbs.export import export
+from recpo.verbs.loop_estimates import NEXT, NextEstimate, as_served, logged_reward
+from recpo.verbs.loop_recipe import Recipe
 from recpo.verbs.prepare import prepare
 from recpo.verbs.simulate import simulate
-from recpo.workflows.loop_estimates import NEXT, NextEstimate, as_served, logged_reward
-from recpo.workflows.loop_recipe import Recipe
 
 LOG: Final = "log"
 PREPARED: Final = "prepared"

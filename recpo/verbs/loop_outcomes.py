@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from recpo.workflows.loop_rounds import Round
+from recpo.verbs.loop_rounds import Round
 
 
 class Outcome(NamedTuple):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -25,7 +25,8 @@ from recpo.data.log_sample import TableSample, sample_tables
 from recpo.data.recognition import Finding, Recognition, recognize
 from recpo.data.schema import MILLISECONDS_PER_UNIT, PRESETS, Columns, FlagColumn, LogColumns
 from recpo.errors import RecpoError
-from recpo.workflows.starting_point import Label, LogCounts, label_of, objectives_of, sizes_of, split_of
+from recpo.verbs.starting_point import Label, LogCounts, label_of, objectives_of, sizes_of, split_of
+from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
 
 _PREPARE, _PRETRAIN = "prepare.yaml", "pretrain.yaml"
 _MS_PER_DAY: Final = 86_400_000.0
@@ -99,32 +100,37 @@ def facts_of(table: pa.Table) -> dict[str, ColumnFacts]:
     return {name: column_facts(name, table[name]) for name in table.column_names}
 
 
-def init(
-    log: str | PathLike[str] | Sequence[str | PathLike[str]],
-    out: str | PathLike[str] = ".",
-    *,
-    columns: Columns = Columns(),  # noqa: B008  frozen
-    csv: CsvFormat = CsvFormat(),  # noqa: B008  frozen
-) -> Inspection:
-    """Inspects a log and writes configurations for it: ``prepare.yaml``, ``pretrain.yaml`` and those of alignments.
+@dataclass(frozen=True)
+class Init(Verb[Inspection]):
+    """Inspects a log and writes prepare.yaml, pretrain.yaml and the alignments that fit the log.
 
     Columns are recognized by their names and values, and units by plausible values. If two readings differ by units, or
-    if no user, item or time column is recognized, nothing is written.
-
-    Args:
-        log: Parquet or text files, a directory of them, or a pattern; item and user tables may be among them.
-        out: directory for the configurations; files that exist are not replaced.
-        columns: known column names and units; recpo does not guess these.
-        csv: delimiter and column names of text files, if known.
-
-    Returns:
-        The findings, the files that were written, and the commands to run.
+    if no user, item or time column is recognized, it asks for the option that decides, ends with status 1, and writes
+    nothing.
 
     Raises:
-        RecpoError: a file cannot be read, something has to be decided (every question names its option), or a file
-            exists.
+        RecpoError: there are no such files, or an option has to decide; every question is in the message.
     """
-    return write_configurations(inspect_log(log, columns=columns, csv=csv), Path(out))
+
+    first_day: ClassVar = ("log", "out", "columns", "csv")
+
+    log: str | Path | Sequence[str | Path]
+    """Parquet or text files, a directory of them, or a pattern; item and user tables may be among them"""
+    out: str | Path = Path(".")
+    """directory for the configurations; files that exist are not replaced"""
+    _: KW_ONLY
+    columns: Columns = Columns()  # noqa: RUF009  frozen
+    """known column names and units; recpo does not guess these"""
+    csv: CsvFormat = CsvFormat()  # noqa: RUF009  frozen
+    """delimiter and column names of text files, if known"""
+    on_inspected: Callable[[Inspection], object] = field(default=lambda found: None, metadata=PYTHON_ONLY)
+    """called with the findings before anything is asked or written"""
+
+    def execute(self) -> Inspection:
+        """Inspects, then writes."""
+        found = inspect_log(self.log, columns=self.columns, csv=self.csv)
+        self.on_inspected(found)
+        return write_configurations(found, Path(self.out))
 
 
 def inspect_log(
@@ -323,7 +329,7 @@ def _paths(out: Path) -> dict[str, str]:
 
 def _render(template: str, **values: Any) -> str:
     environment = Environment(
-        loader=PackageLoader("recpo.workflows", "templates"),
+        loader=PackageLoader("recpo.verbs", "templates"),
         autoescape=False,  # YAML: every value from the log was quoted before
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -455,3 +461,6 @@ def _commands(found: Inspection) -> list[str]:
         [*("recpo", "recommend", "--bundle", paths["bundle"], "--histories", histories, "--out", lists), "--show", "3"],
     ]
     return [shlex.join(words) for words in listed]
+
+
+init = function_of(Init)

@@ -26,8 +26,8 @@ from recpo.evaluation.html_report.blocks import (
 from recpo.evaluation.html_report.page import render_page
 
 if TYPE_CHECKING:
-    from recpo.workflows.loop_outcomes import Outcome
-    from recpo.workflows.loop_rounds import Round
+    from recpo.verbs.loop_outcomes import Outcome
+    from recpo.verbs.loop_rounds import Round
 
 _SERVED, _LISTS, _LOGGING, _ORACLE = "s0", "s2", "s7", "s3"
 _EXPECTED, _EARNED = "s1", "s0"

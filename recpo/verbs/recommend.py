@@ -1,0 +1,301 @@
+"""The verb ``recommend``: lists of a bundle, run, factors or baseline, for a frame or a Parquet file of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from recpo.artifacts import kind_of, output_file
+from recpo.errors import RecpoError
+from recpo.frames import Frame, id_column, read_frame, require_columns, to_arrow
+from recpo.ranges import NonNegativeInt, PositiveInt
+from recpo.serving.attributes import ItemFilters, filtered
+from recpo.serving.bundle import Bundle
+from recpo.serving.histories import ITEM_ID, TIMESTAMP, USER_ID, HistoryReader, ServingCounts
+from recpo.serving.recommending import BATCH_SIZE, Moment, Served, milliseconds, recommend_lists, validate_k
+from recpo.serving.runtimes import CPU_PROVIDER, EngineName, Runtime
+from recpo.verbs.verb import Verb, function_of
+
+if TYPE_CHECKING:
+    from recpo.data.prepared import Prepared
+    from recpo.factorization.factors import Factors
+    from recpo.training.run import Run
+
+    #: A bundle, a run, factors, or the directory of one; or the name of a baseline.
+    Source = Bundle | Run | Factors | str | Path
+    PreparedData = Prepared | str | Path
+else:  # a bundle is served without the libraries that runs and prepared data need
+    Source = Bundle | str | Path
+    PreparedData = str | Path
+
+_ROWS_AT_ONCE = 1 << 16
+
+
+#: Length of lists, where neither a bundle nor the catalog limits it.
+LIST_LENGTH: Final = 10
+
+
+class Server(NamedTuple):
+    """A runtime with the reader of its histories and the attributes for filters."""
+
+    runtime: Runtime
+    reader: HistoryReader
+    filters: ItemFilters | None = None
+
+
+@dataclass(frozen=True)
+class Recommend(Verb["pd.DataFrame | ServingCounts"]):
+    """Recommends for every user of a file of histories; a bundle needs neither lightning nor torchrec.
+
+    Items of the history and excluded items are never recommended. Unknown items are skipped and counted. A user without
+    events gets the policy's recommendations for an empty history. With ``out``, the lists of a file of any size are
+    written in bounded memory, and the counts of what was skipped returned; without it, the lists are a frame in memory
+    (``user_id``, ``rank``, ``item_id``, ``score``), see ``Bundle.recommend``.
+
+    Raises:
+        RecpoError: see ``Bundle.load`` and ``HistoryReader.read``; a user's rows are not adjacent in a file.
+    """
+
+    first_day: ClassVar = ("source", "histories", "out", "k", "show", "exclude", "users", "prepared")
+
+    source: Source
+    """a bundle, a run or factors, or the directory of one; or a baseline of ``recpo evaluate`` with its default options,
+    such as popularity. Of a run, the best checkpoint is used"""
+    histories: Frame | str | Path
+    """events, one per row: a Parquet file or directory with adjacent rows for each user, or a frame: user_id, item_id,
+    timestamp (times, or milliseconds since 1970) and, if the log had them, watch_time and duration (seconds), dislike,
+    label"""
+    k: PositiveInt | None = None
+    """list length; null = 10, or fewer if the catalog or the bundle has no more"""
+    _: KW_ONLY
+    out: str | Path | None = None
+    """Parquet file to write: user_id, rank, item_id, score; an existing one is replaced"""
+    exclude: Frame | str | Path | None = None
+    """user_id and item_id, a frame or Parquet file: items that must not be listed"""
+    users: Frame | str | Path | Sequence[Any] | None = None
+    """user_id, a frame or Parquet file, or the ids: the users to serve, including new users; null = the users of the
+    histories"""
+    user_features: Frame | str | Path | None = None
+    """user_id and the features as in the prepared user table; only if the policy reads them"""
+    context: Frame | str | Path | None = None
+    """user_id and features of the current requests; only if the policy reads them"""
+    allow: Mapping[str, Sequence[int | str]] | None = None
+    """attribute -> values, for a bundle with attributes: list only items that have one of the values of every attribute,
+    such as {"category": ["film"]}"""
+    deny: Mapping[str, Sequence[int | str]] | None = None
+    """attribute -> values: list no item that has one of these values"""
+    at: Moment | None = None
+    """when the lists are made, an ISO time or date such as 2026-11-23 (UTC without a zone): items that are not available
+    then (available_from, available_until) are left out. null = now"""
+    prepared: PreparedData | None = None
+    """for factors and baselines, the prepared data with their items: that on which factors were fitted; a baseline is
+    fitted on its training events"""
+    engine: EngineName = "onnx"
+    """onnx (ONNX Runtime, without torch) or torch"""
+    provider: str = CPU_PROVIDER
+    """execution provider of ONNX Runtime; it must be in ``onnxruntime.get_available_providers()``"""
+    batch_size: PositiveInt = BATCH_SIZE
+    """number of users ranked at once"""
+    trust: Sequence[str] = ()
+    """packages, in addition to recpo, whose classes the configuration of a run may name"""
+    show: NonNegativeInt = 0
+    """number of users whose lists the command line prints"""
+    progress: bool = False
+    """show a progress bar on a terminal"""
+
+    def execute(self) -> pd.DataFrame | ServingCounts:
+        """Ranks for all users."""
+        server = _server(self.source, self.engine, self.provider, self.trust, self.prepared)
+        if self.out is None:
+            return self._lists(server, read_frame(self.histories, "histories"), _ids(self.users)).to_pandas()
+        if not isinstance(self.histories, str | PathLike):
+            raise RecpoError(
+                "recommend: histories are a frame, expected a file where out is given: leave out out, and write the "
+                "frame that you get",
+                field="histories",
+            )
+        with tqdm(desc="recommend", unit="event", disable=None if self.progress else True, leave=False) as bar:
+            counts = self._write(server, Path(self.histories), Path(self.out), bar.update)
+        self.write_resolved(Path(self.out).with_suffix(".resolved.yaml"))
+        return counts
+
+    def _lists(self, server: Server, events: Any, users: Any, at: int | None = None) -> Served:
+        """The lists of some users, from all of their events."""
+        return recommend_lists(
+            server.runtime,
+            server.reader,
+            events,
+            k=validate_k(min(LIST_LENGTH, server.runtime.k) if self.k is None else self.k, server.runtime.k),
+            exclude=None if self.exclude is None else read_frame(self.exclude, "exclude"),
+            users=users,
+            user_features=None if self.user_features is None else read_frame(self.user_features, "user_features"),
+            context=None if self.context is None else read_frame(self.context, "context"),
+            allowed=filtered(server.filters, self.allow, self.deny),
+            at=self.at if at is None else at,
+            batch_size=self.batch_size,
+        )
+
+    def _write(self, server: Server, histories: Path, out: Path, progress: Callable[[int], object]) -> ServingCounts:
+        """Writes the lists of a file in pieces of whole users; the other inputs are in memory."""
+        asked = None if self.users is None else _ids(self.users)
+        at = milliseconds(self.at)  # one time for all pieces
+        read = replace(
+            self, **{name: _in_memory(getattr(self, name)) for name in ("exclude", "user_features", "context")}
+        )
+        given = [self.source, getattr(self.source, "root", None), histories, self.exclude, self.users, self.prepared]
+        inputs = [Path(path) for path in (*given, self.user_features, self.context) if isinstance(path, str | PathLike)]
+        counts, writer = ServingCounts(), None
+        with output_file(out, inputs=inputs) as partial:
+            try:
+                for block, served in _blocks(_open(histories), asked, histories, server.reader.columns, progress):
+                    answer = read._lists(server, block, served, at)
+                    counts += answer.counts
+                    writer = writer or pq.ParquetWriter(partial, answer.table.schema, compression="zstd")
+                    writer.write_table(answer.table)
+            finally:
+                if writer is not None:
+                    writer.close()
+        return counts
+
+
+def _in_memory(given: Frame | str | Path | None) -> Frame | None:
+    return None if given is None else read_frame(given, "frame")
+
+
+def _ids(users: Frame | str | Path | Sequence[Any] | None) -> pa.Array | Sequence[Any] | None:
+    """The ids of users, of a frame or a file if they are in one."""
+    if users is None or isinstance(users, list | tuple | pa.Array | np.ndarray):
+        return users
+    return id_column(read_frame(users, "users"), USER_ID, "users")
+
+
+recommend = function_of(Recommend)
+
+
+def _server(
+    source: Source,
+    engine: EngineName,
+    provider: str,
+    trust: Sequence[str],
+    prepared: PreparedData | None,
+) -> Server:
+    kind = kind_of(Path(source)) if isinstance(source, str | PathLike) else None
+    if prepared is not None:
+        return _contender(source, prepared)
+    if kind == "run":
+        from recpo.training.run import Run  # a bundle can be served without torch and lightning
+
+        source = Run.open(Path(source), trust)  # type: ignore[arg-type]  kind_of read it as a path
+    elif isinstance(source, str | PathLike) and kind != "factors":
+        source = Bundle.load(Path(source), engine, provider=provider)
+    if isinstance(source, str | PathLike) or not hasattr(source, "runtime"):
+        raise RecpoError("factors hold no item ids: name the prepared data that they were fitted on (prepared)")
+    return Server(source.runtime, source.reader, source.filters if isinstance(source, Bundle) else None)
+
+
+def _contender(source: Source, prepared: PreparedData) -> Server:
+    """The server of factors or a baseline."""
+    from recpo.data.prepared import Prepared  # bundles and runs are served without the libraries of prepare
+    from recpo.factorization.factors import Factors
+    from recpo.verbs.contender_runtime import ContenderRuntime
+
+    if not isinstance(source, str | PathLike | Factors):
+        raise RecpoError("prepared is for factors and baselines: leave it out for a run or a bundle")
+    runtime = ContenderRuntime(source, prepared if isinstance(prepared, Prepared) else Prepared.open(str(prepared)))
+    return Server(runtime, runtime.reader)
+
+
+def _open(histories: Path) -> ds.Dataset:
+    if not histories.exists():
+        raise RecpoError(f"{histories} does not exist; expected a Parquet file of histories")
+    if kind_of(histories) == "prepared":
+        raise RecpoError(f"{histories} is prepared data, expected histories: name {histories / 'histories.parquet'}")
+    try:
+        source = ds.dataset(histories, format="parquet")
+    except (pa.ArrowException, OSError) as error:
+        remedy = "name a Parquet file, or pass a data frame in Python"
+        raise RecpoError(f"{histories} cannot be read as Parquet ({error}): {remedy}") from error
+    require_columns(source.schema, [USER_ID, ITEM_ID, TIMESTAMP], str(histories))
+    id_column(_no_events(source, histories), USER_ID, str(histories))
+    return source
+
+
+def _no_events(source: ds.Dataset, path: Path, read: Sequence[str] = (USER_ID, ITEM_ID, TIMESTAMP)) -> pa.Table:
+    names = [name for name in read if name in source.schema.names]
+    return to_arrow(source.schema.empty_table().select(names), str(path))
+
+
+def _blocks(
+    source: ds.Dataset,
+    asked: pa.Array | None,
+    path: Path,
+    read: Sequence[str],
+    progress: Callable[[int], object] | None,
+) -> Iterator[tuple[pa.Table, pa.Array]]:
+    """Events of whole users, with the users to serve from them; finally, the requested users without events."""
+    served: set[Any] = set()
+    for block in _whole_users(_batches(source, path, read, progress)):
+        users = id_column(block, USER_ID, str(path)).unique()
+        if again := served.intersection(users.to_pylist()):
+            raise RecpoError(
+                f"{path}: the rows of user_id {min(again)!r} are not adjacent ({len(again)} such users): sort the "
+                "file by user_id, or pass a frame in memory"
+            )
+        served.update(users.to_pylist())
+        yield block, users if asked is None else users.filter(pc.is_in(users, value_set=asked.cast(users.type)))
+    nobody = _no_events(source, path, read)
+    rest = nobody[USER_ID].combine_chunks() if asked is None else asked
+    if asked is not None:
+        rest = rest.filter(pa.array(np.array([user not in served for user in asked.to_pylist()], bool)))
+    if len(rest) or not served:
+        yield nobody, rest
+
+
+def _batches(
+    source: ds.Dataset, path: Path, read: Sequence[str], progress: Callable[[int], object] | None
+) -> Iterator[pa.Table]:
+    columns = [name for name in read if name in source.schema.names]
+    try:
+        for batch in source.to_batches(columns=columns, batch_size=_ROWS_AT_ONCE):
+            if batch.num_rows:
+                yield to_arrow(batch, str(path))
+                if progress is not None:
+                    progress(batch.num_rows)
+    except (pa.ArrowException, OSError) as error:
+        raise RecpoError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _whole_users(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows, cut where the user changes. One table and the events of one user are in memory."""
+    held: list[pa.Table] = []
+    for table in tables:
+        users = table[USER_ID].combine_chunks()
+        changes = np.flatnonzero(_changes(users))
+        if held and len(held[0]) and held[0][USER_ID][0] != users[0]:
+            changes = np.concatenate([[0], changes])
+        if len(changes):
+            if whole := [*held, *([table.slice(0, int(changes[-1]))] if changes[-1] else [])]:
+                yield pa.concat_tables(whole)
+            held, table = [], table.slice(int(changes[-1]))
+        held.append(table)
+    if held:
+        yield pa.concat_tables(held)
+
+
+def _changes(users: pa.Array) -> np.ndarray:
+    """True at rows whose user differs from that of the previous row; False at the first row."""
+    if len(users) < 2:
+        return np.zeros(len(users), bool)
+    other = pc.not_equal(users.slice(1), users.slice(0, len(users) - 1)).fill_null(True)
+    return np.concatenate([[False], other.to_numpy(zero_copy_only=False)])

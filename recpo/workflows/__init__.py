@@ -1,1 +1,0 @@
-"""One function per verb. Functions take typed objects and paths, return objects, and print nothing."""
