@@ -213,18 +213,21 @@ def _server(
     trust: Sequence[str],
     prepared: Prepared | str | PathLike[str] | None,
 ) -> Server:
-    kind = kind_of(Path(source)) if isinstance(source, str | PathLike) else None
     if prepared is not None:
         return _contender(source, prepared)
-    if kind == "run":
-        from recpo.training.run import Run  # a bundle can be served without torch and lightning
-
-        source = Run.open(Path(source), trust)  # type: ignore[arg-type]  kind_of read it as a path
-    elif isinstance(source, str | PathLike) and kind != "factors":
+    kind = kind_of(Path(source)) if isinstance(source, str | PathLike) else None
+    if isinstance(source, str | PathLike) and kind not in ("run", "factors"):
         source = Bundle.load(Path(source), engine, provider=provider)
-    if isinstance(source, str | PathLike) or not hasattr(source, "runtime"):
+    if isinstance(source, Bundle):
+        return Server(source.runtime, source.reader, source.filters)
+
+    from recpo.training.run import Run  # a bundle can be served without torch and lightning
+
+    if kind == "run" and isinstance(source, str | PathLike):
+        source = Run.open(Path(source), trust)
+    if not isinstance(source, Run):
         raise RecpoError("factors hold no item ids: name the prepared data that they were fitted on (prepared)")
-    return Server(source.runtime, source.reader, source.filters if isinstance(source, Bundle) else None)
+    return Server(source.runtime, source.reader)
 
 
 def _contender(source: Source, prepared: Prepared | str | PathLike[str]) -> Server:
