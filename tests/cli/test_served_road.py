@@ -66,7 +66,7 @@ def test_recommend_takes_a_run_or_a_bundle(road, tmp_path, capsys, sources):
     given = [text for option in sources for text in (option, str(road / option.strip("-")))]
     options = ["--histories", str(road / "prepared" / "histories.parquet"), "--out", str(tmp_path / "o.parquet")]
     assert main(["recommend", *given, *options]) == 1
-    assert "one of --bundle and --run" in capsys.readouterr().err
+    assert "one of --bundle, --run, --factors and --baseline" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
