@@ -106,7 +106,7 @@ if TYPE_CHECKING:
     )
     from recpo.tokenizer.tokenization import Codes as Codes
     from recpo.verbs.calibrate import calibrate as calibrate
-    from recpo.serving.comparison import Comparison as Comparison
+    from recpo.verbs.comparison import Comparison as Comparison
     from recpo.verbs.compare import compare as compare
     from recpo.verbs.evaluate import evaluate as evaluate
     from recpo.verbs.factorize import factorize as factorize
@@ -212,7 +212,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "recpo.tokenizer.sources": ("CodesFromFile", "VectorsFromFrame", "VectorsFromParquet"),
     "recpo.tokenizer.tokenization": ("Codes",),
     "recpo.verbs.calibrate": ("calibrate",),
-    "recpo.serving.comparison": ("Comparison",),
+    "recpo.verbs.comparison": ("Comparison",),
     "recpo.verbs.compare": ("compare",),
     "recpo.verbs.evaluate": ("evaluate",),
     "recpo.verbs.factorize": ("factorize",),

@@ -15,7 +15,6 @@ import torch
 import recpo.objectives
 from recpo.cli.main import main
 from recpo.cli.parser import parser_of, verb_class
-
 from recpo.contracts import Objective
 from recpo.data.datamodule import evaluation_batches
 

@@ -78,7 +78,13 @@ def test_a_module_imports_only_what_its_layer_may(path):
             assert path.name == "triton_catalog.py", f"{path}: only triton_catalog.py imports triton"
         if root == "torchrec":
             assert own == "sharding", f"{path}: only sharding.py imports torchrec"
-        if root in ("lightning", "pytorch_lightning") and own not in ("training", "sharding", "evaluation", "verbs", "cli"):
+        if root in ("lightning", "pytorch_lightning") and own not in (
+            "training",
+            "sharding",
+            "evaluation",
+            "verbs",
+            "cli",
+        ):
             assert path.name == "datamodule.py", f"{path}: lightning belongs to training and the data module"
 
 

@@ -1,6 +1,5 @@
 """The commands in the documents exist and run."""
 
-import importlib
 import json
 import os
 import re

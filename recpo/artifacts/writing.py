@@ -8,6 +8,7 @@ from typing import Any
 
 from recpo.artifacts.outputs import output_file
 
+
 def write_json(target: Path, value: Any) -> None:
     """Writes ``value`` as indented JSON with sorted keys, completely or not at all. Rejects nan and infinities."""
     content = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"

@@ -18,7 +18,7 @@ from recpo.evaluation.off_policy.options import OffPolicyOptions
 from recpo.ranges import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt
 from recpo.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
-from recpo.serving.comparison import (
+from recpo.verbs.comparison import (
     COMPARE,
     NEW,
     OLD,

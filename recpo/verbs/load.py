@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from recpo.evaluation.evaluation import Evaluation
     from recpo.factorization.factors import Factors
     from recpo.serving.bundle import Bundle
-    from recpo.serving.comparison import Comparison
     from recpo.simulation.log import Simulation
     from recpo.tokenizer.tokenization import Codes
     from recpo.training.run import Run
+    from recpo.verbs.comparison import Comparison
     from recpo.verbs.loop import LoopResult
 
 _READABLE = "prepared data, codes, factors, a run, a bundle, an evaluation, a comparison, a loop or a simulation"
@@ -67,7 +67,7 @@ def load(
 
         return Evaluation.open(fspath(path))
     if kind == "comparison":
-        from recpo.serving.comparison import Comparison
+        from recpo.verbs.comparison import Comparison
 
         return Comparison.open(fspath(path))
     if kind == "loop":

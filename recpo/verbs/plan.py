@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from recpo.artifacts import write_json
 from recpo.data.prepared import Prepared
+from recpo.errors import RecpoError
 from recpo.ranges import PositiveInt
 from recpo.sharding.costs import Links, Sharding, TableOptimizerName
-from recpo.sharding.plan import Needs, catalog_of, item_features_of, needs_of
+from recpo.sharding.plan import Needs, needs_of
 from recpo.sharding.policy_costs import Blocks
 from recpo.sharding.workload import PolicyKind, Workload
 from recpo.verbs.verb import Verb, function_of
@@ -127,3 +128,36 @@ class Plan(Verb[Needs]):
 
 
 plan = function_of(Plan)
+
+
+def item_features_of(prepared: Prepared | str | Path | None, hidden: int) -> dict[str, Any]:
+    """The item features of a prepared directory for a ``Workload``; ``hidden`` 0 = they are not read.
+
+    Raises:
+        RecpoError: there are none.
+    """
+    if hidden == 0:
+        return {}
+    if prepared is None:
+        raise RecpoError("--item_features counts the features of a prepared directory: name it with --prepared")
+    features = Prepared.open(prepared).feature_schema.item
+    if not features:
+        raise RecpoError(f"{prepared} has no item features: prepare it with --items, or leave --item_features out")
+    return {"item_features": features, "feature_hidden": hidden}
+
+
+def catalog_of(
+    num_items: int | None, prepared: Prepared | str | Path | None, events: int | None = None
+) -> tuple[int, int | None]:
+    """Catalog size and number of training events: as given, or of a prepared directory; ``events`` None = not known.
+
+    Raises:
+        RecpoError: neither or both of ``num_items`` and ``prepared``.
+    """
+    if (num_items is None) == (prepared is None):
+        raise RecpoError("give the catalog size with --num_items, or a prepared directory with --prepared")
+    if prepared is None:
+        assert num_items is not None
+        return num_items, events
+    data = Prepared.open(prepared)
+    return data.num_items, sum(shard["targets"] for shard in data.manifest["shards"]["train"])

@@ -9,8 +9,8 @@ import pytest
 
 import recpo
 from recpo.data.feature_columns import FeatureColumns
-from recpo.verbs import calibrate as calibration
 from recpo.training import tilting
+from recpo.verbs import calibrate as calibration
 
 UNBORN = 20
 

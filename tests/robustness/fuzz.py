@@ -301,7 +301,7 @@ def _evaluation(root: Path) -> str:
 
 
 def _comparison(root: Path) -> str:
-    from recpo.serving.comparison import Comparison
+    from recpo.verbs.comparison import Comparison
 
     return _text(json.dumps(Comparison.open(root / "comparison").document, sort_keys=True))
 

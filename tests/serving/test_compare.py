@@ -24,7 +24,7 @@ from recpo.evaluation.measures import Recommender
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle_features import BundleFeatures
 from recpo.serving.export import export_bundle
-from recpo.serving.comparison import gate
+from recpo.verbs.comparison import gate
 from tests.data.test_features import prepare
 
 K = 5

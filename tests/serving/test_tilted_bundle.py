@@ -19,8 +19,8 @@ from recpo.serving.export import export_bundle
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import BundleManifest
 from recpo.serving.saved_policy import describe_policy, load_policy, save_policy
-from recpo.types import FeedbackBatch, Histories, Slates
 from recpo.training.tilting import tilted
+from recpo.types import FeedbackBatch, Histories, Slates
 
 NUM_ITEMS, MAX_HISTORY = 120, 12  # of conftest
 RANK, LONGER = 4, MAX_HISTORY + 6

@@ -26,7 +26,7 @@ from recpo.sharding import costs, policy_costs
 from recpo.sharding.costs import Exchange, Links, TableBlock, row_wise_placement
 from recpo.sharding.workload import Workload, estimate, place_softmax_tables, table_memory
 from recpo.types import Features
-from recpo.sharding.plan import item_features_of
+from recpo.verbs.plan import item_features_of
 
 
 def encoder(dim, layers, blocks, heads, history):

@@ -57,8 +57,8 @@ def one_thread():
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """200 users, 80 items: big enough to learn something within seconds."""
-    from recpo.verbs.simulate import simulate
     from recpo.verbs.prepare import prepare
+    from recpo.verbs.simulate import simulate
 
     out = tmp_path_factory.mktemp("reward_world")
     simulate(out / "simulated", users=200, items=80, events=12_000, days=10)

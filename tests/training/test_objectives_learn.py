@@ -20,7 +20,6 @@ from recpo.advantages import (
     LeaveOneOutAdvantage,
     TernaryAdvantage,
 )
-from recpo.verbs.simulate import simulate
 from recpo.data.datamodule import FeedbackDataModule, evaluation_batches
 from recpo.data.preference_lists import PreferenceListLayout
 from recpo.data.prepared import Prepared
@@ -56,6 +55,7 @@ from recpo.training.module import PreferenceModule
 from recpo.training.options import CriticOptions, LearningOptions, RolloutOptions
 from recpo.verbs.factorize import factorize
 from recpo.verbs.prepare import prepare
+from recpo.verbs.simulate import simulate
 
 K, HISTORY = 5, 20
 SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from scipy.stats import kendalltau
 
-from recpo.verbs.simulate import simulate
 from recpo.contracts import RewardFunction
 from recpo.data.datamodule import evaluation_batches
 from recpo.data.prepared import Prepared
@@ -20,6 +19,7 @@ from recpo.evaluation.true_rewards import true_rewards
 from recpo.rewards import LoggedReward
 from recpo.types import Recommendations, Slates
 from recpo.verbs.prepare import prepare
+from recpo.verbs.simulate import simulate
 
 K = 10
 
