@@ -142,7 +142,7 @@ _SERVING = """## Serving
 
 ```
 recpo serve --bundle BUNDLE
-recpo recommend --bundle BUNDLE --histories histories.parquet --out lists.parquet
+recpo recommend BUNDLE --histories histories.parquet --out lists.parquet
 ```
 
 In Python `recpo.Bundle.load(BUNDLE).recommend(events, k=10)`. `manifest.json` describes the program, and has the

@@ -179,7 +179,7 @@ class Demo(Verb[DemoSummary]):
         bundle, histories = self.out / "bundle", self.out / "prepared" / "histories.parquet"
         self._step("export", "--run", self.out / f"{last.prefix}{last.road[-1]}-0", "--out", bundle)
         lists = ("--out", self.out / "recommendations.parquet", "--k", 10, "--show", 3)
-        self._step("recommend", "--bundle", bundle, "--histories", histories, *lists)
+        self._step("recommend", "--source", bundle, "--histories", histories, *lists)
 
     def _step(self, verb: str, *words: object) -> None:
         self.step(verb, [str(word) for word in words])

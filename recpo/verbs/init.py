@@ -449,7 +449,7 @@ def _commands(found: Inspection) -> list[str]:
     fit = ["recpo", "factorize", "--prepared", paths["prepared"], "--out", paths["factors"]]
     runs = [paths[step] for step in files if step != "prepare"]
     served = runs[1] if len(runs) > 1 else runs[0]
-    compared = ["--run", json.dumps(runs).replace('"', "")]
+    compared = ["--contenders", *runs]
     histories, lists = f"{paths['prepared']}/histories.parquet", str(Path(paths["bundle"]).parent / "lists.parquet")
     listed = [
         ["recpo", "prepare", "--config", str(files["prepare"])],
@@ -458,7 +458,7 @@ def _commands(found: Inspection) -> list[str]:
         *train[1:],
         ["recpo", "evaluate", "--prepared", paths["prepared"], *compared, "--out", paths["evaluation"]],
         ["recpo", "export", "--run", served, "--out", paths["bundle"]],
-        [*("recpo", "recommend", "--bundle", paths["bundle"], "--histories", histories, "--out", lists), "--show", "3"],
+        [*("recpo", "recommend", "--source", paths["bundle"], "--histories", histories, "--out", lists), "--show", "3"],
     ]
     return [shlex.join(words) for words in listed]
 

@@ -96,7 +96,7 @@ def test_a_night_from_the_command_line(tmp_path):
         ["evaluate", "--prepared", place["tuesday"], "--contenders", place["run-2"], "--out", place["eval"], *judged],
         ["export", "--run", place["run-2"], "--out", place["bundle"]],
         ["export", "--refresh", place["bundle"], "--items", items["second"], "--out", place["fresh"]],
-        ["recommend", "--bundle", place["fresh"], "--out", files["lists"], *asking],
+        ["recommend", "--source", place["fresh"], "--out", files["lists"], *asking],
     ]
     (tmp_path / "steps.json").write_text(json.dumps(steps))
     done = subprocess.run(

@@ -83,7 +83,7 @@ def made_loop(root, rounds=()):
     options |= {"recipe": [PRETRAIN], "warm_start": True, "warm_epochs": None}
     with output_directory(root, kind="loop"):
         pass
-    done = Loop(root, options, tuple(rounds))
+    done = LoopResult(root, options, tuple(rounds))
     done.write()
     return done
 

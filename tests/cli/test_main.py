@@ -159,7 +159,7 @@ def test_the_road_with_ids_and_paths_that_look_like_markup(tmp_path, capsys):
     assert "[red]" in verb("evaluate", "--prepared", prepared, "--contenders", run, "--out", root / "[/x] evaluation")
     verb("export", "--run", run, "--out", bundle, "--k", 5)
     histories = ["--histories", prepared / "histories.parquet", "--out", lists]
-    printed = verb("recommend", "--bundle", bundle, *histories, "--k", 3, "--show", len(users))
+    printed = verb("recommend", "--source", bundle, *histories, "--k", 3, "--show", len(users))
     for name in HOSTILE:
         assert f" {name}" in printed, name
     assert set(pd.read_parquet(lists)["item_id"]) <= set(items)

@@ -20,7 +20,7 @@ from recpo.data.prepared import Prepared
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import HistoryReader
 from recpo.training.run import Run, checkpoint_path
-from recpo.verbs.recommend import recommend, write_recommendations
+from recpo.verbs.recommend import recommend
 
 
 @pytest.mark.parametrize("name", ["items.parquet", "feedback.json", "resolved.yaml", "checkpoints/best.ckpt"])
@@ -42,8 +42,8 @@ def test_item_ids_in_another_order_are_never_recommended_from(road, tmp_path, ca
     place = table.column_names.index("item_id")
     pq.write_table(table.set_column(place, "item_id", reversed_ids), run / "items.parquet")
     histories = str(road / "prepared" / "histories.parquet")
-    for verb in (["export"], ["recommend", "--histories", histories]):
-        assert main([*verb, "--run", str(run), "--out", str(tmp_path / "out")]) == 1
+    for verb in (["export", "--run"], ["recommend", "--histories", histories, "--source"]):
+        assert main([*verb, str(run), "--out", str(tmp_path / "out")]) == 1
         assert "items.parquet (changed)" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -53,7 +53,7 @@ def test_a_run_elsewhere_without_its_data_exports_and_recommends(road, histories
     (tmp_path / "in").mkdir()
     events = histories.to_parquet(tmp_path / "in" / "histories.parquet") or tmp_path / "in" / "histories.parquet"
     lists = tmp_path / "lists.parquet"
-    assert main(["recommend", "--run", str(run), "--histories", str(events), "--out", str(lists), "--k", "5"]) == 0
+    assert main(["recommend", "--source", str(run), "--histories", str(events), "--out", str(lists), "--k", "5"]) == 0
     assert main(["export", "--run", str(run), "--out", str(tmp_path / "bundle")]) == 0
     served, expected = recommend(tmp_path / "bundle", events, 5), pd.read_parquet(lists)
     assert served["item_id"].tolist() == expected["item_id"].tolist()
@@ -61,12 +61,12 @@ def test_a_run_elsewhere_without_its_data_exports_and_recommends(road, histories
     assert served.drop(columns="score").equals(Run.open(run).recommend(histories, 5).drop(columns="score"))
 
 
-@pytest.mark.parametrize("sources", [[], ["--run", "--bundle"]])
-def test_recommend_takes_a_run_or_a_bundle(road, tmp_path, capsys, sources):
-    given = [text for option in sources for text in (option, str(road / option.strip("-")))]
-    options = ["--histories", str(road / "prepared" / "histories.parquet"), "--out", str(tmp_path / "o.parquet")]
-    assert main(["recommend", *given, *options]) == 1
-    assert "one of --bundle, --run, --factors and --baseline" in capsys.readouterr().err
+def test_recommend_needs_a_source_and_an_output(road, tmp_path, capsys):
+    options = ["--histories", str(road / "prepared" / "histories.parquet")]
+    assert main(["recommend", *options, "--out", str(tmp_path / "o.parquet")]) == 2
+    assert "source" in capsys.readouterr().err
+    assert main(["recommend", str(road / "bundle"), *options]) == 1
+    assert "--out" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def external(items, ids):
 
 def test_recommend_serves_the_histories_of_prepare(road, histories, tmp_path, capsys):
     out = tmp_path / "lists.parquet"
-    options = ["--bundle", str(road / "bundle"), "--histories", str(road / "prepared" / "histories.parquet")]
+    options = ["--source", str(road / "bundle"), "--histories", str(road / "prepared" / "histories.parquet")]
     assert main(["recommend", *options, "--out", str(out), "--k", "5", "--batch_size", "16", "--show", "2"]) == 0
     printed = capsys.readouterr().out
     assert "up to 5 items each" in printed
@@ -152,7 +152,7 @@ def test_users_and_exclusions_of_the_command_line(road, histories, tmp_path):
     best = bundle.recommend(histories, k=2, users=[known, new])
     pd.DataFrame({"user_id": [new, known]}).to_parquet(users)
     best[["user_id", "item_id"]].to_parquet(exclude)
-    options = ["--bundle", str(road / "bundle"), "--histories", str(road / "prepared" / "histories.parquet")]
+    options = ["--source", str(road / "bundle"), "--histories", str(road / "prepared" / "histories.parquet")]
     options += ["--users", str(users), "--exclude", str(exclude), "--out", str(tmp_path / "o.parquet"), "--k", "3"]
     assert main(["recommend", *options]) == 0
     lists = pd.read_parquet(tmp_path / "o.parquet")
@@ -168,7 +168,7 @@ def test_an_output_that_is_an_input_or_no_file_is_refused(road, tmp_path, capsys
     content = source.read_bytes()
     places = {"histories": source, "bundle": bundle, "inside": bundle / "lists.parquet", "device": Path("/dev/null")}
     out = places.get(target, tmp_path)
-    assert main(["recommend", "--bundle", str(bundle), "--histories", str(source), "--out", str(out)]) == 1
+    assert main(["recommend", "--source", str(bundle), "--histories", str(source), "--out", str(out)]) == 1
     assert str(out) in capsys.readouterr().err
     assert source.read_bytes() == content
     assert not Path("/dev/null").is_file()
@@ -181,10 +181,10 @@ def test_users_that_do_not_stand_together_are_refused(road, histories, tmp_path,
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr("recpo.verbs.recommend._ROWS_AT_ONCE", 50)
     with monkeypatch.context():
-        assert main(["recommend", "--bundle", str(road / "bundle"), *options]) == 1
+        assert main(["recommend", "--source", str(road / "bundle"), *options]) == 1
         assert "are not adjacent" in capsys.readouterr().err
         whole = road / "prepared" / "histories.parquet"
-        counts = write_recommendations(road / "bundle", whole, tmp_path / "o.parquet", 3)
+        counts = recommend(road / "bundle", whole, 3, out=tmp_path / "o.parquet")
     monkeypatch.undo()
     assert counts.events == len(histories)
     assert counts.users == histories["user_id"].nunique()
@@ -197,7 +197,7 @@ def test_unreadable_histories_are_refused(road, tmp_path, capsys, content):
     histories = tmp_path / "histories.parquet"
     if content is not None:
         histories.write_bytes(content)
-    options = ["--bundle", str(road / "bundle"), "--histories", str(histories), "--out", str(tmp_path / "o.parquet")]
+    options = ["--source", str(road / "bundle"), "--histories", str(histories), "--out", str(tmp_path / "o.parquet")]
     assert main(["recommend", *options]) == 1
     assert str(histories) in capsys.readouterr().err
     assert not (tmp_path / "o.parquet").exists()
@@ -231,12 +231,12 @@ def test_forms_of_a_large_catalog_through_the_command_line(road, tmp_path, capsy
     assert compiled.is_file() == bool(options)
     assert (tmp_path / "repository" / "recpo" / "config.pbtxt").is_file()
     histories, lists = str(road / "prepared" / "histories.parquet"), str(tmp_path / "lists.parquet")
-    answer = ["recommend", "--histories", histories, "--out", lists, "--bundle"]
+    answer = ["recommend", "--histories", histories, "--out", lists, "--source"]
     assert main([*answer, str(indexed), "--provider", "CPUExecutionProvider"]) == 0
     assert len(pd.read_parquet(lists))
     assert main([*answer, str(rounded), "--provider", "GPU"]) == 1
     assert "provider is 'GPU'" in capsys.readouterr().err
-    evaluate = ["evaluate", "--prepared", str(road / "prepared"), "--run", f"[{run}, {indexed}]", "--ks", "[5]"]
+    evaluate = ["evaluate", "--prepared", str(road / "prepared"), "--contenders", f"[{run}, {indexed}]", "--ks", "[5]"]
     assert main([*evaluate, "--out", str(tmp_path / "evaluation")]) == 0
     printed = capsys.readouterr().out
     assert "indexed" in printed

@@ -126,7 +126,7 @@ def test_a_sharded_run_is_evaluated_exported_and_continued_without_torchrec(kill
     export = ["--run", str(run), "--out", str(tmp_path / "bundle")]
     recpo("export", *export, block_torchrec=True)
     histories = ["--histories", str(prepared / "histories.parquet"), "--out", str(tmp_path / "lists.parquet")]
-    recpo("recommend", "--bundle", str(tmp_path / "bundle"), *histories, block_torchrec=True)
+    recpo("recommend", "--source", str(tmp_path / "bundle"), *histories, block_torchrec=True)
     plain = tmp_path / "plain.yaml"
     plain.write_text((root / "config.yaml").read_text().split("  strategy:")[0].replace("devices: 2", "devices: 1"))
     again = ["train", "--config", str(plain), "--trainer.max_epochs", "1", "--out"]

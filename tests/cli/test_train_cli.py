@@ -191,7 +191,7 @@ def test_a_catalog_of_one_or_two_items_is_trained_validated_exported_and_recomme
     assert main([*config, "--policy.dim", "8", "--policy.heads", "1", "--trainer.max_epochs", "2"]) == 0
     assert 0 <= Run.open(run).results["val/NDCG@10"] <= 1
     assert main(["export", "--run", str(run), "--out", str(bundle)]) == 0
-    for source in (["--bundle", str(bundle)], ["--run", str(run)]):
+    for source in (["--source", str(bundle)], ["--source", str(run)]):
         out = tmp_path / f"{source[0][2:]}.parquet"
         assert main(["recommend", *source, "--histories", str(histories), "--out", str(out)]) == 0
         assert set(pd.read_parquet(out)["rank"]) <= set(range(1, items + 1))
@@ -230,7 +230,7 @@ def test_every_verb_that_opens_a_run_takes_trust(tmp_path, prepared, monkeypatch
     vectors = ["--vectors", "VectorsFromRun", "--vectors.run", run]
     verbs = [
         (["export", "--run", run, "--out", str(tmp_path / "bundle")], trusted),
-        (["recommend", "--run", run, "--histories", histories, "--out", str(tmp_path / "r.parquet")], trusted),
+        (["recommend", "--source", run, "--histories", histories, "--out", str(tmp_path / "r.parquet")], trusted),
         (
             ["evaluate", "--prepared", str(prepared), "--contenders", f'["{run}"]', "--out", str(tmp_path / "e")],
             trusted,

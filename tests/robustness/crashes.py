@@ -88,7 +88,7 @@ def verbs(base: Path, place: Path, configs: Path) -> dict[str, Verb]:
         "evaluate": Verb(["evaluate", "--prepared", prepared, "--run", run, *out, *ranked], ["--ks", "[4]"]),
         "export": Verb(["export", "--run", run, *out], ["--k", "7"]),
         "recommend": Verb(
-            ["recommend", "--bundle", bundle, "--histories", f"{prepared}/histories.parquet", *out],
+            ["recommend", "--source", bundle, "--histories", f"{prepared}/histories.parquet", *out],
             ["--k", "3"],
             overwrite=(),
         ),

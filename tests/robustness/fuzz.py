@@ -348,7 +348,7 @@ def _csv_log(root: Path) -> str:
 
 def _histories(root: Path) -> str:
     out = ["--histories", str(root / "histories.parquet"), "--out", str(root / "answer.parquet"), "--k", "3"]
-    return _status(quiet(["recommend", "--bundle", str(_BASE[0] / "bundle"), *out]))
+    return _status(quiet(["recommend", "--source", str(_BASE[0] / "bundle"), *out]))
 
 
 def _lists(root: Path) -> str:

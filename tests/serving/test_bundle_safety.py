@@ -305,7 +305,7 @@ def test_recommend_runs_where_training_code_cannot_be_imported(bundle_path, tmp_
     blocked += ["torch", "ibis", "duckdb", "sklearn", "safetensors"] if engine == "onnx" else []
     histories = pd.DataFrame({"user_id": [5, 5], "item_id": ["item-3", "?"], "timestamp": [1, 2]})
     pq.write_table(pa.Table.from_pandas(histories), tmp_path / "histories.parquet")
-    arguments = ["recommend", "--bundle", str(bundle_path), "--histories", str(tmp_path / "histories.parquet")]
+    arguments = ["recommend", "--source", str(bundle_path), "--histories", str(tmp_path / "histories.parquet")]
     arguments += ["--out", str(tmp_path / "lists.parquet"), "--engine", engine, "--k", "3", "--show", "2"]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT.format(blocked=blocked, arguments=arguments)],

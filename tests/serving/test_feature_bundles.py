@@ -180,7 +180,7 @@ def test_frames_and_the_command_line_take_users_and_requests(made, tmp_path, cap
     assert expected["item_id"].tolist() == ITEM_IDS.to_external(listed.ravel()).to_pylist()
     for name, frame in (("histories", history), ("users", people), ("context", now)):
         pq.write_table(pa.Table.from_pandas(frame, preserve_index=False), tmp_path / f"{name}.parquet")
-    words = ["recommend", "--bundle", made.root, "--histories", tmp_path / "histories.parquet", "--k", 5]
+    words = ["recommend", "--source", made.root, "--histories", tmp_path / "histories.parquet", "--k", 5]
     words += ["--users", tmp_path / "users.parquet", "--out", tmp_path / "lists.parquet"]
     more = ["--user_features", tmp_path / "users.parquet", "--context", tmp_path / "context.parquet"]
     assert main([str(word) for word in words + more]) == 0

@@ -175,7 +175,7 @@ def test_the_command_line_filters(bundle, tmp_path):
     pq.write_table(pa.table({"user_id": [1, 1], "item_id": ["i3", "i7"], "timestamp": [1, 2]}), tmp_path / "h.parquet")
     words = [
         "recommend",
-        "--bundle",
+        "--source",
         bundle.root,
         "--histories",
         tmp_path / "h.parquet",

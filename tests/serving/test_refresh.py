@@ -134,7 +134,7 @@ def test_items_are_listed_only_while_they_are_available(bundle, timed, monkeypat
 
 def test_recommend_takes_a_time(timed, tmp_path):
     pq.write_table(pa.table({"user_id": [1], "item_id": ["i9"], "timestamp": [1]}), tmp_path / "histories.parquet")
-    given = ["--bundle", str(timed.bundle.root), "--histories", str(tmp_path / "histories.parquet")]
+    given = ["--source", str(timed.bundle.root), "--histories", str(tmp_path / "histories.parquet")]
     for at, listed in (("2030-03-17", False), ("2030-03-18T12:00", True)):
         assert main(["recommend", *given, "--out", str(tmp_path / "lists.parquet"), "--at", at]) == 0
         assert ("i1" in pq.read_table(tmp_path / "lists.parquet")["item_id"].to_pylist()) is listed

@@ -264,7 +264,7 @@ def test_no_verb_runs_what_a_run_of_somebody_else_names(prepared, copy, payload,
     out, data = str(tmp_path / "out"), ["--data.prepared", str(prepared)]
     arguments = {
         "export": ["--run", str(copy.root)],
-        "recommend": ["--run", str(copy.root), "--histories", str(prepared / "histories.parquet")],
+        "recommend": ["--source", str(copy.root), "--histories", str(prepared / "histories.parquet")],
         "evaluate": ["--prepared", str(prepared), "--run", str(copy.root)],
         "train": ["--init_from", str(copy.root), "--trainer.max_steps", "1", *data],
     }[verb]
